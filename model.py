@@ -1,0 +1,229 @@
+"""
+The Llama architecture: token embedding, blocks of grouped-query attention with rotary positions and SwiGLU, RMSNorm
+before each, a classifier that may share the embedding. https://arxiv.org/abs/2302.13971
+
+Shapes: B batch, T time, D model width, H heads, K key/value heads, Q head width (D / H), F hidden width, V vocabulary.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class ModelArgs:
+    dim: int = 288
+    n_layers: int = 6
+    n_heads: int = 6
+    n_kv_heads: int = 0        # 0: as many as n_heads
+    vocab_size: int = 32000
+    hidden_dim: int = 0        # 0: 2/3 of 4 dim, rounded up to a multiple of multiple_of
+    multiple_of: int = 32
+    max_seq_len: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: float = 1.0  # positions are divided by it (linear scaling)
+    dropout: float = 0.0
+    tied: bool = True          # the classifier shares the embedding's weights
+
+    def __post_init__(self):
+        self.n_kv_heads = self.n_kv_heads or self.n_heads
+        if not self.hidden_dim:
+            hidden = int(2 * (4 * self.dim) / 3)
+            self.hidden_dim = self.multiple_of * ((hidden + self.multiple_of - 1) // self.multiple_of)
+
+    @property
+    def head_dim(self):
+        return self.dim // self.n_heads
+
+    def problem(self):
+        """What is wrong with these numbers, as one line; None when nothing is."""
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}, expected at least 1"
+        if self.dim % self.n_heads or self.head_dim % 2:
+            return f"dim={self.dim} over n_heads={self.n_heads} is no even head width; choose dim a multiple of 2 n_heads"
+        if self.n_heads % self.n_kv_heads:
+            return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+        if not 0 <= self.dropout < 1:
+            return f"dropout is {self.dropout}, expected 0 <= dropout < 1"
+        if self.rope_theta <= 0 or self.rope_scaling <= 0 or self.norm_eps <= 0:
+            return "rope_theta, rope_scaling and norm_eps must be positive"
+        return None
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, in float32. https://arxiv.org/abs/1910.07467"""
+
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))  # (D,)
+
+    def forward(self, x):
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
+
+
+def rope_table(args, device=None):
+    """cos and sin (max_seq_len, Q/2) of the rotation of pair i at position t: t * theta^(-2i/Q)."""
+    i = torch.arange(0, args.head_dim, 2, device=device, dtype=torch.float64)
+    t = torch.arange(args.max_seq_len, device=device, dtype=torch.float64) / args.rope_scaling
+    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim))
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x, cos, sin):
+    """Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864"""
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, H, Q/2) each
+    cos, sin = cos[:, None], sin[:, None]                    # (T, 1, Q/2)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
+        kv_dim = args.n_kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x, cos, sin, cache=None):
+        """x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place."""
+        B, T, D = x.shape
+        a = self.args
+        q = rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), cos, sin)
+        k = rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), cos, sin)
+        v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
+        mask = None
+        if cache is not None:
+            keys, values, pos = cache
+            keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
+            k, v = keys[:, :pos + T], values[:, :pos + T]
+            mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)  # query t sees keys 0 .. pos + t
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
+            dropout_p=a.dropout if self.training else 0.0, enable_gqa=a.n_kv_heads != a.n_heads)  # (B, H, T, Q)
+        return self.wo(y.transpose(1, 2).reshape(B, T, D))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x). https://arxiv.org/abs/2002.05202"""
+
+    def __init__(self, args):
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = FeedForward(args)
+        self.dropout = nn.Dropout(args.dropout)
+
+    def forward(self, x, cos, sin, cache=None):
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+        x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        return x
+
+
+class Transformer(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)  # (V, D)
+        self.dropout = nn.Dropout(args.dropout)
+        self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)  # (V, D)
+        cos, sin = rope_table(args)
+        self.register_buffer("cos", cos, persistent=False)  # (max_seq_len, Q/2)
+        self.register_buffer("sin", sin, persistent=False)
+        self.init_weights()
+        if args.tied:
+            self.output.weight = self.tok_embeddings.weight
+
+    def init_weights(self):
+        """Normal with deviation 0.02; what adds to the residual stream is scaled down by the number of additions."""
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.args.n_layers) if residual else 0.02)
+
+    def forward(self, tokens, targets=None, cache=None):
+        """
+        tokens (B, T) int64 -> (logits, loss). With targets (B, T), -1 where none: logits (B, T, V) and the mean cross
+        entropy in nats. Without: logits (B, 1, V) of the last position, and None. `cache` comes from `new_cache`.
+        """
+        T, pos = tokens.shape[1], cache["pos"] if cache else 0
+        cos, sin = self.cos[pos:pos + T], self.sin[pos:pos + T]
+        x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, (cache["keys"][i], cache["values"][i], pos) if cache else None)
+        x = self.norm(x)
+        if cache:
+            cache["pos"] += T
+        if targets is None:
+            return self.output(x[:, -1:]), None
+        logits = self.output(x).float()
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+    def new_cache(self, B):
+        """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
+        a, weight = self.args, self.tok_embeddings.weight
+        shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
+        return {"keys": weight.new_zeros(shape), "values": weight.new_zeros(shape), "pos": 0}
+
+    @torch.inference_mode()
+    def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
+        """
+        Continue tokens (B, T) by up to max_new_tokens, as far as the context reaches; return (B, T + new). Temperature
+        0 is greedy; top_p samples from the smallest set of tokens whose probability exceeds it; ends early when
+        every sequence has produced a token of `stop`.
+        """
+        cache, new = self.new_cache(tokens.shape[0]), tokens
+        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+        for _ in range(min(max_new_tokens, self.args.max_seq_len - tokens.shape[1])):
+            logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
+            new = sample(logits, temperature, top_p, generator)  # (B, 1)
+            tokens = torch.cat((tokens, new), dim=1)
+            done |= torch.isin(new[:, 0], torch.tensor(tuple(stop), device=new.device, dtype=new.dtype))
+            if done.all():
+                break
+        return tokens
+
+    def num_params(self):
+        """Parameters, each counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self):
+        """
+        FLOPs of forward and backward for one token: 6 N + 12 L H Q T, where N leaves out the embedding look-up but has
+        the classifier, and the second term is attention over the context. https://arxiv.org/abs/2204.02311 appendix B
+        """
+        a = self.args
+        n = self.num_params() - (0 if a.tied else self.tok_embeddings.weight.numel())
+        return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
+
+
+def sample(logits, temperature, top_p, generator=None):
+    """One token (B, 1) from each row of logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    probs = torch.softmax(logits / temperature, dim=-1)
+    if 0 < top_p < 1:
+        ordered, index = probs.sort(dim=-1, descending=True)
+        ordered[ordered.cumsum(dim=-1) - ordered > top_p] = 0  # keep the first token whose sum passes top_p
+        probs = torch.zeros_like(probs).scatter(-1, index, ordered)
+    return torch.multinomial(probs, 1, generator=generator)
