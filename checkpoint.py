@@ -1,0 +1,152 @@
+"""
+Checkpoints that survive whatever stops the writer. A checkpoint is a folder
+
+    out/checkpoints/step_00001000/
+        model.pt          {"args": ModelArgs as a dict, "model": state_dict}
+        train.pt          {"optimizer": state_dict, "state": step, tokens, best loss, tracker run id, ...}
+        config.json       the resolved configuration of the run
+        tokenizer.*       the vocabulary, so that a checkpoint is enough to sample from and to export
+        checkpoint.json   version, step, size and sha256 of every file above; its presence means: complete
+
+written under a temporary name, synced to disk, and published by one atomic rename. `out/latest` and `out/best` are
+small files that name a step folder. Loading is weights_only: a checkpoint can't run code.
+"""
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from configurator import fail
+
+VERSION = 1
+
+
+def sync(path):
+    """Force a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path, text):
+    """Replace a small text file so that a reader sees the old content or the new, never a part."""
+    temporary = Path(f"{path}.tmp")
+    with open(temporary, "w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+    sync(Path(path).parent)
+
+
+def sha256(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def save(out_dir, step, model, train, config, tokenizer, best=False, keep_last=1):
+    """
+    Publish out_dir/checkpoints/step_N. model, train: dicts of tensors and plain values; config: a dict for JSON;
+    tokenizer: path of the vocabulary file. best: point `best` to it too. Older ones beyond keep_last go, but the best.
+    Raises OSError when the disk fails; what was there before is then untouched.
+    """
+    folder = Path(out_dir, "checkpoints")
+    temporary, final = folder / f".tmp_{step:08d}", folder / f"step_{step:08d}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        torch.save(model, temporary / "model.pt")
+        torch.save(train, temporary / "train.pt")
+        (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        shutil.copyfile(tokenizer, temporary / Path(tokenizer).name)
+        files = {p.name: [p.stat().st_size, sha256(p)] for p in sorted(temporary.iterdir())}
+        manifest = {"version": VERSION, "step": step, "files": files}
+        (temporary / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        for path in [*temporary.iterdir(), temporary]:
+            sync(path)
+    except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(str(e)) from e
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(temporary, final)
+    sync(folder)
+    write_atomic(Path(out_dir, "latest"), final.name)
+    if best:
+        write_atomic(Path(out_dir, "best"), final.name)
+    prune(out_dir, keep_last)
+
+
+def complete(folder):
+    """Whether a step folder holds every file of its manifest at its full size."""
+    try:
+        manifest = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
+        return all((folder / name).stat().st_size == size for name, (size, _) in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def steps(out_dir):
+    """The complete step folders of a run, oldest first."""
+    return [p for p in sorted(Path(out_dir, "checkpoints").glob("step_*")) if complete(p)]
+
+
+def prune(out_dir, keep_last):
+    """Remove leftovers of interrupted saves and all but the best and the last `keep_last` checkpoints (0: keep all)."""
+    for leftover in Path(out_dir, "checkpoints").glob(".tmp_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    best = pointer(out_dir, "best")
+    for old in steps(out_dir)[:-keep_last] if keep_last else []:
+        if old != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def pointer(out_dir, name):
+    """The step folder that `latest` or `best` names; None when there is none or it is not complete."""
+    try:
+        folder = Path(out_dir, "checkpoints", Path(out_dir, name).read_text(encoding="utf-8").strip())
+    except OSError:
+        return None
+    return folder if complete(folder) else None
+
+
+def newest(out_dir):
+    """The newest complete step folder, whatever else lies there; None when there is none."""
+    return (steps(out_dir) or [None])[-1]
+
+
+def locate(path):
+    """The step folder meant by a run's folder (its best, else its newest) or by a step folder itself; or one line."""
+    path = Path(path)
+    if complete(path):
+        return path
+    found = pointer(path, "best") or newest(path)
+    if found is None:
+        fail(f"{path}: holds no complete checkpoint; expected a run's out_dir or one of its step folders")
+    return found
+
+
+def load(folder, part="model", device="cpu"):
+    """The dict of model.pt or train.pt of a step folder, checked against its sha256; a damaged one ends in one line."""
+    path = Path(folder, f"{part}.pt")
+    try:
+        manifest = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
+        if manifest["version"] != VERSION:
+            fail(f"{folder}: checkpoint version {manifest['version']}, this program reads version {VERSION}")
+        if sha256(path) != manifest["files"][path.name][1]:
+            fail(f"{path}: damaged, its content is not what was saved; remove {folder} to use an older checkpoint")
+        return torch.load(path, map_location=device, weights_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fail(f"{path}: cannot be read ({type(e).__name__}: {e}); remove {folder} to use an older checkpoint")
+
+
+def tokenizer_path(folder):
+    """The vocabulary file inside a step folder."""
+    return next(iter(sorted(Path(folder).glob("tokenizer.*"))))
