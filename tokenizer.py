@@ -1,0 +1,248 @@
+"""
+Text ⇄ token ids. Three kinds of vocabulary behind one interface:
+
+    sentencepiece  a Llama-style BPE model (tokenizer.model), trained here or by someone else
+    byte           259 ids: <unk>, <s>, </s> and the 256 bytes; any text, nothing to train
+    char           <unk>, <s>, </s> and the sorted characters of one text; a character it has not seen is <unk>
+
+`pieces()` spells each vocabulary the way sentencepiece does, so that a GGUF file or llama2.c's tokenizer.bin made of
+it works in a program that knows sentencepiece alone. There a space is U+2581 (▁), and so it is here: a text that
+itself holds U+2581 is encoded as if it held a space, and decodes to one.
+"""
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+
+import sentencepiece as spm
+
+from configurator import fail
+
+SPACE = "\u2581"  # sentencepiece's visible space
+SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
+NORMAL, BYTE = 1, 6  # types of piece, numbered as in sentencepiece's proto and in GGUF
+UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
+BPE, NEEDED_COVERAGE = 2, 0.9999
+
+
+class Tokenizer:
+    """
+    What all kinds share. kind: "sentencepiece", "byte" or "char"; vocab_size, bos_id, eos_id, unk_id: int;
+    add_dummy_prefix: a space is put before every text; remove_extra_whitespaces: runs of spaces are collapsed;
+    normalizer: "identity", or the name of the rules a loaded model rewrites its text by.
+    """
+    unk_id, bos_id, eos_id = 0, 1, 2
+    add_dummy_prefix = remove_extra_whitespaces = False
+    normalizer = "identity"
+
+    @staticmethod
+    def load(path):
+        """The tokenizer in a file: .json for a byte or char vocabulary, anything else a sentencepiece model."""
+        path = Path(path)
+        try:
+            data = path.read_bytes()
+        except OSError as e:
+            fail(f"{path}: {e.strerror}, expected a tokenizer (tokenizer.model or tokenizer.json)")
+        return (load_json if path.suffix == ".json" else SentencePiece)(data, path)
+
+    def encode(self, text, bos=False, eos=False):
+        """text: str -> ids: list of int, with BOS before and EOS behind where asked."""
+        return [self.bos_id] * bos + self._encode(text) + [self.eos_id] * eos
+
+    def sha256(self):
+        """Hex digest of the file this tokenizer is saved as."""
+        return hashlib.sha256(self.data).hexdigest()
+
+    def save(self, path):
+        Path(path).write_bytes(self.data)
+
+    def export_bin(self, path):
+        """
+        llama2.c's tokenizer.bin, little-endian: uint32 length of the longest piece, then for each piece its float32
+        score, int32 length and bytes. A space is a space there, and BOS and EOS are written on lines of their own.
+        """
+        spelled = {self.bos_id: b"\n<s>\n", self.eos_id: b"\n</s>\n"}
+        entries = [(spelled.get(i, piece.replace(SPACE.encode(), b" ")), score)
+                   for i, (piece, score, _) in enumerate(self.pieces())]
+        with open(path, "wb") as f:
+            f.write(struct.pack("<I", max(len(piece) for piece, _ in entries)))
+            for piece, score in entries:
+                f.write(struct.pack("<fi", score, len(piece)) + piece)
+
+
+class SentencePiece(Tokenizer):
+    """A sentencepiece BPE model. data: the bytes of the file, path: its name in messages."""
+    kind = "sentencepiece"
+
+    def __init__(self, data, path):
+        spm.set_min_log_level(5)  # its own complaints would stand above our one line
+        try:
+            self.model = spm.SentencePieceProcessor(model_proto=data)
+        except RuntimeError:
+            fail(f"{path}: not a sentencepiece model, expected a Llama-style tokenizer.model")
+        self.data = data
+        proto = list(fields(data))
+        self._pieces = [read_piece(value) for number, value in proto if number == 1]
+        trainer = dict(fields(b"".join(value for number, value in proto if number == 2)))
+        rules = dict(fields(b"".join(value for number, value in proto if number == 3)))
+        if trainer.get(3, 1) != BPE:
+            fail(f"{path}: not a BPE model, expected a Llama-style one (run and llama.cpp merge pairs, as BPE does)")
+        self.vocab_size = self.model.vocab_size()
+        self.unk_id, self.bos_id, self.eos_id = self.model.unk_id(), self.model.bos_id(), self.model.eos_id()
+        if self.bos_id < 0 or self.eos_id < 0:
+            fail(f"{path}: has no <s> or no </s>, but every document must begin and end with one")
+        self.add_dummy_prefix = bool(rules.get(3, 1))
+        self.remove_extra_whitespaces = bool(rules.get(4, 1))
+        self.normalizer = rules[1].decode() if rules.get(2) else "identity"
+
+    def _encode(self, text):
+        return self.model.encode(text)
+
+    def decode(self, ids):
+        """ids: ints -> str. BOS and EOS vanish; bytes that are not UTF-8 together become U+FFFD."""
+        return self.model.decode([int(i) for i in ids])
+
+    def pieces(self):
+        """[(bytes of the piece, score, type)] in order of id; a space is U+2581."""
+        return self._pieces
+
+
+class Bytes(Tokenizer):
+    """
+    Id 3 + b is byte b. All but one are byte pieces, <0x00> to <0xFF>; the space alone is spelled as a normal piece,
+    because a sentencepiece tokenizer turns it into U+2581 before it looks for pieces.
+    """
+    kind, vocab_size = "byte", 3 + 256
+
+    def __init__(self):
+        self.data = json.dumps({"kind": "byte"}).encode()
+
+    def _encode(self, text):
+        return [3 + b for b in text.replace(SPACE, " ").encode()]
+
+    def decode(self, ids):
+        """ids: ints -> str. The specials vanish, <unk> excepted; bytes that are not UTF-8 become U+FFFD."""
+        spelled = {0: UNKNOWN_TEXT.encode(), 1: b"", 2: b""}
+        return b"".join(spelled[i] if i < 3 else bytes([i - 3]) for i in map(int, ids)).decode(errors="replace")
+
+    def pieces(self):
+        """[(bytes of the piece, score, type)] in order of id."""
+        letters = [(b"<0x%02X>" % b, 0.0, BYTE) for b in range(256)]
+        letters[ord(" ")] = (SPACE.encode(), 0.0, NORMAL)
+        return [(piece.encode(), 0.0, kind) for piece, kind in SPECIALS] + letters
+
+
+class Characters(Tokenizer):
+    """Id 3 + i is the i-th of the sorted `characters`. A run of characters it has not seen is one <unk>."""
+    kind = "char"
+
+    def __init__(self, characters):
+        self.characters = sorted(set(characters.replace(SPACE, " ")))
+        self.vocab_size = 3 + len(self.characters)
+        self.ids = {c: 3 + i for i, c in enumerate(self.characters)}
+        self.data = json.dumps({"kind": "char", "characters": "".join(self.characters)}).encode()
+
+    def _encode(self, text):
+        ids = [self.ids.get(c, 0) for c in text.replace(SPACE, " ")]
+        if 0 not in ids:
+            return ids
+        return [i for i, before in zip(ids, [1] + ids) if i or before]  # as sentencepiece does: one for the run
+
+    def decode(self, ids):
+        """ids: ints -> str. BOS and EOS vanish."""
+        spelled = [UNKNOWN_TEXT, "", ""] + self.characters
+        return "".join(spelled[int(i)] for i in ids)
+
+    def pieces(self):
+        """[(bytes of the piece, score, type)] in order of id; a space is U+2581."""
+        letters = [(c.replace(" ", SPACE).encode(), 0.0, NORMAL) for c in self.characters]
+        return [(piece.encode(), 0.0, kind) for piece, kind in SPECIALS] + letters
+
+
+def load_json(data, path):
+    """The byte or char vocabulary in the bytes of a tokenizer.json."""
+    try:
+        stored = json.loads(data)
+        made = Bytes() if stored["kind"] == "byte" else Characters(stored["characters"])
+        if made.data == data:
+            return made
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    fail(f"{path}: not a vocabulary of ours, expected {{\"kind\": \"byte\"}} or {{\"kind\": \"char\", \"characters\": …}}")
+
+
+def train_tokenizer(texts, vocab_size, out_path, exact=True):
+    """
+    Train a Llama-style BPE vocabulary: byte fallback, digits split, no normalisation, every space kept.
+    texts: iterable of str. The model is written to out_path, and returned as a Tokenizer.
+    vocab_size counts 3 specials, 256 bytes, the characters (the rarest 0.01 % of a text are left to the bytes) and
+    merges. A size this text cannot give is an error; with exact=False it is raised or lowered to one it can.
+    """
+    lines = [line for text in texts for line in text.split("\n") if line]
+    model, low, high = attempt(lines, vocab_size, exact)
+    if low and not exact:
+        vocab_size = 2 * low
+        model, low, high = attempt(lines, vocab_size, exact)
+    if low:
+        fail(f"--vocab_size={vocab_size}: too small for this text, expected at least {low} "
+             f"(3 specials, 256 bytes, {low - 259} characters)")
+    if high:
+        fail(f"--vocab_size={vocab_size}: this text does not hold so many pieces, expected at most {high}")
+    Path(out_path).write_bytes(model)
+    return Tokenizer.load(out_path)
+
+
+def attempt(lines, vocab_size, exact):
+    """One training run -> (model bytes or None, least size this text needs or 0, greatest size it fills or 0)."""
+    model = []
+
+    class Writer:
+        write = staticmethod(model.append)
+
+    try:
+        spm.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines), model_writer=Writer, model_type="bpe", vocab_size=vocab_size,
+            byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True, remove_extra_whitespaces=False,
+            normalization_rule_name="identity", character_coverage=NEEDED_COVERAGE, unk_surface=UNKNOWN_TEXT,
+            max_sentence_length=1 << 30, hard_vocab_limit=exact, minloglevel=5)
+    except RuntimeError as e:
+        low, high = re.search(r"required_chars\. \d+ vs (\d+)", str(e)), re.search(r"value <= (\d+)", str(e))
+        if not low and not high:
+            fail(f"--vocab_size={vocab_size}: no vocabulary can be trained on a text of {len(lines)} lines")
+        return None, int(low[1]) if low else 0, int(high[1]) if high else 0
+    return b"".join(model), 0, 0
+
+
+def fields(message):
+    """
+    Yields (field number, value) of a protobuf message, the format of a sentencepiece model: an int for a varint,
+    bytes for the rest. https://protobuf.dev/programming-guides/encoding
+    """
+    at = 0
+
+    def varint():
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        number, wire = divmod(varint(), 8)
+        if wire == 0:
+            yield number, varint()
+        else:
+            length = varint() if wire == 2 else 4 if wire == 5 else 8
+            yield number, message[at:at + length]
+            at += length
+
+
+def read_piece(message):
+    """(bytes, score, type) of the proto's SentencePiece: 1 piece, 2 score, 3 type."""
+    piece = dict(fields(message))
+    return piece[1], struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, NORMAL)
