@@ -122,6 +122,17 @@ def newest(out_dir):
     return (steps(out_dir) or [None])[-1]
 
 
+def set_aside(out_dir):
+    """Rename a run's folder to make place for a new one; return its new name, None when nothing stood there."""
+    if not newest(out_dir):
+        return None
+    number = 1
+    while (aside := Path(f"{str(out_dir).rstrip('/')}.old{number}")).exists():
+        number += 1
+    os.rename(out_dir, aside)
+    return aside
+
+
 def locate(path):
     """The step folder meant by a run's folder (its best, else its newest) or by a step folder itself; or one line."""
     path = Path(path)

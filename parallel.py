@@ -1,0 +1,131 @@
+"""
+One process or many: what torchrun says about this process, the device it computes on, and what that device can do.
+
+    torchrun --nproc_per_node=4 train.py ...
+
+starts one process (rank) per GPU, or per group of cores; each takes its slice of every global batch.
+"""
+import os
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from configurator import fail
+
+rank = int(os.environ.get("RANK", 0))              # this process among all
+world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
+local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
+master = rank == 0                                 # the one that writes files and talks
+
+# Dense peak FLOP/s without sparsity, by a part of torch.cuda.get_device_name(), as (bfloat16, TF32 or float32).
+# From NVIDIA's data sheets of each product; the first match counts. PyTorch computes float32 matrix products in
+# TF32 only when told to, as `setup` does.
+PEAKS = {
+    "B200": (2250e12, 1125e12),
+    "H200": (989e12, 494e12),
+    "H100 PCIe": (756e12, 378e12),
+    "H100 NVL": (835e12, 417e12),
+    "H100": (989e12, 494e12),
+    "A100": (312e12, 156e12),
+    "L40S": (362e12, 183e12),
+    "L4": (121e12, 60e12),
+    "A10G": (70e12, 35e12),
+    "A10": (125e12, 62e12),
+    "RTX 4090": (165e12, 82.6e12),
+    "RTX 3090": (71e12, 35.6e12),
+}
+
+
+def setup(device="auto"):
+    """Join the other processes, if there are any; return the torch.device this one computes on."""
+    if device == "auto":
+        mps = getattr(torch.backends, "mps", None)
+        device = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
+    try:
+        device = torch.device(device)
+        if device.type == "cuda":
+            device = torch.device("cuda", local_rank if device.index is None else device.index)
+            torch.cuda.set_device(device)
+            torch.set_float32_matmul_precision("high")  # TF32
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as e:
+        fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
+    if world > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+    return device
+
+
+def wrap(model):
+    """The model as training calls it: in many processes, gradients are averaged over them."""
+    return DistributedDataParallel(model) if world > 1 else model
+
+
+def unsynced(model, last):
+    """The context of one micro-batch: gradients travel between processes only with the last one of a step."""
+    return nullcontext() if world == 1 or last else model.no_sync()
+
+
+def mean(value):
+    """The mean over all processes of a scalar tensor."""
+    if world > 1:
+        value = value.clone()
+        dist.all_reduce(value)
+        value /= world
+    return value
+
+
+def any_true(flag, device):
+    """Whether the flag is set in any process, so that all of them stop at the same step."""
+    if world == 1:
+        return flag
+    value = torch.tensor(float(flag), device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value.item())
+
+
+def first(function, *args, **kwargs):
+    """Call `function` in the master process while the others wait; its files are there for all when this returns."""
+    result = function(*args, **kwargs) if master else None
+    if world > 1:
+        shared = [result]
+        dist.broadcast_object_list(shared, src=0)
+        result = shared[0]
+    return result
+
+
+def close():
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def autocast_dtype(dtype, device):
+    """torch dtype of `dtype`: "auto" is bfloat16 on GPUs that compute in it, else float32."""
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.get_device_capability()[0] >= 8 else "float32"
+    if dtype not in ("float32", "bfloat16"):
+        fail(f"--dtype={dtype}: expected auto, float32 or bfloat16")
+    return getattr(torch, dtype)
+
+
+def peak_flops(device, dtype):
+    """(FLOP/s this device can do at best, where the figure comes from): a data sheet, else a matmul measured here."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    for part, (half, single) in PEAKS.items():
+        if device.type == "cuda" and part in name:
+            return (half if dtype == torch.bfloat16 else single), f"data sheet of {part}"
+    return measured_flops(device, dtype), f"matmul measured on this {name}"
+
+
+def measured_flops(device, dtype, n=1024, seconds=0.3):
+    """FLOP/s of the best n × n × n matrix product within about `seconds`."""
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        (a @ b)[0, 0].item()  # the item waits for an asynchronous device
+        best = min(best, time.perf_counter() - start)
+    return 2 * n ** 3 / best

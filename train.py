@@ -1,0 +1,457 @@
+"""
+Train a Llama from scratch.
+
+    python train.py                                 the built-in stories, a small model, about two minutes on a laptop
+    python train.py --data=my.txt --wandb_log=True  your own text, tracked in W&B, with or without an account
+    python train.py config/stories15M.py            a preset; --key=value after it overrides
+    torchrun --nproc_per_node=4 train.py ...        many GPUs
+
+The settings are the globals below; the loop is at the end.
+"""
+import math
+import os
+import signal
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import checkpoint
+import data as corpus  # `data` is a knob
+import parallel
+from configurator import configure, fail, settings
+from export import export_model
+from model import ModelArgs, Transformer
+from optim import make_optimizer
+from track import Tracker, make_tracker, new_run_id
+
+# ---- output
+out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
+eval_interval = 200         # steps between evaluations, each followed by a checkpoint
+eval_iters = 50             # batches of an evaluation, the same ones every time; 0: the whole validation split
+eval_only = False           # evaluate the checkpoint in out_dir, and end
+log_interval = 10           # steps between rows of the log
+always_save_checkpoint = False  # keep every checkpoint; else the last and the best
+init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune from
+sample_prompt = "Once upon a time"  # continued by the model at every evaluation
+# ---- tracking
+wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
+wandb_project = "llamac"    # W&B project
+wandb_run_name = "auto"     # W&B run name; auto: from data and size
+# ---- data
+data = "stories"            # stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl, or a prepared folder
+vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
+vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
+val_fraction = 0.1          # part of the data held out for validation
+cache = "cache"             # prepared data goes here
+# ---- model
+depth = 0                   # derive all sizes, batch, rate and steps of a compute-optimal run from this one number
+dim = 128                   # model width
+n_layers = 4                # blocks
+n_heads = 4                 # query heads
+n_kv_heads = 0              # key/value heads; 0: as many as n_heads
+hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
+multiple_of = 32            # rounding of the hidden width
+max_seq_len = 256           # context, in tokens
+dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
+tied = True                 # the classifier shares the embedding's weights
+rope_theta = 10000.0        # base of the rotary positions
+rope_scaling = 1.0          # linear scaling of the positions
+norm_eps = 1e-5             # of RMSNorm
+# ---- optimization
+batch_size = 16             # sequences per forward pass; lower it when memory is short ...
+gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
+max_iters = 500             # steps
+learning_rate = 3e-3        # peak
+weight_decay = 0.1          # of the matrices
+beta1 = 0.9                 # AdamW
+beta2 = 0.95                # AdamW
+grad_clip = 1.0             # largest gradient norm; 0: no limit
+decay_lr = True             # lower the rate after warm-up
+schedule = "cosine"         # cosine; or linear: constant, then down over the last decay_fraction of the steps
+decay_fraction = 0.4        # of the linear schedule
+warmup_iters = 20           # steps of linear warm-up
+min_lr = 0.0                # at the end of the schedule
+# ---- system
+device = "auto"             # auto, cpu, cuda, cuda:1, mps
+dtype = "auto"              # auto, float32, bfloat16
+compile = False             # torch.compile: faster steps after a minute of compiling
+seed = 1337                 # of initialisation, data order and dropout
+
+
+def check_settings():
+    """Refuse, before anything is computed, what can't train."""
+    for name in ("eval_interval", "log_interval", "batch_size", "gradient_accumulation_steps", "max_iters"):
+        if globals()[name] < 1:
+            fail(f"{name} is {globals()[name]}, expected at least 1")
+    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "depth"):
+        if globals()[name] < 0:
+            fail(f"{name} is {globals()[name]}, expected 0 or more")
+    if not 0 < learning_rate < 1:
+        fail(f"learning_rate is {learning_rate}, expected above 0 and below 1; 1e-3 is a good start")
+    for name in ("beta1", "beta2"):
+        if not 0 <= globals()[name] < 1:
+            fail(f"{name} is {globals()[name]}, expected 0 <= {name} < 1")
+    if schedule not in ("cosine", "linear"):
+        fail(f"schedule is {schedule!r}, expected cosine or linear")
+    if batch_size * gradient_accumulation_steps % parallel.world:
+        fail(f"a step has {batch_size * gradient_accumulation_steps} sequences, not a multiple of the "
+             f"{parallel.world} processes; change batch_size or gradient_accumulation_steps")
+
+
+def derive_from_depth(given):
+    """
+    A compute-optimal run from `depth`: width 64 a layer, heads of 64, 20 tokens a parameter, and batch and rate from
+    DeepSeek's fits over compute C: 0.292 C^0.3271 tokens, 0.3118 C^-0.125. https://arxiv.org/abs/2203.15556,
+    https://arxiv.org/abs/2401.02954. What is given explicitly stays.
+    """
+    derived = {"dim": 64 * depth, "n_layers": depth, "n_heads": depth}
+    globals().update({k: v for k, v in derived.items() if k not in given})
+    n = 12 * n_layers * dim ** 2 + dim * (vocab_size or 4096)  # parameters, near enough
+    tokens = 20 * n
+    compute = 6 * n * tokens
+    sequences = max(1, round(0.292 * compute ** 0.3271 / max_seq_len))
+    derived |= {"batch_size": min(sequences, 32), "gradient_accumulation_steps": math.ceil(sequences / 32),
+                "learning_rate": float(f"{0.3118 * compute ** -0.125:.1e}")}
+    globals().update({k: v for k, v in derived.items() if k not in given})
+    derived["max_iters"] = math.ceil(tokens / (batch_size * gradient_accumulation_steps * max_seq_len))
+    derived["warmup_iters"] = derived["max_iters"] // 50
+    globals().update({k: v for k, v in derived.items() if k not in given})
+    say(f"depth {depth}: " + ", ".join(f"{k}={globals()[k]}" for k in derived))
+
+
+def say(text):
+    if parallel.master:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def learning_rate_at(step):
+    """The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr."""
+    if step < warmup_iters:
+        return learning_rate * (step + 1) / warmup_iters
+    if not decay_lr:
+        return learning_rate
+    if schedule == "cosine":
+        done = min(1.0, (step - warmup_iters) / max(1, max_iters - warmup_iters))
+        return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
+    left = (max_iters - step) / max(1, decay_fraction * max_iters)
+    return min_lr + min(1.0, max(0.0, left)) * (learning_rate - min_lr)
+
+
+def to_device(device, *tensors):
+    """Batches travel to a GPU from pinned memory, while it computes."""
+    if device.type == "cuda":
+        return [t.pin_memory().to(device, non_blocking=True) for t in tensors]
+    return [t.to(device) for t in tensors]
+
+
+def train_step(step, model, optimizer, dataset, device, amp):
+    """
+    One step on the global batch of `step`, of which this process takes its slice in pieces of batch_size. Returns
+    (mean loss of the slice, gradient norm), scalar tensors on the device.
+    """
+    torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
+    sequences = batch_size * gradient_accumulation_steps
+    x, y = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world)
+    pieces = list(zip(x.split(batch_size), y.split(batch_size)))
+    total = torch.zeros((), device=device)
+    for i, piece in enumerate(pieces):
+        xb, yb = to_device(device, *piece)
+        with parallel.unsynced(model, last=i == len(pieces) - 1), amp:
+            loss = model(xb, yb)[1] * (len(xb) / len(x))
+            loss.backward()
+        total += loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate_at(step)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return total, norm
+
+
+@torch.no_grad()
+def evaluate(model, dataset, device, amp):
+    """Mean loss in nats per token over the same windows of the validation split every time, shared by all processes."""
+    model.eval()
+    windows = (len(dataset.val) - 1) // max_seq_len
+    count = min(windows, eval_iters * batch_size) if eval_iters else windows
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for first in range(parallel.rank * batch_size, count, parallel.world * batch_size):
+        chosen = [i * windows // count for i in range(first, min(first + batch_size, count))]  # spread over the split
+        x, y = to_device(device, *corpus.windows(dataset.val, chosen, max_seq_len))
+        with amp:
+            total += model(x, y)[1].double() * len(x)
+    model.train()
+    return parallel.mean(total).item() * parallel.world / count
+
+
+def write_sample(model, tokenizer, device):
+    """(prompt, its continuation by the model); sampling has its own random numbers."""
+    ids = torch.tensor([tokenizer.encode(sample_prompt, bos=True)], device=device)
+    if ids.shape[1] >= model.args.max_seq_len:
+        ids = ids[:, :1]
+    model.eval()
+    generator = torch.Generator(device=device).manual_seed(seed)
+    out = model.generate(ids, 128, 0.8, 0.95, stop=(tokenizer.bos_id, tokenizer.eos_id), generator=generator)
+    model.train()
+    return sample_prompt, tokenizer.decode(out[0, ids.shape[1]:].tolist())
+
+
+def model_args(dataset):
+    """ModelArgs from the settings; the vocabulary is the data's."""
+    known = {f.name: globals()[f.name] for f in fields(ModelArgs)}
+    args = ModelArgs(**(known | {"vocab_size": dataset.meta["vocab_size"]}))
+    if args.problem():
+        fail(args.problem())
+    for split in ("train", "val"):
+        have = (len(getattr(dataset, split)) - 1) // max_seq_len
+        if have < 1:
+            fail(f"the {split} split of {data} has {len(getattr(dataset, split))} tokens, less than one context of "
+                 f"max_seq_len={max_seq_len}; use more text, a shorter context, or another val_fraction")
+    return args
+
+
+def find_start():
+    """The checkpoint folder this run starts from, as init_from says; None to start from nothing."""
+    if init_from not in ("auto", "resume", "scratch"):
+        return checkpoint.locate(init_from)
+    found = checkpoint.newest(out_dir)
+    if init_from == "resume" and found is None:
+        fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with --init_from=scratch")
+    if init_from == "scratch":
+        aside = checkpoint.set_aside(out_dir)
+        if aside:
+            say(f"the run that stood in {out_dir} is now {aside}")
+        return None
+    return found
+
+
+def adopt(saved):
+    """To fine-tune: the architecture and the vocabulary are those of the checkpoint."""
+    globals().update({k: v for k, v in saved["args"].items() if k in globals() and k not in ("dropout", "max_seq_len")})
+    globals()["vocab_source"] = str(checkpoint.tokenizer_path(checkpoint.locate(init_from)))
+
+
+def fixed(args, dataset):
+    """What may not differ between a run and its continuation."""
+    same = {k: v for k, v in asdict(args).items() if k != "multiple_of"}
+    same |= {k: globals()[k] for k in ("batch_size", "gradient_accumulation_steps", "seed")}
+    return same | {"data": dataset.meta["fingerprint"]}
+
+
+def restore(folder, now, optimizer, device):
+    """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
+    train = checkpoint.load(folder, "train", device)
+    for name, old in train["state"]["fixed"].items():
+        if now[name] != old:
+            fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
+                 f"another --out_dir, or --init_from=scratch")
+    optimizer.load_state_dict(train["optimizer"])
+    return train["state"]
+
+
+class Stopwatch:
+    """Steps and seconds of training since the last reading; evaluation and saving are taken out."""
+
+    def __init__(self):
+        self.steps, self.start = 0, time.perf_counter()
+
+    @contextmanager
+    def paused(self):
+        since = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - since
+
+    def read(self, config):
+        """The speed metrics, and start anew."""
+        seconds = time.perf_counter() - self.start
+        speed = self.steps * config["tokens_per_iter"] / seconds
+        metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
+                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
+        self.__init__()
+        return metrics
+
+
+def assess(model, dataset, device, amp):
+    """Evaluate: {"loss/val": nats per token, "bpb/val": bits per byte of text, "samples": [(prompt, continuation)]}."""
+    loss = evaluate(model, dataset, device, amp)
+    bits = loss / math.log(2) * dataset.meta["val_tokens"] / dataset.meta["val_bytes"]
+    return {"loss/val": loss, "bpb/val": bits, "samples": [write_sample(model, dataset.tokenizer, device)]}
+
+
+def refuse_nonsense(row, tracker):
+    """A loss that is not a number ends the run, with the row on record."""
+    for name in ("loss/train", "loss/val"):
+        if not math.isfinite(row.get(name, 0.0)):
+            tracker.log(row)
+            tracker.finish()
+            fail(f"{name} is {row[name]} at iter {row['iter']}; lower the learning_rate (now {learning_rate}) and start "
+                 f"again from the last checkpoint in {out_dir}")
+
+
+def start_tracking(config, state):
+    """The tracker of this process: a null object in all but the master."""
+    if not parallel.master:
+        return Tracker()
+    name = f"{Path(data).stem}-{dim}x{n_layers}" if wandb_run_name == "auto" else wandb_run_name
+    state["run_id"] = state["run_id"] or new_run_id(name)
+    return make_tracker(out_dir, config, state["step"], state["run_id"], wandb_log, wandb_project, name)
+
+
+def conclude(state, args, model, dataset, tracker, row):
+    """Export what the training ended with, hand the models to the tracker, say what to type next."""
+    metrics = {"iter": state["step"], "loss/val": state["best"]}
+    model_file = Path(out_dir, "model.gguf")
+    if state["step"] == max_iters and row["loss/val"] > state["best"]:
+        last = Path(out_dir, "last.gguf")
+        export_model(model.state_dict(), args, dataset.tokenizer, last)
+        tracker.model(last, {"iter": state["step"], "loss/val": row["loss/val"]}, ["latest"])
+        tracker.model(model_file, metrics, ["best"])
+    elif model_file.exists():
+        tracker.model(model_file, metrics, ["best", "latest"])
+    tracker.finish()
+    if state["step"] < max_iters:
+        say(f"stopped at iter {state['step']}; the same command continues from here")
+    else:
+        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {model_file} -i '{sample_prompt}'")
+
+
+class Stop:
+    """Set by Ctrl-C or SIGTERM: save at the next step boundary and end; a second Ctrl-C ends at once."""
+    requested = False
+
+    @classmethod
+    def request(cls, signum, frame):
+        cls.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def save(state, args, model, optimizer, dataset, config, is_best):
+    """A checkpoint, and the exported model when it is the best so far. A disk that fails costs a warning only."""
+    weights = model.state_dict()
+    try:
+        checkpoint.save(out_dir, state["step"], {"args": asdict(args), "model": weights},
+                        {"optimizer": optimizer.state_dict(), "state": state}, config, dataset.tokenizer_path,
+                        best=is_best, keep_last=0 if always_save_checkpoint else 1)
+        if is_best:
+            export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
+    except OSError as e:
+        say(f"warning: the checkpoint of iter {state['step']} could not be saved ({e}); training goes on")
+
+
+def describe(args, model, dataset, device, amp_dtype):
+    """What was derived rather than set: shown at the start, and part of the recorded configuration."""
+    peak, basis = parallel.peak_flops(device, amp_dtype)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
+             "tokens_per_iter": batch_size * gradient_accumulation_steps * max_seq_len, "device_name": name,
+             "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
+             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta}
+    say(f"data:  {data}: {dataset.meta['train_tokens']:,} tokens to train on, {dataset.meta['val_tokens']:,} to "
+        f"validate, vocabulary {args.vocab_size}")
+    say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
+        f"({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context {args.max_seq_len}")
+    say(f"train: {max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
+        f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
+        f"{peak / 1e12:.3g} TFLOP/s ({basis})")
+    return about
+
+
+def show(row, bar):
+    """One row of the log on the progress bar, or, where nobody watches, as a line; evaluations always as a line."""
+    bar.set_postfix_str(f"loss {row['loss/train']:.3f}, {row['perf/tokens_per_sec'] / 1e3:.1f}k tok/s"
+                        if "loss/train" in row else bar.postfix or "", refresh=False)
+    if "loss/val" in row or bar.disable:
+        short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
+                 "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
+        say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | "
+            + " | ".join(text.format(row[name]) for name, text in short.items() if name in row))
+
+
+def main(given):
+    check_settings()
+    if depth:
+        derive_from_depth(given)
+    place = parallel.setup(device)
+    amp_dtype = parallel.autocast_dtype(dtype, place)
+    amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
+    start = parallel.first(find_start)
+    saved = checkpoint.load(start, "model", place) if start else None
+    resuming = saved and init_from in ("auto", "resume")
+    if saved and not resuming:
+        adopt(saved)
+    dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
+    args = model_args(dataset)
+    torch.manual_seed(seed)
+    model = Transformer(args).to(place)
+    optimizer = make_optimizer(model, learning_rate, weight_decay, beta1, beta2)
+    state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
+    if resuming:
+        state |= restore(start, state["fixed"], optimizer, place)
+    if saved:
+        model.load_state_dict(saved["model"])
+    if eval_only:
+        say(f"validation loss {evaluate(model, dataset, place, amp):.4f}")
+    elif state["step"] >= max_iters:
+        say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
+            f"raise --max_iters to go on, or --init_from=scratch for a new one")
+    else:
+        config = settings(globals()) | describe(args, model, dataset, place, amp_dtype)
+        train(config, state, dataset, args, model, optimizer, place, amp)
+    parallel.close()
+
+
+def train(config, state, dataset, args, raw_model, optimizer, device, amp):
+    """The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "run_id", ...}."""
+    tracker = start_tracking(config, state)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, Stop.request)
+    model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
+    resumed, watch = state["step"], Stopwatch()
+    bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()))
+    while True:
+        step = state["step"]
+        end = step == max_iters
+        row = {"iter": step, "tokens": step * config["tokens_per_iter"]}
+        if watch.steps and (step % log_interval == 0 or end):
+            row |= {"loss/train": parallel.mean(loss).item(), "grad/norm": norm.item(),
+                    "lr": learning_rate_at(step - 1)} | watch.read(config)
+        best = False
+        due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
+        stop = step > resumed and (step % log_interval == 0 or parallel.world == 1) \
+            and parallel.any_true(Stop.requested, device)
+        with watch.paused():
+            if due:
+                row |= assess(raw_model, dataset, device, amp)
+                best = row["loss/val"] < state["best"]
+                state["best"] = min(state["best"], row["loss/val"])
+            if len(row) > 2:
+                refuse_nonsense(row, tracker)
+                tracker.log(row)
+                show(row, bar)
+            if (due or stop) and step:
+                parallel.first(save, state, args, raw_model, optimizer, dataset, config, best)
+        if end or stop:
+            break
+        loss, norm = train_step(step, model, optimizer, dataset, device, amp)
+        state["step"] += 1
+        watch.steps += 1
+        bar.update()
+    bar.close()
+    parallel.first(conclude, state, args, raw_model, dataset, tracker, row)
+
+
+if __name__ == "__main__":
+    overrides = configure(globals())
+    try:
+        main(overrides)
+    except torch.OutOfMemoryError as e:
+        fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
+             f"--gradient_accumulation_steps by as much ({str(e).splitlines()[0]})")
+    except KeyboardInterrupt:
+        fail("interrupted; what was saved before can be resumed")
