@@ -4,11 +4,11 @@ Globals are the configuration.
     learning_rate = 1e-3  # peak learning rate
     configure(globals())
 
-A knob is a lower-case global of type int, float, bool or str. `configure` overrides it from the command line, left to
-right: --key=value, or a file of overrides (.py, .yaml, .json), whose names with an underscore in front are its own
-business. Types follow the default. A key nobody knows is an error that names the nearest one.
+A knob is a lower-case global of type int, float, bool or str, overridden from the command line, left to right:
+--key=value, or a file of overrides (.py, .yaml, .json; names with an underscore in front are its own business).
 """
 import ast
+import contextlib
 import difflib
 import math
 import runpy
@@ -43,11 +43,9 @@ def settings(g):
 def convert(key, value, default, where):
     """`value` as the type of `default`: text is parsed, an int is fine for a float, all else is refused."""
     kind, got = type(default), value
-    try:
-        if isinstance(value, str) and kind is not str:
+    with contextlib.suppress(ValueError, KeyError):
+        if isinstance(value, str):
             got = BOOLS[value.lower()] if kind is bool else kind(value)
-    except (ValueError, KeyError):
-        pass
     if kind is float and type(got) is int:
         got = float(got)
     if type(got) is not kind or (kind is float and not math.isfinite(got)):
@@ -89,7 +87,7 @@ def configure(g, positional=None, argv=None):
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
             if key in defaults and not equals:
-                fail(f"{word}: has no value, expected --{key}=value")
+                fail(f"{word}: has no value, expected {word}={defaults[key]}")
             override(key, value, word)
         elif word.endswith((".py", ".yaml", ".yml", ".json")):
             for key, value in read_file(word).items():

@@ -1,0 +1,45 @@
+# make help lists the targets. CC, CFLAGS, PYTHON and PIP_FLAGS can be overridden on the command line.
+CC      ?= cc
+CFLAGS  ?= -O3 -march=native
+WARN    := -std=c11 -Wall -Wextra -D_GNU_SOURCE
+PYTHON  ?= python3
+SOURCES := run.c kernels_cpu.c
+VENV    := .venv/bin/python
+
+.PHONY: help demo test debug clean
+
+help:                ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-8s%s\n", $$1, $$2}'
+
+demo: .venv/demo run ## set up, train a small model on built-in stories (5 minutes in all), write a story with it
+	$(VENV) train.py --out_dir=out/demo --wandb_log=True
+	./run out/demo/model.gguf -i "Once upon a time" -t 0.8 -s 1
+	@echo
+	@echo "This model was trained from nothing just now. What to try next:"
+	@echo "  ./run out/demo/model.gguf -i 'One morning'         another story"
+	@echo "  .venv/bin/wandb leet                               the curves of your runs in this terminal"
+	@echo "  .venv/bin/python train.py --data=my.txt            your own text"
+	@echo "  .venv/bin/python train.py --help                   every knob"
+
+test: .venv/test run ## run all tests
+	$(VENV) -m pytest -q tests
+
+run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
+	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
+
+debug: $(SOURCES) run.h ## run with address and undefined-behaviour sanitizers
+	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
+
+.venv/demo: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("llamac needs Python 3.10 or newer, this is %s" % sys.version.split()[0] \
+	    if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(VENV) -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
+	@touch $@
+
+.venv/test: .venv/demo requirements-dev.txt
+	$(VENV) -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
+	@touch $@
+
+clean:               ## remove what was built; runs, caches and .venv stay
+	rm -f run run-debug
