@@ -14,6 +14,7 @@ small files that name a step folder. Loading is weights_only: a checkpoint can't
 import hashlib
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -154,8 +155,9 @@ def load(folder, part="model", device="cpu"):
         if sha256(path) != manifest["files"][path.name][1]:
             fail(f"{path}: damaged, its content is not what was saved; remove {folder} to use an older checkpoint")
         return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        fail(f"{path}: cannot be read ({type(e).__name__}: {e}); remove {folder} to use an older checkpoint")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as e:
+        why = (str(e).splitlines() or [""])[0]
+        fail(f"{path}: cannot be read ({type(e).__name__}: {why}); remove {folder} to use an older checkpoint")
 
 
 def tokenizer_path(folder):

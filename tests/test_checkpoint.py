@@ -1,0 +1,152 @@
+"""Checkpoints under damage, interruption and full disks."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def vocabulary(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text('{"kind": "byte"}')
+    return path
+
+
+def save(out, step, vocabulary, value=0.0, **more):
+    model = {"args": {"dim": 4}, "model": {"w": torch.full((4, 4), value)}}
+    train = {"optimizer": {"m": torch.ones(3)}, "state": {"step": step, "best": 1.5}}
+    checkpoint.save(out, step, model, train, {"lr": 0.1}, vocabulary, **more)
+
+
+def test_round_trip(tmp_path, vocabulary):
+    save(tmp_path / "out", 7, vocabulary, 3.0, best=True)
+    folder = checkpoint.locate(tmp_path / "out")
+    assert folder.name == "step_00000007" and checkpoint.locate(folder) == folder
+    assert torch.equal(checkpoint.load(folder)["model"]["w"], torch.full((4, 4), 3.0))
+    assert checkpoint.load(folder, "train")["state"] == {"step": 7, "best": 1.5}
+    assert json.loads((folder / "config.json").read_text()) == {"lr": 0.1}
+    assert checkpoint.tokenizer_path(folder).read_text() == '{"kind": "byte"}'
+
+
+def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
+    for step in range(1, 6):
+        save(tmp_path, step, vocabulary, best=step == 2)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000002", "step_00000005"]
+    assert checkpoint.pointer(tmp_path, "best").name == "step_00000002"
+    assert checkpoint.pointer(tmp_path, "latest").name == "step_00000005" == checkpoint.newest(tmp_path).name
+    assert checkpoint.locate(tmp_path).name == "step_00000002"
+
+
+def test_keeps_all_when_asked(tmp_path, vocabulary):
+    for step in range(1, 5):
+        save(tmp_path, step, vocabulary, keep_last=0)
+    assert len(checkpoint.steps(tmp_path)) == 4
+
+
+def test_incomplete_ones_are_ignored_and_leftovers_cleaned(tmp_path, vocabulary):
+    for step in (1, 2, 3):
+        save(tmp_path, step, vocabulary, keep_last=0)
+    folder = tmp_path / "checkpoints"
+    (folder / "step_00000003" / "model.pt").write_bytes(b"short")
+    (folder / "step_00000009").mkdir()
+    (folder / ".tmp_00000010").mkdir()
+    (folder / ".tmp_00000010" / "model.pt").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path).name == "step_00000002"
+    save(tmp_path, 11, vocabulary)
+    assert not (folder / ".tmp_00000010").exists()
+    assert checkpoint.newest(tmp_path).name == "step_00000011"
+
+
+@pytest.mark.parametrize("harm, words", [
+    (lambda f: (f / "model.pt").write_bytes(b"x" * (f / "model.pt").stat().st_size), "damaged"),
+    (lambda f: (f / "model.pt").unlink(), "cannot be read"),
+    (lambda f: (f / "checkpoint.json").write_text("{"), "cannot be read"),
+    (lambda f: (f / "checkpoint.json").write_text('{"version": 99}'), "version 99"),
+])
+def test_damage_is_one_line(tmp_path, vocabulary, harm, words, capsys):
+    save(tmp_path, 1, vocabulary)
+    folder = checkpoint.newest(tmp_path)
+    harm(folder)
+    with pytest.raises(SystemExit) as end:
+        checkpoint.load(folder)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and words in err
+
+
+def test_cannot_run_code(tmp_path, vocabulary, capsys):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "harmed"),)
+
+    save(tmp_path, 1, vocabulary)
+    folder = checkpoint.newest(tmp_path)
+    torch.save(Evil(), folder / "model.pt")
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    manifest["files"]["model.pt"] = [(folder / "model.pt").stat().st_size, checkpoint.sha256(folder / "model.pt")]
+    (folder / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(SystemExit):
+        checkpoint.load(folder)
+    assert not (tmp_path / "harmed").exists() and capsys.readouterr().err.count("\n") == 1
+
+
+def test_nothing_there_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        checkpoint.locate(tmp_path / "nowhere")
+    assert "holds no complete checkpoint" in capsys.readouterr().err
+
+
+def test_a_failing_disk_leaves_the_old_one(tmp_path, vocabulary, monkeypatch):
+    save(tmp_path, 1, vocabulary, 1.0)
+    monkeypatch.setattr(torch, "save", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2, vocabulary, 2.0)
+    assert checkpoint.newest(tmp_path).name == "step_00000001"
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
+
+
+def test_set_aside(tmp_path, vocabulary):
+    out = tmp_path / "out"
+    assert checkpoint.set_aside(out) is None
+    save(out, 1, vocabulary)
+    assert checkpoint.set_aside(out).name == "out.old1" and not out.exists()
+    save(out, 2, vocabulary)
+    assert checkpoint.set_aside(out).name == "out.old2"
+    assert checkpoint.newest(tmp_path / "out.old1").name == "step_00000001"
+
+
+KILLED = """
+import sys, torch
+sys.path.insert(0, {root!r})
+import checkpoint
+for step in range(1, 10000):
+    value = torch.full((400, 400), float(step))
+    checkpoint.save({out!r}, step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}}, {{}},
+                    {vocabulary!r}, best=step % 3 == 0)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary):
+    script = KILLED.format(root=str(ROOT), out=str(tmp_path), vocabulary=str(vocabulary))
+    for attempt in range(6):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        lines = [process.stdout.readline() for _ in range(2)]  # it is saving now, again and again
+        time.sleep(0.003 * attempt)
+        process.send_signal(signal.SIGKILL)
+        done = [int(line) for line in lines + process.stdout.read().split("\n") if line.strip()]
+        process.wait()
+        found = checkpoint.newest(tmp_path)
+        step = checkpoint.load(found, "train")["state"]["step"]
+        assert step >= done[-1]
+        assert torch.equal(checkpoint.load(found)["model"]["w"], torch.full((400, 400), float(step)))
+        assert checkpoint.pointer(tmp_path, "latest") is not None
