@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -183,7 +184,7 @@ def evaluate(model, dataset, device, amp):
     total = torch.zeros((), dtype=torch.float64, device=device)
     for first in range(parallel.rank * batch_size, count, parallel.world * batch_size):
         chosen = [i * windows // count for i in range(first, min(first + batch_size, count))]  # spread over the split
-        x, y = to_device(device, *corpus.windows(dataset.val, chosen, max_seq_len))
+        x, y = to_device(device, *corpus.gather(dataset.val, max_seq_len * np.array(chosen), max_seq_len))
         with amp:
             total += model(x, y)[1].double() * len(x)
     model.train()
@@ -227,8 +228,16 @@ def find_start():
         aside = checkpoint.set_aside(out_dir)
         if aside:
             say(f"the run that stood in {out_dir} is now {aside}")
-        return None
+        found = None
     return found
+
+
+def make_out_dir():
+    try:
+        Path(out_dir).mkdir(parents=True, exist_ok=True)
+        Path(out_dir, "log.jsonl").touch()
+    except OSError as e:
+        fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); choose another folder")
 
 
 def adopt(saved):
@@ -336,7 +345,7 @@ def save(state, args, model, optimizer, dataset, config, is_best):
     weights = model.state_dict()
     try:
         checkpoint.save(out_dir, state["step"], {"args": asdict(args), "model": weights},
-                        {"optimizer": optimizer.state_dict(), "state": state}, config, dataset.tokenizer_path,
+                        {"optimizer": optimizer.state_dict(), "state": state}, config, dataset.folder / dataset.meta["tokenizer"],
                         best=is_best, keep_last=0 if always_save_checkpoint else 1)
         if is_best:
             export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
@@ -364,8 +373,8 @@ def describe(args, model, dataset, device, amp_dtype):
 
 def show(row, bar):
     """One row of the log on the progress bar, or, where nobody watches, as a line; evaluations always as a line."""
-    bar.set_postfix_str(f"loss {row['loss/train']:.3f}, {row['perf/tokens_per_sec'] / 1e3:.1f}k tok/s"
-                        if "loss/train" in row else bar.postfix or "", refresh=False)
+    if "loss/train" in row:
+        bar.set_postfix_str(f"loss {row['loss/train']:.3f}, {row['perf/tokens_per_sec'] / 1e3:.1f}k tok/s", refresh=False)
     if "loss/val" in row or bar.disable:
         short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
                  "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
@@ -381,6 +390,7 @@ def main(given):
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     start = parallel.first(find_start)
+    parallel.first(make_out_dir)
     saved = checkpoint.load(start, "model", place) if start else None
     resuming = saved and init_from in ("auto", "resume")
     if saved and not resuming:
