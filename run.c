@@ -1,0 +1,1301 @@
+// Runs a Llama model: reads GGUF and llama2.c files, encodes the prompt, computes, samples, prints.
+// Text goes to stdout, all else to stderr. A mistake ends in one line `run: <what>: <what is wrong>` and exit code 1.
+#define _DEFAULT_SOURCE // POSIX beside C11
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#include "run.h"
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "model files are little-endian and are used in place");
+
+// ----------------------------------------------------------------------------
+// Errors and memory
+
+// Formats a message. Functions that can fail return it, or NULL when all is well.
+// The text may come from a stranger's file, so whatever a terminal could take for a command becomes a question mark.
+__attribute__((format(printf, 1, 2)))
+static const char *error(const char *format, ...) {
+    static char message[512];
+    char text[sizeof message]; // apart, because an argument may be an earlier message
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    for (char *c = text; *c; c++)
+        if (*c < ' ' || *c > '~') *c = '?';
+    return strcpy(message, text);
+}
+
+// Ends the program: run: <what>: <message>
+static void die(const char *what, const char *message) {
+    fflush(stdout);
+    fputs("run: ", stderr);
+    for (; *what; what++) fputc((unsigned char)*what < ' ' || *what == 127 ? '?' : *what, stderr);
+    fprintf(stderr, ": %s\n", message);
+    exit(1);
+}
+
+#define CHECK(condition, ...) do { if (!(condition)) return error(__VA_ARGS__); } while (0)
+#define TRY(call) do { const char *e_ = (call); if (e_) return e_; } while (0)
+
+static void *resize(void *p, size_t n, size_t size) {
+    p = n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // one more than asked, so that none is not zero bytes
+    if (!p) die("memory", error("%.1f MiB are not to be had", (double)n * size / (1 << 20)));
+    return p;
+}
+
+typedef struct { char *s; size_t n, capacity; } Text; // a string that grows; may hold zero bytes
+
+static void append(Text *text, const char *s, size_t n) {
+    if (text->n + n > text->capacity)
+        text->s = resize(text->s, text->capacity = 2 * text->capacity + n, 1);
+    if (n) memcpy(text->s + text->n, s, n);
+    text->n += n;
+}
+
+static void append_string(Text *text, const char *s) { append(text, s, strlen(s)); }
+
+// ----------------------------------------------------------------------------
+// Model files. A loader is a pure function of bytes: it fills a struct that points into them, or says what is wrong.
+// It reads nothing it has not checked, and allocates only after the size of everything is known.
+
+enum { TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT, N_TENSORS };
+
+// The name in GGUF (per layer behind "blk.<layer>.") and the place in Layer or Weights.
+static const struct { const char *name; bool per_layer; size_t place; } tensors[N_TENSORS] = {
+    [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding)},
+    [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm)},
+    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq)},
+    [WK] = {"attn_k.weight", true, offsetof(Layer, wk)},
+    [WV] = {"attn_v.weight", true, offsetof(Layer, wv)},
+    [WO] = {"attn_output.weight", true, offsetof(Layer, wo)},
+    [FFN_NORM] = {"ffn_norm.weight", true, offsetof(Layer, ffn_norm)},
+    [W1] = {"ffn_gate.weight", true, offsetof(Layer, w1)},
+    [W2] = {"ffn_down.weight", true, offsetof(Layer, w2)},
+    [W3] = {"ffn_up.weight", true, offsetof(Layer, w3)},
+    [NORM] = {"output_norm.weight", false, offsetof(Weights, norm)},
+    [OUTPUT] = {"output.weight", false, offsetof(Weights, output)},
+};
+
+static Mat *place_of(Weights *w, int tensor, int layer) {
+    char *base = tensors[tensor].per_layer ? (char *)&w->layers[layer] : (char *)w;
+    return (Mat *)(base + tensors[tensor].place);
+}
+
+static bool is_norm(int tensor) { return tensor == ATTENTION_NORM || tensor == FFN_NORM || tensor == NORM; }
+
+// The tensor's shape, without data.
+static Mat shape_of(const Config *c, int tensor, Type type) {
+    int rows = tensor == TOKEN_EMBEDDING || tensor == OUTPUT ? c->vocab_size
+             : tensor == WK || tensor == WV ? c->kv_dim
+             : tensor == W1 || tensor == W3 ? c->hidden_dim
+             : is_norm(tensor) ? 1 : c->dim;
+    return (Mat){.type = type, .rows = rows, .cols = tensor == W2 ? c->hidden_dim : c->dim};
+}
+
+static uint64_t bytes_of(const Mat *m) {
+    uint64_t n = (uint64_t)m->rows * m->cols; // below 2^44 by check_config
+    switch (m->type) {
+    case F32: return 4 * n;
+    case F16: case BF16: return 2 * n;
+    case Q8_0: return n / 32 * 34;
+    case Q4_0: return n / 32 * 18;
+    case INT8_GROUPS: return n + (n + m->group - 1) / m->group * 4;
+    }
+    return 0;
+}
+
+// The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
+static const char *check_config(Config *c) {
+    const struct { const char *name; int value, most; } sizes[] = {
+        {"dim", c->dim, 1 << 20}, {"hidden_dim", c->hidden_dim, 1 << 22}, {"n_layers", c->n_layers, 1 << 12},
+        {"n_heads", c->n_heads, c->dim}, {"n_kv_heads", c->n_kv_heads, c->n_heads},
+        {"vocab_size", c->vocab_size, 1 << 24}, {"seq_len", c->seq_len, 1 << 24},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most,
+              "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value, sizes[i].most);
+    CHECK(c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
+    CHECK(c->dim / c->n_heads % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->dim / c->n_heads);
+    CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
+    CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
+    CHECK(c->rope_theta > 0 && isfinite(c->rope_theta), "rope_theta is %g, expected more than 0", c->rope_theta);
+    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0", c->rope_scaling);
+    c->head_dim = c->dim / c->n_heads;
+    c->kv_dim = c->n_kv_heads * c->head_dim;
+    return NULL;
+}
+
+// llama2.c's formats -----------------------------------------------------------
+// v0: 7 ints, float32 tensors. v1, v2: "ak42", version, 7 ints, flag of a tied classifier, in v2 the group size,
+// zeros up to byte 256, tensors; v2's matrices are int8 groups, each followed by its scales.
+
+static const int order_v0[] = {TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT};
+static const int order_v1[] = {ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
+
+// Lays the tensors out one after the other from bytes + at; returns where they end. With layers NULL it only measures.
+static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group, bool tied) {
+    for (int i = 0; i < N_TENSORS; i++) {
+        int tensor = version ? order_v1[i] : order_v0[i];
+        Mat mat = shape_of(&m->config, tensor, version == 2 && !is_norm(tensor) ? INT8_GROUPS : F32);
+        mat.group = mat.type == INT8_GROUPS ? group : 0;
+        if (tensor == OUTPUT && version == 0)
+            at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim; // tables of cosines and sines, not needed
+        if (tensor == OUTPUT && tied) continue;
+        for (int layer = 0; layer < (tensors[tensor].per_layer ? m->config.n_layers : 1); layer++) {
+            if (m->weights.layers) {
+                mat.data = bytes + at;
+                mat.scales = group ? bytes + at + (uint64_t)mat.rows * mat.cols : NULL;
+                *place_of(&m->weights, tensor, layer) = mat;
+            }
+            at += bytes_of(&mat);
+        }
+    }
+    return at;
+}
+
+static const char *load_llama2c(Model *m, const uint8_t *bytes, size_t size) {
+    int32_t version = 0, header[7], group = 0;
+    uint32_t magic = 0;
+    if (size >= 4) memcpy(&magic, bytes, 4);
+    size_t at = magic == 0x616b3432 ? 8 : 0, start = at ? 256 : sizeof header;
+    CHECK(size >= start, "%zu bytes are too few for a header", size);
+    if (at) memcpy(&version, bytes + 4, 4);
+    CHECK(!at || version == 1 || version == 2, "version %d of llama2.c's format, expected 1 or 2", version);
+    memcpy(header, bytes + at, sizeof header);
+    bool tied = header[5] > 0; // v0 marks an untied classifier by a negative vocabulary
+    if (version == 0 && header[5] < 0 && header[5] > INT_MIN) header[5] = -header[5];
+    if (version) tied = bytes[36];
+    CHECK(!version || bytes[36] <= 1, "the flag of a tied classifier is %d, expected 0 or 1", bytes[36]);
+    if (version == 2) memcpy(&group, bytes + 37, 4);
+    CHECK(version != 2 || group > 0, "the group size is %d, expected 1 or more", group);
+
+    m->config = (Config){.dim = header[0], .hidden_dim = header[1], .n_layers = header[2], .n_heads = header[3],
+                         .n_kv_heads = header[4], .vocab_size = header[5], .seq_len = header[6],
+                         .norm_eps = 1e-5f, .rope_theta = 10000, .rope_scaling = 1};
+    const char *wrong = check_config(&m->config);
+    CHECK(!wrong, "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ", wrong);
+    uint64_t end = lay_out(m, bytes, start, version, group, tied);
+    CHECK(end == size, "the file has %zu bytes, its header makes %llu", size, (unsigned long long)end);
+    m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer));
+    lay_out(m, bytes, start, version, group, tied);
+    if (tied) m->weights.output = m->weights.token_embedding;
+    return NULL;
+}
+
+// GGUF ---------------------------------------------------------------------------
+// "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data.
+
+typedef struct { const uint8_t *bytes; size_t size, at; bool failed; } Reader;
+typedef struct { const char *s; size_t n; } String;
+
+// The next n bytes, or NULL past the end; the reader remembers that it failed.
+static const uint8_t *take(Reader *r, uint64_t n) {
+    if (n > r->size - r->at) {
+        r->failed = true;
+        r->at = r->size;
+        return NULL;
+    }
+    r->at += n;
+    return r->bytes + r->at - n;
+}
+
+static uint32_t take_u32(Reader *r) {
+    const uint8_t *p = take(r, 4);
+    uint32_t value = 0;
+    if (p) memcpy(&value, p, 4);
+    return value;
+}
+
+static uint64_t take_u64(Reader *r) {
+    uint64_t low = take_u32(r), high = take_u32(r);
+    return high << 32 | low;
+}
+
+static String take_string(Reader *r) {
+    uint64_t n = take_u64(r);
+    const uint8_t *p = take(r, n);
+    return (String){(const char *)p, p ? n : 0};
+}
+
+static bool equals(String a, const char *b) { return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0; }
+
+enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, STRING, ARRAY, U64, I64, DOUBLE, N_KINDS };
+static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+
+enum { ARCHITECTURE, ALIGNMENT, CONTEXT_LENGTH, EMBEDDING_LENGTH, BLOCK_COUNT, FEED_FORWARD_LENGTH, HEAD_COUNT,
+       HEAD_COUNT_KV, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE, SCALING_FACTOR, KEY_LENGTH, VALUE_LENGTH,
+       EXPERTS, VOCAB_SIZE, TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, UNK_ID, ADD_BOS,
+       SPACE_PREFIX, EXTRA_SPACES, CHAT_TEMPLATE, N_KEYS };
+static const char *const keys[N_KEYS] = {
+    "general.architecture", "general.alignment", "llama.context_length", "llama.embedding_length",
+    "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count",
+    "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count",
+    "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.attention.key_length",
+    "llama.attention.value_length", "llama.expert_count", "llama.vocab_size", "tokenizer.ggml.model",
+    "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.add_bos_token",
+    "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.chat_template",
+};
+
+typedef struct {
+    bool present, is_array;
+    uint32_t kind;   // of the value, or of an array's elements
+    uint64_t count;  // 1, or the array's length
+    Reader data;     // reads the value
+} Value;
+
+static const char *take_value(Reader *r, Value *v) {
+    *v = (Value){.present = true, .kind = take_u32(r), .count = 1};
+    v->is_array = v->kind == ARRAY;
+    if (v->is_array) {
+        v->kind = take_u32(r);
+        v->count = take_u64(r);
+    }
+    CHECK(!r->failed && v->kind < N_KINDS && v->kind != ARRAY, "metadata is cut off or of unknown type %u", v->kind);
+    v->data = *r;
+    if (v->kind == STRING)
+        for (uint64_t i = 0; i < v->count && !r->failed; i++) take_string(r);
+    else
+        take(r, v->count > r->size ? UINT64_MAX : v->count * kind_size[v->kind]);
+    CHECK(!r->failed, "metadata runs past the end of the file");
+    return NULL;
+}
+
+static const char *take_metadata(Reader *r, uint64_t count, Value values[N_KEYS]) {
+    for (uint64_t i = 0; i < count; i++) {
+        String key = take_string(r);
+        Value v;
+        TRY(take_value(r, &v));
+        for (int k = 0; k < N_KEYS; k++)
+            if (equals(key, keys[k])) {
+                CHECK(!values[k].present, "metadata key %s appears twice", keys[k]);
+                values[k] = v;
+            }
+    }
+    return NULL;
+}
+
+// A number of any kind; the fallback when the key is absent, an error when it is absent and the fallback is NAN.
+static const char *get_number(const Value *values, int key, double fallback, double *out) {
+    Value v = values[key];
+    *out = fallback;
+    CHECK(v.present || !isnan(fallback), "metadata key %s is missing", keys[key]);
+    if (!v.present) return NULL;
+    CHECK(!v.is_array && v.kind != STRING, "metadata key %s is not a number", keys[key]);
+    uint64_t bits = 0;
+    memcpy(&bits, take(&v.data, kind_size[v.kind]), kind_size[v.kind]);
+    switch (v.kind) {
+    case I8: *out = (int8_t)bits; break;
+    case I16: *out = (int16_t)bits; break;
+    case I32: *out = (int32_t)bits; break;
+    case I64: *out = (double)(int64_t)bits; break;
+    case FLOAT: { float f; memcpy(&f, &bits, 4); *out = f; break; }
+    case DOUBLE: memcpy(out, &bits, 8); break;
+    default: *out = (double)bits;
+    }
+    return NULL;
+}
+
+static const char *get_int(const Value *values, int key, double fallback, int *out) {
+    double number;
+    TRY(get_number(values, key, fallback, &number));
+    CHECK(number >= 0 && number <= INT_MAX && number == floor(number),
+          "metadata key %s is %g, expected a whole number", keys[key], number);
+    *out = (int)number;
+    return NULL;
+}
+
+static const char *get_float(const Value *values, int key, double fallback, float *out) {
+    double number;
+    TRY(get_number(values, key, fallback, &number));
+    *out = (float)number;
+    return NULL;
+}
+
+static String get_string(const Value *values, int key) {
+    Value v = values[key];
+    return v.present && v.kind == STRING && !v.is_array ? take_string(&v.data) : (String){"", 0};
+}
+
+static const char *gguf_config(const Value *values, Config *c) {
+    String architecture = get_string(values, ARCHITECTURE), scaling = get_string(values, SCALING_TYPE);
+    CHECK(equals(architecture, "llama"), "the architecture is '%.*s', expected 'llama'",
+          (int)(architecture.n < 40 ? architecture.n : 40), architecture.s);
+    TRY(get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len));
+    TRY(get_int(values, EMBEDDING_LENGTH, NAN, &c->dim));
+    TRY(get_int(values, BLOCK_COUNT, NAN, &c->n_layers));
+    TRY(get_int(values, FEED_FORWARD_LENGTH, NAN, &c->hidden_dim));
+    TRY(get_int(values, HEAD_COUNT, NAN, &c->n_heads));
+    TRY(get_int(values, HEAD_COUNT_KV, c->n_heads, &c->n_kv_heads));
+    TRY(get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size));
+    TRY(get_float(values, NORM_EPS, NAN, &c->norm_eps));
+    TRY(get_float(values, ROPE_BASE, 10000, &c->rope_theta));
+    TRY(get_float(values, SCALING_FACTOR, 1, &c->rope_scaling));
+    CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"),
+          "RoPE scaling '%.*s' is not supported, only linear", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
+    if (equals(scaling, "none")) c->rope_scaling = 1;
+    TRY(check_config(c));
+    const int same[] = {ROPE_DIMENSION, KEY_LENGTH, VALUE_LENGTH};
+    int value;
+    for (int i = 0; i < 3; i++) {
+        TRY(get_int(values, same[i], c->head_dim, &value));
+        CHECK(value == c->head_dim, "%s is %d, expected the head size %d", keys[same[i]], value, c->head_dim);
+    }
+    TRY(get_int(values, EXPERTS, 0, &value));
+    CHECK(value == 0, "mixture-of-experts models are not supported");
+    return NULL;
+}
+
+// Which tensor a name means, and of which layer; N_TENSORS when the name is none of ours.
+static int find_tensor(String name, const Config *c, int *layer) {
+    *layer = 0;
+    size_t at = 0;
+    bool per_layer = name.n > 4 && memcmp(name.s, "blk.", 4) == 0;
+    if (per_layer) {
+        for (at = 4; at < name.n && name.s[at] >= '0' && name.s[at] <= '9' && *layer < c->n_layers; at++)
+            *layer = 10 * *layer + name.s[at] - '0';
+        if (at == 4 || at == name.n || name.s[at++] != '.' || *layer >= c->n_layers) return N_TENSORS;
+    }
+    int tensor = 0;
+    while (tensor < N_TENSORS && (tensors[tensor].per_layer != per_layer
+                                  || !equals((String){name.s + at, name.n - at}, tensors[tensor].name))) tensor++;
+    return tensor;
+}
+
+// Reads one entry of the tensor table. Offsets count from the start of the data and must follow each other without
+// gaps but for alignment (as the format's writers do), so tensors cannot overlap. `end` is where the last one ended.
+static const char *take_tensor(Reader *r, Model *m, const uint8_t *data, size_t data_size, uint32_t alignment,
+                               uint64_t *end) {
+    String name = take_string(r);
+    uint32_t n_dims = take_u32(r);
+    uint64_t dims[4] = {1, 1, 1, 1};
+    CHECK(n_dims >= 1 && n_dims <= 4, "a tensor has %u dimensions, expected 1 to 4", n_dims);
+    for (uint32_t i = 0; i < n_dims; i++) dims[i] = take_u64(r);
+    uint32_t type = take_u32(r);
+    uint64_t offset = take_u64(r);
+    CHECK(!r->failed, "the list of tensors is cut off");
+    if (!data) return NULL; // only where the list ends was asked
+
+    int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
+    CHECK(tensor < N_TENSORS, "tensor '%.*s' is no part of the model described", shown, name.s);
+    CHECK(is_norm(tensor) ? type == F32 : type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0,
+          "tensor %.*s has type %u, expected F32%s", shown, name.s, type, is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
+    Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
+    CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
+          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1],
+          (unsigned long long)dims[0], mat.rows, mat.cols);
+    CHECK((type != Q8_0 && type != Q4_0) || mat.cols % 32 == 0, "tensor %.*s: rows of %d numbers do not split into "
+          "blocks of 32", shown, name.s, mat.cols);
+    uint64_t expected = (*end + alignment - 1) / alignment * alignment;
+    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
+          (unsigned long long)expected);
+    *end = offset + bytes_of(&mat);
+    CHECK(*end <= data_size, "tensor %.*s runs past the end of the file", shown, name.s);
+    CHECK(!place->data, "tensor %.*s appears twice", shown, name.s);
+    mat.data = data + offset;
+    *place = mat;
+    return NULL;
+}
+
+static const char *gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t alignment) {
+    uint64_t expected = 9 * (uint64_t)m->config.n_layers + 2;
+    CHECK(count == expected || count == expected + 1, "%llu tensors, expected %llu, or one more for an untied output",
+          (unsigned long long)count, (unsigned long long)expected);
+    Reader list = *r;
+    uint64_t end = 0;
+    for (uint64_t i = 0; i < count; i++) TRY(take_tensor(&list, m, NULL, 0, alignment, &end));
+    size_t start = (list.at + alignment - 1) / alignment * alignment;
+    CHECK(start <= r->size, "the file ends before its data");
+    m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer));
+    memset(m->weights.layers, 0, m->config.n_layers * sizeof(Layer));
+    for (uint64_t i = 0; i < count; i++)
+        TRY(take_tensor(r, m, r->bytes + start, r->size - start, alignment, &end));
+    uint64_t padded = (end + alignment - 1) / alignment * alignment;
+    CHECK(r->size - start == end || r->size - start == padded, "%llu bytes follow the last tensor",
+          (unsigned long long)(r->size - start - end));
+    // None appears twice, so when their number is right only the output can be the one that lacks
+    CHECK(!m->weights.output.data || count == expected + 1, "a tensor is missing");
+    if (!m->weights.output.data) m->weights.output = m->weights.token_embedding;
+    return NULL;
+}
+
+// ----------------------------------------------------------------------------
+// The transformer
+
+// Runs T tokens that stand at positions pos..pos+T-1 through the model, after which their keys and values are cached.
+// Returns logits: (T, vocab_size) of all of them, or (1, vocab_size) of the last.
+static float *forward(const Model *m, const State *s, const int *tokens, int T, int pos, bool all) {
+    const Weights *w = &m->weights;
+    Backend *b = s->backend;
+
+    b->embed(b, s->x, &w->token_embedding, tokens, T);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        const Layer *layer = &w->layers[l];
+
+        b->rmsnorm(b, s->xb, s->x, &layer->attention_norm, T);
+        b->matmul(b, (Product[]){{s->q, &layer->wq, 0}, {s->k, &layer->wk, 0}, {s->v, &layer->wv, 0}}, 3, s->xb, T);
+        b->rope(b, l, s->q, s->k, s->v, pos, T);
+        b->attention(b, l, s->xb, s->q, pos, T);
+        b->matmul(b, &(Product){s->x, &layer->wo, .add = true}, 1, s->xb, T);
+
+        b->rmsnorm(b, s->xb, s->x, &layer->ffn_norm, T);
+        b->matmul(b, (Product[]){{s->hb, &layer->w1, 0}, {s->hb2, &layer->w3, 0}}, 2, s->xb, T);
+        b->swiglu(b, s->hb, s->hb2, T);
+        b->matmul(b, &(Product){s->x, &layer->w2, .add = true}, 1, s->hb, T);
+    }
+    float *last = all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
+    b->rmsnorm(b, last, last, &w->norm, all ? T : 1);
+    b->logits(b, s->logits, &w->output, last, all ? T : 1);
+    return s->logits;
+}
+
+// Runs n tokens in pieces that fit the state; returns the logits after the last.
+static float *prefill(const Model *m, const State *s, const int *tokens, int n, int pos) {
+    for (; n > s->chunk; tokens += s->chunk, pos += s->chunk, n -= s->chunk) forward(m, s, tokens, s->chunk, pos, false);
+    return forward(m, s, tokens, n, pos, false);
+}
+
+// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk.
+static const char *state_open(State *s, Model *m, int positions, bool all, int n_threads) {
+    const Config *c = &m->config;
+    TRY(cpu_open(&s->backend, m, positions, n_threads));
+    Backend *b = s->backend;
+    size_t T = s->chunk = positions < 64 ? positions : 64;
+    s->positions = positions;
+    bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->xb = b->alloc(b, T * c->dim))
+           && (s->q = b->alloc(b, T * c->dim))
+           && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
+           && (s->hb = b->alloc(b, T * c->hidden_dim)) && (s->hb2 = b->alloc(b, T * c->hidden_dim));
+    CHECK(ok, "not enough memory for the activations");
+    s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
+    return NULL;
+}
+
+// ----------------------------------------------------------------------------
+// The tokenizer: sentencepiece's BPE
+
+enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE }; // sentencepiece's and GGUF's numbers
+
+typedef struct { const char *s; int n; float score; int type; } Piece;
+
+typedef struct {
+    Piece *pieces;                // (vocab_size,) texts lie in the file
+    int vocab_size;
+    int *table;                   // (table_size,) hash table of what merges can make: piece ids, -1 where empty
+    uint32_t table_size;          // a power of two
+    const Piece **symbols;        // (n_symbols,) user-defined and control pieces, sorted by text
+    int n_symbols;
+    int byte_ids[256];            // piece of each byte, if byte_fallback
+    bool has_unused;              // some pieces are UNUSED: merges may pass through them, but they are no tokens
+    bool byte_fallback;           // characters that are no piece become bytes rather than unknown
+    bool space_prefix;            // a space goes before the text
+    bool extra_spaces_removed;    // runs of spaces shrink to one, spaces at the ends go
+    bool add_bos;
+    const char *space;            // how pieces write a space
+    int bos, eos, unk;
+    String chat_template;
+} Tokenizer;
+
+static const char LOWER_BLOCK[] = "\xe2\x96\x81"; // U+2581, sentencepiece's space
+
+static uint32_t hash(const char *s, int n) { // FNV-1a
+    uint32_t h = 2166136261u;
+    for (int i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 16777619u;
+    return h;
+}
+
+// The slot of the table that holds the piece with this text, or the empty one where it would go.
+static int *lookup(const Tokenizer *t, const char *s, int n) {
+    uint32_t i = hash(s, n) & (t->table_size - 1);
+    for (; t->table[i] >= 0; i = (i + 1) & (t->table_size - 1)) {
+        const Piece *p = &t->pieces[t->table[i]];
+        if (p->n == n && memcmp(p->s, s, n) == 0) break;
+    }
+    return &t->table[i];
+}
+
+// The byte that "<0x41>" stands for, or -1.
+static int byte_of(const Piece *p) {
+    static const char digits[] = "0123456789ABCDEF";
+    if (p->n != 6 || memcmp(p->s, "<0x", 3) || p->s[5] != '>') return -1;
+    const char *high = memchr(digits, p->s[3], 16), *low = memchr(digits, p->s[4], 16);
+    return high && low ? (int)(16 * (high - digits) + (low - digits)) : -1;
+}
+
+static int compare_symbols(const void *a, const void *b) {
+    const Piece *x = *(const Piece *const *)a, *y = *(const Piece *const *)b;
+    int order = memcmp(x->s, y->s, x->n < y->n ? x->n : y->n);
+    return order ? order : x->n - y->n;
+}
+
+// Builds the tables over pieces that a loader has filled in.
+static const char *index_pieces(Tokenizer *t) {
+    int n_bytes = 0, n = t->vocab_size;
+    for (t->table_size = 16; t->table_size < 2u * n; t->table_size *= 2) {}
+    t->table = resize(NULL, t->table_size, sizeof *t->table);
+    memset(t->table, -1, t->table_size * sizeof *t->table);
+    t->symbols = resize(NULL, n, sizeof *t->symbols);
+    for (int i = 0; i < 256; i++) t->byte_ids[i] = -1;
+    for (int i = 0; i < n; i++) {
+        const Piece *p = &t->pieces[i];
+        CHECK(p->n > 0, "token %d is empty", i);
+        CHECK(p->type >= NORMAL && p->type <= BYTE, "token %d has type %d, expected 1 to 6", i, p->type);
+        CHECK(!isnan(p->score), "token %d has no number as score", i);
+        int byte = p->type == BYTE ? byte_of(p) : -1, *slot = lookup(t, p->s, p->n);
+        CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
+        if (byte >= 0 && t->byte_ids[byte] < 0) t->byte_ids[byte] = i, n_bytes++;
+        if (p->type == UNUSED) t->has_unused = true;
+        if (p->type == USER_DEFINED || p->type == CONTROL) t->symbols[t->n_symbols++] = p;
+        if ((p->type == NORMAL || p->type == USER_DEFINED || p->type == UNUSED) && *slot < 0) *slot = i;
+    }
+    CHECK(n_bytes == 0 || n_bytes == 256, "the vocabulary has %d of the 256 bytes", n_bytes);
+    CHECK(t->bos < n && t->eos < n && t->unk < n, "a special token is beyond the vocabulary of %d", n);
+    t->byte_fallback = n_bytes == 256;
+    qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
+    return NULL;
+}
+
+// llama2.c's tokenizer.bin: longest length, then score, length and text of each piece, spaces written as spaces.
+// It keeps no types: 0 is unknown, 1 begins and 2 ends a text, <0xNN> are bytes.
+static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size) {
+    Reader r = {.bytes = bytes, .size = size}, start;
+    uint32_t longest = take_u32(&r), n = 0;
+    for (start = r; !r.failed && r.at < size; n++) {
+        take(&r, 4);
+        uint32_t length = take_u32(&r);
+        CHECK(length <= longest && length <= INT_MAX, "token %u has %u bytes, the longest should have %u", n, length,
+              longest);
+        take(&r, length);
+    }
+    CHECK(!r.failed, "the file ends inside a token");
+    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
+    *t = (Tokenizer){.vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true,
+                     .bos = 1, .eos = 2, .unk = 0};
+    CHECK(vocab_size > 2, "%d tokens, expected at least 3", vocab_size);
+    t->pieces = resize(NULL, n, sizeof *t->pieces);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t score = take_u32(&start), length = take_u32(&start);
+        Piece *p = &t->pieces[i];
+        *p = (Piece){(const char *)take(&start, length), length, 0, NORMAL};
+        memcpy(&p->score, &score, 4);
+        p->type = i == 0 ? UNKNOWN : i <= 2 ? CONTROL : byte_of(p) >= 0 ? BYTE : NORMAL;
+    }
+    return index_pieces(t);
+}
+
+// The tokenizer inside a GGUF file.
+static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
+    CHECK(equals(get_string(v, TOKENIZER), "llama"), "the tokenizer is not 'llama' (sentencepiece)");
+    const struct { int key; uint32_t kind; } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
+    for (int i = 0; i < 3; i++) {
+        const Value *a = &v[arrays[i].key];
+        CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
+              keys[arrays[i].key]);
+        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens",
+              keys[arrays[i].key], (unsigned long long)a->count, vocab_size);
+    }
+    int space_prefix, extra_spaces_removed, add_bos;
+    *t = (Tokenizer){.vocab_size = vocab_size, .space = LOWER_BLOCK, .chat_template = get_string(v, CHAT_TEMPLATE)};
+    TRY(get_int(v, BOS_ID, 1, &t->bos));
+    TRY(get_int(v, EOS_ID, 2, &t->eos));
+    TRY(get_int(v, UNK_ID, 0, &t->unk));
+    TRY(get_int(v, ADD_BOS, 1, &add_bos));
+    TRY(get_int(v, SPACE_PREFIX, 1, &space_prefix));
+    TRY(get_int(v, EXTRA_SPACES, 0, &extra_spaces_removed));
+    t->add_bos = add_bos, t->space_prefix = space_prefix, t->extra_spaces_removed = extra_spaces_removed;
+    t->pieces = resize(NULL, vocab_size, sizeof *t->pieces);
+    for (int i = 0; i < vocab_size; i++) {
+        String s = take_string(&v[TOKENS].data);
+        uint32_t score = take_u32(&v[SCORES].data);
+        CHECK(s.n <= INT_MAX, "token %d is too long", i);
+        t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)take_u32(&v[TOKEN_TYPES].data)};
+        memcpy(&t->pieces[i].score, &score, 4);
+    }
+    return index_pieces(t);
+}
+
+// A GGUF file: the model, and its tokenizer if it has one and it is wanted (t not NULL).
+static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size) {
+    Reader r = {.bytes = bytes, .size = size, .at = 4};
+    Value values[N_KEYS] = {0};
+    uint32_t version = take_u32(&r);
+    uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
+    CHECK(!r.failed, "%zu bytes are too few for a header", size);
+    CHECK(version == 3, "GGUF version %u, expected 3", version);
+    TRY(take_metadata(&r, n_values, values));
+    int alignment;
+    TRY(get_int(values, ALIGNMENT, 32, &alignment));
+    CHECK(alignment >= 8 && alignment <= 1 << 16 && (alignment & (alignment - 1)) == 0,
+          "the alignment is %d, expected a power of two from 8", alignment);
+    TRY(gguf_config(values, &m->config));
+    TRY(gguf_tensors(&r, m, n_tensors, alignment));
+    return t && values[TOKENIZER].present ? gguf_tokenizer(t, values, m->config.vocab_size) : NULL;
+}
+
+// Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
+static int utf8_length(const char *s, size_t n) {
+    const unsigned char *u = (const unsigned char *)s;
+    int length = u[0] < 0x80 ? 1 : u[0] < 0xc2 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf5 ? 4 : 0;
+    if ((size_t)length > n) return 0;
+    for (int i = 1; i < length; i++)
+        if ((u[i] & 0xc0) != 0x80) return 0;
+    bool overlong = (u[0] == 0xe0 && u[1] < 0xa0) || (u[0] == 0xf0 && u[1] < 0x90);
+    bool outside = (u[0] == 0xed && u[1] >= 0xa0) || (u[0] == 0xf4 && u[1] >= 0x90); // surrogates, above U+10FFFF
+    return overlong || outside ? 0 : length;
+}
+
+// The first of symbols lo..hi-1 (which agree in their first d bytes) whose byte d is at least `byte`.
+static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
+    while (lo < hi) {
+        int middle = lo + (hi - lo) / 2;
+        const Piece *p = t->symbols[middle];
+        if (p->n <= d || (unsigned char)p->s[d] < byte) lo = middle + 1;
+        else hi = middle;
+    }
+    return lo;
+}
+
+// The longest user-defined piece that s (n bytes) begins with, or -1. With `markup`, control pieces count too.
+static int match_symbol(const Tokenizer *t, const char *s, size_t n, bool markup) {
+    int best = -1, lo = 0, hi = t->n_symbols;
+    for (int d = 0; (size_t)d < n && lo < hi; d++) {
+        lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
+        hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
+        for (int i = lo; i < hi && t->symbols[i]->n == d + 1; i++)
+            if (markup || t->symbols[i]->type == USER_DEFINED) best = (int)(t->symbols[i] - t->pieces);
+    }
+    return best;
+}
+
+// What sentencepiece does before it cuts: bytes that are no UTF-8 become U+FFFD, spaces take the form they have in
+// pieces, a space goes in front, extra spaces are removed. User-defined pieces pass as they are.
+static Text normalize(const Tokenizer *t, const char *s, size_t n, bool markup) {
+    Text out = {0};
+    size_t space = strlen(t->space);
+    bool remove = t->extra_spaces_removed;
+    for (int symbol; remove && n && *s == ' '; s++, n--)
+        if ((symbol = match_symbol(t, s, n, markup)) >= 0 && t->pieces[symbol].n > 1) break;
+    if (!n) return out;
+    if (t->space_prefix) append(&out, t->space, space);
+    bool after_space = remove;
+    for (size_t length; n; s += length, n -= length) {
+        int symbol = match_symbol(t, s, n, markup), valid = utf8_length(s, n);
+        length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
+        if (symbol < 0 && !valid) append_string(&out, "\xef\xbf\xbd");
+        else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0) append(&out, t->space, space);
+        else
+            for (size_t i = 0; i < length; i++) {
+                if (s[i] != ' ') append(&out, &s[i], 1);
+                else if (!after_space) append(&out, t->space, space);
+                if (s[i] != ' ') after_space = false;
+            }
+        after_space = remove && (s[length - 1] == ' ');
+    }
+    while (remove && out.n >= space && memcmp(out.s + out.n - space, t->space, space) == 0) out.n -= space;
+    return out;
+}
+
+typedef struct { const char *s; int n, previous, next, symbol; } Part; // of the text; symbol: a fixed piece, or -1
+typedef struct { float score; int left, right, n; } Merge;             // of two parts into one of n bytes
+typedef struct { Merge *merges; int n, capacity; } Heap;               // the best first
+
+static bool better(const Merge *a, const Merge *b) {
+    return a->score > b->score || (a->score == b->score && a->left < b->left);
+}
+
+static void push(Heap *h, Merge merge) {
+    if (h->n == h->capacity) h->merges = resize(h->merges, h->capacity = 2 * h->capacity + 64, sizeof(Merge));
+    int i = h->n++;
+    for (; i > 0 && better(&merge, &h->merges[(i - 1) / 2]); i = (i - 1) / 2) h->merges[i] = h->merges[(i - 1) / 2];
+    h->merges[i] = merge;
+}
+
+static Merge pop(Heap *h) {
+    Merge top = h->merges[0], last = h->merges[--h->n];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && better(&h->merges[child + 1], &h->merges[child])) child++;
+        if (!better(&h->merges[child], &last)) break;
+        h->merges[i] = h->merges[child];
+    }
+    h->merges[i] = last;
+    return top;
+}
+
+typedef struct {
+    const Tokenizer *t;
+    Part *parts;
+    Heap heap;
+    int *split;  // (vocab_size,) how many bytes of an unused piece are the left part of its latest merge; 0: never made
+    int *tokens;
+    int n_tokens;
+    bool after_unknown;
+} Encoder;
+
+static void try_merge(Encoder *e, int left, int right) {
+    if (left < 0 || right < 0) return;
+    const Part *a = &e->parts[left], *b = &e->parts[right];
+    if (a->symbol >= 0 || b->symbol >= 0) return;
+    int id = *lookup(e->t, a->s, a->n + b->n);
+    if (id < 0) return;
+    push(&e->heap, (Merge){e->t->pieces[id].score, left, right, a->n + b->n});
+    if (e->t->pieces[id].type == UNUSED) e->split[id] = a->n;
+}
+
+static void merge_parts(Encoder *e) {
+    while (e->heap.n) {
+        Merge m = pop(&e->heap);
+        Part *a = &e->parts[m.left], *b = &e->parts[m.right];
+        if (!a->n || !b->n || a->n + b->n != m.n) continue; // one of them has been merged since
+        a->n = m.n;
+        a->next = b->next;
+        if (b->next >= 0) e->parts[b->next].previous = m.left;
+        b->n = 0;
+        try_merge(e, a->previous, m.left);
+        try_merge(e, m.left, a->next);
+    }
+}
+
+// Appends the tokens of one part: its piece; an unused piece's parts; bytes, or one <unk> for a run of unknown ones.
+static void emit(Encoder *e, const char *s, int n, int id) {
+    if (id < 0) id = *lookup(e->t, s, n);
+    if (id >= 0 && e->t->pieces[id].type == UNUSED && e->split[id]) {
+        int left = e->split[id];
+        emit(e, s, left, -1);
+        emit(e, s + left, n - left, -1);
+        return;
+    }
+    if (id < 0 && e->t->byte_fallback)
+        for (int i = 0; i < n; i++) e->tokens[e->n_tokens++] = e->t->byte_ids[(unsigned char)s[i]];
+    else if (id >= 0 || !e->after_unknown) e->tokens[e->n_tokens++] = id >= 0 ? id : e->t->unk;
+    e->after_unknown = id < 0;
+}
+
+// The tokens of a text, in memory to be freed; their number in *n_tokens. With `bos`, the beginning token comes first.
+// With `markup`, control tokens written in the text are recognised. Time is O(n log n).
+static int *encode(const Tokenizer *t, const char *s, size_t n, bool bos, bool markup, int *n_tokens) {
+    Text text = normalize(t, s, n, markup);
+    if (text.n > INT_MAX / 4) die("prompt", error("%zu bytes are too many, expected %d at most", n, INT_MAX / 12));
+    Encoder e = {.t = t};
+    e.tokens = resize(NULL, text.n + 1, sizeof *e.tokens);
+    e.parts = resize(NULL, text.n, sizeof *e.parts);
+    if (t->has_unused) e.split = memset(resize(NULL, t->vocab_size, sizeof(int)), 0, t->vocab_size * sizeof(int));
+    if (bos) e.tokens[e.n_tokens++] = t->bos;
+
+    int n_parts = 0;
+    for (size_t at = 0; at < text.n; n_parts++) {
+        int symbol = match_symbol(t, text.s + at, text.n - at, markup), valid = utf8_length(text.s + at, text.n - at);
+        int length = symbol >= 0 ? t->pieces[symbol].n : valid ? valid : 1;
+        e.parts[n_parts] = (Part){text.s + at, length, n_parts - 1, n_parts + 1, symbol};
+        at += length;
+    }
+    if (n_parts) e.parts[n_parts - 1].next = -1;
+    for (int i = 1; i < n_parts; i++) try_merge(&e, i - 1, i);
+    merge_parts(&e);
+    for (int i = n_parts ? 0 : -1; i >= 0; i = e.parts[i].next) emit(&e, e.parts[i].s, e.parts[i].n, e.parts[i].symbol);
+
+    free(text.s);
+    free(e.parts);
+    free(e.split);
+    free(e.heap.merges);
+    *n_tokens = e.n_tokens;
+    return e.tokens;
+}
+
+// ----------------------------------------------------------------------------
+// Printing: whole UTF-8 characters, and none that a terminal could take for a command
+
+typedef struct { bool raw; char held[4]; int n; } Printer; // held: the beginning of a character yet to be completed
+
+static void print_bytes(const char *s, size_t n) {
+    if (n && fwrite(s, 1, n, stdout) != n) die("stdout", strerror(errno));
+}
+
+// A character, unless it is a control character other than newline and tab (C0, DEL, C1).
+static void print_character(const char *s, int n) {
+    unsigned char c = s[0];
+    bool control = n == 1 ? (c < ' ' && c != '\n' && c != '\t') || c == 127 : c == 0xc2 && (unsigned char)s[1] < 0xa0;
+    if (!control) print_bytes(s, n);
+}
+
+// Prints what of the held bytes is certain: whole characters, and U+FFFD for bytes that can begin none.
+static void print_held(Printer *p, bool end) {
+    while (p->n) {
+        unsigned char c = p->held[0];
+        int used = utf8_length(p->held, p->n), whole = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1;
+        bool broken = c >= 0xf5;
+        for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
+        if (!used && !broken && p->n < whole && !end) return;
+        if (used) print_character(p->held, used);
+        else print_bytes("\xef\xbf\xbd", used = 1);
+        memmove(p->held, p->held + used, p->n -= used);
+    }
+}
+
+static void print(Printer *p, const char *s, size_t n) {
+    if (p->raw) print_bytes(s, n);
+    for (size_t i = 0; i < n && !p->raw; i++) {
+        p->held[p->n++] = s[i];
+        print_held(p, false);
+    }
+}
+
+static void print_end(Printer *p) {
+    print_held(p, true);
+    print_bytes("\n", 1);
+    if (fflush(stdout)) die("stdout", strerror(errno));
+}
+
+// A token's text. The space that the encoder put before the text is not part of it, so it is dropped after BOS.
+static void print_token(Printer *p, const Tokenizer *t, int previous, int token) {
+    const Piece *piece = &t->pieces[token];
+    const char *s = piece->s;
+    size_t n = piece->n, space = strlen(t->space);
+    if (piece->type == CONTROL) return;
+    if (piece->type == BYTE) {
+        char byte = (char)byte_of(piece);
+        print(p, &byte, 1);
+        n = 0;
+    }
+    bool drop = previous == t->bos && (t->space_prefix || t->extra_spaces_removed);
+    for (bool first = true; n; first = false) {
+        bool is_space = n >= space && memcmp(s, t->space, space) == 0;
+        if (!is_space) print(p, s, 1);
+        else if (!first || !drop) print(p, " ", 1);
+        s += is_space ? space : 1;
+        n -= is_space ? space : 1;
+    }
+    if (fflush(stdout)) die("stdout", strerror(errno));
+}
+
+// ----------------------------------------------------------------------------
+// The sampler: llama2.c's, so a seed gives the same text
+
+typedef struct { float p; int token; } Candidate;
+
+typedef struct {
+    int vocab_size;
+    float temperature, topp;
+    uint64_t state;          // of the xorshift* generator; never 0
+    Candidate *candidates;   // (vocab_size,)
+} Sampler;
+
+// Uniform in [0, 1), 24 bits (Marsaglia 2003, Vigna 2014).
+static float random_float(Sampler *s) {
+    s->state ^= s->state >> 12;
+    s->state ^= s->state << 25;
+    s->state ^= s->state >> 27;
+    return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
+}
+
+static int argmax(const float *x, int n) {
+    int best = 0;
+    for (int i = 1; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+static int compare_candidates(const void *a, const void *b) {
+    const Candidate *x = a, *y = b;
+    if (x->p != y->p) return x->p > y->p ? -1 : 1;
+    return x->token - y->token;
+}
+
+// From the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
+static int sample_topp(Sampler *s, const float *p, float coin) {
+    int n = 0, last = 0;
+    const float cutoff = (1.0f - s->topp) / (s->vocab_size - 1); // what is less likely cannot be in the set
+    for (int i = 0; i < s->vocab_size; i++)
+        if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
+    if (n == 0) return argmax(p, s->vocab_size);
+    qsort(s->candidates, n, sizeof(Candidate), compare_candidates);
+    float total = s->candidates[0].p, cdf = 0;
+    while (last < n - 1 && total <= s->topp) total += s->candidates[++last].p;
+    for (int i = 0; i < last; i++) {
+        cdf += s->candidates[i].p;
+        if (coin * total < cdf) return s->candidates[i].token;
+    }
+    return s->candidates[last].token;
+}
+
+static void check_finite(const float *logits, size_t n) {
+    float sum = 0;
+    for (size_t i = 0; i < n; i++) sum += logits[i] * 0;
+    if (sum != 0) die("model", "its logits are not finite; the weights are broken");
+}
+
+// The next token; overwrites the logits (vocab_size,) by probabilities.
+static int sample(Sampler *s, float *logits) {
+    int n = s->vocab_size, best = argmax(logits, n);
+    check_finite(logits, n);
+    if (s->temperature == 0 || isinf(logits[best] / s->temperature)) return best;
+    float max = logits[best] / s->temperature, sum = 0, cdf = 0;
+    for (int i = 0; i < n; i++) sum += logits[i] = expf(logits[i] / s->temperature - max);
+    for (int i = 0; i < n; i++) logits[i] /= sum;
+    float coin = random_float(s);
+    if (s->topp > 0 && s->topp < 1) return sample_topp(s, logits, coin);
+    for (int i = 0; i < n; i++) {
+        cdf += logits[i];
+        if (coin < cdf) return i;
+    }
+    return n - 1;
+}
+
+// ----------------------------------------------------------------------------
+// What the program does
+
+typedef struct {
+    Model model;
+    Tokenizer tokenizer;
+    State state;
+    Sampler sampler;
+    Printer printer;
+    int steps;     // tokens a text may have
+    int n_threads;
+} Run;
+
+static void open_state(Run *r, int positions, bool all) {
+    const char *wrong = state_open(&r->state, &r->model, positions, all, r->n_threads);
+    if (wrong) die("memory", wrong);
+}
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+// The prompt's tokens, at least one; refuses what does not fit into the context.
+static int *encode_prompt(const Run *r, Text prompt, int *n) {
+    const Tokenizer *t = &r->tokenizer;
+    int *tokens = encode(t, prompt.s, prompt.n, t->add_bos || !prompt.n, false, n);
+    int most = r->model.config.seq_len;
+    if (*n > most) die("prompt", error("%d tokens, but the model's context is %d", *n, most));
+    if (*n == 0) die("prompt", "it has no tokens");
+    return tokens;
+}
+
+// Continues after a prompt that ends with the token `last` and left these logits, until a token that ends the text
+// or the state is full. *pos counts the positions used. Returns the token that ended it, -1 if none did.
+static int continue_text(Run *r, float *logits, int last, int *pos, int stop) {
+    const Tokenizer *t = &r->tokenizer;
+    for (;;) {
+        int next = sample(&r->sampler, logits);
+        if (next == t->bos || next == t->eos || next == stop) return next;
+        print_token(&r->printer, t, last, next);
+        if (*pos == r->state.positions) return -1;
+        logits = forward(&r->model, &r->state, &next, 1, (*pos)++, false);
+        last = next;
+    }
+}
+
+// Prints the prompt and what the model makes of it, `steps` tokens together.
+static void generate(Run *r, Text prompt) {
+    const Tokenizer *t = &r->tokenizer;
+    int n;
+    int *tokens = encode_prompt(r, prompt, &n);
+    for (int i = 0; i < n && i <= r->steps; i++) print_token(&r->printer, t, i ? tokens[i - 1] : t->bos, tokens[i]);
+    if (n <= r->steps) {
+        open_state(r, r->steps, false);
+        double start = seconds();
+        float *logits = prefill(&r->model, &r->state, tokens, n, 0);
+        double middle = seconds();
+        int pos = n;
+        continue_text(r, logits, tokens[n - 1], &pos, -1);
+        double end = seconds();
+        fprintf(stderr, "achieved tok/s: %f\n", (pos - n) / (end - middle));
+        fprintf(stderr, "prompt: %d tokens, tok/s: %f\n", n, n / (middle - start));
+    }
+    print_end(&r->printer);
+    free(tokens);
+}
+
+// A turn is `open`, at the first turn the system prompt between its marks, the user's words between theirs.
+// `next` goes before every turn but the first.
+typedef struct {
+    const char *mark;  // a model's chat template that contains this is of this family
+    const char *open, *system_open, *system_close, *user_open, *user_close, *next, *stop;
+    bool bos_each_turn, markup;
+} Template;
+
+static const Template templates[] = {
+    {"<|im_start|>", "", "<|im_start|>system\n", "<|im_end|>\n", "<|im_start|>user\n",
+     "<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>", false, true},                 // ChatML
+    {"<|user|>", "", "<|system|>\n", "</s>\n", "<|user|>\n", "</s>\n<|assistant|>\n", "\n", "</s>", false, true}, // Zephyr
+    {"", "[INST] ", "<<SYS>>\n", "\n<</SYS>>\n\n", "", " [/INST]", "", "</s>", true, false},  // Llama 2, the default
+};
+
+static const Template *find_template(String text) {
+    const Template *family = templates;
+    for (; *family->mark; family++)
+        for (size_t i = 0, n = strlen(family->mark); i + n <= text.n; i++)
+            if (memcmp(text.s + i, family->mark, n) == 0) return family;
+    return family;
+}
+
+// Asks on stdout and reads a line, without its end, into *line. False at the end of the input.
+static bool ask(const char *question, Text *line) {
+    print_bytes(question, strlen(question));
+    fflush(stdout);
+    ssize_t n = getline(&line->s, &line->capacity, stdin);
+    if (n < 0) return false;
+    line->n = n - (line->s[n - 1] == '\n');
+    return true;
+}
+
+// Turns of user and assistant until the input ends or the context is full. The first words may come from -i,
+// the system prompt from -y.
+static void chat(Run *r, Text words, bool has_words, const char *system) {
+    const Tokenizer *t = &r->tokenizer;
+    const Template *f = find_template(t->chat_template);
+    int pos = 0, last = -1, stop = match_symbol(t, f->stop, strlen(f->stop), true);
+    Text line = {0}, turn = {0}, instruction = {0};
+    if (system) append_string(&instruction, system);
+    else if (!ask("Enter system prompt (optional): ", &instruction)) has_words = false;
+    open_state(r, r->steps, false);
+    for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
+        if (!first || !has_words) words = line;
+        turn.n = 0;
+        if (!first) append_string(&turn, f->next);
+        append_string(&turn, f->open);
+        if (first && instruction.n) {
+            append_string(&turn, f->system_open);
+            append(&turn, instruction.s, instruction.n);
+            append_string(&turn, f->system_close);
+        }
+        append_string(&turn, f->user_open);
+        append(&turn, words.s, words.n);
+        append_string(&turn, f->user_close);
+
+        int n, room = r->steps - pos - (last >= 0);
+        int *tokens = encode(t, turn.s, turn.n, first ? t->add_bos : f->bos_each_turn, f->markup, &n);
+        if (n > room) die("prompt", error("%d tokens, but the context has room for %d; see -n", n, room > 0 ? room : 0));
+        if (last >= 0) forward(&r->model, &r->state, &last, 1, pos++, false);
+        float *logits = prefill(&r->model, &r->state, tokens, n, pos);
+        pos += n;
+        print_bytes("Assistant: ", 11);
+        last = continue_text(r, logits, tokens[n - 1], &pos, stop);
+        print_end(&r->printer);
+        free(tokens);
+        if (last < 0) {
+            fprintf(stderr, "the context of %d tokens is full\n", r->steps);
+            break;
+        }
+    }
+    free(line.s);
+    free(turn.s);
+    free(instruction.s);
+}
+
+// Prints exp of the mean negative log likelihood of a text's tokens, each given those before it in its window.
+// Windows of seq_len tokens do not overlap; each starts at position 0 with an empty cache.
+static void perplexity(Run *r, Text text) {
+    const Config *c = &r->model.config;
+    int n;
+    int *tokens = encode(&r->tokenizer, text.s, text.n, true, false, &n);
+    int inputs = n - 1, window = inputs < c->seq_len ? inputs : c->seq_len;
+    if (inputs < 1) die("perplexity", "the text has no tokens");
+    open_state(r, window, true);
+    double nll = 0;
+    for (int at = 0, T; at < inputs; at += T) {
+        int pos = at % window, left = inputs - at < window - pos ? inputs - at : window - pos;
+        T = left < r->state.chunk ? left : r->state.chunk;
+        const float *logits = forward(&r->model, &r->state, tokens + at, T, pos, true);
+        check_finite(logits, (size_t)T * c->vocab_size);
+        for (int t = 0; t < T; t++, logits += c->vocab_size) {
+            float max = logits[argmax(logits, c->vocab_size)];
+            double sum = 0;
+            for (int i = 0; i < c->vocab_size; i++) sum += expf(logits[i] - max);
+            nll += log(sum) + max - logits[tokens[at + t + 1]];
+        }
+        if (isatty(2)) fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
+    }
+    printf("perplexity %.4f (%d tokens, %.6f nats per token, %.6f bits per byte)\n", exp(nll / inputs), inputs,
+           nll / inputs, nll / log(2) / text.n);
+    free(tokens);
+}
+
+// Writes the logits of every position of the prompt: (tokens, vocab_size) float32. For tests against other programs.
+static void dump_logits(Run *r, Text prompt) {
+    int n;
+    int *tokens = encode_prompt(r, prompt, &n);
+    open_state(r, n, true);
+    for (int at = 0, T; at < n; at += T) {
+        T = n - at < r->state.chunk ? n - at : r->state.chunk;
+        const float *logits = forward(&r->model, &r->state, tokens + at, T, at, true);
+        print_bytes((const char *)logits, sizeof(float) * T * r->model.config.vocab_size);
+    }
+    free(tokens);
+}
+
+// Prints the token ids of a text, without BOS, on one line.
+static void print_ids(const Tokenizer *t, Text text) {
+    int n;
+    int *tokens = encode(t, text.s, text.n, false, false, &n);
+    for (int i = 0; i < n; i++) printf("%s%d", i ? " " : "", tokens[i]);
+    printf("\n");
+    free(tokens);
+}
+
+// ----------------------------------------------------------------------------
+// The command line
+
+static const char help[] =
+    "Usage: run MODEL [options]      MODEL: a GGUF file, or one of llama2.c's .bin files\n"
+    "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
+    "  -p NUMBER        sample from the most likely tokens of this probability, 0 or 1 is all (0.9)\n"
+    "  -s NUMBER        seed, 0 takes the time (0)\n"
+    "  -n NUMBER        tokens in all, prompt included; 0, or more than the context, is the context (256)\n"
+    "  -i TEXT          prompt\n"
+    "  -f FILE          prompt from a file\n"
+    "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
+    "  -m MODE          generate or chat (generate)\n"
+    "  -y TEXT          system prompt of the chat\n"
+    "  -j NUMBER        threads (as many as processors)\n"
+    "  --raw            print control characters that the model writes\n"
+    "  --perplexity FILE  how well the model predicts a text\n"
+    "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
+    "  --logits         write the logits of every prompt token as float32\n"
+    "  --help           this text\n";
+
+typedef struct {
+    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity;
+    double temperature, topp, seed, steps, threads;
+    bool raw, tokenize, logits;
+} Options;
+
+// A number, whole if asked, written in decimal digits to its end.
+static double parse_number(const char *flag, const char *s, double least, double most, bool whole) {
+    char *end;
+    double value = strtod(s, &end);
+    bool plain = *s && strspn(s, whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
+    if (!plain || *end || !(value >= least && value <= most))
+        die(flag, error("'%s' is not a %snumber from %.0f to %.0f", s, whole ? "whole " : "", least, most));
+    return value;
+}
+
+static Options parse_options(int argc, char **argv) {
+    Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256};
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    o.threads = processors < 1 ? 1 : processors > 64 ? 64 : processors;
+    const struct { const char *flag; const char **text; double *number; double most; bool whole; bool *set; } flags[] = {
+        {"-t", 0, &o.temperature, 1e6, false, 0}, {"-p", 0, &o.topp, 1, false, 0},
+        {"-s", 0, &o.seed, 9007199254740992, true, 0}, {"-n", 0, &o.steps, INT_MAX, true, 0},
+        {"-j", 0, &o.threads, 1024, true, 0}, {"-i", &o.prompt, 0, 0, 0, 0}, {"-f", &o.prompt_file, 0, 0, 0, 0},
+        {"-z", &o.tokenizer, 0, 0, 0, 0}, {"-m", &o.mode, 0, 0, 0, 0}, {"-y", &o.system, 0, 0, 0, 0},
+        {"--perplexity", &o.perplexity, 0, 0, 0, 0}, {"--raw", 0, 0, 0, 0, &o.raw},
+        {"--tokenize", 0, 0, 0, 0, &o.tokenize}, {"--logits", 0, 0, 0, 0, &o.logits},
+    };
+    const size_t n_flags = sizeof flags / sizeof *flags;
+    for (int i = 1; i < argc; i++) {
+        size_t k = 0;
+        if (strcmp(argv[i], "--help") == 0) {
+            fputs(help, stdout);
+            exit(0);
+        }
+        if (i == 1) {
+            o.model = argv[i];
+            continue;
+        }
+        while (k < n_flags && strcmp(argv[i], flags[k].flag)) k++;
+        if (k == n_flags) die(argv[i], "no such option; see run --help");
+        if (!flags[k].set && ++i == argc) die(flags[k].flag, "expected a value behind it");
+        if (flags[k].set) *flags[k].set = true;
+        else if (flags[k].text) *flags[k].text = argv[i];
+        else *flags[k].number = parse_number(flags[k].flag, argv[i], flags[k].number == &o.threads, flags[k].most,
+                                             flags[k].whole);
+    }
+    if (!o.model) die("model", "expected a file; see run --help");
+    if (o.prompt && o.prompt_file) die("-f", "there is a prompt from -i already");
+    if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
+        die("-m", error("'%s' is no mode, expected generate or chat", o.mode));
+    return o;
+}
+
+// Reads a whole file, pipes too.
+static Text read_file(const char *path) {
+    Text text = {0};
+    char buffer[1 << 16];
+    FILE *file = fopen(path, "rb");
+    if (!file) die(path, strerror(errno));
+    for (size_t n; (n = fread(buffer, 1, sizeof buffer, file)); ) append(&text, buffer, n);
+    if (ferror(file)) die(path, strerror(errno));
+    fclose(file);
+    return text;
+}
+
+static const char *map_file(const char *path, const uint8_t **bytes, size_t *size) {
+    int file = open(path, O_RDONLY);
+    struct stat info;
+    CHECK(file >= 0 && fstat(file, &info) == 0, "%s", strerror(errno));
+    CHECK(S_ISREG(info.st_mode), "not a regular file");
+    CHECK(info.st_size > 0, "the file is empty");
+    *size = info.st_size;
+    *bytes = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
+    CHECK(*bytes != MAP_FAILED, "%s", strerror(errno));
+    close(file);
+    return NULL;
+}
+
+static void load(Run *r, const char *model, const char *tokenizer) {
+    const uint8_t *bytes;
+    size_t size;
+    const char *wrong = map_file(model, &bytes, &size);
+    if (!wrong && size >= 4 && memcmp(bytes, "GGUF", 4) == 0)
+        wrong = load_gguf(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
+    else if (!wrong) wrong = load_llama2c(&r->model, bytes, size);
+    if (wrong) die(model, wrong);
+    if (r->tokenizer.pieces) return;
+    if (!tokenizer) tokenizer = "tokenizer.bin";
+    wrong = map_file(tokenizer, &bytes, &size);
+    if (!wrong) wrong = load_tokenizer_bin(&r->tokenizer, bytes, size, r->model.config.vocab_size);
+    if (wrong) die(tokenizer, wrong);
+}
+
+int main(int argc, char **argv) {
+    signal(SIGPIPE, SIG_IGN); // a reader that leaves is an error of writing like any other
+    Options o = parse_options(argc, argv);
+    static Run r;
+    load(&r, o.model, o.tokenizer);
+    const Config *c = &r.model.config;
+    r.n_threads = (int)o.threads;
+    r.printer.raw = o.raw;
+    r.steps = o.steps == 0 || o.steps > c->seq_len ? c->seq_len : (int)o.steps;
+    r.sampler = (Sampler){c->vocab_size, (float)o.temperature, (float)o.topp,
+                          o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL),
+                          resize(NULL, c->vocab_size, sizeof(Candidate))};
+
+    bool has_prompt = o.prompt || o.prompt_file;
+    Text prompt = {0}, line = {0};
+    if (o.prompt) append_string(&prompt, o.prompt);
+    if (o.prompt_file) prompt = read_file(o.prompt_file);
+    if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
+    else if (o.logits) dump_logits(&r, prompt);
+    else if (o.tokenize && has_prompt) print_ids(&r.tokenizer, prompt);
+    else if (o.tokenize) while (ask("", &line)) print_ids(&r.tokenizer, line);
+    else if (strcmp(o.mode, "chat") == 0) chat(&r, prompt, has_prompt, o.system);
+    else generate(&r, prompt);
+    if (fflush(stdout)) die("stdout", strerror(errno));
+
+    if (r.state.backend) r.state.backend->close(r.state.backend);
+    free(r.state.logits);
+    free(r.model.weights.layers);
+    free(r.tokenizer.pieces);
+    free(r.tokenizer.table);
+    free(r.tokenizer.symbols);
+    free(r.sampler.candidates);
+    free(prompt.s);
+    free(line.s);
+    return 0;
+}

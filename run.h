@@ -1,0 +1,113 @@
+// The contract between run.c (files, tokenizer, forward, command line) and the kernels (all the arithmetic).
+// Sizes stand on every field: (rows, columns), row-major; T is the number of tokens a call works on.
+#ifndef RUN_H
+#define RUN_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// How the numbers of a matrix are stored. The values are GGUF's, but for llama2.c's int8 groups, unknown to it.
+typedef enum {
+    F32 = 0,
+    F16 = 1,
+    Q4_0 = 2,           // blocks of 32 in a row: half-precision scale, 16 bytes of (low, high) nibbles, value = q - 8
+    Q8_0 = 8,           // blocks of 32 in a row: half-precision scale, 32 signed bytes
+    BF16 = 30,
+    INT8_GROUPS = 1000, // signed bytes; one float32 scale for each `group` numbers of the flattened matrix
+} Type;
+
+typedef struct {
+    Type type;
+    int rows, cols;
+    const void *data;   // (rows, cols) in `type`, in the mapped file or wherever the backend moved it
+    const void *scales; // INT8_GROUPS: (ceil(rows * cols / group),) float32, perhaps unaligned; otherwise NULL
+    int group;          // INT8_GROUPS: numbers that share a scale
+} Mat;
+
+typedef struct {
+    int dim;            // width of the residual stream
+    int hidden_dim;     // width inside the feed-forward network
+    int n_layers;
+    int n_heads;        // query heads
+    int n_kv_heads;     // key and value heads; n_heads / n_kv_heads query heads share one
+    int vocab_size;
+    int seq_len;        // longest context the model was made for
+    int head_dim;       // dim / n_heads, even
+    int kv_dim;         // n_kv_heads * head_dim
+    float norm_eps;     // inside RMSNorm's square root
+    float rope_theta;   // base of the rotary frequencies
+    float rope_scaling; // positions are divided by it
+} Config;
+
+typedef struct {
+    Mat attention_norm; // (1, dim) F32
+    Mat wq;             // (dim, dim)
+    Mat wk, wv;         // (kv_dim, dim)
+    Mat wo;             // (dim, dim)
+    Mat ffn_norm;       // (1, dim) F32
+    Mat w1, w3;         // (hidden_dim, dim): gate, up
+    Mat w2;             // (dim, hidden_dim): down
+} Layer;
+
+typedef struct {
+    Mat token_embedding; // (vocab_size, dim)
+    Layer *layers;       // (n_layers,)
+    Mat norm;            // (1, dim) F32
+    Mat output;          // (vocab_size, dim); the embedding itself when the two are tied
+} Weights;
+
+typedef struct {
+    Config config;
+    Weights weights;
+} Model;
+
+typedef struct Backend Backend;
+
+// Activations of one call of forward, in the backend's memory; the logits in the host's.
+typedef struct {
+    Backend *backend;
+    int chunk;      // most tokens of one call
+    int positions;  // length of the KV cache
+    float *x;       // (chunk, dim) residual stream
+    float *xb;      // (chunk, dim) inside a residual branch
+    float *q;       // (chunk, dim)
+    float *k, *v;   // (chunk, kv_dim)
+    float *hb, *hb2; // (chunk, hidden_dim)
+    float *logits;  // (1 or chunk, vocab_size)
+} State;
+
+// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
+typedef struct {
+    float *out;
+    const Mat *w;
+    bool add;
+} Product;
+
+// The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
+struct Backend {
+    // Uninitialised room for n floats that the ops below can work on, freed by close; NULL when there is none.
+    float *(*alloc)(Backend *, size_t n);
+    // x (T, dim) = rows `tokens` (T,) of the table
+    void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
+    // out (T, dim) = x / sqrt(mean(x^2) + norm_eps) * weight; out may be x
+    void (*rmsnorm)(Backend *, float *out, const float *x, const Mat *weight, int T);
+    // n products of the same x (T, cols), in one dispatch
+    void (*matmul)(Backend *, const Product *products, int n, const float *x, int T);
+    // Rotates q (T, dim) and k (T, kv_dim) in place for positions pos..pos+T-1, pairs (2i, 2i+1) of each head;
+    // stores k and v (T, kv_dim) in the layer's cache
+    void (*rope)(Backend *, int layer, float *q, float *k, const float *v, int pos, int T);
+    // out (T, dim): causal attention of q (T, dim) over the layer's cache, token t sees positions 0..pos+t
+    void (*attention)(Backend *, int layer, float *out, const float *q, int pos, int T);
+    // h (T, hidden_dim) = silu(h) * h2
+    void (*swiglu)(Backend *, float *h, const float *h2, int T);
+    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T
+    void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
+    void (*close)(Backend *);
+};
+
+// Opens the CPU with a KV cache for `positions` tokens and a team of n_threads. May move weights to its own memory.
+// Returns NULL or what is wrong.
+const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
+
+#endif
