@@ -1,0 +1,748 @@
+"""
+Any text → tokens on disk → batches.
+
+    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache]
+
+SOURCE is `stories` or `stories:N` (written by stories.py), `tinystories` (downloaded), a text file, a folder of
+.txt and .jsonl files, or a folder prepared before. What is prepared is a folder of
+
+    train.bin, val.bin   token ids, uint16 or uint32, every document BOS … EOS
+    tokenizer.model      the vocabulary (tokenizer.json for bytes and characters)
+    meta.json            counts, sizes, hashes; for stories the bits per byte that no model can beat
+
+and it is made once: its name ends in a hash of all it depends on (of a file: path, size and time of change).
+
+Documents. Lines `<|endoftext|>` in a .txt file separate documents, which lose their outer white space; a file without
+such lines is one document and stays as it is. Each line of a .jsonl file is one, under the key "text" or "story".
+Validation takes whole documents, drawn with a fixed seed, until it holds val_fraction of the bytes. Where they are
+too few or too long for that (one long text, say) it takes the last val_fraction by position.
+
+Long documents are encoded in segments, cut at a single space between two words. No piece of a Llama-style vocabulary
+holds a space behind a letter, so the tokens are those of the whole text. (Where a file has no such space for BLOCK
+bytes, the cut falls behind a line, or between two characters; the tokens around it can then differ.)
+
+Worker processes encode a source part by part, and publish each part when it is on disk. What was interrupted
+continues with the parts that are missing.
+"""
+import array
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import functools
+import hashlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+import stories
+from configurator import configure, fail
+from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
+
+source = "stories"       # what to prepare: stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl
+vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
+vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
+val_fraction = 0.1       # of the text held out for validation (of stories, 2000 at most)
+cache = "cache"          # prepared data and downloads go here
+workers = 0              # processes; 0: one for each core
+tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
+
+VERSION = 1
+BLOCK = 1 << 22     # bytes of a file in memory at once
+SEGMENT = 1 << 16   # bytes of a long document encoded at once
+PART = 1 << 21      # bytes of text in a part, the unit of progress
+SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
+STORIES = 60_000    # how many stories "stories" is: about 30 MB
+STORY_BYTES = 520   # of an average story, for the progress bar
+SEED = 1337         # of the stories, and of the draw of validation documents
+SEPARATOR = b"<|endoftext|>"
+JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
+VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
+
+# Size and sha256 of the two files at the revision that tinystories_url names, as the Hub lists them (Git LFS ids).
+TINYSTORIES = {
+    "TinyStoriesV2-GPT4-train.txt":
+        (2_227_753_162, "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"),
+    "TinyStoriesV2-GPT4-valid.txt":
+        (22_502_601, "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d"),
+}
+PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after one, two, … failures in a row before a download goes on
+
+
+# ---- prepared data ----------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Dataset:
+    """A prepared folder. meta: dict of meta.json; train, val: 1-D memory maps of token ids; tokenizer: Tokenizer."""
+    folder: Path
+    meta: dict
+    train: np.memmap
+    val: np.memmap
+    tokenizer: Tokenizer
+
+
+def load(folder):
+    """
+    The Dataset in a prepared folder. Sizes and the vocabulary's hash are always checked, and the hash of the tokens
+    where they are less than 256 MB (0.2 s); what disagrees is refused in one line.
+    """
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["version"] != VERSION:
+            fail(f"{folder}: prepared data of version {meta['version']}, expected {VERSION}; delete it to prepare anew")
+        size, width = 0, np.dtype(meta["dtype"]).itemsize
+        for split in ("train", "val"):
+            found, expected = (folder / f"{split}.bin").stat().st_size, width * meta[f"{split}_tokens"]
+            if found != expected:
+                fail(f"{folder}/{split}.bin: {found} bytes, expected {expected}; delete {folder} to prepare it anew")
+            size += found
+        tokenizer = Tokenizer.load(folder / meta["tokenizer"])
+        same = tokenizer.sha256() == meta["tokenizer_sha256"] and tokenizer.vocab_size == meta["vocab_size"]
+        if not same or (size < 1 << 28 and fingerprint(folder) != meta["fingerprint"]):
+            fail(f"{folder}: is not what its meta.json records (hashes differ); delete it to prepare it anew")
+        train, val = (np.memmap(folder / f"{split}.bin", meta["dtype"], "r") for split in ("train", "val"))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fail(f"{folder}: not prepared data ({type(e).__name__}: {e}), expected a folder that data.py made")
+    return Dataset(folder, meta, train, val, tokenizer)
+
+
+def fingerprint(folder):
+    """Hex sha256 of train.bin followed by val.bin."""
+    digest = hashlib.sha256()
+    for split in ("train", "val"):
+        with open(folder / f"{split}.bin", "rb") as f:
+            while block := f.read(BLOCK):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def epoch_windows(seed, epoch, n_tokens, seq_len):
+    """
+    The first token of every window of an epoch, in the order of that epoch: (n_windows,) int64. The windows lie side
+    by side, from an offset drawn within what they leave over, and each has one token behind it to predict.
+    """
+    rng = np.random.Generator(np.random.PCG64([seed, epoch]))
+    windows, left_over = divmod(n_tokens - 1, seq_len)
+    return rng.integers(left_over + 1) + seq_len * rng.permutation(windows)
+
+
+def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
+    """
+    Inputs and targets of one step, each (batch_size / world, seq_len) int64: a pure function of the arguments.
+    tokens: (n_tokens,); batch_size: sequences of all ranks together. Sample step * batch_size + i of the run is one
+    of epoch_windows, so every window comes once in an epoch; a rank takes its slice of the step's batch.
+    """
+    import torch  # here, so that preparing data, and every process that does it, starts without it
+    windows = (len(tokens) - 1) // seq_len
+    if windows < 1:
+        fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens and a target; "
+             f"use more text, a larger --val_fraction or a smaller --max_seq_len")
+    if batch_size % world:
+        fail(f"a batch of {batch_size} sequences cannot be shared by {world} processes, expected a multiple")
+    share = batch_size // world
+    epochs, places = np.divmod(step * batch_size + rank * share + np.arange(share), windows)
+    starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
+                             for epoch in np.unique(epochs)])
+    both = torch.from_numpy(tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64))
+    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+# ---- what to prepare --------------------------------------------------------------------------------------------
+
+def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache="cache", workers=0):
+    """
+    The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
+    (0: one for each core) with the same bytes.
+    """
+    try:
+        if (Path(source) / "meta.json").is_file():
+            return Path(source)
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve())
+        folder = Path(cache) / job["name"]
+        if not folder.exists():
+            with locked(Path(cache)):  # who waits here finds the work done
+                if not folder.exists():
+                    build(job, folder, workers or cores())
+        return folder
+    except OSError as e:
+        again = "; make room, then the same command continues" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        fail(f"{e.filename or cache}: {e.strerror or e}{again}")
+    except KeyboardInterrupt:
+        fail(f"{source}: preparation was interrupted; the same command continues it")
+
+
+def describe(source, vocab_source, vocab_size, val_fraction, cache):
+    """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
+    if not 0 < val_fraction < 1:
+        fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1")
+    if vocab_source == "custom" and vocab_size and vocab_size < 260:
+        fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
+             f"or --vocab_source=byte or char")
+    vocabulary = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
+    if (vocabulary / "meta.json").is_file():  # that of other prepared data
+        vocabulary /= json.loads((vocabulary / "meta.json").read_text())["tokenizer"]
+    job = {"source": source, "stories": 0, "files": [], "vocab_source": vocab_source, "vocabulary": str(vocabulary),
+           "vocab_size": vocab_size, "wish": vocab_size, "val_fraction": val_fraction}
+    if source.split(":")[0] == "stories":
+        job["stories"] = count_stories(source)
+        name, stamp, job["wish"] = "stories", [stories.VERSION, job["stories"]], vocab_size or stories.VOCAB_SIZE
+    elif source == "tinystories":
+        job["files"] = [str(cache / "tinystories" / file) for file in TINYSTORIES]
+        name, stamp, size = source, list(TINYSTORIES.items()), sum(size for size, _ in TINYSTORIES.values())
+    else:
+        files = text_files(Path(source))
+        job["files"], name, stamp = [str(path) for path in files], Path(source).resolve().stem, changes(files)
+        size = sum(path.stat().st_size for path in files)
+    if not job["wish"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
+        job["wish"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
+    if vocab_source not in ("custom", "byte", "char"):
+        stamp.append(Tokenizer.load(vocabulary).sha256())
+        vocab_source = vocabulary.stem
+    key = [VERSION, stamp, vocab_source, vocab_size, val_fraction]
+    job["stamp"], digest = stamp, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    words = [name, vocab_source + str(vocab_size or ""), digest]
+    job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
+    return job
+
+
+def count_stories(source):
+    """N of "stories:N"."""
+    digits = source.partition(":")[2] if ":" in source else str(STORIES)
+    if not digits.isdecimal() or int(digits) < 2:
+        fail(f"--data={source}: expected stories, or stories:N with N of 2 or more")
+    return int(digits)
+
+
+def text_files(path):
+    """The file itself, or the .txt and .jsonl files in a folder and the folders in it, in order of their names."""
+    def stop(e):
+        raise e
+
+    if path.is_dir():
+        walk = os.walk(path, onerror=stop)
+        files = sorted(Path(folder, name) for folder, _, names in walk for name in names
+                       if name.endswith((".txt", ".jsonl")))
+        if not files:
+            fail(f"{path}: a folder without .txt and .jsonl files, and not one that data.py prepared (no meta.json)")
+    else:
+        if not path.exists():
+            fail(f"{path}: no such file; expected stories, tinystories, a text file, or a folder of .txt or .jsonl files")
+        files = [path]
+    for file in files:
+        with open(file, "rb"):  # what can't be read is told before any work is done
+            pass
+        if not file.is_file():
+            fail(f"{file}: not a regular file")
+    if not any(file.stat().st_size for file in files):
+        fail(f"{path}: is empty, expected text")
+    return files
+
+
+def changes(files):
+    """What tells whether files have changed: [[path, size, time of change in ns]]."""
+    return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in map(Path, files)]
+
+
+# ---- preparing --------------------------------------------------------------------------------------------------
+
+def build(job, folder, workers):
+    """Make a prepared folder, in folder.partial, where what is finished waits for another try if this one fails."""
+    partial = folder.with_name(folder.name + ".partial")
+    (partial / "parts").mkdir(parents=True, exist_ok=True)
+    if job["source"] == "tinystories":
+        for path in job["files"]:
+            download(Path(path), tinystories_url)
+    try:
+        if not (partial / "meta.json").exists():
+            write(partial / "job.json", json.dumps(job).encode())
+            if not (partial / "rows.npy").exists():
+                write(partial / "rows.npy", lambda f: np.save(f, plan(job)))
+            rows = np.load(partial / "rows.npy", mmap_mode="r")
+            tokenizer = vocabulary(job, rows, partial)
+            encode_parts(job, rows, partial, workers)
+            meta = assemble(job, rows, partial, tokenizer)
+            if job["files"] and job["source"] != "tinystories" and job["stamp"][:len(job["files"])] != changes(job["files"]):
+                fail(f"{job['source']}: changed while it was read; run the same command again")
+            write(partial / "meta.json", json.dumps(meta, indent=1).encode())
+    except SystemExit:  # bad input: nothing here is worth keeping
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(partial / "parts", ignore_errors=True)
+    for name in ("job.json", "rows.npy"):
+        (partial / name).unlink(missing_ok=True)
+    publish(partial, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+          f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
+
+
+@contextlib.contextmanager
+def locked(cache):
+    """Keeps other processes that would prepare data in this cache waiting, until the block or its process ends."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def cores():
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def publish(temporary, final):
+    """Give a finished file or folder its name, once it is on disk."""
+    def sync(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    sync(temporary)
+    os.replace(temporary, final)
+    sync(final.parent)
+
+
+def write(path, content):
+    """Write bytes, or what the function `content` writes into the file it is given, so that it is there whole or not."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as f:
+        content(f) if callable(content) else f.write(content)
+    publish(temporary, path)
+
+
+# ---- rows: where the documents are ------------------------------------------------------------------------------
+
+def plan(job):
+    """
+    The documents as rows (file, start, end, flags) of int64, in order: bytes start to end of a file, or a segment of
+    them. Of stories, a row is the stories number start to end.
+    """
+    if job["stories"]:
+        n = job["stories"]
+        held_out = min(max(round(job["val_fraction"] * n), 1), 2000)
+        edges = [*range(0, n - held_out, 1000), *range(n - held_out, n, 1000), n]
+        return np.array([(0, a, b, FIRST | LAST | VAL * (a >= n - held_out)) for a, b in zip(edges, edges[1:])])
+    documents, cuts = [], []
+    for number, path in enumerate(job["files"]):
+        found, where = scan(path)
+        documents.append(np.insert(found, 0, number, axis=1))
+        cuts.append(where)
+    documents = np.concatenate(documents)
+    if job["source"] == "tinystories":  # comes with a validation file
+        documents[documents[:, 0] == 1, 3] |= VAL
+    else:
+        documents = split(documents, job)
+    return segments(documents, cuts)
+
+
+def scan(path):
+    """
+    The documents of a file, (n, 3) int64 of start, end and flags, and where long ones may be cut, (m,) int64, about
+    every SEGMENT bytes. Refuses a file that is not UTF-8.
+    """
+    found, cuts, jsonl, begin = array.array("q"), array.array("q"), path.endswith(".jsonl"), 0
+    for offset, block in blocks(path, jsonl):
+        if jsonl:
+            ends = offset + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            ends = np.union1d(ends, offset + len(block))
+            starts = np.insert(ends, 0, offset)[:-1]
+            found.frombytes(np.stack([starts, ends, np.full_like(ends, FIRST | LAST | STRIP)], 1).tobytes())
+            continue
+        if block.startswith(b"\xef\xbb\xbf") and not offset:
+            begin = 3  # a byte order mark is no text
+        at = block.find(SEPARATOR)
+        while at >= 0:
+            end = at + len(SEPARATOR)
+            if block[at - 1:at] in (b"", b"\n") and block[end:end + 1] in (b"", b"\n", b"\r"):
+                found.extend((begin, offset + at, FIRST | LAST | STRIP))
+                begin = offset + end
+            at = block.find(SEPARATOR, end)
+        joints = [JOINT.search(block, at, at + SEGMENT) for at in range(0, len(block), SEGMENT)]
+        cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + len(block)])
+    if not jsonl:
+        found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * (len(found) > 0)))
+    return np.array(found, np.int64).reshape(-1, 3), np.array(cuts, np.int64)
+
+
+def blocks(path, whole_lines):
+    """
+    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line feed; in a line that is longer
+    than a block it ends behind a character, or, with whole_lines, grows.
+    """
+    offset, rest = 0, b""
+    with open(path, "rb") as f, tqdm(total=os.path.getsize(path), desc="reading", unit="B", unit_scale=True,
+                                     leave=False, delay=1) as bar:
+        while True:
+            fresh = f.read(BLOCK)
+            block = rest + fresh
+            cut = block.rfind(b"\n") + 1
+            if fresh and not cut:
+                if whole_lines:
+                    rest = block
+                    continue
+                cut = character_start(block, len(block) - 4)
+            if not fresh:
+                cut = len(block)
+            try:
+                block[:cut].decode()
+            except UnicodeDecodeError as e:
+                fail(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text")
+            if cut:
+                yield offset, block[:cut]
+            if not fresh:
+                return
+            bar.update(cut)
+            offset, rest = offset + cut, block[cut:]
+
+
+def character_start(block, at):
+    """The first position from `at` on where a UTF-8 character starts (or the end)."""
+    while at < len(block) and block[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def split(documents, job):
+    """`documents`, (n, 4), with the flag VAL on val_fraction of their bytes: whole documents, or the last ones."""
+    sizes = documents[:, 2] - documents[:, 1]
+    wanted = job["val_fraction"] * sizes.sum()
+    order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(documents))
+    drawn = order[np.cumsum(sizes[order]) <= wanted]
+    if sizes[drawn].sum() >= wanted / 2:
+        documents[drawn, 3] |= VAL
+        return documents
+    first = np.searchsorted(np.cumsum(sizes), sizes.sum() - wanted, "right")  # the document the boundary falls into
+    documents[first:, 3] |= VAL
+    file, start, end, _ = documents[first]
+    path = job["files"][file]
+    if path.endswith(".jsonl"):
+        if not first:
+            fail(f"{job['source']}: {len(documents)} document(s), the first one of which holds nearly all; "
+                 f"too few to hold some out for validation")
+        return documents
+    boundary = end - int(np.cumsum(sizes)[first] - (sizes.sum() - wanted))
+    with open(path, "rb") as f:
+        f.seek(boundary)
+        block = f.read(min(SEGMENT, end - boundary))
+    joint = JOINT.search(block)
+    stop = boundary + (joint.start() + 1 if joint else character_start(block, 0))
+    if not start < stop < end:
+        fail(f"{job['source']}: too short to hold out {job['val_fraction']:.0%} for validation")
+    documents = np.insert(documents, first, documents[first], axis=0)
+    documents[first, 2:] = stop, documents[first, 3] & ~VAL
+    documents[first + 1, 1] = stop + (joint is not None)  # the space between the two goes
+    return documents
+
+
+def segments(documents, cuts):
+    """`documents`, (n, 4), with a long one as several rows. cuts: for each file the places it may be cut at."""
+    rows, done = [], 0
+    for k in np.flatnonzero(documents[:, 2] - documents[:, 1] > 2 * SEGMENT):
+        file, start, end, flags = documents[k]
+        inside = cuts[file][(cuts[file] > start) & (cuts[file] < end)]
+        edges = np.concatenate([[start], inside, [end]])
+        pieces = np.stack([np.full(len(edges) - 1, file), edges[:-1], edges[1:],
+                           np.full(len(edges) - 1, flags & ~FIRST & ~LAST)], axis=1)
+        pieces[0, 3] |= FIRST
+        pieces[-1, 3] |= LAST
+        rows += [documents[done:k], pieces]
+        done = k + 1
+    return np.concatenate(rows + [documents[done:]])
+
+
+def texts(job, row):
+    """Yields (text, bytes, flags, bits) of the document or segment, or of every story, of a row."""
+    file, start, end, flags = map(int, row)
+    if job["stories"]:
+        for number in range(start, end):
+            text, bits = stories.write(SEED, number)
+            yield text, len(text.encode()), flags, bits
+        return
+    path = job["files"][file]
+    with open(path, "rb") as f:
+        f.seek(start)
+        raw = f.read(end - start)
+    if path.endswith(".jsonl"):
+        if not raw.strip():
+            return
+        raw = jsonl_text(raw, path, start)
+    if flags & STRIP:
+        raw = raw.lstrip() if flags & FIRST else raw
+        raw = raw.rstrip() if flags & LAST else raw
+    if raw:
+        yield raw.decode(), len(raw), flags, 0.0
+
+
+def jsonl_text(line, path, start):
+    """The text (UTF-8 bytes) in a line of a .jsonl file."""
+    try:
+        record = json.loads(line)
+        text = record["text"] if "text" in record else record["story"]
+        return text.encode()
+    except (ValueError, KeyError, TypeError, AttributeError):
+        fail(f'{path}: the line at byte {start} is not an object with a "text" or "story" that can be written as UTF-8')
+
+
+# ---- tokens -----------------------------------------------------------------------------------------------------
+
+def vocabulary(job, rows, partial):
+    """The Tokenizer of a preparation: what an earlier try stored in the folder, or made now and stored there."""
+    name = job["vocab_source"]
+    path = partial / tokenizer_name(job)
+    if path.exists():
+        return Tokenizer.load(path)
+    temporary = path.with_name("new_" + path.name)
+    if name == "custom":
+        train_tokenizer(sample(job, rows), job["wish"], temporary, exact=bool(job["vocab_size"]))
+    elif name == "byte":
+        Bytes().save(temporary)
+    elif name == "char":
+        Characters(stories.CHARACTERS if job["stories"] else characters(job, rows)).save(temporary)
+    else:
+        Tokenizer.load(job["vocabulary"]).save(temporary)
+    size = Tokenizer.load(temporary).vocab_size
+    if job["vocab_size"] not in (0, size):
+        fail(f"--vocab_size={job['vocab_size']}: the vocabulary of --vocab_source={name} has {size}; "
+             f"leave --vocab_size out")
+    publish(temporary, path)
+    return Tokenizer.load(path)
+
+
+def tokenizer_name(job):
+    """The file name of a preparation's tokenizer."""
+    ours = job["vocab_source"] in ("byte", "char") or job["vocabulary"].endswith(".json")
+    return "tokenizer.json" if ours else "tokenizer.model"
+
+
+def sample(job, rows):
+    """Yields SAMPLE bytes of training text, from rows at equal distances."""
+    rows = rows[rows[:, 3] & VAL == 0]
+    limit = stories.SAMPLE if job["stories"] else SAMPLE
+    for row in rows[::max(1, round(weights(job, rows).sum() / limit))]:
+        for text, *_ in texts(job, row):
+            yield text
+
+
+def characters(job, rows):
+    """Every character of a source, as a str."""
+    found = set()
+    for row in tqdm(rows, desc="characters", leave=False, delay=1):
+        for text, *_ in texts(job, row):
+            found.update(text)
+    return "".join(found)
+
+
+def weights(job, rows):
+    """Bytes of text in each row, (n,) int64; of stories, about."""
+    return (rows[:, 2] - rows[:, 1]) * (STORY_BYTES if job["stories"] else 1)
+
+
+def part_starts(job, rows):
+    """The first row of each part, and the number of rows at the end: (parts + 1,) int64."""
+    sizes = weights(job, rows)
+    part = (np.cumsum(sizes) - sizes) // PART
+    return np.append(np.flatnonzero(np.diff(part, prepend=-1)), len(rows))
+
+
+def part_encoder(partial):
+    """The function that encodes part number N of the preparation in a folder, and publishes it as parts/N.npz."""
+    job = json.loads((partial / "job.json").read_text())
+    rows = np.load(partial / "rows.npy", mmap_mode="r")
+    starts = part_starts(job, rows)
+    tokenizer = Tokenizer.load(partial / tokenizer_name(job))
+    dtype = token_type(tokenizer)
+
+    def encode(number):
+        ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
+        for row in rows[starts[number]:starts[number + 1]]:
+            for text, size, flags, bits in texts(job, row):
+                if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
+                    text = text[1:]  # the tokenizer puts it back
+                ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST)))
+                counts[flags & VAL] += bool(flags & FIRST), size, bits
+        arrays = {"train": np.array(ids[0], dtype), "val": np.array(ids[1], dtype), "counts": counts}
+        write(partial / "parts" / f"{number}.npz", lambda f: np.savez(f, **arrays))
+
+    return encode
+
+
+def token_type(tokenizer):
+    """The dtype that token ids are stored in."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def encode_parts(job, rows, partial, workers):
+    """Encode the parts that are missing, each worker taking the next one when it is done with one."""
+    starts = part_starts(job, rows)
+    sizes = np.add.reduceat(weights(job, rows), starts[:-1])
+    missing = [n for n in range(len(sizes)) if not (partial / "parts" / f"{n}.npz").exists()]
+    workers = min(workers, len(missing))
+    with tqdm(total=int(sizes.sum()), initial=int(sizes.sum() - sizes[missing].sum()), desc="encoding", unit="B",
+              unit_scale=True) as bar:
+        if workers == 1:
+            encode = part_encoder(partial)
+            for number in missing:
+                encode(number)
+                bar.update(int(sizes[number]))
+            return
+        todo = collections.deque(missing)
+        with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as pool:
+            try:
+                for done in [pool.submit(drive_worker, partial, todo, bar, sizes) for _ in range(workers)]:
+                    done.result()
+            finally:
+                todo.clear()  # after a failure nobody begins another part
+
+
+def drive_worker(partial, todo, bar, sizes):
+    """
+    Run one worker process on the parts in `todo` until there are none. It is a program of its own, not a fork or a
+    multiprocessing child, so it needs nothing of the script that called us; it ends when its input does, so none
+    outlives us even if we are killed.
+    """
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import data; data.serve(sys.argv[2])"
+    command = [sys.executable, "-c", program, str(Path(__file__).resolve().parent), str(partial)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as worker:
+        while todo:
+            try:
+                number = todo.popleft()
+            except IndexError:  # another worker was quicker
+                break
+            try:
+                print(number, file=worker.stdin, flush=True)
+            except BrokenPipeError:  # it died; the answer, which is none, tells
+                pass
+            answer = worker.stdout.readline()
+            if not answer:
+                todo.clear()
+                reason = worker.stderr.read().strip().split("\n")[-1].removeprefix("error: ")
+                fail(reason or f"a process that encodes ended with code {worker.wait()}; run the same command again")
+            if answer != "done\n":
+                todo.clear()
+                raise OSError(*json.loads(answer))
+            bar.update(int(sizes[number]))
+
+
+def serve(partial):
+    """The worker process: a part's number comes in on a line, "done" or the three fields of an OSError go out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end ends our input
+    encode = part_encoder(Path(partial))
+    for line in sys.stdin:
+        try:
+            encode(int(line))
+            print("done", flush=True)
+        except OSError as e:
+            print(json.dumps([e.errno, e.strerror, e.filename]), flush=True)
+
+
+def assemble(job, rows, partial, tokenizer):
+    """Join the parts to train.bin and val.bin; return what goes into meta.json."""
+    parts = [partial / "parts" / f"{n}.npz" for n in range(len(part_starts(job, rows)) - 1)]
+    dtype, tokens, counts = token_type(tokenizer), {}, np.zeros((2, 3))
+    for split in ("train", "val"):
+        def join(f):
+            for path in parts:
+                with np.load(path) as part:
+                    f.write(part[split].tobytes())
+
+        write(partial / f"{split}.bin", join)
+        tokens[split] = (partial / f"{split}.bin").stat().st_size // dtype.itemsize
+    for path in parts:
+        with np.load(path) as part:
+            counts += part["counts"]
+    if not counts[0, 0] or not counts[1, 0]:
+        fail(f"{job['source']}: no text to {'train on' if not counts[0, 0] else 'validate'}, expected more documents")
+    meta = {"version": VERSION, "vocab_size": tokenizer.vocab_size, "vocab_source": job["vocab_source"],
+            "tokenizer": tokenizer_name(job), "tokenizer_sha256": tokenizer.sha256(), "dtype": dtype.name,
+            "source": job["source"], "train_tokens": tokens["train"], "val_tokens": tokens["val"],
+            "train_documents": int(counts[0, 0]), "val_documents": int(counts[1, 0]),
+            "train_bytes": int(counts[0, 1]), "val_bytes": int(counts[1, 1]), "fingerprint": fingerprint(partial)}
+    if job["stories"]:
+        meta["floor_bpb"] = counts[1, 2] / counts[1, 1]
+        meta["entropy_bits_per_story"] = stories.entropy()
+    return meta
+
+
+# ---- download ---------------------------------------------------------------------------------------------------
+
+def download(path, base_url):
+    """
+    Fetch one file of TINYSTORIES to `path` from base_url/name, unless it is there. A broken download continues where
+    it stopped, in this call or a later one; only what has the recorded size and sha256 gets the file's name.
+    """
+    size, expected = TINYSTORIES[path.name]
+    url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()
+    have = reached = part.stat().st_size
+    if shutil.disk_usage(path.parent).free < size - have:
+        fail(f"{path.parent}: too little room for {path.name}, {(size - have) / 1e9:.1f} GB more needed")
+    failures, problem = 0, "connection closed"
+    with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True) as bar:
+        while have < size:
+            try:
+                fetch(url, part, size, bar)
+            except urllib.error.HTTPError as e:
+                problem = f"{e.code} {e.reason}"
+                failures += 100 * (400 <= e.code < 500 and e.code not in (408, 429))  # asking again won't help
+            except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
+                problem = str(getattr(e, "reason", "") or e or type(e).__name__)
+            have = part.stat().st_size
+            failures = 0 if have > reached and failures < 100 else failures + 1
+            reached = max(reached, have)
+            if have < size and failures > len(PATIENCE):
+                fail(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues")
+            if have < size and failures:
+                time.sleep(PATIENCE[failures - 1])
+    with open(part, "rb") as f:
+        digest = hashlib.sha256()
+        while block := f.read(BLOCK):
+            digest.update(block)
+    if have != size or digest.hexdigest() != expected:
+        part.unlink()
+        fail(f"{url}: {have:,} bytes with sha256 {digest.hexdigest()}, expected {size:,} with {expected}; "
+             f"deleted, so the same command downloads it anew")
+    publish(part, path)
+
+
+def fetch(url, part, size, bar):
+    """One request: append to the file `part` what it still lacks of `size` bytes, or, if the server can't, begin anew."""
+    have = part.stat().st_size
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=30) as answer, open(part, "ab") as f:
+        if answer.status != 206 or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            if answer.status == 206:
+                raise http.client.HTTPException("the server sent another range than the one asked for")
+            f.truncate(0)
+            bar.reset()
+            have = 0
+        while have <= size and (block := answer.read(1 << 16)):  # more than `size` is wrong, and found by its hash
+            f.write(block)
+            have += len(block)
+            bar.update(len(block))
+
+
+if __name__ == "__main__":
+    configure(globals(), positional="source")
+    print(prepare(source, vocab_source, vocab_size, val_fraction, cache, workers))
