@@ -1,0 +1,236 @@
+"""The trainer as a user runs it: real processes, tiny models."""
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpoint
+import train
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = ["--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
+        "--warmup_iters=2", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu",
+        "--sample_prompt=The"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with a text of 40 kB in it: words drawn by a seed, so there is something to learn."""
+    folder = tmp_path_factory.mktemp("work")
+    rng = random.Random(1)
+    words = "the a cat dog sat ran on under mat tree and then it was happy .".split()
+    (folder / "my.txt").write_text(" ".join(rng.choice(words) for _ in range(10_000)))
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("too short")
+    return folder
+
+
+def command(*args, torchrun=0):
+    start = [sys.executable]
+    if torchrun:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={torchrun}"]
+    return [*start, str(ROOT / "train.py"), *TINY, *args]
+
+
+def run(folder, *args, torchrun=0, **more):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(*args, torchrun=torchrun), cwd=folder, env=env, capture_output=True, text=True, **more)
+
+
+def rows(folder, out):
+    return [json.loads(line) for line in (folder / out / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder, out):
+    return {row["iter"]: (row.get("loss/train"), row.get("loss/val"), row.get("grad/norm")) for row in rows(folder, out)}
+
+
+def weights(folder, out):
+    return checkpoint.load(checkpoint.newest(folder / out))["model"]
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    """An uninterrupted run of 40 iterations with dropout and accumulation."""
+    args = ["--data=my.txt", "--max_iters=40", "--dropout=0.2", "--gradient_accumulation_steps=2"]
+    done = run(folder, *args, "--out_dir=whole")
+    assert done.returncode == 0, done.stderr
+    return args, done
+
+
+def test_learns_and_records(folder, reference):
+    args, done = reference
+    log = rows(folder, "whole")
+    assert [row["iter"] for row in log] == list(range(0, 41, 5))
+    assert [row["tokens"] for row in log] == [row["iter"] * 4 * 2 * 32 for row in log]
+    for row in log[1:]:
+        assert {"iter", "tokens", "loss/train", "lr", "mfu", "grad/norm", "perf/tokens_per_sec", "perf/iter_ms"} <= set(row)
+        assert 0 < row["mfu"] < 200 and row["perf/tokens_per_sec"] > 0
+    evaluated = [row for row in log if "loss/val" in row]
+    assert [row["iter"] for row in evaluated] == [0, 10, 20, 30, 40]
+    assert abs(evaluated[0]["loss/val"] - 5.56) < 0.15  # ln 259 before the first step
+    assert evaluated[-1]["loss/val"] < 3.5
+    assert all("bpb/val" in row and row["samples"][0][0] == "The" for row in evaluated)
+    assert (folder / "whole/model.gguf").read_bytes()[:4] == b"GGUF"
+    assert "finished: best validation loss" in done.stdout
+
+
+def test_a_finished_run_says_so(folder, reference):
+    before = (folder / "whole/log.jsonl").read_text()
+    done = run(folder, *reference[0], "--out_dir=whole")
+    assert done.returncode == 0 and "this run is finished, at iter 40" in done.stdout
+    assert (folder / "whole/log.jsonl").read_text() == before
+
+
+def wait_for_row(folder, out, step, process):
+    log, end = folder / out / "log.jsonl", time.time() + 60
+    while not (log.exists() and f'"iter": {step},' in log.read_text()):
+        assert process.poll() is None and time.time() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
+    args, out = reference[0], f"cut{signum}"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(*args, f"--out_dir={out}"), cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+    wait_for_row(folder, out, 15, process)
+    process.send_signal(signum)
+    text = process.communicate()[0]
+    if signum != signal.SIGKILL:
+        assert process.returncode == 0 and "the same command continues from here" in text
+        assert checkpoint.load(checkpoint.newest(folder / out), "train")["state"]["step"] < 40
+    done = run(folder, *args, f"--out_dir={out}")
+    assert done.returncode == 0, done.stderr
+    assert losses(folder, out) == losses(folder, "whole")
+    assert len(rows(folder, out)) == len(rows(folder, "whole"))
+    for name, weight in weights(folder, "whole").items():
+        assert torch.equal(weight, weights(folder, out)[name]), name
+
+
+def test_a_changed_setting_is_not_continued(folder, reference):
+    for change, words in [("--batch_size=8", "batch_size=4, now it is 8"), ("--seed=1", "seed=1337"),
+                          ("--dim=64", "dim=32"), ("--dropout=0.0", "dropout=0.2")]:
+        done = run(folder, *reference[0], "--out_dir=whole", "--max_iters=50", change)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_many_processes_give_the_same_losses(folder):
+    args = ["--data=my.txt", "--max_iters=20", "--batch_size=8"]
+    one, two = run(folder, *args, "--out_dir=one"), run(folder, *args, "--out_dir=two", torchrun=2)
+    assert one.returncode == 0 and two.returncode == 0, two.stderr
+    for (step, first), second in zip(losses(folder, "one").items(), losses(folder, "two").values()):
+        for a, b in zip(first, second):
+            assert a is b is None or abs(a - b) < 2e-4, step
+
+
+def test_accumulation_gives_the_same_losses(folder):
+    args = ["--data=my.txt", "--max_iters=10"]
+    whole = run(folder, *args, "--out_dir=big", "--batch_size=8")
+    parts = run(folder, *args, "--out_dir=parts", "--batch_size=2", "--gradient_accumulation_steps=4")
+    assert whole.returncode == 0 and parts.returncode == 0
+    for first, second in zip(rows(folder, "big"), rows(folder, "parts")):
+        assert abs(first.get("loss/train", 0) - second.get("loss/train", 0)) < 2e-4
+
+
+def test_fine_tuning_takes_architecture_and_vocabulary_from_the_checkpoint(folder, reference):
+    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned", "--dim=64", "--max_iters=10")
+    assert done.returncode == 0, done.stderr
+    log = rows(folder, "tuned")
+    best = min(row["loss/val"] for row in rows(folder, "whole") if "loss/val" in row)
+    assert abs(log[0]["loss/val"] - best) < 1e-3
+    assert checkpoint.load(checkpoint.newest(folder / "tuned"))["args"]["dim"] == 32
+
+
+def test_scratch_sets_the_old_run_aside(folder):
+    for _ in range(2):
+        done = run(folder, "--data=my.txt", "--max_iters=2", "--init_from=scratch", "--out_dir=fresh")
+        assert done.returncode == 0, done.stderr
+    assert "is now fresh.old1" in done.stdout
+    assert checkpoint.newest(folder / "fresh.old1") and checkpoint.newest(folder / "fresh")
+
+
+def test_depth_derives_the_rest(folder):
+    done = run(folder, "--data=my.txt", "--depth=1", "--dim=32", "--n_heads=2", "--max_iters=1", "--out_dir=depth")
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("depth 1:"))
+    for key in ("dim=32", "n_layers=2", "n_heads=2", "batch_size=4", "learning_rate=", "max_iters=1"):
+        assert key in line  # given ones stay, the rest is derived
+
+
+def test_a_full_disk_costs_a_warning(folder):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # less than a checkpoint, more than the log
+    assert run(folder, "--data=my.txt", "--max_iters=1", "--out_dir=prepare").returncode == 0
+    done = run(folder, "--data=my.txt", "--max_iters=20", "--out_dir=full", preexec_fn=limit)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert "warning: the checkpoint of iter 10 could not be saved" in done.stdout
+    assert rows(folder, "full")[-1]["iter"] == 20
+    assert list((folder / "full/checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--dropuot=0.1"], ["unknown key 'dropuot'", "did you mean 'dropout'"]),
+    (["--learning_rate=1"], ["learning_rate is 1.0", "expected above 0 and below 1"]),
+    (["--data=missing.txt"], ["missing.txt"]),
+    (["--data=empty.txt"], ["empty.txt", "empty"]),
+    (["--data=short.txt"], ["short.txt"]),
+    (["--data=my.txt", "--vocab_source=custom", "--vocab_size=10"], ["--vocab_size=10", "expected at least"]),
+    (["--data=my.txt", "--max_seq_len=100000"], ["less than one context"]),
+    (["--data=my.txt", "--n_heads=3"], ["n_heads=3"]),
+    (["--data=my.txt", "--n_kv_heads=7"], ["n_kv_heads"]),
+    (["--data=my.txt", "--batch_size=0"], ["batch_size is 0"]),
+    (["--data=my.txt", "--schedule=sine"], ["'sine'"]),
+    (["--data=my.txt", "--dtype=float8"], ["float8", "expected auto"]),
+    (["--data=my.txt", "--device=gpu"], ["--device=gpu"]),
+    (["--data=my.txt", "--out_dir=my.txt"], ["--out_dir=my.txt"]),
+    (["--data=my.txt", "--init_from=resume", "--out_dir=nothing"], ["nothing holds no complete checkpoint"]),
+    (["--data=my.txt", "--init_from=nowhere"], ["nowhere"]),
+])
+def test_mistakes_are_one_line(folder, args, words):
+    done = run(folder, "--max_iters=1", *(["--out_dir=mistake"] if not any("out_dir" in a for a in args) else []), *args)
+    lines = [line for line in done.stderr.splitlines() if "encoding:" not in line and "it/s" not in line]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def test_help_names_every_knob(folder):
+    done = run(folder, "--help")
+    assert done.returncode == 0 and "--gradient_accumulation_steps=1" in done.stdout
+    for line in done.stdout.split("meaning:\n")[1].strip().splitlines():
+        assert len(line.split()) > 2, f"a knob without a comment: {line}"
+
+
+def test_schedules(monkeypatch):
+    for key, value in dict(learning_rate=1.0, warmup_iters=10, max_iters=110, min_lr=0.1, decay_lr=True).items():
+        monkeypatch.setattr(train, key, value)
+    rate = train.learning_rate_at
+    monkeypatch.setattr(train, "schedule", "cosine")
+    assert rate(0) == 0.1 and rate(9) == 1.0 and rate(10) == 1.0
+    assert abs(rate(60) - 0.55) < 1e-9 and abs(rate(110) - 0.1) < 1e-9
+    assert all(rate(s) >= rate(s + 1) for s in range(10, 110))
+    monkeypatch.setattr(train, "schedule", "linear")
+    monkeypatch.setattr(train, "decay_fraction", 0.5)
+    assert rate(20) == rate(55) == 1.0 and abs(rate(110) - 0.1) < 1e-9
+    monkeypatch.setattr(train, "decay_lr", False)
+    assert rate(109) == 1.0
+
+
+def test_a_loss_that_is_no_number_ends_the_run(capsys):
+    class Log:
+        rows = []
+        log, finish = rows.append, lambda self: None
+    with pytest.raises(SystemExit) as end:
+        train.refuse_nonsense({"iter": 7, "loss/train": float("nan")}, Log())
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and "loss/train is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
