@@ -159,6 +159,12 @@ def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
     epochs, places = np.divmod(step * batch_size + rank * share + np.arange(share), windows)
     starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
                              for epoch in np.unique(epochs)])
+    return gather(tokens, starts, seq_len)
+
+
+def gather(tokens, starts, seq_len):
+    """Inputs and targets, each (n, seq_len) int64, of the windows that begin at `starts` (n,)."""
+    import torch  # not at the top: preparing, and the processes that do it, start without it
     both = torch.from_numpy(tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64))
     return both[:, :-1].contiguous(), both[:, 1:].contiguous()
 
