@@ -14,8 +14,6 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-X_AXES = ("iter", "tokens")
-
 
 class Jsonl:
     """out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ...} a line, flushed row by row."""
@@ -35,12 +33,9 @@ class Jsonl:
         self.file.flush()
 
     def log(self, row):
-        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else str(v) for k, v in row.items()}
+        finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self.file.write(json.dumps(finite) + "\n")
         self.file.flush()
-
-    def samples(self, step, tokens, rows):
-        pass
 
     def model(self, path, metrics, aliases):
         pass
@@ -106,12 +101,11 @@ class Wandb:
         print(f"tracking: W&B {mode} ({why}): {where if mode == 'online' else os.path.relpath(where)}{later}")
 
     def log(self, row):
+        row = dict(row)
+        for prompt, text in row.pop("samples", []):
+            self.table.add_data(row["iter"], row["tokens"], prompt, text)
+            row["samples"] = self.table
         self.run.log(row, step=row["iter"])
-
-    def samples(self, step, tokens, rows):
-        for prompt, text in rows:
-            self.table.add_data(step, tokens, prompt, text)
-        self.run.log({"samples": self.table}, step=step)
 
     def model(self, path, metrics, aliases):
         artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metrics)
@@ -138,12 +132,8 @@ class Tracker:
                 warn(destination, e)
 
     def log(self, row):
-        """row: {"iter", "tokens", metric: number}; iter grows from call to call."""
+        """row: {"iter", "tokens", metric: number, "samples": [(prompt, text)]}; iter grows from call to call."""
         self.each("log", row)
-
-    def samples(self, step, tokens, rows):
-        """rows: [(prompt, continuation)] of the model at this step."""
-        self.each("samples", step, tokens, rows)
 
     def model(self, path, metrics, aliases):
         """An exported model file, with the metrics it reached and its aliases, "best" or "latest"."""
