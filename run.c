@@ -496,7 +496,7 @@ typedef struct {
     uint32_t table_size;          // a power of two
     const Piece **symbols;        // (n_symbols,) user-defined and control pieces, sorted by text
     int n_symbols;
-    int byte_ids[256];            // piece of each byte, if byte_fallback
+    int byte_ids[256];            // piece of each byte
     bool has_unused;              // some pieces are UNUSED: merges may pass through them, but they are no tokens
     bool byte_fallback;           // characters that are no piece become bytes rather than unknown
     bool space_prefix;            // a space goes before the text
@@ -541,12 +541,12 @@ static int compare_symbols(const void *a, const void *b) {
 
 // Builds the tables over pieces that a loader has filled in.
 static const char *index_pieces(Tokenizer *t) {
-    int n_bytes = 0, n = t->vocab_size;
+    int n = t->vocab_size;
     for (t->table_size = 16; t->table_size < 2u * n; t->table_size *= 2) {}
     t->table = resize(NULL, t->table_size, sizeof *t->table);
     memset(t->table, -1, t->table_size * sizeof *t->table);
     t->symbols = resize(NULL, n, sizeof *t->symbols);
-    for (int i = 0; i < 256; i++) t->byte_ids[i] = -1;
+    for (int i = 0; i < 256; i++) t->byte_ids[i] = t->unk;
     for (int i = 0; i < n; i++) {
         const Piece *p = &t->pieces[i];
         CHECK(p->n > 0, "token %d is empty", i);
@@ -554,14 +554,12 @@ static const char *index_pieces(Tokenizer *t) {
         CHECK(!isnan(p->score), "token %d has no number as score", i);
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = lookup(t, p->s, p->n);
         CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
-        if (byte >= 0 && t->byte_ids[byte] < 0) t->byte_ids[byte] = i, n_bytes++;
+        if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
         if (p->type == UNUSED) t->has_unused = true;
         if (p->type == USER_DEFINED || p->type == CONTROL) t->symbols[t->n_symbols++] = p;
         if ((p->type == NORMAL || p->type == USER_DEFINED || p->type == UNUSED) && *slot < 0) *slot = i;
     }
-    CHECK(n_bytes == 0 || n_bytes == 256, "the vocabulary has %d of the 256 bytes", n_bytes);
     CHECK(t->bos < n && t->eos < n && t->unk < n, "a special token is beyond the vocabulary of %d", n);
-    t->byte_fallback = n_bytes == 256;
     qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
     return NULL;
 }

@@ -1,0 +1,171 @@
+"""The encoder of run.c against sentencepiece itself, on random strings, for vocabularies of every option."""
+import io
+import random
+import struct
+import subprocess
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece as spm
+from sentencepiece import sentencepiece_model_pb2
+
+NORMAL, UNUSED = 1, 5
+SPACE = "▁"
+WORDS = ("once upon a time there was little girl named lily she loved to play outside in the park one day saw big red "
+         "ball mom said sun 123 4567 don't what? yes! été naïve größe über привет мир мама 日本語 こんにちは 你好 "
+         "θάλασσα שלום مرحبا नमस्ते 😀 👩‍👩‍👧 x=1; \tif(a) {b} --- ...").split(" ")
+SYMBOLS = ["<|user|>", "<|user|>x", "<|", "on", "once upon", SPACE + "lily", SPACE * 3, "a  b", "😀😀", "\t", "mом"]
+
+
+def train(unuse=False, **options):
+    """A model, as sentencepiece's own protocol buffer. unuse: most of its longer pieces become 'unused', so that
+    merges pass through them and fall apart again."""
+    rng = random.Random(0)
+    lines = [" ".join(rng.choices(WORDS, k=12)) + "  " * rng.randrange(3) for _ in range(3000)]
+    out = io.BytesIO()
+    spm.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=out, model_type="bpe", vocab_size=600,
+                                   normalization_rule_name="identity", hard_vocab_limit=False, minloglevel=2, **options)
+    model = sentencepiece_model_pb2.ModelProto.FromString(out.getvalue())
+    for piece in model.pieces:
+        if unuse and piece.type == NORMAL and len(piece.piece) > 1 and rng.random() < .6:
+            piece.type = UNUSED
+    return model
+
+
+LIKE_OURS = dict(byte_fallback=True, remove_extra_whitespaces=False, split_digits=True)
+VOCABULARIES = {
+    "ours": LIKE_OURS,
+    "llama2.c's recipe": dict(byte_fallback=True, split_digits=True),
+    "no prefix, no bytes": dict(add_dummy_prefix=False, remove_extra_whitespaces=False),
+    "no prefix, spaces removed": dict(add_dummy_prefix=False),
+    "symbols": dict(user_defined_symbols=SYMBOLS, byte_fallback=True, remove_extra_whitespaces=False,
+                    split_by_whitespace=False, allow_whitespace_only_pieces=True),
+    "symbols, spaces removed": dict(user_defined_symbols=SYMBOLS),
+    "unused": dict(unuse=True, **LIKE_OURS),
+}
+
+
+def write_gguf(path, pieces, prefix=False, remove=False, dim=2):
+    """The smallest model that carries the vocabulary: pieces as (bytes, score, type)."""
+    w = gguf.GGUFWriter(path, "llama")
+    w.add_context_length(8)
+    w.add_embedding_length(dim)
+    w.add_block_count(1)
+    w.add_feed_forward_length(1)
+    w.add_head_count(1)
+    w.add_layer_norm_rms_eps(1e-5)
+    w.add_tokenizer_model("llama")
+    w.add_token_list([p for p, _, _ in pieces])
+    w.add_token_scores([s for _, s, _ in pieces])
+    w.add_token_types([t for _, _, t in pieces])
+    w.add_add_space_prefix(prefix)
+    w.add_remove_extra_whitespaces(remove)
+    shapes = {"token_embd": (len(pieces), dim), "output_norm": (dim,), "blk.0.attn_norm": (dim,), "blk.0.ffn_norm": (dim,),
+              "blk.0.ffn_gate": (1, dim), "blk.0.ffn_up": (1, dim), "blk.0.ffn_down": (dim, 1)}
+    shapes |= {f"blk.0.attn_{n}": (dim, dim) for n in ("q", "k", "v", "output")}
+    for name, shape in shapes.items():
+        w.add_tensor(name + ".weight", np.zeros(shape, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
+def write_model(path, model):
+    """The same for a sentencepiece model."""
+    rules = model.normalizer_spec
+    write_gguf(path, pieces_of(model), rules.add_dummy_prefix, rules.remove_extra_whitespaces)
+    return spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+
+
+def pieces_of(model):
+    return [(p.piece.encode(), p.score, p.type) for p in model.pieces]
+
+
+def write_bin(folder, pieces):
+    """A llama2.c model (v1) and its tokenizer.bin."""
+    header = struct.pack("<Iiiiiiiii", 0x616b3432, 1, 2, 1, 1, 1, 1, len(pieces), 8) + b"\1"
+    (folder / "model.bin").write_bytes(header.ljust(256, b"\0") + bytes(4 * (2 * len(pieces) + 3 * 2 + 4 * 4 + 3 * 2)))
+    pieces = [(p.replace(SPACE.encode(), b" "), s) for p, s, _ in pieces]
+    pieces[1:3] = [(b"\n<s>\n", 0.0), (b"\n</s>\n", 0.0)]
+    (folder / "tokenizer.bin").write_bytes(struct.pack("<I", max(len(p) for p, _ in pieces)) + b"".join(
+        struct.pack("<fI", s, len(p)) + p for p, s in pieces))
+    return [folder / "model.bin", "-z", folder / "tokenizer.bin"]
+
+
+def random_string(rng):
+    """Bytes: words, symbols, characters of all planes, spaces, U+2581, controls, broken UTF-8."""
+    def piece():
+        kind = rng.randrange(12)
+        if kind < 4:
+            return rng.choice(WORDS).encode()
+        if kind < 6:
+            return b" " * rng.choice((1, 1, 1, 2, 3, 5))
+        if kind == 6:
+            return rng.choice(SYMBOLS).encode()
+        if kind == 7:
+            return SPACE.encode() * rng.choice((1, 1, 2, 3))
+        if kind == 8:
+            return bytes(rng.choices(range(256), k=rng.randrange(1, 4)))
+        if kind == 9:
+            return chr(rng.choice((rng.randrange(128), rng.randrange(0x80, 0x3000), rng.randrange(0x3000, 0xd800),
+                                   rng.randrange(0xe000, 0x110000)))).encode()
+        if kind == 10:
+            return rng.choice(WORDS).encode()[:rng.randrange(1, 4)]
+        return rng.choice((b"<s>", b"</s>", b"<unk>", b"<0x41>", b"\0", b"\r", b"\xef\xbf\xbd", b"\xf4\x90\x80\x80",
+                           b"\xed\xa0\x80", b"\xc0\x80", b"\xe0\x80\x80", b"\xff"))
+    return b"".join(piece() for _ in range(rng.randrange(12))).replace(b"\n", b" ")
+
+
+def tokenize(run_bin, args, strings):
+    out = subprocess.run([run_bin, *args, "--tokenize"], input=b"".join(s + b"\n" for s in strings), check=True,
+                         capture_output=True).stdout
+    return [[int(i) for i in line.split()] for line in out.decode().split("\n")[:-1]]
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_equals_sentencepiece(run_bin, tmp_path, name, count=4000, seed=0):
+    rng = random.Random(seed)
+    strings = [random_string(rng) for _ in range(count)] + ["".join(rng.choices(WORDS + [" "], k=4000)).encode()]
+    model = train(**VOCABULARIES[name])
+    expected = write_model(tmp_path / "m.gguf", model).encode(strings)
+    for string, ids, ours in zip(strings, expected, tokenize(run_bin, [tmp_path / "m.gguf"], strings)):
+        assert ours == ids, string
+    if name == "ours":  # tokenizer.bin can say all there is to say of such a vocabulary
+        for string, ids, ours in zip(strings, expected, tokenize(run_bin, write_bin(tmp_path, pieces_of(model)), strings)):
+            assert ours == ids, string
+
+
+def encode_file(run_bin, tmp_path, text):
+    (tmp_path / "prompt").write_bytes(text)
+    out = subprocess.run([run_bin, tmp_path / "m.gguf", "--tokenize", "-f", tmp_path / "prompt"], check=True,
+                         capture_output=True, timeout=60).stdout
+    return [int(i) for i in out.split()]
+
+
+def test_newlines_and_nul_in_a_prompt_file(run_bin, tmp_path):
+    p = write_model(tmp_path / "m.gguf", train(**LIKE_OURS))
+    for text in (b"once\nupon\n\na time\n", b"a\0b\0\0", b"\n", b"", b"  ", "été\r\n日本".encode(), b"\xff\n\xc3"):
+        assert encode_file(run_bin, tmp_path, text) == p.encode(text), text
+
+
+def test_one_megabyte_without_a_space_is_encoded_at_once(run_bin, tmp_path):
+    """Quadratic encoding of this would take hours and hit the time limit."""
+    p = write_model(tmp_path / "m.gguf", train(**LIKE_OURS))
+    text = "".join(random.Random(1).choices("abcdefghilmnoprstuwé日", k=10**6)).encode()
+    assert encode_file(run_bin, tmp_path, text) == p.encode(text)
+
+
+def test_byte_and_character_vocabularies(run_bin, tmp_path):
+    """A vocabulary of bytes alone, and one of characters where a run of strangers is one <unk>."""
+    special = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    letters = [(b"<0x%02X>" % b, 0.0, 6) for b in range(256)]
+    letters[32] = (SPACE.encode(), 0.0, 1)
+    write_gguf(tmp_path / "byte.gguf", special + letters)
+    texts = ["hello  world", "été 日本 😀", "\t\x01"]
+    assert tokenize(run_bin, [tmp_path / "byte.gguf"], [t.encode() for t in texts]) == \
+        [[3 + b for b in t.encode()] for t in texts]
+    write_gguf(tmp_path / "char.gguf", special + [(c.encode(), 0.0, 1) for c in (SPACE, "a", "é", "日")])
+    assert tokenize(run_bin, [tmp_path / "char.gguf"], ["a é日".encode(), "xya zé".encode(), "zzz".encode(), b""]) == \
+        [[4, 3, 5, 6], [0, 4, 3, 0, 5], [0], []]
