@@ -1,0 +1,48 @@
+"""
+Text from a trained model, in PyTorch. `run` does the same in C, faster.
+
+    python sample.py out --prompt="Once upon a time" --num_samples=3 --temperature=0.8
+"""
+import torch
+
+import parallel
+from configurator import configure, fail
+from export import load_model
+
+out_dir = "out"         # the model: a run's folder, one of its step folders, a GGUF file or a llama2.c file
+tokenizer = ""          # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
+prompt = ""             # the text to continue
+num_samples = 1         # how many continuations
+max_new_tokens = 256    # tokens of each, at most; the model's context is another limit
+temperature = 1.0       # 0: always the likeliest token; above 1: wilder than what was learnt
+top_p = 0.9             # sample from the likeliest tokens that have this probability together; 1: from all
+seed = 1337             # of the samples
+device = "auto"         # auto, cpu, cuda, cuda:1, mps
+
+
+def check_settings():
+    for name, fine, expected in (
+            ("num_samples", num_samples >= 1, "at least 1"), ("max_new_tokens", max_new_tokens >= 1, "at least 1"),
+            ("temperature", temperature >= 0, "0 or more"), ("top_p", 0 < top_p <= 1, "above 0 and at most 1")):
+        if not fine:
+            fail(f"{name} is {globals()[name]}, expected {expected}")
+
+
+def main():
+    check_settings()
+    place = parallel.setup(device)
+    model, vocabulary = load_model(out_dir, tokenizer, place)
+    ids = vocabulary.encode(prompt, bos=True)
+    if len(ids) >= model.args.max_seq_len:
+        fail(f"the prompt has {len(ids)} tokens and the model's context {model.args.max_seq_len}; shorten the prompt")
+    start = torch.tensor([ids], device=place)
+    generator = torch.Generator(device=place).manual_seed(seed)
+    stop = (vocabulary.bos_id, vocabulary.eos_id)
+    for n in range(num_samples):
+        tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
+        print("\n" * (n > 0) + vocabulary.decode(tokens[0].tolist()), flush=True)
+
+
+if __name__ == "__main__":
+    configure(globals(), positional="out_dir")
+    main()
