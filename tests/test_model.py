@@ -1,0 +1,216 @@
+"""The Transformer against transformers' LlamaForCausalLM, and what it promises about itself."""
+import math
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from model import ModelArgs, Transformer, sample
+
+SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
+SHAPES = {
+    "mha": SMALL,
+    "gqa": SMALL | dict(n_kv_heads=2),
+    "mqa": SMALL | dict(n_kv_heads=1),
+    "untied": SMALL | dict(tied=False),
+    "odd hidden": SMALL | dict(hidden_dim=101),
+    "theta and eps": SMALL | dict(rope_theta=500000.0, norm_eps=1e-3),
+    "scaling": SMALL | dict(rope_scaling=2.5),
+}
+
+
+def build(**sizes):
+    """A model in evaluation mode whose every weight counts: norms away from 1, matrices large enough to matter."""
+    torch.manual_seed(1)
+    model = Transformer(ModelArgs(**sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1, 0.3) if p.dim() == 1 else p.normal_(0, 0.15)
+    return model
+
+
+def twin(model):
+    """The same weights in transformers' model, whose heads keep their pairs as (i, i + Q/2), ours as (2i, 2i+1)."""
+    a, theirs = model.args, {}
+    half = torch.cat((torch.arange(0, a.head_dim, 2), torch.arange(1, a.head_dim, 2)))
+    parts = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+             "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
+             "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm",
+             "ffn_norm": "post_attention_layernorm", "tok_embeddings": "model.embed_tokens", "output": "lm_head"}
+    for name, w in model.state_dict().items():
+        if name.endswith(("wq.weight", "wk.weight")):
+            w = torch.cat([head[half] for head in w.split(a.head_dim)])
+        for ours, other in parts.items():
+            name = name.replace(ours, other)
+        theirs[name.replace("layers.", "model.layers.") if "layers" in name else name.replace("norm.", "model.norm.")] = w
+    rope = {"rope_type": "default", "rope_theta": a.rope_theta}
+    if a.rope_scaling != 1:
+        rope = {"rope_type": "linear", "factor": a.rope_scaling, "rope_theta": a.rope_theta}
+    config = LlamaConfig(
+        vocab_size=a.vocab_size, hidden_size=a.dim, intermediate_size=a.hidden_dim, num_hidden_layers=a.n_layers,
+        num_attention_heads=a.n_heads, num_key_value_heads=a.n_kv_heads, max_position_embeddings=a.max_seq_len,
+        rms_norm_eps=a.norm_eps, rope_parameters=rope, tie_word_embeddings=a.tied)
+    llama = LlamaForCausalLM(config).eval()
+    llama.load_state_dict(theirs)
+    return llama
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_loss_equal_transformers(shape):
+    model = build(**SHAPES[shape])
+    tokens = torch.randint(model.args.vocab_size, (2, model.args.max_seq_len + 1))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    with torch.no_grad():
+        logits, loss = model(x, y)
+        expected = twin(model)(x)
+        nll = torch.nn.functional.cross_entropy(expected.logits.flatten(0, 1), y.flatten())
+    assert (logits - expected.logits).abs().max() <= 1e-5 * expected.logits.abs().max()
+    assert loss.item() == pytest.approx(nll.item(), rel=1e-6)
+
+
+def test_gradients_equal_transformers():
+    model = build(**SHAPES["gqa"])
+    llama = twin(model)
+    tokens = torch.randint(model.args.vocab_size, (2, 33))
+    model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    llama(tokens, labels=tokens).loss.backward()
+    for ours, theirs in ((model.tok_embeddings, llama.model.embed_tokens), (model.layers[0].attention.wv, llama.model.layers[0].self_attn.v_proj),
+                         (model.layers[1].feed_forward.w1, llama.model.layers[1].mlp.gate_proj), (model.norm, llama.model.norm)):
+        g = theirs.weight.grad
+        assert (ours.weight.grad - g).abs().max() <= 1e-5 * g.abs().max()
+
+
+def test_targets_of_minus_one_do_not_count():
+    model = build(**SMALL)
+    x, y = torch.randint(101, (2, 2, 20))
+    some = y.clone()
+    some[:, 7:] = -1
+    with torch.no_grad():
+        logits, loss = model(x, some)
+    kept = torch.nn.functional.cross_entropy(logits[:, :7].flatten(0, 1), y[:, :7].flatten())
+    assert loss.item() == pytest.approx(kept.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa", "scaling"])
+def test_cached_generation_equals_uncached(shape):
+    model = build(**SHAPES[shape])
+    tokens = torch.randint(101, (3, 5))
+    expected = tokens
+    with torch.no_grad():
+        for _ in range(30):
+            expected = torch.cat((expected, model(expected)[0][:, -1].argmax(-1, keepdim=True)), dim=1)
+    assert torch.equal(model.generate(tokens, 30, temperature=0), expected)
+
+
+def test_cache_filled_in_pieces():
+    model = build(**SHAPES["gqa"])
+    x = torch.randint(101, (2, 24))
+    with torch.no_grad():
+        whole, cache = model(x, x)[0], model.new_cache(2)
+        for a, b in ((0, 1), (1, 9), (9, 10), (10, 24)):
+            last = model(x[:, a:b], cache=cache)[0][:, -1]
+            assert (last - whole[:, b - 1]).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def test_generation_ends_at_a_stop_token_and_at_the_context():
+    model = build(**SMALL)
+    start = torch.randint(101, (1, 4))
+    free = model.generate(start, 1000, temperature=0)
+    assert free.shape[1] == 64
+    stop = free[0, 20].item()
+    first = 4 + free[0, 4:].tolist().index(stop)
+    assert torch.equal(model.generate(start, 1000, temperature=0, stop=(stop,)), free[:, :first + 1])
+
+
+def test_samples_are_reproducible_and_follow_the_seed():
+    model = build(**SMALL)
+    start = torch.randint(101, (1, 4))
+    once, again, other = (model.generate(start, 40, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    assert torch.equal(once, again) and not torch.equal(once, other)
+
+
+def test_top_p_and_temperature():
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log().repeat(20000, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def share(**how):
+        return torch.bincount(sample(logits, generator=generator, **how)[:, 0], minlength=4) / len(logits)
+
+    assert torch.allclose(share(temperature=1.0, top_p=1.0), torch.tensor([0.15, 0.5, 0.05, 0.3]), atol=0.02)
+    assert torch.allclose(share(temperature=1.0, top_p=0.7), torch.tensor([0, 0.625, 0, 0.375]), atol=0.02)
+    assert torch.allclose(share(temperature=1.0, top_p=0.1), torch.tensor([0, 1.0, 0, 0]))
+    sharp = torch.tensor([0.15, 0.5, 0.05, 0.3]) ** 2
+    assert torch.allclose(share(temperature=0.5, top_p=1.0), sharp / sharp.sum(), atol=0.02)
+    assert torch.equal(share(temperature=0, top_p=1.0), torch.tensor([0, 1.0, 0, 0]))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_number_of_parameters(shape):
+    model = build(**SHAPES[shape])
+    a = model.args
+    kv_dim = a.dim * a.n_kv_heads // a.n_heads
+    layer = 2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim + 2 * a.dim
+    expected = (1 if a.tied else 2) * a.vocab_size * a.dim + a.n_layers * layer + a.dim
+    assert model.num_params() == expected
+
+
+@pytest.mark.parametrize("shape", ["mha", "gqa", "untied"])
+def test_flops_per_token_against_a_count(shape):
+    """
+    PyTorch counts the matrix products alone. flops_per_token takes every parameter for one, which is 6 too many for
+    each norm weight; apart from that the two are equal to the last unit.
+    """
+    model = build(**SHAPES[shape])
+    x = torch.randint(101, (2, model.args.max_seq_len))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x, x)[1].backward()
+    norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert counter.get_total_flops() == x.numel() * (model.flops_per_token() - 6 * norms)
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = Transformer(ModelArgs(dim=256, n_layers=8, n_heads=4, vocab_size=512, tied=False))
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert torch.equal(p, torch.ones_like(p))
+        else:
+            residual = name.endswith(("wo.weight", "w2.weight"))
+            assert p.std().item() == pytest.approx(0.02 / math.sqrt(16) if residual else 0.02, rel=0.02), name
+            assert abs(p.mean().item()) < 1e-3, name
+    tied = Transformer(ModelArgs(**SMALL))
+    assert tied.output.weight is tied.tok_embeddings.weight
+
+
+def test_dropout_acts_in_training_alone():
+    model, x = build(**SMALL, dropout=0.5), torch.randint(101, (2, 20))
+    plain = build(**SMALL)
+    with torch.no_grad():
+        assert torch.equal(model(x, x)[0], plain(x, x)[0])
+        model.train()
+        first, second = model(x, x)[0], model(x, x)[0]
+    assert not torch.equal(first, second)
+    plain.train()
+    assert torch.equal(plain(x, x)[0], plain(x, x)[0])
+
+
+def test_hidden_width_is_derived_as_llama2c_does():
+    known = {288: 768, 512: 1376, 768: 2048}  # of its published models, where multiple_of is 32
+    assert {dim: ModelArgs(dim=dim).hidden_dim for dim in known} == known
+
+
+@pytest.mark.parametrize("wrong, said", [
+    (dict(n_layers=0), "n_layers is 0"), (dict(dim=-8), "dim is -8"), (dict(dim=50), "dim=50 over n_heads=4"),
+    (dict(dim=20), "dim=20 over n_heads=4"), (dict(n_kv_heads=3), "n_heads=4 is not a multiple of n_kv_heads=3"),
+    (dict(dropout=1.0), "dropout is 1.0"), (dict(dropout=-0.1), "dropout is -0.1"), (dict(rope_theta=0.0), "rope_theta"),
+    (dict(rope_scaling=-1.0), "rope_scaling"), (dict(norm_eps=0.0), "norm_eps"), (dict(max_seq_len=0), "max_seq_len is 0"),
+])
+def test_impossible_sizes_are_named(wrong, said):
+    assert said in ModelArgs(**(SMALL | wrong)).problem()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_possible_sizes_have_no_problem(shape):
+    assert ModelArgs(**SHAPES[shape]).problem() is None
