@@ -836,7 +836,7 @@ static void print_held(Printer *p, bool end) {
         for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
         if (!used && !broken && p->n < whole && !end) return;
         if (used) print_character(p->held, used);
-        else print_bytes("\xef\xbf\xbd", used = 1);
+        else print_bytes("\xef\xbf\xbd", 3), used = 1;
         memmove(p->held, p->held + used, p->n -= used);
     }
 }

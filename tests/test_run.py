@@ -1,0 +1,629 @@
+"""The C program: every file format against transformers' Llama, the sampler against llama2.c's texts, hostile files,
+prompts and flags. The models are made here, byte by byte."""
+import math
+import random
+import shlex
+import struct
+import subprocess
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+MAGIC = 0x616b3432
+LAYER = ["attention_norm", "wq", "wk", "wv", "wo", "ffn_norm", "w1", "w2", "w3"]
+GGUF = {"tok": "token_embd", "norm": "output_norm", "output": "output", "attention_norm": "blk.N.attn_norm",
+        "wq": "blk.N.attn_q", "wk": "blk.N.attn_k", "wv": "blk.N.attn_v", "wo": "blk.N.attn_output",
+        "ffn_norm": "blk.N.ffn_norm", "w1": "blk.N.ffn_gate", "w2": "blk.N.ffn_down", "w3": "blk.N.ffn_up"}
+TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16,
+         "q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+
+
+class Model:
+    """Random weights w[name] (rows, cols) or w[name, layer]; pieces: a vocabulary of the 256 bytes, and a few pairs."""
+
+    def __init__(self, dim=64, hidden=176, layers=2, heads=4, kv=4, vocab=300, seq=128, tied=True, seed=0,
+                 theta=10000.0, scaling=1.0):
+        self.dim, self.hidden, self.layers, self.heads, self.kv = dim, hidden, layers, heads, kv
+        self.vocab, self.seq, self.tied, self.theta, self.scaling = vocab, seq, tied, theta, scaling
+        rng = np.random.default_rng(seed)
+        kv_dim = dim // heads * kv
+        shape = {"wq": (dim, dim), "wk": (kv_dim, dim), "wv": (kv_dim, dim), "wo": (dim, dim), "w1": (hidden, dim),
+                 "w2": (dim, hidden), "w3": (hidden, dim), "attention_norm": (dim,), "ffn_norm": (dim,)}
+
+        def weight(*shape):
+            return (rng.standard_normal(shape) / math.sqrt(shape[-1]) if len(shape) > 1 else
+                    1 + 0.2 * rng.standard_normal(shape)).astype(np.float32)
+        self.w = {"tok": 3 * weight(vocab, dim), "norm": weight(dim)}
+        self.w |= {(name, i): weight(*shape[name]) for i in range(layers) for name in LAYER}
+        if not tied:
+            self.w["output"] = 3 * weight(vocab, dim)
+        self.pieces = [(b"<unk>", 2), (b"<s>", 3), (b"</s>", 3)] + [(b"<0x%02X>" % b, 6) for b in range(256)]
+        self.pieces[3 + 32] = ("▁".encode(), 1)
+        self.pieces = self.pieces[:vocab] + [(b"%c%c" % (65 + i // 26, 97 + i % 26), 1) for i in range(vocab - 259)]
+
+    def names(self, order):
+        """Keys of the weights: each name of the order, for every layer where it is in layers."""
+        for name in order:
+            yield from [(name, i) for i in range(self.layers)] if name in LAYER else [name] if name in self.w else []
+
+    def oracle(self, weights=None):
+        """transformers' Llama with these weights, after Hugging Face's reordering of each head's rows of q and k."""
+        rope = {"rope_theta": self.theta, "rope_type": "default"}
+        if self.scaling != 1:
+            rope = {"rope_theta": self.theta, "rope_type": "linear", "factor": self.scaling}
+        model = LlamaForCausalLM(LlamaConfig(
+            vocab_size=self.vocab, hidden_size=self.dim, intermediate_size=self.hidden, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.kv, max_position_embeddings=self.seq,
+            rms_norm_eps=1e-5, rope_parameters=rope, tie_word_embeddings=self.tied, attn_implementation="eager"))
+        w = {k: torch.tensor(v) for k, v in (weights or self.w).items()}
+        state = {"model.embed_tokens.weight": w["tok"], "model.norm.weight": w["norm"],
+                 "lm_head.weight": w.get("output", w["tok"])}
+        theirs = dict(zip(LAYER, ["input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                                  "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.down_proj",
+                                  "mlp.up_proj"]))
+        for name, i in ((n, i) for n in LAYER for i in range(self.layers)):
+            x = w[name, i]
+            if name in ("wq", "wk"):
+                half = self.dim // self.heads // 2
+                x = x.view(-1, half, 2, self.dim).transpose(1, 2).reshape(x.shape)
+            state[f"model.layers.{i}.{theirs[name]}.weight"] = x
+        model.load_state_dict(state)
+        return model.eval()
+
+    def logits(self, ids, weights=None):
+        with torch.no_grad():
+            return self.oracle(weights)(torch.tensor([ids])).logits[0].numpy()
+
+    # ---- files; each write returns the weights as the file holds them
+
+    def write_llama2c(self, path, version=1, group=0):
+        sizes = [self.dim, self.hidden, self.layers, self.heads, self.kv, self.vocab, self.seq]
+        order = ["attention_norm", "ffn_norm", "norm", "tok", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "output"]
+        if version == 0:
+            order = ["tok", *LAYER, "norm", "tables", "output"]
+            sizes[5] *= 1 if self.tied else -1
+            out = struct.pack("<7i", *sizes)
+        else:
+            out = struct.pack("<Ii7iB", MAGIC, version, *sizes, self.tied)
+            out = (out + (struct.pack("<i", group) if version == 2 else b"")).ljust(256, b"\0")
+        held = {}
+        for part in order:
+            if part == "tables":
+                out += bytes(4 * self.seq * (self.dim // self.heads))
+            for key in self.names([part]):
+                held[key] = x = self.w[key]
+                if version < 2 or x.ndim == 1:
+                    out += x.tobytes()
+                    continue
+                flat = np.pad(x.reshape(-1), (0, -x.size % group)).reshape(-1, group)
+                scale = np.abs(flat).max(axis=1, keepdims=True) / np.float32(127)
+                q = np.round(flat / np.where(scale, scale, 1)).astype(np.int8)
+                held[key] = (q * scale).reshape(-1)[:x.size].reshape(x.shape)
+                out += q.reshape(-1)[:x.size].tobytes() + scale.astype(np.float32).tobytes()
+        path.write_bytes(out)
+        return held
+
+    def write_tokenizer(self, path):
+        pieces = [p.replace("▁".encode(), b" ") for p, _ in self.pieces]
+        pieces[1:3] = [b"\n<s>\n", b"\n</s>\n"]
+        path.write_bytes(struct.pack("<I", max(map(len, pieces))) + b"".join(
+            struct.pack("<fI", 0, len(p)) + p for p in pieces))
+
+    def write_gguf(self, path, dtype="f32", template=None, **metadata):
+        w = gguf.GGUFWriter(path, "llama")
+        w.add_context_length(self.seq)
+        w.add_embedding_length(self.dim)
+        w.add_block_count(self.layers)
+        w.add_feed_forward_length(self.hidden)
+        w.add_head_count(self.heads)
+        w.add_head_count_kv(self.kv)
+        w.add_layer_norm_rms_eps(1e-5)
+        w.add_rope_dimension_count(self.dim // self.heads)
+        w.add_rope_freq_base(self.theta)
+        if self.scaling != 1:
+            w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            w.add_rope_scaling_factor(self.scaling)
+        w.add_tokenizer_model("llama")
+        w.add_token_list([p for p, _ in self.pieces])
+        w.add_token_scores([0.0] * self.vocab)
+        w.add_token_types([t for _, t in self.pieces])
+        w.add_add_space_prefix(False)
+        if template:
+            w.add_chat_template(template)
+        for key, value in metadata.items():
+            w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        held = {}
+        for key in self.names(["tok", *LAYER, "norm", "output"]):
+            name, layer = key if isinstance(key, tuple) else (key, 0)
+            held[key] = x = self.w[key]
+            name = GGUF[name].replace("N", str(layer)) + ".weight"
+            quantise = x.ndim == 2 and dtype != "f32" and not (dtype[0] == "q" and x.shape[1] % 32)
+            if quantise:
+                data = gguf.quants.quantize(x, TYPES[dtype])
+                held[key] = gguf.quants.dequantize(data, TYPES[dtype]).astype(np.float32)
+                w.add_tensor(name, data, raw_dtype=TYPES[dtype])
+            else:
+                w.add_tensor(name, x)
+        w.write_header_to_file()
+        w.write_kv_data_to_file()
+        w.write_tensors_to_file()
+        w.close()
+        return held
+
+    def write(self, folder, form):
+        """Writes as v0, v1, v2:<group> or a type of GGUF. Returns (arguments for run, weights as the file holds them)."""
+        if form[0] == "v":
+            held = self.write_llama2c(folder / "m.bin", int(form[1]), int(form[3:] or 0))
+            self.write_tokenizer(folder / "t.bin")
+            return [folder / "m.bin", "-z", folder / "t.bin"], held
+        return [folder / "m.gguf"], self.write_gguf(folder / "m.gguf", form)
+
+
+def run(binary, *args, stdin=b"", status=0):
+    """Runs the program; its output. Whatever happens, it ends by itself and says one line if it fails."""
+    p = subprocess.run([binary, *map(str, args)], input=stdin, capture_output=True, timeout=60)
+    assert p.returncode == status, (args, p.returncode, p.stderr.decode(errors="replace"))
+    if status:
+        message = p.stderr.decode()
+        assert message.startswith("run: ") and message.count("\n") == 1 and message.endswith("\n"), message
+        return message
+    return p.stdout
+
+
+def logits(binary, args, text, vocab):
+    out = run(binary, *args, "--logits", "-i", text)
+    return np.frombuffer(out, np.float32).reshape(-1, vocab)
+
+
+def ids_of(text, dummy_prefix=False):
+    """Ids of a text for Model's vocabulary: BOS, a space if the format puts one in front, the bytes."""
+    return [1] + [3 + b for b in (" " * dummy_prefix + text).encode()]
+
+
+# ---- the transformer
+
+SHAPES = {
+    "MHA": dict(),
+    "GQA, untied": dict(heads=8, kv=2, tied=False, theta=50000.0, scaling=4.0),
+    "one KV head, hidden 1376": dict(dim=128, hidden=1376, heads=4, kv=1, layers=1),
+    "hidden 100": dict(dim=32, hidden=100, heads=2, kv=2, layers=3, tied=False),
+    "odd hidden, width 36": dict(dim=36, hidden=77, heads=6, kv=3),
+}
+FORMS = ["v0:", "v1:", "v2:64", "v2:32", "v2:24", "v2:7", "f32", "f16", "bf16", "q8_0", "q4_0"]
+TEXT = "The quick brown fox — jumps über den Zaun, 100 times, and then it does so again and again."  # over 64 tokens
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_equal_transformers(run_bin, tmp_path, shape, form):
+    options = dict(SHAPES[shape])
+    if form[0] == "v":  # llama2.c's formats have neither
+        options |= dict(theta=10000.0, scaling=1.0)
+    model = Model(**options)
+    args, held = model.write(tmp_path, form)
+    expected = model.logits(ids_of(TEXT, form[0] == "v"), held)
+    ours = logits(run_bin, args, TEXT, model.vocab)
+    assert ours.shape == expected.shape
+    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_greedy_text_equals_transformers(run_bin, tmp_path):
+    """Prompt in one piece, then token by token over the cache: the same as from scratch at every token."""
+    model = Model(heads=8, kv=2, tied=False, seed=3)
+    model.write_gguf(tmp_path / "m.gguf")
+    oracle, ids = model.oracle(), ids_of("Hello there")
+    with torch.no_grad():
+        while len(ids) < 100:
+            ids.append(int(oracle(torch.tensor([ids])).logits[0, -1, 3:].argmax()) + 3)
+    shown = b"".join(bytes([i - 3]) if i < 259 else model.pieces[i][0] for i in ids[1:])
+    model.w["output"][:3] = 0  # <unk>, BOS and EOS are never drawn, here and above
+    model.write_gguf(tmp_path / "m.gguf")
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 99, "-i", "Hello there", "--raw") == shown + b"\n"
+
+
+def test_results_do_not_depend_on_threads(run_bin, tmp_path):
+    model = Model(dim=128, hidden=1376, heads=4, kv=2)
+    for form in ("f32", "q8_0"):
+        args, _ = model.write(tmp_path, form)
+        one = run(run_bin, *args, "--logits", "-i", TEXT, "-j", 1)
+        assert all(run(run_bin, *args, "--logits", "-i", TEXT, "-j", j) == one for j in (2, 3, 8))
+
+
+@pytest.mark.parametrize("form", ["v1:", "f32"])
+def test_perplexity(run_bin, tmp_path, form):
+    """Windows of the context's length: 40 inputs here, so that 100 tokens make two whole windows and a part."""
+    model = Model(seq=40, tied=False)
+    args, _ = model.write(tmp_path, form)
+    for text in (TEXT, "x", TEXT[:39], TEXT[:40]):
+        (tmp_path / "text").write_bytes(text.encode())
+        ids, nll = ids_of(text, form[0] == "v"), 0
+        for at in range(0, len(ids) - 1, 40):
+            x, y = ids[at:at + 40], ids[at + 1:at + 41]
+            p = torch.tensor(model.logits(x[:len(y)])).double().log_softmax(-1)
+            nll -= sum(float(p[t, i]) for t, i in enumerate(y))
+        out = run(run_bin, *args, "--perplexity", tmp_path / "text").decode()
+        assert out.startswith("perplexity ") and out.count("\n") == 1
+        assert float(out.split()[1]) == pytest.approx(math.exp(nll / (len(ids) - 1)), rel=2e-5)
+        assert f"{nll / math.log(2) / len(text.encode()):.4f}"[:-1] in out
+    (tmp_path / "text").write_bytes(b"")
+    if form == "f32":
+        assert "no tokens" in run(run_bin, *args, "--perplexity", tmp_path / "text", status=1)
+
+
+# ---- a model that says what it is told to
+
+def reciter(folder, sequence, **options):
+    """A model that says the pieces of the sequence one after the other: the layers add nothing, and the classifier
+    answers each embedding, a unit vector, with the next piece's. Pieces are (bytes, type)."""
+    pieces = [(b"<unk>", 2), (b"<s>", 3), (b"</s>", 3)] + sequence
+    n = len(pieces) + len(pieces) % 2
+    model = Model(dim=n, hidden=2, layers=1, heads=1, kv=1, vocab=len(pieces), seq=options.pop("seq", 64), tied=False)
+    for key in model.w:
+        model.w[key] = np.zeros_like(model.w[key])
+    model.w["norm"][:] = 1
+    for i in range(len(pieces)):
+        model.w["tok"][i, i] = 1
+        follower = 3 if i == 1 else i + 1 if i + 1 < len(pieces) and i > 2 else 2
+        model.w["output"][follower, i] = 9
+    model.pieces = pieces
+    model.write_gguf(folder / "m.gguf", **options)
+    return folder / "m.gguf"
+
+
+def spoken(binary, folder, *pieces, flags=(), **options):
+    path = reciter(folder, [p if isinstance(p, tuple) else (p, 1) for p in pieces], **options)
+    return run(binary, path, "-t", 0, "-n", 0, *flags)
+
+
+def byte(b):
+    return (b"<0x%02X>" % b, 6)
+
+
+def test_characters_made_of_byte_tokens(run_bin, tmp_path):
+    letters = [byte(b) for b in "é日😀".encode()]
+    assert spoken(run_bin, tmp_path, b"a", *letters, b"b") == "aé日😀b\n".encode()
+
+
+def test_bytes_that_are_no_utf8_become_replacement_characters(run_bin, tmp_path):
+    for bad, good in (([0xff], "�"), ([0xc3], "�"), ([0xe6, 0x97], "��"), ([0x80, 0x80], "��"),
+                      ([0xed, 0xa0, 0x80], "���"), ([0xc0, 0x80], "��"), ([0xf0, 0x9f, 0x98], "���"),
+                      ([0xf4, 0x90, 0x80, 0x80], "����")):
+        assert spoken(run_bin, tmp_path, b"a", *map(byte, bad), b"b") == f"a{good}b\n".encode()
+        assert spoken(run_bin, tmp_path, b"a", *map(byte, bad)) == f"a{good}\n".encode()
+
+
+def test_control_characters_are_not_printed_unless_raw(run_bin, tmp_path):
+    pieces = [b"a\x1b[2Jb", b"\x07", b"\r\n\tc", byte(0x1b), byte(0), byte(0x7f), "\u009b\u0085é".encode(), byte(10)]
+    assert spoken(run_bin, tmp_path, *pieces) == "a[2Jb\n\tcé\n\n".encode()
+    raw = spoken(run_bin, tmp_path, *pieces, flags=["--raw"])
+    assert raw == b"a\x1b[2Jb\x07\r\n\tc\x1b\x00\x7f" + "\u009b\u0085é\n\n".encode()
+
+
+def test_spaces(run_bin, tmp_path):
+    pieces = ["▁▁Once▁upon".encode(), "▁a▁".encode(), "▁".encode()]
+    assert spoken(run_bin, tmp_path, *pieces) == b"  Once upon a  \n"
+    assert spoken(run_bin, tmp_path, *pieces, **{"tokenizer.ggml.remove_extra_whitespaces": True}) == b" Once upon a  \n"
+
+
+def test_text_ends_at_eos_bos_or_the_asked_length(run_bin, tmp_path):
+    letters = [b"%c" % c for c in range(97, 123)]
+    assert spoken(run_bin, tmp_path, *letters) == b"abcdefghijklmnopqrstuvwxyz\n"
+    for n, text in ((1, b"a"), (5, b"abcde"), (26, b"".join(letters)), (10**9, b"".join(letters))):
+        assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", n) == text + b"\n"
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 6, "-i", "xy") == b"xyz\n"
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 4, "-i", "cd") == b"cdef\n"
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 3, "-i", "abcdef") == b"abc\n"  # as llama2.c does
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 0, "-i", "") == b"".join(letters) + b"\n"
+    reciter(tmp_path, [(c, 1) for c in letters], seq=5)  # beyond the context there is nothing
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 20) == b"abcde\n"
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 20, "-i", "cdef") == b"cdefg\n"
+    assert "6 tokens, but the model's context is 5" in run(run_bin, tmp_path / "m.gguf", "-i", "cdefg", status=1)
+
+
+def test_not_finite_logits_are_an_error(run_bin, tmp_path):
+    for value in (np.nan, np.inf):
+        model = Model(layers=1)
+        model.w["w1", 0][5, 5] = value
+        model.write_gguf(tmp_path / "m.gguf")
+        assert "not finite" in run(run_bin, tmp_path / "m.gguf", "-i", "a", status=1)
+
+
+
+
+# ---- the sampler
+
+# What llama2.c's run (commit 350e04f, gcc 12 -O3) prints for the model of `small_model` with these flags.
+LLAMA2C_TEXTS = {
+    "-s 1 -t 1.0 -p 0.9 -n 64":
+        "fwbdvwnaspak<unk>nakwwdmvhqvot<unk> tx\n</s>\nat\n",
+    "-s 2 -t 0.5 -p 0.95 -n 64 -i hello":
+        "hellopxpowunvhicvhkst<unk>twdpzulv ooahhwkjmicvhsvhkshwpayqkgyplvxwkjmhortqypkgyprykjwu\n</s>\nwupohokqvlvmwapa\n",
+    "-s 3 -t 1.5 -p 1.0 -n 64":
+        "ic<unk>kg tvhwaolhoqlvyimhcawuzwuibxryepzd\n</s>\nlqksyipwuhw tylqicaswdicmksvpzyvhrwkglqbatmhcatxpzf\n",
+    "-s 4 -t 0.8 -p 0.3 -n 40 -i 'once upon'":
+        "once uponlq\n</s>\notzotzifaspoyplyp\n",
+    "-s 99 -t 1.0 -p 0.0 -n 64":
+        "ipzlqlzuot hoasegry<unk>cslzwdnahcskskwpahlziaifhcahlzfwdwqycpzbaskg tpwuzhwpapzoornayiwuvathonhwpatvhw\n</s>\nhwu\n",
+    "-s 12345678 -t 2.0 -p 0.5 -n 0":
+        "<unk>j<unk>lvatry yplvu\n",
+    "-s 7 -t 0.0 -p 0.9 -n 30 -i x":
+        "xvhwpahwpahwpahwpahwpahwpahwpahwpahwpahwpahwpahwpahwpahw\n",
+    "-s 8 -t 1.0 -p 0.9 -n 3 -i abcdef":
+        "ab\n",
+}
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """A model in llama2.c's v0 that is the same wherever it is made, over letters and pairs of letters."""
+    folder = tmp_path_factory.mktemp("small")
+    model, rng = Model(dim=16, hidden=24, layers=1, heads=2, kv=1, vocab=64, seq=64), random.Random(5)
+    for key, x in model.w.items():
+        values = [rng.random() - 0.5 for _ in range(x.size)]  # the one sequence that Python promises to keep
+        model.w[key] = (np.array(values, np.float32) * (2 if key == "tok" else 1)).reshape(x.shape)
+    letters = [b" "] + [b"%c" % c for c in range(97, 123)]
+    pairs = [letters[rng.randrange(27)] + letters[rng.randrange(1, 27)] for _ in range(34)]
+    model.pieces = [(b"<unk>", 2), (b"<s>", 3), (b"</s>", 3)] + [(p, 1) for p in letters + pairs]
+    return model.write(folder, "v0:")[0]
+
+
+@pytest.mark.parametrize("flags", LLAMA2C_TEXTS)
+def test_same_text_as_llama2c(run_bin, small_model, flags):
+    text, *_ = LLAMA2C_TEXTS[flags].split("\n</s>\n")  # which goes on after EOS; here the text ends
+    assert run(run_bin, *small_model, *shlex.split(flags)).decode().rstrip("\n") == text.rstrip("\n")
+
+
+# ---- chat
+
+FAMILIES = {  # chat template: (a turn with a system prompt, a later turn, BOS at every turn, the token that ends a reply)
+    None: ("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]", "[INST] And you? [/INST]", True, 2),
+    "{% if '[INST]' %}": ("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]", "[INST] And you? [/INST]", True, 2),
+    "{{ '<|im_start|>' }}": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n", False, 260),
+    "{{ '<|user|>' }}": ("<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n",
+                         "\n<|user|>\nAnd you?</s>\n<|assistant|>\n", False, 2),
+}
+
+
+@pytest.mark.parametrize("template", FAMILIES)
+def test_chat(run_bin, tmp_path, template):
+    """Two turns of a greedy model whose replies are short: what it was asked must be exactly the family's text."""
+    first, second, bos, stop = FAMILIES[template]
+    model = Model(dim=32, hidden=64, layers=1, vocab=261, seq=256, tied=False, seed=37)
+    model.pieces[259:] = [(b"<|im_start|>", 3), (b"<|im_end|>", 3)]
+    model.w["output"][stop] *= 2.5  # so that a reply ends soon (with this seed after 5 to 17 tokens)
+    model.w["output"][1] = 0        # and by this
+    model.write_gguf(tmp_path / "m.gguf", template=template)
+    oracle, ids, replies = model.oracle(), [], []
+    for turn in (first, second):
+        ids += [1] * (bos or not ids)
+        markup = {"<|im_start|>": 259, "<|im_end|>": 260, "</s>": 2} if not bos else {}
+        while turn:
+            name = next((m for m in markup if turn.startswith(m)), None)
+            ids += [markup[name]] if name else [3 + b for b in turn[0].encode()]
+            turn = turn[len(name) if name else 1:]
+        replies.append([])
+        while not (replies[-1] and ids[-1] == stop):
+            with torch.no_grad():
+                ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
+            replies[-1].append(ids[-1])
+    assert all(2 < len(r) < 20 for r in replies)
+    said = [bytes(i - 3 for i in r if 3 <= i < 259) for r in replies]
+    expected = b"User: Assistant: " + said[0] + b"\nUser: Assistant: " + said[1] + b"\nUser: "
+    args = [tmp_path / "m.gguf", "-m", "chat", "-t", 0, "-n", 0, "--raw"]
+    assert run(run_bin, *args, "-y", "Be brief.", stdin=b"Hi\nAnd you?\n") == expected
+    assert run(run_bin, *args, stdin=b"Be brief.\nHi\nAnd you?") == b"Enter system prompt (optional): " + expected
+    assert run(run_bin, *args, "-i", "Hi", "-y", "Be brief.", stdin=b"And you?\n") == expected[6:]
+
+
+def test_chat_ends_with_its_input_or_its_context(run_bin, tmp_path):
+    args = [reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)] + [byte(b) for b in b"[]INST/ "]), "-m", "chat"]
+    assert run(run_bin, *args, stdin=b"") == b"Enter system prompt (optional): User: "
+    assert run(run_bin, *args, "-y", "") == b"User: "
+    assert run(run_bin, *args, "-n", 30, "-y", "", stdin=b"x" * 2000, status=1).startswith("run: prompt: 20")
+    p = subprocess.run([run_bin, *args, "-n", "24", "-y", "", "-t", "0"], input=b"xy\n" * 99, capture_output=True)
+    assert p.returncode == 0 and p.stdout == b"User: Assistant: INS\n" and b"context of 24 tokens is full" in p.stderr
+
+
+# ---- flags, files, streams
+
+def test_mistakes_in_flags_are_one_line(run_bin, tmp_path):
+    path = reciter(tmp_path, [(b"a", 1)])
+    for flags in (["-n", "abc"], ["-n", ""], ["-n", "1.5"], ["-n", "-1"], ["-n", "99999999999"], ["-n", "5 "], ["-n"],
+                  ["-t", "nan"], ["-t", "inf"], ["-t", ""], ["-t", "-1"], ["-t", "1x"], ["-t", "0x1"], ["-t", " 1"],
+                  ["-p", "2"], ["-p", "-0.1"], ["-p", "x"], ["-p"], ["-s", "-1"], ["-s", "1e3"],
+                  ["-s", "99999999999999999999"], ["-j", "0"], ["-j", "-2"], ["-j", "100000"], ["-j", "two"],
+                  ["-q", "1"], ["--unknown"], ["-nn", "3"], ["hello"], ["-"], [""], ["-m", "dream"], ["-i"], ["-z"],
+                  ["-y"], ["-f"], ["--perplexity"], ["-m"], ["-i", "a", "-f", "b"], ["-n", "1\n2"]):
+        assert flags[0] in run(run_bin, path, *flags, status=1)
+    assert "--help" in run(run_bin, status=1)
+    for args in ([], [path], [path, "-n", 3]):
+        assert b"Usage: run MODEL" in run(run_bin, *args, "--help")
+
+
+def test_missing_and_odd_files_are_one_line(run_bin, tmp_path):
+    path = reciter(tmp_path, [(b"a", 1)])
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_text("Not a model at all, but a text that is longer than any header would be." * 9)
+    for file in ("missing", "empty", "text", "."):
+        assert run(run_bin, tmp_path / file, status=1).startswith(f"run: {tmp_path / file}: ")
+        assert str(tmp_path / file) in run(run_bin, path, "-z", tmp_path / file, status=1)
+    for file in ("missing", "."):
+        for flag in ("-f", "--perplexity"):
+            assert str(tmp_path / file) in run(run_bin, path, flag, tmp_path / file, status=1)
+    assert run(run_bin, tmp_path / "a\nb", status=1).startswith("run: ")
+    Model().write_llama2c(tmp_path / "m.bin")
+    p = subprocess.run([run_bin, tmp_path / "m.bin"], cwd=tmp_path, capture_output=True, text=True)
+    assert (p.returncode, p.stderr) == (1, "run: tokenizer.bin: No such file or directory\n")
+
+
+def test_a_stream_that_cannot_be_written_is_one_line(run_bin, tmp_path):
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)])
+    for flags in ([], ["--tokenize", "-i", "abc"], ["--logits", "-i", "a"]):
+        with open("/dev/full", "wb") as full:
+            p = subprocess.run([run_bin, path, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert p.returncode == 1 and p.stderr.startswith("run: stdout: ") and p.stderr.count("\n") == 1
+    p = subprocess.Popen([run_bin, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.close()
+    assert p.wait(60) in (0, 1)  # not a signal
+
+
+def test_prompt_from_a_file(run_bin, tmp_path):
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)])
+    (tmp_path / "prompt").write_bytes(b"cd")
+    assert run(run_bin, path, "-t", 0, "-n", 5, "-f", tmp_path / "prompt") == b"cdefg\n"
+    (tmp_path / "prompt").write_bytes(b"c\0\xffd")  # a zero byte is a character, broken UTF-8 becomes U+FFFD: here <unk>
+    assert run(run_bin, path, "-t", 0, "-n", 5, "-f", tmp_path / "prompt") == b"c<unk>def\n"
+
+
+# ---- hostile files: one line and exit 1 under the sanitizers
+
+def with_int(data, at, value, form="<i"):
+    return data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form):]
+
+
+def hostile_llama2c(data, version):
+    """Files that differ from a good one of llama2.c's formats and must be refused."""
+    start, header = (28, 0) if version == 0 else (256, 8)
+    for n in (0, 1, 3, 4, 7, 8, 27, 28, 29, 40, 255, 256, 257, len(data) // 2, len(data) - 1):
+        yield data[:n]
+    yield data + b"\0"
+    yield data + data
+    for field in range(7):
+        for value in (0, -1, 1, 3, 7, 2**20, 2**24 + 1, 2**31 - 1, -2**31):
+            changed = with_int(data, header + 4 * field, value)
+            if changed != data and not (version and field == 6 and value in (1, 3, 7, 2**20)):  # any context is fine
+                yield changed
+    yield with_int(with_int(data, header + 12, 3), header + 16, 3)
+    if version:
+        for value in (0, 3, -1):
+            yield with_int(data, 4, value)
+        for value in (2, 255):
+            yield with_int(data, 36, value, "<B")
+        yield with_int(data, 0, MAGIC + 1, "<I")
+    if version == 2:
+        for value in (0, -1, -2**31, 1, 33, 2**31 - 1):
+            yield with_int(data, 37, value)
+    assert len(data) > start
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_hostile_llama2c_files(run_debug_bin, tmp_path, version):
+    args, _ = Model(vocab=260, layers=1, seq=16).write(tmp_path, f"v{version}:32")
+    assert run(run_debug_bin, *args, "-n", 3)
+    for data in list(hostile_llama2c(args[0].read_bytes(), version)):
+        args[0].write_bytes(data)
+        run(run_debug_bin, *args, "-n", 3, status=1)
+
+
+def test_hostile_tokenizers(run_debug_bin, tmp_path):
+    args, _ = Model(vocab=260, layers=1, seq=16).write(tmp_path, "v1:")
+    data = args[2].read_bytes()
+    for bad in (b"", data[:3], data[:4], data[:9], data[:-1], data + b"\0", data + data[4:], data[:4],
+                with_int(data, 0, 0), with_int(data, 0, 5), with_int(data, 8, 0), with_int(data, 8, -1),
+                with_int(data, 8, 2**31 - 1), with_int(data, 8, 6), with_int(data, 4, 0x7fc00000)):
+        args[2].write_bytes(bad)
+        run(run_debug_bin, *args, "-n", 3, "-i", "a", status=1)
+
+
+def hostile_gguf(data):
+    """Files that differ from a good GGUF file and must be refused."""
+    for n in [4, 7, 8, 23, 24, 30, len(data) - 32, len(data) - 1, *range(40, len(data), len(data) // 40)]:
+        yield data[:n]
+    yield data + bytes(32)
+    for version in (0, 1, 2, 4, 3 << 24):
+        yield with_int(data, 4, version)
+    for at in (8, 16):  # numbers of tensors and of metadata
+        for value in (0, 1, 2**32, 2**63, 2**64 - 1):
+            yield with_int(data, at, value, "<Q")
+
+    def after(text, skip=0):
+        return data.index(text.encode()) + len(text) + skip
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+                "attention.head_count_kv", "rope.dimension_count"):
+        at = after("llama." + key)
+        yield with_int(data, at, 8)   # no number but a string
+        yield with_int(data, at, 13)  # no type at all
+        yield with_int(data, at - 3, 0x41414141)  # another key: the one wanted is missing, and what follows is not
+        for value in (0, 2**24 + 1, 2**31, 2**32 - 1) + ((5,) if key != "context_length" else ()):
+            yield with_int(data, at + 4, value, "<I")
+    yield data.replace(b"llama.context_length", b"llama.block_countxxxx"[:20])
+    yield with_int(data, after("general.architecture", 4 + 8), 0x41414141)
+    for value in (float("nan"), float("inf"), -1.0, 1.0):
+        yield with_int(data, after("llama.attention.layer_norm_rms_epsilon", 4), value, "<f")
+    for value in (float("nan"), float("inf"), -1.0, 0.0):
+        yield with_int(data, after("llama.rope.freq_base", 4), value, "<f")
+    for key in ("tokens", "scores", "token_type"):
+        at = after("tokenizer.ggml." + key)
+        for value in (0, 259, 261, 2**32, 2**61, 2**64 - 1):
+            yield with_int(data, at + 8, value, "<Q")
+        for value in (4, 9, 12, 13, 2**32 - 1):
+            yield with_int(data, at + 4, value, "<I")
+    yield with_int(data, after("tokenizer.ggml.tokens", 16), 2**40, "<Q")   # length of the first piece
+    yield with_int(data, after("tokenizer.ggml.scores", 16), float("nan"), "<f")
+    for value in (0, 7, -1):
+        yield with_int(data, after("tokenizer.ggml.token_type", 16 + 40), value)
+    yield data.replace(b"<0x41>", b"<0xG1>")
+    for name in ("token_embd.weight", "blk.0.ffn_down.weight", "output_norm.weight"):
+        at = after(name)
+        for value in (0, 1 if "norm" not in name else 5, 3, 4, 5, 2**32 - 1):  # dimensions
+            yield with_int(data, at, value, "<I")
+        for value in (0, 63, 2**32, 2**63):                                    # shape
+            yield with_int(data, at + 4, value, "<Q")
+        dims = 8 if "norm" in name else 16
+        for value in (2 if "norm" in name else 3, 7, 14, 24, 31, 2**32 - 1):     # type
+            yield with_int(data, at + 4 + dims, value, "<I")
+        for value in (1, 32 if "embd" in name else 0, 2**40, 2**64 - 32):      # offset
+            yield with_int(data, at + 8 + dims, value, "<Q")
+    for old, new in ((b"blk.0.attn_q", b"blk.1.attn_q"), (b"blk.0.attn_q", b"blk.0.attn_k"), (b"attn_q", b"attn_z"),
+                     (b"output_norm", b"output_nork"), (b"blk.0.ffn_up", b"blk.x.ffn_up"), (b"blk.0.ffn_up", b"blk_0_ffn_up"),
+                     (b"token_embd", b"\x1b[2J\n\n\n\n\n\n"), (b"blk.0.ffn_up", b"blk.-.ffn_up")):
+        yield data.replace(old, new)
+
+
+def test_hostile_gguf_files(run_debug_bin, tmp_path):
+    model = Model(vocab=260, layers=1, seq=16)
+    model.write_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    assert run(run_debug_bin, tmp_path / "m.gguf", "-n", 3)
+    for i, bad in enumerate(hostile_gguf(data)):
+        assert bad != data, i
+        (tmp_path / "bad.gguf").write_bytes(bad)
+        try:
+            run(run_debug_bin, tmp_path / "bad.gguf", "-n", 3, status=1)
+        except AssertionError as e:
+            raise AssertionError(f"file {i}") from e
+
+
+def test_random_damage_never_breaks_the_program(run_debug_bin, tmp_path):
+    """Whatever bytes of headers, metadata and tokenizers change: exit 0, or exit 1 and one line."""
+    rng, model = random.Random(0), Model(vocab=260, layers=1, seq=16)
+    for form, count in (("v0:", 15), ("v1:", 15), ("v2:32", 15), ("f32", 90)):
+        args, _ = model.write(tmp_path, form)
+        files = {path: path.read_bytes() for path in args[::2]}
+        for _ in range(count):
+            for path, data in files.items():
+                data = bytearray(data)
+                for _ in range(rng.choice((1, 2, 8))):
+                    data[rng.randrange(min(len(data), 9000 if form == "f32" else 300))] = rng.choice(
+                        (0, 1, 127, 128, 255, rng.randrange(256)))
+                path.write_bytes(data)
+            p = subprocess.run([run_debug_bin, *args, "-n", "3", "-i", "ab"], capture_output=True, timeout=60)
+            assert p.returncode == 0 or (p.returncode == 1 and p.stderr.startswith(b"run: ")
+                                         and p.stderr.count(b"\n") == 1), p.stderr.decode(errors="replace")
+
+
+def test_all_modes_under_sanitizers(run_debug_bin, tmp_path):
+    model = Model(heads=8, kv=2, seq=100)
+    (tmp_path / "text").write_bytes(TEXT.encode() + b"\xff\0")
+    for form in ("v0:", "v2:24", "f16", "bf16", "q8_0", "q4_0"):
+        args, _ = model.write(tmp_path, form)
+        run(run_debug_bin, *args, "-i", "a b", "-n", 20, "-s", 1, "-j", 3)
+        run(run_debug_bin, *args, "--perplexity", tmp_path / "text", "-j", 2)
+        run(run_debug_bin, *args, "--logits", "-f", tmp_path / "text")
+        run(run_debug_bin, *args, "--tokenize", stdin=b"abc\n\n\xff\0 \xe2\x96\x81\nend")
+        run(run_debug_bin, *args, "-m", "chat", "-n", 0, "-s", 1, stdin=b"s\nHi\n")
