@@ -44,10 +44,13 @@ def print_perplexity(model, vocabulary, path, device):
     ids = vocabulary.encode(text.decode(errors="replace"), bos=True)
     if len(ids) < 2:
         fail(f"--perplexity={path}: the text has no tokens")
-    count = len(ids) - 1
-    nats = negative_log_likelihood(model, ids, device)
-    print(f"perplexity {math.exp(nats / count):.4f} ({count} tokens, {nats / count:.6f} nats per token, "
-          f"{nats / math.log(2) / len(text):.6f} bits per byte)")
+    count, total = len(ids) - 1, negative_log_likelihood(model, ids, device)
+    nats = total / count
+    if not nats < 700:  # NaN is not, either
+        fail(f"{out_dir}: {nats:.4g} nats per token, expected about {math.log(model.args.vocab_size):.1f} or less; "
+             "its weights are broken")
+    print(f"perplexity {math.exp(nats):.4f} ({count} tokens, {nats:.6f} nats per token, "
+          f"{total / math.log(2) / len(text):.6f} bits per byte)")
 
 
 def main():

@@ -8,8 +8,8 @@ Checkpoint ⇄ model file.
     python export.py model.gguf --dtype=q4_0 --path=small.gguf
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
 
-The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, export.py of https://github.com/karpathy/llama2.c,
-https://huggingface.co/docs/safetensors. Files are written tensor by tensor under a temporary name, then renamed.
+The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, https://huggingface.co/docs/safetensors, and
+export.py of https://github.com/karpathy/llama2.c. Files are written tensor by tensor under a temporary name, then renamed.
 """
 import hashlib
 import json
@@ -87,7 +87,8 @@ class Type(NamedTuple):
 
 
 def reciprocal(d):
-    return np.divide(1, d, out=np.zeros_like(d), where=d != 0)
+    """1 / d; 0 where that would overflow, which is where half precision stores d as 0."""
+    return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 1e-38)
 
 
 def to_bf16(x):
@@ -241,11 +242,12 @@ def gguf_type(name, shape, dtype):
 def write_gguf(path, state, args, vocabulary, dtype, name, extra):
     """GGUF version 3: header, metadata, tensor infos, padding, then the tensors, each padded to the alignment."""
     metadata = gguf_metadata(args, vocabulary, dtype, name, extra)
-    layout, offset = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)], 0
+    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)]
     header = b"GGUF" + struct.pack("<IQQ", 3, len(layout), len(metadata))
     for key, value in metadata.items():
         number, data = gguf_value(value)
         header += gguf_string(key) + struct.pack("<I", number) + data
+    offset = 0
     for _, gguf, shape, kind in layout:
         header += gguf_string(gguf) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         header += struct.pack("<IQ", TYPES[kind].number, offset)
@@ -266,15 +268,24 @@ def write_gguf(path, state, args, vocabulary, dtype, name, extra):
         f.write(digest.hexdigest().encode())
 
 
-def check_llama2c(args, group_size):
-    """The group size that fits; one line for a model these formats can't describe."""
+def check_llama2c(args, vocabulary, version, group_size):
+    """The group size that fits dim; says, in one line each, what these formats can't."""
     for key, standard in (("norm_eps", 1e-5), ("rope_theta", 10000.0), ("rope_scaling", 1.0)):
         if getattr(args, key) != standard:
-            fail(f"the model has {key}={getattr(args, key)}, but llama2.c's formats imply {standard}; use --format=gguf")
+            fail(f"the model has {key}={getattr(args, key)}, llama2.c's formats imply {standard}; use --format=gguf")
     if group_size < 1:
         fail(f"--group_size={group_size}: expected at least 1, such as 64")
+    asked = group_size
     while args.dim % group_size:
         group_size //= 2
+    if version == 2 and group_size != asked:
+        print(f"groups of {group_size}: {asked} does not divide dim={args.dim}")
+    if version == 2 and args.hidden_dim % group_size:
+        print(f"groups of {group_size} run across the rows of w2, hidden_dim={args.hidden_dim}: run reads that, "
+              f"llama2.c's runq does not; for it choose a --group_size that divides {args.dim} and {args.hidden_dim}")
+    if vocabulary and not vocabulary.add_dummy_prefix:
+        print("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has none; "
+              "--format=gguf can say so")
     return group_size
 
 
@@ -354,13 +365,17 @@ def write_hf(path, state, args, vocabulary, dtype):
         print(f"{folder}: written without a tokenizer, Hugging Face has none like this {vocabulary.kind} vocabulary")
         return
     vocabulary.save(folder / "tokenizer.model")
-    special = {f"{key}_token": vocabulary.pieces()[getattr(vocabulary, f"{key}_id")][0].decode() for key in ("bos", "eos", "unk")}
-    config = {"tokenizer_class": "LlamaTokenizer", **special, "add_bos_token": True, "add_eos_token": False,
-              "add_prefix_space": vocabulary.add_dummy_prefix, "model_max_length": args.max_seq_len}
+    name = [piece.decode() for piece, _, _ in vocabulary.pieces()]
+    config = {
+        "tokenizer_class": "LlamaTokenizer", "legacy": True, "model_max_length": args.max_seq_len,
+        "unk_token": name[vocabulary.unk_id], "bos_token": name[vocabulary.bos_id], "eos_token": name[vocabulary.eos_id],
+        "add_bos_token": True, "add_eos_token": False, "add_prefix_space": vocabulary.add_dummy_prefix,
+    }
     checkpoint.write_atomic(folder / "tokenizer_config.json", json.dumps(config, indent=1))
 
 
-def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64, name="llamac", extra=None):
+def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64, name="llamac",
+                 extra=None):
     """
     Write a model file. model_state: state_dict of a Transformer, args: its ModelArgs, vocabulary: its Tokenizer (None
     will do for v0, v1, v2), name: general.name, extra: more GGUF metadata. Raises OSError when the disk fails; what
@@ -375,23 +390,18 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same")
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, or llama2.c's .bin)")
+    if vocabulary and vocabulary.normalizer != "identity":
+        print(f"the vocabulary rewrites text by {vocabulary.normalizer} and model files can't say that: "
+              "unusual characters of a prompt may be encoded otherwise")
     if format == "gguf":
         return write_gguf(path, model_state, args, vocabulary, dtype, name, extra or {})
     if format == "hf":
         return write_hf(path, model_state, args, vocabulary, dtype)
-    fitting = check_llama2c(args, group_size)
-    if format == "v2" and fitting != group_size:
-        print(f"groups of {fitting}: {group_size} does not divide dim={args.dim}")
-    if format == "v2" and args.hidden_dim % fitting:
-        print(f"groups of {fitting} run across the rows of w2 (hidden_dim={args.hidden_dim}): run reads them, llama2.c's "
-              f"runq does not; for it choose a --group_size that divides both {args.dim} and {args.hidden_dim}")
-    write_llama2c(path, model_state, args, int(format[1]), fitting)
+    group_size = check_llama2c(args, vocabulary, int(format[1]), group_size)
+    write_llama2c(path, model_state, args, int(format[1]), group_size)
     if vocabulary:
-        beside = Path(path).parent / "tokenizer.bin"
-        with replacing(beside) as f:
+        with replacing(Path(path).with_name("tokenizer.bin")) as f:
             vocabulary.export_bin(f.name)
-        if not vocabulary.add_dummy_prefix:
-            print(f"{beside}: its format implies a space before every text, this vocabulary has none; --format=gguf says so")
 
 
 # ---- reading
@@ -413,7 +423,7 @@ class Reader:
     def take(self, count):
         """The next `count` bytes, a view."""
         if count > len(self.data) - self.at:
-            self.fail(f"ends after {len(self.data)} bytes, in the middle of what its header implies; truncated or damaged")
+            self.fail(f"truncated or damaged, its {len(self.data)} bytes end in the middle of what its header implies")
         self.at += count
         return self.data[self.at - count:self.at]
 
@@ -422,6 +432,12 @@ class Reader:
 
     def string(self):
         return self.take(self.unpack("<Q")[0]).tobytes()
+
+    def weights(self, name, w, shape):
+        """float32 w as a tensor of that shape."""
+        if not np.isfinite(w).all():
+            self.fail(f"{name} holds values that are not finite; damaged, or of a run that diverged")
+        return torch.from_numpy(w.reshape(shape))
 
     def value(self, number):
         """The next value of GGUF's type `number`: bool, int, float, str, or a list, its strings as bytes."""
@@ -434,13 +450,13 @@ class Reader:
             kind = np.dtype(self.SCALARS.get(number) or self.fail(f"a list of type {number}, which GGUF has not"))
             return self.take(count * kind.itemsize).view(kind).tolist()
         value, = self.unpack(self.SCALARS.get(number) or self.fail(f"a value of type {number}, which GGUF has not"))
-        return float(str(np.float32(value))) if number == 6 else value  # 1e-05, not the 9.99999974e-06 that stands for it
+        return float(str(np.float32(value))) if number == 6 else value  # 1e-05, not the 9.99999974e-06 it is
 
 
-def checked(reader, args):
+def checked(reader, args, note=""):
     """args, or one line when no model we can hold has them."""
     if args.problem() or args.max_seq_len > MAX_CONTEXT:
-        reader.fail(args.problem() or f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}")
+        reader.fail(note + (args.problem() or f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"))
     return args
 
 
@@ -498,7 +514,7 @@ def read_gguf(path):
         if shape != expected or shape[-1] % kind.block or offset != r.at - start:
             r.fail(f"{gguf} has shape {shape} at offset {offset}, expected {expected} at {r.at - start}")
         raw = r.take(math.prod(shape) // kind.block * kind.size)
-        state[name] = torch.from_numpy(kind.decode(raw).reshape(shape))
+        state[name] = r.weights(gguf, kind.decode(raw), shape)
     if len(r.data) not in (r.at, r.at + gap(r.at - start, alignment)):
         r.fail(f"holds {len(r.data)} bytes, its header implies {r.at}")
     return state, args, metadata
@@ -520,7 +536,8 @@ def read_llama2c(path):
     vocab_size = vocab_size if version else abs(vocab_size)
     if min(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len, group_size) < 1:
         r.fail("neither GGUF nor a llama2.c header, whose numbers are all positive")
-    args = checked(r, ModelArgs(dim, n_layers, n_heads, n_kv_heads, vocab_size, hidden_dim, max_seq_len=max_seq_len, tied=tied))
+    args = ModelArgs(dim, n_layers, n_heads, n_kv_heads, vocab_size, hidden_dim, max_seq_len=max_seq_len, tied=tied)
+    checked(r, args, "" if version else "neither GGUF nor llama2.c's v1 or v2; read as v0, ")
     r.at, state = LLAMA2C_HEADER if version else r.at, {}
     for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
         count = math.prod(shape)
@@ -528,10 +545,11 @@ def read_llama2c(path):
             if count % group_size:
                 r.fail(f"groups of {group_size} do not fill {name}, which has {count} values")
             q = r.take(count).view(np.int8).reshape(-1, group_size)
-            w = q * r.take(4 * (count // group_size)).view("<f4").astype(np.float32)[:, None]
+            with np.errstate(over="ignore", invalid="ignore"):  # `weights` looks at what comes out
+                w = q * r.take(4 * (count // group_size)).view("<f4").astype(np.float32)[:, None]
         else:
             w = r.take(4 * count).view("<f4").astype(np.float32)
-        state[name] = torch.from_numpy(w.reshape(shape))
+        state[name] = r.weights(name, w, shape)
         if version == 0 and name == "norm.weight":
             r.take(4 * max_seq_len * args.head_dim)  # the frequency tables
     if r.at != len(r.data):
@@ -554,13 +572,16 @@ def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra
     """A Tokenizer of the [(bytes, score, type)] in a model file, by way of the sentencepiece model they came from."""
     if pieces == Bytes().pieces():
         return Bytes()
-    message = b"".join(protobuf(1, protobuf(1, piece) + protobuf(2, float(score)) + protobuf(3, kind)) for piece, score, kind in pieces)
-    names = {45: unk_id, 46: bos_id, 47: eos_id}
-    if not all(0 <= i < len(pieces) for i in names.values()):
-        fail(f"{where}: special ids {[*names.values()]}, expected below the vocabulary's size {len(pieces)}")
+    ids = unk_id, bos_id, eos_id
+    if not all(0 <= i < len(pieces) for i in ids):
+        fail(f"{where}: special ids {ids}, expected below the vocabulary's size {len(pieces)}")
+    for i, (piece, score, kind) in enumerate(pieces):
+        if piece.decode(errors="ignore").encode() != piece or not math.isfinite(score) or not 1 <= kind <= 6:
+            fail(f"{where}: piece {i} is {piece!r} with score {score} and type {kind}, expected UTF-8, a number, 1 to 6")
+    message = b"".join(protobuf(1, protobuf(1, piece) + protobuf(2, float(score)) + protobuf(3, kind))
+                       for piece, score, kind in pieces)
     trainer = protobuf(3, 2) + protobuf(35, any(kind == 6 for _, _, kind in pieces))  # BPE, byte fallback
-    trainer += b"".join(protobuf(number, pieces[i][0]) for number, i in names.items())
-    trainer += b"".join(protobuf(number, i) for number, i in zip((40, 41, 42), names.values()))
+    trainer += b"".join(protobuf(40 + n, i) + protobuf(45 + n, pieces[i][0]) for n, i in enumerate(ids))
     rules = protobuf(1, b"identity") + protobuf(3, add_dummy_prefix) + protobuf(4, remove_extra_whitespaces)
     return SentencePiece(message + protobuf(2, trainer) + protobuf(3, rules), where)
 

@@ -39,7 +39,10 @@ def main():
     generator = torch.Generator(device=place).manual_seed(seed)
     stop = (vocabulary.bos_id, vocabulary.eos_id)
     for n in range(num_samples):
-        tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
+        try:
+            tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
+        except RuntimeError as e:  # torch.multinomial, of probabilities that are NaN
+            fail(f"{out_dir}: cannot be sampled from ({e}); its weights are broken")
         print("\n" * (n > 0) + vocabulary.decode(tokens[0].tolist()), flush=True)
 
 

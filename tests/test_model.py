@@ -44,7 +44,7 @@ def twin(model):
             w = torch.cat([head[half] for head in w.split(a.head_dim)])
         for ours, other in parts.items():
             name = name.replace(ours, other)
-        theirs[name.replace("layers.", "model.layers.") if "layers" in name else name.replace("norm.", "model.norm.")] = w
+        theirs["model." + name if name.startswith(("layers.", "norm.")) else name] = w
     rope = {"rope_type": "default", "rope_theta": a.rope_theta}
     if a.rope_scaling != 1:
         rope = {"rope_type": "linear", "factor": a.rope_scaling, "rope_theta": a.rope_theta}
@@ -76,8 +76,9 @@ def test_gradients_equal_transformers():
     tokens = torch.randint(model.args.vocab_size, (2, 33))
     model(tokens[:, :-1], tokens[:, 1:])[1].backward()
     llama(tokens, labels=tokens).loss.backward()
-    for ours, theirs in ((model.tok_embeddings, llama.model.embed_tokens), (model.layers[0].attention.wv, llama.model.layers[0].self_attn.v_proj),
-                         (model.layers[1].feed_forward.w1, llama.model.layers[1].mlp.gate_proj), (model.norm, llama.model.norm)):
+    for ours, theirs in ((model.tok_embeddings, llama.model.embed_tokens), (model.norm, llama.model.norm),
+                         (model.layers[0].attention.wv, llama.model.layers[0].self_attn.v_proj),
+                         (model.layers[1].feed_forward.w1, llama.model.layers[1].mlp.gate_proj)):
         g = theirs.weight.grad
         assert (ours.weight.grad - g).abs().max() <= 1e-5 * g.abs().max()
 
@@ -204,8 +205,9 @@ def test_hidden_width_is_derived_as_llama2c_does():
 @pytest.mark.parametrize("wrong, said", [
     (dict(n_layers=0), "n_layers is 0"), (dict(dim=-8), "dim is -8"), (dict(dim=50), "dim=50 over n_heads=4"),
     (dict(dim=20), "dim=20 over n_heads=4"), (dict(n_kv_heads=3), "n_heads=4 is not a multiple of n_kv_heads=3"),
-    (dict(dropout=1.0), "dropout is 1.0"), (dict(dropout=-0.1), "dropout is -0.1"), (dict(rope_theta=0.0), "rope_theta"),
-    (dict(rope_scaling=-1.0), "rope_scaling"), (dict(norm_eps=0.0), "norm_eps"), (dict(max_seq_len=0), "max_seq_len is 0"),
+    (dict(dropout=1.0), "dropout is 1.0"), (dict(dropout=-0.1), "dropout is -0.1"),
+    (dict(rope_theta=0.0), "rope_theta"), (dict(rope_scaling=-1.0), "rope_scaling"), (dict(norm_eps=0.0), "norm_eps"),
+    (dict(max_seq_len=0), "max_seq_len is 0"),
 ])
 def test_impossible_sizes_are_named(wrong, said):
     assert said in ModelArgs(**(SMALL | wrong)).problem()

@@ -1,0 +1,506 @@
+"""Model files: the bytes of llama2.c's formats, GGUF as the gguf package reads it, Hugging Face folders, and damage."""
+import hashlib
+import json
+import random
+import resource
+import struct
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import asdict
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import sentencepiece as spm
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+import checkpoint
+import export
+from model import ModelArgs, Transformer
+from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "Once upon a time, there was a little girl. She loved to play outside in the park, on 12 days of 7.\n"
+SHAPES = {
+    "mha": dict(dim=64, n_layers=2, n_heads=4, max_seq_len=32),
+    "gqa, untied": dict(dim=96, n_layers=3, n_heads=6, n_kv_heads=2, max_seq_len=16, tied=False),
+    "odd hidden": dict(dim=48, n_layers=1, n_heads=2, hidden_dim=100, max_seq_len=8),
+}
+DTYPES = list(export.TYPES)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    words = [word[i:] for word in TEXT.split() for i in range(len(word))]
+    lines = [" ".join(random.Random(n).choices(words, k=9)) for n in range(200)]
+    return train_tokenizer(lines, 330, tmp_path_factory.mktemp("vocabulary") / "tokenizer.model")
+
+
+def build(vocab_size=330, **sizes):
+    torch.manual_seed(3)
+    model = Transformer(ModelArgs(vocab_size=vocab_size, **sizes)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1, 0.3) if p.dim() == 1 else p.normal_(0, 0.1)
+        model.layers[0].attention.wq.weight[0] = 0  # a block without a scale
+    return model
+
+
+def save_run(folder, model, vocabulary):
+    """A run's folder with one checkpoint."""
+    folder.mkdir()
+    vocabulary.save(folder / "vocabulary.model")
+    saved = {"args": asdict(model.args), "model": model.state_dict()}
+    (folder / "tokenizer.model").write_bytes((folder / "vocabulary.model").read_bytes())
+    checkpoint.save(folder, 7, saved, {}, {}, folder / "tokenizer.model", best=True)
+    return folder
+
+
+def command(monkeypatch, out_dir, **knobs):
+    """`python export.py out_dir --knob=value ...` inside this process."""
+    for key, value in (dict(out_dir=out_dir, format="gguf", dtype="f32", group_size=64, tokenizer="", path="") | knobs).items():
+        monkeypatch.setattr(export, key, str(value) if isinstance(value, Path) else value)
+    export.main()
+
+
+def refused(capsys, function, *args, **kwargs):
+    """The one line of an error that ends the program with exit code 2."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        function(*args, **kwargs)
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    return said
+
+
+# ---- llama2.c
+
+def int8_groups(w, group):
+    """Group by group: the scale is the largest magnitude over 127, ties round to even, as Python's round does."""
+    q, scales = bytearray(), []
+    for values in w.reshape(-1, group):
+        scale = np.float32(max(abs(v) for v in values)) / np.float32(127)
+        q += struct.pack(f"{group}b", *(round(float(v / scale)) if scale else 0 for v in values))
+        scales.append(scale)
+    return bytes(q) + struct.pack(f"<{len(scales)}f", *scales)
+
+
+def llama2c_bytes(model, version, group=0):
+    """The whole file, from the description of the format alone."""
+    a, w = model.args, {name: p.detach().numpy() for name, p in model.named_parameters()}
+    layers = [f"layers.{n}." for n in range(a.n_layers)]
+
+    def floats(*names):
+        return b"".join(struct.pack(f"<{w[n].size}f", *w[n].reshape(-1)) for n in names)
+
+    def matrices(*names):
+        return b"".join(int8_groups(w[n], group) for n in names) if version == 2 else floats(*names)
+
+    ints = [a.dim, a.hidden_dim, a.n_layers, a.n_heads, a.n_kv_heads, a.vocab_size, a.max_seq_len]
+    attention = [f"{layer}attention.{m}.weight" for m in ("wq", "wk", "wv", "wo") for layer in layers]
+    feed_forward = [f"{layer}feed_forward.{m}.weight" for m in ("w1", "w2", "w3") for layer in layers]
+    attention_norms = [f"{layer}attention_norm.weight" for layer in layers]
+    ffn_norms = [f"{layer}ffn_norm.weight" for layer in layers]
+    output = [] if a.tied else ["output.weight"]
+    if version == 0:
+        ints[5] = a.vocab_size if a.tied else -a.vocab_size
+        frequency = torch.tensor([1 / 10000 ** (2 * i / a.head_dim) for i in range(a.head_dim // 2)])
+        angle = torch.arange(a.max_seq_len)[:, None] * frequency[None]
+        before, after = floats("tok_embeddings.weight", *attention_norms, *attention, *ffn_norms, *feed_forward,
+                               "norm.weight"), floats(*output)
+        return struct.pack("<7i", *ints) + before, [angle.cos(), angle.sin()], after
+    header = b"24ka" + struct.pack("<i7iB", version, *ints, a.tied)
+    header += struct.pack("<i", group) if version == 2 else b""
+    return (header.ljust(256, b"\0") + floats(*attention_norms, *ffn_norms, "norm.weight")
+            + matrices("tok_embeddings.weight", *attention, *feed_forward, *output))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_v0_bytes(shape, tmp_path, vocabulary):
+    model = build(**SHAPES[shape])
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v0")
+    before, tables, after = llama2c_bytes(model, 0)
+    data = (tmp_path / "m.bin").read_bytes()
+    size = 4 * model.args.max_seq_len * model.args.head_dim
+    assert data[:len(before)] == before and data[len(before) + size:] == after
+    written = np.frombuffer(data[len(before):len(before) + size], "<f4").reshape(2, model.args.max_seq_len, -1)
+    assert np.abs(written - np.stack(tables)).max() < 1e-5  # libraries differ in the last bits of a cosine
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_v1_bytes(shape, tmp_path, vocabulary):
+    model = build(**SHAPES[shape])
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v1")
+    assert (tmp_path / "m.bin").read_bytes() == llama2c_bytes(model, 1)
+
+
+@pytest.mark.parametrize("shape, asked, fits", [
+    ("mha", 64, 64), ("mha", 16, 16), ("gqa, untied", 64, 32), ("odd hidden", 64, 16), ("odd hidden", 48, 48)])
+def test_v2_bytes(shape, asked, fits, tmp_path, vocabulary, capsys):
+    model = build(**SHAPES[shape])
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v2", group_size=asked)
+    assert (tmp_path / "m.bin").read_bytes() == llama2c_bytes(model, 2, fits)
+    said = capsys.readouterr().out
+    assert ("does not divide" in said) == (asked != fits) and ("runq does not" in said) == (shape == "odd hidden")
+
+
+def test_tokenizer_bin_beside_it(tmp_path, vocabulary, capsys):
+    model = build(**SHAPES["mha"])
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v1")
+    sp = spm.SentencePieceProcessor(model_proto=vocabulary.data)
+    pieces = [sp.id_to_piece(i).replace("\u2581", " ").encode() for i in range(330)]
+    pieces[1], pieces[2] = b"\n<s>\n", b"\n</s>\n"
+    expected = struct.pack("<I", max(map(len, pieces)))
+    for i, piece in enumerate(pieces):
+        expected += struct.pack("<fi", sp.get_score(i), len(piece)) + piece
+    assert (tmp_path / "tokenizer.bin").read_bytes() == expected and not capsys.readouterr().out
+    model = build(259, **SHAPES["mha"])
+    export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.bin", "v1")
+    assert "implies a space" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("beyond", [dict(rope_theta=5e5), dict(norm_eps=1e-6), dict(rope_scaling=2.0)])
+def test_llama2c_refuses_what_it_cannot_say(beyond, tmp_path, vocabulary, capsys):
+    model = build(**SHAPES["mha"], **beyond)
+    said = refused(capsys, export.export_model, model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v1")
+    assert next(iter(beyond)) in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_llama2c_read_back(shape, version, tmp_path):
+    model = build(**SHAPES[shape])
+    export.export_model(model.state_dict(), model.args, None, tmp_path / "m.bin", f"v{version}")
+    state, args = export.read_llama2c(tmp_path / "m.bin")
+    assert args == model.args and set(state) == {name for name, _ in model.named_parameters()}
+    for name, w in state.items():
+        original = model.state_dict()[name]
+        if version == 2 and w.dim() == 2:  # half a step of the coarsest group
+            assert (w - original).abs().max() <= original.abs().max() / 127 / 2 * 1.001
+        else:
+            assert torch.equal(w, original)
+
+
+# ---- GGUF
+
+def scalars(reader):
+    return {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabulary):
+    model, path = build(**SHAPES[shape]), tmp_path / "m.gguf"
+    export.export_model(model.state_dict(), model.args, vocabulary, path, dtype=dtype)
+    reader = gguf.GGUFReader(path)
+    found = {t.name: t for t in reader.tensors}
+    state, args, _ = export.read_gguf(path)
+    assert len(found) == len(list(model.named_parameters())) and args == model.args
+    for name, original in model.named_parameters():
+        theirs = found[next(other for ours, other, _, _ in export.tensors(model.args) if ours == name)]
+        original = original.detach().numpy()
+        whole = original.ndim == 2 and original.shape[1] % 32 == 0
+        wide = name in ("tok_embeddings.weight", "output.weight")
+        if original.ndim == 1 or (not whole and dtype in ("q8_0", "q4_0")):
+            kind = "F32"
+        else:
+            kind = "Q8_0" if dtype == "q4_0" and wide else dtype.upper()
+        assert theirs.tensor_type.name == kind and tuple(theirs.shape) == original.shape[::-1], name
+        stored = np.asarray(theirs.data).reshape(-1).view(np.uint8)
+        assert np.array_equal(stored, np.asarray(gguf.quants.quantize(original, theirs.tensor_type)).reshape(-1).view(np.uint8)), name
+        read = gguf.quants.dequantize(theirs.data, theirs.tensor_type).reshape(original.shape)
+        assert np.array_equal(read, state[name].numpy()), name
+        if dtype == "f32":
+            assert np.array_equal(read, original)
+    assert reader.data_offset % 32 == 0 and all(t.data_offset % 32 == 0 for t in reader.tensors)
+    file_type = {"f32": "ALL_F32"}.get(dtype, "MOSTLY_" + dtype.upper())
+    assert scalars(reader)["general.file_type"] == gguf.LlamaFileType[file_type]
+    data = path.read_bytes()
+    assert scalars(reader)["llamac.tensor_data.sha256"] == hashlib.sha256(data[reader.data_offset:]).hexdigest()
+
+
+def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
+    """Ties, zeros, both signs, the smallest and the largest values that fit: bit for bit as the gguf package."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 64)).astype(np.float32) * np.logspace(-36, 3, 64, dtype=np.float32)[:, None]
+    x[0], x[1], x[2, ::2], x[3] = 0, -0.0, 127, np.arange(64) - 32
+    x[4], x[5, :32], x[5, 32:] = np.arange(64) / 2, np.linspace(-127, 0, 32), np.repeat(np.arange(16) - 8, 2)
+    x[6] = np.arange(64) + 0.5
+    for dtype, kind in export.TYPES.items():
+        theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind.number))
+        ours = np.frombuffer(b"".join(export.encoded("x", torch.from_numpy(x), dtype)), np.uint8)
+        assert np.array_equal(ours, np.asarray(theirs).reshape(-1).view(np.uint8)), dtype
+        assert kind.block * len(ours) == kind.size * x.size
+        tiny = torch.tensor([1e-45, -1e-40] * 16)[None]
+        with np.errstate(divide="raise", over="raise", invalid="raise"):
+            written = np.frombuffer(next(export.encoded("x", tiny, dtype)), np.uint8)
+            assert np.abs(kind.decode(written)).max() <= 1e-40
+
+
+def test_gguf_metadata(tmp_path, vocabulary):
+    model, path = build(**SHAPES["gqa, untied"], rope_theta=5e5, rope_scaling=2.5, norm_eps=1e-6), tmp_path / "m.gguf"
+    export.export_model(model.state_dict(), model.args, vocabulary, path, name="tiny", extra={"tokenizer.chat_template": "{{x}}"})
+    found = scalars(gguf.GGUFReader(path))
+    sp = spm.SentencePieceProcessor(model_proto=vocabulary.data)
+    types = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in range(330)]
+    assert found.pop("tokenizer.ggml.tokens") == [sp.id_to_piece(i) for i in range(330)]
+    assert found.pop("tokenizer.ggml.scores") == [sp.get_score(i) for i in range(330)]
+    assert found.pop("tokenizer.ggml.token_type") == types
+    assert found.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
+    assert len(found.pop("llamac.tensor_data.sha256")) == 64
+    assert found == {
+        "general.architecture": "llama", "general.name": "tiny", "general.alignment": 32, "general.file_type": 0,
+        "llama.context_length": 16, "llama.embedding_length": 96, "llama.block_count": 3, "llama.vocab_size": 330,
+        "llama.feed_forward_length": 256, "llama.attention.head_count": 6, "llama.attention.head_count_kv": 2,
+        "llama.rope.dimension_count": 16, "llama.rope.freq_base": 5e5, "llama.rope.scaling.type": "linear",
+        "llama.rope.scaling.factor": 2.5, "tokenizer.ggml.model": "llama", "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_eos_token": False, "tokenizer.ggml.add_space_prefix": True,
+        "tokenizer.ggml.remove_extra_whitespaces": False, "tokenizer.chat_template": "{{x}}"}
+    assert export.read_gguf(path)[1] == model.args
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
+def test_vocabulary_comes_back_from_a_gguf_file(kind, tmp_path, vocabulary):
+    original = {"sentencepiece": vocabulary, "byte": Bytes(), "char": Characters(TEXT)}[kind]
+    model = build(original.vocab_size, **SHAPES["mha"])
+    export.export_model(model.state_dict(), model.args, original, tmp_path / "m.gguf")
+    again = export.read_model(tmp_path / "m.gguf")[2]
+    assert again.pieces() == original.pieces()
+    for text in ("", " ", TEXT, "  two  spaces ", "a\n\nb\tc", "naïve 日本 \u2581 😀" if kind != "char" else "girl girl"):
+        assert again.encode(text, bos=True, eos=True) == original.encode(text, bos=True, eos=True)
+        assert again.decode(again.encode(text)) == original.decode(original.encode(text))
+
+
+# ---- Hugging Face
+
+@pytest.mark.parametrize("sizes, dtype", [
+    (SHAPES["mha"], "f32"), (SHAPES["gqa, untied"] | dict(rope_theta=5e5, rope_scaling=2.5, norm_eps=1e-3), "f32"),
+    (SHAPES["odd hidden"], "bf16")])
+def test_hugging_face_folder(sizes, dtype, tmp_path, vocabulary):
+    model = build(**sizes)
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "hf", "hf", dtype)
+    if dtype == "bf16":
+        model.load_state_dict({name: w.bfloat16().float() for name, w in model.state_dict().items()})
+    llama = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    x = torch.randint(330, (2, model.args.max_seq_len))
+    with torch.no_grad():
+        ours, theirs = model(x, x)[0], llama(x).logits
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for text in (TEXT, "naïve 日本 😀", "a\n\nb  c"):
+        assert tokenizer.encode(text) == vocabulary.encode(text, bos=True)
+
+
+# ---- the command
+
+def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
+    model = build(**SHAPES["gqa, untied"])
+    run = save_run(tmp_path / "run", model, vocabulary)
+
+    def same(path, w=model.state_dict(), tokenizer=""):
+        state, args, found, _ = export.read_model(path, tokenizer)
+        assert args == model.args and found.encode(TEXT) == vocabulary.encode(TEXT)
+        assert all(torch.equal(state[name], w[name]) for name in w)
+
+    command(monkeypatch, run)
+    assert capsys.readouterr().out == f"wrote {run / 'model.gguf'}\n"
+    same(run / "model.gguf")
+    command(monkeypatch, checkpoint.locate(run), path=tmp_path / "step.gguf")
+    assert (tmp_path / "step.gguf").read_bytes()[-1000:] == (run / "model.gguf").read_bytes()[-1000:]
+    for version in ("v0", "v1"):
+        command(monkeypatch, run / "model.gguf", format=version)
+        same(run / "model.bin", tokenizer=str(run / "tokenizer.bin"))
+        command(monkeypatch, run / "model.bin", tokenizer=run / "tokenizer.bin", path=tmp_path / "back.gguf")
+        same(tmp_path / "back.gguf")
+    command(monkeypatch, run / "model.gguf", dtype="q8_0", path=tmp_path / "q8.gguf")
+    command(monkeypatch, run, dtype="q8_0", path=tmp_path / "q8 at once.gguf")
+    assert export.read_gguf(tmp_path / "q8.gguf")[2]["general.name"] == "run"
+    same(tmp_path / "q8.gguf", export.read_gguf(tmp_path / "q8 at once.gguf")[0])
+    command(monkeypatch, run / "model.gguf", format="hf")
+    assert (run / "hf" / "tokenizer.model").exists() and (run / "hf" / "model.safetensors").exists()
+
+
+def test_mistakes_are_one_line(tmp_path, vocabulary, monkeypatch, capsys):
+    run = save_run(tmp_path / "run", build(**SHAPES["mha"]), vocabulary)
+    command(monkeypatch, run)
+    command(monkeypatch, run, format="v1")
+    (tmp_path / "empty").touch()
+    before = sorted(tmp_path.rglob("*"))
+    for out_dir, knobs, said in [
+        (tmp_path / "none", {}, "holds no complete checkpoint"), (tmp_path / "empty", {}, "cannot be read"),
+        (run, dict(format="onnx"), "expected gguf or hf or v0"), (run, dict(dtype="q2_k"), "expected f32 or f16"),
+        (run, dict(format="hf", dtype="q8_0"), "expected f32 or f16 or bf16"),
+        (run, dict(format="v2", dtype="f16"), "expected f32"), (run, dict(format="v2", group_size=0), "at least 1"),
+        (run / "model.bin", {}, "needs the vocabulary"), (run / "model.gguf", {}, "over itself"),
+        (run / "model.bin", dict(format="v2"), "over itself"), (run, dict(path=tmp_path / "no" / "m"), "No such file"),
+        (run, dict(path=tmp_path), "s a directory"), (run, dict(tokenizer=tmp_path / "no.model"), "No such file"),
+        (run, dict(tokenizer=ROOT / "model.py"), "not a sentencepiece model"),
+        (run, dict(tokenizer=tmp_path / "no.bin"), "No such file"), (ROOT / "model.py", {}, "neither GGUF nor"),
+    ]:
+        assert said in refused(capsys, command, monkeypatch, out_dir, **knobs)
+    (tmp_path / "tokenizer.json").write_bytes(Bytes().data)
+    assert "259 pieces and the model 330" in refused(capsys, command, monkeypatch, run, tokenizer=tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("bad, dtype", [(float("nan"), "f32"), (float("inf"), "q8_0"), (1e5, "f16"), (1e7, "q4_0")])
+@pytest.mark.parametrize("format", ["gguf", "hf"])
+def test_weights_that_do_not_fit(bad, dtype, format, tmp_path, vocabulary, capsys):
+    if format == "hf" and dtype.startswith("q"):
+        dtype, bad = "bf16", -float("inf")
+    model = build(**SHAPES["mha"])
+    with torch.no_grad():
+        model.layers[1].feed_forward.w2.weight[3, 5] = bad
+    (tmp_path / "m").mkdir() if format == "hf" else (tmp_path / "m").write_text("the old one")
+    said = refused(capsys, export.export_model, model.state_dict(), model.args, vocabulary, tmp_path / "m", format, dtype)
+    assert "layers.1.feed_forward.w2.weight" in said
+    assert [p.name for p in tmp_path.rglob("*")] == ["m"]  # nothing half-written
+    if format == "gguf":
+        assert (tmp_path / "m").read_text() == "the old one"
+
+
+@pytest.mark.parametrize("format, files", [("gguf", ["model.gguf"]), ("v2", ["model.bin", "tokenizer.bin"])])
+def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
+    """A file may grow to 60 kB here, which is not enough."""
+    run = save_run(tmp_path / "run", build(**SHAPES["gqa, untied"]), vocabulary)
+    before = sorted(run.iterdir())
+
+    failed = subprocess.run([sys.executable, ROOT / "export.py", run, f"--format={format}"], capture_output=True, text=True,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))
+    assert failed.returncode == 2 and failed.stdout.count("wrote") == 0
+    assert failed.stderr.count("\n") == 1 and "cannot be written (File too large)" in failed.stderr
+    assert sorted(run.iterdir()) == before
+    command(monkeypatch, run, format=format)
+    assert sorted(run.iterdir()) == sorted(before + [run / name for name in files])
+
+
+@pytest.mark.parametrize("format, dtype", [("gguf", "f32"), ("gguf", "q8_0"), ("v1", "f32"), ("v2", "f32"), ("hf", "bf16")])
+def test_writes_tensor_by_tensor(format, dtype, tmp_path, vocabulary):
+    """Twenty times the size of a tensor is written with the memory of a few. (tracemalloc sees numpy's arrays.)"""
+    model = build(dim=256, n_layers=24, n_heads=4, hidden_dim=512, max_seq_len=8)
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "first", format, dtype)
+    tracemalloc.start()
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m", format, dtype)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    largest = 4 * 256 * 512
+    assert 4 * model.num_params() > 100 * largest and peak < 10 * largest
+
+
+# ---- damage
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, vocabulary):
+    """A file of each format: {format: path}."""
+    folder, model = tmp_path_factory.mktemp("files"), build(dim=32, n_layers=2, n_heads=2, hidden_dim=32, max_seq_len=8)
+    for format in ("gguf", "v0", "v1", "v2"):
+        export.export_model(model.state_dict(), model.args, vocabulary, folder / format, format)
+    return {p.name: p for p in folder.iterdir()}
+
+
+def read(path):
+    return export.read_model(path) if path.read_bytes()[:4] == b"GGUF" else export.read_llama2c(path)
+
+
+@pytest.mark.parametrize("format", ["gguf", "v0", "v1", "v2"])
+def test_truncated_or_longer(format, files, tmp_path, capsys):
+    data, path = files[format].read_bytes(), tmp_path / "m"
+    read(files[format])
+    for size in sorted({1, 3, 4, 8, 24, 27, 28, 40, 255, 256, len(data) // 2, len(data) - 33, len(data) - 1}
+                       | set(range(5, len(data), len(data) // 60))):
+        path.write_bytes(data[:size])
+        refused(capsys, read, path)
+    path.write_bytes(data + bytes(32))
+    refused(capsys, read, path)
+
+
+@pytest.mark.parametrize("format", ["gguf", "v0", "v1", "v2"])
+def test_random_damage_is_one_line_or_harmless(format, files, tmp_path, capsys):
+    data, path, rng = files[format].read_bytes(), tmp_path / "m", random.Random(5)
+    header = data.find(b"output_norm.weight") + 100 if format == "gguf" else 256
+    outcomes = set()
+    for _ in range(400):
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 1, 4))):
+            damaged[rng.randrange(header)] = rng.choice((0, 1, 127, 128, 255, rng.randrange(256)))
+        path.write_bytes(damaged)
+        try:
+            read(path)
+            outcomes.add("read")
+        except SystemExit as e:
+            assert e.code == 2 and capsys.readouterr().err.count("\n") == 1
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}
+
+
+def test_damaged_tensor_is_noticed(files, tmp_path, capsys):
+    data, path = bytearray(files["gguf"].read_bytes()), tmp_path / "m"
+    data[-77] ^= 1
+    path.write_bytes(data)
+    assert "checksum" in refused(capsys, read, path)
+
+
+def with_metadata(path, changed, tensors=None):
+    """A GGUF of one small Llama by the gguf package, with metadata changed (None: left out)."""
+    values = {
+        "llama.context_length": 8, "llama.embedding_length": 8, "llama.block_count": 1, "llama.feed_forward_length": 8,
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"], "tokenizer.ggml.scores": [0.0] * 4,
+        "tokenizer.ggml.token_type": [2, 3, 3, 1]} | changed
+    w = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
+    kinds = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array}
+    for key, value in values.items():
+        if value is not None:
+            kinds[type(value)](key, value)
+    shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (8,), "blk.0.attn_norm.weight": (8,), "blk.0.ffn_norm.weight": (8,)}
+    shapes |= {f"blk.0.{name}.weight": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    for name, shape in (shapes | (tensors or {})).items():
+        if shape:
+            w.add_tensor(name, np.ones(shape, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"general.architecture": "gpt2"}, "architecture 'gpt2'"), ({"llama.block_count": None}, "block_count is None"),
+    ({"llama.block_count": 2}, "not those of a Llama of 2 layers"), ({"llama.block_count": 4294967295}, "tensors are not"),
+    ({"llama.embedding_length": "8"}, "embedding_length is '8'"), ({"llama.embedding_length": 0}, "positive int"),
+    ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.attention.head_count_kv": 4}, "not a multiple"),
+    ({"llama.context_length": 4294967295}, "a context of 4294967295"), ({"llama.feed_forward_length": 16}, "has shape"),
+    ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
+    ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+    ({"llama.rope.scaling.type": "linear"}, "scaling.factor is None"), ({"llama.rope.dimension_count": 2}, "head width 4"),
+    ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
+    ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
+    ({"tokenizer.ggml.bos_token_id": 4}, "special ids"), ({"tokenizer.ggml.bos_token_id": True}, "wrong type"),
+    ({"tokenizer.ggml.tokens": ["a"] * 4}, "sentencepiece"), ({"tokenizer.ggml.token_type": [2, 1, 1, 1]}, "no <s>"),
+])
+def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):
+    read(with_metadata(tmp_path / "good", {}))
+    assert said in refused(capsys, read, with_metadata(tmp_path / "m", changed))
+
+
+@pytest.mark.parametrize("tensors, said", [
+    ({"blk.0.attn_q.weight": None}, "not those of a Llama"), ({"rope_freqs.weight": (4,)}, "not those of a Llama"),
+    ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"), ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
+def test_tensors_that_cannot_be(tensors, said, tmp_path, capsys):
+    assert said in refused(capsys, read, with_metadata(tmp_path / "m", {}, tensors))
+
+
+def test_impossible_llama2c_headers(files, tmp_path, capsys):
+    data, path = files["v2"].read_bytes(), tmp_path / "m"
+    most = 2 ** 31 - 1
+    for at, value, said in [
+            (4, 3, "version 3"), (8, 0, "neither GGUF"), (8, -64, "neither GGUF"), (12, most, "damaged"), (16, most, "damaged"),
+            (20, 5, "no even head width"), (28, most, "damaged"), (32, most, "a context of"), (37, 0, "neither GGUF"),
+            (37, 7, "groups of 7 do not fill")]:
+        path.write_bytes(data[:at] + struct.pack("<i", value) + data[at + 4:])
+        assert said in refused(capsys, read, path)
