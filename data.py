@@ -162,11 +162,31 @@ def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
     return gather(tokens, starts, seq_len)
 
 
-def gather(tokens, starts, seq_len):
-    """Inputs and targets, each (n, seq_len) int64, of the windows that begin at `starts` (n,)."""
+def passages(tokens, bos_id, seq_len):
+    """
+    Where to read a split for evaluation: every document from its BOS, a long one in passages of seq_len predictions.
+    Returns (starts, lengths), each (n,) int64; a passage predicts the `lengths` tokens behind its start.
+    """
+    edges = np.append(np.flatnonzero(tokens == bos_id), len(tokens))
+    if edges[0]:  # a split cut from within a document
+        edges = np.insert(edges, 0, 0)
+    starts = np.concatenate([np.arange(a, b - 1, seq_len) for a, b in zip(edges, edges[1:])])
+    ends = edges[np.searchsorted(edges, starts, "right")]
+    return starts, np.minimum(ends - 1 - starts, seq_len)
+
+
+def gather(tokens, starts, seq_len, lengths=None):
+    """
+    Inputs and targets, each (n, seq_len) int64, of the windows that begin at `starts` (n,). Behind `lengths` (n,), where
+    given, targets are -1, which the loss leaves out.
+    """
     import torch  # not at the top: preparing, and the processes that do it, start without it
-    both = torch.from_numpy(tokens[starts[:, None] + np.arange(seq_len + 1)].astype(np.int64))
-    return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    places = np.minimum(starts[:, None] + np.arange(seq_len + 1), len(tokens) - 1)
+    both = torch.from_numpy(tokens[places].astype(np.int64))
+    x, y = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    if lengths is not None:
+        y[torch.arange(seq_len) >= torch.from_numpy(lengths)[:, None]] = -1
+    return x, y
 
 
 # ---- what to prepare --------------------------------------------------------------------------------------------

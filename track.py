@@ -11,18 +11,23 @@ import re
 import secrets
 import socket
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
 
 class Jsonl:
-    """out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ...} a line, flushed row by row."""
+    """
+    out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ..., "time": Unix seconds} a line, flushed row by row;
+    out_dir/config.json: the resolved configuration.
+    """
 
-    def __init__(self, path, step):
+    def __init__(self, out_dir, config, step):
         """Continue a file after iteration `step`: later rows, written before a crash, are dropped."""
-        kept = []
-        if step and Path(path).exists():
-            for line in Path(path).read_text(encoding="utf-8").splitlines():
+        path, kept = Path(out_dir, "log.jsonl"), []
+        Path(out_dir, "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        if step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
                 try:
                     if json.loads(line)["iter"] <= step:
                         kept.append(line + "\n")
@@ -34,7 +39,7 @@ class Jsonl:
 
     def log(self, row):
         finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(finite) + "\n")
+        self.file.write(json.dumps(finite | {"time": round(time.time(), 3)}) + "\n")
         self.file.flush()
 
     def model(self, path, metrics, aliases):
@@ -154,7 +159,7 @@ def new_run_id(name):
 
 def make_tracker(out_dir, config, step, run_id, wandb_log, project, name):
     """The tracker of the master process: JSONL always, W&B when asked for."""
-    destinations = [Jsonl(Path(out_dir, "log.jsonl"), step)]
+    destinations = [Jsonl(out_dir, config, step)]
     if wandb_log:
         try:
             destinations.append(Wandb(config, project, name, run_id))

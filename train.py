@@ -67,6 +67,7 @@ norm_eps = 1e-5             # of RMSNorm
 batch_size = 16             # sequences per forward pass; lower it when memory is short ...
 gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
 max_iters = 500             # steps
+optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
 learning_rate = 3e-3        # peak
 weight_decay = 0.1          # of the matrices
 beta1 = 0.9                 # AdamW
@@ -97,6 +98,8 @@ def check_settings():
     for name in ("beta1", "beta2"):
         if not 0 <= globals()[name] < 1:
             fail(f"{name} is {globals()[name]}, expected 0 <= {name} < 1")
+    if optimizer not in ("muon", "adamw"):
+        fail(f"optimizer is {optimizer!r}, expected muon or adamw")
     if schedule not in ("cosine", "linear"):
         fail(f"schedule is {schedule!r}, expected cosine or linear")
     if batch_size * gradient_accumulation_steps % parallel.world:
@@ -151,7 +154,7 @@ def to_device(device, *tensors):
     return [t.to(device) for t in tensors]
 
 
-def train_step(step, model, optimizer, dataset, device, amp):
+def train_step(step, model, opt, dataset, device, amp):
     """
     One step on the global batch of `step`, of which this process takes its slice in pieces of batch_size. Returns
     (mean loss of the slice, gradient norm), scalar tensors on the device.
@@ -168,27 +171,34 @@ def train_step(step, model, optimizer, dataset, device, amp):
             loss.backward()
         total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    for group in optimizer.param_groups:
+    for group in opt.param_groups:
         group["lr"] = learning_rate_at(step)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    opt.step()
+    opt.zero_grad()
     return total, norm
 
 
 @torch.no_grad()
 def evaluate(model, dataset, device, amp):
-    """Mean loss in nats per token over the same windows of the validation split every time, shared by all processes."""
+    """
+    Mean loss in nats per token over the same documents of the validation split every time, each read from its
+    beginning, long ones in pieces of the context's length. The processes share the work.
+    """
     model.eval()
-    windows = (len(dataset.val) - 1) // max_seq_len
-    count = min(windows, eval_iters * batch_size) if eval_iters else windows
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    starts, lengths = corpus.passages(dataset.val, dataset.tokenizer.bos_id, max_seq_len)
+    count = min(len(starts), eval_iters * batch_size) if eval_iters else len(starts)
+    chosen = np.arange(count) * len(starts) // count  # spread over the split
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, predictions
     for first in range(parallel.rank * batch_size, count, parallel.world * batch_size):
-        chosen = [i * windows // count for i in range(first, min(first + batch_size, count))]  # spread over the split
-        x, y = to_device(device, *corpus.gather(dataset.val, max_seq_len * np.array(chosen), max_seq_len))
+        some = chosen[first:first + batch_size]
+        x, y = to_device(device, *corpus.gather(dataset.val, starts[some], max_seq_len, lengths[some]))
         with amp:
-            total += model(x, y)[1].double() * len(x)
+            loss = model(x, y)[1]
+        predictions = (y >= 0).sum()
+        total += torch.stack((loss.double() * predictions, predictions))
     model.train()
-    return parallel.mean(total).item() * parallel.world / count
+    nats, predictions = parallel.mean(total).tolist()
+    return nats / predictions
 
 
 def write_sample(model, tokenizer, device):
@@ -249,18 +259,18 @@ def adopt(saved):
 def fixed(args, dataset):
     """What may not differ between a run and its continuation."""
     same = {k: v for k, v in asdict(args).items() if k != "multiple_of"}
-    same |= {k: globals()[k] for k in ("batch_size", "gradient_accumulation_steps", "seed")}
+    same |= {k: globals()[k] for k in ("batch_size", "gradient_accumulation_steps", "seed", "optimizer")}
     return same | {"data": dataset.meta["fingerprint"]}
 
 
-def restore(folder, now, optimizer, device):
+def restore(folder, now, opt, device):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
     train = checkpoint.load(folder, "train", device)
     for name, old in train["state"]["fixed"].items():
         if now[name] != old:
             fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
                  f"another --out_dir, or --init_from=scratch")
-    optimizer.load_state_dict(train["optimizer"])
+    opt.load_state_dict(train["optimizer"])
     return train["state"]
 
 
@@ -288,8 +298,8 @@ class Stopwatch:
 
 def assess(model, dataset, device, amp):
     """Evaluate: {"loss/val": nats per token, "bpb/val": bits per byte of text, "samples": [(prompt, continuation)]}."""
-    loss = evaluate(model, dataset, device, amp)
-    bits = loss / math.log(2) * dataset.meta["val_tokens"] / dataset.meta["val_bytes"]
+    loss, meta = evaluate(model, dataset, device, amp), dataset.meta
+    bits = loss / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]  # no BOS is predicted
     return {"loss/val": loss, "bpb/val": bits, "samples": [write_sample(model, dataset.tokenizer, device)]}
 
 
@@ -340,12 +350,12 @@ class Stop:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def save(state, args, model, optimizer, dataset, config, is_best):
+def save(state, args, model, opt, dataset, config, is_best):
     """A checkpoint, and the exported model when it is the best so far. A disk that fails costs a warning only."""
     weights = model.state_dict()
     try:
         checkpoint.save(out_dir, state["step"], {"args": asdict(args), "model": weights},
-                        {"optimizer": optimizer.state_dict(), "state": state}, config, dataset.folder / dataset.meta["tokenizer"],
+                        {"optimizer": opt.state_dict(), "state": state}, config, dataset.folder / dataset.meta["tokenizer"],
                         best=is_best, keep_last=0 if always_save_checkpoint else 1)
         if is_best:
             export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
@@ -399,10 +409,10 @@ def main(given):
     args = model_args(dataset)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
-    optimizer = make_optimizer(model, learning_rate, weight_decay, beta1, beta2)
+    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
-        state |= restore(start, state["fixed"], optimizer, place)
+        state |= restore(start, state["fixed"], opt, place)
     if saved:
         model.load_state_dict(saved["model"])
     if eval_only:
@@ -412,11 +422,11 @@ def main(given):
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
         config = settings(globals()) | describe(args, model, dataset, place, amp_dtype)
-        train(config, state, dataset, args, model, optimizer, place, amp)
+        train(config, state, dataset, args, model, opt, place, amp)
     parallel.close()
 
 
-def train(config, state, dataset, args, raw_model, optimizer, device, amp):
+def train(config, state, dataset, args, raw_model, opt, device, amp):
     """The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "run_id", ...}."""
     tracker = start_tracking(config, state)
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -445,10 +455,10 @@ def train(config, state, dataset, args, raw_model, optimizer, device, amp):
                 tracker.log(row)
                 show(row, bar)
             if (due or stop) and step:
-                parallel.first(save, state, args, raw_model, optimizer, dataset, config, best)
+                parallel.first(save, state, args, raw_model, opt, dataset, config, best)
         if end or stop:
             break
-        loss, norm = train_step(step, model, optimizer, dataset, device, amp)
+        loss, norm = train_step(step, model, opt, dataset, device, amp)
         state["step"] += 1
         watch.steps += 1
         bar.update()
