@@ -71,36 +71,34 @@ static void append_string(Text *text, const char *s) { append(text, s, strlen(s)
 
 enum { TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT, N_TENSORS };
 
-// The name in GGUF (per layer behind "blk.<layer>.") and the place in Layer or Weights.
-static const struct { const char *name; bool per_layer; size_t place; } tensors[N_TENSORS] = {
-    [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding)},
-    [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm)},
-    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq)},
-    [WK] = {"attn_k.weight", true, offsetof(Layer, wk)},
-    [WV] = {"attn_v.weight", true, offsetof(Layer, wv)},
-    [WO] = {"attn_output.weight", true, offsetof(Layer, wo)},
-    [FFN_NORM] = {"ffn_norm.weight", true, offsetof(Layer, ffn_norm)},
-    [W1] = {"ffn_gate.weight", true, offsetof(Layer, w1)},
-    [W2] = {"ffn_down.weight", true, offsetof(Layer, w2)},
-    [W3] = {"ffn_up.weight", true, offsetof(Layer, w3)},
-    [NORM] = {"output_norm.weight", false, offsetof(Weights, norm)},
-    [OUTPUT] = {"output.weight", false, offsetof(Weights, output)},
+// The name in GGUF (per layer behind "blk.<layer>."), the place in Layer or Weights, and the shape:
+// V vocab_size, D dim, K kv_dim, F hidden_dim; the norms have one row.
+static const struct { const char *name; bool per_layer; size_t place; char rows, cols; } tensors[N_TENSORS] = {
+    [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding), 'V', 'D'},
+    [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm), '1', 'D'},
+    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq), 'D', 'D'},
+    [WK] = {"attn_k.weight", true, offsetof(Layer, wk), 'K', 'D'},
+    [WV] = {"attn_v.weight", true, offsetof(Layer, wv), 'K', 'D'},
+    [WO] = {"attn_output.weight", true, offsetof(Layer, wo), 'D', 'D'},
+    [FFN_NORM] = {"ffn_norm.weight", true, offsetof(Layer, ffn_norm), '1', 'D'},
+    [W1] = {"ffn_gate.weight", true, offsetof(Layer, w1), 'F', 'D'},
+    [W2] = {"ffn_down.weight", true, offsetof(Layer, w2), 'D', 'F'},
+    [W3] = {"ffn_up.weight", true, offsetof(Layer, w3), 'F', 'D'},
+    [NORM] = {"output_norm.weight", false, offsetof(Weights, norm), '1', 'D'},
+    [OUTPUT] = {"output.weight", false, offsetof(Weights, output), 'V', 'D'},
 };
+
+static bool is_norm(int tensor) { return tensors[tensor].rows == '1'; }
 
 static Mat *place_of(Weights *w, int tensor, int layer) {
     char *base = tensors[tensor].per_layer ? (char *)&w->layers[layer] : (char *)w;
     return (Mat *)(base + tensors[tensor].place);
 }
 
-static bool is_norm(int tensor) { return tensor == ATTENTION_NORM || tensor == FFN_NORM || tensor == NORM; }
-
 // The tensor's shape, without data.
 static Mat shape_of(const Config *c, int tensor, Type type) {
-    int rows = tensor == TOKEN_EMBEDDING || tensor == OUTPUT ? c->vocab_size
-             : tensor == WK || tensor == WV ? c->kv_dim
-             : tensor == W1 || tensor == W3 ? c->hidden_dim
-             : is_norm(tensor) ? 1 : c->dim;
-    return (Mat){.type = type, .rows = rows, .cols = tensor == W2 ? c->hidden_dim : c->dim};
+    const int size[] = {['1'] = 1, ['V'] = c->vocab_size, ['D'] = c->dim, ['K'] = c->kv_dim, ['F'] = c->hidden_dim};
+    return (Mat){.type = type, .rows = size[(int)tensors[tensor].rows], .cols = size[(int)tensors[tensor].cols]};
 }
 
 static uint64_t bytes_of(const Mat *m) {
@@ -140,13 +138,13 @@ static const char *check_config(Config *c) {
 // v0: 7 ints, float32 tensors. v1, v2: "ak42", version, 7 ints, flag of a tied classifier, in v2 the group size,
 // zeros up to byte 256, tensors; v2's matrices are int8 groups, each followed by its scales.
 
-static const int order_v0[] = {TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT};
+// v0's order is that of the enum, the others' this:
 static const int order_v1[] = {ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
 
 // Lays the tensors out one after the other from bytes + at; returns where they end. With layers NULL it only measures.
 static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group, bool tied) {
     for (int i = 0; i < N_TENSORS; i++) {
-        int tensor = version ? order_v1[i] : order_v0[i];
+        int tensor = version ? order_v1[i] : i;
         Mat mat = shape_of(&m->config, tensor, version == 2 && !is_norm(tensor) ? INT8_GROUPS : F32);
         mat.group = mat.type == INT8_GROUPS ? group : 0;
         if (tensor == OUTPUT && version == 0)
@@ -234,16 +232,15 @@ enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, STRING, ARRAY, U64, I64, DOUBLE,
 static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 enum { ARCHITECTURE, ALIGNMENT, CONTEXT_LENGTH, EMBEDDING_LENGTH, BLOCK_COUNT, FEED_FORWARD_LENGTH, HEAD_COUNT,
-       HEAD_COUNT_KV, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE, SCALING_FACTOR, KEY_LENGTH, VALUE_LENGTH,
-       EXPERTS, VOCAB_SIZE, TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, UNK_ID, ADD_BOS,
-       SPACE_PREFIX, EXTRA_SPACES, CHAT_TEMPLATE, N_KEYS };
+       HEAD_COUNT_KV, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE, SCALING_FACTOR, VOCAB_SIZE,
+       TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, UNK_ID, ADD_BOS, SPACE_PREFIX, EXTRA_SPACES,
+       CHAT_TEMPLATE, N_KEYS };
 static const char *const keys[N_KEYS] = {
     "general.architecture", "general.alignment", "llama.context_length", "llama.embedding_length",
     "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count",
     "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count",
-    "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.attention.key_length",
-    "llama.attention.value_length", "llama.expert_count", "llama.vocab_size", "tokenizer.ggml.model",
-    "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id",
+    "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size",
+    "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id",
     "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.add_bos_token",
     "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.chat_template",
 };
@@ -316,13 +313,6 @@ static const char *get_int(const Value *values, int key, double fallback, int *o
     return NULL;
 }
 
-static const char *get_float(const Value *values, int key, double fallback, float *out) {
-    double number;
-    TRY(get_number(values, key, fallback, &number));
-    *out = (float)number;
-    return NULL;
-}
-
 static String get_string(const Value *values, int key) {
     Value v = values[key];
     return v.present && v.kind == STRING && !v.is_array ? take_string(&v.data) : (String){"", 0};
@@ -330,6 +320,8 @@ static String get_string(const Value *values, int key) {
 
 static const char *gguf_config(const Value *values, Config *c) {
     String architecture = get_string(values, ARCHITECTURE), scaling = get_string(values, SCALING_TYPE);
+    double eps, theta, factor;
+    int rotated;
     CHECK(equals(architecture, "llama"), "the architecture is '%.*s', expected 'llama'",
           (int)(architecture.n < 40 ? architecture.n : 40), architecture.s);
     TRY(get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len));
@@ -339,21 +331,16 @@ static const char *gguf_config(const Value *values, Config *c) {
     TRY(get_int(values, HEAD_COUNT, NAN, &c->n_heads));
     TRY(get_int(values, HEAD_COUNT_KV, c->n_heads, &c->n_kv_heads));
     TRY(get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size));
-    TRY(get_float(values, NORM_EPS, NAN, &c->norm_eps));
-    TRY(get_float(values, ROPE_BASE, 10000, &c->rope_theta));
-    TRY(get_float(values, SCALING_FACTOR, 1, &c->rope_scaling));
+    TRY(get_number(values, NORM_EPS, NAN, &eps));
+    TRY(get_number(values, ROPE_BASE, 10000, &theta));
+    TRY(get_number(values, SCALING_FACTOR, 1, &factor));
     CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"),
           "RoPE scaling '%.*s' is not supported, only linear", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
-    if (equals(scaling, "none")) c->rope_scaling = 1;
+    c->norm_eps = (float)eps, c->rope_theta = (float)theta;
+    c->rope_scaling = equals(scaling, "none") ? 1 : (float)factor;
     TRY(check_config(c));
-    const int same[] = {ROPE_DIMENSION, KEY_LENGTH, VALUE_LENGTH};
-    int value;
-    for (int i = 0; i < 3; i++) {
-        TRY(get_int(values, same[i], c->head_dim, &value));
-        CHECK(value == c->head_dim, "%s is %d, expected the head size %d", keys[same[i]], value, c->head_dim);
-    }
-    TRY(get_int(values, EXPERTS, 0, &value));
-    CHECK(value == 0, "mixture-of-experts models are not supported");
+    TRY(get_int(values, ROPE_DIMENSION, c->head_dim, &rotated));
+    CHECK(rotated == c->head_dim, "%d numbers of a head are rotated, expected all %d", rotated, c->head_dim);
     return NULL;
 }
 
@@ -498,6 +485,7 @@ typedef struct {
     int n_symbols;
     int byte_ids[256];            // piece of each byte
     bool has_unused;              // some pieces are UNUSED: merges may pass through them, but they are no tokens
+    bool words_join;              // a piece may reach from one word into the next, so a text cannot be cut into words
     bool byte_fallback;           // characters that are no piece become bytes rather than unknown
     bool space_prefix;            // a space goes before the text
     bool extra_spaces_removed;    // runs of spaces shrink to one, spaces at the ends go
@@ -539,6 +527,13 @@ static int compare_symbols(const void *a, const void *b) {
     return order ? order : x->n - y->n;
 }
 
+// Whether a space stands at s[at], and none before it.
+static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) {
+    size_t space = strlen(t->space);
+    return at + space <= n && memcmp(s + at, t->space, space) == 0
+        && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
+}
+
 // Builds the tables over pieces that a loader has filled in.
 static const char *index_pieces(Tokenizer *t) {
     int n = t->vocab_size;
@@ -555,7 +550,8 @@ static const char *index_pieces(Tokenizer *t) {
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = lookup(t, p->s, p->n);
         CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
-        if (p->type == UNUSED) t->has_unused = true;
+        if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
+        for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
         if (p->type == USER_DEFINED || p->type == CONTROL) t->symbols[t->n_symbols++] = p;
         if ((p->type == NORMAL || p->type == USER_DEFINED || p->type == UNUSED) && *slot < 0) *slot = i;
     }
@@ -625,8 +621,9 @@ static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
 
 // A GGUF file: the model, and its tokenizer if it has one and it is wanted (t not NULL).
 static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size) {
-    Reader r = {.bytes = bytes, .size = size, .at = 4};
+    Reader r = {.bytes = bytes, .size = size};
     Value values[N_KEYS] = {0};
+    take(&r, 4); // "GGUF", by which the caller knew it
     uint32_t version = take_u32(&r);
     uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
     CHECK(!r.failed, "%zu bytes are too few for a header", size);
@@ -639,6 +636,12 @@ static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_
     TRY(gguf_config(values, &m->config));
     TRY(gguf_tensors(&r, m, n_tensors, alignment));
     return t && values[TOKENIZER].present ? gguf_tokenizer(t, values, m->config.vocab_size) : NULL;
+}
+
+// Any model file, told apart by its first bytes.
+static const char *load_model(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size) {
+    bool gguf = size >= 4 && memcmp(bytes, "GGUF", 4) == 0;
+    return gguf ? load_gguf(m, t, bytes, size) : load_llama2c(m, bytes, size);
 }
 
 // Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
@@ -733,7 +736,9 @@ static Merge pop(Heap *h) {
 
 typedef struct {
     const Tokenizer *t;
+    bool markup; // see encode
     Part *parts;
+    int capacity;
     Heap heap;
     int *split;  // (vocab_size,) how many bytes of an unused piece are the left part of its latest merge; 0: never made
     int *tokens;
@@ -780,29 +785,32 @@ static void emit(Encoder *e, const char *s, int n, int id) {
     e->after_unknown = id < 0;
 }
 
+static void encode_stretch(Encoder *e, const char *s, size_t n) {
+    int n_parts = 0;
+    for (; n; n_parts++) {
+        int symbol = match_symbol(e->t, s, n, e->markup), length = symbol >= 0 ? e->t->pieces[symbol].n : utf8_length(s, n);
+        if (!length) length = 1;
+        if (n_parts == e->capacity) e->parts = resize(e->parts, e->capacity = 2 * e->capacity + 64, sizeof(Part));
+        e->parts[n_parts] = (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol};
+        s += length, n -= length;
+    }
+    for (int i = 1; i < n_parts; i++) try_merge(e, i - 1, i);
+    merge_parts(e);
+    for (int i = 0; i >= 0; i = e->parts[i].next) emit(e, e->parts[i].s, e->parts[i].n, e->parts[i].symbol);
+}
+
 // The tokens of a text, in memory to be freed; their number in *n_tokens. With `bos`, the beginning token comes first.
 // With `markup`, control tokens written in the text are recognised. Time is O(n log n).
 static int *encode(const Tokenizer *t, const char *s, size_t n, bool bos, bool markup, int *n_tokens) {
     Text text = normalize(t, s, n, markup);
     if (text.n > INT_MAX / 4) die("prompt", error("%zu bytes are too many, expected %d at most", n, INT_MAX / 12));
-    Encoder e = {.t = t};
-    e.tokens = resize(NULL, text.n + 1, sizeof *e.tokens);
-    e.parts = resize(NULL, text.n, sizeof *e.parts);
+    Encoder e = {.t = t, .markup = markup, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     if (t->has_unused) e.split = memset(resize(NULL, t->vocab_size, sizeof(int)), 0, t->vocab_size * sizeof(int));
     if (bos) e.tokens[e.n_tokens++] = t->bos;
-
-    int n_parts = 0;
-    for (size_t at = 0; at < text.n; n_parts++) {
-        int symbol = match_symbol(t, text.s + at, text.n - at, markup), valid = utf8_length(text.s + at, text.n - at);
-        int length = symbol >= 0 ? t->pieces[symbol].n : valid ? valid : 1;
-        e.parts[n_parts] = (Part){text.s + at, length, n_parts - 1, n_parts + 1, symbol};
-        at += length;
+    for (size_t start = 0, end = 1; start < text.n; start = end++) {
+        while (end < text.n && (t->words_join || !begins_word(t, text.s, end, text.n))) end++;
+        encode_stretch(&e, text.s + start, end - start);
     }
-    if (n_parts) e.parts[n_parts - 1].next = -1;
-    for (int i = 1; i < n_parts; i++) try_merge(&e, i - 1, i);
-    merge_parts(&e);
-    for (int i = n_parts ? 0 : -1; i >= 0; i = e.parts[i].next) emit(&e, e.parts[i].s, e.parts[i].n, e.parts[i].symbol);
-
     free(text.s);
     free(e.parts);
     free(e.split);
@@ -1183,36 +1191,33 @@ static double parse_number(const char *flag, const char *s, double least, double
     return value;
 }
 
+static void parse_option(Options *o, const char *flag, const char *value) {
+    if (!value) die(flag, "no such option, or its value is missing; see run --help");
+    if (!strcmp(flag, "-t")) o->temperature = parse_number(flag, value, 0, 1e6, false);
+    else if (!strcmp(flag, "-p")) o->topp = parse_number(flag, value, 0, 1, false);
+    else if (!strcmp(flag, "-s")) o->seed = parse_number(flag, value, 0, 9007199254740991, true);
+    else if (!strcmp(flag, "-n")) o->steps = parse_number(flag, value, 0, INT_MAX, true);
+    else if (!strcmp(flag, "-j")) o->threads = parse_number(flag, value, 1, 1024, true);
+    else if (!strcmp(flag, "-i")) o->prompt = value;
+    else if (!strcmp(flag, "-f")) o->prompt_file = value;
+    else if (!strcmp(flag, "-z")) o->tokenizer = value;
+    else if (!strcmp(flag, "-m")) o->mode = value;
+    else if (!strcmp(flag, "-y")) o->system = value;
+    else if (!strcmp(flag, "--perplexity")) o->perplexity = value;
+    else die(flag, "no such option; see run --help");
+}
+
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256};
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     o.threads = processors < 1 ? 1 : processors > 64 ? 64 : processors;
-    const struct { const char *flag; const char **text; double *number; double most; bool whole; bool *set; } flags[] = {
-        {"-t", 0, &o.temperature, 1e6, false, 0}, {"-p", 0, &o.topp, 1, false, 0},
-        {"-s", 0, &o.seed, 9007199254740992, true, 0}, {"-n", 0, &o.steps, INT_MAX, true, 0},
-        {"-j", 0, &o.threads, 1024, true, 0}, {"-i", &o.prompt, 0, 0, 0, 0}, {"-f", &o.prompt_file, 0, 0, 0, 0},
-        {"-z", &o.tokenizer, 0, 0, 0, 0}, {"-m", &o.mode, 0, 0, 0, 0}, {"-y", &o.system, 0, 0, 0, 0},
-        {"--perplexity", &o.perplexity, 0, 0, 0, 0}, {"--raw", 0, 0, 0, 0, &o.raw},
-        {"--tokenize", 0, 0, 0, 0, &o.tokenize}, {"--logits", 0, 0, 0, 0, &o.logits},
-    };
-    const size_t n_flags = sizeof flags / sizeof *flags;
     for (int i = 1; i < argc; i++) {
-        size_t k = 0;
-        if (strcmp(argv[i], "--help") == 0) {
-            fputs(help, stdout);
-            exit(0);
-        }
-        if (i == 1) {
-            o.model = argv[i];
-            continue;
-        }
-        while (k < n_flags && strcmp(argv[i], flags[k].flag)) k++;
-        if (k == n_flags) die(argv[i], "no such option; see run --help");
-        if (!flags[k].set && ++i == argc) die(flags[k].flag, "expected a value behind it");
-        if (flags[k].set) *flags[k].set = true;
-        else if (flags[k].text) *flags[k].text = argv[i];
-        else *flags[k].number = parse_number(flags[k].flag, argv[i], flags[k].number == &o.threads, flags[k].most,
-                                             flags[k].whole);
+        if (!strcmp(argv[i], "--help")) exit(fputs(help, stdout) < 0);
+        else if (i == 1) o.model = argv[i];
+        else if (!strcmp(argv[i], "--raw")) o.raw = true;
+        else if (!strcmp(argv[i], "--tokenize")) o.tokenize = true;
+        else if (!strcmp(argv[i], "--logits")) o.logits = true;
+        else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
     if (!o.model) die("model", "expected a file; see run --help");
     if (o.prompt && o.prompt_file) die("-f", "there is a prompt from -i already");
@@ -1250,9 +1255,7 @@ static void load(Run *r, const char *model, const char *tokenizer) {
     const uint8_t *bytes;
     size_t size;
     const char *wrong = map_file(model, &bytes, &size);
-    if (!wrong && size >= 4 && memcmp(bytes, "GGUF", 4) == 0)
-        wrong = load_gguf(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
-    else if (!wrong) wrong = load_llama2c(&r->model, bytes, size);
+    if (!wrong) wrong = load_model(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
     if (wrong) die(model, wrong);
     if (r->tokenizer.pieces) return;
     if (!tokenizer) tokenizer = "tokenizer.bin";
