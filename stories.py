@@ -308,7 +308,7 @@ def symbols(text):
 
 RULES = read_grammar(GRAMMAR)
 BITS = {name: math.log2(len(alternatives)) for name, alternatives in RULES.items()}  # of one draw
-CHARACTERS = "".join(sorted(set(re.sub(r"\w+: |\w+\n|[][{}|_\n]", "", GRAMMAR))))  # all that a story can hold
+CHARACTERS = "".join(sorted(set(GRAMMAR) - set("[]{}|_:\n")))  # all that a story can hold
 
 
 def write(seed, number):

@@ -1,0 +1,191 @@
+"""Vocabularies against sentencepiece, its proto, and the byte layout of llama2.c's tokenizer.bin."""
+import hashlib
+import random
+import struct
+
+import pytest
+import sentencepiece as spm
+from sentencepiece import sentencepiece_model_pb2 as proto
+
+from tokenizer import SPACE, Bytes, Characters, Tokenizer, train_tokenizer
+
+TEXT = ["The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+        "  Two spaces, then  two more; 12345 digits, a\ttab and naïve cafés.",
+        "She said: \"Don't!\" and he didn't. <s> and </s> and <0x41> are only text here."] * 20
+HARD = ["", " ", "   ", "a  b   c ", " leading", "trailing ", "\n\n\ta\r\n", "日本語 and €5 🙂🙃", "a\u2581b \u2581",
+        "<s></s><unk><0x0A>", "nul\0byte", "x" * 300, "e\u0301 \u00e9", "\ufeffbom", "0123 4 56", "\u2028\u00a0"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return train_tokenizer(TEXT, 360, tmp_path_factory.mktemp("vocabulary") / "tokenizer.model")
+
+
+def trained(path, **options):
+    """A sentencepiece model that was not made by train_tokenizer."""
+    with open(path, "wb") as f:
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=f, minloglevel=5,
+                                       **{"model_type": "bpe", "vocab_size": 360, "byte_fallback": True} | options)
+    return path
+
+
+def random_texts(n):
+    rng = random.Random(0)
+    alphabet = "abc dog the  .\n1\u2581é日🙂\0<>/s0x41"
+    return ["".join(rng.choices(alphabet, k=rng.randrange(60))) for _ in range(n)]
+
+
+def test_encodes_and_decodes_as_sentencepiece(model, tmp_path):
+    model.save(tmp_path / "copy.model")
+    oracle = spm.SentencePieceProcessor(model_file=str(tmp_path / "copy.model"))
+    for text in HARD + random_texts(500):
+        ids = model.encode(text)
+        assert ids == oracle.encode(text)
+        assert model.decode(ids) == oracle.decode(ids)
+        assert model.decode(ids) == text.replace(SPACE, " ")
+        assert model.encode(text, bos=True, eos=True) == [1, *ids, 2]
+    for ids in random.Random(1).choices(range(oracle.vocab_size()), k=40), [1, 5, 2], [0, 0], [3 + 0xE2, 3 + 0x82]:
+        assert model.decode(ids) == oracle.decode(ids)
+
+
+def test_pieces_are_those_of_the_proto(tmp_path):
+    path = trained(tmp_path / "m.model", user_defined_symbols=["<user>"], control_symbols=["<ctl>"])
+    oracle = proto.ModelProto.FromString(path.read_bytes())
+    loaded = Tokenizer.load(path)
+    assert loaded.pieces() == [(p.piece.encode(), p.score, p.type) for p in oracle.pieces]
+    assert {kind for _, _, kind in loaded.pieces()} == {1, 2, 3, 4, 6}
+    assert loaded.vocab_size == len(oracle.pieces)
+
+
+@pytest.mark.parametrize("options", [{}, {"normalization_rule_name": "identity"}, {"add_dummy_prefix": False},
+                                     {"remove_extra_whitespaces": False}, {"normalization_rule_name": "nfkc_cf"}])
+def test_says_what_a_loaded_model_does_to_text(options, tmp_path):
+    path = trained(tmp_path / "m.model", **options)
+    rules = proto.ModelProto.FromString(path.read_bytes()).normalizer_spec
+    loaded = Tokenizer.load(path)
+    assert loaded.add_dummy_prefix == rules.add_dummy_prefix == options.get("add_dummy_prefix", True)
+    assert loaded.remove_extra_whitespaces == rules.remove_extra_whitespaces
+    assert loaded.normalizer == options.get("normalization_rule_name", "nmt_nfkc")
+
+
+def test_a_model_with_other_special_ids(tmp_path):
+    loaded = Tokenizer.load(trained(tmp_path / "m.model", unk_id=2, bos_id=0, eos_id=1))
+    assert (loaded.unk_id, loaded.bos_id, loaded.eos_id) == (2, 0, 1)
+    assert loaded.encode("a", bos=True, eos=True)[::len(loaded.encode("a")) + 1] == [0, 1]
+
+
+def test_our_vocabularies_are_llama_style(model):
+    rules = proto.ModelProto.FromString(model.data)
+    assert model.pieces()[:3] == [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    assert [p for p, _, kind in model.pieces() if kind == 6] == [b"<0x%02X>" % b for b in range(256)]
+    assert rules.normalizer_spec.precompiled_charsmap == b"" and not rules.normalizer_spec.remove_extra_whitespaces
+    assert model.normalizer == "identity" and model.add_dummy_prefix and not model.remove_extra_whitespaces
+    assert len(model.encode("1234554321")) == 1 + 10  # a digit is a token, though the text is full of 12345
+
+
+def test_training_is_deterministic(model, tmp_path):
+    again = train_tokenizer(iter(TEXT), 360, tmp_path / "again.model")
+    assert again.sha256() == model.sha256() == hashlib.sha256((tmp_path / "again.model").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("size, words", [(10, "too small"), (270, "expected at least"), (30000, "expected at most")])
+def test_unreachable_vocabulary_sizes(size, words, tmp_path, capfd):
+    with pytest.raises(SystemExit) as end:
+        train_tokenizer(TEXT, size, tmp_path / "m.model")
+    complaint = capfd.readouterr().err
+    assert end.value.code == 2 and complaint.count("\n") == 1
+    assert complaint.startswith(f"error: --vocab_size={size}: ") and words in complaint
+
+
+def test_the_sizes_named_in_the_complaint_are_the_limits(tmp_path, capfd):
+    for size, word in (10, "least"), (30000, "most"):
+        with pytest.raises(SystemExit):
+            train_tokenizer(TEXT, size, tmp_path / "m.model")
+        limit = int(capfd.readouterr().err.split(f"expected at {word} ")[1].split()[0])
+        assert train_tokenizer(TEXT, limit, tmp_path / "m.model").vocab_size == limit
+        with pytest.raises(SystemExit):
+            train_tokenizer(TEXT, limit + (1 if word == "most" else -1), tmp_path / "m.model")
+
+
+def test_a_wished_size_bends_to_the_text(tmp_path):
+    assert 300 < train_tokenizer(TEXT, 30000, tmp_path / "m.model", exact=False).vocab_size < 30000
+    assert train_tokenizer(TEXT, 260, tmp_path / "m.model", exact=False).vocab_size > 280
+
+
+def test_byte_vocabulary(tmp_path):
+    made = Bytes()
+    made.save(tmp_path / "tokenizer.json")
+    for t in made, Tokenizer.load(tmp_path / "tokenizer.json"):
+        assert (t.kind, t.vocab_size, t.bos_id, t.eos_id, t.unk_id, t.add_dummy_prefix) == ("byte", 259, 1, 2, 0, False)
+        for text in HARD + random_texts(100):
+            text = text.replace(SPACE, " ")
+            assert t.encode(text) == [3 + b for b in text.encode()]
+            assert t.decode(t.encode(text, bos=True, eos=True)) == text
+        assert t.encode(SPACE) == t.encode(" ")  # as sentencepiece has it
+        assert t.decode([3 + 0xE2, 3 + 0x82]) == "\ufffd" and t.decode([0]) == " \u2047 "
+        assert len(t.pieces()) == 259 and t.pieces()[3 + 32] == ("\u2581".encode(), 0.0, 1)
+        assert all(t.pieces()[3 + b] == (b"<0x%02X>" % b, 0.0, 6) for b in range(256) if b != 32)
+        assert t.sha256() == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def test_char_vocabulary(tmp_path):
+    made = Characters("hello wörld\n\u2581日")
+    made.save(tmp_path / "tokenizer.json")
+    for t in made, Tokenizer.load(tmp_path / "tokenizer.json"):
+        assert (t.kind, t.vocab_size) == ("char", 3 + len("\n dehlorwö日"))
+        assert t.encode("lo w\u2581\n") == [3 + "\n dehlorwö日".index(c) for c in "lo w \n"]
+        assert t.decode(t.encode("hold\n wö日", bos=True, eos=True)) == "hold\n wö日"
+        assert t.encode("hXYZe?") == [t.encode("h")[0], 0, t.encode("e")[0], 0]
+        assert t.decode(t.encode("hXYZe")) == "h \u2047 e"
+        assert [p for p, _, _ in t.pieces()] == [b"<unk>", b"<s>", b"</s>", b"\n", "\u2581".encode(),
+                                                *(c.encode() for c in "dehlorwö日")]
+        assert [kind for _, _, kind in t.pieces()] == [2, 3, 3] + [1] * 11
+
+
+def test_a_char_vocabulary_encodes_as_sentencepiece_would(tmp_path):
+    """A sentencepiece model with the same pieces gives the same ids, unknown characters included."""
+    made = Characters("the quick brown fox.\n")
+    model = proto.ModelProto.FromString(trained(tmp_path / "m.model").read_bytes())
+    model.trainer_spec.byte_fallback = False
+    model.normalizer_spec.CopyFrom(proto.NormalizerSpec(name="identity", add_dummy_prefix=False,
+                                                        remove_extra_whitespaces=False))
+    del model.pieces[:]
+    for piece, score, kind in made.pieces():
+        model.pieces.add(piece=piece.decode(), score=score, type=kind)
+    oracle = spm.SentencePieceProcessor(model_proto=model.SerializeToString())
+    for text in HARD + random_texts(200) + ["the fox 日本 the", "ZZZ", "quick\n\n brown"]:
+        assert made.encode(text) == oracle.encode(text)
+        assert made.decode(made.encode(text)) == oracle.decode(oracle.encode(text))
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
+def test_tokenizer_bin_has_llama2c_layout(kind, model, tmp_path):
+    tokenizer = {"sentencepiece": model, "byte": Bytes(), "char": Characters("abc é")}[kind]
+    tokenizer.export_bin(tmp_path / "tokenizer.bin")
+    expected, pieces = b"", []
+    for number, (piece, score, _) in enumerate(tokenizer.pieces()):
+        text = {1: "\n<s>\n", 2: "\n</s>\n"}.get(number, piece.decode().replace("\u2581", " ")).encode()
+        pieces.append(text)
+        expected += struct.pack("<f", score) + struct.pack("<i", len(text)) + text
+    expected = struct.pack("<I", max(map(len, pieces))) + expected
+    assert (tmp_path / "tokenizer.bin").read_bytes() == expected
+
+
+@pytest.mark.parametrize("name, content", [("a.model", b"not a model"), ("b.model", b""), ("c.json", b"{}"),
+                                           ("d.json", b"[1"), ("e.json", b'{"kind": "char", "characters": 5}'),
+                                           ("f.json", b'{"kind": "char", "characters": "ba"}'), ("missing.model", None)])
+def test_what_is_no_tokenizer_is_refused_in_one_line(name, content, tmp_path, capfd):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        Tokenizer.load(tmp_path / name)
+    complaint = capfd.readouterr().err
+    assert end.value.code == 2 and complaint.count("\n") == 1 and name in complaint and "expected" in complaint
+
+
+@pytest.mark.parametrize("options", [{"model_type": "unigram"}, {"bos_id": -1}])
+def test_models_that_are_not_llama_style_are_refused(options, tmp_path, capfd):
+    path = trained(tmp_path / "m.model", **{"vocab_size": 310} | options)
+    with pytest.raises(SystemExit):
+        Tokenizer.load(path)
+    assert capfd.readouterr().err.count("\n") == 1
