@@ -1,0 +1,157 @@
+"""
+`run` against model.py: the same logits, the same text, the same perplexity, for every shape of model and every format.
+The models are trained for some seconds on a text of templates, so that text and perplexity mean something.
+"""
+import functools
+import random
+import re
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+import evaluate
+import export
+from model import ModelArgs, Transformer
+from tokenizer import Bytes, train_tokenizer
+
+BASE = dict(dim=64, n_layers=2, n_heads=4, max_seq_len=256)
+SHAPES = {
+    "mha": BASE,
+    "gqa": BASE | dict(n_heads=8, n_kv_heads=2),
+    "untied": BASE | dict(tied=False),
+    "hidden 1376": BASE | dict(n_layers=1, hidden_dim=1376),
+    "hidden 100": BASE | dict(hidden_dim=100),
+    "dim 72": BASE | dict(dim=72, n_heads=6, n_kv_heads=3, hidden_dim=200, tied=False),
+    "theta, eps, scaling": BASE | dict(rope_theta=100000.0, norm_eps=1e-3, rope_scaling=2.0),
+    "bytes": BASE,
+}
+FORMATS = {"f32": ("gguf", "f32"), "f16": ("gguf", "f16"), "bf16": ("gguf", "bf16"), "q8_0": ("gguf", "q8_0"),
+           "q4_0": ("gguf", "q4_0"), "v0": ("v0", "f32"), "v1": ("v1", "f32"), "v2": ("v2", "f32")}
+GGUF_ONLY = ("theta, eps, scaling", "bytes")  # llama2.c's formats can't say it
+CASES = [(shape, file) for shape in SHAPES for file in FORMATS if file[0] != "v" or shape not in GGUF_ONLY]
+
+# How far a file's perplexity may be from that of the float32 weights.
+PERPLEXITY = {"f32": 5e-5, "v0": 5e-5, "v1": 5e-5, "f16": 5e-4, "bf16": 5e-3, "q8_0": 5e-3, "v2": 5e-3, "q4_0": 5e-2}
+PROMPT = "One day, Tom"
+
+
+def write_text(seed, sentences):
+    """Sentences that keep a name and a thing for a while, so that there is something to attend to."""
+    rng, text = random.Random(seed), []
+    while len(text) < sentences:
+        name, thing = rng.choice(("Tom", "Lily", "Ann", "Sam", "Zoë")), rng.choice(("ball", "boat", "kite", "drum", "lamp"))
+        text += [f"One day, {name} found a {rng.choice(('red', 'big', 'small', 'old'))} {thing}.",
+                 f"{name} took the {thing} to the {rng.choice(('park', 'sea', 'house', 'hill'))}.",
+                 f"\"I like this {thing},\" said {name}.\n"]
+    return " ".join(text)
+
+
+@pytest.fixture(scope="module")
+def vocabularies(tmp_path_factory):
+    words = train_tokenizer([write_text(0, 3000)], 350, tmp_path_factory.mktemp("vocabulary") / "tokenizer.model")
+    return {shape: Bytes() if shape == "bytes" else words for shape in SHAPES}
+
+
+@pytest.fixture(scope="module")
+def trained(vocabularies):
+    """trained(shape) -> the model, made once. One thread: models this small are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    @functools.cache
+    def train(shape, T=128, steps=80):
+        torch.manual_seed(0)
+        vocabulary = vocabularies[shape]
+        model = Transformer(ModelArgs(vocab_size=vocabulary.vocab_size, **SHAPES[shape]))
+        ids = torch.tensor(vocabulary.encode(write_text(1, 3000), bos=True))
+        optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+        for step in range(steps):
+            start = torch.randint(len(ids) - T - 1, (8,))
+            start[0] = 0
+            x, y = (torch.stack([ids[s + shift:s + shift + T] for s in start]) for shift in (0, 1))
+            optimizer.param_groups[0]["lr"] = 5e-3 * min(1, (step + 1) / 10, (steps - step) / 30)
+            optimizer.zero_grad()
+            model(x, y)[1].backward()
+            optimizer.step()
+        return model.eval()
+
+    yield train
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def exported(trained, vocabularies, tmp_path_factory, run_bin):
+    """exported(shape, file) -> (the float32 model, the model a reader of the file has, run(*arguments) -> stdout)."""
+    @functools.cache
+    def make(shape, file):
+        model, (format, dtype) = trained(shape), FORMATS[file]
+        path = tmp_path_factory.mktemp("file") / "model"
+        export.export_model(model.state_dict(), model.args, vocabularies[shape], path, format, dtype)
+        again = Transformer(model.args).eval()
+        again.load_state_dict(export.read_model(path)[0])
+        tokenizer = ["-z", path.with_name("tokenizer.bin")] if format != "gguf" else []
+
+        def run(*arguments):
+            return subprocess.run([run_bin, path, *tokenizer, *arguments], stdout=subprocess.PIPE, check=True).stdout
+        return model, again, run
+    return make
+
+
+@pytest.mark.parametrize("shape, file", CASES)
+def test_logits(shape, file, exported, vocabularies):
+    """
+    At every position of a whole context, against model.py on the weights as the file stores them: the two differ by
+    the order of float32 additions alone, since run computes quantised weights with float32 activations.
+    """
+    _, model, run = exported(shape, file)
+    ids = vocabularies[shape].encode(write_text(2, 40), bos=True)[:model.args.max_seq_len]
+    text = vocabularies[shape].decode(ids)
+    ids = torch.tensor([vocabularies[shape].encode(text, bos=True)])
+    assert ids.shape[1] > 250
+    with torch.no_grad():
+        expected = model(ids, ids)[0][0].numpy()
+    found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("shape, file", CASES)
+def test_greedy_text(shape, file, exported, vocabularies):
+    """200 tokens. (run's -n leaves BOS out.)"""
+    _, model, run = exported(shape, file)
+    start = torch.tensor([vocabularies[shape].encode(PROMPT, bos=True)])
+    ids = model.generate(start, 201 - start.shape[1], temperature=0)[0].tolist()
+    text = vocabularies[shape].decode(ids)
+    assert len(ids) == 201 and len(set(re.findall(r"\w+", text))) > 8
+    assert run("-t", "0", "-n", "200", "-i", PROMPT).decode().rstrip("\n") == text.rstrip("\n")
+
+
+@pytest.mark.parametrize("shape, file", CASES)
+def test_perplexity(shape, file, exported, vocabularies, tmp_path, capsys):
+    """On a text it was not trained on, some windows and a remainder: evaluate.py on the checkpoint, run on the file."""
+    model, _, run = exported(shape, file)
+    capsys.readouterr()
+    (tmp_path / "text").write_text(write_text(3, 120), encoding="utf-8")
+    evaluate.print_perplexity(model, vocabularies[shape], tmp_path / "text", "cpu")
+    theirs, ours = capsys.readouterr().out, run("--perplexity", tmp_path / "text").decode()
+    pattern = r"perplexity ([0-9.]+) \((\d+) tokens, ([0-9.]+) nats per token, ([0-9.]+) bits per byte\)\n"
+    (p, n, *rest), (p2, n2, *rest2) = re.fullmatch(pattern, theirs).groups(), re.fullmatch(pattern, ours).groups()
+    assert n == n2 and int(n) > 1000 and int(n) % 256
+    assert 1 < float(p) < vocabularies[shape].vocab_size / 20  # it has learnt something
+    assert float(p2) == pytest.approx(float(p), rel=PERPLEXITY[file])
+    if PERPLEXITY[file] < 1e-4:
+        assert [float(v) for v in rest2] == pytest.approx([float(v) for v in rest], rel=1e-4)
+
+
+def test_perplexity_by_its_definition(trained, vocabularies):
+    """Token by token, each window alone, from the logits."""
+    model = trained("mha")
+    ids = vocabularies["mha"].encode(write_text(4, 60), bos=True)[:600]
+    S, nll = model.args.max_seq_len, 0.0
+    for w in range(0, len(ids) - 1, S):
+        window = torch.tensor([ids[w:min(w + S, len(ids) - 1)]])
+        with torch.no_grad():
+            log_p = model(window, window)[0][0].double().log_softmax(-1)
+        nll -= sum(log_p[t, ids[w + t + 1]].item() for t in range(window.shape[1]))
+    assert evaluate.negative_log_likelihood(model, ids) == pytest.approx(nll, rel=1e-6)
