@@ -83,6 +83,10 @@ TINYSTORIES = {
 PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after one, two, … failures in a row before a download goes on
 
 
+class Unfit(Exception):
+    """A source that cannot be prepared, and why, in one line. (Not `fail` at once: a progress bar has to end first.)"""
+
+
 # ---- prepared data ----------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass
@@ -206,6 +210,8 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache
                 if not folder.exists():
                     build(job, folder, workers or cores())
         return folder
+    except Unfit as e:
+        fail(e)
     except OSError as e:
         again = "; make room, then the same command continues" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         fail(f"{e.filename or cache}: {e.strerror or e}{again}")
@@ -224,7 +230,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
     if (vocabulary / "meta.json").is_file():  # that of other prepared data
         vocabulary /= json.loads((vocabulary / "meta.json").read_text())["tokenizer"]
     job = {"source": source, "stories": 0, "files": [], "vocab_source": vocab_source, "vocabulary": str(vocabulary),
-           "vocab_size": vocab_size, "wish": vocab_size, "val_fraction": val_fraction}
+           "vocab_size": vocab_size, "wish": vocab_size, "val_fraction": val_fraction, "changes": []}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
         name, stamp, job["wish"] = "stories", [stories.VERSION, job["stories"]], vocab_size or stories.VOCAB_SIZE
@@ -233,7 +239,8 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
         name, stamp, size = source, list(TINYSTORIES.items()), sum(size for size, _ in TINYSTORIES.values())
     else:
         files = text_files(Path(source))
-        job["files"], name, stamp = [str(path) for path in files], Path(source).resolve().stem, changes(files)
+        job["files"], job["changes"] = [str(path) for path in files], changes(files)
+        name, stamp = Path(source).resolve().stem, [*job["changes"]]
         size = sum(path.stat().st_size for path in files)
     if not job["wish"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
         job["wish"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
@@ -241,7 +248,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
         stamp.append(Tokenizer.load(vocabulary).sha256())
         vocab_source = vocabulary.stem
     key = [VERSION, stamp, vocab_source, vocab_size, val_fraction]
-    job["stamp"], digest = stamp, hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
     return job
@@ -303,10 +310,10 @@ def build(job, folder, workers):
             tokenizer = vocabulary(job, rows, partial)
             encode_parts(job, rows, partial, workers)
             meta = assemble(job, rows, partial, tokenizer)
-            if job["files"] and job["source"] != "tinystories" and job["stamp"][:len(job["files"])] != changes(job["files"]):
-                fail(f"{job['source']}: changed while it was read; run the same command again")
+            if job["changes"] and job["changes"] != changes(job["files"]):
+                raise Unfit(f"{job['source']}: changed while it was read; run the same command again")
             write(partial / "meta.json", json.dumps(meta, indent=1).encode())
-    except SystemExit:  # bad input: nothing here is worth keeping
+    except (Unfit, SystemExit):  # nothing here is worth keeping
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(partial / "parts", ignore_errors=True)
@@ -424,13 +431,13 @@ def blocks(path, whole_lines):
                 if whole_lines:
                     rest = block
                     continue
-                cut = character_start(block, len(block) - 4)
+                cut = character_start(block, max(0, len(block) - 4))
             if not fresh:
                 cut = len(block)
             try:
                 block[:cut].decode()
             except UnicodeDecodeError as e:
-                fail(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text")
+                raise Unfit(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text")
             if cut:
                 yield offset, block[:cut]
             if not fresh:
@@ -461,7 +468,7 @@ def split(documents, job):
     path = job["files"][file]
     if path.endswith(".jsonl"):
         if not first:
-            fail(f"{job['source']}: {len(documents)} document(s), the first one of which holds nearly all; "
+            raise Unfit(f"{job['source']}: {len(documents)} document(s), the first one of which holds nearly all; "
                  f"too few to hold some out for validation")
         return documents
     boundary = end - int(np.cumsum(sizes)[first] - (sizes.sum() - wanted))
@@ -471,7 +478,7 @@ def split(documents, job):
     joint = JOINT.search(block)
     stop = boundary + (joint.start() + 1 if joint else character_start(block, 0))
     if not start < stop < end:
-        fail(f"{job['source']}: too short to hold out {job['val_fraction']:.0%} for validation")
+        raise Unfit(f"{job['source']}: too short to hold out {job['val_fraction']:.0%} for validation")
     documents = np.insert(documents, first, documents[first], axis=0)
     documents[first, 2:] = stop, documents[first, 3] & ~VAL
     documents[first + 1, 1] = stop + (joint is not None)  # the space between the two goes
@@ -524,7 +531,7 @@ def jsonl_text(line, path, start):
         text = record["text"] if "text" in record else record["story"]
         return text.encode()
     except (ValueError, KeyError, TypeError, AttributeError):
-        fail(f'{path}: the line at byte {start} is not an object with a "text" or "story" that can be written as UTF-8')
+        raise Unfit(f'{path}: the line at byte {start} is not an object with a "text" or "story" that can be written as UTF-8')
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -646,38 +653,36 @@ def drive_worker(partial, todo, bar, sizes):
     """
     program = "import sys; sys.path.insert(0, sys.argv[1]); import data; data.serve(sys.argv[2])"
     command = [sys.executable, "-c", program, str(Path(__file__).resolve().parent), str(partial)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as worker:
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
         while todo:
             try:
                 number = todo.popleft()
             except IndexError:  # another worker was quicker
                 break
-            try:
-                print(number, file=worker.stdin, flush=True)
-            except BrokenPipeError:  # it died; the answer, which is none, tells
-                pass
+            with contextlib.suppress(BrokenPipeError):  # if it died, the answer, which is none, tells
+                worker.stdin.write(b"%d\n" % number)
             answer = worker.stdout.readline()
             if not answer:
-                todo.clear()
-                reason = worker.stderr.read().strip().split("\n")[-1].removeprefix("error: ")
-                fail(reason or f"a process that encodes ended with code {worker.wait()}; run the same command again")
-            if answer != "done\n":
-                todo.clear()
-                raise OSError(*json.loads(answer))
+                raise ChildProcessError(errno.ECHILD, f"a process that encodes ended with code {worker.wait()}")
+            problem = json.loads(answer)
+            if problem:
+                raise OSError(*problem) if isinstance(problem, list) else Unfit(problem)
             bar.update(int(sizes[number]))
 
 
 def serve(partial):
-    """The worker process: a part's number comes in on a line, "done" or the three fields of an OSError go out."""
+    """The worker: a part's number comes in on a line; null goes out, or what an OSError holds, or why it is Unfit."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end ends our input
     encode = part_encoder(Path(partial))
     for line in sys.stdin:
+        problem = None
         try:
             encode(int(line))
-            print("done", flush=True)
+        except Unfit as e:
+            problem = str(e)
         except OSError as e:
-            print(json.dumps([e.errno, e.strerror, e.filename]), flush=True)
+            problem = [e.errno, e.strerror, e.filename]
+        print(json.dumps(problem), flush=True)
 
 
 def assemble(job, rows, partial, tokenizer):
@@ -696,7 +701,7 @@ def assemble(job, rows, partial, tokenizer):
         with np.load(path) as part:
             counts += part["counts"]
     if not counts[0, 0] or not counts[1, 0]:
-        fail(f"{job['source']}: no text to {'train on' if not counts[0, 0] else 'validate'}, expected more documents")
+        raise Unfit(f"{job['source']}: no text to {'train on' if not counts[0, 0] else 'validate'}, expected more documents")
     meta = {"version": VERSION, "vocab_size": tokenizer.vocab_size, "vocab_source": job["vocab_source"],
             "tokenizer": tokenizer_name(job), "tokenizer_sha256": tokenizer.sha256(), "dtype": dtype.name,
             "source": job["source"], "train_tokens": tokens["train"], "val_tokens": tokens["val"],
@@ -723,7 +728,7 @@ def download(path, base_url):
     part.touch()
     have = reached = part.stat().st_size
     if shutil.disk_usage(path.parent).free < size - have:
-        fail(f"{path.parent}: too little room for {path.name}, {(size - have) / 1e9:.1f} GB more needed")
+        raise Unfit(f"{path.parent}: too little room for {path.name}, {(size - have) / 1e9:.1f} GB more needed")
     failures, problem = 0, "connection closed"
     with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True) as bar:
         while have < size:
@@ -738,7 +743,7 @@ def download(path, base_url):
             failures = 0 if have > reached and failures < 100 else failures + 1
             reached = max(reached, have)
             if have < size and failures > len(PATIENCE):
-                fail(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues")
+                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues")
             if have < size and failures:
                 time.sleep(PATIENCE[failures - 1])
     with open(part, "rb") as f:
@@ -747,7 +752,7 @@ def download(path, base_url):
             digest.update(block)
     if have != size or digest.hexdigest() != expected:
         part.unlink()
-        fail(f"{url}: {have:,} bytes with sha256 {digest.hexdigest()}, expected {size:,} with {expected}; "
+        raise Unfit(f"{url}: {have:,} bytes with sha256 {digest.hexdigest()}, expected {size:,} with {expected}; "
              f"deleted, so the same command downloads it anew")
     publish(part, path)
 

@@ -1,0 +1,578 @@
+"""Preparation from every kind of source, what it refuses, how it survives interruption, and the batches."""
+import errno
+import functools
+import hashlib
+import http.server
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import stories
+from tokenizer import Tokenizer, train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS = "the quick brown fox jumps over a lazy dog while naïve cats watch from high walls 12 times\n".split(" ")
+
+
+def prose(n_bytes, seed=0):
+    """About n_bytes of words in random order, single spaces between them, lines of about 60 bytes."""
+    return " ".join(np.random.default_rng(seed).choice(WORDS, n_bytes // 5))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks, segments and parts so small that a short text has many of each."""
+    for name, size in {"BLOCK": 4096, "SEGMENT": 512, "PART": 2048}.items():
+        monkeypatch.setattr(data, name, size)
+
+
+def refused(capfd, call):
+    """The one line that a call fails with."""
+    with pytest.raises(SystemExit) as end:
+        call()
+    lines = [line for line in re.split(r"[\n\r]", capfd.readouterr().err) if line.startswith("error: ")]
+    assert end.value.code == 2 and len(lines) == 1
+    return lines[0]
+
+
+def documents(tokens, tokenizer):
+    """The texts of a split, each of which must be BOS … EOS."""
+    tokens = np.array(tokens)
+    assert tokens[0] == tokenizer.bos_id and tokens[-1] == tokenizer.eos_id
+    ends = np.flatnonzero(tokens == tokenizer.eos_id)
+    starts = np.insert(ends[:-1] + 1, 0, 0)
+    assert (tokens[starts] == tokenizer.bos_id).all() and (tokens == tokenizer.bos_id).sum() == len(starts)
+    return [tokenizer.decode(tokens[a + 1:b].tolist()) for a, b in zip(starts, ends)]
+
+
+# ---- splitting and encoding ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("vocab_source", ["custom", "byte", "char"])
+def test_one_long_text_is_split_by_position(vocab_source, small, tmp_path):
+    text = prose(40_000)
+    (tmp_path / "a.txt").write_text(text)
+    folder = data.prepare(tmp_path / "a.txt", vocab_source, 400 if vocab_source == "custom" else 0,
+                          cache=tmp_path / "cache", workers=1)
+    d = data.load(folder)
+    (train,), (val,) = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    assert train + " " + val == text
+    assert abs(d.meta["val_bytes"] / len(text.encode()) - 0.1) < 0.002
+    assert d.meta["train_bytes"] == len(train.encode()) and d.meta["val_bytes"] == len(val.encode())
+    assert (d.meta["train_documents"], d.meta["val_documents"]) == (1, 1)
+    assert d.train.tolist() == d.tokenizer.encode(train, bos=True, eos=True)  # as if encoded in one go
+    assert d.val.tolist() == d.tokenizer.encode(val, bos=True, eos=True)
+
+
+def llama_like(path):
+    """A model whose pieces include runs of spaces, with the dummy prefix, like Llama's."""
+    return train_tokenizer([prose(30_000, 5) + "    and   more" * 50], 420, path)
+
+
+@pytest.mark.parametrize("text", [
+    prose(20_000).replace(" ", "  "),                  # no single space anywhere
+    "日本語の長い文章です。" * 700,                      # no space at all, three bytes a character
+    "\n".join(prose(60, i).replace(" ", "_") for i in range(300)),
+    " \u2581 ".join(["a b c"] * 3000),
+    prose(9000) + " " * 3000 + prose(9000),
+], ids=["double", "japanese", "lines", "U+2581", "gap"])
+def test_segments_of_difficult_texts_lose_nothing(text, small, tmp_path):
+    (tmp_path / "a.txt").write_text(text)
+    llama_like(tmp_path / "t.model")
+    for vocab_source in "byte", "char", str(tmp_path / "t.model"):
+        d = data.load(data.prepare(tmp_path / "a.txt", vocab_source, cache=tmp_path / "cache", workers=1))
+        (train,), (val,) = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+        assert re.sub(r"\s", "", train + val) == re.sub(r"\s", "", text.replace("\u2581", " "))
+        if not d.tokenizer.add_dummy_prefix:
+            assert text.replace("\u2581", " ") in (train + val, train + " " + val)
+
+
+@pytest.mark.parametrize("options", [{}, {"remove_extra_whitespaces": True, "normalization_rule_name": "nmt_nfkc"}])
+def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeypatch):
+    import sentencepiece as spm
+    with open(tmp_path / "t.model", "wb") as f:
+        spm.SentencePieceTrainer.train(sentence_iterator=iter(prose(30_000, 5).split("\n")), model_writer=f, vocab_size=400,
+                                       model_type="bpe", byte_fallback=True, minloglevel=5, **options)
+    text = prose(30_000).replace("fox", "fox,  \u2581 and") + " x  y " * 200
+    (tmp_path / "a.txt").write_text(text)
+    d = data.load(data.prepare(tmp_path / "a.txt", str(tmp_path / "t.model"), cache=tmp_path / "cache", workers=1))
+    stop = d.meta["train_bytes"]
+    raw = text.encode()
+    assert d.train.tolist() == d.tokenizer.encode(raw[:stop].decode(), bos=True, eos=True)
+    assert d.val.tolist() == d.tokenizer.encode(raw[stop + 1:].decode(), bos=True, eos=True)
+    assert len(data.plan(json.loads(json.dumps({"stories": 0, "source": "a", "val_fraction": 0.1,
+                                                "files": [str(tmp_path / "a.txt")]})))) > 20
+
+
+def test_separators_make_documents(small, tmp_path):
+    texts = [prose(30 + 7 * i, i) for i in range(100)] + [prose(5000), "short", "not <|endoftext|> alone"]
+    (tmp_path / "a.txt").write_text("\n<|endoftext|>\r\n".join(f"\n {t} \n" for t in texts) + "\n<|endoftext|>\n\n")
+    d = data.load(data.prepare(tmp_path / "a.txt", "char", cache=tmp_path / "cache", workers=1))
+    train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    stripped = [t.strip() for t in texts]
+    assert sorted(train + val) == sorted(stripped)
+    assert [t for t in stripped if t in train] == train  # in the order of the file
+    assert 0.05 <= d.meta["val_bytes"] / sum(len(t.encode()) for t in texts) <= 0.1
+    assert d.meta["train_documents"] == len(train) and d.meta["val_documents"] == len(val) > 1
+
+
+def test_folder_of_txt_and_jsonl(tmp_path):
+    source = tmp_path / "in"
+    (source / "deep").mkdir(parents=True)
+    (source / "b.txt").write_text("alone in a file, kept as it is \n")
+    (source / "a.jsonl").write_text("".join(json.dumps({"text": f"text {i}: {prose(50, i)}"}) + "\n" for i in range(40)))
+    (source / "deep" / "c.jsonl").write_text("\n".join(json.dumps({"story": f" story \u2028 {i} ", "x": 1}) for i in range(40))
+                                             + "\n\n")
+    (source / "ignored.md").write_text("not this")
+    d = data.load(data.prepare(source, "byte", cache=tmp_path / "cache", workers=1))
+    found = documents(d.train, d.tokenizer) + documents(d.val, d.tokenizer)
+    assert sorted(found) == sorted([f"text {i}: {prose(50, i)}".strip() for i in range(40)]
+                                   + [f"story \u2028 {i}" for i in range(40)] + ["alone in a file, kept as it is \n"])
+
+
+def test_few_documents_are_split_by_position(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for name, size in ("a", 5000), ("b", 300), ("c", 4000):
+        (source / f"{name}.txt").write_text(prose(size, size))
+    d = data.load(data.prepare(source, "char", cache=tmp_path / "cache", workers=1))
+    train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    assert train[:2] == [prose(5000, 5000), prose(300, 300)] and train[2] + " " + val[0] == prose(4000, 4000)
+    total = sum(len(prose(n, n).encode()) for n in (5000, 300, 4000))
+    assert abs(d.meta["val_bytes"] / total - 0.1) < 0.02
+
+
+def test_byte_order_mark_and_line_ends(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"one two\r\n" * 50)
+    d = data.load(data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1))
+    assert documents(d.train, d.tokenizer)[0].startswith("one two\r\none")
+
+
+def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(map(chr, range(0x4E00, 0x9FA5))) + "".join(map(chr, range(0x10000, 0x1D000))))
+    d = data.load(data.prepare(tmp_path / "a.txt", "char", cache=tmp_path / "cache", workers=1))
+    assert d.meta["vocab_size"] > 1 << 16 and d.train.dtype == np.uint32 and d.val[-2] == d.meta["vocab_size"] - 1
+
+
+# ---- stories ------------------------------------------------------------------------------------------------------
+
+@functools.lru_cache
+def some_stories(cache):
+    return data.load(data.prepare("stories:300", "custom", 800, cache=cache, workers=2))
+
+
+def test_stories_and_their_floor(tmp_path_factory):
+    d = some_stories(tmp_path_factory.getbasetemp() / "cache")
+    train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    written = [stories.write(data.SEED, i) for i in range(300)]
+    assert train + val == [text for text, _ in written] and len(val) == 30 == d.meta["val_documents"]
+    bits, size = sum(bits for _, bits in written[270:]), sum(len(text.encode()) for text, _ in written[270:])
+    assert d.meta["floor_bpb"] == pytest.approx(bits / size, rel=1e-12) and d.meta["val_bytes"] == size
+    assert d.meta["entropy_bits_per_story"] == stories.entropy()
+    assert d.meta["vocab_size"] == 800 and d.meta["source"] == "stories:300"
+
+
+def test_stories_in_characters_know_them_all(tmp_path):
+    d = data.load(data.prepare("stories:50", "char", cache=tmp_path / "cache", workers=1))
+    assert d.tokenizer.unk_id not in d.train and documents(d.val, d.tokenizer)[-1] == stories.write(data.SEED, 49)[0]
+
+
+# ---- the cache, workers and interruption ----------------------------------------------------------------------------
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_prepared_once(tmp_path):
+    (tmp_path / "a.txt").write_text(prose(3000))
+    first = data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1)
+    before = {p: p.stat().st_mtime_ns for p in first.iterdir()}
+    assert data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache") == first == data.prepare(first)
+    assert {p: p.stat().st_mtime_ns for p in first.iterdir()} == before
+    assert sorted(before) == sorted(first / n for n in ("train.bin", "val.bin", "meta.json", "tokenizer.json"))
+    others = {data.prepare(tmp_path / "a.txt", *how, cache=tmp_path / "cache", workers=1)
+              for how in (("char",), ("byte", 0, 0.2), ("custom", 300), ("custom", 301))}
+    (tmp_path / "a.txt").write_text(prose(3100))
+    others.add(data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1))
+    assert len(others | {first}) == 6
+
+
+def test_vocabulary_of_other_prepared_data(tmp_path):
+    (tmp_path / "a.txt").write_text(prose(3000))
+    (tmp_path / "b.txt").write_text(prose(4000, 1))
+    first = data.load(data.prepare(tmp_path / "a.txt", "custom", 300, cache=tmp_path / "cache", workers=1))
+    for vocab_source in first.folder, first.folder / "tokenizer.model":
+        second = data.load(data.prepare(tmp_path / "b.txt", str(vocab_source), cache=tmp_path / "cache", workers=1))
+        assert second.meta["tokenizer_sha256"] == first.meta["tokenizer_sha256"]
+
+
+def test_chosen_vocabulary_sizes(tmp_path):
+    (tmp_path / "a.txt").write_text("tiny text, tiny words " * 20)
+    assert data.load(data.prepare(tmp_path / "a.txt", cache=tmp_path / "cache", workers=1)).meta["vocab_size"] < 400
+    (tmp_path / "b.txt").write_text("".join(chr(0x4E00 + i % 900) for i in range(30000)))
+    assert data.load(data.prepare(tmp_path / "b.txt", cache=tmp_path / "cache", workers=1)).meta["vocab_size"] > 1159
+
+
+def test_one_worker_and_two_give_the_same_bytes(tmp_path):
+    one = data.prepare("stories:9000", "byte", cache=tmp_path / "one", workers=1)
+    two = data.prepare("stories:9000", "byte", cache=tmp_path / "two", workers=2)
+    assert contents(one) == contents(two) and one.name == two.name
+
+
+CALL = "import sys; sys.path.insert(0, {root!r}); import data; data.prepare('stories:12000', 'byte', cache={cache!r}, workers=2)"
+
+
+def test_killed_preparation_continues_to_the_same_bytes(tmp_path):
+    whole = data.prepare("stories:12000", "byte", cache=tmp_path / "whole", workers=1)
+    command = [sys.executable, "-c", CALL.format(root=str(ROOT), cache=str(tmp_path / "cut"))]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    parts = tmp_path / "cut" / f"{whole.name}.partial" / "parts"
+    while not list(parts.glob("*.npz")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = {p: p.stat().st_mtime_ns for p in parts.glob("*.npz")}
+    assert not (tmp_path / "cut" / whole.name).exists()
+    (parts / "0.npz.tmp").write_bytes(b"half a part")
+    calls = []
+    data.encode_parts, saved = lambda *a: (calls.append({p: p.stat().st_mtime_ns for p in done}), saved(*a)), data.encode_parts
+    try:
+        cut = data.prepare("stories:12000", "byte", cache=tmp_path / "cut", workers=2)
+    finally:
+        data.encode_parts = saved
+    assert calls == [done]  # what was there was not made again
+    assert contents(cut) == contents(whole)
+
+
+def test_interrupted_by_ctrl_c(tmp_path):
+    command = [sys.executable, ROOT / "data.py", "stories:12000", "--vocab_source=byte", f"--cache={tmp_path}", "--workers=2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not list(tmp_path.glob("*.partial/parts/*.npz")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    _, complaint = process.communicate(timeout=30)
+    assert process.returncode == 2 and "Traceback" not in complaint
+    assert complaint.split("error: ")[1] == "stories:12000: preparation was interrupted; the same command continues it\n"
+
+
+def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(data.sys, "executable", "/bin/false")
+    line = refused(capfd, lambda: data.prepare("stories:9000", "byte", cache=tmp_path, workers=2))
+    assert "ended with code 1" in line
+
+
+def test_two_processes_prepare_together(tmp_path):
+    command = [sys.executable, ROOT / "data.py", "stories:3000", "--vocab_source=byte", f"--cache={tmp_path}"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) for _ in range(2)]
+    out = [process.communicate(timeout=60)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert len({text.strip().split("\n")[-1] for text in out}) == 1
+    assert sorted("prepared" in text for text in out) == [False, True]
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+def test_command_line(tmp_path):
+    (tmp_path / "my text.txt").write_text(prose(5000))
+    command = [sys.executable, ROOT / "data.py", tmp_path / "my text.txt", "--vocab_size=300", "--val_fraction=0.2",
+               f"--cache={tmp_path / 'cache'}"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "vocabulary of 300" in out
+    assert abs(data.load(out.strip().split("\n")[-1]).meta["val_bytes"] / len(prose(5000)) - 0.2) < 0.01
+    assert "--tinystories_url" in subprocess.run([*command, "--help"], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "no such file"), (b"", "is empty"), (b"\n \n<|endoftext|>\n \n" * 30, "no text"), (b"x", "too short"),
+    (b"good " * 1000 + b"\xff bad", "byte 0xff at offset 5000"), (b"cut off \xe2\x82", "at offset 8"),
+    ("utf-16 text".encode("utf-16"), "byte 0xff at offset 0"),
+])
+def test_bad_text_is_refused_in_one_line(content, words, small, tmp_path, capfd):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    line = refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
+    assert words in line and "a.txt" in line
+    assert not list(tmp_path.glob("cache/[!.]*"))  # nothing is left behind
+
+
+@pytest.mark.parametrize("lines", [["{"], ['{"text": 5}'], ["[1]"], ['{"a": "b"}'], ['{"text": "\\ud800"}'], ["5"]])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_jsonl_is_refused_in_one_line(lines, workers, tmp_path, monkeypatch, capfd):
+    good = json.dumps({"text": prose(400_000)}) + "\n"
+    (tmp_path / "a.jsonl").write_text(good * 12 + "\n".join(lines))
+    line = refused(capfd, lambda: data.prepare(tmp_path / "a.jsonl", "byte", cache=tmp_path / "cache", workers=workers))
+    assert f"the line at byte {12 * len(good.encode())}" in line
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (dict(vocab_size=10), "--vocab_size=10"), (dict(vocab_size=-1), "--vocab_size=-1"),
+    (dict(vocab_size=100_000), "expected at most"), (dict(vocab_size=264), "expected at least"),
+    (dict(vocab_source="byte", vocab_size=300), "has 259"), (dict(vocab_source="char", vocab_size=300), "--vocab_size=300"),
+    (dict(val_fraction=0.0), "--val_fraction=0.0"), (dict(val_fraction=1.5), "--val_fraction=1.5"),
+    (dict(vocab_source="nowhere.model"), "nowhere.model"), (dict(vocab_source="llama2"), "tokenizer.model"),
+    (dict(source="stories:x"), "stories:N"), (dict(source="stories:0"), "stories:N"), (dict(source="."), "a folder without"),
+    (dict(source="/dev/null"), "not a regular file"),
+])
+def test_bad_arguments_are_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capfd):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a.txt").write_text(prose(3000))
+    monkeypatch.chdir(tmp_path / "empty")
+    arguments = {"source": "../a.txt", "cache": tmp_path / "cache", "workers": 1} | arguments
+    assert words in refused(capfd, lambda: data.prepare(**arguments))
+
+
+def test_unreadable_folder(tmp_path, monkeypatch, capfd):
+    (tmp_path / "in").mkdir()
+
+    def walk(path, onerror):
+        onerror(PermissionError(errno.EACCES, "Permission denied", str(path)))
+        return []
+
+    monkeypatch.setattr(data.os, "walk", walk)  # root, who may run this, can read all folders
+    assert "Permission denied" in refused(capfd, lambda: data.prepare(tmp_path / "in", cache=tmp_path / "cache"))
+
+
+def test_file_that_changes_while_it_is_read(tmp_path, monkeypatch, capfd):
+    path = tmp_path / "a.txt"
+    path.write_text(prose(3000))
+    monkeypatch.setattr(data, "vocabulary", lambda *a, real=data.vocabulary: (path.write_text(prose(3100)), real(*a))[1])
+    assert "changed" in refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+sys.path.insert(0, {root!r})
+import data
+data.prepare("stories:6000", "byte", cache={cache!r}, workers={workers})
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("limit", [10_000, 3_000_000])  # too little for the first part; for train.bin
+def test_a_disk_that_takes_no_more(limit, workers, tmp_path):
+    program = FULL.format(limit=limit, root=str(ROOT), cache=str(tmp_path), workers=workers)
+    result = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert result.stderr.count("error: ") == 1 and "File too large" in result.stderr.split("error: ")[1]
+    data.load(data.prepare("stories:6000", "byte", cache=tmp_path, workers=1))
+
+
+def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(data, "write", full)
+    line = refused(capfd, lambda: data.prepare("stories:10", "byte", cache=tmp_path, workers=1))
+    assert "No space left on device; make room" in line
+
+
+# ---- load ---------------------------------------------------------------------------------------------------------
+
+def damaged(folder, name, change):
+    content = bytearray((folder / name).read_bytes())
+    (folder / name).write_bytes(change(content))
+
+
+@pytest.mark.parametrize("name, change", [
+    ("train.bin", lambda b: b[:-1]), ("val.bin", lambda b: b[:-2]), ("val.bin", lambda b: b + b"\0\0"),
+    ("train.bin", lambda b: b[:100] + b"\7" + b[101:]), ("tokenizer.json", lambda b: b + b" "),
+    ("meta.json", lambda b: b[:50]), ("meta.json", lambda b: b.replace(b'"version": 1', b'"version": 9')),
+    ("meta.json", lambda b: b.replace(b'"vocab_size": 259', b'"vocab_size": 260')), ("meta.json", lambda b: b"[]"),
+    ("meta.json", lambda b: b.replace(b"uint16", b"nonsense")), ("val.bin", None), ("tokenizer.json", None),
+])
+def test_damaged_folders_are_refused_in_one_line(name, change, tmp_path, capfd):
+    folder = data.prepare("stories:20", "byte", cache=tmp_path, workers=1)
+    data.load(folder)
+    capfd.readouterr()
+    damaged(folder, name, change) if change else (folder / name).unlink()
+    assert str(folder) in refused(capfd, lambda: data.load(folder))
+
+
+# ---- batches ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n_tokens, batch_size, seq_len", [(1000, 4, 16), (257, 3, 64), (130, 8, 64), (65, 2, 64),
+                                                           (10_000, 7, 3), (64 * 20 + 1, 5, 64)])
+def test_an_epoch_covers_every_window_once(n_tokens, batch_size, seq_len):
+    tokens = np.arange(n_tokens, dtype=np.uint16)  # a token is its position
+    windows, left_over = divmod(n_tokens - 1, seq_len)
+    epochs, orders, offsets = 3, [], []
+    steps = -(-epochs * windows // batch_size)
+    rows = torch.cat([data.batch(tokens, 7, step, batch_size, seq_len)[0] for step in range(steps)])
+    for epoch in range(epochs):
+        starts = rows[epoch * windows:(epoch + 1) * windows, 0].tolist()
+        offset = min(starts)
+        assert sorted(starts) == list(range(offset, offset + windows * seq_len, seq_len)) and offset <= left_over
+        orders.append([(s - offset) // seq_len for s in starts])
+        offsets.append(offset)
+    if windows > 10:
+        assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
+    if left_over > 10:
+        assert len(set(offsets)) > 1
+
+
+def test_targets_are_the_next_tokens():
+    tokens = np.arange(5000, dtype=np.uint16)
+    x, y = data.batch(tokens, 1, 3, 6, 32)
+    assert x.shape == y.shape == (6, 32) and x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
+    assert torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+@pytest.mark.parametrize("world", [2, 3, 6])
+def test_ranks_share_the_batch_of_one_process(world):
+    tokens = np.random.default_rng(0).integers(0, 60000, 3000).astype(np.uint16)
+    for step in 0, 1, 17, 400:
+        whole = data.batch(tokens, 5, step, 12, 16)
+        shares = [data.batch(tokens, 5, step, 12, 16, rank, world) for rank in range(world)]
+        assert torch.equal(whole[0], torch.cat([x for x, _ in shares]))
+        assert torch.equal(whole[1], torch.cat([y for _, y in shares]))
+
+
+def test_a_batch_depends_on_its_arguments_alone():
+    tokens = np.arange(4000, dtype=np.uint16)
+    first = data.batch(tokens, 5, 9, 8, 16)[0]
+    data.epoch_windows.cache_clear()
+    assert torch.equal(first, data.batch(tokens, 5, 9, 8, 16)[0])
+    assert not torch.equal(first, data.batch(tokens, 6, 9, 8, 16)[0])
+    assert not torch.equal(first, data.batch(tokens, 5, 10, 8, 16)[0])
+    assert data.batch(tokens, 5, 9, 4, 16)[0][:, 0].tolist() == [970, 1786, 650, 1066]  # on every platform
+
+
+def test_splits_that_hold_no_window(capfd):
+    assert "holds no window of 64" in refused(capfd, lambda: data.batch(np.zeros(64, np.uint16), 0, 0, 1, 64))
+    assert "expected a multiple" in refused(capfd, lambda: data.batch(np.zeros(650, np.uint16), 0, 0, 10, 64, 0, 4))
+
+
+# ---- download -----------------------------------------------------------------------------------------------------
+
+BODIES = {"TinyStoriesV2-GPT4-train.txt": "\n<|endoftext|>\n".join(prose(200, i) for i in range(400)).encode(),
+          "TinyStoriesV2-GPT4-valid.txt": "\n<|endoftext|>\n".join(prose(200, i) for i in range(500, 510)).encode()}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Serves BODIES; `mood` is a list of what to do to one request after the other, then they are served well."""
+    mood, requests = [], []
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_GET(self):
+        mood = self.mood.pop(0) if self.mood else "well"
+        self.requests.append((self.path, self.headers.get("Range"), mood))
+        body = BODIES[self.path.split("/")[-1]]
+        start = int(re.match(r"bytes=(\d+)-", self.headers["Range"])[1]) if "Range" in self.headers else 0
+        if mood == "redirect":
+            self.send_response(302)
+            self.send_header("Location", f"http://{self.headers['Host']}/elsewhere{self.path}")
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
+        if isinstance(mood, int):
+            return self.send_error(mood)
+        if mood == "hang up":
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        if mood == "wrong":
+            body = body[:-1] + b"?"
+        if mood in ("ignore range", "begin anew"):
+            start = 0
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start + (mood == 'shift')}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        part = body[start:]
+        if mood in ("break", "begin anew"):
+            self.wfile.write(part[:len(part) // 2])
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        self.wfile.write(part)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(data, "TINYSTORIES", {n: (len(b), hashlib.sha256(b).hexdigest()) for n, b in BODIES.items()})
+    monkeypatch.setattr(data, "PATIENCE", (0, 0, 0))
+    monkeypatch.setattr(data, "tinystories_url", f"http://127.0.0.1:{server.server_port}/base")
+    for name in "http_proxy", "HTTP_PROXY", "all_proxy":
+        monkeypatch.delenv(name, raising=False)
+    Hub.mood, Hub.requests = [], []
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+def test_tinystories_from_download_to_tokens(hub, tmp_path):
+    d = data.load(data.prepare("tinystories", "byte", cache=tmp_path, workers=1))
+    for split, body in zip((d.train, d.val), BODIES.values()):
+        assert documents(split, d.tokenizer) == [t.strip() for t in body.decode().split("\n<|endoftext|>\n")]
+    assert [path for path, _, _ in hub.requests] == [f"/base/{name}" for name in BODIES]
+    for path in (tmp_path / "tinystories").iterdir():
+        path.unlink()  # once prepared, the text is not needed
+    assert data.prepare("tinystories", "byte", cache=tmp_path) == d.folder and len(hub.requests) == 2
+
+
+@pytest.mark.parametrize("mood", [["break"] * 5, ["hang up", "break", 503, "break"], ["redirect", "break"],
+                                  ["break", "ignore range"], ["break", "begin anew", "break"], ["break", "shift"],
+                                  ["break", 429, 500]])
+def test_downloads_survive(mood, hub, tmp_path):
+    name, body = next(iter(BODIES.items()))
+    hub.mood = list(mood)
+    data.download(tmp_path / "deep" / name, data.tinystories_url)
+    assert (tmp_path / "deep" / name).read_bytes() == body and not hub.mood
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == [name]
+    if mood == ["break"] * 5:  # every request asks for what is missing only
+        asked = [int(range_[6:-1]) for _, range_, _ in hub.requests[1:]]
+        assert asked == sorted(asked) and len(set(asked)) == 5 and asked[0] == len(body) // 2
+
+
+def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
+    name, body = next(iter(BODIES.items()))
+    hub.mood = ["break"] + ["hang up"] * 4
+    line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
+    tmp_path /= "tinystories"
+    assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line and not (tmp_path / name).exists()
+    data.download(tmp_path / name, data.tinystories_url)
+    assert (tmp_path / name).read_bytes() == body and hub.requests[-1][1] == f"bytes={len(body) // 2}-"
+
+
+@pytest.mark.parametrize("mood, words, requests", [(["wrong"], "sha256", 1), ([404], "404", 1), ([403], "403", 1),
+                                                   (["hang up"] * 9, "continues", 4)])
+def test_failed_downloads_end_in_one_line(mood, words, requests, hub, tmp_path, capfd):
+    name, body = next(iter(BODIES.items()))
+    hub.mood = list(mood)
+    assert words in refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
+    tmp_path /= "tinystories"
+    assert len(hub.requests) == requests and not (tmp_path / name).exists()
+    if words == "sha256":
+        assert not (tmp_path / f"{name}.part").exists()
+
+
+def test_a_server_that_is_not_there(hub, tmp_path, monkeypatch, capfd):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    monkeypatch.setattr(data, "tinystories_url", f"http://127.0.0.1:{port}")
+    assert "refused" in refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
+
+
+def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(data.TINYSTORIES, "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
+    line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
+    assert "too little room" in line and not hub.requests
