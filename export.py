@@ -9,7 +9,7 @@ Checkpoint ⇄ model file.
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
 
 The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, https://huggingface.co/docs/safetensors, and
-export.py of https://github.com/karpathy/llama2.c. Files are written tensor by tensor under a temporary name, then renamed.
+export.py of https://github.com/karpathy/llama2.c. A file is written tensor by tensor under a temporary name, then renamed.
 """
 import hashlib
 import json

@@ -61,7 +61,8 @@ def save_run(folder, model, vocabulary):
 
 def command(monkeypatch, out_dir, **knobs):
     """`python export.py out_dir --knob=value ...` inside this process."""
-    for key, value in (dict(out_dir=out_dir, format="gguf", dtype="f32", group_size=64, tokenizer="", path="") | knobs).items():
+    defaults = dict(format="gguf", dtype="f32", group_size=64, tokenizer="", path="")
+    for key, value in (defaults | dict(out_dir=out_dir) | knobs).items():
         monkeypatch.setattr(export, key, str(value) if isinstance(value, Path) else value)
     export.main()
 
@@ -209,8 +210,8 @@ def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabular
         else:
             kind = "Q8_0" if dtype == "q4_0" and wide else dtype.upper()
         assert theirs.tensor_type.name == kind and tuple(theirs.shape) == original.shape[::-1], name
-        stored = np.asarray(theirs.data).reshape(-1).view(np.uint8)
-        assert np.array_equal(stored, np.asarray(gguf.quants.quantize(original, theirs.tensor_type)).reshape(-1).view(np.uint8)), name
+        expected = gguf.quants.quantize(original, theirs.tensor_type)
+        assert np.asarray(theirs.data).tobytes() == np.asarray(expected).tobytes(), name
         read = gguf.quants.dequantize(theirs.data, theirs.tensor_type).reshape(original.shape)
         assert np.array_equal(read, state[name].numpy()), name
         if dtype == "f32":
@@ -228,7 +229,7 @@ def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
     x = rng.normal(size=(64, 64)).astype(np.float32) * np.logspace(-36, 3, 64, dtype=np.float32)[:, None]
     x[0], x[1], x[2, ::2], x[3] = 0, -0.0, 127, np.arange(64) - 32
     x[4], x[5, :32], x[5, 32:] = np.arange(64) / 2, np.linspace(-127, 0, 32), np.repeat(np.arange(16) - 8, 2)
-    x[6] = np.arange(64) + 0.5
+    x[6], x[7] = np.arange(64) + 0.5, (0x3F800000 + (np.arange(64, dtype=np.uint32) << 15)).view(np.float32)
     for dtype, kind in export.TYPES.items():
         theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind.number))
         ours = np.frombuffer(b"".join(export.encoded("x", torch.from_numpy(x), dtype)), np.uint8)
@@ -242,7 +243,8 @@ def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
 
 def test_gguf_metadata(tmp_path, vocabulary):
     model, path = build(**SHAPES["gqa, untied"], rope_theta=5e5, rope_scaling=2.5, norm_eps=1e-6), tmp_path / "m.gguf"
-    export.export_model(model.state_dict(), model.args, vocabulary, path, name="tiny", extra={"tokenizer.chat_template": "{{x}}"})
+    chat = {"tokenizer.chat_template": "{{x}}"}
+    export.export_model(model.state_dict(), model.args, vocabulary, path, name="tiny", extra=chat)
     found = scalars(gguf.GGUFReader(path))
     sp = spm.SentencePieceProcessor(model_proto=vocabulary.data)
     types = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1 for i in range(330)]
@@ -270,7 +272,8 @@ def test_vocabulary_comes_back_from_a_gguf_file(kind, tmp_path, vocabulary):
     export.export_model(model.state_dict(), model.args, original, tmp_path / "m.gguf")
     again = export.read_model(tmp_path / "m.gguf")[2]
     assert again.pieces() == original.pieces()
-    for text in ("", " ", TEXT, "  two  spaces ", "a\n\nb\tc", "naïve 日本 \u2581 😀" if kind != "char" else "girl girl"):
+    strange = "naïve 日本 \u2581 😀" if kind != "char" else "girl girl"
+    for text in ("", " ", TEXT, "  two  spaces ", "a\n\nb\tc", strange):
         assert again.encode(text, bos=True, eos=True) == original.encode(text, bos=True, eos=True)
         assert again.decode(again.encode(text)) == original.decode(original.encode(text))
 
@@ -343,7 +346,8 @@ def test_mistakes_are_one_line(tmp_path, vocabulary, monkeypatch, capsys):
     ]:
         assert said in refused(capsys, command, monkeypatch, out_dir, **knobs)
     (tmp_path / "tokenizer.json").write_bytes(Bytes().data)
-    assert "259 pieces and the model 330" in refused(capsys, command, monkeypatch, run, tokenizer=tmp_path / "tokenizer.json")
+    said = refused(capsys, command, monkeypatch, run, tokenizer=tmp_path / "tokenizer.json")
+    assert "259 pieces and the model 330" in said
     (tmp_path / "tokenizer.json").unlink()
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -357,7 +361,8 @@ def test_weights_that_do_not_fit(bad, dtype, format, tmp_path, vocabulary, capsy
     with torch.no_grad():
         model.layers[1].feed_forward.w2.weight[3, 5] = bad
     (tmp_path / "m").mkdir() if format == "hf" else (tmp_path / "m").write_text("the old one")
-    said = refused(capsys, export.export_model, model.state_dict(), model.args, vocabulary, tmp_path / "m", format, dtype)
+    arguments = model.state_dict(), model.args, vocabulary, tmp_path / "m", format, dtype
+    said = refused(capsys, export.export_model, *arguments)
     assert "layers.1.feed_forward.w2.weight" in said
     assert [p.name for p in tmp_path.rglob("*")] == ["m"]  # nothing half-written
     if format == "gguf":
@@ -370,8 +375,9 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
     run = save_run(tmp_path / "run", build(**SHAPES["gqa, untied"]), vocabulary)
     before = sorted(run.iterdir())
 
-    failed = subprocess.run([sys.executable, ROOT / "export.py", run, f"--format={format}"], capture_output=True, text=True,
-                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))
+    failed = subprocess.run(
+        [sys.executable, ROOT / "export.py", run, f"--format={format}"], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)))
     assert failed.returncode == 2 and failed.stdout.count("wrote") == 0
     assert failed.stderr.count("\n") == 1 and "cannot be written (File too large)" in failed.stderr
     assert sorted(run.iterdir()) == before
@@ -379,7 +385,8 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
     assert sorted(run.iterdir()) == sorted(before + [run / name for name in files])
 
 
-@pytest.mark.parametrize("format, dtype", [("gguf", "f32"), ("gguf", "q8_0"), ("v1", "f32"), ("v2", "f32"), ("hf", "bf16")])
+@pytest.mark.parametrize("format, dtype", [
+    ("gguf", "f32"), ("gguf", "q8_0"), ("v1", "f32"), ("v2", "f32"), ("hf", "bf16")])
 def test_writes_tensor_by_tensor(format, dtype, tmp_path, vocabulary):
     """Twenty times the size of a tensor is written with the memory of a few. (tracemalloc sees numpy's arrays.)"""
     model = build(dim=256, n_layers=24, n_heads=4, hidden_dim=512, max_seq_len=8)
@@ -449,16 +456,18 @@ def with_metadata(path, changed, tensors=None):
     """A GGUF of one small Llama by the gguf package, with metadata changed (None: left out)."""
     values = {
         "llama.context_length": 8, "llama.embedding_length": 8, "llama.block_count": 1, "llama.feed_forward_length": 8,
-        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"], "tokenizer.ggml.scores": [0.0] * 4,
-        "tokenizer.ggml.token_type": [2, 3, 3, 1]} | changed
+        "llama.attention.head_count": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"],
+        "tokenizer.ggml.scores": [0.0] * 4, "tokenizer.ggml.token_type": [2, 3, 3, 1]} | changed
     w = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
     kinds = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array}
     for key, value in values.items():
         if value is not None:
             kinds[type(value)](key, value)
-    shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (8,), "blk.0.attn_norm.weight": (8,), "blk.0.ffn_norm.weight": (8,)}
-    shapes |= {f"blk.0.{name}.weight": (8, 8) for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    shapes = {"token_embd.weight": (4, 8), "output_norm.weight": (8,)}
+    shapes |= {f"blk.0.{name}.weight": (8,) for name in ("attn_norm", "ffn_norm")}
+    shapes |= {f"blk.0.{name}.weight": (8, 8) for name in matrices}
     for name, shape in (shapes | (tensors or {})).items():
         if shape:
             w.add_tensor(name, np.ones(shape, np.float32))
@@ -471,13 +480,15 @@ def with_metadata(path, changed, tensors=None):
 
 @pytest.mark.parametrize("changed, said", [
     ({"general.architecture": "gpt2"}, "architecture 'gpt2'"), ({"llama.block_count": None}, "block_count is None"),
-    ({"llama.block_count": 2}, "not those of a Llama of 2 layers"), ({"llama.block_count": 4294967295}, "tensors are not"),
+    ({"llama.block_count": 2}, "not those of a Llama of 2 layers"),
+    ({"llama.block_count": 4294967295}, "tensors are not"),
     ({"llama.embedding_length": "8"}, "embedding_length is '8'"), ({"llama.embedding_length": 0}, "positive int"),
-    ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.attention.head_count_kv": 4}, "not a multiple"),
-    ({"llama.context_length": 4294967295}, "a context of 4294967295"), ({"llama.feed_forward_length": 16}, "has shape"),
+    ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
+    ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
     ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
-    ({"llama.rope.scaling.type": "linear"}, "scaling.factor is None"), ({"llama.rope.dimension_count": 2}, "head width 4"),
+    ({"llama.rope.scaling.type": "linear"}, "scaling.factor is None"),
+    ({"llama.rope.dimension_count": 2}, "head width 4"),
     ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
     ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
     ({"tokenizer.ggml.bos_token_id": 4}, "special ids"), ({"tokenizer.ggml.bos_token_id": True}, "wrong type"),
@@ -490,7 +501,8 @@ def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):
 
 @pytest.mark.parametrize("tensors, said", [
     ({"blk.0.attn_q.weight": None}, "not those of a Llama"), ({"rope_freqs.weight": (4,)}, "not those of a Llama"),
-    ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"), ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
+    ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"),
+    ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
 def test_tensors_that_cannot_be(tensors, said, tmp_path, capsys):
     assert said in refused(capsys, read, with_metadata(tmp_path / "m", {}, tensors))
 
@@ -499,8 +511,8 @@ def test_impossible_llama2c_headers(files, tmp_path, capsys):
     data, path = files["v2"].read_bytes(), tmp_path / "m"
     most = 2 ** 31 - 1
     for at, value, said in [
-            (4, 3, "version 3"), (8, 0, "neither GGUF"), (8, -64, "neither GGUF"), (12, most, "damaged"), (16, most, "damaged"),
-            (20, 5, "no even head width"), (28, most, "damaged"), (32, most, "a context of"), (37, 0, "neither GGUF"),
-            (37, 7, "groups of 7 do not fill")]:
+            (4, 3, "version 3"), (8, 0, "neither GGUF"), (8, -64, "neither GGUF"), (12, most, "damaged"),
+            (16, most, "damaged"), (20, 5, "no even head width"), (28, most, "damaged"), (32, most, "a context of"),
+            (37, 0, "neither GGUF"), (37, 7, "groups of 7 do not fill")]:
         path.write_bytes(data[:at] + struct.pack("<i", value) + data[at + 4:])
         assert said in refused(capsys, read, path)

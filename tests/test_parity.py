@@ -13,6 +13,7 @@ import torch
 
 import evaluate
 import export
+import sample
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, train_tokenizer
 
@@ -41,7 +42,8 @@ def write_text(seed, sentences):
     """Sentences that keep a name and a thing for a while, so that there is something to attend to."""
     rng, text = random.Random(seed), []
     while len(text) < sentences:
-        name, thing = rng.choice(("Tom", "Lily", "Ann", "Sam", "Zoë")), rng.choice(("ball", "boat", "kite", "drum", "lamp"))
+        name = rng.choice(("Tom", "Lily", "Ann", "Sam", "Zoë"))
+        thing = rng.choice(("ball", "boat", "kite", "drum", "lamp"))
         text += [f"One day, {name} found a {rng.choice(('red', 'big', 'small', 'old'))} {thing}.",
                  f"{name} took the {thing} to the {rng.choice(('park', 'sea', 'house', 'hill'))}.",
                  f"\"I like this {thing},\" said {name}.\n"]
@@ -155,3 +157,46 @@ def test_perplexity_by_its_definition(trained, vocabularies):
             log_p = model(window, window)[0][0].double().log_softmax(-1)
         nll -= sum(log_p[t, ids[w + t + 1]].item() for t in range(window.shape[1]))
     assert evaluate.negative_log_likelihood(model, ids) == pytest.approx(nll, rel=1e-6)
+
+
+def command(monkeypatch, script, **knobs):
+    """`python script.py --knob=value ...` inside this process."""
+    for key, value in knobs.items():
+        monkeypatch.setattr(script, key, value)
+    script.main()
+
+
+def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeypatch, capsys):
+    model, _, run = exported("mha", "q8_0")
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="q8_0")
+    knobs = dict(out_dir=str(tmp_path / "m.gguf"), prompt=PROMPT, max_new_tokens=20, device="cpu")
+    capsys.readouterr()
+    command(monkeypatch, sample, **knobs, temperature=0.0)
+    text = capsys.readouterr().out
+    count = len(vocabularies["mha"].encode(PROMPT)) + 20
+    assert text == run("-t", "0", "-n", str(count), "-i", PROMPT).decode()
+    command(monkeypatch, sample, **knobs, temperature=1.5, top_p=1.0, num_samples=3)
+    samples = capsys.readouterr().out.split("\n\n")
+    assert len(set(samples)) == 3 and all(s.startswith(PROMPT) for s in samples)
+    command(monkeypatch, sample, **knobs, temperature=1.5, top_p=1.0, num_samples=3)
+    assert capsys.readouterr().out.split("\n\n") == samples
+
+
+@pytest.mark.parametrize("script, knobs, said", [
+    (sample, dict(num_samples=0), "num_samples is 0"), (sample, dict(temperature=-1.0), "temperature is -1.0"),
+    (sample, dict(top_p=0.0), "top_p is 0.0"), (sample, dict(device="toaster"), "--device=toaster"),
+    (sample, dict(prompt="a kite " * 300), "shorten the prompt"), (sample, dict(out_dir="none"), "no complete checkpoint"),
+    (evaluate, dict(perplexity=""), "give --perplexity"), (evaluate, dict(perplexity="none"), "No such file"),
+    (evaluate, dict(perplexity="empty"), "the text has no tokens"),
+    (evaluate, dict(out_dir="m.bin", perplexity="m.bin"), "--tokenizer"),
+])
+def test_mistakes_are_one_line(script, knobs, said, vocabularies, tmp_path, monkeypatch, capsys):
+    model = Transformer(ModelArgs(vocab_size=vocabularies["mha"].vocab_size, **SHAPES["mha"]))
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf")
+    export.export_model(model.state_dict(), model.args, None, tmp_path / "m.bin", "v1")
+    (tmp_path / "empty").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        command(monkeypatch, script, **(dict(out_dir="m.gguf", device="cpu") | knobs))
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and said in error and error.count("\n") == 1
