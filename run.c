@@ -128,7 +128,8 @@ static const char *check_config(Config *c) {
     CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
     CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
     CHECK(c->rope_theta > 0 && isfinite(c->rope_theta), "rope_theta is %g, expected more than 0", c->rope_theta);
-    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0", c->rope_scaling);
+    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0",
+          c->rope_scaling);
     c->head_dim = c->dim / c->n_heads;
     c->kv_dim = c->n_kv_heads * c->head_dim;
     return NULL;
@@ -240,9 +241,10 @@ static const char *const keys[N_KEYS] = {
     "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count",
     "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count",
     "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size",
-    "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.bos_token_id",
-    "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id", "tokenizer.ggml.add_bos_token",
-    "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces", "tokenizer.chat_template",
+    "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
+    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces",
+    "tokenizer.chat_template",
 };
 
 typedef struct {
@@ -377,7 +379,8 @@ static const char *take_tensor(Reader *r, Model *m, const uint8_t *data, size_t 
     int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
     CHECK(tensor < N_TENSORS, "tensor '%.*s' is no part of the model described", shown, name.s);
     CHECK(is_norm(tensor) ? type == F32 : type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0,
-          "tensor %.*s has type %u, expected F32%s", shown, name.s, type, is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
+          "tensor %.*s has type %u, expected F32%s", shown, name.s, type,
+          is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
           "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1],
@@ -449,7 +452,7 @@ static float *forward(const Model *m, const State *s, const int *tokens, int T, 
 
 // Runs n tokens in pieces that fit the state; returns the logits after the last.
 static float *prefill(const Model *m, const State *s, const int *tokens, int n, int pos) {
-    for (; n > s->chunk; tokens += s->chunk, pos += s->chunk, n -= s->chunk) forward(m, s, tokens, s->chunk, pos, false);
+    for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(m, s, tokens, T, pos, false);
     return forward(m, s, tokens, n, pos, false);
 }
 
@@ -684,12 +687,8 @@ static int match_symbol(const Tokenizer *t, const char *s, size_t n, bool markup
 static Text normalize(const Tokenizer *t, const char *s, size_t n, bool markup) {
     Text out = {0};
     size_t space = strlen(t->space);
-    bool remove = t->extra_spaces_removed;
-    for (int symbol; remove && n && *s == ' '; s++, n--)
-        if ((symbol = match_symbol(t, s, n, markup)) >= 0 && t->pieces[symbol].n > 1) break;
-    if (!n) return out;
-    if (t->space_prefix) append(&out, t->space, space);
-    bool after_space = remove;
+    bool remove = t->extra_spaces_removed, after_space = remove;
+    if (n && t->space_prefix) append(&out, t->space, space);
     for (size_t length; n; s += length, n -= length) {
         int symbol = match_symbol(t, s, n, markup), valid = utf8_length(s, n);
         length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
@@ -788,8 +787,8 @@ static void emit(Encoder *e, const char *s, int n, int id) {
 static void encode_stretch(Encoder *e, const char *s, size_t n) {
     int n_parts = 0;
     for (; n; n_parts++) {
-        int symbol = match_symbol(e->t, s, n, e->markup), length = symbol >= 0 ? e->t->pieces[symbol].n : utf8_length(s, n);
-        if (!length) length = 1;
+        int symbol = match_symbol(e->t, s, n, e->markup), valid = utf8_length(s, n);
+        int length = symbol >= 0 ? e->t->pieces[symbol].n : valid ? valid : 1;
         if (n_parts == e->capacity) e->parts = resize(e->parts, e->capacity = 2 * e->capacity + 64, sizeof(Part));
         e->parts[n_parts] = (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol};
         s += length, n -= length;
@@ -1037,9 +1036,11 @@ typedef struct {
 
 static const Template templates[] = {
     {"<|im_start|>", "", "<|im_start|>system\n", "<|im_end|>\n", "<|im_start|>user\n",
-     "<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>", false, true},                 // ChatML
-    {"<|user|>", "", "<|system|>\n", "</s>\n", "<|user|>\n", "</s>\n<|assistant|>\n", "\n", "</s>", false, true}, // Zephyr
-    {"", "[INST] ", "<<SYS>>\n", "\n<</SYS>>\n\n", "", " [/INST]", "", "</s>", true, false},  // Llama 2, the default
+     "<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>", false, true}, // ChatML
+    {"<|user|>", "", "<|system|>\n", "</s>\n", "<|user|>\n",
+     "</s>\n<|assistant|>\n", "\n", "</s>", false, true},                    // Zephyr
+    {"", "[INST] ", "<<SYS>>\n", "\n<</SYS>>\n\n", "",
+     " [/INST]", "", "</s>", true, false},                                   // Llama 2, the default
 };
 
 static const Template *find_template(String text) {
@@ -1060,6 +1061,12 @@ static bool ask(const char *question, Text *line) {
     return true;
 }
 
+static void append_between(Text *text, const char *open, Text inner, const char *close) {
+    append_string(text, open);
+    append(text, inner.s, inner.n);
+    append_string(text, close);
+}
+
 // Turns of user and assistant until the input ends or the context is full. The first words may come from -i,
 // the system prompt from -y.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
@@ -1075,18 +1082,12 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         turn.n = 0;
         if (!first) append_string(&turn, f->next);
         append_string(&turn, f->open);
-        if (first && instruction.n) {
-            append_string(&turn, f->system_open);
-            append(&turn, instruction.s, instruction.n);
-            append_string(&turn, f->system_close);
-        }
-        append_string(&turn, f->user_open);
-        append(&turn, words.s, words.n);
-        append_string(&turn, f->user_close);
+        if (first && instruction.n) append_between(&turn, f->system_open, instruction, f->system_close);
+        append_between(&turn, f->user_open, words, f->user_close);
 
         int n, room = r->steps - pos - (last >= 0);
         int *tokens = encode(t, turn.s, turn.n, first ? t->add_bos : f->bos_each_turn, f->markup, &n);
-        if (n > room) die("prompt", error("%d tokens, but the context has room for %d; see -n", n, room > 0 ? room : 0));
+        if (n > room) die("prompt", error("%d tokens, but the context has room for %d (-n)", n, room > 0 ? room : 0));
         if (last >= 0) forward(&r->model, &r->state, &last, 1, pos++, false);
         float *logits = prefill(&r->model, &r->state, tokens, n, pos);
         pos += n;

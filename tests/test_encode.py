@@ -15,7 +15,7 @@ SPACE = "▁"
 WORDS = ("once upon a time there was little girl named lily she loved to play outside in the park one day saw big red "
          "ball mom said sun 123 4567 don't what? yes! été naïve größe über привет мир мама 日本語 こんにちは 你好 "
          "θάλασσα שלום مرحبا नमस्ते 😀 👩‍👩‍👧 x=1; \tif(a) {b} --- ...").split(" ")
-SYMBOLS = ["<|user|>", "<|user|>x", "<|", "on", "once upon", SPACE + "lily", SPACE * 3, "a  b", "😀😀", "\t", "mом"]
+SYMBOLS = ["<|user|>", "<|user|>x", "<|", "on", "once upon", SPACE + "lily", SPACE * 3, "a  b", " ", "  zz", "😀😀", "\t", "mом"]
 
 
 def train(unuse=False, **options):

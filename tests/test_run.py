@@ -551,7 +551,8 @@ def hostile_gguf(data):
         yield with_int(data, at - 3, 0x41414141)  # another key: the one wanted is missing, and what follows is not
         for value in (0, 2**24 + 1, 2**31, 2**32 - 1) + ((5,) if key != "context_length" else ()):
             yield with_int(data, at + 4, value, "<I")
-    yield data.replace(b"llama.context_length", b"llama.block_countxxxx"[:20])
+    template = struct.pack("<Q", 23) + b"tokenizer.chat_template" + struct.pack("<IQ", 8, 21) + b"x" * 21
+    yield with_int(data[:24] + 2 * template + data[24:], 16, struct.unpack_from("<Q", data, 16)[0] + 2, "<Q")
     yield with_int(data, after("general.architecture", 4 + 8), 0x41414141)
     for value in (float("nan"), float("inf"), -1.0, 1.0):
         yield with_int(data, after("llama.attention.layer_norm_rms_epsilon", 4), value, "<f")
@@ -599,6 +600,15 @@ def test_hostile_gguf_files(run_debug_bin, tmp_path):
             raise AssertionError(f"file {i}") from e
 
 
+def test_gguf_without_one_of_its_tensors(run_debug_bin, tmp_path):
+    for name in ("norm", "tok", ("wq", 0), ("attention_norm", 1)):
+        model = Model(tied=False)
+        del model.w[name]
+        model.names = lambda order: [k for n in order for k in ([(n, 0), (n, 1)] if n in LAYER else [n]) if k in model.w]
+        model.write_gguf(tmp_path / "m.gguf")
+        assert "missing" in run(run_debug_bin, tmp_path / "m.gguf", "-n", 3, status=1)
+
+
 def test_random_damage_never_breaks_the_program(run_debug_bin, tmp_path):
     """Whatever bytes of headers, metadata and tokenizers change: exit 0, or exit 1 and one line."""
     rng, model = random.Random(0), Model(vocab=260, layers=1, seq=16)
@@ -622,7 +632,7 @@ def test_all_modes_under_sanitizers(run_debug_bin, tmp_path):
     (tmp_path / "text").write_bytes(TEXT.encode() + b"\xff\0")
     for form in ("v0:", "v2:24", "f16", "bf16", "q8_0", "q4_0"):
         args, _ = model.write(tmp_path, form)
-        run(run_debug_bin, *args, "-i", "a b", "-n", 20, "-s", 1, "-j", 3)
+        run(run_debug_bin, *args, "-i", TEXT[:90], "-n", 100, "-s", 1, "-j", 3)
         run(run_debug_bin, *args, "--perplexity", tmp_path / "text", "-j", 2)
         run(run_debug_bin, *args, "--logits", "-f", tmp_path / "text")
         run(run_debug_bin, *args, "--tokenize", stdin=b"abc\n\n\xff\0 \xe2\x96\x81\nend")
