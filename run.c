@@ -1008,21 +1008,23 @@ static int continue_text(Run *r, float *logits, int last, int *pos, int stop) {
 // Prints the prompt and what the model makes of it, `steps` tokens together.
 static void generate(Run *r, Text prompt) {
     const Tokenizer *t = &r->tokenizer;
-    int n;
+    int n, pos;
     int *tokens = encode_prompt(r, prompt, &n);
+    double start = 0, middle = 0, end;
     for (int i = 0; i < n && i <= r->steps; i++) print_token(&r->printer, t, i ? tokens[i - 1] : t->bos, tokens[i]);
-    if (n <= r->steps) {
+    if ((pos = n) <= r->steps) {
         open_state(r, r->steps, false);
-        double start = seconds();
+        start = seconds();
         float *logits = prefill(&r->model, &r->state, tokens, n, 0);
-        double middle = seconds();
-        int pos = n;
+        middle = seconds();
         continue_text(r, logits, tokens[n - 1], &pos, -1);
-        double end = seconds();
+    }
+    end = seconds();
+    print_end(&r->printer);
+    if (n <= r->steps) {
         fprintf(stderr, "achieved tok/s: %f\n", (pos - n) / (end - middle));
         fprintf(stderr, "prompt: %d tokens, tok/s: %f\n", n, n / (middle - start));
     }
-    print_end(&r->printer);
     free(tokens);
 }
 
