@@ -13,9 +13,11 @@ small files that name a step folder. Loading is weights_only: a checkpoint can't
 """
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
+import threading
 from pathlib import Path
 
 import torch
@@ -53,11 +55,12 @@ def sha256(path):
     return digest.hexdigest()
 
 
-def save(out_dir, step, model, train, config, tokenizer, best=False, keep_last=1):
+def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_last=1, keep_best=1):
     """
     Publish out_dir/checkpoints/step_N. model, train: dicts of tensors and plain values; config: a dict for JSON;
-    tokenizer: path of the vocabulary file. best: point `best` to it too. Older ones beyond keep_last go, but the best.
-    Raises OSError when the disk fails; what was there before is then untouched.
+    tokenizer: path of the vocabulary file; metric: what `best` is the least of, inf where it was not measured.
+    Then all go but the newest keep_last (0: all stay) and the keep_best with the least metric. Raises OSError when
+    the disk fails; what was there before is then untouched.
     """
     folder = Path(out_dir, "checkpoints")
     temporary, final = folder / f".tmp_{step:08d}", folder / f"step_{step:08d}"
@@ -69,7 +72,7 @@ def save(out_dir, step, model, train, config, tokenizer, best=False, keep_last=1
         (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         shutil.copyfile(tokenizer, temporary / Path(tokenizer).name)
         files = {p.name: [p.stat().st_size, sha256(p)] for p in sorted(temporary.iterdir())}
-        manifest = {"version": VERSION, "step": step, "files": files}
+        manifest = {"version": VERSION, "step": step, "metric": metric if math.isfinite(metric) else None, "files": files}
         (temporary / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in [*temporary.iterdir(), temporary]:
             sync(path)
@@ -80,9 +83,10 @@ def save(out_dir, step, model, train, config, tokenizer, best=False, keep_last=1
     os.rename(temporary, final)
     sync(folder)
     write_atomic(Path(out_dir, "latest"), final.name)
-    if best:
-        write_atomic(Path(out_dir, "best"), final.name)
-    prune(out_dir, keep_last)
+    ranked = by_metric(out_dir)
+    if ranked:
+        write_atomic(Path(out_dir, "best"), ranked[0].name)
+    prune(out_dir, keep_last, ranked[:keep_best])
 
 
 def complete(folder):
@@ -99,13 +103,23 @@ def steps(out_dir):
     return [p for p in sorted(Path(out_dir, "checkpoints").glob("step_*")) if complete(p)]
 
 
-def prune(out_dir, keep_last):
-    """Remove leftovers of interrupted saves and all but the best and the last `keep_last` checkpoints (0: keep all)."""
-    for leftover in Path(out_dir, "checkpoints").glob(".tmp_*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    best = pointer(out_dir, "best")
+def by_metric(out_dir):
+    """The complete step folders whose metric was measured, the least first."""
+    def metric(folder):
+        return json.loads((folder / "checkpoint.json").read_text(encoding="utf-8")).get("metric")
+
+    found = [(metric(folder), folder) for folder in steps(out_dir)]
+    return [folder for value, folder in sorted(pair for pair in found if pair[0] is not None)]
+
+
+def prune(out_dir, keep_last, keep):
+    """Remove leftovers of interrupted saves and all but `keep` and the newest keep_last checkpoints (0: all stay)."""
+    folder = Path(out_dir, "checkpoints")
+    for path in folder.glob("*"):
+        if path.name.startswith(".tmp_") or path.name.startswith("step_") and not complete(path):
+            shutil.rmtree(path, ignore_errors=True)
     for old in steps(out_dir)[:-keep_last] if keep_last else []:
-        if old != best:
+        if old not in keep:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -143,6 +157,42 @@ def locate(path):
     if found is None:
         fail(f"{path}: holds no complete checkpoint; expected a run's out_dir or one of its step folders")
     return found
+
+
+class Writer:
+    """Does one piece of work after the other in a thread, so that training goes on while a disk is slow."""
+
+    def __init__(self):
+        self.thread, self.error = None, None
+
+    def start(self, work):
+        """Wait for what is under way, then begin `work()`; returns what the one before raised, an OSError or None."""
+        error = self.wait()
+        self.thread = threading.Thread(target=self._run, args=(work,))
+        self.thread.start()
+        return error
+
+    def _run(self, work):
+        try:
+            work()
+        except OSError as e:
+            self.error = e
+
+    def wait(self):
+        """Returns when nothing is under way: the OSError that the last work ended with, or None."""
+        if self.thread:
+            self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        return error
+
+
+def snapshot(value):
+    """A copy in the host's memory of the tensors in nested dicts and lists, which training may change meanwhile."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {k: snapshot(v) for k, v in value.items()}
+    return [snapshot(v) for v in value] if isinstance(value, list) else value
 
 
 def load(folder, part="model", device="cpu"):

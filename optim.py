@@ -4,7 +4,10 @@ Muon for the matrices inside the blocks, AdamW for all else.
 Muon replaces the momentum of a weight matrix by the nearest (semi-)orthogonal matrix: every direction of the update
 gets the same length. https://kellerjordan.github.io/posts/muon. Its updates are scaled to the size that AdamW's
 have, so one learning rate and one weight decay serve both. https://arxiv.org/abs/2502.16982
+
+Guard tells which steps had better not be taken.
 """
+import math
 from collections import defaultdict
 
 import torch
@@ -84,3 +87,31 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
     if kind == "adamw":
         return Together(adamw)
     return Together(Muon(blocks, learning_rate, weight_decay), adamw)
+
+
+class Guard:
+    """
+    Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
+    mean. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
+    """
+    WARM, DECAY = 100, 0.98  # steps before the running mean is believed; its memory
+
+    def __init__(self, spike_z, saved=None):
+        self.spike_z = spike_z
+        self.state = saved or {"mean": [0.0, 0.0], "var": [0.0, 0.0], "seen": 0, "skipped": 0, "in_a_row": 0}
+
+    def refuses(self, loss, norm):
+        """loss, norm: floats, the same in all processes."""
+        s = self.state
+        values = [x if math.isfinite(x) else math.inf for x in (loss, math.log(norm) if norm > 0 else 0.0)]
+        far = [x - m > self.spike_z * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
+        if math.inf in values or math.isnan(norm) or (s["seen"] >= self.WARM and any(far)):
+            s["skipped"], s["in_a_row"] = s["skipped"] + 1, s["in_a_row"] + 1
+            return True
+        keep = min(self.DECAY, s["seen"] / (s["seen"] + 1))  # a plain mean at first
+        for i, x in enumerate(values):
+            gap = x - s["mean"][i]
+            s["mean"][i] += (1 - keep) * gap
+            s["var"][i] = keep * (s["var"][i] + (1 - keep) * gap ** 2)
+        s["seen"], s["in_a_row"] = s["seen"] + 1, 0
+        return False

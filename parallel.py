@@ -1,11 +1,16 @@
 """
-One process or many: what torchrun says about this process, the device it computes on, and what that device can do.
+One process or many: what torchrun says about this process, the device it computes on, what that device can do, and
+what the system tells a process to do.
 
     torchrun --nproc_per_node=4 train.py ...
 
 starts one process (rank) per GPU, or per group of cores; each takes its slice of every global batch.
 """
+import math
 import os
+import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -78,13 +83,13 @@ def mean(value):
     return value
 
 
-def any_true(flag, device):
-    """Whether the flag is set in any process, so that all of them stop at the same step."""
+def any_true(flags, device):
+    """For each flag, whether it is set in any process, so that all of them act at the same step."""
     if world == 1:
-        return flag
-    value = torch.tensor(float(flag), device=device)
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return bool(value.item())
+        return flags
+    values = torch.tensor(flags, dtype=torch.float32, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return [bool(value) for value in values.tolist()]
 
 
 def first(function, *args, **kwargs):
@@ -129,3 +134,48 @@ def measured_flops(device, dtype, n=1024, seconds=0.3):
         (a @ b)[0, 0].item()  # the item waits for an asynchronous device
         best = min(best, time.perf_counter() - start)
     return 2 * n ** 3 / best
+
+
+class Signals:
+    """
+    SIGTERM and Ctrl-C: save at the next step boundary and end (a second Ctrl-C ends at once). SIGUSR1: save now, go on.
+    The time limit is one more way to stop.
+    """
+
+    def __init__(self, max_minutes):
+        self.stop = self.save = False
+        self.end = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+        signal.signal(signal.SIGINT, self.on_stop)
+        signal.signal(signal.SIGTERM, self.on_stop)
+        signal.signal(signal.SIGUSR1, self.on_save)
+
+    def on_stop(self, signum, frame):
+        self.stop = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def on_save(self, signum, frame):
+        self.save = True
+
+    def read(self, device):
+        """(stop, save): whether any process was asked to, so that all act at the same step."""
+        asked = any_true([self.stop or time.monotonic() > self.end, self.save], device)
+        self.save = False
+        return asked
+
+
+def supervise(max_restarts):
+    """Run this program as a child, and run it again from its last checkpoint when it crashes, at ever longer intervals."""
+    command = [sys.executable, *(word for word in sys.argv if not word.startswith("--supervise"))]
+    for attempt in range(max_restarts + 1):
+        child = subprocess.Popen(command)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(signum, lambda number, frame: child.send_signal(number))
+        code = child.wait()
+        if code in (0, 2) or attempt == max_restarts:  # done, or a mistake that would only repeat itself
+            sys.exit(code if code >= 0 else 1)
+        pause = min(60, 2 ** attempt)
+        print(f"supervise: the training ended with code {code}; "
+              f"restart {attempt + 1} of {max_restarts} in {pause} s", flush=True)
+        time.sleep(pause)
+        if attempt == 0:
+            command.append("--init_from=auto")

@@ -9,8 +9,6 @@ Train a Llama from scratch.
 The settings are the globals below; the loop is at the end.
 """
 import math
-import os
-import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -27,17 +25,21 @@ import parallel
 from configurator import configure, fail, settings
 from export import export_model
 from model import ModelArgs, Transformer
-from optim import make_optimizer
+from optim import Guard, make_optimizer
 from track import Tracker, make_tracker, new_run_id
 
 # ---- output
 out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
-eval_interval = 200         # steps between evaluations, each followed by a checkpoint
+eval_interval = 500         # steps between evaluations, each followed by a checkpoint
 eval_iters = 50             # batches of an evaluation, the same ones every time; 0: the whole validation split
 eval_only = False           # evaluate the checkpoint in out_dir, and end
-log_interval = 10           # steps between rows of the log
-always_save_checkpoint = False  # keep every checkpoint; else the last and the best
+log_interval = 20           # steps between rows of the log
+always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
+keep_last = 1               # newest checkpoints kept
+keep_best = 1               # checkpoints with the least validation loss kept
 init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune from
+force_resume = False        # continue even where batch, data, vocabulary or architecture have changed
+max_minutes = 0.0           # save and end after so long; 0: no limit
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
@@ -51,37 +53,41 @@ val_fraction = 0.1          # part of the data held out for validation
 cache = "cache"             # prepared data goes here
 # ---- model
 depth = 0                   # derive all sizes, batch, rate and steps of a compute-optimal run from this one number
-dim = 128                   # model width
-n_layers = 4                # blocks
-n_heads = 4                 # query heads
+dim = 64                    # model width
+n_layers = 2                # blocks
+n_heads = 2                 # query heads
 n_kv_heads = 0              # key/value heads; 0: as many as n_heads
 hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
 multiple_of = 32            # rounding of the hidden width
-max_seq_len = 256           # context, in tokens
+max_seq_len = 128           # context, in tokens
 dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
 norm_eps = 1e-5             # of RMSNorm
 # ---- optimization
-batch_size = 16             # sequences per forward pass; lower it when memory is short ...
+batch_size = 8              # sequences per forward pass; lower it when memory is short ...
 gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
-max_iters = 500             # steps
+max_iters = 4000            # steps
 optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
-learning_rate = 3e-3        # peak
+learning_rate = 6e-3        # peak
 weight_decay = 0.1          # of the matrices
 beta1 = 0.9                 # AdamW
 beta2 = 0.95                # AdamW
 grad_clip = 1.0             # largest gradient norm; 0: no limit
 decay_lr = True             # lower the rate after warm-up
-schedule = "cosine"         # cosine; or linear: constant, then down over the last decay_fraction of the steps
-decay_fraction = 0.4        # of the linear schedule
-warmup_iters = 20           # steps of linear warm-up
+schedule = "linear"         # linear: constant, then down over the last decay_fraction of the steps; or cosine
+decay_fraction = 0.6        # of the linear schedule
+warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32, bfloat16
 compile = False             # torch.compile: faster steps after a minute of compiling
+supervise = False           # restart this program from its last checkpoint when it crashes
+max_restarts = 10           # of a supervised program
+spike_z = 6.0               # skip a step whose loss or gradient norm lies so many deviations above the usual; 0: never
+max_skips = 10              # steps skipped in a row before the weights go back to the last checkpoint
 seed = 1337                 # of initialisation, data order and dropout
 
 
@@ -154,10 +160,10 @@ def to_device(device, *tensors):
     return [t.to(device) for t in tensors]
 
 
-def train_step(step, model, opt, dataset, device, amp):
+def train_step(step, model, opt, dataset, device, amp, guard):
     """
     One step on the global batch of `step`, of which this process takes its slice in pieces of batch_size. Returns
-    (mean loss of the slice, gradient norm), scalar tensors on the device.
+    (mean loss, gradient norm) of the global batch, scalar tensors on the device.
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
     sequences = batch_size * gradient_accumulation_steps
@@ -173,9 +179,11 @@ def train_step(step, model, opt, dataset, device, amp):
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
     for group in opt.param_groups:
         group["lr"] = learning_rate_at(step)
-    opt.step()
+    loss = parallel.mean(total)
+    if not spike_z or not guard.refuses(loss.item(), norm.item()):
+        opt.step()
     opt.zero_grad()
-    return total, norm
+    return loss, norm
 
 
 @torch.no_grad()
@@ -267,9 +275,9 @@ def restore(folder, now, opt, device):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
     train = checkpoint.load(folder, "train", device)
     for name, old in train["state"]["fixed"].items():
-        if now[name] != old:
+        if now[name] != old and not force_resume:
             fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
-                 f"another --out_dir, or --init_from=scratch")
+                 f"another --out_dir, --init_from=scratch, or --force_resume=True")
     opt.load_state_dict(train["optimizer"])
     return train["state"]
 
@@ -304,8 +312,8 @@ def assess(model, dataset, device, amp):
 
 
 def refuse_nonsense(row, tracker):
-    """A loss that is not a number ends the run, with the row on record."""
-    for name in ("loss/train", "loss/val"):
+    """A loss that is not a number ends the run, with the row on record; of the training loss only if no step is skipped."""
+    for name in ("loss/val",) if spike_z else ("loss/val", "loss/train"):
         if not math.isfinite(row.get(name, 0.0)):
             tracker.log(row)
             tracker.finish()
@@ -325,42 +333,57 @@ def start_tracking(config, state):
 def conclude(state, args, model, dataset, tracker, row):
     """Export what the training ended with, hand the models to the tracker, say what to type next."""
     metrics = {"iter": state["step"], "loss/val": state["best"]}
-    model_file = Path(out_dir, "model.gguf")
-    if state["step"] == max_iters and row["loss/val"] > state["best"]:
-        last = Path(out_dir, "last.gguf")
-        export_model(model.state_dict(), args, dataset.tokenizer, last)
-        tracker.model(last, {"iter": state["step"], "loss/val": row["loss/val"]}, ["latest"])
-        tracker.model(model_file, metrics, ["best"])
-    elif model_file.exists():
-        tracker.model(model_file, metrics, ["best", "latest"])
+    best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
+    try:
+        if row.get("loss/val", -math.inf) > state["best"]:
+            export_model(model.state_dict(), args, dataset.tokenizer, last)
+            tracker.model(last, {"iter": state["step"], "loss/val": row["loss/val"]}, ["latest"])
+            tracker.model(best, metrics, ["best"])
+        elif best.exists():
+            tracker.model(best, metrics, ["best", "latest"])
+    except OSError as e:
+        say(f"warning: {last} could not be written ({e.strerror})")
     tracker.finish()
     if state["step"] < max_iters:
         say(f"stopped at iter {state['step']}; the same command continues from here")
     else:
-        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {model_file} -i '{sample_prompt}'")
+        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {best} -i '{sample_prompt}'")
 
 
-class Stop:
-    """Set by Ctrl-C or SIGTERM: save at the next step boundary and end; a second Ctrl-C ends at once."""
-    requested = False
+def save(writer, state, args, model, opt, dataset, config, metric):
+    """
+    Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
+    that fails costs a warning, and the next save tries again.
+    """
+    weights = checkpoint.snapshot(model.state_dict())
+    train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
+    step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
 
-    @classmethod
-    def request(cls, signum, frame):
-        cls.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def save(state, args, model, opt, dataset, config, is_best):
-    """A checkpoint, and the exported model when it is the best so far. A disk that fails costs a warning only."""
-    weights = model.state_dict()
-    try:
-        checkpoint.save(out_dir, state["step"], {"args": asdict(args), "model": weights},
-                        {"optimizer": opt.state_dict(), "state": state}, config, dataset.folder / dataset.meta["tokenizer"],
-                        best=is_best, keep_last=0 if always_save_checkpoint else 1)
-        if is_best:
+    def work():
+        checkpoint.save(out_dir, step, {"args": asdict(args), "model": weights}, train, config,
+                        dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
+        if metric <= best:
             export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
-    except OSError as e:
-        say(f"warning: the checkpoint of iter {state['step']} could not be saved ({e}); training goes on")
+
+    warn_of(writer.start(work))
+
+
+def warn_of(error):
+    if error:
+        say(f"warning: a checkpoint could not be saved ({error}); training goes on, and the next save tries again")
+
+
+def go_back(model, opt, guard, writer, device):
+    """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
+    warn_of(parallel.first(writer.wait))
+    folder = parallel.first(checkpoint.newest, out_dir)
+    if folder is None:
+        fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
+             f"back to; lower the learning_rate (now {learning_rate})")
+    model.load_state_dict(checkpoint.load(folder, "model", device)["model"])
+    opt.load_state_dict(checkpoint.load(folder, "train", device)["optimizer"])
+    guard.state["in_a_row"] = 0
+    say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
 def describe(args, model, dataset, device, amp_dtype):
@@ -427,10 +450,10 @@ def main(given):
 
 
 def train(config, state, dataset, args, raw_model, opt, device, amp):
-    """The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "run_id", ...}."""
-    tracker = start_tracking(config, state)
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, Stop.request)
+    """The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}."""
+    tracker, signals, writer = start_tracking(config, state), parallel.Signals(max_minutes), checkpoint.Writer()
+    guard = Guard(spike_z, state.get("guard"))
+    state["guard"] = guard.state
     model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
     resumed, watch = state["step"], Stopwatch()
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()))
@@ -439,37 +462,43 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         end = step == max_iters
         row = {"iter": step, "tokens": step * config["tokens_per_iter"]}
         if watch.steps and (step % log_interval == 0 or end):
-            row |= {"loss/train": parallel.mean(loss).item(), "grad/norm": norm.item(),
+            row |= {"loss/train": loss.item(), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
                     "lr": learning_rate_at(step - 1)} | watch.read(config)
-        best = False
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
-        stop = step > resumed and (step % log_interval == 0 or parallel.world == 1) \
-            and parallel.any_true(Stop.requested, device)
+        stop, save_now = signals.read(device) if step > resumed else (False, False)
         with watch.paused():
             if due:
                 row |= assess(raw_model, dataset, device, amp)
-                best = row["loss/val"] < state["best"]
                 state["best"] = min(state["best"], row["loss/val"])
             if len(row) > 2:
                 refuse_nonsense(row, tracker)
                 tracker.log(row)
                 show(row, bar)
-            if (due or stop) and step:
-                parallel.first(save, state, args, raw_model, opt, dataset, config, best)
+            if step > resumed and (due or stop or save_now):
+                metric = row.get("loss/val", math.inf)
+                parallel.first(save, writer, state, args, raw_model, opt, dataset, config, metric)
+            if guard.state["in_a_row"] >= max_skips:
+                go_back(raw_model, opt, guard, writer, device)
         if end or stop:
             break
-        loss, norm = train_step(step, model, opt, dataset, device, amp)
+        loss, norm = train_step(step, model, opt, dataset, device, amp, guard)
         state["step"] += 1
         watch.steps += 1
         bar.update()
     bar.close()
+    warn_of(writer.wait())
     parallel.first(conclude, state, args, raw_model, dataset, tracker, row)
 
 
 if __name__ == "__main__":
     overrides = configure(globals())
     try:
-        main(overrides)
+        if not supervise:
+            main(overrides)
+        elif parallel.world == 1:
+            parallel.supervise(max_restarts)
+        else:
+            fail("--supervise=True is for one process; torchrun has --max-restarts")
     except torch.OutOfMemoryError as e:
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
              f"--gradient_accumulation_steps by as much ({str(e).splitlines()[0]})")

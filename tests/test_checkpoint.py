@@ -29,7 +29,7 @@ def save(out, step, vocabulary, value=0.0, **more):
 
 
 def test_round_trip(tmp_path, vocabulary):
-    save(tmp_path / "out", 7, vocabulary, 3.0, best=True)
+    save(tmp_path / "out", 7, vocabulary, 3.0, metric=1.0)
     folder = checkpoint.locate(tmp_path / "out")
     assert folder.name == "step_00000007" and checkpoint.locate(folder) == folder
     assert torch.equal(checkpoint.load(folder)["model"]["w"], torch.full((4, 4), 3.0))
@@ -40,11 +40,33 @@ def test_round_trip(tmp_path, vocabulary):
 
 def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
     for step in range(1, 6):
-        save(tmp_path, step, vocabulary, best=step == 2)
+        save(tmp_path, step, vocabulary, metric=abs(step - 2.0))
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000002", "step_00000005"]
     assert checkpoint.pointer(tmp_path, "best").name == "step_00000002"
     assert checkpoint.pointer(tmp_path, "latest").name == "step_00000005" == checkpoint.newest(tmp_path).name
     assert checkpoint.locate(tmp_path).name == "step_00000002"
+
+
+def test_keeps_the_best_few(tmp_path, vocabulary):
+    for step, metric in enumerate([5.0, 1.0, 3.0, 2.0, float("inf"), 4.0]):
+        save(tmp_path, step, vocabulary, metric=metric, keep_best=3)
+    assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1, 2, 3, 5]
+
+
+def test_the_writer_reports_a_failing_disk_and_goes_on():
+    writer, done = checkpoint.Writer(), []
+    def fail():
+        raise OSError(28, "No space left on device")
+    assert writer.start(fail) is None
+    assert writer.start(lambda: done.append(1)).errno == 28
+    assert writer.wait() is None and done == [1]
+
+
+def test_a_snapshot_does_not_follow_the_original():
+    live = {"a": [torch.ones(2)], "b": 3}
+    kept = checkpoint.snapshot(live)
+    live["a"][0].zero_()
+    assert torch.equal(kept["a"][0], torch.ones(2)) and kept["b"] == 3
 
 
 def test_keeps_all_when_asked(tmp_path, vocabulary):
@@ -131,7 +153,7 @@ import checkpoint
 for step in range(1, 10000):
     value = torch.full((400, 400), float(step))
     checkpoint.save({out!r}, step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}}, {{}},
-                    {vocabulary!r}, best=step % 3 == 0)
+                    {vocabulary!r}, metric=-step // 3)
     print(step, flush=True)
 """
 
