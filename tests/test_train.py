@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import checkpoint
+import optim
 import train
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
         "--warmup_iters=2", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu",
-        "--sample_prompt=The"]
+        "--sample_prompt=The", "--learning_rate=3e-3"]
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +173,98 @@ def test_a_full_disk_costs_a_warning(folder):
     assert run(folder, "--data=my.txt", "--max_iters=1", "--out_dir=prepare").returncode == 0
     done = run(folder, "--data=my.txt", "--max_iters=20", "--out_dir=full", preexec_fn=limit)
     assert done.returncode == 0 and "Traceback" not in done.stderr
-    assert "warning: the checkpoint of iter 10 could not be saved" in done.stdout
+    assert done.stdout.count("warning: a checkpoint could not be saved") == 2
     assert rows(folder, "full")[-1]["iter"] == 20
     assert list((folder / "full/checkpoints").iterdir()) == []
+
+
+def test_a_changed_setting_continues_when_forced(folder):
+    args = ["--data=my.txt", "--out_dir=forced", "--decay_lr=False"]
+    assert run(folder, *args, "--max_iters=5").returncode == 0
+    done = run(folder, *args, "--max_iters=10", "--batch_size=8", "--force_resume=True")
+    assert done.returncode == 0 and [row["iter"] for row in rows(folder, "forced")] == [0, 5, 10]
+
+
+def start(folder, *args):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command(*args), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_sigusr1_saves_and_goes_on(folder):
+    process = start(folder, "--data=my.txt", "--max_iters=200", "--eval_interval=1000", "--out_dir=usr1")
+    wait_for_row(folder, "usr1", 10, process)
+    assert not (folder / "usr1/latest").exists()
+    process.send_signal(signal.SIGUSR1)
+    end = time.time() + 30
+    while not (folder / "usr1/latest").exists():
+        assert process.poll() is None and time.time() < end
+        time.sleep(0.01)
+    assert process.wait() == 0 and rows(folder, "usr1")[-1]["iter"] == 200
+
+
+def test_a_time_limit_saves_and_ends(folder):
+    args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000"]
+    done = run(folder, *args, "--max_minutes=0.02")
+    assert done.returncode == 0 and "the same command continues from here" in done.stdout
+    step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
+    assert 0 < step < 100000
+
+
+def test_a_supervised_run_survives_kills(folder, reference):
+    args = [*reference[0], "--out_dir=supervised"]
+    process = start(folder, *args, "--supervise=True")
+    for step in (15, 25):
+        wait_for_row(folder, "supervised", step, process)
+        child = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()[0]
+        os.kill(int(child), signal.SIGKILL)
+    out = process.communicate()[0]
+    assert process.returncode == 0 and out.count("supervise: the training ended with code -9") == 2
+    assert losses(folder, "supervised") == losses(folder, "whole")
+
+
+def test_supervision_does_not_repeat_a_mistake(folder):
+    done = run(folder, "--data=missing.txt", "--supervise=True")
+    assert done.returncode == 2 and "restart" not in done.stdout
+
+
+def quiet_guard():
+    guard, rng = optim.Guard(6.0), random.Random(0)
+    assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
+    return guard
+
+
+@pytest.mark.parametrize("loss, norm", [(float("nan"), 1.0), (3.0, float("nan")), (float("inf"), 1.0), (5.0, 1.0), (3.0, 1e4)])
+def test_the_guard_refuses_nonsense_and_spikes(loss, norm):
+    guard = quiet_guard()
+    before = dict(guard.state, mean=list(guard.state["mean"]))
+    assert guard.refuses(loss, norm) and guard.refuses(loss, norm)
+    assert guard.state["skipped"] == guard.state["in_a_row"] == 2 and guard.state["mean"] == before["mean"]
+    assert not guard.refuses(3.0, 1.2) and guard.state["in_a_row"] == 0
+
+
+def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, tmp_path):
+    """A run in which some steps have no loss: it skips and counts them; after three in a row it takes old weights."""
+    script = tmp_path / "poisoned.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import torch, train\n"
+                      "from configurator import configure\n"
+                      "batch, bad = train.corpus.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
+                      "class Poisoned(train.Transformer):\n"
+                      "    def forward(self, tokens, targets=None, cache=None):\n"
+                      "        logits, loss = super().forward(tokens, targets, cache)\n"
+                      "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
+                      "def marked(tokens, seed, step, *rest):\n"
+                      "    Poisoned.step = step\n"
+                      "    return batch(tokens, seed, step, *rest)\n"
+                      "train.Transformer, train.corpus.batch = Poisoned, marked\n"
+                      "train.main(configure(vars(train)))\n")
+    args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
+    done = subprocess.run([sys.executable, script, "4,22,23,24", *args], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = {row["iter"]: row for row in rows(folder, "poisoned")}
+    assert log[4]["grad/skipped"] == 0 and log[5]["grad/skipped"] == 1 and log[40]["grad/skipped"] == 4
+    assert log[5]["loss/train"] == "nan" and "3 steps in a row were skipped" in done.stdout and "step_00000020" in done.stdout
+    assert log[40]["loss/val"] < log[0]["loss/val"]
 
 
 @pytest.mark.parametrize("args, words", [
@@ -231,6 +321,6 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
         rows = []
         log, finish = rows.append, lambda self: None
     with pytest.raises(SystemExit) as end:
-        train.refuse_nonsense({"iter": 7, "loss/train": float("nan")}, Log())
+        train.refuse_nonsense({"iter": 7, "loss/val": float("nan")}, Log())
     err = capsys.readouterr().err
-    assert end.value.code == 2 and "loss/train is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
+    assert end.value.code == 2 and "loss/val is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
