@@ -34,6 +34,7 @@ import fcntl
 import functools
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -66,8 +67,8 @@ BLOCK = 1 << 22     # bytes of a file in memory at once
 SEGMENT = 1 << 16   # bytes of a long document encoded at once
 PART = 1 << 21      # bytes of text in a part, the unit of progress
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
-STORIES = 60_000    # how many stories "stories" is: about 30 MB
-STORY_BYTES = 520   # of an average story, for the progress bar
+STORIES = 60_000    # how many stories "stories" is: about 34 MB
+STORY_BYTES = 560   # of an average story, for the progress bar
 SEED = 1337         # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
@@ -226,39 +227,48 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
     if vocab_source == "custom" and vocab_size and vocab_size < 260:
         fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
              f"or --vocab_source=byte or char")
-    vocabulary = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
-    if (vocabulary / "meta.json").is_file():  # that of other prepared data
-        vocabulary /= json.loads((vocabulary / "meta.json").read_text())["tokenizer"]
-    job = {"source": source, "stories": 0, "files": [], "vocab_source": vocab_source, "vocabulary": str(vocabulary),
-           "vocab_size": vocab_size, "wish": vocab_size, "val_fraction": val_fraction, "changes": []}
+    job = {"source": source, "stories": 0, "files": [], "changes": [], "val_fraction": val_fraction,
+           "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
-        name, stamp, job["wish"] = "stories", [stories.VERSION, job["stories"]], vocab_size or stories.VOCAB_SIZE
+        name, depends_on, size = "stories", [job["stories"], stories.GRAMMAR], 0
+        job["vocab_goal"] = vocab_size or stories.VOCAB_SIZE
     elif source == "tinystories":
         job["files"] = [str(cache / "tinystories" / file) for file in TINYSTORIES]
-        name, stamp, size = source, list(TINYSTORIES.items()), sum(size for size, _ in TINYSTORIES.values())
+        name, depends_on, size = source, list(TINYSTORIES.items()), sum(size for size, _ in TINYSTORIES.values())
     else:
         files = text_files(Path(source))
         job["files"], job["changes"] = [str(path) for path in files], changes(files)
-        name, stamp = Path(source).resolve().stem, [*job["changes"]]
-        size = sum(path.stat().st_size for path in files)
-    if not job["wish"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
-        job["wish"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
+        name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(p.stat().st_size for p in files)
+    if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
+        job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
     if vocab_source not in ("custom", "byte", "char"):
-        stamp.append(Tokenizer.load(vocabulary).sha256())
-        vocab_source = vocabulary.stem
-    key = [VERSION, stamp, vocab_source, vocab_size, val_fraction]
+        job["vocab_file"] = vocabulary_file(vocab_source)
+        depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
+        vocab_source = Path(job["vocab_file"]).stem
+    key = [VERSION, depends_on, vocab_source, vocab_size, val_fraction]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
     return job
 
 
+def vocabulary_file(vocab_source):
+    """The file of a vocabulary that is not made here: llama2's, that of other prepared data, or the path itself."""
+    path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
+    if (path / "meta.json").is_file():
+        path /= load(path).meta["tokenizer"]
+    if not path.is_file():
+        fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, byte, char, llama2 (tokenizer.model in "
+             f"the working directory) or the path of a tokenizer")
+    return str(path)
+
+
 def count_stories(source):
     """N of "stories:N"."""
     digits = source.partition(":")[2] if ":" in source else str(STORIES)
-    if not digits.isdecimal() or int(digits) < 2:
-        fail(f"--data={source}: expected stories, or stories:N with N of 2 or more")
+    if not re.fullmatch("[0-9]{1,9}", digits) or int(digits) < 2:
+        fail(f"{source}: expected stories, or stories:N with N from 2 to 999999999")
     return int(digits)
 
 
@@ -278,10 +288,10 @@ def text_files(path):
             fail(f"{path}: no such file; expected stories, tinystories, a text file, or a folder of .txt or .jsonl files")
         files = [path]
     for file in files:
-        with open(file, "rb"):  # what can't be read is told before any work is done
-            pass
         if not file.is_file():
             fail(f"{file}: not a regular file")
+        with open(file, "rb"):  # what can't be read is told before any work is done
+            pass
     if not any(file.stat().st_size for file in files):
         fail(f"{path}: is empty, expected text")
     return files
@@ -501,27 +511,26 @@ def segments(documents, cuts):
     return np.concatenate(rows + [documents[done:]])
 
 
-def texts(job, row):
-    """Yields (text, bytes, flags, bits) of the document or segment, or of every story, of a row."""
-    file, start, end, flags = map(int, row)
-    if job["stories"]:
-        for number in range(start, end):
-            text, bits = stories.write(SEED, number)
-            yield text, len(text.encode()), flags, bits
-        return
-    path = job["files"][file]
-    with open(path, "rb") as f:
-        f.seek(start)
-        raw = f.read(end - start)
-    if path.endswith(".jsonl"):
-        if not raw.strip():
-            return
-        raw = jsonl_text(raw, path, start)
-    if flags & STRIP:
-        raw = raw.lstrip() if flags & FIRST else raw
-        raw = raw.rstrip() if flags & LAST else raw
-    if raw:
-        yield raw.decode(), len(raw), flags, 0.0
+def texts(job, rows):
+    """Yields (text, bytes, flags, bits) of every document, segment or story of some rows; bits are those of stories."""
+    for file, group in itertools.groupby(rows.tolist(), key=lambda row: row[0]):
+        if job["stories"]:
+            for _, start, end, flags in group:
+                for text, bits in (stories.write(SEED, number) for number in range(start, end)):
+                    yield text, len(text.encode()), flags, bits
+            continue
+        path = job["files"][file]
+        with open(path, "rb") as f:
+            for _, start, end, flags in group:
+                f.seek(start)
+                raw = f.read(end - start)
+                if path.endswith(".jsonl") and raw.strip():
+                    raw = jsonl_text(raw, path, start)
+                if flags & STRIP:
+                    raw = raw.lstrip() if flags & FIRST else raw
+                    raw = raw.rstrip() if flags & LAST else raw
+                if raw:
+                    yield raw.decode(), len(raw), flags, 0.0
 
 
 def jsonl_text(line, path, start):
@@ -544,13 +553,13 @@ def vocabulary(job, rows, partial):
         return Tokenizer.load(path)
     temporary = path.with_name("new_" + path.name)
     if name == "custom":
-        train_tokenizer(sample(job, rows), job["wish"], temporary, exact=bool(job["vocab_size"]))
+        train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, exact=bool(job["vocab_size"]))
     elif name == "byte":
         Bytes().save(temporary)
     elif name == "char":
         Characters(stories.CHARACTERS if job["stories"] else characters(job, rows)).save(temporary)
     else:
-        Tokenizer.load(job["vocabulary"]).save(temporary)
+        Tokenizer.load(job["vocab_file"]).save(temporary)
     size = Tokenizer.load(temporary).vocab_size
     if job["vocab_size"] not in (0, size):
         fail(f"--vocab_size={job['vocab_size']}: the vocabulary of --vocab_source={name} has {size}; "
@@ -561,7 +570,7 @@ def vocabulary(job, rows, partial):
 
 def tokenizer_name(job):
     """The file name of a preparation's tokenizer."""
-    ours = job["vocab_source"] in ("byte", "char") or job["vocabulary"].endswith(".json")
+    ours = job["vocab_source"] in ("byte", "char") or job["vocab_file"].endswith(".json")
     return "tokenizer.json" if ours else "tokenizer.model"
 
 
@@ -569,17 +578,15 @@ def sample(job, rows):
     """Yields SAMPLE bytes of training text, from rows at equal distances."""
     rows = rows[rows[:, 3] & VAL == 0]
     limit = stories.SAMPLE if job["stories"] else SAMPLE
-    for row in rows[::max(1, round(weights(job, rows).sum() / limit))]:
-        for text, *_ in texts(job, row):
-            yield text
+    for text, *_ in texts(job, rows[::max(1, round(weights(job, rows).sum() / limit))]):
+        yield text
 
 
 def characters(job, rows):
     """Every character of a source, as a str."""
     found = set()
-    for row in tqdm(rows, desc="characters", leave=False, delay=1):
-        for text, *_ in texts(job, row):
-            found.update(text)
+    for text, *_ in tqdm(texts(job, rows), desc="characters", leave=False, delay=1):
+        found.update(text)
     return "".join(found)
 
 
@@ -605,12 +612,11 @@ def part_encoder(partial):
 
     def encode(number):
         ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
-        for row in rows[starts[number]:starts[number + 1]]:
-            for text, size, flags, bits in texts(job, row):
-                if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
-                    text = text[1:]  # the tokenizer puts it back
-                ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST)))
-                counts[flags & VAL] += bool(flags & FIRST), size, bits
+        for text, size, flags, bits in texts(job, rows[starts[number]:starts[number + 1]]):
+            if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
+                text = text[1:]  # the tokenizer puts it back
+            ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST)))
+            counts[flags & VAL] += bool(flags & FIRST), size, bits
         arrays = {"train": np.array(ids[0], dtype), "val": np.array(ids[1], dtype), "counts": counts}
         write(partial / "parts" / f"{number}.npz", lambda f: np.savez(f, **arrays))
 

@@ -8,21 +8,23 @@ A rule is a name and its alternatives, one of which is drawn, each as likely as 
     {She|He}     is the first for a story about a girl, the second about a boy (one draw in a story)
 
 No two derivations give the same text (`parse` finds them all, so that a test can tell). So the probability of a
-story is the product of its draws, -log2 of it is what the story costs at best, and a model that is told nothing but
-the stories can approach that cost, per byte about FLOOR bits, and never beat it.
+story is the product of its draws, and -log2 of it is what the story costs at best: a model that sees nothing but the
+stories comes near that cost and never below it. There are 10^47.8 different stories, 141.2 bits each on average.
+
+Who and what a story is about is named again and again, for a model to show that it has learnt to copy. Each of them
+has its first echo close by (named Lily. Lily ...), which is where a small model learns it soonest.
 """
 import functools
 import hashlib
 import math
 import re
 
-VERSION = 1        # of the grammar: other stories, other number
 VOCAB_SIZE = 1024  # holds every word of the grammar as one piece or two
 SAMPLE = 1 << 22   # bytes of stories that are enough to train it on
 
 GRAMMAR = r"""
 story
-    [opening] [likes] [companion] [outing] [scene] [plot] [closing]
+    [opening] [likes] [companion] [pal] [outing] [scene] [plot] [closing]
 
 opening
     Once upon a time, there was a [trait] {girl|boy} named {hero}.
@@ -31,38 +33,50 @@ opening
     In a [cozy] [village], there lived a [trait] {girl|boy} named {hero}.
 
 likes
-    {She|He} loved to [hobby] and to eat [food].
-    {She|He} liked [food], but most of all {she|he} liked to [hobby].
-    Every [day], {she|he} ate [food] and went out to [hobby].
-    {Her|His} [parent] made {her|him} [food] and showed {her|him} how to [hobby].
+    {hero} loved to [hobby] and to eat [food].
+    {hero} liked [food], but most of all {she|he} liked to [hobby].
+    {hero} ate [food] every [day] and went out to [hobby].
+    {hero} and {her|his} [parent] ate [food] and liked to [hobby].
 
 companion
     {Her|His} best friend was a [furry] [animal] named {friend}.
     {She|He} had a [furry] [animal] named {friend}.
-    A [furry] [animal] named {friend} lived next door.
+    Next door lived a [furry] [animal] named {friend}.
     {She|He} played with a [furry] [animal] named {friend}.
+
+pal
+    {friend} was [number] years old.
+    {friend} loved [food].
+    {friend} could [hobby].
+    {friend} was very [trait].
 
 outing
     One [weather] [day], {hero} and {friend} went to the {place}.
     One [weather] [day], {hero} took {friend} to the {place}.
-    On a [weather] [day], {friend} and {hero} ran to the {place}.
+    On a [weather] [day], {hero} and {friend} ran to the {place}.
     It was a [weather] [day], so {hero} and {friend} went to the {place}.
 
 scene
-    They saw [number] [furry] [birds] and a [trait] [worker].
-    A [trait] [worker] sat [where] and ate [food].
-    There were [number] [furry] [birds] [where].
-    A [trait] [worker] gave them [food] and [number] [sweets].
+    At the {place}, they saw [number] [furry] [birds] and a [trait] [worker].
+    At the {place}, a [trait] [worker] sat [where] and ate [food].
+    At the {place}, there were [number] [furry] [birds] [where].
+    At the {place}, a [trait] [worker] gave them [food] and [number] [sweets].
 
 plot
-    [found_see] [found_say] [found_ask] [found_owner]
-    [lost_miss] [lost_sad] [lost_search] [lost_find]
-    [stuck_up] [stuck_try] [stuck_help] [stuck_down]
-    [wish_see] [wish_price] [wish_work] [wish_buy]
-    [share_one] [share_fight] [share_sad] [share_turns]
-    [broke_how] [broke_hide] [broke_tell] [broke_fix]
+    [found_see] [looks] [found_say] [found_ask] [found_owner]
+    [lost_miss] [looks] [lost_sad] [lost_search] [lost_find]
+    [stuck_up] [looks] [stuck_try] [stuck_help] [stuck_down]
+    [wish_see] [looks] [wish_price] [wish_work] [wish_buy]
+    [share_one] [looks] [share_fight] [share_sad] [share_turns]
+    [broke_how] [looks] [broke_hide] [broke_tell] [broke_fix]
     [gift_why] [gift_make] [gift_trouble] [gift_give]
-    [baby_see] [baby_say] [baby_search] [baby_home]
+    [baby_see] [looks] [baby_say] [baby_search] [baby_home]
+
+looks
+    The {look} {toy} was very [nice].
+    The {look} {toy} looked [nice] and [old].
+    The {look} {toy} had [number] [dots] on it.
+    The {look} {toy} was bigger than a [animal].
 
 found_see
     [Then] {hero} saw a {look} {toy} [where].
@@ -89,7 +103,7 @@ lost_miss
     [Then] {hero} could not find {her|his} {look} {toy}.
     [Then] {hero} [said] [softly], "Where is my {look} {toy}?"
     [Then] {hero} lost {her|his} {look} {toy}.
-    [Then] {friend} saw that the {look} {toy} of {hero} was gone.
+    [Then] {friend} saw that {hero}'s {look} {toy} was gone.
 lost_sad
     {hero} sat down [where] and felt [sad].
     "My {toy} is gone," [said] {hero} [softly].
@@ -108,9 +122,9 @@ lost_find
 
 stuck_up
     [Then] {hero} threw a {look} {toy} up onto a [roof].
-    [Then] the wind took a {look} {toy} from {hero} up onto a [roof].
-    [Then] a {look} {toy} flew up onto a [roof]. It was the {toy} of {hero}.
-    [Then] {friend} kicked the {look} {toy} of {hero} up onto a [roof].
+    [Then] the wind took {hero}'s {look} {toy} up onto a [roof].
+    [Then] a big bird dropped {hero}'s {look} {toy} onto a [roof].
+    [Then] {friend} kicked {hero}'s {look} {toy} up onto a [roof].
 stuck_try
     {hero} jumped [number] times, but the {toy} did not come down.
     {friend} threw [trash] at the {toy}, but it did not come down.
@@ -171,9 +185,9 @@ share_turns
 
 broke_how
     {friend} had a {look} {toy}. [Then] {hero} sat on it, and it broke.
-    [Then] {hero} broke the {look} {toy} of {friend}.
-    {hero} played with a {look} {toy} of {friend} [where], and it broke.
-    [Then] the {look} {toy} of {friend} fell down, and {hero} broke it.
+    [Then] {hero} broke {friend}'s {look} {toy}.
+    {hero} played with {friend}'s {look} {toy} [where], and it broke.
+    [Then] {friend}'s {look} {toy} fell down, and {hero} broke it.
 broke_hide
     {hero} felt [sad] and hid the {toy} [where].
     {hero} put the {toy} [where] and went away.
@@ -194,7 +208,7 @@ gift_why
     {hero} wanted to make a {look} {toy} for {friend}.
     "I wish I had a {look} {toy}," [said] {friend} [softly].
     {friend} felt [sad], so {hero} wanted to make a {look} {toy}.
-    It was the birthday of {friend}, who wanted a {look} {toy}.
+    It was {friend}'s birthday, so {hero} wanted to make a {look} {toy}.
 gift_make
     {hero} sat [where] and made a {toy} with [glue].
     {hero} took [glue] and [trash] to make the {toy}.
@@ -248,28 +262,30 @@ hero
 girl_name: Lily, Mia, Anna, Sue, Emma, Zoe, Ella, Lucy, Rose, Nina, Amy, Kate, Ruby, Molly, Clara, Daisy
 boy_name: Tom, Ben, Max, Sam, Leo, Jack, Tim, Finn, Noah, Oscar, Peter, Paul, Luke, Henry, Theo, Adam
 friend: Pip, Bruno, Coco, Momo, Biscuit, Pepper, Toby, Rusty, Socks, Ziggy, Nutmeg, Waffles, Dot, Button, Tiki, Bubbles
-animal: dog, cat, rabbit, mouse, duck, pony, bear, squirrel, frog, goat, lamb, bird, turtle, pig, fox, owl
+animal: dog, cat, rabbit, mouse, duck, pony, bear, squirrel, frog, goat, lamb, bird, turtle, pig, fox, hen
 birds: dogs, cats, rabbits, ducks, ponies, frogs, goats, lambs, birds, pigs, bees, hens, cows, fish, bugs, swans
 place: park, beach, forest, garden, river, farm, hill, market, meadow, lake, zoo, castle, harbor, mill, field, bridge
 look: red, blue, green, yellow, purple, pink, silver, golden, white, black, brown, gray, shiny, round, wooden, striped
 toy: ball, kite, doll, drum, boat, hat, book, bell, train, crown, robot, flute, lamp, scarf, basket, puppet
 trait: little, brave, kind, clever, shy, merry, quiet, wise, gentle, cheerful, funny, lively, friendly, playful, polite, young
 furry: small, big, fat, thin, fast, slow, lazy, silly, sleepy, spotted, noisy, hungry, fluffy, tiny, soft, wild
+dots: dots, lines, stars, spots, holes, rings, hearts, words
 cozy: tiny, quiet, sleepy, green, pretty, busy, cozy, sunny
-village: village, town, valley, house, city, street, forest, land
+village: village, town, valley, house, city, street, port, land
 hobby: sing, dance, draw, read, swim, run, jump, play, hide, cook, paint, climb, write, count, dig, skate
 food: apples, cookies, berries, soup, rice, corn, honey, cake, bread, cherries, plums, nuts, cheese, pears, grapes, pie
 sweets: coins, stones, shells, flowers, candies, buttons, beans, stars
 weather: sunny, windy, warm, cold, cloudy, bright, foggy, calm, fresh, mild, hot, chilly, rainy, lovely, dark, snowy
-day: morning, day, evening, night, Monday, Friday, Saturday, Sunday
+day: morning, afternoon, day, evening, Monday, Friday, Saturday, Sunday
 parent: mom, dad, grandma, grandpa, aunt, uncle, sister, brother
 worker: baker, farmer, painter, sailor, king, hunter, teacher, doctor, singer, cook, clown, driver, miller, builder, guard, dancer
 where: under a bush, behind a rock, by the path, in the grass, on a bench, near a stone, under a leaf, behind a wall, by the fence, near a gate, on the stairs, in the sand, under a tree, in a box, by the water, in a corner
-nice: beautiful, lovely, wonderful, funny, pretty, great, special, strange
-softly: softly, kindly, slowly, gently, loudly, sadly, shyly, quietly
-said: said, called, whispered, cried, sang, sighed, shouted, laughed
-sad: sad, worried, lonely, bad, upset, scared, tired, sorry
-happy: happy, glad, proud, lucky, cheerful, good, great, safe
+nice: beautiful, lovely, wonderful, funny, pretty, great, special, strange, fancy, cute, perfect, silly, sweet, rare, famous, plain
+old: old, new, clean, dirty, heavy, light, soft, strong
+softly: softly, kindly, slowly, gently, shyly, sweetly, proudly, calmly, warmly, bravely, quickly, politely, sadly, gladly, quietly, happily
+said: said, called, answered, replied, sang, added, hummed, began
+sad: sad, worried, lonely, bad, upset, scared, tired, sorry, gloomy, lost, small, hurt, angry, unhappy, cold, weak
+happy: happy, glad, proud, lucky, cheerful, good, great, fine, merry, safe, warm, calm, thankful, brave, strong, free
 worked: worked, cooked, painted, sang, danced, cleaned, washed, swept
 trash: leaves, stones, feathers, shoes, cones, shells, sticks, cups
 roof: roof, tree, wall, chimney, tower, shelf, barn, rock
