@@ -56,7 +56,10 @@ static void *resize(void *p, size_t n, size_t size) {
 
 typedef struct { char *s; size_t n, capacity; } Text; // a string that grows; may hold zero bytes
 
+enum { LONGEST_TEXT = 1 << 27 }; // bytes; what comes from an endless stream ends here
+
 static void append(Text *text, const char *s, size_t n) {
+    if (n > LONGEST_TEXT - text->n) die("text", error("it has more than %d bytes", LONGEST_TEXT));
     if (text->n + n > text->capacity)
         text->s = resize(text->s, text->capacity = 2 * text->capacity + n, 1);
     if (n) memcpy(text->s + text->n, s, n);
@@ -235,7 +238,7 @@ static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 enum { ARCHITECTURE, ALIGNMENT, CONTEXT_LENGTH, EMBEDDING_LENGTH, BLOCK_COUNT, FEED_FORWARD_LENGTH, HEAD_COUNT,
        HEAD_COUNT_KV, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE, SCALING_FACTOR, VOCAB_SIZE,
        TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, UNK_ID, ADD_BOS, SPACE_PREFIX, EXTRA_SPACES,
-       CHAT_TEMPLATE, N_KEYS };
+       CHAT_TEMPLATE, CHECKSUM, N_KEYS };
 static const char *const keys[N_KEYS] = {
     "general.architecture", "general.alignment", "llama.context_length", "llama.embedding_length",
     "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count",
@@ -244,7 +247,7 @@ static const char *const keys[N_KEYS] = {
     "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
     "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id",
     "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces",
-    "tokenizer.chat_template",
+    "tokenizer.chat_template", "llamac.tensor_data.sha256",
 };
 
 typedef struct {
@@ -407,13 +410,14 @@ static const char *gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t al
     for (uint64_t i = 0; i < count; i++) TRY(take_tensor(&list, m, NULL, 0, alignment, &end));
     size_t start = (list.at + alignment - 1) / alignment * alignment;
     CHECK(start <= r->size, "the file ends before its data");
+    m->data = r->bytes + start, m->data_size = r->size - start;
     m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer));
     memset(m->weights.layers, 0, m->config.n_layers * sizeof(Layer));
     for (uint64_t i = 0; i < count; i++)
-        TRY(take_tensor(r, m, r->bytes + start, r->size - start, alignment, &end));
+        TRY(take_tensor(r, m, m->data, m->data_size, alignment, &end));
     uint64_t padded = (end + alignment - 1) / alignment * alignment;
-    CHECK(r->size - start == end || r->size - start == padded, "%llu bytes follow the last tensor",
-          (unsigned long long)(r->size - start - end));
+    CHECK(m->data_size == end || m->data_size == padded, "%llu bytes follow the last tensor",
+          (unsigned long long)(m->data_size - end));
     // None appears twice, so when their number is right only the output can be the one that lacks
     CHECK(!m->weights.output.data || count == expected + 1, "a tensor is missing");
     if (!m->weights.output.data) m->weights.output = m->weights.token_embedding;
@@ -477,7 +481,9 @@ static const char *state_open(State *s, Model *m, int positions, bool all, int n
 
 enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE }; // sentencepiece's and GGUF's numbers
 
-typedef struct { const char *s; int n; float score; int type; } Piece;
+typedef struct { const char *s; float score; signed n : 28, type : 4; } Piece; // no larger than its entry in a file
+
+enum { LONGEST_PIECE = (1 << 27) - 1, MOST_PROBES = 1000 };
 
 typedef struct {
     Piece *pieces;                // (vocab_size,) texts lie in the file
@@ -506,14 +512,23 @@ static uint32_t hash(const char *s, int n) { // FNV-1a
     return h;
 }
 
-// The slot of the table that holds the piece with this text, or the empty one where it would go.
-static int *lookup(const Tokenizer *t, const char *s, int n) {
-    uint32_t i = hash(s, n) & (t->table_size - 1);
-    for (; t->table[i] >= 0; i = (i + 1) & (t->table_size - 1)) {
-        const Piece *p = &t->pieces[t->table[i]];
-        if (p->n == n && memcmp(p->s, s, n) == 0) break;
+// The slot of the table that holds the piece with this text, or the empty one where it would go; NULL when it is not
+// found soon, because the vocabulary was built to make the search long.
+static int *slot_of(const Tokenizer *t, const char *s, int n) {
+    uint32_t i = hash(s, n);
+    for (int probes = 0; probes < MOST_PROBES; probes++, i++) {
+        int *slot = &t->table[i & (t->table_size - 1)];
+        if (*slot < 0) return slot;
+        const Piece *p = &t->pieces[*slot];
+        if (p->n == n && memcmp(p->s, s, n) == 0) return slot;
     }
-    return &t->table[i];
+    return NULL;
+}
+
+// The piece with this text, or -1.
+static int lookup(const Tokenizer *t, const char *s, int n) {
+    const int *slot = slot_of(t, s, n);
+    return slot ? *slot : -1;
 }
 
 // The byte that "<0x41>" stands for, or -1.
@@ -548,9 +563,9 @@ static const char *index_pieces(Tokenizer *t) {
     for (int i = 0; i < n; i++) {
         const Piece *p = &t->pieces[i];
         CHECK(p->n > 0, "token %d is empty", i);
-        CHECK(p->type >= NORMAL && p->type <= BYTE, "token %d has type %d, expected 1 to 6", i, p->type);
         CHECK(!isnan(p->score), "token %d has no number as score", i);
-        int byte = p->type == BYTE ? byte_of(p) : -1, *slot = lookup(t, p->s, p->n);
+        int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
+        CHECK(slot, "token %d is one of too many with the same hash", i);
         CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
         if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
@@ -571,7 +586,7 @@ static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t
     for (start = r; !r.failed && r.at < size; n++) {
         take(&r, 4);
         uint32_t length = take_u32(&r);
-        CHECK(length <= longest && length <= INT_MAX, "token %u has %u bytes, the longest should have %u", n, length,
+        CHECK(length <= longest && length <= LONGEST_PIECE, "token %u has %u bytes, the longest should have %u", n, length,
               longest);
         take(&r, length);
     }
@@ -584,7 +599,7 @@ static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t
     for (uint32_t i = 0; i < n; i++) {
         uint32_t score = take_u32(&start), length = take_u32(&start);
         Piece *p = &t->pieces[i];
-        *p = (Piece){(const char *)take(&start, length), length, 0, NORMAL};
+        *p = (Piece){.s = (const char *)take(&start, length), .n = (int)length};
         memcpy(&p->score, &score, 4);
         p->type = i == 0 ? UNKNOWN : i <= 2 ? CONTROL : byte_of(p) >= 0 ? BYTE : NORMAL;
     }
@@ -614,9 +629,10 @@ static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
     t->pieces = resize(NULL, vocab_size, sizeof *t->pieces);
     for (int i = 0; i < vocab_size; i++) {
         String s = take_string(&v[TOKENS].data);
-        uint32_t score = take_u32(&v[SCORES].data);
-        CHECK(s.n <= INT_MAX, "token %d is too long", i);
-        t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)take_u32(&v[TOKEN_TYPES].data)};
+        uint32_t score = take_u32(&v[SCORES].data), type = take_u32(&v[TOKEN_TYPES].data);
+        CHECK(s.n <= LONGEST_PIECE, "token %d is too long", i);
+        CHECK(type >= NORMAL && type <= BYTE, "token %d has type %u, expected 1 to 6", i, type);
+        t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)type};
         memcpy(&t->pieces[i].score, &score, 4);
     }
     return index_pieces(t);
@@ -638,6 +654,9 @@ static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_
           "the alignment is %d, expected a power of two from 8", alignment);
     TRY(gguf_config(values, &m->config));
     TRY(gguf_tensors(&r, m, n_tensors, alignment));
+    String checksum = get_string(values, CHECKSUM);
+    CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64", checksum.n);
+    m->sha256 = checksum.n ? checksum.s : NULL;
     return t && values[TOKENIZER].present ? gguf_tokenizer(t, values, m->config.vocab_size) : NULL;
 }
 
@@ -749,7 +768,7 @@ static void try_merge(Encoder *e, int left, int right) {
     if (left < 0 || right < 0) return;
     const Part *a = &e->parts[left], *b = &e->parts[right];
     if (a->symbol >= 0 || b->symbol >= 0) return;
-    int id = *lookup(e->t, a->s, a->n + b->n);
+    int id = lookup(e->t, a->s, a->n + b->n);
     if (id < 0) return;
     push(&e->heap, (Merge){e->t->pieces[id].score, left, right, a->n + b->n});
     if (e->t->pieces[id].type == UNUSED) e->split[id] = a->n;
@@ -771,7 +790,7 @@ static void merge_parts(Encoder *e) {
 
 // Appends the tokens of one part: its piece; an unused piece's parts; bytes, or one <unk> for a run of unknown ones.
 static void emit(Encoder *e, const char *s, int n, int id) {
-    if (id < 0) id = *lookup(e->t, s, n);
+    if (id < 0) id = lookup(e->t, s, n);
     if (id >= 0 && e->t->pieces[id].type == UNUSED && e->split[id]) {
         int left = e->split[id];
         emit(e, s, left, -1);
@@ -802,7 +821,6 @@ static void encode_stretch(Encoder *e, const char *s, size_t n) {
 // With `markup`, control tokens written in the text are recognised. Time is O(n log n).
 static int *encode(const Tokenizer *t, const char *s, size_t n, bool bos, bool markup, int *n_tokens) {
     Text text = normalize(t, s, n, markup);
-    if (text.n > INT_MAX / 4) die("prompt", error("%zu bytes are too many, expected %d at most", n, INT_MAX / 12));
     Encoder e = {.t = t, .markup = markup, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     if (t->has_unused) e.split = memset(resize(NULL, t->vocab_size, sizeof(int)), 0, t->vocab_size * sizeof(int));
     if (bos) e.tokens[e.n_tokens++] = t->bos;
@@ -935,15 +953,20 @@ static int sample_topp(Sampler *s, const float *p, float coin) {
 }
 
 static void check_finite(const float *logits, size_t n) {
-    float sum = 0;
-    for (size_t i = 0; i < n; i++) sum += logits[i] * 0;
-    if (sum != 0) die("model", "its logits are not finite; the weights are broken");
+    uint32_t largest = 0; // bits but the sign: they have the order of the magnitudes, and a maximum vectorises
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &logits[i], 4);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    if (largest >= 0x7f800000) die("model", "its logits are not finite; the weights are broken");
 }
 
 // The next token; overwrites the logits (vocab_size,) by probabilities.
 static int sample(Sampler *s, float *logits) {
+    check_finite(logits, s->vocab_size);
     int n = s->vocab_size, best = argmax(logits, n);
-    check_finite(logits, n);
     if (s->temperature == 0 || isinf(logits[best] / s->temperature)) return best;
     float max = logits[best] / s->temperature, sum = 0, cdf = 0;
     for (int i = 0; i < n; i++) sum += logits[i] = expf(logits[i] / s->temperature - max);
@@ -1057,10 +1080,10 @@ static const Template *find_template(String text) {
 static bool ask(const char *question, Text *line) {
     print_bytes(question, strlen(question));
     fflush(stdout);
-    ssize_t n = getline(&line->s, &line->capacity, stdin);
-    if (n < 0) return false;
-    line->n = n - (line->s[n - 1] == '\n');
-    return true;
+    int c;
+    for (line->n = 0; (c = getchar()) != EOF && c != '\n';) append(line, &(char){(char)c}, 1);
+    if (ferror(stdin)) die("stdin", strerror(errno));
+    return c != EOF || line->n;
 }
 
 static void append_between(Text *text, const char *open, Text inner, const char *close) {
@@ -1143,6 +1166,7 @@ static void dump_logits(Run *r, Text prompt) {
     for (int at = 0, T; at < n; at += T) {
         T = n - at < r->state.chunk ? n - at : r->state.chunk;
         const float *logits = forward(&r->model, &r->state, tokens + at, T, at, true);
+        check_finite(logits, (size_t)T * r->model.config.vocab_size);
         print_bytes((const char *)logits, sizeof(float) * T * r->model.config.vocab_size);
     }
     free(tokens);
@@ -1155,6 +1179,63 @@ static void print_ids(const Tokenizer *t, Text text) {
     for (int i = 0; i < n; i++) printf("%s%d", i ? " " : "", tokens[i]);
     printf("\n");
     free(tokens);
+}
+
+// Round constants of SHA-256: the first 32 bits of the fractions of the first 64 primes' cube roots.
+static const uint32_t sha256_rounds[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
+    uint32_t w[64], h[8];
+    for (int i = 0; i < 16; i++)
+        w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8 | block[4 * i + 3];
+    for (int i = 16; i < 64; i++)
+        w[i] = w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3)
+             + w[i - 7] + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
+    memcpy(h, state, sizeof h);
+    for (int i = 0; i < 64; i++) {
+        uint32_t a = h[0], e = h[4];
+        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25))
+                     + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
+        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
+                     + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
+        memmove(h + 1, h, 7 * sizeof *h);
+        h[4] += one;
+        h[0] = one + two;
+    }
+    for (int i = 0; i < 8; i++) state[i] += h[i];
+}
+
+// SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
+static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
+    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    size_t whole = n / 64 * 64, rest = n - whole, padded = rest < 56 ? 64 : 128;
+    uint8_t last[128] = {0};
+    for (size_t at = 0; at < whole; at += 64) sha256_block(state, bytes + at);
+    memcpy(last, bytes + whole, rest);
+    last[rest] = 0x80;
+    for (int i = 0; i < 8; i++) last[padded - 1 - i] = (uint8_t)((uint64_t)n * 8 >> 8 * i);
+    for (size_t at = 0; at < padded; at += 64) sha256_block(state, last + at);
+    for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
+}
+
+// Whether the weights are those that were exported.
+static const char *verify(const Model *m) {
+    char found[65];
+    CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
+    sha256(m->data, m->data_size, found);
+    CHECK(memcmp(found, m->sha256, 64) == 0, "its weights are damaged: SHA-256 %.64s, expected %.64s", found, m->sha256);
+    return NULL;
 }
 
 // ----------------------------------------------------------------------------
@@ -1175,13 +1256,14 @@ static const char help[] =
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
     "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
+    "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
     "  --help           this text\n";
 
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity;
     double temperature, topp, seed, steps, threads;
-    bool raw, tokenize, logits;
+    bool raw, tokenize, logits, verify;
 } Options;
 
 // A number, whole if asked, written in decimal digits to its end.
@@ -1220,10 +1302,13 @@ static Options parse_options(int argc, char **argv) {
         else if (!strcmp(argv[i], "--raw")) o.raw = true;
         else if (!strcmp(argv[i], "--tokenize")) o.tokenize = true;
         else if (!strcmp(argv[i], "--logits")) o.logits = true;
+        else if (!strcmp(argv[i], "--verify")) o.verify = true;
         else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
     if (!o.model) die("model", "expected a file; see run --help");
     if (o.prompt && o.prompt_file) die("-f", "there is a prompt from -i already");
+    if (o.tokenize + o.logits + o.verify + (o.perplexity != NULL) > 1)
+        die("options", "expected only one of --tokenize, --logits, --verify and --perplexity");
     if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
         die("-m", error("'%s' is no mode, expected generate or chat", o.mode));
     return o;
@@ -1242,7 +1327,7 @@ static Text read_file(const char *path) {
 }
 
 static const char *map_file(const char *path, const uint8_t **bytes, size_t *size) {
-    int file = open(path, O_RDONLY);
+    int file = open(path, O_RDONLY | O_NONBLOCK); // so that a pipe is refused rather than waited for
     struct stat info;
     CHECK(file >= 0 && fstat(file, &info) == 0, "%s", strerror(errno));
     CHECK(S_ISREG(info.st_mode), "not a regular file");
@@ -1254,13 +1339,22 @@ static const char *map_file(const char *path, const uint8_t **bytes, size_t *siz
     return NULL;
 }
 
-static void load(Run *r, const char *model, const char *tokenizer) {
+// Someone else may cut off a file that is mapped; reading what is no more there is this signal.
+static void file_shrank(int number) {
+    static const char message[] = "run: model: its file was cut off while in use\n";
+    ssize_t written = write(2, message, sizeof message - 1);
+    (void)number, (void)written;
+    _exit(1);
+}
+
+static void load(Run *r, const char *model, const char *tokenizer, bool to_verify) {
     const uint8_t *bytes;
     size_t size;
     const char *wrong = map_file(model, &bytes, &size);
     if (!wrong) wrong = load_model(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
+    if (!wrong && to_verify) wrong = verify(&r->model);
     if (wrong) die(model, wrong);
-    if (r->tokenizer.pieces) return;
+    if (r->tokenizer.pieces || to_verify) return;
     if (!tokenizer) tokenizer = "tokenizer.bin";
     wrong = map_file(tokenizer, &bytes, &size);
     if (!wrong) wrong = load_tokenizer_bin(&r->tokenizer, bytes, size, r->model.config.vocab_size);
@@ -1269,9 +1363,10 @@ static void load(Run *r, const char *model, const char *tokenizer) {
 
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a reader that leaves is an error of writing like any other
+    signal(SIGBUS, file_shrank);
     Options o = parse_options(argc, argv);
     static Run r;
-    load(&r, o.model, o.tokenizer);
+    load(&r, o.model, o.tokenizer, o.verify);
     const Config *c = &r.model.config;
     r.n_threads = (int)o.threads;
     r.printer.raw = o.raw;
@@ -1284,7 +1379,8 @@ int main(int argc, char **argv) {
     Text prompt = {0}, line = {0};
     if (o.prompt) append_string(&prompt, o.prompt);
     if (o.prompt_file) prompt = read_file(o.prompt_file);
-    if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
+    if (o.verify) printf("%s: the weights are intact\n", o.model);
+    else if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
     else if (o.tokenize && has_prompt) print_ids(&r.tokenizer, prompt);
     else if (o.tokenize) while (ask("", &line)) print_ids(&r.tokenizer, line);

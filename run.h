@@ -60,6 +60,9 @@ typedef struct {
 typedef struct {
     Config config;
     Weights weights;
+    const uint8_t *data; // GGUF: the tensors of the file, to its end
+    size_t data_size;    // bytes
+    const char *sha256;  // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
 } Model;
 
 typedef struct Backend Backend;

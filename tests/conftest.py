@@ -1,4 +1,4 @@
-"""The C program, compiled once for all tests: as users have it, and under sanitizers."""
+"""The C program, compiled once for all tests: as users have it, under sanitizers, and with calls that fail."""
 import os
 import subprocess
 from pathlib import Path
@@ -6,21 +6,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FUZZ = ROOT / "tests" / "fuzz"
+SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 
 
-def compile_run(folder, *flags):
-    path = folder / "run"
-    subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", *flags, "-o", path,
-                    ROOT / "run.c", ROOT / "kernels_cpu.c", "-lm", "-pthread"], check=True)
-    return str(path)
+def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")):
+    if COVERAGE:
+        target = Path(COVERAGE, target.name)
+        what = (*what, "--coverage")
+    subprocess.run([compiler, f"-std={standard}", "-Wall", "-Wextra", "-Werror", *what, "-o", target, "-lm", "-pthread"],
+                   check=True, cwd=ROOT)
+    return str(target)
 
 
 @pytest.fixture(scope="session")
 def run_bin(tmp_path_factory):
-    return compile_run(tmp_path_factory.mktemp("bin"), "-O3")
+    return compile_c(tmp_path_factory.mktemp("bin") / "run", "-O3", "run.c", "kernels_cpu.c")
 
 
 @pytest.fixture(scope="session")
 def run_debug_bin(tmp_path_factory):
-    return compile_run(tmp_path_factory.mktemp("debug"), "-O1", "-g", "-fsanitize=address,undefined",
-                       "-fno-sanitize-recover=all")
+    return compile_c(tmp_path_factory.mktemp("debug") / "debug", *SANITIZE, "run.c", "kernels_cpu.c")
+
+
+@pytest.fixture(scope="session")
+def faults_bin(tmp_path_factory):
+    """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
+    folder = tmp_path_factory.mktemp("faults")
+    for source in ("run.c", "kernels_cpu.c"):
+        compile_c(folder / f"{source}.o", *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
+    objects = [Path(COVERAGE or folder, f"{source}.o") for source in ("run.c", "kernels_cpu.c")]
+    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *objects, standard="gnu11")
+
+
+@pytest.fixture(scope="session")
+def mutate_bin(tmp_path_factory):
+    """The fuzz targets driven by fuzz/mutate.c."""
+    return compile_c(tmp_path_factory.mktemp("mutate") / "mutate", *SANITIZE, FUZZ / "fuzz.c", FUZZ / "mutate.c",
+                     "kernels_cpu.c", standard="gnu11")

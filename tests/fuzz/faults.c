@@ -1,0 +1,64 @@
+// Fails every call that the system may refuse, in turn: faults ARGUMENTS... runs run's main with these arguments once for
+// each such call, with that one failing, until a run has none left to fail. A run must end by itself, with exit code 0,
+// or with exit code 1 and one line `run: ...`. Input comes from the file in INPUT. Prints how many failed and how.
+#include <errno.h>
+#include <fcntl.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+int run_main(int argc, char **argv);
+
+static struct { int to_fail; int calls; } *shared; // with the child that runs
+bool stream_failed;
+
+// A program that gives up leaves its memory to the system.
+const char *__asan_default_options(void) { return "detect_leaks=0"; }
+
+bool refuse(void) {
+    errno = ENOMEM;
+    return __atomic_add_fetch(&shared->calls, 1, __ATOMIC_RELAXED) == shared->to_fail;
+}
+
+// Runs the program in a child with the n-th call failing. Returns its wait status; its words in `words`.
+static int run_once(int n, int argc, char **argv, const char *input, char *words, size_t room) {
+    FILE *log = tmpfile();
+    *shared = (typeof(*shared)){.to_fail = n};
+    pid_t child = fork();
+    if (child == 0) {
+        dup2(fileno(log), 2);
+        dup2(open("/dev/null", O_WRONLY), 1);
+        dup2(open(input ? input : "/dev/null", O_RDONLY), 0);
+        alarm(60);
+        exit(run_main(argc, argv));
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    rewind(log);
+    words[fread(words, 1, room - 1, log)] = 0;
+    fclose(log);
+    return status;
+}
+
+int main(int argc, char **argv) {
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    int refused = 0, endured = 0;
+    for (int n = 1;; n++) {
+        char words[8192];
+        int status = run_once(n, argc, argv, getenv("INPUT"), words, sizeof words);
+        const char *last = words; // line; figures may stand above it
+        for (char *c = words; *c; c++)
+            if (*c == '\n' && c[1]) last = c + 1;
+        bool one_line = !strncmp(last, "run: ", 5) && strstr(words, "run: ") == last;
+        if (WIFEXITED(status) && WEXITSTATUS(status) == 1 && one_line) refused++;
+        else if (WIFEXITED(status) && WEXITSTATUS(status) == 0) endured++;
+        else return fprintf(stderr, "call %d failed, status %x: %s\n", n, status, words) > 0;
+        if (shared->calls < n) break;
+    }
+    printf("%d calls failed in turn: %d refused, %d endured\n", refused + endured - 1, refused, endured - 1);
+    return 0;
+}

@@ -1,0 +1,140 @@
+// Fuzz targets over the loaders and the encoder of run.c: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
+// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin or encode.
+// A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
+#include <stdint.h>
+#include <stdlib.h>
+#undef _DEFAULT_SOURCE // which run.c defines
+
+enum { ROOM = 1 << 16 };          // bytes that an allocation may be larger than the input
+static size_t allowed = SIZE_MAX; // bytes of one allocation
+
+static void *limited_realloc(void *p, size_t size) {
+    if (size > allowed) abort();
+    return realloc(p, size);
+}
+
+#define main run_main
+#define realloc limited_realloc
+#include "../../run.c"
+#undef realloc
+#undef main
+
+static void free_tokenizer(Tokenizer *t) {
+    free(t->pieces);
+    free(t->table);
+    free(t->symbols);
+}
+
+// Every byte of a tensor, which the sanitizer follows.
+static void read_tensor(const Mat *m) {
+    static volatile uint8_t sink;
+    uint64_t n = bytes_of(m);
+    if (m->type == INT8_GROUPS) {
+        uint64_t numbers = (uint64_t)m->rows * m->cols;
+        for (uint64_t i = 0; i < n - numbers; i++) sink ^= ((const uint8_t *)m->scales)[i];
+        n = numbers;
+    }
+    for (uint64_t i = 0; i < n; i++) sink ^= ((const uint8_t *)m->data)[i];
+}
+
+static void use_model(Model *m) {
+    for (int i = 0; i < N_TENSORS; i++)
+        for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++)
+            read_tensor(place_of(&m->weights, i, layer));
+    if (m->config.dim > 64 || m->config.hidden_dim > 256 || m->config.n_layers > 4 || m->config.vocab_size > 512) return;
+    State s;
+    int T = m->config.seq_len < 2 ? 1 : 2, tokens[2] = {0, m->config.vocab_size - 1};
+    allowed = SIZE_MAX; // activations are no matter of the file
+    if (!state_open(&s, m, T, true, 1)) forward(m, &s, tokens, T, 0, true);
+    s.backend->close(s.backend);
+    free(s.logits);
+}
+
+// Encodes a text in every way and prints what comes out, which goes nowhere.
+static void use_tokenizer(const Tokenizer *t, const char *s, size_t n) {
+    Printer p = {0};
+    for (int markup = 0; markup < 2; markup++) {
+        int n_tokens, *tokens = encode(t, s, n, true, markup, &n_tokens);
+        for (int i = 0; i < n_tokens; i++) {
+            if (tokens[i] < 0 || tokens[i] >= t->vocab_size) abort();
+            print_token(&p, t, i ? tokens[i - 1] : t->bos, tokens[i]);
+        }
+        print_end(&p);
+        free(tokens);
+    }
+}
+
+static const char sample_text[] = " Once upon a  time <s>\n\xe2\x96\x81""caf\xc3\xa9 \xff\xf0\x9f\x98\x80 12345 \x01\x7f <|user|>  ";
+
+static void model_target(uint8_t *bytes, size_t size, int version, bool tokenizer) {
+    const uint32_t magic[2] = {0x616b3432, (uint32_t)version};
+    if (version > 0 && size >= 8) memcpy(bytes, magic, 8); // mutations of these lead nowhere
+    if (version < 0 && size >= 4) memcpy(bytes, "GGUF", 4);
+    Model m = {0};
+    Tokenizer t = {0};
+    const char *wrong = load_model(&m, tokenizer ? &t : NULL, bytes, size);
+    if (!wrong && m.sha256) verify(&m);
+    if (!wrong && t.pieces) use_tokenizer(&t, sample_text, sizeof sample_text - 1);
+    if (!wrong) use_model(&m);
+    free(m.weights.layers);
+    free_tokenizer(&t);
+}
+
+// The input is a vocabulary's size and a tokenizer.bin.
+static void tokenizer_bin_target(const uint8_t *bytes, size_t size) {
+    Tokenizer t = {0};
+    if (!size) return;
+    if (!load_tokenizer_bin(&t, bytes + 1, size - 1, bytes[0])) use_tokenizer(&t, sample_text, sizeof sample_text - 1);
+    free_tokenizer(&t);
+}
+
+// The input is flags, a number of pieces, the pieces (length and type in one byte, score, text), and a text to encode.
+static void encode_target(const uint8_t *bytes, size_t size) {
+    Reader r = {.bytes = bytes, .size = size};
+    const uint8_t *head = take(&r, 2);
+    if (!head) return;
+    Tokenizer t = {.space = head[0] & 1 ? " " : LOWER_BLOCK, .space_prefix = head[0] & 2, .unk = 0, .bos = 1, .eos = 2,
+                   .extra_spaces_removed = head[0] & 4, .vocab_size = 3 + head[1] % 64 + (head[0] & 8 ? 256 : 0)};
+    t.pieces = resize(NULL, t.vocab_size, sizeof *t.pieces);
+    t.pieces[0] = (Piece){"<unk>", 0, 5, UNKNOWN};
+    t.pieces[1] = (Piece){"<s>", 0, 3, CONTROL};
+    t.pieces[2] = (Piece){"</s>", 0, 4, CONTROL};
+    static char byte_pieces[256][7];
+    int n = 3;
+    for (int i = 0; i < 256 && head[0] & 8; i++, n++) {
+        snprintf(byte_pieces[i], 7, "<0x%02X>", i);
+        t.pieces[n] = (Piece){byte_pieces[i], 0, 6, BYTE};
+    }
+    for (const uint8_t *piece; n < t.vocab_size && (piece = take(&r, 2)); n++) {
+        int length = piece[0] & 15, type = (piece[0] >> 4) % 4;
+        const int types[] = {NORMAL, NORMAL, USER_DEFINED, UNUSED};
+        const uint8_t *text = take(&r, length);
+        if (!text) break;
+        t.pieces[n] = (Piece){(const char *)text, piece[1], length, types[type]};
+    }
+    t.vocab_size = n;
+    if (!index_pieces(&t)) use_tokenizer(&t, (const char *)bytes + r.at, size - r.at);
+    free_tokenizer(&t);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static const char *const versions[] = {"v0", "v1", "v2"};
+    static const char *target;
+    if (!target) {
+        target = getenv("TARGET");
+        if (!target || !freopen("/dev/null", "w", stdout)) die("TARGET", "expected the name of a target");
+    }
+    uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
+    if (!bytes) die("memory", "none left");
+    if (size) memcpy(bytes, data, size);
+    allowed = strcmp(target, "encode") ? size + ROOM : SIZE_MAX;
+    for (int version = 0; version < 3; version++)
+        if (!strcmp(target, versions[version])) model_target(bytes, size, version, false);
+    if (!strcmp(target, "gguf")) model_target(bytes, size, -1, false);
+    if (!strcmp(target, "gguf_tokenizer")) model_target(bytes, size, -1, true);
+    if (!strcmp(target, "tokenizer_bin")) tokenizer_bin_target(bytes, size);
+    if (!strcmp(target, "encode")) encode_target(bytes, size);
+    allowed = SIZE_MAX;
+    free(bytes);
+    return 0;
+}

@@ -1,0 +1,66 @@
+"""
+Seeds for the fuzz targets, made by the project's own export from tiny models.
+
+    python tests/fuzz/seeds.py FOLDER        FOLDER/<target>/<seed>
+"""
+import struct
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from export import export_model, vocabulary_of  # noqa: E402
+from model import ModelArgs, Transformer  # noqa: E402
+
+SPACE = "▁"
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode"]
+
+
+def vocabulary(byte_fallback, prefix=True, remove=False):
+    """A small vocabulary with pieces of every type."""
+    pieces = [("<unk>", 0, 2), ("<s>", 0, 3), ("</s>", 0, 3)]
+    pieces += [(f"<0x{b:02X}>", 0, 6) for b in (range(256) if byte_fallback else ())]
+    pieces += [("<|user|>", 0, 4), ("a  ", 0, 4), (SPACE + "o", -1, 1), ("nc", -2, 5), (SPACE + "on", -3, 1),
+               ("once", -4, 1), (SPACE, -5, 1), ("o", -6, 1), ("n", -7, 1), ("c", -8, 1), ("e", -9, 1), ("é", -10, 1)]
+    return vocabulary_of([(p.encode(), float(s), t) for p, s, t in pieces], 0, 1, 2, prefix, remove, "seed")
+
+
+def model(vocab_size, tied, dim=8, **sizes):
+    torch.manual_seed(0)
+    args = ModelArgs(dim=dim, n_layers=sizes.pop("n_layers", 1), n_heads=2, n_kv_heads=sizes.pop("n_kv_heads", 1),
+                     vocab_size=vocab_size, hidden_dim=dim, max_seq_len=4, tied=tied, **sizes)
+    return Transformer(args).state_dict(), args
+
+
+def write_seeds(folder):
+    """Writes the seeds of every target into its own folder."""
+    for target in TARGETS:
+        (folder / target).mkdir(parents=True, exist_ok=True)
+    small, large = vocabulary(False), vocabulary(True, prefix=False, remove=True)
+    for tied in (True, False):
+        state, args = model(small.vocab_size, tied, n_layers=1 + tied)
+        for version in ("v0", "v1", "v2"):
+            export_model(state, args, small, folder / version / f"tied{tied:d}", version, "f32", 4, "seed")
+            size_byte = struct.pack("<B", args.vocab_size)
+            (folder / "tokenizer_bin" / version).write_bytes(size_byte + (folder / version / "tokenizer.bin").read_bytes())
+            (folder / version / "tokenizer.bin").unlink()
+    for target, vocab in (("gguf", small), ("gguf_tokenizer", small), ("gguf_tokenizer", large)):
+        for dtype, dim in (("f32", 8), ("f16", 8), ("bf16", 8), ("q8_0", 32), ("q4_0", 32)):
+            if vocab is large and dtype != "f16":
+                continue
+            state, args = model(vocab.vocab_size, dtype != "f16", dim, rope_scaling=2.0 if dtype == "bf16" else 1.0)
+            export_model(state, args, vocab, folder / target / f"{dtype}-{vocab.vocab_size}", "gguf", dtype, 32, "seed",
+                         {"tokenizer.chat_template": "<|user|>"})
+    text = "  once upon a  time <s>▁▁café\n😀 <|user|>a  ".encode() + b"\xff\xc3"
+    pieces = [(0x10, 5, " on"), (0x01, 3, "on"), (0x02, 2, "ce"), (0x02, 9, "é"), (0x23, 0, "a  "), (0x33, 4, "onc"),
+              (0x28, 0, "<|user|>")]
+    packed = b"".join(bytes([(kind & 0xf0) | len(p.encode()), score]) + p.encode() for kind, score, p in pieces)
+    for flags in range(16):
+        (folder / "encode" / f"{flags:02d}").write_bytes(bytes([flags, len(pieces)]) + packed + text)
+
+
+if __name__ == "__main__":
+    write_seeds(Path(sys.argv[1]))
