@@ -181,9 +181,10 @@ class Transformer(nn.Module):
 
     def new_cache(self, B):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
-        a, weight = self.args, self.tok_embeddings.weight
+        a = self.args
         shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
-        return {"keys": weight.new_zeros(shape), "values": weight.new_zeros(shape), "pos": 0}
+        keys, values = (torch.zeros(shape, dtype=self.cos.dtype, device=self.cos.device) for _ in range(2))
+        return {"keys": keys, "values": values, "pos": 0}
 
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):

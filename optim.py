@@ -12,6 +12,8 @@ from collections import defaultdict
 
 import torch
 
+import parallel
+
 
 def orthogonalize(g, steps=5):
     """
@@ -45,9 +47,10 @@ class Muon(torch.optim.Optimizer):
                 momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
-                updates = orthogonalize(torch.stack(ahead)) * (0.2 * max(shape) ** 0.5)
+                updates = orthogonalize(torch.stack(parallel.whole(ahead))) * (0.2 * max(shape) ** 0.5)
+                updates = [parallel.slice_like(u, p) for u, p in zip(updates, params)]
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"])
+                torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
 class Together:
@@ -66,11 +69,16 @@ class Together:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self):
-        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        """Whole tensors, however many processes share them; so any number of processes can load it."""
+        return {"optimizers": [parallel.whole(optimizer.state_dict()) for optimizer in self.optimizers]}
 
     def load_state_dict(self, state):
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+            for p, values in optimizer.state.items():
+                for key, value in values.items():
+                    if value.shape == p.shape:
+                        values[key] = parallel.slice_like(value, p)
         self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 

@@ -17,6 +17,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import fail
@@ -64,14 +66,56 @@ def setup(device="auto"):
     return device
 
 
+def shard(model):
+    """
+    FSDP2: from here on each process holds a slice of every parameter (a DTensor), and gathers the parameters of one
+    block when it comes to compute it. https://arxiv.org/abs/2304.11277
+    """
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+
+
+def is_sharded(model):
+    return isinstance(model, FSDPModule)
+
+
 def wrap(model):
     """The model as training calls it: in many processes, gradients are averaged over them."""
-    return DistributedDataParallel(model) if world > 1 else model
+    return DistributedDataParallel(model) if world > 1 and not is_sharded(model) else model
 
 
 def unsynced(model, last):
     """The context of one micro-batch: gradients travel between processes only with the last one of a step."""
-    return nullcontext() if world == 1 or last else model.no_sync()
+    if is_sharded(model):
+        model.set_requires_gradient_sync(last)
+    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+
+
+def whole(value):
+    """Nested dicts and lists with every sharded tensor put together. All processes have to call it."""
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {k: whole(v) for k, v in value.items()}
+    return [whole(v) for v in value] if isinstance(value, list) else value
+
+
+def slice_like(tensor, like):
+    """A whole tensor as this process holds it: the slice that `like` has, if `like` is sharded."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def load_weights(model, weights):
+    """Copy a state_dict of whole tensors into a model, sharded or not."""
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        raise ValueError("the checkpoint holds other parameters than the model")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(slice_like(weights[name], tensor))
 
 
 def mean(value):

@@ -83,6 +83,7 @@ min_lr = 0.0                # at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32, bfloat16
+sharded = False             # many processes share weights and optimizer (FSDP2) rather than copy them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
 supervise = False           # restart this program from its last checkpoint when it crashes
 max_restarts = 10           # of a supervised program
@@ -176,7 +177,7 @@ def train_step(step, model, opt, dataset, device, amp, guard):
             loss = model(xb, yb)[1] * (len(xb) / len(x))
             loss.backward()
         total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     for group in opt.param_groups:
         group["lr"] = learning_rate_at(step)
     loss = parallel.mean(total)
@@ -330,13 +331,13 @@ def start_tracking(config, state):
     return make_tracker(out_dir, config, state["step"], state["run_id"], wandb_log, wandb_project, name)
 
 
-def conclude(state, args, model, dataset, tracker, row):
+def conclude(state, args, weights, dataset, tracker, row):
     """Export what the training ended with, hand the models to the tracker, say what to type next."""
     metrics = {"iter": state["step"], "loss/val": state["best"]}
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     try:
         if row.get("loss/val", -math.inf) > state["best"]:
-            export_model(model.state_dict(), args, dataset.tokenizer, last)
+            export_model(weights, args, dataset.tokenizer, last)
             tracker.model(last, {"iter": state["step"], "loss/val": row["loss/val"]}, ["latest"])
             tracker.model(best, metrics, ["best"])
         elif best.exists():
@@ -355,7 +356,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
     that fails costs a warning, and the next save tries again.
     """
-    weights = checkpoint.snapshot(model.state_dict())
+    weights = checkpoint.snapshot(parallel.whole(model.state_dict()))
     train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
     step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
 
@@ -365,7 +366,8 @@ def save(writer, state, args, model, opt, dataset, config, metric):
         if metric <= best:
             export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
 
-    warn_of(writer.start(work))
+    if parallel.master:
+        warn_of(writer.start(work))
 
 
 def warn_of(error):
@@ -380,7 +382,7 @@ def go_back(model, opt, guard, writer, device):
     if folder is None:
         fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
              f"back to; lower the learning_rate (now {learning_rate})")
-    model.load_state_dict(checkpoint.load(folder, "model", device)["model"])
+    parallel.load_weights(model, checkpoint.load(folder, "model", device)["model"])
     opt.load_state_dict(checkpoint.load(folder, "train", device)["optimizer"])
     guard.state["in_a_row"] = 0
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
@@ -432,12 +434,14 @@ def main(given):
     args = model_args(dataset)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
+    if sharded and parallel.world > 1:
+        parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
         state |= restore(start, state["fixed"], opt, place)
     if saved:
-        model.load_state_dict(saved["model"])
+        parallel.load_weights(model, saved["model"])
     if eval_only:
         say(f"validation loss {evaluate(model, dataset, place, amp):.4f}")
     elif state["step"] >= max_iters:
@@ -476,7 +480,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
                 show(row, bar)
             if step > resumed and (due or stop or save_now):
                 metric = row.get("loss/val", math.inf)
-                parallel.first(save, writer, state, args, raw_model, opt, dataset, config, metric)
+                save(writer, state, args, raw_model, opt, dataset, config, metric)
             if guard.state["in_a_row"] >= max_skips:
                 go_back(raw_model, opt, guard, writer, device)
         if end or stop:
@@ -487,7 +491,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         bar.update()
     bar.close()
     warn_of(writer.wait())
-    parallel.first(conclude, state, args, raw_model, dataset, tracker, row)
+    parallel.first(conclude, state, args, parallel.whole(raw_model.state_dict()), dataset, tracker, row)
 
 
 if __name__ == "__main__":

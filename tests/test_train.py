@@ -133,6 +133,25 @@ def test_many_processes_give_the_same_losses(folder):
             assert a is b is None or abs(a - b) < 2e-4, step
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
+    args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False"]
+    whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
+    assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
+    first = run(folder, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", torchrun=2)
+    assert first.returncode == 0, first.stderr
+    then = run(folder, *args, "--max_iters=15", f"--out_dir={parts}")
+    assert then.returncode == 0, then.stderr
+    last = run(folder, *args, "--max_iters=20", f"--out_dir={parts}", "--sharded=True", torchrun=2)
+    assert last.returncode == 0, last.stderr
+    assert losses(folder, whole).keys() == losses(folder, parts).keys()
+    for step, found in losses(folder, parts).items():
+        for a, b in zip(losses(folder, whole)[step], found):
+            assert a is None or b is None or abs(a - b) < 5e-4, step
+    for name, weight in weights(folder, whole).items():
+        assert torch.allclose(weight, weights(folder, parts)[name], atol=1e-3), name
+
+
 def test_accumulation_gives_the_same_losses(folder):
     args = ["--data=my.txt", "--max_iters=10"]
     whole = run(folder, *args, "--out_dir=big", "--batch_size=8")
