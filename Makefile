@@ -6,10 +6,10 @@ PYTHON  ?= python3
 SOURCES := run.c kernels_cpu.c
 VENV    := .venv/bin/python
 
-.PHONY: help demo test debug clean
+.PHONY: help demo test test-long debug clean
 
 help:                ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-8s%s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
 
 demo: .venv/demo run ## set up, train a small model on built-in stories (5 minutes in all), write a story with it
 	$(VENV) train.py --out_dir=out/demo --wandb_log=True
@@ -23,6 +23,9 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 
 test: .venv/test run ## run all tests
 	$(VENV) -m pytest -q tests
+
+test-long: .venv/test ## the long proofs, 100 stops at random steps and 100 kills (half an hour)
+	$(VENV) -m pytest -q -s tests/long_resume.py
 
 run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread

@@ -112,12 +112,17 @@ def by_metric(out_dir):
     return [folder for value, folder in sorted(pair for pair in found if pair[0] is not None)]
 
 
+def clean(out_dir):
+    """Remove what interrupted writers have left."""
+    leftovers = [*Path(out_dir, "checkpoints").glob(".tmp_*"), *Path(out_dir).glob("*.tmp")]
+    leftovers += [p for p in Path(out_dir, "checkpoints").glob("step_*") if not complete(p)]
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def prune(out_dir, keep_last, keep):
-    """Remove leftovers of interrupted saves and all but `keep` and the newest keep_last checkpoints (0: all stay)."""
-    folder = Path(out_dir, "checkpoints")
-    for path in folder.glob("*"):
-        if path.name.startswith(".tmp_") or path.name.startswith("step_") and not complete(path):
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove leftovers and all but `keep` and the newest keep_last checkpoints (0: all stay)."""
+    clean(out_dir)
     for old in steps(out_dir)[:-keep_last] if keep_last else []:
         if old not in keep:
             shutil.rmtree(old, ignore_errors=True)

@@ -240,6 +240,7 @@ def find_start():
     """The checkpoint folder this run starts from, as init_from says; None to start from nothing."""
     if init_from not in ("auto", "resume", "scratch"):
         return checkpoint.locate(init_from)
+    checkpoint.clean(out_dir)
     found = checkpoint.newest(out_dir)
     if init_from == "resume" and found is None:
         fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with --init_from=scratch")
