@@ -1,51 +1,147 @@
 """
-Where the metrics go. Every run writes `log.jsonl` in its out folder, one row per logged step, whatever else happens;
-with wandb_log=True the same rows, sample texts and models go to Weights & Biases: online where a key is found
-and the server answers, offline otherwise. A destination that fails is given up with one warning; training goes on.
+Where the metrics go, and the looks into a model that are worth logging.
+
+    python track.py sync out          bring a run that was tracked offline, or in part, up to W&B, complete and in order
+    python track.py -- CMD ...        run any program and track what it prints (--pattern='regex' before -- adds to it)
+
+Every run writes `log.jsonl` in its out folder, one row per logged step, whatever else happens; with wandb_log=True the
+same rows, texts and models go to Weights & Biases: online where a key is found and the server answers, offline
+otherwise; with tensorboard_log=True to TensorBoard. Those two work in threads of their own: whatever happens to a
+server, a service process or a disk, training neither stops nor waits. What fails costs one warning.
+
+A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table (see TABLES), its dicts histograms,
+{"counts": N ints, "edges": N + 1 floats}.
 """
+import collections
 import json
 import math
 import netrc
 import os
+import queue
 import re
 import secrets
+import signal
 import socket
+import statistics
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from configurator import fail
+
+TABLES = {
+    "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
+    "samples": ["prompt", "how", "text"],
+    "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
+}
+START_SECONDS = 4.5    # the training waits for a tracker to start; after that the tracker goes on alone
+INIT_SECONDS = 30      # W&B waits for its server
+FINISH_SECONDS = 60    # for uploads at the end
+WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
+
+
+# ---- secrets ----------------------------------------------------------------------------------------------------
+
+SECRET_NAME = re.compile(r"(?i)(^|[-_])(api_?key|key|token|secret|passw(or)?d|pwd|credentials?)s?([-_]|$)")
+SECRET_SHAPE = re.compile(
+    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abps]-|AKIA|AIza|wandb_v1_|eyJ)[\w.-]{12,}"  # of well-known issuers
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"                                                       # user:password@host
+    r"|(?i:(?<=bearer )\S{8,})"
+    r"|(?i:(?:api[-_]?key|token|secret|passw(?:or)?d|pwd|access[-_]key)[\"']?\s*[=:]\s*[\"']?)(?P<value>[^\s\"',;]{6,})")
+HIDDEN = "***"
+
+
+def secret_values():
+    """The values of environment variables whose names say that they are secret."""
+    return [v for k, v in os.environ.items() if SECRET_NAME.search(k) and len(v) >= 8]
+
+
+def redact(value):
+    """The same text, list or dict without what looks like a key, a token or a password."""
+    if isinstance(value, dict):
+        return {k: HIDDEN if isinstance(v, str) and SECRET_NAME.search(str(k)) and v else redact(v)
+                for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        words = [redact(v) for v in value]  # of a command line: --password VALUE
+        named = [isinstance(v, str) and v.startswith("-") and "=" not in v and SECRET_NAME.search(v) for v in value]
+        return [HIDDEN if i and named[i - 1] and isinstance(w, str) else w for i, w in enumerate(words)]
+    if not isinstance(value, str):
+        return value
+    for secret in secret_values():
+        value = value.replace(secret, HIDDEN)
+    return SECRET_SHAPE.sub(lambda m: m[0].replace(m["value"] or m[0], HIDDEN), value)
+
+
+class Hushed:
+    """stdout or stderr with secrets taken out, since W&B records both."""
+
+    def __init__(self, stream):
+        self.stream, self.line = stream, ""  # the line so far: what makes a word a secret may stand before it
+
+    def write(self, text):
+        before = redact(self.line)
+        self.stream.write(redact(self.line + text)[len(before):])
+        self.line = (self.line + text).rpartition("\n")[2][-200:]
+        return len(text)
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+# ---- destinations -----------------------------------------------------------------------------------------------
+
+def read_rows(path):
+    """The whole rows of a log.jsonl."""
+    rows = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            row = json.loads(line)
+            rows += [row] if "iter" in row else []
+        except (ValueError, TypeError):
+            continue  # cut short when the writer was killed
+    return rows
+
 
 class Jsonl:
     """
-    out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ..., "time": Unix seconds} a line, flushed row by row;
-    out_dir/config.json: the resolved configuration.
+    out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ..., "time": Unix seconds} a line, written row by row;
+    out_dir/config.json: the resolved configuration. While the disk fails, rows wait.
     """
 
     def __init__(self, out_dir, config, step):
         """Continue a file after iteration `step`: later rows, written before a crash, are dropped."""
-        path, kept = Path(out_dir, "log.jsonl"), []
+        path, kept = Path(out_dir, "log.jsonl"), ""
         Path(out_dir, "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
         if step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                try:
-                    if json.loads(line)["iter"] <= step:
-                        kept.append(line + "\n")
-                except (ValueError, KeyError, TypeError):
-                    continue  # a row cut short when the writer was killed
-        self.file = open(path, "w", encoding="utf-8")
-        self.file.writelines(kept)
-        self.file.flush()
+            kept = "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["iter"] <= step)
+        self.file, self.waiting, self.warned = open(path, "wb", buffering=0), kept.encode(), False
+        self.write()
+
+    def write(self):
+        try:
+            while self.waiting:
+                self.waiting = self.waiting[self.file.write(self.waiting):]
+        except OSError as e:
+            if not self.warned:
+                self.warned = True
+                print(f"warning: log.jsonl cannot be written ({e.strerror}); its rows wait until it can", file=sys.stderr)
 
     def log(self, row):
         finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(finite | {"time": round(time.time(), 3)}) + "\n")
-        self.file.flush()
+        self.waiting += (json.dumps(finite | {"time": round(time.time(), 3)}) + "\n").encode()
+        self.write()
+
+    def alert(self, title, text):
+        pass
 
     def model(self, path, metrics, aliases):
         pass
 
     def finish(self):
+        self.write()
         self.file.close()
 
 
@@ -83,38 +179,115 @@ def wandb_mode():
     return "online", "API key found"
 
 
+def read_wandb(folder):
+    """The records of a W&B run's folder, as dicts: what `wandb leet inspect --json` prints of its .wandb file."""
+    tool = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(tool, capture_output=True, text=True, encoding="utf-8", stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise OSError(f"not readable as a W&B run: {(done.stderr.strip() or 'no reason given').splitlines()[-1]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def flat(items):
+    """{key: value} of the items of a history record."""
+    return {item.get("key") or "/".join(item["nested_key"]): json.loads(item["value_json"]) for item in items}
+
+
+def recorded(folders):
+    """The last iteration that the W&B logs in these folders hold; -1: none."""
+    last = -1
+    for folder in folders:
+        for record in read_wandb(folder):
+            if record["type"] == "history":
+                last = max(last, flat(record["history"]["item"]).get("iter", -1))
+    return last
+
+
+def about(out_dir):
+    """What out_dir/wandb.json says of a run: {"id", "project", "name", ..., "folders": [of the W&B client's logs]}."""
+    try:
+        return json.loads(Path(out_dir, "wandb.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
 class Wandb:
     """A Weights & Biases run. Charts have `tokens` as x axis, with `iter` beside it as the step."""
 
-    def __init__(self, config, project, name, run_id):
-        mode, why = wandb_mode()
+    def __init__(self, out_dir, config, run, x="tokens", mode=None):
+        """run: {"id", "project", "name", and where set "group", "tags", "notes", "job_type"}."""
+        mode, why = mode or wandb_mode()
         # artifacts wait for their upload inside the run's folder, not somewhere in the home folder
         os.environ.setdefault("WANDB_DATA_DIR", os.path.join(os.environ.get("WANDB_DIR", "."), "wandb"))
         os.makedirs(os.environ["WANDB_DATA_DIR"], exist_ok=True)
         import wandb
-        self.wandb = wandb
-        settings = wandb.Settings(init_timeout=10, silent=True, x_transaction_log_flush_interval=1)
-        self.run = wandb.init(project=project, name=name, id=run_id, resume="allow" if mode == "online" else None,
-                              mode=mode, config=config, settings=settings)
-        self.run.define_metric("iter", summary="last")
-        self.run.define_metric("tokens", summary="last")
-        self.run.define_metric("*", step_metric="tokens")
-        self.run.define_metric("loss/val", step_metric="tokens", summary="min,last")
-        self.table = wandb.Table(columns=["iter", "tokens", "prompt", "text"], log_mode="INCREMENTAL")
-        where = self.run.url if mode == "online" else self.run.settings.sync_dir
-        later = "" if mode == "online" else f"; upload it later with: wandb sync {os.path.relpath(where)}"
-        print(f"tracking: W&B {mode} ({why}): {where if mode == 'online' else os.path.relpath(where)}{later}")
+        self.wandb, self.tables = wandb, {}
+        sys.argv[1:] = redact(sys.argv[1:])  # W&B records it
+        self.run, mode, why = self.start(run, config, mode, why)
+        sys.stdout, sys.stderr = Hushed(sys.stdout), Hushed(sys.stderr)
+        for name in ("iter", "tokens"):
+            self.run.define_metric(name, summary="last")
+        self.run.define_metric("*", step_metric=x)
+        self.run.define_metric("loss/val", step_metric=x, summary="min,last")
+        self.fill(out_dir, mode)
+        later = f"; upload it later with: python track.py sync {out_dir}"
+        where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
+        if mode != "disabled":
+            print(f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}", flush=True)
+
+    def start(self, run, config, mode, why):
+        """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
+        settings = self.wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS,
+                                       silent=True, console="wrap", x_transaction_log_flush_interval=1)
+        for name in ("stdout", "stderr"):  # of an earlier run in this process
+            setattr(sys, name, getattr(getattr(sys, name), "stream", getattr(sys, name)))
+        try:
+            return self.wandb.init(mode=mode, resume="allow" if mode == "online" else None, config=config,
+                                   settings=settings, **run), mode, why
+        except self.wandb.errors.CommError as e:
+            if mode != "online":
+                raise
+            self.wandb.teardown()  # else the id counts as in use
+            why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
+            return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
+
+    def fill(self, out_dir, mode):
+        """Note where the client writes, and log the rows that its logs lack: those of a session whose tracking failed."""
+        if mode == "disabled":
+            return
+        noted = about(out_dir)
+        folders = [f for f in noted.get("folders", []) if Path(f).exists()]
+        here = str(Path(self.run.settings.sync_dir).resolve())
+        last = self.run.starting_step - 1 if mode == "online" else recorded(folders) if folders else math.inf
+        Path(out_dir, "wandb.json").write_text(json.dumps(noted | {"folders": [*folders, here]}, indent=1))
+        for row in read_rows(Path(out_dir, "log.jsonl")):
+            if row["iter"] > last:
+                self.log(row)
 
     def log(self, row):
         row = dict(row)
-        for prompt, text in row.pop("samples", []):
-            self.table.add_data(row["iter"], row["tokens"], prompt, text)
-            row["samples"] = self.table
+        for name in TABLES.keys() & row.keys():
+            if name not in self.tables:
+                self.tables[name] = self.wandb.Table(columns=["iter", "tokens", *TABLES[name]], log_mode="INCREMENTAL")
+            for line in row[name]:
+                self.tables[name].add_data(row["iter"], row["tokens"], *line)
+            row[name] = self.tables[name]
+        for name, value in row.items():
+            if isinstance(value, dict):
+                row[name] = self.wandb.Histogram(np_histogram=(value["counts"], value["edges"]))
         self.run.log(row, step=row["iter"])
 
+    def alert(self, title, text):
+        self.run.alert(title, text, level="WARN")
+
     def model(self, path, metrics, aliases):
-        artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metrics)
+        """The file and the vocabulary beside it, with what it reached and its checksum as metadata."""
+        from checkpoint import sha256
+        artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metrics | {"sha256": sha256(path)})
         artifact.add_file(str(path))
+        if metrics.get("tokenizer"):
+            artifact.add_file(metrics["tokenizer"])
+            artifact.metadata["tokenizer"] = Path(metrics["tokenizer"]).name
         self.run.log_artifact(artifact, aliases=aliases)
 
     def finish(self):
@@ -122,23 +295,139 @@ class Wandb:
         self.wandb.teardown()  # only now is an offline run whole on disk
 
 
+class TensorBoard:
+    """out_dir/tensorboard: event files with the same scalars, texts and histograms over tokens."""
+
+    def __init__(self, out_dir):
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(os.path.join(out_dir, "tensorboard"), flush_secs=10)
+
+    def log(self, row):
+        at = row["tokens"]
+        for name, value in row.items():
+            if isinstance(value, dict):
+                counts, edges = value["counts"], value["edges"]
+                centers = [(a + b) / 2 for a, b in zip(edges, edges[1:])]
+                squares = sum(n * c * c for n, c in zip(counts, centers))
+                self.writer.add_histogram_raw(name, min=edges[0], max=edges[-1], num=sum(counts), global_step=at,
+                                              sum=sum(n * c for n, c in zip(counts, centers)), sum_squares=squares,
+                                              bucket_limits=edges[1:], bucket_counts=counts)
+            elif isinstance(value, list):
+                lines = [TABLES[name], ["---"] * len(TABLES[name]), *value]
+                markdown = "\n".join("|".join(str(cell).replace("\n", " ").replace("|", "¦") for cell in line)
+                                     for line in lines)
+                self.writer.add_text(name, markdown, at)
+            else:
+                self.writer.add_scalar(name, float(value), at)
+
+    def alert(self, title, text):
+        self.writer.add_text("alerts", f"{title}: {text}")
+
+    def model(self, path, metrics, aliases):
+        pass
+
+    def finish(self):
+        self.writer.close()
+
+
+class Background:
+    """A destination in a thread of its own: no call waits for it, and what it raises ends it with one warning."""
+
+    def __init__(self, name, make, remedy):
+        self.name, self.remedy, self.calls, self.ended = name, remedy, queue.SimpleQueue(), False
+        self.ready = threading.Event()
+        self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
+        self.thread.start()
+        if not self.ready.wait(START_SECONDS):
+            print(f"tracking: {name} is still starting; training goes on without waiting", flush=True)
+
+    def work(self, make):
+        try:
+            destination = make()
+            self.ready.set()
+            call = "log"
+            while call != "finish":
+                call, args = self.calls.get()
+                getattr(destination, call)(*args)
+        except Exception as e:  # a tracker's failure is never the training's
+            self.give_up(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}")
+        finally:
+            self.ready.set()
+
+    def give_up(self, why):
+        if not self.ended:
+            self.ended = True
+            print(f"warning: tracking with {self.name} stopped ({redact(why)}); log.jsonl goes on{self.remedy}",
+                  file=sys.stderr)
+
+    def call(self, name, *args):
+        if not self.ended and self.calls.qsize() > WAITING:
+            self.give_up(f"it has not taken {WAITING} rows")
+        if not self.ended:
+            self.calls.put((name, args))
+
+    def log(self, row):
+        self.call("log", row)
+
+    def alert(self, title, text):
+        self.call("alert", title, text)
+
+    def model(self, path, metrics, aliases):
+        self.call("model", path, metrics, aliases)
+
+    def finish(self):
+        self.call("finish")
+        self.thread.join(0 if self.ended else FINISH_SECONDS + 10)
+        if self.thread.is_alive():
+            self.give_up(f"it has not finished after {FINISH_SECONDS + 10} s")
+
+
+class Alarm:
+    """What a row says that somebody should hear now: no number, a value far above the usual, a speed far below."""
+
+    def __init__(self, z=6, memory=50, least=10):
+        self.z, self.least = z, least
+        self.past = collections.defaultdict(lambda: collections.deque(maxlen=memory))
+
+    def look(self, row):
+        """[(title, text)]"""
+        found = []
+        for name in ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec"):
+            value, past = row.get(name), self.past[name]
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                found.append((f"{name} is {value}", f"at iter {row['iter']}"))
+                continue
+            if len(past) >= self.least:
+                mean, spread = statistics.fmean(past), statistics.pstdev(past)
+                far = (value - mean) / (spread + 0.02 * abs(mean) + 1e-12)
+                if name.startswith("perf/") and value < statistics.median(past) / 3:
+                    found.append(("the speed has collapsed", f"{value:,.0f} tokens/s at iter {row['iter']}, usual "
+                                                             f"{statistics.median(past):,.0f}"))
+                elif not name.startswith("perf/") and far > self.z:
+                    found.append((f"{name} jumps", f"{value:.4g} at iter {row['iter']}, {far:.0f} deviations above "
+                                                   f"the usual {mean:.4g}"))
+            past.append(value)
+        return found
+
+
 class Tracker:
     """Sends everything to each of its destinations; without any it is the null object of the other processes."""
 
     def __init__(self, destinations=()):
-        self.destinations = list(destinations)
+        self.destinations, self.alarm = list(destinations), Alarm()
 
     def each(self, call, *args):
-        for destination in list(self.destinations):
-            try:
-                getattr(destination, call)(*args)
-            except Exception as e:  # a tracker's failure is never the training's
-                self.destinations.remove(destination)
-                warn(destination, e)
+        for destination in self.destinations:
+            getattr(destination, call)(*args)
 
     def log(self, row):
-        """row: {"iter", "tokens", metric: number, "samples": [(prompt, text)]}; iter grows from call to call."""
+        """A row; iter grows from call to call."""
         self.each("log", row)
+        for title, text in self.alarm.look(row) if self.destinations else ():
+            print(f"warning: {title}: {text}", file=sys.stderr)
+            self.each("alert", title, text)
 
     def model(self, path, metrics, aliases):
         """An exported model file, with the metrics it reached and its aliases, "best" or "latest"."""
@@ -148,21 +437,314 @@ class Tracker:
         self.each("finish")
 
 
-def warn(destination, e):
-    print(f"warning: tracking with {type(destination).__name__} stopped ({type(e).__name__}: {e})", file=sys.stderr)
-
-
 def new_run_id(name):
     """A short, readable run id that no other run has."""
     return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] + "-" + secrets.token_hex(2)
 
 
-def make_tracker(out_dir, config, step, run_id, wandb_log, project, name):
-    """The tracker of the master process: JSONL always, W&B when asked for."""
+def source_version():
+    """{"git_commit", "git_changed": whether files differ from it} of this program; empty where git knows nothing."""
+    def git(*words):
+        return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True,
+                              timeout=5, check=True).stdout.strip()
+    try:
+        return {"git_commit": git("rev-parse", "HEAD"), "git_changed": bool(git("diff", "--stat", "HEAD"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
+
+
+def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens"):
+    """The tracker of the master process: JSONL always, the others when asked for. run: see Wandb."""
+    config = redact(config)
+    run = redact({k: v for k, v in run.items() if v})
     destinations = [Jsonl(out_dir, config, step)]
+    if tensorboard_log:
+        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir), ""))
     if wandb_log:
-        try:
-            destinations.append(Wandb(config, project, name, run_id))
-        except Exception as e:
-            warn(Wandb.__new__(Wandb), e)
+        noted = about(out_dir)
+        same = noted if noted.get("id") == run["id"] else {}
+        Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
+        destinations.append(Background("W&B", lambda: Wandb(out_dir, config, run, x),
+                                       f"; upload the run later with: python track.py sync {out_dir}"))
     return Tracker(destinations)
+
+
+def sync(out_dir):
+    """Upload what the client wrote, folder by folder as they were begun, then the rows that none of them has."""
+    noted = about(out_dir)
+    if "id" not in noted:
+        fail(f"{out_dir}: holds no run tracked with --wandb_log=True (no wandb.json)")
+    if not wandb_key():
+        fail("no W&B key; log in first with: wandb login")
+    if not answers(wandb_server()):
+        fail(f"{wandb_server()} does not answer; try again later")
+    folders = [f for f in noted.get("folders", []) if Path(f).exists()]
+    if folders:
+        tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
+                "--project", noted["project"], *folders]
+        if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
+            fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
+    rows = read_rows(Path(out_dir, "log.jsonl"))
+    if rows and rows[-1]["iter"] > recorded(folders):
+        run = {k: v for k, v in noted.items() if k != "folders"}
+        config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
+        rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"))
+        rest.finish()
+    print(f"{out_dir}: run {noted['id']} is complete up to iter {rows[-1]['iter'] if rows else 0}")
+
+
+# ---- looks into a model -----------------------------------------------------------------------------------------
+
+def histogram(values, bins=32):
+    """The histogram of a tensor's finite values, as a row holds it."""
+    import torch
+    values = values.detach().float().flatten()
+    values = values[values.isfinite()]
+    if not len(values):
+        return {"counts": [0], "edges": [0.0, 1.0]}
+    low, high = torch.stack((values.min(), values.max())).tolist()
+    high = high if high > low else low + 1e-6 * max(1.0, abs(low))
+    edges = [low + (high - low) * i / bins for i in range(bins + 1)]
+    return {"counts": [int(n) for n in torch.histc(values, bins, low, high).tolist()], "edges": edges}
+
+
+def layer_of(name):
+    """layers.3.attention.wq.weight -> layers.3; norm.weight -> norm."""
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "layers" else words[0]
+
+
+class Look:
+    """
+    Around an update of the weights, when `wanted`: for each layer the norms of gradient (as the optimizer gets it,
+    clipped) and weights, and the size of the update relative to the weights; with watch="all", "gradients" or
+    "parameters" histograms of those too.
+
+        with look:
+            optimizer.step()
+    """
+
+    def __init__(self, model, watch="off"):
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names, self.params = zip(*named)
+        self.watch, self.wanted, self.metrics = watch, False, {}
+
+    def norms(self, tensors):
+        """{layer: norm of its tensors together}, with one wait for the device."""
+        import torch
+
+        import parallel
+        squares, found = torch.stack(parallel.whole(torch._foreach_norm(tensors))).square().tolist(), {}
+        for name, square in zip(self.names, squares):
+            found[layer_of(name)] = found.get(layer_of(name), 0.0) + square
+        return {layer: math.sqrt(square) for layer, square in found.items()}
+
+    def histograms(self, kind, tensors):
+        if self.watch in ("all", kind):
+            import parallel
+            self.metrics |= {f"{kind}/{n}": histogram(parallel.whole(t)) for n, t in zip(self.names, tensors)}
+
+    def __enter__(self):
+        if self.wanted:
+            self.before = [p.detach().clone() for p in self.params]
+            grads = [p.grad for p in self.params]
+            self.metrics = {f"norm/grad/{layer}": n for layer, n in self.norms(grads).items()}
+            self.histograms("gradients", grads)
+
+    def __exit__(self, *_):
+        if self.wanted:
+            import torch
+            after = [p.detach() for p in self.params]
+            weights, updates = self.norms(after), self.norms(torch._foreach_sub(after, self.before))
+            self.metrics |= {f"norm/weight/{layer}": n for layer, n in weights.items()}
+            self.metrics |= {f"norm/update/{layer}": n / (weights[layer] + 1e-12) for layer, n in updates.items()}
+            self.histograms("parameters", after)
+            self.before = None
+
+    def take(self):
+        """The metrics of the step that was looked at, once."""
+        metrics, self.metrics = self.metrics, {}
+        return metrics
+
+
+def spell(pieces, i):
+    """A token as it is read: its leading space is a space, its byte a <0x..>."""
+    return pieces[i][0].decode("utf-8", "replace").replace("\u2581", " ")
+
+
+def probe(model, batches, tokenizer, amp, places=6):
+    """
+    What the model says on fixed batches, {"train": (x, y), "val": (x, y)} of (B, T) each: logits/* on the last of
+    them, and of every one some rows of the table `predictions`.
+    """
+    import torch
+    row, pieces, lines = {}, tokenizer.pieces(), []
+    model.eval()
+    for split, (x, y) in batches.items():
+        with torch.no_grad(), amp:
+            logits = model(x, y)[0].float()  # (B, T, V)
+        log_p = logits.log_softmax(-1)
+        p_target = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0].exp()  # (B, T)
+        top_p, top = log_p.exp().topk(3)
+        for n in range(places):  # spread over the batch: another sequence and place each time
+            b, t = n % len(x), (2 * n + 1) * x.shape[1] // (2 * places)
+            seen = tokenizer.decode(x[b, max(0, t - 24):t + 1].tolist())
+            guesses = [cell for i, p in zip(top[b, t].tolist(), top_p[b, t].tolist())
+                       for cell in (spell(pieces, i), round(p, 4))]
+            lines.append([split, seen, spell(pieces, int(y[b, t])), round(p_target[b, t].item(), 4), *guesses])
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        row = {"logits/p_target": p_target.mean().item(), "logits/p_max": top_p[..., 0].mean().item(),
+               "logits/entropy": entropy.mean().item(), "logits/histogram": histogram(logits)}
+    model.train()
+    return row | {"predictions": lines}
+
+
+# ---- other programs ---------------------------------------------------------------------------------------------
+
+class Parser:
+    """
+    Metrics in what a program prints: Keras' progress bars, `step 10: train loss 2.1, val loss 2.2`, `key=value`, JSON
+    lines. feed(text) returns rows; carriage returns and backspaces end a line as a newline does.
+    """
+    ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+    NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?![\w%/:])(?!\.\d)"
+    NAMED = re.compile(rf"(?i)(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*(?P<value>{NUMBER})")
+    SPOKEN = re.compile(rf"(?i)\b(?P<name>(?:[a-z_]+ )?(?:loss|accuracy|acc|perplexity|ppl)|step|iter|iteration|epoch)\s+"
+                        rf"(?P<value>{NUMBER}|\d+(?=:))")
+    BAR = re.compile(r"(?:^|\s)(?P<step>\d+)/(?P<steps>\d+) ?(?:\[[=>.\s-]*\]|[━╸╺ ]{5,})")
+    EPOCH = re.compile(r"(?i)\bepoch[ :=]+(?P<epoch>\d+)(?:/\d+)?")
+    STEPS = {"step", "iter", "iteration", "global_step", "steps"}
+
+    def __init__(self, patterns=(), interval=1.0):
+        """patterns: regular expressions with named groups; interval: seconds between rows of one progress bar."""
+        self.patterns, self.interval = [re.compile(p) for p in patterns], interval
+        self.text, self.epoch, self.iter, self.pending, self.last = "", None, 0, None, -math.inf
+
+    def feed(self, text, end=False):
+        self.text += text
+        rows = []
+        *lines, self.text = re.split(r"(\n|\r\n?|\x08+)", self.text)
+        for line, stop in zip(lines[::2], lines[1::2]):
+            rows += self.line(line, "\n" in stop)
+        if end:
+            rows += self.line(self.text, True)
+            self.text = ""
+        return rows
+
+    def line(self, line, whole):
+        """The rows that follow from a line; one that will be overwritten counts every `interval` seconds."""
+        found = self.parse(self.ANSI.sub("", line).strip())
+        if not found:
+            rows, self.pending = [self.pending] if whole and self.pending else [], self.pending if not whole else None
+            return rows
+        if not whole and time.monotonic() - self.last < self.interval:
+            self.pending = found
+            return []
+        self.pending, self.last = None, time.monotonic()
+        return [found]
+
+    def parse(self, line):
+        """{"iter", "epoch" where known, metric: number} of a line; None when it has no metric."""
+        metrics = self.json(line)
+        if metrics is None:
+            metrics = {m["name"]: m["value"] for r in (self.SPOKEN, self.NAMED) for m in r.finditer(line)}
+        for pattern in self.patterns:
+            for match in pattern.finditer(line):
+                metrics |= {k: v for k, v in match.groupdict().items() if v}
+        numbers = {}
+        for name, value in metrics.items():
+            try:
+                numbers[self.name(name)] = float(value)
+            except ValueError:
+                continue
+        return self.place(line, numbers)
+
+    def json(self, line):
+        try:
+            found = json.loads(line) if line.startswith("{") else None
+            return {k: v for k, v in found.items() if type(v) in (int, float)}
+        except (ValueError, AttributeError):
+            return None
+
+    @staticmethod
+    def name(text):
+        """`train loss` and `val_loss` are the loss/train and loss/val of everything else."""
+        text = text.strip().lower() if " " in text else text.strip()
+        split, _, metric = text.replace(" ", "_").partition("_")
+        return f"{metric}/{split}" if split in ("train", "val", "valid", "test") and metric else text.replace(" ", "_")
+
+    def place(self, line, metrics):
+        """Tell epochs and steps from metrics, and put them where the row is in the run."""
+        bar, epoch = self.BAR.search(line), self.EPOCH.search(line)
+        steps = [metrics.pop(name) for name in list(metrics) if name.lower() in self.STEPS]
+        said = metrics.pop("epoch", None)
+        self.epoch = int(epoch["epoch"]) if epoch else said if said is not None else self.epoch
+        metrics.pop("ETA", None)
+        if not metrics:
+            return None
+        step = int(steps[0]) if steps else int(bar["step"]) if bar else self.iter + 1
+        if bar and not steps and self.epoch:
+            step += int((self.epoch - 1) * int(bar["steps"]))
+        self.iter = max(self.iter, step)
+        return {"iter": self.iter} | ({"epoch": self.epoch} if self.epoch is not None else {}) | metrics
+
+
+def follow(command, tracker, parser):
+    """Run a command, pass on its output byte by byte, its input, signals and exit code, and log what it prints."""
+    try:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                 env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    except OSError as e:
+        fail(f"{command[0]}: cannot be started ({e.strerror})")
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda number, frame: child.send_signal(number))
+    signal.signal(signal.SIGINT, lambda number, frame: None if sys.stdin.isatty() else child.send_signal(number))
+    while chunk := child.stdout.read1(1 << 16):
+        os.write(1, chunk)
+        for row in parser.feed(chunk.decode("utf-8", "replace")):
+            tracker.log(row)
+    for row in parser.feed("", end=True):
+        tracker.log(row)
+    return child.wait()
+
+
+def track_program(words):
+    split = words.index("--")
+    options, command = words[:split], words[split + 1:]
+    given = {"out_dir": "out/program", "name": "auto", "project": "llamac", "wandb_log": "True"}
+    patterns = []
+    for word in options:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if key == "pattern" and equals:
+            patterns.append(value)
+        elif key in given and equals:
+            given[key] = value
+        else:
+            fail(f"{word}: expected --pattern=REGEX, " + ", ".join(f"--{k}={v}" for k, v in given.items()))
+    if not command:
+        fail("no program; expected: python track.py -- CMD ...")
+    try:
+        parser = Parser(patterns)
+    except re.error as e:
+        fail(f"--pattern: not a regular expression ({e})")
+    name = Path(command[0]).name if given["name"] == "auto" else given["name"]
+    Path(given["out_dir"]).mkdir(parents=True, exist_ok=True)
+    run = {"id": new_run_id(name), "project": given["project"], "name": name}
+    tracker = make_tracker(given["out_dir"], {"command": command}, 0, run, given["wandb_log"].lower() == "true", x="iter")
+    code = follow(command, tracker, parser)
+    tracker.finish()
+    sys.stdout.flush()
+    if code < 0:  # ended by a signal: end the same way
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    if "--" in sys.argv:
+        track_program(sys.argv[1:])
+    elif len(sys.argv) == 3 and sys.argv[1] == "sync":
+        sync(sys.argv[2])
+    else:
+        print(__doc__.strip())
+        sys.exit(0 if "--help" in sys.argv else 2)

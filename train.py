@@ -26,7 +26,7 @@ from configurator import configure, fail, settings
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import Guard, make_optimizer
-from track import Tracker, make_tracker, new_run_id
+from track import Look, Tracker, make_tracker, new_run_id, probe, source_version
 
 # ---- output
 out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
@@ -40,11 +40,17 @@ keep_best = 1               # checkpoints with the least validation loss kept
 init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune from
 force_resume = False        # continue even where batch, data, vocabulary or architecture have changed
 max_minutes = 0.0           # save and end after so long; 0: no limit
-sample_prompt = "Once upon a time"  # continued by the model at every evaluation
+sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
 wandb_project = "llamac"    # W&B project
 wandb_run_name = "auto"     # W&B run name; auto: from data and size
+wandb_group = ""            # W&B: runs that belong together
+wandb_tags = ""             # W&B tags, separated by commas
+wandb_notes = ""            # W&B: what this run is to find out
+wandb_job_type = "train"    # W&B job type
+wandb_watch = "off"         # histograms of gradients, parameters, or all; off
+tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
 # ---- data
 data = "stories"            # stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl, or a prepared folder
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
@@ -109,6 +115,8 @@ def check_settings():
         fail(f"optimizer is {optimizer!r}, expected muon or adamw")
     if schedule not in ("cosine", "linear"):
         fail(f"schedule is {schedule!r}, expected cosine or linear")
+    if wandb_watch not in ("off", "all", "gradients", "parameters"):
+        fail(f"wandb_watch is {wandb_watch!r}, expected off, all, gradients or parameters")
     if batch_size * gradient_accumulation_steps % parallel.world:
         fail(f"a step has {batch_size * gradient_accumulation_steps} sequences, not a multiple of the "
              f"{parallel.world} processes; change batch_size or gradient_accumulation_steps")
@@ -161,7 +169,7 @@ def to_device(device, *tensors):
     return [t.to(device) for t in tensors]
 
 
-def train_step(step, model, opt, dataset, device, amp, guard):
+def train_step(step, model, opt, dataset, device, amp, guard, look):
     """
     One step on the global batch of `step`, of which this process takes its slice in pieces of batch_size. Returns
     (mean loss, gradient norm) of the global batch, scalar tensors on the device.
@@ -182,7 +190,8 @@ def train_step(step, model, opt, dataset, device, amp, guard):
         group["lr"] = learning_rate_at(step)
     loss = parallel.mean(total)
     if not spike_z or not guard.refuses(loss.item(), norm.item()):
-        opt.step()
+        with look:
+            opt.step()
     opt.zero_grad()
     return loss, norm
 
@@ -210,16 +219,20 @@ def evaluate(model, dataset, device, amp):
     return nats / predictions
 
 
-def write_sample(model, tokenizer, device):
-    """(prompt, its continuation by the model); sampling has its own random numbers."""
-    ids = torch.tensor([tokenizer.encode(sample_prompt, bos=True)], device=device)
-    if ids.shape[1] >= model.args.max_seq_len:
-        ids = ids[:, :1]
+def write_samples(model, tokenizer, device):
+    """Rows of the table: each prompt continued greedily and by sampling, which has its own random numbers."""
+    rows = []
     model.eval()
-    generator = torch.Generator(device=device).manual_seed(seed)
-    out = model.generate(ids, 128, 0.8, 0.95, stop=(tokenizer.bos_id, tokenizer.eos_id), generator=generator)
+    for prompt in sample_prompt.split("|"):
+        ids = torch.tensor([tokenizer.encode(prompt, bos=True)], device=device)
+        if ids.shape[1] >= model.args.max_seq_len:
+            ids = ids[:, :1]
+        for how, temperature in (("greedy", 0), ("sampled", 0.8)):
+            generator = torch.Generator(device=device).manual_seed(seed)
+            out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
+            rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
     model.train()
-    return sample_prompt, tokenizer.decode(out[0, ids.shape[1]:].tolist())
+    return rows
 
 
 def model_args(dataset):
@@ -307,10 +320,13 @@ class Stopwatch:
 
 
 def assess(model, dataset, device, amp):
-    """Evaluate: {"loss/val": nats per token, "bpb/val": bits per byte of text, "samples": [(prompt, continuation)]}."""
+    """Evaluate: "loss/val" in nats per token, "bpb/val" in bits per byte of text, and what track.py says to look at."""
     loss, meta = evaluate(model, dataset, device, amp), dataset.meta
     bits = loss / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]  # no BOS is predicted
-    return {"loss/val": loss, "bpb/val": bits, "samples": [write_sample(model, dataset.tokenizer, device)]}
+    fixed_batches = {split: to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len))
+                     for split in ("train", "val")}
+    return {"loss/val": loss, "bpb/val": bits, "samples": write_samples(model, dataset.tokenizer, device)} \
+        | probe(model, fixed_batches, dataset.tokenizer, amp)
 
 
 def refuse_nonsense(row, tracker):
@@ -329,27 +345,32 @@ def start_tracking(config, state):
         return Tracker()
     name = f"{Path(data).stem}-{dim}x{n_layers}" if wandb_run_name == "auto" else wandb_run_name
     state["run_id"] = state["run_id"] or new_run_id(name)
-    return make_tracker(out_dir, config, state["step"], state["run_id"], wandb_log, wandb_project, name)
+    run = {"id": state["run_id"], "project": wandb_project, "name": name, "group": wandb_group, "notes": wandb_notes,
+           "tags": [tag.strip() for tag in wandb_tags.split(",") if tag.strip()], "job_type": wandb_job_type}
+    return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log)
 
 
 def conclude(state, args, weights, dataset, tracker, row):
     """Export what the training ended with, hand the models to the tracker, say what to type next."""
-    metrics = {"iter": state["step"], "loss/val": state["best"]}
+    origin = {"iter": state["step"], "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
+              "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
+    metrics = origin | {"loss/val": state["best"]}
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     try:
         if row.get("loss/val", -math.inf) > state["best"]:
             export_model(weights, args, dataset.tokenizer, last)
-            tracker.model(last, {"iter": state["step"], "loss/val": row["loss/val"]}, ["latest"])
+            tracker.model(last, origin | {"loss/val": row["loss/val"]}, ["latest"])
             tracker.model(best, metrics, ["best"])
         elif best.exists():
             tracker.model(best, metrics, ["best", "latest"])
     except OSError as e:
         say(f"warning: {last} could not be written ({e.strerror})")
     tracker.finish()
+    prompt = sample_prompt.split("|")[0]
     if state["step"] < max_iters:
         say(f"stopped at iter {state['step']}; the same command continues from here")
     else:
-        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {best} -i '{sample_prompt}'")
+        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {best} -i '{prompt}'")
 
 
 def save(writer, state, args, model, opt, dataset, config, metric):
@@ -396,7 +417,7 @@ def describe(args, model, dataset, device, amp_dtype):
     about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
              "tokens_per_iter": batch_size * gradient_accumulation_steps * max_seq_len, "device_name": name,
              "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
-             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta}
+             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta} | source_version()
     say(f"data:  {data}: {dataset.meta['train_tokens']:,} tokens to train on, {dataset.meta['val_tokens']:,} to "
         f"validate, vocabulary {args.vocab_size}")
     say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
@@ -460,15 +481,17 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
     guard = Guard(spike_z, state.get("guard"))
     state["guard"] = guard.state
     model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
-    resumed, watch = state["step"], Stopwatch()
+    resumed, watch, look = state["step"], Stopwatch(), Look(raw_model, wandb_watch)
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()))
     while True:
         step = state["step"]
         end = step == max_iters
         row = {"iter": step, "tokens": step * config["tokens_per_iter"]}
+        if step == 0:
+            row["documents"] = corpus.look(dataset)
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": loss.item(), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
-                    "lr": learning_rate_at(step - 1)} | watch.read(config)
+                    "lr": learning_rate_at(step - 1)} | watch.read(config) | look.take()
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
         stop, save_now = signals.read(device) if step > resumed else (False, False)
         with watch.paused():
@@ -486,7 +509,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
                 go_back(raw_model, opt, guard, writer, device)
         if end or stop:
             break
-        loss, norm = train_step(step, model, opt, dataset, device, amp, guard)
+        look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
+        loss, norm = train_step(step, model, opt, dataset, device, amp, guard, look)
         state["step"] += 1
         watch.steps += 1
         bar.update()
