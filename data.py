@@ -1,7 +1,7 @@
 """
 Any text → tokens on disk → batches.
 
-    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache]
+    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache] [--show=True]
 
 SOURCE is `stories` or `stories:N` (written by stories.py), `tinystories` (downloaded), a text file, a folder of
 .txt and .jsonl files, or a folder prepared before. What is prepared is a folder of
@@ -60,6 +60,7 @@ vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the 
 val_fraction = 0.1       # of the text held out for validation (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
 workers = 0              # processes; 0: one for each core
+show = False             # print some documents with their tokens, as a run's table `documents` has them
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
 
 VERSION = 1
@@ -124,6 +125,30 @@ def load(folder):
     except (OSError, ValueError, KeyError, TypeError) as e:
         fail(f"{folder}: not prepared data ({type(e).__name__}: {e}), expected a folder that data.py made")
     return Dataset(folder, meta, train, val, tokenizer)
+
+
+def look(dataset, count=3, longest=40):
+    """
+    The first documents of each split as rows of the table `documents`: split, text, tokens (of both the beginning,
+    `longest` tokens), length in tokens, share of <unk>, share of bytes that stand for what the vocabulary lacks.
+    """
+    pieces, rows = dataset.tokenizer.pieces(), []
+    fallback = 6 if dataset.tokenizer.kind == "sentencepiece" else -1  # in a byte vocabulary bytes are all there is
+    for split in ("train", "val"):
+        tokens = np.asarray(getattr(dataset, split)[:1 << 18])
+        starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
+        for start, end in list(zip(starts, [*starts[1:], len(tokens)]))[:count]:
+            ids = tokens[start:end].tolist()
+            kinds = [pieces[i][2] for i in ids]
+            spelled = "|".join(pieces[i][0].decode("utf-8", "replace") for i in ids[:longest])
+            rows.append([split, dataset.tokenizer.decode(ids[:longest]), spelled, len(ids),
+                         round(kinds.count(2) / len(ids), 4), round(kinds.count(fallback) / len(ids), 4)])
+    return rows
+
+
+def print_look(dataset):
+    for split, text, tokens, length, unknown, bytes_ in look(dataset):
+        print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {bytes_:.2%} byte fallback\n  {text!r}\n  {tokens}")
 
 
 def fingerprint(folder):
@@ -782,4 +807,7 @@ def fetch(url, part, size, bar):
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
-    print(prepare(source, vocab_source, vocab_size, val_fraction, cache, workers))
+    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers)
+    print(prepared)
+    if show:
+        print_look(load(prepared))
