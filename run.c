@@ -845,6 +845,10 @@ static void print_bytes(const char *s, size_t n) {
     if (n && fwrite(s, 1, n, stdout) != n) die("stdout", strerror(errno));
 }
 
+static void flush(void) {
+    if (fflush(stdout)) die("stdout", strerror(errno));
+}
+
 // A character, unless it is a control character other than newline and tab (C0, DEL, C1).
 static void print_character(const char *s, int n) {
     unsigned char c = s[0];
@@ -877,7 +881,7 @@ static void print(Printer *p, const char *s, size_t n) {
 static void print_end(Printer *p) {
     print_held(p, true);
     print_bytes("\n", 1);
-    if (fflush(stdout)) die("stdout", strerror(errno));
+    flush();
 }
 
 // A token's text. The space that the encoder put before the text is not part of it, so it is dropped after BOS.
@@ -899,7 +903,7 @@ static void print_token(Printer *p, const Tokenizer *t, int previous, int token)
         s += is_space ? space : 1;
         n -= is_space ? space : 1;
     }
-    if (fflush(stdout)) die("stdout", strerror(errno));
+    flush();
 }
 
 // ----------------------------------------------------------------------------
@@ -1079,7 +1083,7 @@ static const Template *find_template(String text) {
 // Asks on stdout and reads a line, without its end, into *line. False at the end of the input.
 static bool ask(const char *question, Text *line) {
     print_bytes(question, strlen(question));
-    fflush(stdout);
+    flush();
     int c;
     for (line->n = 0; (c = getchar()) != EOF && c != '\n';) append(line, &(char){(char)c}, 1);
     if (ferror(stdin)) die("stdin", strerror(errno));
@@ -1209,7 +1213,7 @@ static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
                      + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
         uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
                      + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
-        memmove(h + 1, h, 7 * sizeof *h);
+        for (int k = 7; k > 0; k--) h[k] = h[k - 1];
         h[4] += one;
         h[0] = one + two;
     }
@@ -1272,7 +1276,7 @@ static double parse_number(const char *flag, const char *s, double least, double
     double value = strtod(s, &end);
     bool plain = *s && strspn(s, whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
     if (!plain || *end || !(value >= least && value <= most))
-        die(flag, error("'%s' is not a %snumber from %.0f to %.0f", s, whole ? "whole " : "", least, most));
+        die(flag, error("'%.40s' is not a %snumber from %.0f to %.0f", s, whole ? "whole " : "", least, most));
     return value;
 }
 
@@ -1386,7 +1390,7 @@ int main(int argc, char **argv) {
     else if (o.tokenize) while (ask("", &line)) print_ids(&r.tokenizer, line);
     else if (strcmp(o.mode, "chat") == 0) chat(&r, prompt, has_prompt, o.system);
     else generate(&r, prompt);
-    if (fflush(stdout)) die("stdout", strerror(errno));
+    flush();
 
     if (r.state.backend) r.state.backend->close(r.state.backend);
     free(r.state.logits);

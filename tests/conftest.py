@@ -45,3 +45,10 @@ def mutate_bin(tmp_path_factory):
     """The fuzz targets driven by fuzz/mutate.c."""
     return compile_c(tmp_path_factory.mktemp("mutate") / "mutate", *SANITIZE, FUZZ / "fuzz.c", FUZZ / "mutate.c",
                      "kernels_cpu.c", standard="gnu11")
+
+
+@pytest.fixture(scope="session")
+def libfuzzer_bin(tmp_path_factory):
+    """The same driven by clang's libFuzzer."""
+    return compile_c(tmp_path_factory.mktemp("libfuzzer") / "fuzz", "-O1", "-g", "-fsanitize=fuzzer,address,undefined",
+                     "-fno-sanitize-recover=all", FUZZ / "fuzz.c", "kernels_cpu.c", standard="gnu11", compiler="clang")

@@ -27,14 +27,15 @@ static void free_tokenizer(Tokenizer *t) {
 
 // Every byte of a tensor, which the sanitizer follows.
 static void read_tensor(const Mat *m) {
-    static volatile uint8_t sink;
+    volatile uint8_t sink;
     uint64_t n = bytes_of(m);
     if (m->type == INT8_GROUPS) {
         uint64_t numbers = (uint64_t)m->rows * m->cols;
-        for (uint64_t i = 0; i < n - numbers; i++) sink ^= ((const uint8_t *)m->scales)[i];
+        for (uint64_t i = 0; i < n - numbers; i++) sink = ((const uint8_t *)m->scales)[i];
         n = numbers;
     }
-    for (uint64_t i = 0; i < n; i++) sink ^= ((const uint8_t *)m->data)[i];
+    for (uint64_t i = 0; i < n; i++) sink = ((const uint8_t *)m->data)[i];
+    (void)sink;
 }
 
 static void use_model(Model *m) {

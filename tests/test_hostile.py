@@ -1,0 +1,449 @@
+"""No file, prompt, flag or refusal by the system breaks the C program: it says one line and exits 1, or does what
+doc/safety.md says. Under address and undefined-behaviour sanitizers."""
+import hashlib
+import os
+import random
+import shutil
+import struct
+import subprocess
+
+import gguf
+import pytest
+from tests.conftest import FUZZ, compile_c
+from tests.fuzz.seeds import TARGETS, write_seeds
+from tests.test_encode import write_gguf
+from tests.test_run import LAYER, MAGIC, TEXT, Model, reciter, run
+
+
+# ---- flags, files, streams
+
+WRONG_FLAGS = [  # the first of each is what the line must name
+    *(["-n", v] for v in ("abc", "", "1.5", "-1", "99999999999", "5 ", " 5", "+5", "0x10", "1e3", "nan", "٣", "1\n2", "\x1b[2J")),
+    *(["-t", v] for v in ("nan", "inf", "", "-1", "1x", "0x1", " 1", "1e9", "1e999", "e", ".", "-", "--", "1,5", "1 2")),
+    *(["-p", v] for v in ("2", "-0.1", "x", "", "nan", "1.0001", "inf", "1/2", "0x0")),
+    *(["-s", v] for v in ("-1", "1e3", "99999999999999999999", "", "x", "1.0", "9007199254740993")),
+    *(["-j", v] for v in ("0", "-2", "100000", "two", "", "1.5", "nan")),
+    *(["-m", v] for v in ("dream", "", "Chat", "generate ", "chat\0"[:4] + "s")),
+    *([flag] for flag in ("-n", "-t", "-p", "-s", "-j", "-m", "-i", "-f", "-z", "-y", "--perplexity")),  # no value
+    *(["-n", "3", flag] for flag in ("-n", "-t", "-i", "-z")),
+    ["-q", "1"], ["--unknown"], ["-nn", "3"], ["hello"], ["-"], [""], ["--"], ["--raw=1"], ["--tokenise"], ["-h"], ["--n", "3"],
+    ["-N", "3"], ["-i=a"], ["-n3"], ["\x1b[2J"], ["é"], ["-f", "b", "-i", "a"], ["%s%n"], ["-" * 5000], ["-n", "9" * 5000],
+]
+TWO_MODES = [["--tokenize", "--logits"], ["--verify", "--tokenize"], ["--logits", "--perplexity", "x"], ["--verify", "--logits"]]
+
+
+def test_mistakes_in_flags_are_one_line(run_debug_bin, tmp_path):
+    path = reciter(tmp_path, [(b"a", 1)])
+    for flags in WRONG_FLAGS:
+        message = run(run_debug_bin, path, *flags, status=1)
+        assert "run: " + (flags[0] if flags[0].isprintable() else "?") in message or flags[:2] == ["-n", "3"], flags
+        assert message[:-1].isprintable() and len(message) < 6000
+    for flags in TWO_MODES:
+        assert "only one of" in run(run_debug_bin, path, *flags, status=1)
+    assert "--help" in run(run_debug_bin, status=1)
+    for args in ([], [path], [path, "-n", 3]):
+        assert b"Usage: run MODEL" in run(run_debug_bin, *args, "--help")
+
+
+def test_unusual_flags_that_are_fine(run_debug_bin, tmp_path):
+    letters = [(b"%c" % c, 1) for c in range(97, 123)]
+    path = reciter(tmp_path, letters)
+    for flags in (["-t", "0", "-n", "007"], ["-n", "3", "-n", "7", "-t", "0"], ["-t", "0.", "-n", "7"], ["-t", "-0", "-n", "7"],
+                  ["-t", "0e9", "-n", "7"], ["-t", "1e-30", "-n", "7"], ["-p", "1e-9", "-t", "1", "-n", "7"],
+                  ["-n", "7", "-t", "0", "-j", "1024"], ["-n", "7", "-t", "0", "-s", "9007199254740991"]):
+        assert run(run_debug_bin, path, *flags) == b"abcdefg\n", flags
+    assert run(run_debug_bin, path, "-n", 0, "-t", 1e6, "-p", 0, "-s", 5)  # whatever it says
+    assert run(run_debug_bin, path, "-t", 0, "-n", 9, "-i", "-n") == b"<unk>nopqrstu\n"  # a value may look like a flag
+
+
+def test_missing_and_odd_files_are_one_line(run_debug_bin, tmp_path):
+    path = reciter(tmp_path, [(b"a", 1)])
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "text").write_text("Not a model at all, but a text that is longer than any header would be." * 9)
+    for file in ("missing", "empty", "text", "."):
+        assert run(run_debug_bin, tmp_path / file, status=1).startswith(f"run: {tmp_path / file}: ")
+        assert str(tmp_path / file) in run(run_debug_bin, path, "-z", tmp_path / file, status=1)
+    for file in ("missing", "."):
+        for flag in ("-f", "--perplexity"):
+            assert str(tmp_path / file) in run(run_debug_bin, path, flag, tmp_path / file, status=1)
+    assert run(run_debug_bin, tmp_path / "a\nb", status=1).startswith("run: ")
+    Model().write_llama2c(tmp_path / "m.bin")
+    p = subprocess.run([run_debug_bin, tmp_path / "m.bin"], cwd=tmp_path, capture_output=True, text=True)
+    assert (p.returncode, p.stderr) == (1, "run: tokenizer.bin: No such file or directory\n")
+
+
+def test_a_stream_that_cannot_be_written_is_one_line(run_debug_bin, tmp_path):
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)])
+    for flags in ([], ["--tokenize", "-i", "abc"], ["--logits", "-i", "a"]):
+        with open("/dev/full", "wb") as full:
+            p = subprocess.run([run_debug_bin, path, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
+        assert p.returncode == 1 and p.stderr.startswith("run: stdout: ") and p.stderr.count("\n") == 1
+    p = subprocess.Popen([run_debug_bin, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p.stdout.close()
+    assert p.wait(60) in (0, 1)  # not a signal
+
+
+def test_prompt_from_a_file(run_debug_bin, tmp_path):
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)])
+    (tmp_path / "prompt").write_bytes(b"cd")
+    assert run(run_debug_bin, path, "-t", 0, "-n", 5, "-f", tmp_path / "prompt") == b"cdefg\n"
+    (tmp_path / "prompt").write_bytes(b"c\0\xffd")  # a zero byte is a character, broken UTF-8 becomes U+FFFD: here <unk>
+    assert run(run_debug_bin, path, "-t", 0, "-n", 5, "-f", tmp_path / "prompt") == b"c<unk>def\n"
+
+
+# ---- hostile files: one line and exit 1 under the sanitizers
+
+def with_int(data, at, value, form="<i"):
+    return data[:at] + struct.pack(form, value) + data[at + struct.calcsize(form):]
+
+
+def hostile_llama2c(data, version):
+    """Files that differ from a good one of llama2.c's formats and must be refused."""
+    start, header = (28, 0) if version == 0 else (256, 8)
+    for n in (0, 1, 3, 4, 7, 8, 27, 28, 29, 40, 255, 256, 257, len(data) // 2, len(data) - 1):
+        yield data[:n]
+    yield data + b"\0"
+    yield data + data
+    for field in range(7):
+        for value in (0, -1, 1, 3, 7, 2**20, 2**24 + 1, 2**31 - 1, -2**31):
+            changed = with_int(data, header + 4 * field, value)
+            if changed != data and not (version and field == 6 and value in (1, 3, 7, 2**20)):  # any context is fine
+                yield changed
+    yield with_int(with_int(data, header + 12, 3), header + 16, 3)
+    if version:
+        for value in (0, 3, -1):
+            yield with_int(data, 4, value)
+        for value in (2, 255):
+            yield with_int(data, 36, value, "<B")
+        yield with_int(data, 0, MAGIC + 1, "<I")
+    if version == 2:
+        for value in (0, -1, -2**31, 1, 33, 2**31 - 1):
+            yield with_int(data, 37, value)
+    assert len(data) > start
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_hostile_llama2c_files(run_debug_bin, tmp_path, version):
+    args, _ = Model(vocab=260, layers=1, seq=16).write(tmp_path, f"v{version}:32")
+    assert run(run_debug_bin, *args, "-n", 3)
+    for data in list(hostile_llama2c(args[0].read_bytes(), version)):
+        args[0].write_bytes(data)
+        run(run_debug_bin, *args, "-n", 3, status=1)
+
+
+def test_hostile_tokenizers(run_debug_bin, tmp_path):
+    args, _ = Model(vocab=260, layers=1, seq=16).write(tmp_path, "v1:")
+    data = args[2].read_bytes()
+    for bad in (b"", data[:3], data[:4], data[:9], data[:-1], data + b"\0", data + data[4:], data[:4],
+                with_int(data, 0, 0), with_int(data, 0, 5), with_int(data, 8, 0), with_int(data, 8, -1),
+                with_int(data, 8, 2**31 - 1), with_int(data, 8, 6), with_int(data, 4, 0x7fc00000)):
+        args[2].write_bytes(bad)
+        run(run_debug_bin, *args, "-n", 3, "-i", "a", status=1)
+
+
+def hostile_gguf(data):
+    """Files that differ from a good GGUF file and must be refused."""
+    for n in [4, 7, 8, 23, 24, 30, len(data) - 32, len(data) - 1, *range(40, len(data), len(data) // 40)]:
+        yield data[:n]
+    yield data + bytes(32)
+    for version in (0, 1, 2, 4, 3 << 24):
+        yield with_int(data, 4, version)
+    for at in (8, 16):  # numbers of tensors and of metadata
+        for value in (0, 1, 2**32, 2**63, 2**64 - 1):
+            yield with_int(data, at, value, "<Q")
+
+    def after(text, skip=0):
+        return data.index(text.encode()) + len(text) + skip
+    for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+                "attention.head_count_kv", "rope.dimension_count"):
+        at = after("llama." + key)
+        yield with_int(data, at, 8)   # no number but a string
+        yield with_int(data, at, 13)  # no type at all
+        yield with_int(data, at - 3, 0x41414141)  # another key: the one wanted is missing, and what follows is not
+        for value in (0, 2**24 + 1, 2**31, 2**32 - 1) + ((5,) if key != "context_length" else ()):
+            yield with_int(data, at + 4, value, "<I")
+    template = struct.pack("<Q", 23) + b"tokenizer.chat_template" + struct.pack("<IQ", 8, 21) + b"x" * 21
+    yield with_int(data[:24] + 2 * template + data[24:], 16, struct.unpack_from("<Q", data, 16)[0] + 2, "<Q")
+    yield with_int(data, after("general.architecture", 4 + 8), 0x41414141)
+    for value in (float("nan"), float("inf"), -1.0, 1.0):
+        yield with_int(data, after("llama.attention.layer_norm_rms_epsilon", 4), value, "<f")
+    for value in (float("nan"), float("inf"), -1.0, 0.0):
+        yield with_int(data, after("llama.rope.freq_base", 4), value, "<f")
+    for key in ("tokens", "scores", "token_type"):
+        at = after("tokenizer.ggml." + key)
+        for value in (0, 259, 261, 2**32, 2**61, 2**64 - 1):
+            yield with_int(data, at + 8, value, "<Q")
+        for value in (4, 9, 12, 13, 2**32 - 1):
+            yield with_int(data, at + 4, value, "<I")
+    yield with_int(data, after("tokenizer.ggml.tokens", 16), 2**40, "<Q")   # length of the first piece
+    yield with_int(data, after("tokenizer.ggml.scores", 16), float("nan"), "<f")
+    for value in (0, 7, -1):
+        yield with_int(data, after("tokenizer.ggml.token_type", 16 + 40), value)
+    yield data.replace(b"<0x41>", b"<0xG1>")
+    for name in ("token_embd.weight", "blk.0.ffn_down.weight", "output_norm.weight"):
+        at = after(name)
+        for value in (0, 1 if "norm" not in name else 5, 3, 4, 5, 2**32 - 1):  # dimensions
+            yield with_int(data, at, value, "<I")
+        for value in (0, 63, 2**32, 2**63):                                    # shape
+            yield with_int(data, at + 4, value, "<Q")
+        dims = 8 if "norm" in name else 16
+        for value in (2 if "norm" in name else 3, 7, 14, 24, 31, 2**32 - 1):     # type
+            yield with_int(data, at + 4 + dims, value, "<I")
+        for value in (1, 32 if "embd" in name else 0, 2**40, 2**64 - 32):      # offset
+            yield with_int(data, at + 8 + dims, value, "<Q")
+    for old, new in ((b"blk.0.attn_q", b"blk.1.attn_q"), (b"blk.0.attn_q", b"blk.0.attn_k"), (b"attn_q", b"attn_z"),
+                     (b"output_norm", b"output_nork"), (b"blk.0.ffn_up", b"blk.x.ffn_up"), (b"blk.0.ffn_up", b"blk_0_ffn_up"),
+                     (b"token_embd", b"\x1b[2J\n\n\n\n\n\n"), (b"blk.0.ffn_up", b"blk.-.ffn_up")):
+        yield data.replace(old, new)
+
+
+def test_hostile_gguf_files(run_debug_bin, tmp_path):
+    model = Model(vocab=260, layers=1, seq=16)
+    model.write_gguf(tmp_path / "m.gguf")
+    data = (tmp_path / "m.gguf").read_bytes()
+    assert run(run_debug_bin, tmp_path / "m.gguf", "-n", 3)
+    for i, bad in enumerate(hostile_gguf(data)):
+        assert bad != data, i
+        (tmp_path / "bad.gguf").write_bytes(bad)
+        try:
+            run(run_debug_bin, tmp_path / "bad.gguf", "-n", 3, status=1)
+        except AssertionError as e:
+            raise AssertionError(f"file {i}") from e
+
+
+def test_gguf_without_one_of_its_tensors(run_debug_bin, tmp_path):
+    for name in ("norm", "tok", ("wq", 0), ("attention_norm", 1)):
+        model = Model(tied=False)
+        del model.w[name]
+        model.names = lambda order: [k for n in order for k in ([(n, 0), (n, 1)] if n in LAYER else [n]) if k in model.w]
+        model.write_gguf(tmp_path / "m.gguf")
+        assert "missing" in run(run_debug_bin, tmp_path / "m.gguf", "-n", 3, status=1)
+
+
+def test_random_damage_never_breaks_the_program(run_debug_bin, tmp_path):
+    """Whatever bytes of headers, metadata and tokenizers change: exit 0, or exit 1 and one line."""
+    rng, model = random.Random(0), Model(vocab=260, layers=1, seq=16)
+    for form, count in (("v0:", 15), ("v1:", 15), ("v2:32", 15), ("f32", 90)):
+        args, _ = model.write(tmp_path, form)
+        files = {path: path.read_bytes() for path in args[::2]}
+        for _ in range(count):
+            for path, data in files.items():
+                data = bytearray(data)
+                for _ in range(rng.choice((1, 2, 8))):
+                    data[rng.randrange(min(len(data), 9000 if form == "f32" else 300))] = rng.choice(
+                        (0, 1, 127, 128, 255, rng.randrange(256)))
+                path.write_bytes(data)
+            p = subprocess.run([run_debug_bin, *args, "-n", "3", "-i", "ab"], capture_output=True, timeout=60)
+            assert p.returncode == 0 or (p.returncode == 1 and p.stderr.startswith(b"run: ")
+                                         and p.stderr.count(b"\n") == 1), p.stderr.decode(errors="replace")
+
+
+def test_all_modes_under_sanitizers(run_debug_bin, tmp_path):
+    model = Model(heads=8, kv=2, seq=100)
+    (tmp_path / "text").write_bytes(TEXT.encode() + b"\xff\0")
+    for form in ("v0:", "v2:24", "f16", "bf16", "q8_0", "q4_0"):
+        args, _ = model.write(tmp_path, form)
+        run(run_debug_bin, *args, "-i", TEXT[:90], "-n", 100, "-s", 1, "-j", 3)
+        run(run_debug_bin, *args, "--perplexity", tmp_path / "text", "-j", 2)
+        run(run_debug_bin, *args, "--logits", "-f", tmp_path / "text")
+        run(run_debug_bin, *args, "--tokenize", stdin=b"abc\n\n\xff\0 \xe2\x96\x81\nend")
+        run(run_debug_bin, *args, "-m", "chat", "-n", 0, "-s", 1, stdin=b"s\nHi\n")
+
+
+def test_files_that_are_no_files(run_debug_bin, tmp_path):
+    """A pipe in a model's place must not be waited for; what never ends is refused at the longest text."""
+    path = reciter(tmp_path, [(b"a", 1)])
+    os.mkfifo(tmp_path / "pipe")
+    for args in ([tmp_path / "pipe"], [path, "-z", tmp_path / "pipe"], ["/dev/zero"], ["/dev/null"], [path, "-z", "/dev/zero"]):
+        assert "not a regular file" in run(run_debug_bin, *args, status=1)
+    assert "more than 134217728 bytes" in run(run_debug_bin, path, "-f", "/dev/zero", status=1)
+
+
+def test_a_model_cut_off_while_in_use(run_debug_bin, tmp_path):
+    Model(vocab=260).write_gguf(tmp_path / "m.gguf")
+    p = subprocess.Popen([run_debug_bin, tmp_path / "m.gguf", "-m", "chat", "-y", ""], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert p.stdout.read(6) == b"User: "  # it has read the file's header and waits
+    os.truncate(tmp_path / "m.gguf", 100)
+    _, message = p.communicate(b"Hi\n", timeout=60)
+    assert (p.returncode, message) == (1, b"run: model: its file was cut off while in use\n")
+
+
+# ---- prompts
+
+PROMPTS = [b"", b" ", b"   ", b"\n", b"\t\r\n", b"\0", b"a\0b", b"\0" * 50, b"\xff", b"\xff" * 50, b"\xc3", b"a\xe6\x97", b"\x80",
+           b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xf8\x88\x80\x80\x80", "é日😀".encode(), "\u2581".encode(),
+           "a\u2581 \u2581b".encode(), "\ufeffx".encode(), "e\u0301".encode(), "\u202eabc".encode(), "👩‍👩‍👧".encode(),
+           b"<s>", b"</s>", b"<unk>", b"<0x41>", b"<0x", b"%s%n%d", b"\x1b[2J", b"\x9b", "\u009b".encode(), b"\x7f", b"--help",
+           b"[INST] x [/INST]", b"<<SYS>>", b"<|im_start|>", b"'; rm -rf /", b"\\", b"\"", b"$(x)", b"a" * 60, b"\r" * 60]
+
+
+def test_prompts(run_debug_bin, tmp_path):
+    """Whatever a prompt holds, in a file, an argument and a chat: the text begins with it, but for what is not printed."""
+    Model(vocab=260, layers=1, seq=256, dim=8, hidden=8, heads=2, kv=1).write_gguf(tmp_path / "m.gguf")
+    for prompt in PROMPTS:
+        (tmp_path / "prompt").write_bytes(prompt)
+        shown = "".join(c for c in prompt.decode(errors="replace") if c in "\n\t" or c.isprintable() or ord(c) > 0xff)
+        shown = shown.replace("\u2581", " ").encode()
+        # sentencepiece sees as many broken bytes as we do; Python sees fewer in a broken character's beginning
+        same_view = prompt.decode(errors="ignore").encode() == prompt
+        file = run(run_debug_bin, tmp_path / "m.gguf", "-n", 100, "-s", 1, "-t", 9, "-f", tmp_path / "prompt")
+        assert not same_view or file.startswith(shown), prompt
+        assert not any(c < 32 and c not in b"\n\t" or c == 127 for c in file) and file.decode()
+        if b"\0" not in prompt:
+            assert run(run_debug_bin, tmp_path / "m.gguf", "-n", 100, "-s", 1, "-t", 9, "-i", prompt) == file
+        run(run_debug_bin, tmp_path / "m.gguf", "-m", "chat", "-n", 0, "-s", 1, "-t", 9, stdin=b"\n" + prompt)
+        run(run_debug_bin, tmp_path / "m.gguf", "--tokenize", stdin=prompt)
+
+
+def test_long_prompts(run_debug_bin, tmp_path):
+    """10 MB are encoded; the context then refuses them, and perplexity takes them."""
+    Model(vocab=260, layers=1, seq=16, dim=8, hidden=8, heads=2, kv=1).write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "prompt").write_bytes(b"once upon " * 10**6)
+    message = run(run_debug_bin, tmp_path / "m.gguf", "-f", tmp_path / "prompt", status=1)
+    assert message == "run: prompt: 10000001 tokens, but the model's context is 16\n"
+    (tmp_path / "prompt").write_bytes(b"once upon " * 10**4)
+    assert run(run_debug_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / "prompt").startswith(b"perplexity")
+    assert run(run_debug_bin, tmp_path / "m.gguf", "-n", 16, "-i", "x" * 15).startswith(b"x" * 15)
+    assert "17 tokens" in run(run_debug_bin, tmp_path / "m.gguf", "-n", 16, "-i", "x" * 16, status=1)
+
+
+# ---- checksums
+
+def seal(path):
+    """Puts the checksum of its tensors into a GGUF file that has the metadata key; returns where they begin."""
+    data = path.read_bytes()
+    start = int(gguf.GGUFReader(path).data_offset)
+    path.write_bytes(data.replace(b"0" * 64, hashlib.sha256(data[start:]).hexdigest().encode()))
+    return start
+
+
+def sealed(path, **options):
+    model = Model(vocab=260, layers=1, **options)
+    model.write_gguf(path, **{"llamac.tensor_data.sha256": "0" * 64})
+    return seal(path)
+
+
+def test_verify_agrees_with_hashlib(run_debug_bin, tmp_path):
+    """For tensor data of every length modulo SHA-256's block that files of numbers can have."""
+    path, lengths = tmp_path / "m.gguf", set()
+    for hidden in range(1, 33):
+        model = Model(dim=2, heads=1, kv=1, layers=1, hidden=hidden, tied=False)
+        model.w["norm"] = model.w.pop("norm")
+        model.names = lambda order: ["norm", "tok", "output"] + [(n, 0) for n in LAYER if n != "w2"] + [("w2", 0)]
+        model.write_gguf(path, **{"llamac.tensor_data.sha256": "0" * 64})
+        data, start = path.read_bytes(), int(gguf.GGUFReader(path).data_offset)
+        end = len(data) - -(8 * hidden) % 32  # the last tensor's padding may be missing
+        path.write_bytes(data[:end])
+        lengths.add((end - start) % 64)
+        assert "damaged" in run(run_debug_bin, path, "--verify", status=1)
+        seal(path)
+        assert run(run_debug_bin, path, "--verify") == f"{path}: the weights are intact\n".encode()
+    assert len(lengths) == 8
+
+
+def test_verify_needs_a_checksum(run_debug_bin, tmp_path):
+    path = tmp_path / "m.gguf"
+    Model().write_gguf(path)
+    assert "carries no checksum" in run(run_debug_bin, path, "--verify", status=1)
+    Model().write_gguf(path, **{"llamac.tensor_data.sha256": "0" * 63})
+    assert "63 digits" in run(run_debug_bin, path, "--verify", status=1)
+    Model().write_llama2c(path)
+    assert "carries no checksum" in run(run_debug_bin, path, "--verify", status=1)
+
+
+def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin):
+    """10,000 flips of one bit each, anywhere in the tensors, by the function behind --verify; a few by the program."""
+    path, rng = tmp_path / "m.gguf", random.Random(0)
+    start = sealed(path, dim=8, hidden=8, heads=2, kv=1)
+    flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", "kernels_cpu.c", standard="gnu11")
+    assert subprocess.run([flips, path, "10000"], capture_output=True, check=True).stdout == b"10000 of 10000 flips found\n"
+    data = path.read_bytes()
+    for _ in range(20):
+        damaged = bytearray(data)
+        damaged[rng.randrange(start, len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        assert "damaged" in run(run_debug_bin, path, "--verify", status=1)
+
+
+# ---- refusals by the system, and fuzzing
+
+def faults(faults_bin, *args, stdin=None):
+    p = subprocess.run([faults_bin, *map(str, args)], env=dict(os.environ, **({"INPUT": str(stdin)} if stdin else {})),
+                       capture_output=True, text=True, timeout=300)
+    assert p.returncode == 0, p.stderr
+    return [int(word) for word in p.stdout.split() if word.isdigit()]  # failed, refused, endured
+
+
+def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
+    """Every allocation, open, map, read, write and new thread, in each mode. Only threads are not missed."""
+    model = Model(vocab=260, layers=1, seq=64, dim=8, hidden=8, heads=2, kv=1)
+    model.write_llama2c(tmp_path / "m.bin")
+    model.write_tokenizer(tmp_path / "t.bin")
+    sealed(tmp_path / "m.gguf", seq=64, dim=8, hidden=8, heads=2, kv=1)
+    (tmp_path / "text").write_bytes(b"Hi\nthere")
+    m, text = tmp_path / "m.gguf", tmp_path / "text"
+    for args, stdin in (([m, "-i", "Hi", "-n", 5], None), ([m, "-i", "Hi", "-n", 5, "-s", 1, "-j", 3], None),
+                        ([tmp_path / "m.bin", "-z", tmp_path / "t.bin", "-f", text, "-n", 12], None),
+                        ([m, "-m", "chat", "-n", 0, "-s", 1], text), ([m, "--tokenize"], text),
+                        ([m, "--perplexity", text], None), ([m, "--logits", "-f", text], None), ([m, "--verify"], None)):
+        failed, refused, endured = faults(faults_bin, *args, stdin=stdin)
+        assert failed == refused + endured and failed >= 5 and endured <= 2, args
+
+
+@pytest.fixture(scope="session")
+def seeds(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seeds")
+    write_seeds(folder)
+    return folder
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fuzzing(request, seeds, tmp_path_factory, target):
+    """30,000 inputs for each target by libFuzzer, or by a loop of our own where there is no clang. No crash, hang or
+    leak, and no allocation larger than the file and 64 KiB (see fuzz.c)."""
+    env = dict(os.environ, TARGET=target)
+    if shutil.which("clang") and not os.environ.get("COVERAGE"):
+        command = [request.getfixturevalue("libfuzzer_bin"), "-runs=30000", "-seed=1", "-max_len=16384", "-timeout=20",
+                   "-rss_limit_mb=2048", tmp_path_factory.mktemp("found"), FUZZ / "corpus", seeds / target]
+    else:
+        command = [request.getfixturevalue("mutate_bin"), "30000", *sorted((seeds / target).iterdir())]
+    p = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=600)
+    assert p.returncode == 0, p.stderr[-3000:]
+    assert "30000" in p.stderr
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_once_failed(mutate_bin, seeds, target):
+    """Small inputs that are hard, as they are and under some mutations by our own loop."""
+    files = sorted((FUZZ / "corpus").glob(f"{target}-*")) + sorted((seeds / target).iterdir())
+    subprocess.run([mutate_bin, "1000", *files], env=dict(os.environ, TARGET=target), check=True, timeout=300)
+
+
+def fnv1a(text):
+    h = 2166136261
+    for b in text:
+        h = (h ^ b) * 16777619 % 2**32
+    return h
+
+
+def test_vocabularies_built_to_collide(run_debug_bin, tmp_path):
+    """Pieces whose hashes all begin their search at one place: refused, because search would be slow."""
+    pieces, n = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)], 0
+    while len(pieces) < 1200:
+        text, n = b"%x" % n, n + 1
+        if fnv1a(text) % 4096 < 4:
+            pieces.append((text, 0.0, 1))
+    write_gguf(tmp_path / "m.gguf", pieces)
+    assert "same hash" in run(run_debug_bin, tmp_path / "m.gguf", status=1)
+
+
+def test_how_many_hostile_inputs_there_are(tmp_path):
+    model = Model(vocab=260, layers=1, seq=16)
+    model.write_gguf(tmp_path / "m.gguf")
+    files = sum(1 for _ in hostile_gguf((tmp_path / "m.gguf").read_bytes()))
+    for version in range(3):
+        args, _ = model.write(tmp_path, f"v{version}:32")
+        files += sum(1 for _ in hostile_llama2c(args[0].read_bytes(), version))
+    print(f"{files} files, {len(WRONG_FLAGS) + len(TWO_MODES)} command lines, {4 * len(PROMPTS)} prompts")
+    assert files + len(WRONG_FLAGS) + len(TWO_MODES) + 4 * len(PROMPTS) >= 400
