@@ -61,7 +61,7 @@ val_fraction = 0.1       # of the text held out for validation (of stories, 2000
 cache = "cache"          # prepared data and downloads go here
 workers = 0              # processes; 0: one for each core
 show = False             # print some documents with their tokens, as a run's table `documents` has them
-tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"
+tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 
 VERSION = 1
 BLOCK = 1 << 22     # bytes of a file in memory at once
@@ -256,7 +256,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
            "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
-        name, depends_on, size = "stories", [job["stories"], stories.GRAMMAR], 0
+        name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
         job["vocab_goal"] = vocab_size or stories.VOCAB_SIZE
     elif source == "tinystories":
         job["files"] = [str(cache / "tinystories" / file) for file in TINYSTORIES]
@@ -271,7 +271,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
         job["vocab_file"] = vocabulary_file(vocab_source)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
-    key = [VERSION, depends_on, vocab_source, vocab_size, val_fraction]
+    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], val_fraction]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)

@@ -19,7 +19,7 @@ import hashlib
 import math
 import re
 
-VOCAB_SIZE = 1024  # holds every word of the grammar as one piece or two
+VOCAB_SIZE = 1536  # enough for every word of the grammar to be one piece
 SAMPLE = 1 << 22   # bytes of stories that are enough to train it on
 
 GRAMMAR = r"""

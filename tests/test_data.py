@@ -256,6 +256,22 @@ def test_killed_preparation_continues_to_the_same_bytes(tmp_path):
     assert contents(cut) == contents(whole)
 
 
+def test_interrupted_before_it_is_published(tmp_path, monkeypatch, capfd):
+    whole = data.prepare("stories:50", "byte", cache=tmp_path / "whole", workers=1)
+
+    def stop(temporary, final):
+        if final.name == whole.name:
+            raise KeyboardInterrupt
+        publish(temporary, final)
+
+    publish = data.publish
+    for _ in range(2):  # the second time the folder is complete but for its name
+        monkeypatch.setattr(data, "publish", stop)
+        assert "interrupted" in refused(capfd, lambda: data.prepare("stories:50", "byte", cache=tmp_path / "cut", workers=1))
+    monkeypatch.setattr(data, "publish", publish)
+    assert contents(data.prepare("stories:50", "byte", cache=tmp_path / "cut", workers=1)) == contents(whole)
+
+
 def test_interrupted_by_ctrl_c(tmp_path):
     command = [sys.executable, ROOT / "data.py", "stories:12000", "--vocab_source=byte", f"--cache={tmp_path}", "--workers=2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
