@@ -5,8 +5,10 @@ WARN    := -std=c11 -Wall -Wextra -D_GNU_SOURCE
 PYTHON  ?= python3
 SOURCES := run.c kernels_cpu.c
 VENV    := .venv/bin/python
+TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
+RUNS    := 3000000
 
-.PHONY: help demo test test-long debug clean
+.PHONY: help demo test test-long debug fuzz encode-long coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -32,6 +34,24 @@ run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
 
 debug: $(SOURCES) run.h ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
+
+fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, RUNS inputs for each target
+	mkdir -p cache/fuzz
+	clang -std=gnu11 -g -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c kernels_cpu.c -lm -pthread
+	$(VENV) tests/fuzz/seeds.py cache/fuzz/seeds
+	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && TARGET=$$target cache/fuzz/fuzz -runs=$(RUNS) \
+	    -max_len=16384 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
+	    cache/fuzz/$$target cache/fuzz/seeds/$$target tests/fuzz/corpus || exit 1; done
+
+encode-long: .venv/test run ## run's encoder against sentencepiece's, a million strings; then the time both take
+	$(VENV) -m tests.test_encode ./run 1000000
+	$(VENV) -m tests.test_encode ./run
+
+coverage: .venv/test ## which branches of run's loaders and tokenizer the tests take (gcov)
+	rm -rf cache/coverage && mkdir -p cache/coverage
+	COVERAGE=$(CURDIR)/cache/coverage $(VENV) -m pytest -q tests/test_run.py tests/test_encode.py tests/test_hostile.py
+	$(VENV) tests/fuzz/coverage.py cache/coverage
 
 .venv/demo: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("llamac needs Python 3.10 or newer, this is %s" % sys.version.split()[0] \

@@ -12,9 +12,9 @@ COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov
 
 
 def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")):
-    if COVERAGE:
+    if COVERAGE:  # without optimisation and sanitizers, which would change the branches
         target = Path(COVERAGE, target.name)
-        what = (*what, "--coverage")
+        what = ("--coverage", *(w for w in what if not str(w).startswith(("-O", "-fsanitize", "-fno-sanitize"))))
     subprocess.run([compiler, f"-std={standard}", "-Wall", "-Wextra", "-Werror", *what, "-o", target, "-lm", "-pthread"],
                    check=True, cwd=ROOT)
     return str(target)

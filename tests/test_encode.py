@@ -1,8 +1,13 @@
 """The encoder of run.c against sentencepiece itself, on random strings, for vocabularies of every option."""
 import io
+import os
 import random
 import struct
 import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -169,3 +174,46 @@ def test_byte_and_character_vocabularies(run_bin, tmp_path):
     write_gguf(tmp_path / "char.gguf", special + [(c.encode(), 0.0, 1) for c in (SPACE, "a", "é", "日")])
     assert tokenize(run_bin, [tmp_path / "char.gguf"], ["a é日".encode(), "xya zé".encode(), "zzz".encode(), b""]) == \
         [[4, 3, 5, 6], [0, 4, 3, 0, 5], [0], []]
+
+
+def compare_many(run_bin, folder, count):
+    """The long proof: `count` strings over all vocabularies. Prints how many were compared; a difference ends it."""
+    for i, name in enumerate(VOCABULARIES):
+        model, rng = train(**VOCABULARIES[name]), random.Random(f"long {name}")
+        processor = write_model(folder / "m.gguf", model)
+        for batch in range(0, count // len(VOCABULARIES) + 1, 20000):
+            strings = [random_string(rng) for _ in range(min(20000, count // len(VOCABULARIES) + 1 - batch))]
+            for string, ids, ours in zip(strings, processor.encode(strings), tokenize(run_bin, [folder / "m.gguf"], strings),
+                                         strict=True):
+                assert ours == ids, (name, string)
+        print(f"{name}: {count // len(VOCABULARIES) + 1:,} strings, no difference", flush=True)
+
+
+def time_encoding(run_bin, folder):
+    """A table of seconds: the whole program, printing included, beside sentencepiece's encode alone. Best of three."""
+    processor = write_model(folder / "m.gguf", train(**LIKE_OURS))
+    rng = random.Random(2)
+    texts = {"words": " ".join(rng.choices(WORDS, k=10**6)),
+             "one word": "".join(rng.choices("abcdefghilmnoprstuwé日", k=10**7))}
+    print(f"{'text':10}{'bytes':>12}{'run':>10}{'sentencepiece':>16}")
+    for name, text in texts.items():
+        for size in (10**4, 10**5, 10**6, 10**7):
+            data, (ours, theirs) = (text.encode() * 3)[:size], ([], [])
+            (folder / "text").write_bytes(data)
+            for _ in range(3):
+                start = time.perf_counter()
+                with open(os.devnull, "wb") as null:
+                    subprocess.run([run_bin, folder / "m.gguf", "--tokenize", "-f", folder / "text"], check=True, stdout=null)
+                middle = time.perf_counter()
+                processor.encode(data)
+                ours.append(middle - start)
+                theirs.append(time.perf_counter() - middle)
+            print(f"{name:10}{size:12,}{min(ours):10.4f}{min(theirs):16.4f}", flush=True)
+
+
+if __name__ == "__main__":  # python -m tests.test_encode RUN [strings]
+    with tempfile.TemporaryDirectory() as folder:
+        if len(sys.argv) > 2:
+            compare_many(sys.argv[1], Path(folder), int(sys.argv[2]))
+        else:
+            time_encoding(sys.argv[1], Path(folder))
