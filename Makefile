@@ -24,7 +24,7 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
 test: .venv/test run ## run all tests
-	$(VENV) -m pytest -q tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q tests
 
 test-long: .venv/test ## the long proofs, 100 stops at random steps and 100 kills (half an hour)
 	$(VENV) -m pytest -q -s tests/long_resume.py

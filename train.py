@@ -9,12 +9,14 @@ Train a Llama from scratch.
 The settings are the globals below; the loop is at the end.
 """
 import math
+import os
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once by torch: spinning threads are slow on shared cores
 import numpy as np
 import torch
 from tqdm import tqdm
