@@ -13,6 +13,7 @@ A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table 
 {"counts": N ints, "edges": N + 1 floats}.
 """
 import collections
+import contextlib
 import json
 import math
 import netrc
@@ -38,7 +39,7 @@ TABLES = {
     "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
 }
 START_SECONDS = 4.5    # the training waits for a tracker to start; after that the tracker goes on alone
-INIT_SECONDS = 30      # W&B waits for its server
+INIT_SECONDS = 15      # W&B waits for its server
 FINISH_SECONDS = 60    # for uploads at the end
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
 
@@ -75,17 +76,17 @@ def redact(value):
     return SECRET_SHAPE.sub(lambda m: m[0].replace(m["value"] or m[0], HIDDEN), value)
 
 
-class Hushed:
-    """stdout or stderr with secrets taken out, since W&B records both."""
+class Overheard:
+    """stdout or stderr, of which every line also goes, without its secrets, to `listen`."""
 
-    def __init__(self, stream):
-        self.stream, self.line = stream, ""  # the line so far: what makes a word a secret may stand before it
+    def __init__(self, stream, listen):
+        self.stream, self.listen, self.line = getattr(stream, "stream", stream), listen, ""
 
     def write(self, text):
-        before = redact(self.line)
-        self.stream.write(redact(self.line + text)[len(before):])
-        self.line = (self.line + text).rpartition("\n")[2][-200:]
-        return len(text)
+        *lines, self.line = (self.line + text).split("\n")
+        for line in lines:
+            self.listen(redact(line) + "\n")
+        return self.stream.write(text)
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -224,7 +225,6 @@ class Wandb:
         self.wandb, self.tables = wandb, {}
         sys.argv[1:] = redact(sys.argv[1:])  # W&B records it
         self.run, mode, why = self.start(run, config, mode, why)
-        sys.stdout, sys.stderr = Hushed(sys.stdout), Hushed(sys.stderr)
         for name in ("iter", "tokens"):
             self.run.define_metric(name, summary="last")
         self.run.define_metric("*", step_metric=x)
@@ -238,9 +238,8 @@ class Wandb:
     def start(self, run, config, mode, why):
         """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
         settings = self.wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS,
-                                       silent=True, console="wrap", x_transaction_log_flush_interval=1)
-        for name in ("stdout", "stderr"):  # of an earlier run in this process
-            setattr(sys, name, getattr(getattr(sys, name), "stream", getattr(sys, name)))
+                                       silent=True, console="off", x_transaction_log_flush_interval=1,
+                                       git_root=str(Path(__file__).resolve().parent))
         try:
             return self.wandb.init(mode=mode, resume="allow" if mode == "online" else None, config=config,
                                    settings=settings, **run), mode, why
@@ -279,6 +278,13 @@ class Wandb:
 
     def alert(self, title, text):
         self.run.alert(title, text, level="WARN")
+
+    def console(self, stream, text):
+        """
+        A line the program printed. The client's own way to it (console="wrap") calls the service from inside print():
+        a service that hangs would stop the training. Hence its callback, from this thread.
+        """
+        self.run._console_raw_callback(stream, text)
 
     def model(self, path, metrics, aliases):
         """The file and the vocabulary beside it, with what it reached and its checksum as metadata."""
@@ -330,12 +336,24 @@ class TensorBoard:
         self.writer.close()
 
 
+def abandon_wandb():
+    """Kill the service process and take it off the program's end, which would wait for it, if need be for ever."""
+    with contextlib.suppress(Exception):
+        connection = sys.modules["wandb"].sdk.wandb_setup._singleton._connection
+        connection._cleanup()
+        connection._proc._process.kill()
+
+
 class Background:
     """A destination in a thread of its own: no call waits for it, and what it raises ends it with one warning."""
 
-    def __init__(self, name, make, remedy):
-        self.name, self.remedy, self.calls, self.ended = name, remedy, queue.SimpleQueue(), False
-        self.ready = threading.Event()
+    def __init__(self, name, make, remedy="", console=False, abandon=lambda: None):
+        """console: it gets what the program prints, too; abandon: called when it is given up."""
+        self.name, self.remedy, self.abandon = name, remedy, abandon
+        self.calls, self.ended, self.ready = queue.SimpleQueue(), False, threading.Event()
+        if console:
+            sys.stdout = Overheard(sys.stdout, lambda text: self.call("console", "stdout", text))
+            sys.stderr = Overheard(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
         self.thread.start()
         if not self.ready.wait(START_SECONDS):
@@ -345,18 +363,19 @@ class Background:
         try:
             destination = make()
             self.ready.set()
-            call = "log"
+            call = ""
             while call != "finish":
                 call, args = self.calls.get()
                 getattr(destination, call)(*args)
         except Exception as e:  # a tracker's failure is never the training's
             self.give_up(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}")
-        finally:
-            self.ready.set()
+        self.ended = True
+        self.ready.set()
 
     def give_up(self, why):
         if not self.ended:
             self.ended = True
+            self.abandon()
             print(f"warning: tracking with {self.name} stopped ({redact(why)}); log.jsonl goes on{self.remedy}",
                   file=sys.stderr)
 
@@ -459,13 +478,14 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
     run = redact({k: v for k, v in run.items() if v})
     destinations = [Jsonl(out_dir, config, step)]
     if tensorboard_log:
-        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir), ""))
+        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir)))
     if wandb_log:
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
         Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
         destinations.append(Background("W&B", lambda: Wandb(out_dir, config, run, x),
-                                       f"; upload the run later with: python track.py sync {out_dir}"))
+                                       f"; upload the run later with: python track.py sync {out_dir}",
+                                       console=True, abandon=abandon_wandb))
     return Tracker(destinations)
 
 
