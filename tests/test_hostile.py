@@ -8,6 +8,7 @@ import struct
 import subprocess
 
 import gguf
+import numpy as np
 import pytest
 from tests.conftest import FUZZ, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
@@ -269,6 +270,119 @@ def test_a_model_cut_off_while_in_use(run_debug_bin, tmp_path):
     assert (p.returncode, message) == (1, b"run: model: its file was cut off while in use\n")
 
 
+# ---- metadata and tensor lists of every kind, in files written here
+
+def string(text):
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+KINDS = {"u8": (0, "<B"), "i8": (1, "<b"), "u16": (2, "<H"), "i16": (3, "<h"), "u32": (4, "<I"), "i32": (5, "<i"),
+         "float": (6, "<f"), "bool": (7, "<?"), "u64": (10, "<Q"), "i64": (11, "<q"), "double": (12, "<d")}
+
+
+def value(kind, x):
+    """A metadata value: a number, a string, or a list of one of them."""
+    if kind == "string":
+        return struct.pack("<I", 8) + string(x)
+    if kind.endswith("[]"):
+        parts = [value(kind[:-2], v) for v in x] or [value(kind[:-2], {"string": ""}.get(kind[:-2], 0))]
+        return struct.pack("<I", 9) + parts[0][:4] + struct.pack("<Q", len(x)) + b"".join(p[4:] for p in parts[:len(x)])
+    return struct.pack("<I", KINDS[kind][0]) + struct.pack(KINDS[kind][1], x)
+
+
+VALUES = {
+    "general.architecture": ("string", "llama"), "llama.context_length": ("u32", 8), "llama.embedding_length": ("u32", 2),
+    "llama.block_count": ("u32", 1), "llama.feed_forward_length": ("u32", 1), "llama.attention.head_count": ("u32", 1),
+    "llama.attention.layer_norm_rms_epsilon": ("float", 1e-5), "tokenizer.ggml.model": ("string", "llama"),
+    "tokenizer.ggml.tokens": ("string[]", ["<unk>", "<s>", "</s>", "a"]), "tokenizer.ggml.scores": ("float[]", [0.0] * 4),
+    "tokenizer.ggml.token_type": ("i32[]", [2, 3, 3, 1]),
+}
+SHAPES = {"token_embd": [2, 4], "output_norm": [2], "blk.0.attn_norm": [2], "blk.0.ffn_norm": [2], "blk.0.ffn_gate": [2, 1],
+          "blk.0.ffn_up": [2, 1], "blk.0.ffn_down": [1, 2], "blk.0.attn_q": [2, 2], "blk.0.attn_k": [2, 2],
+          "blk.0.attn_v": [2, 2], "blk.0.attn_output": [2, 2]}
+
+
+def gguf_header(changes={}, shapes=SHAPES):
+    """The header of the smallest model with other values (None: without the key)."""
+    values = {k: v for k, v in (VALUES | changes).items() if v}
+    out = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
+    out += b"".join(string(key) + value(*v) for key, v in values.items())
+    for i, (name, shape) in enumerate(shapes.items()):
+        out += string(name + ".weight" * (name in SHAPES)) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
+        out += struct.pack("<IQ", 0, 32 * i)
+    return out
+
+
+def gguf_bytes(changes={}, shapes=SHAPES):
+    header = gguf_header(changes, shapes)
+    return header + bytes(-len(header) % 32 + 32 * len(shapes))
+
+
+FINE_VALUES = [
+    *({"llama.context_length": (kind, 8)} for kind in KINDS if kind != "bool"), {"llama.attention.head_count_kv": ("i64", 1)},
+    {"llama.rope.scaling.type": ("string", "none"), "llama.rope.scaling.factor": ("float", 9)},
+    {"llama.rope.scaling.type": ("string", "linear"), "llama.rope.scaling.factor": ("double", 2)},
+    {"llama.rope.freq_base": ("u32", 500000)}, {"something.else": ("u8[]", [1, 2])}, {"general.alignment": ("u64", 32)},
+    {"llama.vocab_size": ("u16", 4)}, {"tokenizer.ggml.add_bos_token": ("u8", 1)}, {"general.name": ("string", "\x1b[2J")},
+    {"tokenizer.chat_template": ("u32", 7)}, {"tokenizer.ggml.eos_token_id": ("i8", 3)}, {"a" * 5000: ("string", "b" * 5000)},
+]
+WRONG_VALUES = [
+    *({key: wrong} for key in ("llama.context_length", "llama.embedding_length", "llama.block_count", "llama.vocab_size",
+                               "llama.feed_forward_length", "llama.attention.head_count", "llama.attention.head_count_kv")
+      for wrong in (("float", 1.5), ("float", float("nan")), ("double", 1e300), ("i32", -1), ("i64", -2**63), ("u64", 2**63),
+                    ("u64", 2**31), ("string", "1"), ("u32[]", [1]), ("u32", 0))),
+    *({key: None} for key in VALUES if key != "tokenizer.ggml.model"),
+    *({"general.architecture": v} for v in (("string", "gpt2"), ("string", ""), ("string", "x" * 100), ("u32", 1),
+                                            ("string[]", ["llama"]), ("string", "llama\0"))),
+    *({"llama.rope.scaling.type": ("string", v)} for v in ("yarn", "y" * 100, "linear ")),
+    *({"llama.rope.scaling.factor": v} for v in (("float", 0), ("float", -1), ("float", float("nan")), ("double", 1e39),
+                                                 ("string", "2"), ("double", float("inf")))),
+    {"llama.rope.freq_base": ("string", "1e4")}, {"llama.rope.freq_base": ("double", 1e300)}, {"llama.rope.dimension_count": ("i8", 1)},
+    {"llama.attention.layer_norm_rms_epsilon": ("string", "1e-5")}, {"llama.attention.layer_norm_rms_epsilon": ("double", 1)},
+    *({"general.alignment": v} for v in (("u32", 0), ("u32", 1), ("u32", 24), ("u32", 2**17), ("string", "32"), ("i32", -32))),
+    *({f"tokenizer.ggml.{key}": v} for key in ("bos_token_id", "eos_token_id", "unknown_token_id")
+      for v in (("u32", 4), ("i32", -1), ("string", "1"), ("u64", 2**32 + 1))),
+    *({f"tokenizer.ggml.{key}": v} for key in ("add_bos_token", "add_space_prefix", "remove_extra_whitespaces")
+      for v in (("string", "true"), ("i8", -1), ("bool[]", [True]))),
+    *({"tokenizer.ggml.tokens": v} for v in (("u32[]", [1] * 4), ("string", "abcd"), ("string[]", ["a"] * 5), ("string[]", []),
+                                             ("string[]", ["<unk>", "<s>", "</s>", ""]))),
+    *({"tokenizer.ggml.scores": v} for v in (("i32[]", [0] * 4), ("float[]", [0] * 3), ("float", 0), ("float[]", [0, 0, 0, float("nan")]))),
+    *({"tokenizer.ggml.token_type": v} for v in (("u32[]", [1] * 4), ("i32[]", [1] * 5), ("i32[]", [2, 3, 3, 0]), ("i32[]", [2, 3, 3, 7]),
+                                                 ("i32[]", [2, 3, 3, 2**31 - 1]), ("i32[]", [2, 3, 3, 17]), ("i32[]", [2, 3, 3, 6]))),
+    {"tokenizer.ggml.model": ("string", "gpt2")}, {"tokenizer.ggml.model": ("u32", 1)},
+    {"llamac.tensor_data.sha256": ("string", "0" * 65)},
+    {"llama.vocab_size": ("u32", 5), "tokenizer.ggml.scores": ("float[]", [0.0] * 5)},
+]
+WRONG_SHAPES = [SHAPES | {"token_embd": s} for s in ([2, 4, 2], [2, 4, 1, 2], [4, 2], [2], [8], [2, 4, 0], [2, 2**62])] + [
+    {(new if name == old else name): shape for name, shape in SHAPES.items()} for old, new in (
+        ("blk.0.ffn_up", "blk."), ("blk.0.ffn_up", "blk.0"), ("blk.0.ffn_up", "blk.0."), ("blk.0.ffn_up", "blk.00"),
+        ("blk.0.ffn_up", "blk.1.ffn_up.weight"), ("blk.0.ffn_up", "blk.99999999999999999999.ffn_up.weight"),
+        ("blk.0.ffn_up", "blk.:.ffn_up.weight"), ("blk.0.ffn_up", "blk..ffn_up.weight"), ("blk.0.ffn_up", "blk./.ffn_up.weight"),
+        ("blk.0.ffn_up", "blk.0.output_norm.weight"), ("output_norm", "blk.0.output_norm.weight"), ("output_norm", ""),
+        ("output_norm", "attn_norm.weight"), ("output_norm", "x" * 100), ("output_norm", "rope_freqs.weight"),
+        ("output_norm", "output_norm.weight\0"))]
+
+
+def test_metadata_and_tensors_of_every_kind(run_debug_bin, tmp_path):
+    path = tmp_path / "m.gguf"
+    for changes in ({}, *FINE_VALUES):
+        path.write_bytes(gguf_bytes(changes))
+        assert run(run_debug_bin, path, "--tokenize", "-i", "a") == b"0 3\n", changes
+    for changes, shapes in [(c, SHAPES) for c in WRONG_VALUES] + [({}, s) for s in WRONG_SHAPES]:
+        path.write_bytes(gguf_bytes(changes, shapes))
+        run(run_debug_bin, path, "-n", 3, status=1)
+    header = gguf_header()
+    for length in (len(header), len(header) - 1, len(header) - 4, len(header) - 30):
+        path.write_bytes(header[:length])
+        run(run_debug_bin, path, "-n", 3, status=1)
+    before, after = gguf_bytes().split(string("<unk>"))  # a piece of 2^27 bytes, most of them a hole in the file
+    with open(path, "wb") as file:
+        file.write(before + struct.pack("<Q", 2**27))
+        file.seek(2**27, 1)
+        file.write(after + bytes(27))
+    run(run_debug_bin, path, "-n", 3, status=1)
+
+
 # ---- prompts
 
 PROMPTS = [b"", b" ", b"   ", b"\n", b"\t\r\n", b"\0", b"a\0b", b"\0" * 50, b"\xff", b"\xff" * 50, b"\xc3", b"a\xe6\x97", b"\x80",
@@ -420,20 +534,25 @@ def test_what_once_failed(mutate_bin, seeds, target):
     subprocess.run([mutate_bin, "1000", *files], env=dict(os.environ, TARGET=target), check=True, timeout=300)
 
 
-def fnv1a(text):
-    h = 2166136261
-    for b in text:
-        h = (h ^ b) * 16777619 % 2**32
-    return h
+def colliding(text, table_size, n):
+    """n numbers as text whose search in a table of this size begins where that of `text` does."""
+    def hashes(columns):  # FNV-1a of texts, one byte of all of them after the other
+        h = np.full(columns.shape[1], 2166136261, np.uint32)
+        for column in columns:
+            h = (h ^ column) * np.uint32(16777619)
+        return h % np.uint32(table_size)
+    numbers = np.arange(10**6, 10**6 + 3 * n * table_size)
+    digits = np.stack([numbers // 10**i % 10 + 48 for i in range(6, -1, -1)]).astype(np.uint32)
+    home = hashes(np.array([list(text)], np.uint32).T)
+    return [b"%d" % i for i in numbers[hashes(digits) == home][:n]]
 
 
 def test_vocabularies_built_to_collide(run_debug_bin, tmp_path):
-    """Pieces whose hashes all begin their search at one place: refused, because search would be slow."""
-    pieces, n = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)], 0
-    while len(pieces) < 1200:
-        text, n = b"%x" % n, n + 1
-        if fnv1a(text) % 4096 < 4:
-            pieces.append((text, 0.0, 1))
+    """Pieces that all begin their search at one place: a thousand are endured, for the others it would be too long."""
+    special = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    pieces = special + [(text, 0.0, 1) for text in colliding(b"ab", 2048, 1001)]
+    write_gguf(tmp_path / "m.gguf", pieces[:-1])
+    assert run(run_debug_bin, tmp_path / "m.gguf", "--tokenize", "-i", "ab") == b"0\n"
     write_gguf(tmp_path / "m.gguf", pieces)
     assert "same hash" in run(run_debug_bin, tmp_path / "m.gguf", status=1)
 
@@ -445,5 +564,5 @@ def test_how_many_hostile_inputs_there_are(tmp_path):
     for version in range(3):
         args, _ = model.write(tmp_path, f"v{version}:32")
         files += sum(1 for _ in hostile_llama2c(args[0].read_bytes(), version))
-    print(f"{files} files, {len(WRONG_FLAGS) + len(TWO_MODES)} command lines, {4 * len(PROMPTS)} prompts")
-    assert files + len(WRONG_FLAGS) + len(TWO_MODES) + 4 * len(PROMPTS) >= 400
+    files += len(WRONG_VALUES) + len(WRONG_SHAPES)
+    assert files + len(WRONG_FLAGS) + len(TWO_MODES) + 4 * len(PROMPTS) >= 800
