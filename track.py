@@ -189,18 +189,13 @@ def read_wandb(folder):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def flat(items):
-    """{key: value} of the items of a history record."""
-    return {item.get("key") or "/".join(item["nested_key"]): json.loads(item["value_json"]) for item in items}
-
-
 def recorded(folders):
     """The last iteration that the W&B logs in these folders hold; -1: none."""
     last = -1
     for folder in folders:
         for record in read_wandb(folder):
             if record["type"] == "history":
-                last = max(last, flat(record["history"]["item"]).get("iter", -1))
+                last = max(last, record["history"]["item"].get("iter", -1))
     return last
 
 
@@ -443,6 +438,7 @@ class Tracker:
 
     def log(self, row):
         """A row; iter grows from call to call."""
+        row = redact(row) if self.destinations else row  # prompts are the user's own words
         self.each("log", row)
         for title, text in self.alarm.look(row) if self.destinations else ():
             print(f"warning: {title}: {text}", file=sys.stderr)
@@ -474,7 +470,6 @@ def source_version():
 
 def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens"):
     """The tracker of the master process: JSONL always, the others when asked for. run: see Wandb."""
-    config = redact(config)
     run = redact({k: v for k, v in run.items() if v})
     destinations = [Jsonl(out_dir, config, step)]
     if tensorboard_log:
@@ -588,8 +583,10 @@ class Look:
 
 
 def spell(pieces, i):
-    """A token as it is read: its leading space is a space, its byte a <0x..>."""
-    return pieces[i][0].decode("utf-8", "replace").replace("\u2581", " ")
+    """A token as it is read: its space is a space, its byte a character or, where it is none by itself, <0x..>."""
+    piece, _, kind = pieces[i]
+    byte = int(piece[3:5], 16) if kind == 6 else 255
+    return chr(byte) if byte < 128 else piece.decode("utf-8", "replace").replace("\u2581", " ")
 
 
 def probe(model, batches, tokenizer, amp, places=6):
@@ -750,7 +747,7 @@ def track_program(words):
     name = Path(command[0]).name if given["name"] == "auto" else given["name"]
     Path(given["out_dir"]).mkdir(parents=True, exist_ok=True)
     run = {"id": new_run_id(name), "project": given["project"], "name": name}
-    tracker = make_tracker(given["out_dir"], {"command": command}, 0, run, given["wandb_log"].lower() == "true", x="iter")
+    tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run, given["wandb_log"].lower() == "true", x="iter")
     code = follow(command, tracker, parser)
     tracker.finish()
     sys.stdout.flush()

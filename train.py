@@ -28,7 +28,7 @@ from configurator import configure, fail, settings
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import Guard, make_optimizer
-from track import Look, Tracker, make_tracker, new_run_id, probe, source_version
+from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source_version
 
 # ---- output
 out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
@@ -472,7 +472,7 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
-        config = settings(globals()) | describe(args, model, dataset, place, amp_dtype)
+        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype))
         train(config, state, dataset, args, model, opt, place, amp)
     parallel.close()
 

@@ -1,11 +1,17 @@
 """Tracking, read back from what the real W&B client wrote and from the JSON lines."""
+import hashlib
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import track
 
@@ -20,26 +26,16 @@ def run(folder, *args, **env):
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
-def records(path):
-    """The records of an offline W&B run, as its own reader prints them."""
-    out = subprocess.run([Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", path],
-                         capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in out.splitlines()]
-
-
-def nested(items):
-    """{key: value} of a history or config record."""
-    return {item.get("key") or "/".join(item["nested_key"]): json.loads(item["value_json"]) for item in items}
-
-
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
-    done = run(folder, "--wandb_log=True", "--wandb_run_name=my first run", HOME=str(folder))
+    done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run", "--wandb_tags=red, green",
+               "--wandb_group=trials", "--wandb_notes=what for", "--wandb_watch=all", "--sample_prompt=the|dog",
+               HOME=str(folder))
     assert done.returncode == 0, done.stderr
     log = next((folder / "wandb").glob("offline-run-*/*.wandb"))
-    return folder, done, records(log)
+    return folder, done, track.read_wandb(log)  # as W&B's own reader prints them
 
 
 def of_type(tracked, kind):
@@ -52,7 +48,7 @@ def rows(tracked):
 
 def test_without_a_key_it_is_offline_and_says_how_to_upload(tracked):
     line = next(line for line in tracked[1].stdout.splitlines() if line.startswith("tracking:"))
-    assert "offline (no API key)" in line and "wandb sync wandb/offline-run-" in line
+    assert "offline (no API key)" in line and "python track.py sync out" in line
     assert tracked[1].stderr == "" or "warning" not in tracked[1].stderr
 
 
@@ -62,30 +58,72 @@ def test_the_whole_configuration_is_recorded(tracked):
     assert run_record["display_name"] == "my first run" and run_record["run_id"].startswith("my-first-run-")
     assert config["dim"] == 32 and config["learning_rate"] == 0.003 and config["data"] == "my.txt"
     assert config["n_params"] > 10_000 and config["model_args"]["hidden_dim"] > 0 and config["mfu_basis"]
-    assert len(config["dataset"]["fingerprint"]) == 64
+    assert len(config["dataset"]["fingerprint"]) == len(config["dataset"]["tokenizer_sha256"]) == 64
+    assert run_record["tags"] == ["red", "green"] and run_record["run_group"] == "trials"
+    assert run_record["notes"] == "what for" and run_record["job_type"] == "train"
 
 
-def test_every_scalar_of_the_jsonl_is_in_wandb_with_tokens_as_axis(tracked):
-    history = [{k: v for k, v in record.items()} for record in of_type(tracked, "history")]
-    text = json.dumps(history)
-    for row in rows(tracked):
-        for key in row.keys() - {"time"}:
-            assert key in text
+def history(tracked):
+    return [record["item"] for record in of_type(tracked, "history")]
+
+
+def test_every_number_of_the_jsonl_is_in_wandb_with_tokens_as_axis(tracked):
+    assert [row["iter"] for row in rows(tracked)] == [0, 5, 10, 15, 20]
+    for written, row in zip(rows(tracked), history(tracked), strict=True):
+        numbers = {k: v for k, v in written.items() if type(v) in (int, float) and k != "time"}
+        assert numbers == {k: row[k] for k in numbers}
+        assert all(f"{k}._type" in row for k, v in written.items() if isinstance(v, (list, dict)))
     metrics = {m.get("name", m.get("glob_name")): m for m in of_type(tracked, "metric")}
     assert metrics["*"]["step_metric"] == "tokens" and metrics["loss/val"]["summary"] == {"last": True, "min": True}
 
 
-def test_the_exported_model_is_an_artifact_and_samples_are_a_table(tracked):
-    artifacts = of_type(tracked, "artifact")
-    model = [a for a in artifacts if a["type"] == "model"]
+def test_layers_logits_and_histograms_are_in_every_row_that_should_have_them(tracked):
+    last = rows(tracked)[-1]
+    for layer in ("tok_embeddings", "layers.0", "layers.1", "norm"):
+        assert last[f"norm/grad/{layer}"] > 0 and last[f"norm/weight/{layer}"] > 0
+        assert 1e-5 < last[f"norm/update/{layer}"] < 0.5
+    assert 0 < last["logits/p_target"] <= last["logits/p_max"] <= 1 and 0 < last["logits/entropy"] < 5.6
+    assert sum(last["logits/histogram"]["counts"]) == 4 * 32 * 259
+    assert sum(last["parameters/layers.1.attention.wq.weight"]["counts"]) == 32 * 32
+    recorded = history(tracked)[-1]
+    assert any(k.startswith("gradients/layers.0.attention.wq.weight") for k in recorded)
+
+
+def test_tables_grow_row_by_row(tracked):
+    def table(name):
+        found = [json.loads(path.read_text()) for path in (tracked[0] / "wandb").rglob(f"{name}_*.table.json")]
+        assert {tuple(t["columns"]) for t in found} == {("iter", "tokens", *track.TABLES[name])}
+        return sorted(row for t in found for row in t["data"])
+
+    samples = table("samples")
+    assert [row[:4] for row in samples] == [[i, 128 * i, prompt, how] for i in (0, 10, 20) for prompt in ("dog", "the")
+                                            for how in ("greedy", "sampled")]
+    predictions = table("predictions")
+    assert {(row[0], row[2]) for row in predictions} == {(i, split) for i in (0, 10, 20) for split in ("train", "val")}
+    text = (tracked[0] / "my.txt").read_text()
+    for row in predictions:
+        seen, target, ps = row[3], row[4], row[7::2]
+        assert seen + target in text  # what the model saw, and what comes next
+        assert ps == sorted(ps, reverse=True) and 0 <= row[5] <= ps[0] + 1e-3 and sum(ps) <= 1.001
+    documents = table("documents")
+    assert {row[2] for row in documents} == {"train", "val"} and documents[0][3].startswith("the cat sat")
+    assert documents[0][5] == 28625 and documents[0][6:] == [0, 0]
+
+
+def test_console_and_system_metrics_are_recorded(tracked):
+    printed = "".join(r["line"] for r in of_type(tracked, "output_raw"))
+    assert "iter     20 | tokens" in printed and "memory_percent" in json.dumps(of_type(tracked, "stats"))
+
+
+def test_the_exported_model_is_an_artifact(tracked):
+    model = [a for a in of_type(tracked, "artifact") if a["type"] == "model"]
     assert len(model) == 1 and set(model[0]["aliases"]) == {"best", "latest"}
-    assert any(entry["path"] == "model.gguf" and entry["size"] == str((tracked[0] / "out/model.gguf").stat().st_size)
-               for entry in model[0]["manifest"]["contents"])
-    tables = list((tracked[0] / "wandb").rglob("samples*.table.json"))
-    data = [json.loads(path.read_text()) for path in tables]
-    assert data[0]["columns"] == ["iter", "tokens", "prompt", "text"]
-    written = [row[:2] for table in data for row in table["data"]]
-    assert sorted(map(tuple, written)) == [(0, 0), (10, 1280), (20, 2560)]
+    size = str((tracked[0] / "out/model.gguf").stat().st_size)
+    files = {entry["path"]: entry for entry in model[0]["manifest"]["contents"]}
+    assert files["model.gguf"]["size"] == size and "tokenizer.json" in files
+    about = json.loads(model[0]["metadata"])
+    assert about["sha256"] == hashlib.sha256((tracked[0] / "out/model.gguf").read_bytes()).hexdigest()
+    assert about["loss/val"] > 0 and len(about["dataset"]) == 64
 
 
 def test_without_wandb_log_nothing_of_it_is_written(tmp_path, tracked):
@@ -108,22 +146,61 @@ def test_the_mode_the_user_set_counts(monkeypatch):
 
 
 class Broken:
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
     def log(self, row):
-        self.calls += 1
+        Broken.calls += 1
         raise OSError(28, "No space left on device")
 
 
 def test_a_destination_that_fails_is_given_up_with_one_warning(tmp_path, capsys):
-    broken, jsonl = Broken(), track.Jsonl(tmp_path, {}, 0)
-    tracker = track.Tracker([broken, jsonl])
+    jsonl = track.Jsonl(tmp_path, {}, 0)
+    tracker = track.Tracker([track.Background("Broken", Broken), jsonl])
     for step in range(3):
         tracker.log({"iter": step, "tokens": step})
     tracker.finish()
-    assert broken.calls == 1 and capsys.readouterr().err.count("No space left") == 1
+    assert Broken.calls == 1 and capsys.readouterr().err.count("No space left") == 1
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_tracker_that_hangs_holds_up_neither_start_nor_rows_nor_end(monkeypatch, capsys):
+    monkeypatch.setattr(track, "START_SECONDS", 0.1)
+    monkeypatch.setattr(track, "FINISH_SECONDS", -9.9)
+    release = threading.Event()
+    slow = track.Background("Slow", lambda: release.wait(60))
+    for step in range(3):
+        slow.log({"iter": step})
+    slow.finish()
+    out, err = capsys.readouterr()
+    assert "goes on without waiting" in out and err.count("warning: tracking with Slow stopped") == 1
+    release.set()
+
+
+class FullDisk:
+    """A file on a disk that is full for a while, in the middle of a row."""
+    def __init__(self):
+        self.data, self.room = b"", 30
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        part, self.room = data[:self.room], max(0, self.room - len(data))
+        self.data += part
+        return len(part)
+
+    def close(self):
+        pass
+
+
+def test_rows_wait_while_the_disk_is_full(tmp_path, capsys):
+    jsonl = track.Jsonl(tmp_path, {}, 0)
+    jsonl.file = disk = FullDisk()
+    for step in range(4):
+        jsonl.log({"iter": step})
+    disk.room = 10_000
+    jsonl.finish()
+    assert [json.loads(line)["iter"] for line in disk.data.splitlines()] == [0, 1, 2, 3]
+    assert capsys.readouterr().err.count("No space left") == 1
 
 
 def test_jsonl_continues_without_gap_or_doubled_row(tmp_path):
@@ -138,3 +215,122 @@ def test_jsonl_continues_without_gap_or_doubled_row(tmp_path):
     log.finish()
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["iter"] for row in found] == [0, 10, 20, 30, 40] and found[1]["loss/train"] == "nan"
+
+
+def test_the_service_killed_or_stopped_the_training_goes_on(tmp_path, tracked):
+    (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    trainer = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1",
+         "--n_heads=2", "--max_seq_len=32", "--batch_size=4", "--max_iters=100000", "--log_interval=5", "--eval_iters=1",
+         "--eval_interval=100000", "--device=cpu", "--wandb_log=True"], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=clean | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
+    log = tmp_path / "out/log.jsonl"
+
+    def wait_for_rows(n):
+        end = time.monotonic() + 60
+        while not log.exists() or log.read_bytes().count(b"\n") < n:
+            assert trainer.poll() is None and time.monotonic() < end
+            time.sleep(0.1)
+
+    wait_for_rows(10)
+    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
+    service = [int(pid) for task in children.parents[1].glob("*/children") for pid in task.read_text().split()
+               if "wandb-core" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(service) == 1
+    os.kill(service[0], signal.SIGKILL)
+    wait_for_rows(log.read_bytes().count(b"\n") + 50)
+    trainer.kill()
+    _, err = trainer.communicate()
+    assert err.count("warning: tracking with W&B stopped") == 1 and "track.py sync out" in err
+    iters = [row["iter"] for row in track.read_rows(log)]
+    assert iters == list(range(0, 5 * len(iters), 5))  # every step that was logged, up to kill -9
+
+
+def test_norms_of_a_layer_are_those_of_its_tensors_together():
+    from model import ModelArgs, Transformer
+    model = Transformer(ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8))
+    opt, look = torch.optim.SGD(model.parameters(), lr=0.1), track.Look(model)
+    model(torch.arange(8)[None], torch.arange(8)[None])[1].backward()
+    with look:
+        opt.step()
+    assert look.take() == {}  # not wanted
+    look.wanted = True
+    before = torch.cat([p.detach().flatten().clone() for p in model.layers[1].parameters()])
+    gradient = torch.cat([p.grad.flatten().clone() for p in model.layers[1].parameters()])
+    with look:
+        opt.step()
+    after = torch.cat([p.detach().flatten() for p in model.layers[1].parameters()])
+    found = look.take()
+    assert found["norm/grad/layers.1"] == pytest.approx(gradient.norm().item(), rel=1e-5)
+    assert found["norm/weight/layers.1"] == pytest.approx(after.norm().item(), rel=1e-5)
+    assert found["norm/update/layers.1"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-4)
+
+
+def test_the_alarm_goes_off_for_what_is_far_from_the_usual_and_only_then():
+    alarm = track.Alarm()
+    for i in range(30):
+        assert alarm.look({"iter": i, "loss/train": 3 - i / 30, "grad/norm": 1 + i % 3 / 10,
+                           "perf/tokens_per_sec": 1000 + i}) == []
+    found = alarm.look({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
+    assert [title for title, _ in found] == ["loss/train jumps", "grad/norm jumps", "the speed has collapsed"]
+    assert alarm.look({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
+
+
+KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 / i:.4f} - accuracy: 0.5000" for i in
+         range(1, 199)) + "\b" * 70 + "199/199 [==========] - 9s 12ms/step - loss: 0.1000 - accuracy: 0.9000 - val_loss: 0.2\n"
+         "Epoch 2/2\n199/199 [==========] - 9s 12ms/step - loss: 0.05 - accuracy: 0.95\n")
+
+
+def test_metrics_are_read_out_of_what_programs_print():
+    rows = track.Parser(interval=3600).feed(KERAS, end=True)
+    assert len(rows) == 3  # the first of the bar, and the ends of both
+    assert rows[1] == {"iter": 199, "epoch": 1, "loss": 0.1, "accuracy": 0.9, "loss/val": 0.2}
+    assert rows[2] == {"iter": 398, "epoch": 2, "loss": 0.05, "accuracy": 0.95}
+    read = track.Parser(patterns=[r"BLEU (?P<bleu>[0-9.]+)"]).feed
+    assert read("step 10: train loss 2.1, val loss 2.2\n") == [{"iter": 10, "loss/train": 2.1, "loss/val": 2.2}]
+    assert read("iter=20 lr=1e-4 \x1b[1mloss=3.5\x1b[0m\n") == [{"iter": 20, "lr": 1e-4, "loss": 3.5}]
+    assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss": 0.25}]
+    assert read("translated, BLEU 31.5\n") == [{"iter": 31, "bleu": 31.5}]
+    assert read("loading 5 files at 10:30:15, took 12s, 98% done\n") == []
+    assert read("loss=1.") == [] and read("5\n")[0]["loss"] == 1.5  # a line in two pieces
+
+
+def test_any_program_is_tracked_with_its_output_exit_code_and_signals_unchanged(tmp_path):
+    def follow(program):
+        return subprocess.Popen([sys.executable, str(ROOT / "track.py"), "--wandb_log=False", "--out_dir=p", "--", sys.executable,
+                                 "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+
+    done = follow("import sys; print('step 1: loss 2.5\\r\\x1b[1mé', input()); sys.exit(7)")
+    out, _ = done.communicate("hello\n".encode())
+    assert out == "step 1: loss 2.5\r\x1b[1mé hello\n".encode() and done.returncode == 7
+    assert track.read_rows(tmp_path / "p/log.jsonl")[0]["loss"] == 2.5
+    waiting = follow("import time; print('ready', flush=True); time.sleep(60)")
+    assert waiting.stdout.readline() == b"ready\n"
+    waiting.terminate()
+    assert waiting.wait(30) == -signal.SIGTERM
+
+
+def test_secrets_are_found_nowhere(tmp_path, tracked):
+    """Twenty of them: in the environment, in arguments, in the configuration, printed, and in an exception."""
+    words = [f"{kind}{i}{'q7Zk2' * 4}" for kind in ("env", "arg", "cfg", "out", "exc") for i in range(4)]
+    env = dict(zip(("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"), words[:4]))
+    config = [f"--wandb_notes=token={words[8]} of https://me:{words[9]}@host hf_{words[10]}",
+              f"--sample_prompt=password: {words[11]}"]
+    program = (f"import os\nprint(*os.environ.values())\nprint('api_key = {words[12]} sk-{words[13]}')\n"
+               f"print('Authorization: Bearer {words[14]}')\nprint('loss=1 password={words[15]}')\n"
+               f"raise ValueError('token={words[16]} secret: {words[17]} ghp_{words[18]} http://u:{words[19]}@h')")
+    (tmp_path / "p.py").write_text(program)
+    (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
+    trained = run(tmp_path, "--wandb_log=True", *config, HOME=str(tmp_path), WANDB_MODE="offline", **env)
+    assert trained.returncode == 0, trained.stderr
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    subprocess.run([sys.executable, str(ROOT / "track.py"), "--", sys.executable, "p.py", f"--api-key={words[4]}", "--token",
+                    words[5], f"--password={words[6]}", f"https://u:{words[7]}@host"], cwd=tmp_path, capture_output=True,
+                   env=clean | env | {"HOME": str(tmp_path), "WANDB_MODE": "offline"})
+    (tmp_path / "p.py").unlink()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files) and any(path.name == "model.pt" for path in files)
+    leaks = {(path.name, word) for path in files for word in words if word.encode() in path.read_bytes()}
+    assert leaks == set()
