@@ -67,14 +67,14 @@ n_heads = 2                 # query heads
 n_kv_heads = 0              # key/value heads; 0: as many as n_heads
 hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
 multiple_of = 32            # rounding of the hidden width
-max_seq_len = 128           # context, in tokens
+max_seq_len = 192           # context, in tokens
 dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
 norm_eps = 1e-5             # of RMSNorm
 # ---- optimization
-batch_size = 8              # sequences per forward pass; lower it when memory is short ...
+batch_size = 6              # sequences per forward pass; lower it when memory is short ...
 gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
 max_iters = 4000            # steps
 optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
