@@ -2,42 +2,84 @@
 Several runs side by side, without a server.
 
     python compare.py out/a out/b out/c                  what differs between them, and how they ended, as a table
-    python compare.py out/a out/b --plot=curves.png      and their losses over tokens and over time (needs matplotlib)
+    python compare.py out/a out/b --plot=runs.html       and their losses over tokens and over time; .svg: the chart alone
+    python compare.py wandb --sort=learning_rate         every run that the W&B client has logged there
 
-A run is an out folder with its log.jsonl and config.json.
+A run is an out folder with its log.jsonl and config.json, or a folder of the W&B client's (offline-run-..., run-...).
 """
+import html
 import json
 import math
 import sys
 from pathlib import Path
 
 from configurator import configure, fail
+from track import read_rows, read_wandb
 
 runs = ""             # the runs' folders, separated by commas, or given as words
 sort = "loss/val"     # the metric or setting the table is sorted by
-plot = ""             # a .png or .svg file for the curves
+plot = ""             # an .html or .svg file for the curves
 
 FINAL = ("iter", "tokens", "loss/val", "bpb/val", "loss/train", "perf/tokens_per_sec", "minutes")
-NOT_SETTINGS = ("out_dir", "wandb_run_name", "peak_flops", "n_params", "flops_per_token")  # differ, but decide nothing
+NOT_SETTINGS = ("out_dir", "wandb_run_name", "wandb_notes", "peak_flops", "n_params", "flops_per_token", "git_changed")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everyone
+PAGE = """<!doctype html><meta charset="utf-8"><title>Runs</title>
+<style>body {{font: 14px sans-serif; margin: 2em}} table {{border-collapse: collapse}} svg {{max-width: 100%}}
+th, td {{padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd}} th {{cursor: pointer}}
+th:first-child, td:first-child {{text-align: left}}</style>
+<table>{table}</table><p>A click on a column's name sorts by it.</p>{chart}
+<script>
+for (const head of document.querySelectorAll("th")) head.onclick = () => {{
+  const column = head.cellIndex, rows = [...document.querySelectorAll("tr")].slice(1)
+  const value = row => row.cells[column].dataset.value, number = row => parseFloat(value(row))
+  const up = head.dataset.up = head.dataset.up == "1" ? "0" : "1"
+  rows.sort((a, b) => (number(a) - number(b) || value(a).localeCompare(value(b))) * (up == "1" ? 1 : -1))
+  rows.forEach(row => row.parentNode.append(row))
+}}
+</script>
+"""
 
 
 def read_run(folder):
-    """{"name", "config": {key: value}, "rows": [row of log.jsonl]} of an out folder."""
+    """{"name", "config": {key: value}, "rows": [{"iter", "tokens", "time", metric: value}]} of a run's folder."""
+    folder = Path(folder)
     try:
-        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-        lines = Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
+        if list(folder.glob("*.wandb")):
+            run = read_wandb_run(folder)
+        else:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            run = {"name": str(folder), "config": config, "rows": read_rows(folder / "log.jsonl")}
     except (OSError, ValueError) as e:
-        fail(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl")
-    if not rows:
-        fail(f"{folder}: its log.jsonl has no rows yet")
-    return {"name": str(folder), "config": config, "rows": rows}
+        fail(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl, or one of W&B's")
+    if not run["rows"]:
+        fail(f"{folder}: its log has no rows yet")
+    return run
+
+
+def read_wandb_run(folder):
+    """The same from what the W&B client wrote, whether or not it was ever online."""
+    name, config, rows = folder.name, {}, []
+    for record in read_wandb(folder):
+        if record["type"] == "run":
+            name = record["run"].get("display_name", name)
+            config |= {k: v for k, v in record["run"]["config"]["update"].items() if k != "_wandb"}
+        elif record["type"] == "history":
+            item = record["history"]["item"]
+            rows.append(item | {"iter": item.get("iter", item["_step"]), "time": item["_timestamp"]})
+    return {"name": f"{name} ({folder.name})", "config": config, "rows": rows}
+
+
+def run_folders(names):
+    """The runs meant: a folder that is one, or, of a folder that holds W&B's, all of them."""
+    for name in names:
+        inside = sorted(path.parent for path in Path(name).glob("*run-*/*.wandb") if not path.parent.is_symlink())
+        yield from inside or [name]
 
 
 def seconds(rows):
     """The time of each row since the first, without the pauses between a stop and its continuation."""
     gaps = [max(0.0, b["time"] - a["time"]) for a, b in zip(rows, rows[1:])]
-    usual = sorted(gaps)[len(gaps) // 2] if gaps else 0
+    usual = sorted(gaps)[(len(gaps) - 1) // 2] if gaps else 0
     total, out = 0.0, [0.0]
     for gap in gaps:
         total += gap if gap < 20 * usual + 10 else usual
@@ -68,63 +110,112 @@ def text(value):
     return f"{value:,}" if type(value) is int else str("" if value is None else value)
 
 
-def table(found):
-    """The lines of the comparison."""
+def rank(value):
+    """Sorts numbers before words, and what is missing behind both."""
+    return (value is None, isinstance(value, str), value if value is not None else 0)
+
+
+def cells(found):
+    """The comparison as rows of values, the first of them the columns' names."""
     settings = differences(found)
     metrics = [name for name in FINAL if any(name in results(run) for run in found)]
-    cells = [["run", *settings, *metrics]]
-    values = [(run, {**run["config"], **results(run)}) for run in found]
-    known = [v for _, v in values if sort in v]
-    if not known:
+    values = [{"run": run["name"], **run["config"], **results(run)} for run in found]
+    if not any(sort in v for v in values):
         fail(f"--sort={sort}: no such setting or metric; expected one of {', '.join([*settings, *metrics])}")
-    values.sort(key=lambda pair: (sort not in pair[1], pair[1].get(sort, math.inf)))
-    cells += [[run["name"], *(text(value.get(k)) for k in settings + metrics)] for run, value in values]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    values.sort(key=lambda v: rank(v.get(sort)))
+    columns = ["run", *settings, *metrics]
+    return [columns] + [[v.get(name) for name in columns] for v in values]
+
+
+def lines(table):
+    """The table for a terminal."""
+    shown = [[text(value) for value in row] for row in table]
+    widths = [max(map(len, column)) for column in zip(*shown)]
     return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in cells]
+            for row in shown]
 
 
-def draw(found, path):
-    """Training loss thin, validation loss with dots, over tokens on the left and over time on the right."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        fail("--plot needs matplotlib: pip install matplotlib")
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for number, run in enumerate(found):
-        rows, color = run["rows"], f"C{number}"
-        times = [t / 60 for t in seconds(rows)]
-        for axis, x in ((axes[0], [row["tokens"] / 1e6 for row in rows]), (axes[1], times)):
-            for metric, style in (("loss/train", {"alpha": 0.35, "lw": 1}), ("loss/val", {"marker": "o", "ms": 3})):
-                points = [(a, row[metric]) for a, row in zip(x, rows) if isinstance(row.get(metric), float)]
-                axis.plot(*zip(*points), color=color, label=run["name"] if metric == "loss/val" else None, **style)
-    axes[0].set(xlabel="tokens (millions)", ylabel="loss (nats per token; dots: validation)")
-    axes[1].set(xlabel="time (minutes)")
-    lowest = min(results(run)["loss/val"] for run in found)
-    highest = max(row["loss/val"] for run in found for row in run["rows"] if "loss/val" in row)
-    axes[0].set_ylim(lowest - 0.05 * (highest - lowest), highest)
-    axes[0].legend()
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def ticks(low, high):
+    """About five round numbers from low to high."""
+    step = 10 ** math.floor(math.log10((high - low) / 4))
+    step *= next(k for k in (1, 2, 5, 10) if (high - low) / (k * step) <= 6)
+    return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def main():
-    folders = runs.split(",") if runs else []
-    folders += [word for word in words]
-    if not folders:
-        fail("no runs; expected their out folders, as in: python compare.py out/a out/b")
-    found = [read_run(folder) for folder in folders]
-    print("\n".join(table(found)))
+def panel(curves, left, label, low, high, width=400, height=300):
+    """
+    One chart as SVG. curves: [(color, [(x, training loss)], [(x, validation loss)])]; training thin, validation with
+    dots.
+    """
+    right = max((x for _, *both in curves for points in both for x, _ in points), default=0) or 1
+    across = lambda x: left + width * x / right
+    down = lambda y: 20 + height * (1 - (min(max(y, low), high) - low) / (high - low))
+    parts = [f'<rect x="{left}" y="20" width="{width}" height="{height}" fill="none" stroke="#999"/>']
+    for x in ticks(0, right):
+        parts.append(f'<text x="{across(x):.1f}" y="{height + 36}" text-anchor="middle">{x:g}</text>'
+                     f'<path d="M{across(x):.1f} 20v{height}" stroke="#eee"/>')
+    for y in ticks(low, high):
+        parts.append(f'<text x="{left - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{y:g}</text>'
+                     f'<path d="M{left} {down(y):.1f}h{width}" stroke="#eee"/>')
+    parts.append(f'<text x="{left + width / 2}" y="{height + 54}" text-anchor="middle">{label}</text>')
+    for color, *both in curves:
+        for points, style in zip(both, ('opacity="0.4"', 'stroke-width="1.8"')):
+            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
+        parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5" fill="{color}"/>' for x, y in both[1]]
+    return "".join(parts)
+
+
+def chart(found):
+    """The losses of all runs as SVG, over tokens on the left and over time on the right."""
+    values = [row[k] for run in found for row in run["rows"] for k in ("loss/train", "loss/val")
+              if isinstance(row.get(k), float) and math.isfinite(row[k])]
+    if not values:
+        fail("--plot: none of these runs has a loss/train or loss/val")
+    low, high = min(values), max(values)
+    low, high = low - 0.03 * (high - low), high + 0.03 * (high - low) + 1e-9
+    over = {"tokens (millions)": lambda run: [row.get("tokens", row["iter"]) / 1e6 for row in run["rows"]],
+            "minutes": lambda run: [t / 60 for t in seconds(run["rows"])]}
+    bottom = 96 + 18 * len(found)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 {300 + bottom}" width="940" font-size="12" '
+             f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>']
+    for (label, axis), left in zip(over.items(), (50, 510)):
+        curves = [(COLORS[n % len(COLORS)], *([(x, row[k]) for x, row in zip(axis(run), run["rows"])
+                                              if isinstance(row.get(k), float)] for k in ("loss/train", "loss/val")))
+                  for n, run in enumerate(found)]
+        parts.append(panel(curves, left, label, low, high))
+    parts.append('<text x="50" y="14">loss, nats per token; with dots: validation</text>')
+    for n, run in enumerate(found):
+        y = 384 + 18 * n
+        parts.append(f'<path d="M50 {y - 4}h24" stroke="{COLORS[n % len(COLORS)]}" stroke-width="2"/>'
+                     f'<text x="82" y="{y}">{html.escape(run["name"])}</text>')
+    return "".join(parts) + "</svg>\n"
+
+
+def page(found, table):
+    """Table and chart in one HTML file that needs nothing else."""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
+    body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(str(v))}">{html.escape(text(v))}</td>' for v in row)
+                   + "</tr>" for row in table[1:])
+    return PAGE.format(table=f"<tr>{head}</tr>{body}", chart=chart(found))
+
+
+def main(words):
+    found = [read_run(folder) for folder in run_folders([name for name in runs.split(",") if name] + words)]
+    if not found:
+        fail("no runs; expected their folders, as in: python compare.py out/a out/b")
+    if plot and not plot.endswith((".html", ".svg")):
+        fail(f"--plot={plot}: expected a name that ends in .html or .svg")
+    table = cells(found)
+    print("\n".join(lines(table)))
     if plot:
-        draw(found, plot)
+        try:
+            Path(plot).write_text(page(found, table) if plot.endswith(".html") else chart(found), encoding="utf-8")
+        except OSError as e:
+            fail(f"--plot={plot}: cannot be written ({e.strerror})")
         print(f"wrote {plot}")
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
     configure(globals(), argv=[word for word in sys.argv[1:] if word.startswith("-")])
-    main()
+    main([word for word in sys.argv[1:] if not word.startswith("-")])

@@ -1,0 +1,89 @@
+"""Runs compared from their JSON lines and from what the W&B client wrote."""
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.dom.minidom
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LOSS = {2: [5.0, 3.0, 2.5], 4: [5.0, 2.0, 1.5], 16: [5.0, 4.0, 4.5]}
+
+
+def log(batch):
+    """A run's rows: every 10 iterations, a second apart, but for a stop of an hour before the last."""
+    times = [0, 1, 3601]
+    return [{"iter": 10 * i, "tokens": 10 * i * batch, "loss/train": loss + 0.1, "loss/val": loss, "time": times[i]}
+            for i, loss in enumerate(LOSS[batch])]
+
+
+@pytest.fixture()
+def folders(tmp_path):
+    for batch in LOSS:
+        folder = tmp_path / f"b{batch}"
+        folder.mkdir()
+        config = {"batch_size": batch, "dim": 32, "name<&>": "x", "out_dir": folder.name}
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log(batch)) + '{"iter": 30, "lo')
+    return tmp_path
+
+
+def compare(folder, *words):
+    return subprocess.run([sys.executable, str(ROOT / "compare.py"), *words], cwd=folder, capture_output=True, text=True)
+
+
+def test_the_table_has_what_differs_and_the_results_sorted(folders):
+    done = compare(folders, "b2", "b4", "b16")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert rows[0] == ["run", "batch_size", "iter", "tokens", "loss/val", "loss/train", "minutes"]
+    assert [row[0] for row in rows[1:]] == ["b4", "b2", "b16"]
+    assert rows[1][1:] == ["4", "20", "80", "1.5000", "1.6000", "0.0333"]  # minutes without the stop
+    assert rows[3][4:6] == ["4.0000", "4.6000"]  # the best validation loss, the last training loss
+    by_size = compare(folders, "--runs=b16,b4,b2", "--sort=batch_size").stdout.splitlines()
+    assert [line.split()[0] for line in by_size[1:]] == ["b2", "b4", "b16"]
+
+
+def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
+    assert compare(folders, "b2", "b4", "b16", "--plot=c.svg").returncode == 0
+    svg = xml.dom.minidom.parse(str(folders / "c.svg"))
+    lines = [[tuple(map(float, p.split(","))) for p in line.getAttribute("points").split()]
+             for line in svg.getElementsByTagName("polyline")]
+    assert len(lines) == 3 * 2 * 2
+    validation = lines[1:6:2]  # of the left chart, in the order given
+    assert [round((line[-1][0] - 50) / (validation[2][-1][0] - 50), 3) for line in validation] == [0.125, 0.25, 1]
+    assert min(y for line in validation for _, y in line) > 20  # within the frame
+    assert validation[1][2][1] > validation[0][2][1]  # a lower loss lies lower
+    assert {t.firstChild.data for t in svg.getElementsByTagName("text")} >= {"b2", "b4", "b16", "minutes"}
+
+
+def test_the_page_stands_alone_and_holds_the_values_to_sort_by(folders):
+    assert compare(folders, "b2", "b16", "--plot=c.html").returncode == 0
+    page = (folders / "c.html").read_text()
+    assert not re.search(r'(src|href)="', page) and page.count("<svg") == 1
+    assert re.findall(r'<td data-value="(\d+)">\d+</td><td data-value="20"', page) == ["2", "16"]
+
+
+def test_the_clients_logs_read_the_same(folders):
+    program = ("import json, wandb\nfor b in (2, 4, 16):\n"
+               "    rows = [json.loads(l) for l in open(f'b{b}/log.jsonl').read().splitlines()[:3]]\n"
+               "    run = wandb.init(project='p', name=f'b{b}', mode='offline', config={'batch_size': b, 'dim': 32})\n"
+               "    for row in rows: run.log({k: v for k, v in row.items() if k != 'time'}, step=row['iter'])\n"
+               "    run.finish()\nwandb.teardown()\n")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(folders), "WANDB_SILENT": "true"}
+    subprocess.run([sys.executable, "-c", program], cwd=folders, env=env, check=True, capture_output=True)
+    done = compare(folders, "wandb")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows[1:]] == ["b4", "b2", "b16"]
+    assert rows[0][:6] == ["run", "batch_size", "iter", "tokens", "loss/val", "loss/train"]
+    assert rows[1][1].startswith("(offline-run-") and rows[1][2:7] == ["4", "20", "80", "1.5000", "1.6000"]
+
+
+@pytest.mark.parametrize("words, message", [
+    ([], "no runs"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
+    (["b2", "--plot=c.png"], ".html or .svg"), (["b2", "--plot=no/c.svg"], "cannot be written")])
+def test_mistakes_end_in_one_line(folders, words, message):
+    done = compare(folders, *words)
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
