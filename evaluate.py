@@ -2,19 +2,35 @@
 What a trained model is worth.
 
     python evaluate.py out --perplexity=text.txt     how well it predicts a text; `run --perplexity` gives the same
+    python evaluate.py out --data=labelled.jsonl     how often it finds the answer among the classes
+    python evaluate.py --make_intents=intents        write a small data set of labelled commands to try that on
+
+A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; without "classes" all that is expected
+anywhere in the file counts. The model's answer is the class whose text it finds likeliest behind the prompt.
 """
+import collections
+import itertools
+import json
 import math
+import random
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 import parallel
-from configurator import configure, fail
+from configurator import configure, fail, settings
 from export import load_model
+from track import Wandb, new_run_id
 
 out_dir = "out"      # the model: a run's folder, one of its step folders, a GGUF file or a llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 perplexity = ""      # a UTF-8 text to predict
+data = ""            # labelled prompts, .jsonl
+between = "\n= "     # stands between prompt and answer, as in the text the model was trained on
+make_intents = ""    # a folder to write train.jsonl (prompt and answer as text) and test.jsonl (labelled prompts) to
+wandb_log = False    # log table, accuracies and confusion matrix to Weights & Biases
+wandb_project = "llamac"  # W&B project
 device = "auto"      # auto, cpu, cuda, cuda:1, mps
 
 LOGITS_AT_ONCE = 1 << 25  # 128 MB of float32
@@ -53,12 +69,176 @@ def print_perplexity(model, vocabulary, path, device):
           f"{total / math.log(2) / len(text):.6f} bits per byte)")
 
 
+# ---- labelled prompts -------------------------------------------------------------------------------------------
+
+def read_labelled(path):
+    """[{"prompt", "expected", "classes"}] of a .jsonl file."""
+    examples, number = [], 0
+    try:
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            example = json.loads(line)
+            examples.append({"prompt": str(example["prompt"]), "expected": str(example["expected"]),
+                             "classes": [str(c) for c in example.get("classes", [])]})
+    except OSError as e:
+        fail(f"--data={path}: cannot be read ({e.strerror}); expected a .jsonl file")
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"prompt\": ..., \"expected\": ...}}")
+    if not examples:
+        fail(f"{path}: is empty; expected a labelled prompt a line")
+    every = sorted({e["expected"] for e in examples})
+    for example in examples:
+        example["classes"] = example["classes"] or every
+        if example["expected"] not in example["classes"]:
+            fail(f"{path}: {example['expected']!r} is expected but not among its classes {example['classes']}")
+    return examples
+
+
+@torch.inference_mode()
+def score(model, vocabulary, prompt, classes, device="cpu"):
+    """
+    The probability of each class among `classes` as what stands behind the prompt, to its end (EOS): (len(classes),).
+    """
+    ids = [vocabulary.encode(prompt + between + c, bos=True, eos=True) for c in classes]
+    longest = max(map(len, ids)) - 1
+    if longest > model.args.max_seq_len:
+        fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context is "
+             f"{model.args.max_seq_len}; shorten it")
+    x = torch.tensor([(i[:-1] + [0] * longest)[:longest] for i in ids], device=device)  # (classes, T)
+    y = torch.tensor([(i[1:] + [-1] * longest)[:longest] for i in ids], device=device)
+    logits = model(x, y)[0]  # (classes, T, V)
+    nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none").double().sum(1)
+    return torch.softmax(-nll, 0).cpu()
+
+
+def answer(model, vocabulary, examples, device="cpu"):
+    """Rows of the table: [successful, expected, actual, score, prompt]."""
+    rows = []
+    for example in examples:
+        p = score(model, vocabulary, example["prompt"], example["classes"], device)
+        actual = example["classes"][int(p.argmax())]
+        rows.append([actual == example["expected"], example["expected"], actual, round(p.max().item(), 4),
+                     example["prompt"]])
+    return rows
+
+
+def accuracies(rows):
+    """{class: (right, all)} by what was expected."""
+    found = collections.defaultdict(lambda: [0, 0])
+    for successful, expected, *_ in rows:
+        found[expected][0] += successful
+        found[expected][1] += 1
+    return {name: tuple(found[name]) for name in sorted(found)}
+
+
+def report(rows, names):
+    """Lines: accuracy over all and per class, the confusion matrix, the failures."""
+    right = sum(row[0] for row in rows)
+    counts = collections.Counter((row[1], row[2]) for row in rows)
+    width = max(len("expected"), *map(len, names)) + 2
+    yield f"accuracy {right / len(rows):.4f} ({right} of {len(rows)})"
+    yield "\n" + "expected".ljust(width) + "accuracy  " + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
+    per_class = accuracies(rows)
+    for n, name in enumerate(names):
+        good, all_ = per_class.get(name, (0, 0))
+        share = f"{good / all_:.4f}" if all_ else "-"
+        yield f"{name:<{width}}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
+    failures = [row for row in rows if not row[0]]
+    for _, expected, actual, p, prompt in failures[:20]:
+        yield f"wrong: {prompt!r}: expected {expected}, actual {actual} (score {p:.2f})"
+    if len(failures) > 20:
+        yield f"... and {len(failures) - 20} more"
+
+
+def log_to_wandb(rows, names):
+    """One run of job type `evaluate`; a tracker that fails costs a warning."""
+    name = f"evaluate-{Path(out_dir).name}"
+    run = {"id": new_run_id(name), "project": wandb_project, "name": name, "job_type": "evaluate"}
+    try:
+        tracker = Wandb("", settings(globals()), run, "iter")
+        wandb, place = tracker.wandb, {name: n for n, name in enumerate(names)}
+        table = wandb.Table(columns=["Successful", "Expected", "Actual", "Score", "Prompt"], data=rows)
+        matrix = wandb.plot.confusion_matrix(y_true=[place[row[1]] for row in rows], preds=[place[row[2]] for row in rows],
+                                             class_names=names)
+        tracker.run.log({"evaluation": table, "confusion_matrix": matrix, "accuracy": sum(r[0] for r in rows) / len(rows)}
+                        | {f"accuracy/{name}": good / all_ for name, (good, all_) in accuracies(rows).items()})
+        tracker.finish()
+    except Exception as e:
+        print(f"warning: not logged to W&B ({type(e).__name__}: {e})")
+
+
+def evaluate_labelled(model, vocabulary, device):
+    examples = read_labelled(data)
+    rows = answer(model, vocabulary, examples, device)
+    names = sorted({c for example in examples for c in example["classes"]})
+    print("\n".join(report(rows, names)))
+    if wandb_log:
+        log_to_wandb(rows, names)
+
+
+# ---- a small labelled data set ----------------------------------------------------------------------------------
+
+POLITE = ("{}", "please {}", "{} please", "can you {}", "could you {} now", "hey, {}", "{} for me")
+INTENTS = {
+    "open_application": ("open {app}", "start {app}", "launch {app}", "bring up {app}"),
+    "set_alarm": ("wake me at {hour}", "set an alarm for {hour}", "ring at {hour} {day}", "alarm at {hour} {day}"),
+    "set_timer": ("set a timer for {minutes} minutes", "count down {minutes} minutes", "remind me in {minutes} minutes"),
+    "battery": ("tell me how much battery is left", "check the battery {day}", "say whether the phone needs charging",
+                "show the charge of the {device}"),
+    "volume_up": ("turn up the {device}", "make the {device} louder", "raise the volume of {app}"),
+    "volume_down": ("turn down the {device}", "make the {device} quieter", "lower the volume of {app}"),
+    "call": ("call {person}", "phone {person} {day}", "ring up {person}", "get {person} on the line"),
+    "chat": ("tell me a joke about {person}", "say how you are {day}", "talk to me about {person}",
+             "tell me what you think of {app}"),
+}
+SLOTS = {
+    "app": ("the camera", "music", "the calendar", "maps", "mail", "the browser", "photos", "notes", "the clock", "chess"),
+    "hour": ("six", "seven", "half past eight", "nine", "noon", "ten in the evening", "five thirty", "four"),
+    "day": ("today", "tomorrow", "on monday", "on friday", "this evening", "next week"),
+    "minutes": ("two", "three", "five", "ten", "fifteen", "twenty", "forty", "ninety"),
+    "device": ("radio", "speaker", "phone", "television", "headset", "tablet"),
+    "person": ("mum", "dad", "anna", "the doctor", "my boss", "tom", "the neighbour", "grandma"),
+}
+
+
+def intents(seed=1337):
+    """[(prompt, class)]: every pattern with every filling and manner, in a fixed shuffled order."""
+    found = []
+    for name, patterns in INTENTS.items():
+        for pattern, manner in itertools.product(patterns, POLITE):
+            used = [slot for slot in SLOTS if f"{{{slot}}}" in pattern]
+            for filling in itertools.product(*(SLOTS[slot] for slot in used)):
+                found.append((manner.format(pattern.format(**dict(zip(used, filling)))), name))
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def write_intents(folder):
+    """One in ten goes to test.jsonl, as labelled prompts, the rest to train.jsonl, as text."""
+    found, folder = intents(), Path(folder)
+    tests = len(found) // 10
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "test.jsonl").write_text("".join(
+            json.dumps({"prompt": prompt, "expected": name}) + "\n" for prompt, name in found[:tests]), encoding="utf-8")
+        (folder / "train.jsonl").write_text("".join(
+            json.dumps({"text": prompt + between + name}) + "\n" for prompt, name in found[tests:]), encoding="utf-8")
+    except OSError as e:
+        fail(f"--make_intents={folder}: cannot be written ({e.strerror})")
+    print(f"wrote {len(found) - tests} prompts and answers to {folder}/train.jsonl, {tests} labelled prompts to "
+          f"{folder}/test.jsonl")
+
+
 def main():
-    if not perplexity:
-        fail("nothing to evaluate; give --perplexity=FILE")
+    if make_intents:
+        return write_intents(make_intents)
+    if not perplexity and not data:
+        fail("nothing to evaluate; give --perplexity=FILE or --data=FILE")
     place = parallel.setup(device)
     model, vocabulary = load_model(out_dir, tokenizer, place)
-    print_perplexity(model, vocabulary, perplexity, place)
+    if perplexity:
+        print_perplexity(model, vocabulary, perplexity, place)
+    if data:
+        evaluate_labelled(model, vocabulary, place)
 
 
 if __name__ == "__main__":

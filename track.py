@@ -211,7 +211,10 @@ class Wandb:
     """A Weights & Biases run. Charts have `tokens` as x axis, with `iter` beside it as the step."""
 
     def __init__(self, out_dir, config, run, x="tokens", mode=None):
-        """run: {"id", "project", "name", and where set "group", "tags", "notes", "job_type"}."""
+        """
+        run: {"id", "project", "name", and where set "group", "tags", "notes", "job_type"}; out_dir: of the log.jsonl
+        that goes with it, if there is one.
+        """
         mode, why = mode or wandb_mode()
         # artifacts wait for their upload inside the run's folder, not somewhere in the home folder
         os.environ.setdefault("WANDB_DATA_DIR", os.path.join(os.environ.get("WANDB_DIR", "."), "wandb"))
@@ -224,9 +227,10 @@ class Wandb:
             self.run.define_metric(name, summary="last")
         self.run.define_metric("*", step_metric=x)
         self.run.define_metric("loss/val", step_metric=x, summary="min,last")
-        self.fill(out_dir, mode)
-        later = f"; upload it later with: python track.py sync {out_dir}"
+        if out_dir:
+            self.fill(out_dir, mode)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
+        later = f"; upload it later with: {f'python track.py sync {out_dir}' if out_dir else f'wandb sync {where}'}"
         if mode != "disabled":
             print(f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}", flush=True)
 

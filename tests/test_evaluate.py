@@ -1,0 +1,102 @@
+"""Labelled prompts: scores against sums of log probabilities, the report, W&B, and an intent model learnt from pairs."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import evaluate
+import export
+import track
+from model import ModelArgs, Transformer
+from tokenizer import Bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(folder, script, *words, **env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    return subprocess.run([sys.executable, str(ROOT / script), *words], cwd=folder, env=clean | env, capture_output=True,
+                          text=True, stdin=subprocess.DEVNULL)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=48)).eval()
+
+
+def test_a_score_is_the_likelihood_of_the_whole_answer(model):
+    classes = ["on", "off", "on and off"]
+    found = evaluate.score(model, Bytes(), "switch it", classes)
+    prefix = Bytes().encode("switch it" + evaluate.between, bos=True)
+    likelihoods = []
+    for c in classes:  # token by token, each with nothing but what stands before it
+        ids, total = prefix + Bytes().encode(c, eos=True), 0.0
+        for at in range(len(prefix), len(ids)):
+            total += model(torch.tensor([ids[:at]]))[0][0, -1].log_softmax(0)[ids[at]].item()
+        likelihoods.append(total)
+    assert torch.allclose(found, torch.softmax(torch.tensor(likelihoods).double(), 0), atol=1e-5)
+
+
+def test_the_report_counts_per_class_and_shows_what_went_wrong():
+    rows = [[True, "a", "a", 0.9, "p1"], [False, "a", "b", 0.6, "p2"], [True, "b", "b", 0.8, "p3"]]
+    text = "\n".join(evaluate.report(rows, ["a", "b", "c"]))
+    assert "accuracy 0.6667 (2 of 3)" in text and "wrong: 'p2': expected a, actual b (score 0.60)" in text
+    table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line[:2] in ("a ", "b ", "c ")}
+    assert table == {"a": ["0.5000", "1", "1", "0", "[0]"], "b": ["1.0000", "0", "1", "0", "[1]"],
+                     "c": ["-", "0", "0", "0", "[2]"]}
+
+
+def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tmp_path):
+    for name in ("one", "two"):
+        assert command(tmp_path, "evaluate.py", f"--make_intents={name}").returncode == 0
+    assert (tmp_path / "one/train.jsonl").read_bytes() == (tmp_path / "two/train.jsonl").read_bytes()
+    tests = [json.loads(line) for line in (tmp_path / "one/test.jsonl").read_text().splitlines()]
+    assert {t["expected"] for t in tests} == set(evaluate.INTENTS) and len(tests) > 100
+    trained = (tmp_path / "one/train.jsonl").read_text()
+    assert not any(json.dumps(t["prompt"] + evaluate.between)[:-1] in trained for t in tests)
+
+
+def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
+    words = {"red": "stop", "green": "go", "blue": "wait"}
+    pairs = [{"text": f"{color} light {i}\n= {act}"} for i in range(60) for color, act in words.items()]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(p) + "\n" for p in pairs))
+    base = ["--vocab_source=byte", "--dim=64", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=16",
+            "--device=cpu", "--log_interval=100", "--eval_interval=500", "--eval_iters=1", "--wandb_log=False"]
+    (tmp_path / "base.txt").write_text("".join(f"{color} light {i}\n" for i in range(300) for color in words))
+    first = command(tmp_path, "train.py", "--data=base.txt", "--max_iters=20", "--out_dir=base", *base)
+    tuned = command(tmp_path, "train.py", "--init_from=base", "--data=pairs.jsonl", "--out_dir=tuned", "--max_iters=150", *base)
+    assert (first.returncode, tuned.returncode) == (0, 0), first.stderr + tuned.stderr
+    labelled = [{"prompt": f"{color} light {i}", "expected": act} for i in range(60, 70) for color, act in words.items()]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(e) + "\n" for e in labelled))
+    done = command(tmp_path, "evaluate.py", "tuned", "--data=test.jsonl", "--wandb_log=True", "--device=cpu")
+    assert done.returncode == 0 and "wandb sync" in done.stdout, done.stderr
+    assert float(done.stdout.split()[1]) > 0.9, done.stdout
+    table = json.loads(next((tmp_path / "wandb").rglob("evaluation_*.table.json")).read_text())
+    assert table["columns"] == ["Successful", "Expected", "Actual", "Score", "Prompt"] and len(table["data"]) == 30
+    records = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*")))
+    row = next(r["history"]["item"] for r in records if r["type"] == "history")
+    assert row["accuracy"] > 0.9 and row["accuracy/go"] > 0.9
+    assert any(key.startswith("confusion_matrix") for key in row)
+    matrix = json.loads(next((tmp_path / "wandb").rglob("confusion_matrix_table_*.table.json")).read_text())
+    counts = {(a, b): n for a, b, n in matrix["data"]}
+    assert sum(counts.values()) == 30 and counts["go", "go"] >= 9
+
+
+@pytest.mark.parametrize("content, message", [
+    ("", "is empty"), ('{"prompt": 1}\n', "line 1: KeyError 'expected'"), ("nonsense\n", "line 1: JSONDecodeError"),
+    ('{"prompt": "a", "expected": "x", "classes": ["y"]}\n', "not among its classes"), ("[1]\n", "line 1: TypeError"),
+    ('{"prompt": "%s", "expected": "x"}\n' % ("long " * 30), "shorten it")])
+def test_mistakes_end_in_one_line(model, tmp_path, monkeypatch, capsys, content, message):
+    export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
+    (tmp_path / "d.jsonl").write_text(content)
+    for knob, value in {"out_dir": str(tmp_path / "m.gguf"), "data": str(tmp_path / "d.jsonl"), "device": "cpu"}.items():
+        monkeypatch.setattr(evaluate, knob, value)
+    with pytest.raises(SystemExit) as e:
+        evaluate.main()
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and message in err and err.count("\n") == 1
