@@ -98,7 +98,7 @@ def whole(value):
         return value.full_tensor()
     if isinstance(value, dict):
         return {k: whole(v) for k, v in value.items()}
-    return [whole(v) for v in value] if isinstance(value, list) else value
+    return [whole(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def slice_like(tensor, like):

@@ -209,12 +209,13 @@ def evaluate(model, dataset, device, amp):
     count = min(len(starts), eval_iters * batch_size) if eval_iters else len(starts)
     chosen = np.arange(count) * len(starts) // count  # spread over the split
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, predictions
-    for first in range(parallel.rank * batch_size, count, parallel.world * batch_size):
-        some = chosen[first:first + batch_size]
+    for first in range(0, count, parallel.world * batch_size):
+        mine = chosen[first + parallel.rank * batch_size:][:batch_size]
+        some = mine if len(mine) else chosen[:1]  # sharded processes compute together, needed or not
         x, y = to_device(device, *corpus.gather(dataset.val, starts[some], max_seq_len, lengths[some]))
         with amp:
             loss = model(x, y)[1]
-        predictions = (y >= 0).sum()
+        predictions = (y >= 0).sum() * (len(mine) > 0)
         total += torch.stack((loss.double() * predictions, predictions))
     model.train()
     nats, predictions = parallel.mean(total).tolist()
