@@ -111,9 +111,8 @@ static uint64_t bytes_of(const Mat *m) {
     case F16: case BF16: return 2 * n;
     case Q8_0: return n / 32 * 34;
     case Q4_0: return n / 32 * 18;
-    case INT8_GROUPS: return n + (n + m->group - 1) / m->group * 4;
+    default: return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
     }
-    return 0;
 }
 
 // The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
@@ -1383,7 +1382,7 @@ int main(int argc, char **argv) {
     Text prompt = {0}, line = {0};
     if (o.prompt) append_string(&prompt, o.prompt);
     if (o.prompt_file) prompt = read_file(o.prompt_file);
-    if (o.verify) printf("%s: the weights are intact\n", o.model);
+    if (o.verify) printf("the weights are intact\n");
     else if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
     else if (o.tokenize && has_prompt) print_ids(&r.tokenizer, prompt);

@@ -375,12 +375,12 @@ def test_metadata_and_tensors_of_every_kind(run_debug_bin, tmp_path):
     for length in (len(header), len(header) - 1, len(header) - 4, len(header) - 30):
         path.write_bytes(header[:length])
         run(run_debug_bin, path, "-n", 3, status=1)
-    before, after = gguf_bytes().split(string("<unk>"))  # a piece of 2^27 bytes, most of them a hole in the file
+    before, after = header.split(string("<unk>"))  # a piece of 2^27 bytes, most of them a hole in the file
     with open(path, "wb") as file:
         file.write(before + struct.pack("<Q", 2**27))
         file.seek(2**27, 1)
-        file.write(after + bytes(27))
-    run(run_debug_bin, path, "-n", 3, status=1)
+        file.write(after + bytes(-(len(header) - 5) % 32 + 32 * len(SHAPES)))
+    assert "token 0 is too long" in run(run_debug_bin, path, "-n", 3, status=1)
 
 
 # ---- prompts
@@ -452,7 +452,7 @@ def test_verify_agrees_with_hashlib(run_debug_bin, tmp_path):
         lengths.add((end - start) % 64)
         assert "damaged" in run(run_debug_bin, path, "--verify", status=1)
         seal(path)
-        assert run(run_debug_bin, path, "--verify") == f"{path}: the weights are intact\n".encode()
+        assert run(run_debug_bin, path, "--verify") == b"the weights are intact\n"
     assert len(lengths) == 8
 
 
@@ -565,4 +565,4 @@ def test_how_many_hostile_inputs_there_are(tmp_path):
         args, _ = model.write(tmp_path, f"v{version}:32")
         files += sum(1 for _ in hostile_llama2c(args[0].read_bytes(), version))
     files += len(WRONG_VALUES) + len(WRONG_SHAPES)
-    assert files + len(WRONG_FLAGS) + len(TWO_MODES) + 4 * len(PROMPTS) >= 800
+    assert files + len(WRONG_FLAGS) + len(TWO_MODES) + 4 * len(PROMPTS) >= 900
