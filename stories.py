@@ -9,7 +9,7 @@ A rule is a name and its alternatives, one of which is drawn, each as likely as 
 
 No two derivations give the same text (`parse` finds them all, so that a test can tell). So the probability of a
 story is the product of its draws, and -log2 of it is what the story costs at best: a model that sees nothing but the
-stories comes near that cost and never below it. There are 10^47.8 different stories, 141.2 bits each on average.
+stories comes near that cost and never below it. There are 10^47.5 different stories, 140.3 bits each on average.
 
 Who and what a story is about is named again and again, for a model to show that it has learnt to copy. Each of them
 has its first echo close by (named Lily. Lily ...), which is where a small model learns it soonest.
@@ -73,16 +73,16 @@ plot
     [baby_see] [looks] [baby_say] [baby_search] [baby_home]
 
 looks
-    The {look} {toy} was very [nice].
-    The {look} {toy} looked [nice] and [old].
-    The {look} {toy} had [number] [dots] on it.
-    The {look} {toy} was bigger than a [animal].
+    The {toy} was {look} and very [nice].
+    The {toy} was {look} and had [number] [dots] on it.
+    The {toy} was {look} and bigger than a [animal].
+    The {toy} was {look} and looked [old].
 
 found_see
-    [Then] {hero} saw a {look} {toy} [where].
-    [Then] {friend} found a {look} {toy} [where].
-    [Then] they saw something [where]. It was a {look} {toy}.
-    [Then] a {look} {toy} lay [where].
+    [Then] {hero} saw a {toy} [where].
+    [Then] {friend} found a {toy} [where].
+    [Then] they saw something [where]. It was a {toy}.
+    [Then] a {toy} lay [where].
 found_say
     "What a [nice] {toy}," [said] {hero} [softly].
     "Who lost this [nice] {toy}?" [said] {friend} [softly].
@@ -100,10 +100,10 @@ found_owner
     It was the {toy} of a [trait] child, who [said] [softly], "Thank you, {friend}!"
 
 lost_miss
-    [Then] {hero} could not find {her|his} {look} {toy}.
-    [Then] {hero} [said] [softly], "Where is my {look} {toy}?"
-    [Then] {hero} lost {her|his} {look} {toy}.
-    [Then] {friend} saw that {hero}'s {look} {toy} was gone.
+    [Then] {hero} could not find {her|his} {toy}.
+    [Then] {hero} [said] [softly], "Where is my {toy}?"
+    [Then] {hero} lost {her|his} {toy}.
+    [Then] {friend} saw that {hero}'s {toy} was gone.
 lost_sad
     {hero} sat down [where] and felt [sad].
     "My {toy} is gone," [said] {hero} [softly].
@@ -121,10 +121,10 @@ lost_find
     [Then] a [furry] [animal] brought the {toy} to {hero}.
 
 stuck_up
-    [Then] {hero} threw a {look} {toy} up onto a [roof].
-    [Then] the wind took {hero}'s {look} {toy} up onto a [roof].
-    [Then] a big bird dropped {hero}'s {look} {toy} onto a [roof].
-    [Then] {friend} kicked {hero}'s {look} {toy} up onto a [roof].
+    [Then] {hero} threw a {toy} up onto a [roof].
+    [Then] the wind took {hero}'s {toy} up onto a [roof].
+    [Then] a big bird dropped {hero}'s {toy} onto a [roof].
+    [Then] {friend} kicked {hero}'s {toy} up onto a [roof].
 stuck_try
     {hero} jumped [number] times, but the {toy} did not come down.
     {friend} threw [trash] at the {toy}, but it did not come down.
@@ -142,10 +142,10 @@ stuck_down
     "I have the {toy}," [said] {hero} [softly].
 
 wish_see
-    [Then] {hero} saw a {look} {toy} in a shop.
-    A [trait] [worker] sold a {look} {toy}, and {hero} wanted it.
-    "I wish I had a {look} {toy}," [said] {hero} [softly].
-    [Then] they met a child with a {look} {toy}, and {hero} wanted one too.
+    [Then] {hero} saw a {toy} in a shop.
+    A [trait] [worker] sold a {toy}, and {hero} wanted it.
+    "I wish I had a {toy}," [said] {hero} [softly].
+    [Then] they met a child with a {toy}, and {hero} wanted one too.
 wish_price
     But the {toy} cost [number] coins.
     "How much is the {toy}?" [said] {hero} [softly]. It was [number] coins.
@@ -163,10 +163,10 @@ wish_buy
     "Now the {toy} is ours," [said] {hero} [softly].
 
 share_one
-    [Then] {hero} and {friend} both wanted a {look} {toy}.
-    They had only one {look} {toy}, and {friend} wanted it.
-    {friend} played with a {look} {toy} [where], and {hero} wanted it.
-    [Then] {hero} found a {look} {toy} [where], but {friend} wanted it.
+    [Then] {hero} and {friend} both wanted a {toy}.
+    They had only one {toy}, and {friend} wanted it.
+    {friend} played with a {toy} [where], and {hero} wanted it.
+    [Then] {hero} found a {toy} [where], but {friend} wanted it.
 share_fight
     {hero} pulled, and the {toy} fell down [where].
     "Give me the {toy}!" [said] {friend} [softly].
@@ -184,10 +184,10 @@ share_turns
     "The {toy} is for you," [said] {friend} [softly].
 
 broke_how
-    {friend} had a {look} {toy}. [Then] {hero} sat on it, and it broke.
-    [Then] {hero} broke {friend}'s {look} {toy}.
-    {hero} played with {friend}'s {look} {toy} [where], and it broke.
-    [Then] {friend}'s {look} {toy} fell down, and {hero} broke it.
+    {friend} had a {toy}. [Then] {hero} sat on it, and it broke.
+    [Then] {hero} broke {friend}'s {toy}.
+    {hero} played with {friend}'s {toy} [where], and it broke.
+    [Then] {friend}'s {toy} fell down, and {hero} broke it.
 broke_hide
     {hero} felt [sad] and hid the {toy} [where].
     {hero} put the {toy} [where] and went away.
@@ -226,10 +226,10 @@ gift_give
     [Then] {friend} got the {look} {toy} and put it [where].
 
 baby_see
-    [Then] they found a baby [animal] [where] with a {look} {toy}.
-    [Then] {hero} saw a baby [animal] with a {look} {toy} [where].
-    [Then] {friend} heard a baby [animal]. It had a {look} {toy}.
-    A baby [animal] sat [where] with a {look} {toy} and felt [sad].
+    [Then] they found a baby [animal] [where] with a {toy}.
+    [Then] {hero} saw a baby [animal] with a {toy} [where].
+    [Then] {friend} heard a baby [animal]. It had a {toy}.
+    A baby [animal] sat [where] with a {toy} and felt [sad].
 baby_say
     "I lost my mom," it [said] [softly] and held the {toy}.
     "We will help you and your {toy}," [said] {hero} [softly].
@@ -261,31 +261,42 @@ hero
 
 girl_name: Lily, Mia, Anna, Sue, Emma, Zoe, Ella, Lucy, Rose, Nina, Amy, Kate, Ruby, Molly, Clara, Daisy
 boy_name: Tom, Ben, Max, Sam, Leo, Jack, Tim, Finn, Noah, Oscar, Peter, Paul, Luke, Henry, Theo, Adam
-friend: Pip, Bruno, Coco, Momo, Biscuit, Pepper, Toby, Rusty, Socks, Ziggy, Nutmeg, Waffles, Dot, Button, Tiki, Bubbles
+friend: Pip, Bruno, Coco, Momo, Biscuit, Pepper, Toby, Rusty, Socks, Ziggy, Nutmeg, Waffles, Dot, Button, Tiki,
+    Bubbles
 animal: dog, cat, rabbit, mouse, duck, pony, bear, squirrel, frog, goat, lamb, bird, turtle, pig, fox, hen
 birds: dogs, cats, rabbits, ducks, ponies, frogs, goats, lambs, birds, pigs, bees, hens, cows, fish, bugs, swans
-place: park, beach, forest, garden, river, farm, hill, market, meadow, lake, zoo, castle, harbor, mill, field, bridge
-look: red, blue, green, yellow, purple, pink, silver, golden, white, black, brown, gray, shiny, round, wooden, striped
+place: park, beach, forest, garden, river, farm, hill, market, meadow, lake, zoo, castle, harbor, mill, field,
+    bridge
+look: red, blue, green, yellow, purple, pink, silver, golden, white, black, brown, gray, shiny, round, wooden,
+    striped
 toy: ball, kite, doll, drum, boat, hat, book, bell, train, crown, robot, flute, lamp, scarf, basket, puppet
-trait: little, brave, kind, clever, shy, merry, quiet, wise, gentle, cheerful, funny, lively, friendly, playful, polite, young
+trait: little, brave, kind, clever, shy, merry, quiet, wise, gentle, cheerful, funny, lively, friendly, playful,
+    polite, young
 furry: small, big, fat, thin, fast, slow, lazy, silly, sleepy, spotted, noisy, hungry, fluffy, tiny, soft, wild
 dots: dots, lines, stars, spots, holes, rings, hearts, words
 cozy: tiny, quiet, sleepy, green, pretty, busy, cozy, sunny
 village: village, town, valley, house, city, street, port, land
 hobby: sing, dance, draw, read, swim, run, jump, play, hide, cook, paint, climb, write, count, dig, skate
-food: apples, cookies, berries, soup, rice, corn, honey, cake, bread, cherries, plums, nuts, cheese, pears, grapes, pie
+food: apples, cookies, berries, soup, rice, corn, honey, cake, bread, cherries, plums, nuts, cheese, pears,
+    grapes, pie
 sweets: coins, stones, shells, flowers, candies, buttons, beans, stars
 weather: sunny, windy, warm, cold, cloudy, bright, foggy, calm, fresh, mild, hot, chilly, rainy, lovely, dark, snowy
 day: morning, afternoon, day, evening, Monday, Friday, Saturday, Sunday
 parent: mom, dad, grandma, grandpa, aunt, uncle, sister, brother
-worker: baker, farmer, painter, sailor, king, hunter, teacher, doctor, singer, cook, clown, driver, miller, builder, guard, dancer
-where: under a bush, behind a rock, by the path, in the grass, on a bench, near a stone, under a leaf, behind a wall, by the fence, near a gate, on the stairs, in the sand, under a tree, in a box, by the water, in a corner
-nice: beautiful, lovely, wonderful, funny, pretty, great, special, strange, fancy, cute, perfect, silly, sweet, rare, famous, plain
+worker: baker, farmer, painter, sailor, king, hunter, teacher, doctor, singer, cook, clown, driver, miller,
+    builder, guard, dancer
+where: under a bush, behind a rock, by the path, in the grass, on a bench, near a stone, under a leaf,
+    behind a wall, by the fence, near a gate, on the stairs, in the sand, under a tree, in a box, by the water,
+    in a corner
+nice: beautiful, lovely, wonderful, funny, pretty, great, special, strange, fancy, cute, perfect, silly, sweet,
+    rare, famous, plain
 old: old, new, clean, dirty, heavy, light, soft, strong
-softly: softly, kindly, slowly, gently, shyly, sweetly, proudly, calmly, warmly, bravely, quickly, politely, sadly, gladly, quietly, happily
+softly: softly, kindly, slowly, gently, shyly, sweetly, proudly, calmly, warmly, bravely, quickly, politely,
+    sadly, gladly, quietly, happily
 said: said, called, answered, replied, sang, added, hummed, began
 sad: sad, worried, lonely, bad, upset, scared, tired, sorry, gloomy, lost, small, hurt, angry, unhappy, cold, weak
-happy: happy, glad, proud, lucky, cheerful, good, great, fine, merry, safe, warm, calm, thankful, brave, strong, free
+happy: happy, glad, proud, lucky, cheerful, good, great, fine, merry, safe, warm, calm, thankful, brave, strong,
+    free
 worked: worked, cooked, painted, sang, danced, cleaned, washed, swept
 trash: leaves, stones, feathers, shoes, cones, shells, sticks, cups
 roof: roof, tree, wall, chimney, tower, shelf, barn, rock
@@ -299,9 +310,10 @@ Then: Then, Soon, Suddenly, Later, Now, Next, After lunch, At noon
 def read_grammar(text):
     """{rule: (alternative, ...)}, an alternative being a tuple of symbols."""
     rules, name = {}, None
+    text = text.replace(",\n    ", ", ")  # a list of words may go on in the next line
     for line in filter(str.strip, text.split("\n")):
         if line.startswith(" "):
-            rules[name] += (symbols(line.strip().replace("\\n", "\n")),)
+            rules[name] += (symbols(line.strip()),)
         elif ":" in line:
             name, words = line.split(": ")
             rules[name] = tuple((word,) for word in words.split(", "))

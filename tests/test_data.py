@@ -522,7 +522,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(data, "TINYSTORIES", {n: (len(b), hashlib.sha256(b).hexdigest()) for n, b in BODIES.items()})
     monkeypatch.setattr(data, "PATIENCE", (0, 0, 0))
     monkeypatch.setattr(data, "tinystories_url", f"http://127.0.0.1:{server.server_port}/base")
