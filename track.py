@@ -457,8 +457,8 @@ class Tracker:
 
 
 def new_run_id(name):
-    """A short, readable run id that no other run has."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] + "-" + secrets.token_hex(2)
+    """A short, readable run id that no other run has; under `wandb agent` the one it has given."""
+    return os.environ.get("WANDB_RUN_ID") or re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] + "-" + secrets.token_hex(2)
 
 
 def source_version():

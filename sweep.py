@@ -1,0 +1,174 @@
+"""
+A W&B sweep file, run here without a server.
+
+    python sweep.py sweeps/random.yaml [--count=12] [--out_dir=out/sweep]
+
+The same file runs with `wandb sweep FILE` and `wandb agent ID`. Grid and random search need nothing else, bayes needs
+`pip install optuna`. Trial N trains in out_dir/N; what N tries is settled by the file and the seed, so the same command
+continues a sweep that was interrupted. At the end all trials stand in one table, as compare.py prints it.
+"""
+import itertools
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import compare
+from configurator import configure, fail, read_file
+
+file = ""       # the sweep, a .yaml file as W&B has them
+count = 0       # trials; 0: the file's run_cap, or the whole grid
+out_dir = ""    # the trials' folders go here; "": what the file says, else out/sweep
+seed = 1337     # of random and bayes
+
+UNIFORM = ("uniform", "int_uniform", "q_uniform", "log_uniform_values", "q_log_uniform_values", "int_log_uniform_values")
+KNOWN = ("program", "method", "metric", "parameters", "run_cap", "name", "description", "project", "entity", "command")
+
+
+def check(sweep):
+    """Refuse what this program would otherwise do differently from W&B."""
+    if not isinstance(sweep.get("parameters"), dict) or not sweep["parameters"]:
+        fail(f"{file}: has no parameters; sweeps/grid.yaml shows a sweep")
+    if sweep.get("method") not in ("grid", "random", "bayes"):
+        fail(f"{file}: method is {sweep.get('method')!r}, expected grid, random or bayes")
+    for key in sweep.keys() - set(KNOWN):
+        fail(f"{file}: {key!r} is not known here; run this sweep with wandb sweep, or remove it")
+    if sweep["method"] == "bayes" and "name" not in sweep.get("metric", {}):
+        fail(f"{file}: bayes needs a metric; expected metric: {{name: loss/val, goal: minimize}}")
+    for name, spec in sweep["parameters"].items():
+        check_parameter(name, spec, sweep["method"])
+
+
+def check_parameter(name, spec, method):
+    if not isinstance(spec, dict) or not spec.keys() & {"value", "values", "min"}:
+        fail(f"{file}: {name} is {spec!r}, expected value: ..., values: [...], or min: ... and max: ...")
+    if "min" in spec:
+        if method == "grid":
+            fail(f"{file}: {name} is a range, but a grid needs values: [...]")
+        if distribution(spec) not in UNIFORM:
+            fail(f"{file}: {name} has distribution {distribution(spec)!r}, expected one of {', '.join(UNIFORM)}")
+        if not spec["min"] <= spec.get("max", -math.inf):
+            fail(f"{file}: {name} goes from {spec['min']} to {spec.get('max')}, expected min <= max")
+        if "log" in distribution(spec) and spec["min"] <= 0:
+            fail(f"{file}: {name} has min {spec['min']}, expected above 0 for {distribution(spec)}")
+
+
+def distribution(spec):
+    """That of a range; as in W&B two ints mean ints."""
+    ints = type(spec["min"]) is int and type(spec.get("max")) is int
+    return spec.get("distribution", "int_uniform" if ints else "uniform")
+
+
+def grid(parameters):
+    """Every combination, the last parameter the fastest."""
+    choices = [spec["values"] if "values" in spec else [spec["value"]] for spec in parameters.values()]
+    for values in itertools.product(*choices):
+        yield dict(zip(parameters, values))
+
+
+def draw(spec, rng):
+    """One random value of a parameter."""
+    if "value" in spec:
+        return spec["value"]
+    if "values" in spec:
+        return rng.choices(spec["values"], spec.get("probabilities"))[0]
+    kind, low, high = distribution(spec), spec["min"], spec["max"]
+    if kind == "int_uniform":
+        return rng.randint(low, high)
+    x = math.exp(rng.uniform(math.log(low), math.log(high))) if "log" in kind else rng.uniform(low, high)
+    return quantize(x, spec, kind)
+
+
+def quantize(x, spec, kind):
+    """To a multiple of q, where the distribution says so; a whole number is an int, as many knobs need it."""
+    if kind.startswith("int"):
+        return round(x)
+    if kind.startswith("q_"):
+        q = spec.get("q", 1)
+        x = round(x / q) * q
+        return int(x) if float(q).is_integer() else x
+    return x
+
+
+def suggest(name, spec, trial):
+    """One value of a parameter as Optuna proposes it."""
+    if "value" in spec:
+        return spec["value"]
+    if "values" in spec:
+        return trial.suggest_categorical(name, spec["values"])
+    kind, low, high = distribution(spec), spec["min"], spec["max"]
+    if kind.startswith("int"):
+        return trial.suggest_int(name, low, high, log="log" in kind)
+    return quantize(trial.suggest_float(name, low, high, log="log" in kind), spec, kind)
+
+
+def run_trial(sweep, number, values, folder):
+    """Train with these values in folder/number; the best value of the metric, or None if the training failed."""
+    values = values | {"out_dir": str(folder / str(number)), "init_from": "auto"}
+    print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
+    program = Path(sweep.get("program", "train.py"))
+    program = program if program.exists() else Path(__file__).with_name(program.name)
+    code = subprocess.run([sys.executable, str(program), *(f"--{k}={v}" for k, v in values.items())]).returncode
+    if code < 0 or code == 130:
+        fail(f"trial {number} was stopped; the same command continues the sweep")
+    if code:
+        print(f"trial {number} failed with code {code}", flush=True)
+        return None
+    return best(sweep, compare.read_run(folder / str(number))["rows"])
+
+
+def sweep_varies(sweep, name):
+    return "value" not in sweep["parameters"].get(name, {"value": 0})
+
+
+def best(sweep, rows):
+    """The best value that the metric had in a run."""
+    metric = sweep.get("metric", {"name": "loss/val"})
+    values = [row[metric["name"]] for row in rows if isinstance(row.get(metric["name"]), (int, float))]
+    if not values:
+        fail(f"{file}: no run has the metric {metric['name']!r}; expected one of {', '.join(rows[-1])}")
+    return max(values) if metric.get("goal") == "maximize" else min(values)
+
+
+def bayes(sweep, folder, trials):
+    try:
+        import optuna
+    except ImportError:
+        fail(f"{file}: method bayes needs Optuna: pip install optuna")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    direction = sweep["metric"].get("goal", "minimize")
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed), direction=direction)
+    for number in range(trials):
+        trial = study.ask()
+        values = {name: suggest(name, spec, trial) for name, spec in sweep["parameters"].items()}
+        result = run_trial(sweep, number, values, folder)
+        failed = optuna.trial.TrialState.FAIL if result is None else None
+        study.tell(trial, result, state=failed)
+
+
+def main():
+    if not file:
+        fail("no sweep; expected a file, as in: python sweep.py sweeps/random.yaml")
+    sweep = read_file(file)
+    check(sweep)
+    folder = Path(out_dir or sweep["parameters"].get("out_dir", {}).get("value", "out/sweep"))
+    if sweep["method"] == "bayes":
+        bayes(sweep, folder, count or sweep.get("run_cap", 20))
+    else:
+        rng = random.Random(seed)
+        endless = ({name: draw(spec, rng) for name, spec in sweep["parameters"].items()} for _ in itertools.count())
+        trials = grid(sweep["parameters"]) if sweep["method"] == "grid" else endless
+        most = count or sweep.get("run_cap") or (None if sweep["method"] == "grid" else 20)
+        for number, values in enumerate(itertools.islice(trials, most)):
+            run_trial(sweep, number, values, folder)
+    done = [path for path in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)) if (path / "config.json").exists()]
+    compare.sort = sweep.get("metric", {}).get("name", "loss/val")
+    print("\n".join(compare.lines(compare.cells([compare.read_run(path) for path in done]))))
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    file = words.pop(0) if words and not words[0].startswith("-") else file
+    configure(globals(), argv=words)
+    main()

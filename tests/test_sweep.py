@@ -1,0 +1,117 @@
+"""Sweep files, run here with a trainer that only pretends, and read the way `wandb agent` does."""
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from wandb.sdk.launch.sweeps import utils as agent
+
+import sweep
+import train
+from configurator import configure
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAINER = """
+import json, os, sys
+from pathlib import Path
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+folder = Path(given["out_dir"])
+if (folder / "log.jsonl").exists():
+    sys.exit(0)
+folder.mkdir(parents=True)
+x = float(given["x"])
+if given.get("fail") == given["x"]:
+    sys.exit(2)
+(folder / "config.json").write_text(json.dumps({"x": x, "y": given.get("y")}))
+(folder / "log.jsonl").write_text(json.dumps({"iter": 1, "tokens": 1, "time": 0, "loss/val": (x - 0.3) ** 2 + 1}) + "\\n")
+with open("calls", "a") as f:
+    f.write(" ".join(sorted(sys.argv[1:])) + "\\n")
+"""
+
+
+def run(folder, content, *words):
+    (folder / "fake.py").write_text(TRAINER)
+    (folder / "s.yaml").write_text(yaml.safe_dump({"program": "fake.py"} | content))
+    return subprocess.run([sys.executable, str(ROOT / "sweep.py"), "s.yaml", "--out_dir=o", *words], cwd=folder,
+                          capture_output=True, text=True)
+
+
+def tried(folder):
+    return [dict(word[2:].split("=", 1) for word in line.split()) for line in (folder / "calls").read_text().splitlines()]
+
+
+def test_a_grid_tries_every_combination_once_and_continues(tmp_path):
+    content = {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2]}, "y": {"values": ["a", "b", "c"]}}}
+    assert run(tmp_path, content, "--count=4").returncode == 0
+    done = run(tmp_path, content)
+    assert done.returncode == 0, done.stderr
+    assert [(t["x"], t["y"]) for t in tried(tmp_path)] == [(x, y) for x in ("0.1", "0.2") for y in "abc"]
+    table = [line.split() for line in done.stdout.splitlines()[-7:]]
+    assert table[0][0] == "run" and [row[0] for row in table[1:]] == ["o/3", "o/4", "o/5", "o/0", "o/1", "o/2"]
+
+
+def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
+    content = {"method": "random", "run_cap": 5, "parameters": {"x": {"min": 0.0, "max": 1.0}}}
+    assert run(tmp_path, content).returncode == 0
+    first = [t["x"] for t in tried(tmp_path)]
+    other = tmp_path / "other"
+    other.mkdir()
+    run(other, content)
+    assert len(set(first)) == 5 and first == [t["x"] for t in tried(other)]
+    rng = random.Random(0)
+
+    def draws(**spec):
+        return [sweep.draw(spec, rng) for _ in range(2000)]
+
+    rates = draws(distribution="log_uniform_values", min=1e-4, max=1e-2)
+    assert 1e-4 <= min(rates) and max(rates) <= 1e-2 and 0.45 < sum(r < 1e-3 for r in rates) / 2000 < 0.55
+    assert set(draws(distribution="q_uniform", min=0, max=30, q=10)) == {0, 10, 20, 30}
+    assert set(draws(min=2, max=4)) == {2, 3, 4} and {type(v) for v in draws(min=2, max=4)} == {int}
+    assert 0.85 < draws(values=["a", "b"], probabilities=[0.9, 0.1]).count("a") / 2000 < 0.95
+
+
+def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
+    done = run(tmp_path, {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2, 0.3]}, "fail": {"value": 0.2}}})
+    assert done.returncode == 0 and "trial 1 failed with code 2" in done.stdout
+    assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.3"]
+
+
+def test_bayes_comes_nearer_to_the_best_or_says_what_it_needs(tmp_path):
+    done = run(tmp_path, {"method": "bayes", "metric": {"name": "loss/val", "goal": "minimize"}, "run_cap": 25,
+                          "parameters": {"x": {"min": -10.0, "max": 10.0}}})
+    if importlib.util.find_spec("optuna") is None:
+        assert done.returncode == 2 and "pip install optuna" in done.stderr
+    else:
+        far = [abs(float(t["x"]) - 0.3) for t in tried(tmp_path)]
+        assert len(far) == 25 and sum(far[15:]) / 10 < sum(far[:10]) / 10
+
+
+@pytest.mark.parametrize("name", ["grid", "random", "bayes"])
+def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name, monkeypatch):
+    content = yaml.safe_load((ROOT / f"sweeps/{name}.yaml").read_text())
+    monkeypatch.setattr(sweep, "file", name)
+    sweep.check(content)
+    values = {k: sweep.draw(spec, random.Random(0)) for k, spec in content["parameters"].items()}
+    words = agent.create_sweep_command_args({"args": {k: {"value": v} for k, v in values.items()}})["args"]
+    settings = vars(train).copy()  # as the agent passes them, the trainer takes them
+    assert configure(settings, argv=words) == set(values)
+    assert {k: settings[k] for k in values} == values and content["program"] == "train.py"
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"method": "guess"}, "expected grid, random or bayes"), ({"parameters": {}}, "has no parameters"),
+    ({"early_terminate": {"type": "hyperband"}}, "'early_terminate' is not known here"),
+    ({"parameters": {"x": {"min": 1, "max": 2}}}, "a grid needs values"), ({"parameters": {"x": 3}}, "x is 3"),
+    ({"method": "random", "parameters": {"x": {"min": 2, "max": 1}}}, "expected min <= max"),
+    ({"method": "random", "parameters": {"x": {"min": 1.0, "max": 2.0, "distribution": "odd"}}}, "'odd'"),
+    ({"method": "bayes"}, "bayes needs a metric")])
+def test_mistakes_end_in_one_line(change, message, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "file", "s.yaml")
+    with pytest.raises(SystemExit) as e:
+        sweep.check({"method": "grid", "parameters": {"x": {"values": [1]}}} | change)
+    err = capsys.readouterr().err
+    assert e.value.code == 2 and message in err and err.count("\n") == 1
