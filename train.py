@@ -76,7 +76,7 @@ norm_eps = 1e-5             # of RMSNorm
 # ---- optimization
 batch_size = 6              # sequences per forward pass; lower it when memory is short ...
 gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
-max_iters = 4000            # steps
+max_iters = 3000            # steps
 optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
 learning_rate = 6e-3        # peak
 weight_decay = 0.1          # of the matrices
