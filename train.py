@@ -350,7 +350,10 @@ def start_tracking(config, state):
     state["run_id"] = state["run_id"] or new_run_id(name)
     run = {"id": state["run_id"], "project": wandb_project, "name": name, "group": wandb_group, "notes": wandb_notes,
            "tags": [tag.strip() for tag in wandb_tags.split(",") if tag.strip()], "job_type": wandb_job_type}
-    return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log)
+    try:
+        return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log)
+    except OSError as e:
+        fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); make room or choose another folder")
 
 
 def conclude(state, args, weights, dataset, tracker, row):

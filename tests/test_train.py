@@ -197,6 +197,13 @@ def test_a_full_disk_costs_a_warning(folder):
     assert list((folder / "full/checkpoints").iterdir()) == []
 
 
+def test_a_disk_that_is_full_at_the_start_is_one_line(folder):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    done = run(folder, "--data=my.txt", "--max_iters=2", "--out_dir=none_left", preexec_fn=limit)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--out_dir=none_left: cannot be written" in done.stderr
+
+
 def test_a_changed_setting_continues_when_forced(folder):
     args = ["--data=my.txt", "--out_dir=forced", "--decay_lr=False"]
     assert run(folder, *args, "--max_iters=5").returncode == 0
