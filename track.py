@@ -339,6 +339,7 @@ def abandon_wandb():
     """Kill the service process and take it off the program's end, which would wait for it, if need be for ever."""
     with contextlib.suppress(Exception):
         connection = sys.modules["wandb"].sdk.wandb_setup._singleton._connection
+        connection._finalizer.close()
         connection._cleanup()
         connection._proc._process.kill()
 

@@ -1,0 +1,111 @@
+"""Tracking over a real connection, to a small server on loopback."""
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import track
+from tests.wandb_server import Server
+
+ROOT = Path(__file__).resolve().parents[1]
+KEY = "0123456789" * 4
+TINY = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1", "--n_heads=2", "--max_seq_len=32",
+        "--batch_size=4", "--log_interval=5", "--eval_iters=1", "--eval_interval=20", "--device=cpu", "--wandb_log=True"]
+
+
+@pytest.fixture()
+def server():
+    server = Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture()
+def folder(tmp_path):
+    (tmp_path / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
+    return tmp_path
+
+
+def start(folder, url, script, *words):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    env = clean | {"OMP_NUM_THREADS": "1", "HOME": str(folder), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
+    return subprocess.Popen([sys.executable, str(ROOT / script), *words], cwd=folder, env=env, stdin=subprocess.DEVNULL,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "warning: tracking" not in err, err
+    return out
+
+
+def numbers(rows):
+    return [{k: v for k, v in row.items() if type(v) in (int, float) and k != "time"} for row in rows]
+
+
+def uploaded(server, folder):
+    """Check that the server has all rows of the JSON lines, complete and in order; return them."""
+    rows = numbers(track.read_rows(folder / "out/log.jsonl"))
+    history = server.runs[track.about(folder / "out")["id"]]["history"]
+    assert [row["iter"] for row in history] == [row["iter"] for row in rows]
+    assert all(row.items() <= got.items() for row, got in zip(rows, history))
+    return rows
+
+
+def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder):
+    out = finish(start(folder, server.url, "train.py", *TINY, "--max_iters=20"))
+    assert "W&B online" in out and server.keys == {KEY}
+    rows = uploaded(server, folder)
+    assert [row["iter"] for row in rows] == [0, 5, 10, 15, 20]
+    run_id = track.about(folder / "out")["id"]
+    assert server.runs[run_id]["exit"] == 0
+    models = [(f"A{n}", a) for n, a in enumerate(server.artifacts) if a["artifactTypeName"] == "model"]
+    assert len(models) == 1 and models[0][1]["committed"]
+    assert server.uploads[f"{models[0][0]}/model.gguf"] == (folder / "out/model.gguf").read_bytes()
+    tables = [json.loads(data) for name, data in server.uploads.items() if name.startswith("A") and "samples" in name]
+    assert sorted(row[0] for table in tables for row in table["data"]) == [0, 0, 20, 20]
+    finish(start(folder, server.url, "train.py", *TINY, "--max_iters=40"))
+    assert [row["iter"] for row in uploaded(server, folder)] == list(range(0, 45, 5))
+    assert list(server.runs) == [run_id]
+    assert KEY not in "".join(p.read_text(errors="replace") for p in folder.rglob("*") if p.is_file())
+
+
+def wait_for_rows(folder, n, trainer):
+    log, end = folder / "out/log.jsonl", time.monotonic() + 60
+    while not log.exists() or log.read_bytes().count(b"\n") < n:
+        assert trainer.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_server_that_dies_in_mid_run_gets_all_rows_later(folder):
+    first = Server()
+    trainer = start(folder, first.url, "train.py", *TINY, "--max_iters=1000000")
+    wait_for_rows(folder, 20, trainer)
+    first.stop()
+    wait_for_rows(folder, track_rows(folder) + 50, trainer)  # it trains on
+    time.sleep(2)  # what the client has is flushed every second
+    trainer.kill()
+    trainer.communicate()
+    second = Server()
+    finish(start(folder, second.url, "track.py", "sync", "out"))
+    uploaded(second, folder)
+    second.stop()
+
+
+def track_rows(folder):
+    return len(track.read_rows(folder / "out/log.jsonl"))
+
+
+def test_a_run_without_a_server_is_synced_complete_even_where_the_client_lost_rows(server, folder):
+    out = finish(start(folder, "http://127.0.0.1:9", "train.py", *TINY, "--max_iters=20"))
+    assert "W&B offline (http://127.0.0.1:9 does not answer)" in out and "python track.py sync out" in out
+    with open(folder / "out/log.jsonl", "a") as f:  # rows of a time when the service was gone
+        f.writelines(json.dumps({"iter": i, "tokens": 128 * i, "loss/train": 1.5, "time": 0}) + "\n" for i in (25, 30))
+    assert "complete up to iter 30" in finish(start(folder, server.url, "track.py", "sync", "out"))
+    assert [row["iter"] for row in uploaded(server, folder)] == [0, 5, 10, 15, 20, 25, 30]
+    refused = start(folder, "http://127.0.0.1:9", "track.py", "sync", "out")
+    assert "does not answer; try again later" in refused.communicate()[1] and refused.returncode == 2

@@ -1,0 +1,144 @@
+"""As much of a W&B server as its client needs: log in, make and resume runs, take rows, files and artifacts. In memory."""
+import base64
+import gzip
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Server(ThreadingHTTPServer):
+    """
+    runs: {id: {"history": [row, ...], "exit": code or None, "name": ...}}; uploads: {path: bytes}; artifacts: [input of
+    createArtifact]; keys: the API keys that came; operations: names of the GraphQL operations, in order.
+    """
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.runs, self.uploads, self.artifacts, self.keys, self.operations = {}, {}, [], set(), []
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        pass  # a client that hangs up
+
+    def stop(self):
+        self.shutdown()
+        self.server_close()
+
+    def stream(self, run_id, body):
+        """A piece of a run: lines of history, at their place in the file, or the exit code."""
+        run = self.runs.setdefault(run_id, {"history": [], "exit": None})
+        for name, chunk in (body.get("files") or {}).items():
+            if name == "wandb-history.jsonl":
+                rows = [json.loads(line) for line in chunk["content"]]
+                run["history"][chunk["offset"]:chunk["offset"] + len(rows)] = rows
+        if body.get("complete"):
+            run["exit"] = body["exitcode"]
+
+    def graphql(self, operation, v):
+        answer = getattr(self, operation, lambda v: {})
+        return answer(v)
+
+    def Viewer(self, v):
+        return {"viewer": {"id": "u", "username": "me", "entity": "me", "teams": {"edges": []}, "flags": "{}", "email": "",
+                           "admin": False}, "serverInfo": {"cliVersionInfo": {"max_cli_version": "0.99.0"}}}
+
+    def RunResumeStatus(self, v):
+        run, bucket = self.runs.get(v["name"]), None
+        if run:
+            last = run["history"][-1:]
+            bucket = {"name": v["name"], "id": "R", "summaryMetrics": json.dumps(last[0] if last else {}), "displayName": None,
+                      "logLineCount": 0, "historyLineCount": len(run["history"]), "eventsLineCount": 0,
+                      "historyTail": json.dumps([json.dumps(row) for row in last]), "eventsTail": "[]", "logTail": "[]",
+                      "config": "{}", "tags": [], "wandbConfig": '{"t": 1}'}
+        return {"model": {"id": "p", "name": v["project"], "entity": {"id": "e", "name": "me"}, "bucket": bucket}}
+
+    def UpsertBucket(self, v):
+        run = self.runs.setdefault(v["name"], {"history": [], "exit": None})
+        run["name"] = v.get("displayName") or run.get("name")
+        project = {"id": "p", "name": v.get("project") or "p", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "R", "name": v["name"], "displayName": run["name"], "description": None, "config": "{}",
+                  "sweepName": None, "historyLineCount": len(run["history"]), "project": project}
+        return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+
+    def OrganizationCoreWeaveOrganizationID(self, v):
+        return {"entity": {"organization": None}}
+
+    def ArtifactType(self, v):
+        return {"project": {"artifact": None}}
+
+    def ServerFeaturesQuery(self, v):
+        return {"serverInfo": {"features": []}}
+
+    def CreateRunFiles(self, v):
+        files = [{"name": name, "uploadUrl": f"{self.url}/{v['run']}/{name}"} for name in v["files"]]
+        return {"createRunFiles": {"runID": "R", "uploadHeaders": [], "files": files}}
+
+    def CreateArtifact(self, v):
+        self.artifacts.append(v["input"])
+        return {"createArtifact": {"artifact": {"id": f"A{len(self.artifacts) - 1}", "state": "PENDING",
+                                                "artifactSequence": {"latestArtifact": None}}}}
+
+    def manifest(self, artifact):
+        file = {"id": "F", "name": "wandb_manifest.json", "displayName": "wandb_manifest.json", "uploadHeaders": [],
+                "uploadUrl": f"{self.url}/{artifact}/wandb_manifest.json"}
+        return {"artifactManifest": {"id": artifact, "file": file}}
+
+    def CreateArtifactManifest(self, v):
+        return {"createArtifactManifest": self.manifest(v["artifactID"])}
+
+    def UpdateArtifactManifest(self, v):
+        return {"updateArtifactManifest": self.manifest(v["artifactManifestID"])}
+
+    def CreateArtifactFiles(self, v):
+        nodes = [{"node": {"storagePath": f["name"], "uploadUrl": f"{self.url}/{f['artifactID']}/{f['name']}",
+                           "uploadHeaders": [], "uploadMultipartUrls": None, "artifact": {"id": f["artifactID"]}}}
+                 for f in v["input"]["artifactFiles"]]
+        return {"createArtifactFiles": {"files": {"edges": nodes}}}
+
+    def CommitArtifact(self, v):
+        self.artifacts[int(v["artifactID"][1:])]["committed"] = True
+        return {"commitArtifact": {"artifact": {"id": v["artifactID"], "digest": "d"}}}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def body(self):
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+
+    def answer(self, value):
+        data = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_PUT(self):
+        self.server.uploads[self.path[1:]] = self.body()
+        self.answer({})
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        data = self.body()
+        kind, _, credentials = self.headers.get("Authorization", "").partition(" ")
+        if kind == "Basic":
+            self.server.keys.add(base64.b64decode(credentials).decode().partition(":")[2])
+        if self.path.endswith("/file_stream"):
+            self.server.stream(self.path.split("/")[-2], json.loads(data))
+            return self.answer({"exitcode": None, "limits": {}})
+        if self.path != "/graphql":  # the client's telemetry about itself
+            return self.answer({})
+        request = json.loads(data)
+        operation = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])[1]
+        self.server.operations.append(operation)
+        self.answer({"data": self.server.graphql(operation, request.get("variables") or {})})
