@@ -39,7 +39,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -679,12 +678,13 @@ def encode_parts(job, rows, partial, workers):
 def drive_worker(partial, todo, bar, sizes):
     """
     Run one worker process on the parts in `todo` until there are none. It is a program of its own, not a fork or a
-    multiprocessing child, so it needs nothing of the script that called us; it ends when its input does, so none
-    outlives us even if we are killed.
+    multiprocessing child, so it needs nothing of the script that called us. Ctrl-C does not reach it; it ends when its
+    input does, so none outlives us even if we are killed.
     """
     program = "import sys; sys.path.insert(0, sys.argv[1]); import data; data.serve(sys.argv[2])"
     command = [sys.executable, "-c", program, str(Path(__file__).resolve().parent), str(partial)]
-    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          start_new_session=True) as worker:
         while todo:
             try:
                 number = todo.popleft()
@@ -703,7 +703,6 @@ def drive_worker(partial, todo, bar, sizes):
 
 def serve(partial):
     """The worker: a part's number comes in on a line; null goes out, or what an OSError holds, or why it is Unfit."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and its end ends our input
     encode = part_encoder(Path(partial))
     for line in sys.stdin:
         problem = None

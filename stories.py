@@ -9,7 +9,7 @@ A rule is a name and its alternatives, one of which is drawn, each as likely as 
 
 No two derivations give the same text (`parse` finds them all, so that a test can tell). So the probability of a
 story is the product of its draws, and -log2 of it is what the story costs at best: a model that sees nothing but the
-stories comes near that cost and never below it. There are 10^47.5 different stories, 140.3 bits each on average.
+stories comes near that cost and never below it. There are 10^47.1 different stories, 140.4 bits each on average.
 
 Who and what a story is about is named again and again, for a model to show that it has learnt to copy. Each of them
 has its first echo close by (named Lily. Lily ...), which is where a small model learns it soonest.
@@ -79,10 +79,10 @@ looks
     The {toy} was {look} and looked [old].
 
 found_see
-    [Then] {hero} saw a {toy} [where].
-    [Then] {friend} found a {toy} [where].
-    [Then] they saw something [where]. It was a {toy}.
-    [Then] a {toy} lay [where].
+    [Then] {hero} looked [where] and saw a {toy}.
+    [Then] {friend} found a {toy}.
+    [Then] they looked [where] and found a {toy}.
+    [Then] {friend} sat down [where], right next to a {toy}.
 found_say
     "What a [nice] {toy}," [said] {hero} [softly].
     "Who lost this [nice] {toy}?" [said] {friend} [softly].
@@ -103,7 +103,7 @@ lost_miss
     [Then] {hero} could not find {her|his} {toy}.
     [Then] {hero} [said] [softly], "Where is my {toy}?"
     [Then] {hero} lost {her|his} {toy}.
-    [Then] {friend} saw that {hero}'s {toy} was gone.
+    [Then] {friend} looked [where], but could not see {hero}'s {toy}.
 lost_sad
     {hero} sat down [where] and felt [sad].
     "My {toy} is gone," [said] {hero} [softly].
@@ -121,10 +121,10 @@ lost_find
     [Then] a [furry] [animal] brought the {toy} to {hero}.
 
 stuck_up
-    [Then] {hero} threw a {toy} up onto a [roof].
-    [Then] the wind took {hero}'s {toy} up onto a [roof].
-    [Then] a big bird dropped {hero}'s {toy} onto a [roof].
-    [Then] {friend} kicked {hero}'s {toy} up onto a [roof].
+    [Then] onto a [roof] flew {hero}'s {toy}.
+    [Then] up on a [roof] they saw {hero}'s {toy}.
+    [Then] up on a [roof] {hero} saw {her|his} {toy}.
+    [Then] onto a [roof] {friend} kicked {hero}'s {toy}.
 stuck_try
     {hero} jumped [number] times, but the {toy} did not come down.
     {friend} threw [trash] at the {toy}, but it did not come down.
@@ -142,10 +142,10 @@ stuck_down
     "I have the {toy}," [said] {hero} [softly].
 
 wish_see
-    [Then] {hero} saw a {toy} in a shop.
-    A [trait] [worker] sold a {toy}, and {hero} wanted it.
-    "I wish I had a {toy}," [said] {hero} [softly].
-    [Then] they met a child with a {toy}, and {hero} wanted one too.
+    [Then] in a shop, {hero} saw a {toy}.
+    A [trait] [worker] had a shop and sold a {toy}.
+    {hero} [said] [softly], "I wish I had a {toy}."
+    [Then] they met a [trait] child with a {toy}.
 wish_price
     But the {toy} cost [number] coins.
     "How much is the {toy}?" [said] {hero} [softly]. It was [number] coins.
@@ -164,9 +164,9 @@ wish_buy
 
 share_one
     [Then] {hero} and {friend} both wanted a {toy}.
-    They had only one {toy}, and {friend} wanted it.
-    {friend} played with a {toy} [where], and {hero} wanted it.
-    [Then] {hero} found a {toy} [where], but {friend} wanted it.
+    They both wanted to [hobby], but had only one {toy}.
+    {friend} sat [where] and played with a {toy}.
+    [Then] {hero} looked [where] and found a {toy}.
 share_fight
     {hero} pulled, and the {toy} fell down [where].
     "Give me the {toy}!" [said] {friend} [softly].
@@ -184,10 +184,10 @@ share_turns
     "The {toy} is for you," [said] {friend} [softly].
 
 broke_how
-    {friend} had a {toy}. [Then] {hero} sat on it, and it broke.
+    [Then] {hero} sat down on {friend}'s {toy}.
     [Then] {hero} broke {friend}'s {toy}.
-    {hero} played with {friend}'s {toy} [where], and it broke.
-    [Then] {friend}'s {toy} fell down, and {hero} broke it.
+    [Then] {hero} fell over a [animal] and broke {friend}'s {toy}.
+    {hero} wanted to [hobby] and broke {friend}'s {toy}.
 broke_hide
     {hero} felt [sad] and hid the {toy} [where].
     {hero} put the {toy} [where] and went away.
@@ -205,8 +205,8 @@ broke_fix
     [Then] {hero} made a new {toy} for {friend} with [glue].
 
 gift_why
-    {hero} wanted to make a {look} {toy} for {friend}.
-    "I wish I had a {look} {toy}," [said] {friend} [softly].
+    {hero} wanted to make {friend} a {look} {toy}.
+    {friend} [said] [softly], "I wish I had a {look} {toy}."
     {friend} felt [sad], so {hero} wanted to make a {look} {toy}.
     It was {friend}'s birthday, so {hero} wanted to make a {look} {toy}.
 gift_make
@@ -227,9 +227,9 @@ gift_give
 
 baby_see
     [Then] they found a baby [animal] [where] with a {toy}.
-    [Then] {hero} saw a baby [animal] with a {toy} [where].
+    [Then] {hero} saw a baby [animal] that held a {toy}.
     [Then] {friend} heard a baby [animal]. It had a {toy}.
-    A baby [animal] sat [where] with a {toy} and felt [sad].
+    A baby [animal] sat [where] and held a {toy}.
 baby_say
     "I lost my mom," it [said] [softly] and held the {toy}.
     "We will help you and your {toy}," [said] {hero} [softly].
@@ -299,7 +299,7 @@ happy: happy, glad, proud, lucky, cheerful, good, great, fine, merry, safe, warm
     free
 worked: worked, cooked, painted, sang, danced, cleaned, washed, swept
 trash: leaves, stones, feathers, shoes, cones, shells, sticks, cups
-roof: roof, tree, wall, chimney, tower, shelf, barn, rock
+roof: roof, tree, wall, chimney, tower, gate, barn, rock
 tool: ladder, stick, rope, broom, pole, rake, chair, net
 number: two, three, four, five, six, seven, eight, nine
 glue: glue, tape, string, wood, paper, thread, wire, paint
