@@ -92,7 +92,7 @@ def test_a_finished_run_says_so(folder, reference):
 
 
 def wait_for_row(folder, out, step, process):
-    log, end = folder / out / "log.jsonl", time.time() + 60
+    log, end = folder / out / "log.jsonl", time.time() + 240
     while not (log.exists() and f'"iter": {step},' in log.read_text()):
         assert process.poll() is None and time.time() < end
         time.sleep(0.01)
