@@ -478,7 +478,7 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
     run = redact({k: v for k, v in run.items() if v})
     destinations = [Jsonl(out_dir, config, step)]
     if tensorboard_log:
-        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir)))
+        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir), "; needed: pip install tensorboard"))
     if wandb_log:
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}

@@ -1,5 +1,6 @@
 """Tracking, read back from what the real W&B client wrote and from the JSON lines."""
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -334,3 +335,22 @@ def test_secrets_are_found_nowhere(tmp_path, tracked):
     assert any(path.suffix == ".wandb" for path in files) and any(path.name == "model.pt" for path in files)
     leaks = {(path.name, word) for path in files for word in words if word.encode() in path.read_bytes()}
     assert leaks == set()
+
+
+def test_tensorboard_gets_the_same_numbers_texts_and_histograms_or_says_what_it_needs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(track, "START_SECONDS", 60)
+    tracker = track.make_tracker(tmp_path, {}, 0, {"id": "x"}, tensorboard_log=True)
+    for i in range(3):
+        tracker.log({"iter": i, "tokens": 100 * i, "loss/val": 3.0 - i, "samples": [["once", "greedy", f"upon {i}"]],
+                     "logits/histogram": {"counts": [1, 2, 3], "edges": [0.0, 1.0, 2.0, 3.0]}})
+    tracker.finish()
+    assert len(track.read_rows(tmp_path / "log.jsonl")) == 3
+    if importlib.util.find_spec("tensorboard") is None:
+        assert "pip install tensorboard" in capsys.readouterr().err
+        return
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss/val")] == [(0, 3.0), (100, 2.0), (200, 1.0)]
+    assert b"once|greedy|upon 2" in events.Tensors("samples/text_summary")[2].tensor_proto.string_val[0]
+    histogram = events.Histograms("logits/histogram")[0].histogram_value
+    assert histogram.num == 6 and list(histogram.bucket)[-3:] == [1, 2, 3]
