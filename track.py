@@ -210,10 +210,10 @@ def about(out_dir):
 class Wandb:
     """A Weights & Biases run. Charts have `tokens` as x axis, with `iter` beside it as the step."""
 
-    def __init__(self, out_dir, config, run, x="tokens", mode=None):
+    def __init__(self, out_dir, config, run, x="tokens", mode=None, before=0):
         """
         run: {"id", "project", "name", and where set "group", "tags", "notes", "job_type"}; out_dir: of the log.jsonl
-        that goes with it, if there is one.
+        that goes with it, if there is one, whose rows up to iteration `before` are to be in the run.
         """
         mode, why = mode or wandb_mode()
         # artifacts wait for their upload inside the run's folder, not somewhere in the home folder
@@ -228,7 +228,7 @@ class Wandb:
         self.run.define_metric("*", step_metric=x)
         self.run.define_metric("loss/val", step_metric=x, summary="min,last")
         if out_dir:
-            self.fill(out_dir, mode)
+            self.fill(out_dir, mode, before)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
         later = f"; upload it later with: {f'python track.py sync {out_dir}' if out_dir else f'wandb sync {where}'}"
         if mode != "disabled":
@@ -249,7 +249,7 @@ class Wandb:
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
 
-    def fill(self, out_dir, mode):
+    def fill(self, out_dir, mode, before):
         """Note where the client writes, and log the rows that its logs lack: those of a session whose tracking failed."""
         if mode == "disabled":
             return
@@ -259,7 +259,7 @@ class Wandb:
         last = self.run.starting_step - 1 if mode == "online" else recorded(folders) if folders else math.inf
         Path(out_dir, "wandb.json").write_text(json.dumps(noted | {"folders": [*folders, here]}, indent=1))
         for row in read_rows(Path(out_dir, "log.jsonl")):
-            if row["iter"] > last:
+            if last < row["iter"] <= before:
                 self.log(row)
 
     def log(self, row):
@@ -483,7 +483,7 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
         Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
-        destinations.append(Background("W&B", lambda: Wandb(out_dir, config, run, x),
+        destinations.append(Background("W&B", lambda: Wandb(out_dir, config, run, x, before=step or -1),
                                        f"; upload the run later with: python track.py sync {out_dir}",
                                        console=True, abandon=abandon_wandb))
     return Tracker(destinations)
@@ -508,7 +508,7 @@ def sync(out_dir):
     if rows and rows[-1]["iter"] > recorded(folders):
         run = {k: v for k, v in noted.items() if k != "folders"}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
-        rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"))
+        rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
         rest.finish()
     print(f"{out_dir}: run {noted['id']} is complete up to iter {rows[-1]['iter'] if rows else 0}")
 

@@ -109,3 +109,20 @@ def test_a_run_without_a_server_is_synced_complete_even_where_the_client_lost_ro
     assert [row["iter"] for row in uploaded(server, folder)] == [0, 5, 10, 15, 20, 25, 30]
     refused = start(folder, "http://127.0.0.1:9", "track.py", "sync", "out")
     assert "does not answer; try again later" in refused.communicate()[1] and refused.returncode == 2
+
+
+def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(server, folder, monkeypatch):
+    """They stand in log.jsonl when the client comes up, and wait in its queue, too."""
+    for name, value in {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "WANDB_DIR": str(folder), "HOME": str(folder),
+                        "WANDB_DATA_DIR": str(folder)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr(track, "START_SECONDS", 0)
+    (folder / "out").mkdir()
+    tracker = track.make_tracker(folder / "out", {}, 0, {"id": "slow", "project": "p", "name": "slow"}, True)
+    for i in range(3):
+        tracker.log({"iter": i, "tokens": i, "loss/val": 1.0, "samples": [["once", "greedy", f"upon {i}"]]})
+    tracker.finish()
+    tables = [json.loads(data) for name, data in server.uploads.items() if name.startswith("A") and "samples" in name]
+    assert sorted(row[0] for table in tables for row in table["data"]) == [0, 1, 2]
+    assert [row["iter"] for row in server.runs["slow"]["history"]] == [0, 1, 2]
