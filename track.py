@@ -459,7 +459,8 @@ class Tracker:
 
 def new_run_id(name):
     """A short, readable run id that no other run has; under `wandb agent` the one it has given."""
-    return os.environ.get("WANDB_RUN_ID") or re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40] + "-" + secrets.token_hex(2)
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40]
+    return os.environ.get("WANDB_RUN_ID") or f"{words}-{secrets.token_hex(2)}"
 
 
 def source_version():
@@ -630,7 +631,8 @@ class Parser:
     """
     ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
     NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?![\w%/:])(?!\.\d)"
-    NAMED = re.compile(rf"(?i)(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*(?P<value>{NUMBER})")
+    NAMED = re.compile(rf"(?i)(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*"
+                       rf"(?P<value>{NUMBER})")
     SPOKEN = re.compile(rf"(?i)\b(?P<name>(?:[a-z_]+ )?(?:loss|accuracy|acc|perplexity|ppl)|step|iter|iteration|epoch)\s+"
                         rf"(?P<value>{NUMBER}|\d+(?=:))")
     BAR = re.compile(r"(?:^|\s)(?P<step>\d+)/(?P<steps>\d+) ?(?:\[[=>.\s-]*\]|[━╸╺ ]{5,})")
@@ -752,7 +754,8 @@ def track_program(words):
     name = Path(command[0]).name if given["name"] == "auto" else given["name"]
     Path(given["out_dir"]).mkdir(parents=True, exist_ok=True)
     run = {"id": new_run_id(name), "project": given["project"], "name": name}
-    tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run, given["wandb_log"].lower() == "true", x="iter")
+    tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run,
+                           given["wandb_log"].lower() in ("true", "1", "yes"), x="iter")
     code = follow(command, tracker, parser)
     tracker.finish()
     sys.stdout.flush()

@@ -354,3 +354,18 @@ def test_tensorboard_gets_the_same_numbers_texts_and_histograms_or_says_what_it_
     assert b"once|greedy|upon 2" in events.Tensors("samples/text_summary")[2].tensor_proto.string_val[0]
     histogram = events.Histograms("logits/histogram")[0].histogram_value
     assert histogram.num == 6 and list(histogram.bucket)[-3:] == [1, 2, 3]
+
+
+def test_data_shows_documents_with_the_shares_of_unknown_and_byte_tokens(tmp_path):
+    known = "the cat sat on the mat and the dog ran under a tree and so on"
+    lines = [json.dumps({"text": known}) for _ in range(400)] + [json.dumps({"text": "a cat \u4e00"})]  # three bytes
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    done = subprocess.run([sys.executable, str(ROOT / "data.py"), "d.jsonl", "--vocab_size=300", "--show=True"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\ntrain: ") == done.stdout.count("\nval: ") == 3 and f"'{known}'" in done.stdout
+    import data
+    dataset = data.load(next((tmp_path / "cache").glob("d-custom300-*/meta.json")).parent)
+    rare = next(row for row in data.look(dataset, count=1000) if row[1] == "a cat \u4e00")
+    ids = dataset.tokenizer.encode("a cat \u4e00", bos=True, eos=True)
+    assert rare[3:] == [len(ids), 0, round(3 / len(ids), 4)] and rare[2].endswith("<0xE4>|<0xB8>|<0x80>|</s>")
