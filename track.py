@@ -38,7 +38,7 @@ TABLES = {
     "samples": ["prompt", "how", "text"],
     "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
 }
-START_SECONDS = 4.5    # the training waits for a tracker to start; after that the tracker goes on alone
+START_SECONDS = 4      # the training waits for a tracker to start; after that the tracker goes on alone
 INIT_SECONDS = 15      # W&B waits for its server
 FINISH_SECONDS = 60    # for uploads at the end
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
