@@ -351,8 +351,8 @@ def build(job, folder, workers):
         shutil.rmtree(partial, ignore_errors=True)
         raise
     shutil.rmtree(partial / "parts", ignore_errors=True)
-    for name in ("job.json", "rows.npy"):
-        (partial / name).unlink(missing_ok=True)
+    for path in [partial / "job.json", partial / "rows.npy", *partial.glob("*.tmp")]:
+        path.unlink(missing_ok=True)
     publish(partial, folder)
     meta = json.loads((folder / "meta.json").read_text())
     print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
@@ -389,7 +389,7 @@ def publish(temporary, final):
 
 def write(path, content):
     """Write bytes, or what the function `content` writes into the file it is given, so that it is there whole or not."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # nobody else's, even if we were killed and go on twice
     with open(temporary, "wb") as f:
         content(f) if callable(content) else f.write(content)
     publish(temporary, path)
@@ -780,7 +780,7 @@ def download(path, base_url):
         digest = hashlib.sha256()
         while block := f.read(BLOCK):
             digest.update(block)
-    if have != size or digest.hexdigest() != expected:
+    if digest.hexdigest() != expected:
         part.unlink()
         raise Unfit(f"{url}: {have:,} bytes with sha256 {digest.hexdigest()}, expected {size:,} with {expected}; "
              f"deleted, so the same command downloads it anew")

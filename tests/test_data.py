@@ -117,6 +117,7 @@ def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeyp
 
 def test_separators_make_documents(small, tmp_path):
     texts = [prose(30 + 7 * i, i) for i in range(100)] + [prose(5000), "short", "not <|endoftext|> alone"]
+    texts.append(re.sub(" +", "\n", prose(9000, 7)))  # is cut behind line feeds, which stay
     (tmp_path / "a.txt").write_text("\n<|endoftext|>\r\n".join(f"\n {t} \n" for t in texts) + "\n<|endoftext|>\n\n")
     d = data.load(data.prepare(tmp_path / "a.txt", "char", cache=tmp_path / "cache", workers=1))
     train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
@@ -233,7 +234,7 @@ def test_one_worker_and_two_give_the_same_bytes(tmp_path):
 CALL = "import sys; sys.path.insert(0, {root!r}); import data; data.prepare('stories:12000', 'byte', cache={cache!r}, workers=2)"
 
 
-def test_killed_preparation_continues_to_the_same_bytes(tmp_path):
+def test_killed_preparation_continues_to_the_same_bytes(tmp_path, monkeypatch):
     whole = data.prepare("stories:12000", "byte", cache=tmp_path / "whole", workers=1)
     command = [sys.executable, "-c", CALL.format(root=str(ROOT), cache=str(tmp_path / "cut"))]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -245,15 +246,35 @@ def test_killed_preparation_continues_to_the_same_bytes(tmp_path):
     process.wait()
     done = {p: p.stat().st_mtime_ns for p in parts.glob("*.npz")}
     assert not (tmp_path / "cut" / whole.name).exists()
-    (parts / "0.npz.tmp").write_bytes(b"half a part")
-    calls = []
-    data.encode_parts, saved = lambda *a: (calls.append({p: p.stat().st_mtime_ns for p in done}), saved(*a)), data.encode_parts
-    try:
-        cut = data.prepare("stories:12000", "byte", cache=tmp_path / "cut", workers=2)
-    finally:
-        data.encode_parts = saved
-    assert calls == [done]  # what was there was not made again
+    (parts / "0.npz.1.tmp").write_bytes(b"half a part")
+    (parts.parent / "train.bin.1.tmp").write_bytes(b"half a file")
+    after = []
+
+    def encode(*arguments):
+        encode_parts(*arguments)
+        after.append({p: p.stat().st_mtime_ns for p in done})
+
+    encode_parts = data.encode_parts
+    monkeypatch.setattr(data, "encode_parts", encode)
+    cut = data.prepare("stories:12000", "byte", cache=tmp_path / "cut", workers=2)
+    assert after == [done]  # what was there was not made again
     assert contents(cut) == contents(whole)
+
+
+def test_what_gets_its_name_is_on_disk(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def note_replace(a, b):
+        events.append((os.stat(a).st_ino, os.stat(Path(b).parent).st_ino))
+        replace(a, b)
+
+    monkeypatch.setattr(data.os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(data.os, "replace", note_replace)
+    data.prepare("stories:20", "byte", cache=tmp_path, workers=1)
+    renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
+    assert len(renamed) == 8  # job, rows, vocabulary, a part, train.bin, val.bin, meta.json, and the folder
+    for i in renamed:
+        assert [events[i - 1], events[i + 1]] == [*events[i]]
 
 
 def test_interrupted_before_it_is_published(tmp_path, monkeypatch, capfd):
@@ -273,15 +294,17 @@ def test_interrupted_before_it_is_published(tmp_path, monkeypatch, capfd):
 
 
 def test_interrupted_by_ctrl_c(tmp_path):
-    command = [sys.executable, ROOT / "data.py", "stories:12000", "--vocab_source=byte", f"--cache={tmp_path}", "--workers=2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, ROOT / "data.py", "stories:30000", "--vocab_source=byte", f"--cache={tmp_path}", "--workers=2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # as a terminal has it
     while not list(tmp_path.glob("*.partial/parts/*.npz")):
         assert process.poll() is None
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, complaint = process.communicate(timeout=30)
     assert process.returncode == 2 and "Traceback" not in complaint
-    assert complaint.split("error: ")[1] == "stories:12000: preparation was interrupted; the same command continues it\n"
+    assert complaint.split("error: ")[1] == "stories:30000: preparation was interrupted; the same command continues it\n"
+    assert len(list(tmp_path.glob("*.partial/parts/*.npz"))) < 9  # the rest was not waited for
 
 
 def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch, capfd):
@@ -439,6 +462,7 @@ def test_an_epoch_covers_every_window_once(n_tokens, batch_size, seq_len):
         assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
     if left_over > 10:
         assert len(set(offsets)) > 1
+    assert {data.epoch_windows(3, epoch, 131, 64).min() for epoch in range(40)} == {0, 1, 2}
 
 
 def test_targets_are_the_next_tokens():
