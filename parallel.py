@@ -147,8 +147,13 @@ def first(function, *args, **kwargs):
 
 
 def close():
+    """Leave together. A process that has shared its work ends at once: gloo's threads can abort an ordinary exit."""
     if world > 1:
+        dist.barrier()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def autocast_dtype(dtype, device):
