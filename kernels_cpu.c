@@ -1,10 +1,12 @@
 // The Backend of the CPU: plain C that a compiler turns into vector instructions by itself.
 // Work is handed to threads by rows, and every number is computed by one thread in one order,
 // so results do not depend on how many threads there are.
+#define _DEFAULT_SOURCE // POSIX beside C11
 #include <math.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include "run.h"
 
 // ----------------------------------------------------------------------------
@@ -293,6 +295,47 @@ static void logits(Backend *b, float *out, const Mat *output, const float *x, in
     matmul(b, &(Product){.out = out, .w = output}, 1, x, T);
 }
 
+typedef struct { const uint8_t *bytes; uint64_t *sums; } ReadArgs;
+
+enum { READ_CHUNK = 1 << 16 }; // bytes
+
+// Items are chunks of the bytes.
+static void read_chunks(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+    (void)cpu, (void)scratch;
+    const ReadArgs *a = args;
+    for (int chunk = begin; chunk < end; chunk++) {
+        uint64_t sum[16] = {0}, word;
+        for (size_t i = 0; i < READ_CHUNK; i += sizeof sum)
+            for (int j = 0; j < 16; j++) {
+                memcpy(&word, a->bytes + (size_t)chunk * READ_CHUNK + i + 8 * j, 8);
+                sum[j] += word;
+            }
+        for (int j = 1; j < 16; j++) sum[0] += sum[j];
+        a->sums[chunk] = sum[0];
+    }
+}
+
+static double seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+// The best of many passes.
+static double bandwidth(Backend *b, const void *bytes, size_t n) {
+    int chunks = (int)(n / READ_CHUNK);
+    uint64_t *sums = malloc((chunks + 1) * sizeof *sums);
+    double best = 0, start = seconds();
+    for (int pass = 0; sums && chunks && (pass < 5 || seconds() - start < 0.1); pass++) {
+        double begin = seconds();
+        parallel((Cpu *)b, read_chunks, &(ReadArgs){bytes, sums}, chunks, READ_CHUNK);
+        double speed = (double)chunks * READ_CHUNK / (seconds() - begin);
+        best = speed > best ? speed : best;
+    }
+    free(sums);
+    return best;
+}
+
 // ----------------------------------------------------------------------------
 // Opening and closing
 
@@ -338,7 +381,8 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
     cpu->ops = (Backend){.alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
-                         .attention = attention, .swiglu = swiglu, .logits = logits, .close = cpu_close};
+                         .attention = attention, .swiglu = swiglu, .logits = logits, .bandwidth = bandwidth,
+                         .close = cpu_close};
     cpu->config = *c;
     cpu->positions = positions;
     cpu->scratch_size = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;

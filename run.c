@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -1242,6 +1243,94 @@ static const char *verify(const Model *m) {
 }
 
 // ----------------------------------------------------------------------------
+// How fast it is
+
+typedef struct {
+    int prompt, decoded;             // tokens
+    double first;                    // seconds from the program's start to the first token after BOS, load included
+    double prompt_speed, decode_speed; // tokens/s, medians
+    double bytes;                    // of weights that one token reads
+    double bandwidth;                // bytes/s that the threads read the same weights with, doing nothing else
+    double peak;                     // bytes of memory that the process had at most
+} Bench;
+
+enum { BENCH_RUNS = 5 };
+
+static int compare_doubles(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double times[BENCH_RUNS]) {
+    qsort(times, BENCH_RUNS, sizeof *times, compare_doubles);
+    return times[BENCH_RUNS / 2];
+}
+
+// Bytes of the matrices that one token goes through; *first is where the first of them lies.
+static uint64_t weights_read(Model *m, const uint8_t **first) {
+    uint64_t n = 0;
+    *first = m->weights.output.data;
+    for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
+        for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
+            const Mat *mat = place_of(&m->weights, i, layer);
+            n += bytes_of(mat);
+            if ((const uint8_t *)mat->data < *first) *first = mat->data;
+        }
+    return n;
+}
+
+// A prompt of up to 128 tokens, and as many tokens one by one from an empty cache: medians of some runs.
+static Bench measure(Run *r, double start) {
+    const Config *c = &r->model.config;
+    Bench b = {0};
+    double prompt[BENCH_RUNS], decode[BENCH_RUNS];
+    int n = c->seq_len < 128 ? c->seq_len : 128, tokens[128];
+    for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * c->vocab_size / n);
+    open_state(r, n, false);
+    argmax(forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false), c->vocab_size);
+    b = (Bench){.prompt = n, .decoded = n, .first = seconds() - start};
+    prefill(&r->model, &r->state, tokens, n, 0); // so that all is in memory
+    for (int i = 0; i < BENCH_RUNS; i++) {
+        double begin = seconds();
+        prefill(&r->model, &r->state, tokens, n, 0);
+        double middle = seconds();
+        for (int token = r->tokenizer.bos, pos = 0; pos < n; pos++)
+            token = argmax(forward(&r->model, &r->state, &token, 1, pos, false), c->vocab_size);
+        prompt[i] = middle - begin;
+        decode[i] = seconds() - middle;
+    }
+    const uint8_t *first;
+    b.bytes = weights_read(&r->model, &first);
+    struct rusage used;
+    getrusage(RUSAGE_SELF, &used);
+    b.peak = 1024.0 * used.ru_maxrss;
+    b.prompt_speed = n / median(prompt), b.decode_speed = n / median(decode);
+    b.bandwidth = r->state.backend->bandwidth(r->state.backend, first, b.bytes);
+    return b;
+}
+
+// Prints a table, or JSON. `start` is when the program began.
+static void bench(Run *r, double start, bool json) {
+    Bench b = measure(r, start);
+    double speed = b.bytes * b.decode_speed;
+    printf(json ? "{\"threads\": %d, \"first_token_ms\": %.2f, \"prompt_tokens\": %d, \"prompt_tokens_per_s\": %.1f, "
+                  "\"decode_tokens\": %d, \"decode_tokens_per_s\": %.1f, \"bytes_per_token\": %.0f, "
+                  "\"decode_gb_per_s\": %.2f, \"bandwidth_gb_per_s\": %.2f, \"bandwidth_share\": %.3f, "
+                  "\"peak_mib\": %.1f}\n"
+                : "threads                %12d\n"
+                  "first token            %12.2f ms from the start\n"
+                  "prompt of %4d tokens  %12.1f tokens/s\n"
+                  "decoding %4d tokens   %12.1f tokens/s\n"
+                  "weights per token      %12.0f bytes\n"
+                  "read while decoding    %12.2f GB/s\n"
+                  "only reading them      %12.2f GB/s\n"
+                  "share                  %12.3f\n"
+                  "peak memory            %12.1f MiB\n",
+           r->n_threads, b.first * 1e3, b.prompt, b.prompt_speed, b.decoded, b.decode_speed, b.bytes, speed / 1e9,
+           b.bandwidth / 1e9, b.bandwidth > 0 ? speed / b.bandwidth : 0, b.peak / (1 << 20));
+}
+
+// ----------------------------------------------------------------------------
 // The command line
 
 static const char help[] =
@@ -1261,12 +1350,13 @@ static const char help[] =
     "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
+    "  --bench          how fast the model runs here; with --json for programs\n"
     "  --help           this text\n";
 
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity;
     double temperature, topp, seed, steps, threads;
-    bool raw, tokenize, logits, verify;
+    bool raw, tokenize, logits, verify, bench, json;
 } Options;
 
 // A number, whole if asked, written in decimal digits to its end.
@@ -1306,12 +1396,15 @@ static Options parse_options(int argc, char **argv) {
         else if (!strcmp(argv[i], "--tokenize")) o.tokenize = true;
         else if (!strcmp(argv[i], "--logits")) o.logits = true;
         else if (!strcmp(argv[i], "--verify")) o.verify = true;
+        else if (!strcmp(argv[i], "--bench")) o.bench = true;
+        else if (!strcmp(argv[i], "--json")) o.json = true;
         else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
     if (!o.model) die("model", "expected a file; see run --help");
     if (o.prompt && o.prompt_file) die("-f", "there is a prompt from -i already");
-    if (o.tokenize + o.logits + o.verify + (o.perplexity != NULL) > 1)
-        die("options", "expected only one of --tokenize, --logits, --verify and --perplexity");
+    if (o.tokenize + o.logits + o.verify + o.bench + (o.perplexity != NULL) > 1)
+        die("options", "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
+    if (o.json && !o.bench) die("--json", "expected --bench beside it");
     if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
         die("-m", error("'%s' is no mode, expected generate or chat", o.mode));
     return o;
@@ -1350,14 +1443,14 @@ static void file_shrank(int number) {
     _exit(1);
 }
 
-static void load(Run *r, const char *model, const char *tokenizer, bool to_verify) {
+static void load(Run *r, const char *model, const char *tokenizer, bool to_verify, bool text) {
     const uint8_t *bytes;
     size_t size;
     const char *wrong = map_file(model, &bytes, &size);
     if (!wrong) wrong = load_model(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
     if (!wrong && to_verify) wrong = verify(&r->model);
     if (wrong) die(model, wrong);
-    if (r->tokenizer.pieces || to_verify) return;
+    if (r->tokenizer.pieces || !text) return;
     if (!tokenizer) tokenizer = "tokenizer.bin";
     wrong = map_file(tokenizer, &bytes, &size);
     if (!wrong) wrong = load_tokenizer_bin(&r->tokenizer, bytes, size, r->model.config.vocab_size);
@@ -1367,9 +1460,10 @@ static void load(Run *r, const char *model, const char *tokenizer, bool to_verif
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a reader that leaves is an error of writing like any other
     signal(SIGBUS, file_shrank);
+    double start = seconds();
     Options o = parse_options(argc, argv);
     static Run r;
-    load(&r, o.model, o.tokenizer, o.verify);
+    load(&r, o.model, o.tokenizer, o.verify, !o.verify && !o.bench);
     const Config *c = &r.model.config;
     r.n_threads = (int)o.threads;
     r.printer.raw = o.raw;
@@ -1385,6 +1479,7 @@ int main(int argc, char **argv) {
     if (o.verify) printf("the weights are intact\n");
     else if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
+    else if (o.bench) bench(&r, start, o.json);
     else if (o.tokenize && has_prompt) print_ids(&r.tokenizer, prompt);
     else if (o.tokenize) while (ask("", &line)) print_ids(&r.tokenizer, line);
     else if (strcmp(o.mode, "chat") == 0) chat(&r, prompt, has_prompt, o.system);

@@ -106,6 +106,8 @@ struct Backend {
     void (*swiglu)(Backend *, float *h, const float *h2, int T);
     // logits (T, vocab_size), in the host's memory = x (T, dim) output^T
     void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
+    // Bytes per second at which the backend reads memory, n bytes over and over: those, or as many of its own
+    double (*bandwidth)(Backend *, const void *bytes, size_t n);
     void (*close)(Backend *);
 };
 

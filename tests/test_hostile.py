@@ -30,7 +30,8 @@ WRONG_FLAGS = [  # the first of each is what the line must name
     ["-q", "1"], ["--unknown"], ["-nn", "3"], ["hello"], ["-"], [""], ["--"], ["--raw=1"], ["--tokenise"], ["-h"], ["--n", "3"],
     ["-N", "3"], ["-i=a"], ["-n3"], ["\x1b[2J"], ["é"], ["-f", "b", "-i", "a"], ["%s%n"], ["-" * 5000], ["-n", "9" * 5000],
 ]
-TWO_MODES = [["--tokenize", "--logits"], ["--verify", "--tokenize"], ["--logits", "--perplexity", "x"], ["--verify", "--logits"]]
+TWO_MODES = [["--tokenize", "--logits"], ["--verify", "--tokenize"], ["--logits", "--perplexity", "x"], ["--verify", "--logits"],
+             ["--bench", "--verify"]]
 
 
 def test_mistakes_in_flags_are_one_line(run_debug_bin, tmp_path):
@@ -500,7 +501,8 @@ def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
     for args, stdin in (([m, "-i", "Hi", "-n", 5], None), ([m, "-i", "Hi", "-n", 5, "-s", 1, "-j", 3], None),
                         ([tmp_path / "m.bin", "-z", tmp_path / "t.bin", "-f", text, "-n", 12], None),
                         ([m, "-m", "chat", "-n", 0, "-s", 1], text), ([m, "--tokenize"], text),
-                        ([m, "--perplexity", text], None), ([m, "--logits", "-f", text], None), ([m, "--verify"], None)):
+                        ([m, "--perplexity", text], None), ([m, "--logits", "-f", text], None), ([m, "--verify"], None),
+                        ([m, "--bench"], None)):
         failed, refused, endured = faults(faults_bin, *args, stdin=stdin)
         assert failed == refused + endured and failed >= 5 and endured <= 2, args
 

@@ -1,8 +1,10 @@
 """The C program: every file format against transformers' Llama, the sampler against llama2.c's texts, chat, printing.
 The models are made here, byte by byte."""
+import json
 import math
 import os
 import random
+import re
 import shlex
 import struct
 import subprocess
@@ -253,6 +255,24 @@ def test_perplexity(run_bin, tmp_path, form):
     (tmp_path / "text").write_bytes(b"")
     if form == "f32":
         assert "no tokens" in run(run_bin, *args, "--perplexity", tmp_path / "text", status=1)
+
+
+@pytest.mark.parametrize("form", ["f32", "q8_0", "v0:", "v2:64"])
+def test_bench(run_bin, tmp_path, form):
+    """The same figures in a table and in JSON, and the bytes that a token reads: every matrix, but of the embedding a row."""
+    model = Model(hidden=192, tied=False)
+    args, held = model.write(tmp_path, form)
+    found = json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 2))
+    numbers = {key: w.size for key, w in held.items() if key != "tok"}
+    norms = sum(n for key, n in numbers.items() if "norm" in str(key))
+    per_number = {"f32": 4, "q8_0": 34 / 32, "v0:": 4, "v2:64": 1 + 4 / 64}[form]
+    assert found["bytes_per_token"] == 4 * norms + per_number * (sum(numbers.values()) - norms)
+    assert found["threads"] == 2 and found["prompt_tokens"] == found["decode_tokens"] == 128
+    assert found["decode_gb_per_s"] == pytest.approx(found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e9, abs=0.01)
+    assert all(value > 0 for value in found.values())
+    table = run(run_bin, args[0], "--bench").decode().splitlines()
+    assert len(table) == 9 and re.fullmatch(r"prompt of  128 tokens +[0-9.]+ tokens/s", table[2])
+    assert "--bench" in run(run_bin, args[0], "--json", status=1)
 
 
 # ---- a model that says what it is told to
