@@ -26,8 +26,8 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 test: .venv/test run ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q tests
 
-test-long: .venv/test ## the long proofs, 100 stops at random steps and 100 kills (half an hour)
-	$(VENV) -m pytest -q -s tests/long_resume.py
+test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker (half an hour)
+	$(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py
 
 run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread

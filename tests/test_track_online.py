@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import track
 from tests.wandb_server import Server
@@ -126,3 +127,32 @@ def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(server,
     tables = [json.loads(data) for name, data in server.uploads.items() if name.startswith("A") and "samples" in name]
     assert sorted(row[0] for table in tables for row in table["data"]) == [0, 1, 2]
     assert [row["iter"] for row in server.runs["slow"]["history"]] == [0, 1, 2]
+
+
+def wandb_tool(folder, url, *words):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    env |= {"OMP_NUM_THREADS": "1", "HOME": str(folder), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": url,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # the agent runs what `python` is
+    done = subprocess.run([sys.executable, "-m", "wandb", *words], cwd=folder, env=env, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_sweep_runs_under_the_agent(server, folder):
+    """`wandb sweep`, then `wandb agent`: every trial is a run of its own, with the id the agent has given it."""
+    sweep = yaml.safe_load((ROOT / "sweeps/grid.yaml").read_text())
+    tiny = dict(word.removeprefix("--").split("=") for word in TINY)
+    sweep["program"] = str(ROOT / "train.py")
+    sweep["parameters"] = {name: {"value": value} for name, value in tiny.items()} | sweep["parameters"]
+    (folder / "grid.yaml").write_text(yaml.dump(sweep))
+    assert "wandb agent me/llamac/sweep1" in wandb_tool(folder, server.url, "sweep", "--project=llamac", "grid.yaml")
+    assert yaml.safe_load(server.sweep)["parameters"] == sweep["parameters"]
+    fixed = {name: one["value"] for name, one in sweep["parameters"].items() if "value" in one}
+    server.trials = [(f"trial{n}", fixed | {"max_iters": 10, "batch_size": n, "learning_rate": 0.001}) for n in (2, 4)]
+    told = wandb_tool(folder, server.url, "agent", "me/llamac/sweep1")
+    assert sorted(server.runs) == ["trial2", "trial4"], told
+    for n in (2, 4):
+        run = server.runs[f"trial{n}"]
+        assert [row["iter"] for row in run["history"]] == [0, 5, 10] and run["exit"] == 0
+        assert run["history"][-1]["tokens"] == 10 * n * 32

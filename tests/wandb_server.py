@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Server(ThreadingHTTPServer):
     """
     runs: {id: {"history": [row, ...], "exit": code or None, "name": ...}}; uploads: {path: bytes}; artifacts: [input of
-    createArtifact]; keys: the API keys that came; operations: names of the GraphQL operations, in order.
+    createArtifact]; keys: the API keys that came; operations: names of the GraphQL operations, in order; sweep: the text
+    of the sweep that was made; trials: [(run id, {setting: value})] for the sweep's agent.
     """
     daemon_threads = True
 
@@ -18,6 +19,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs, self.uploads, self.artifacts, self.keys, self.operations = {}, {}, [], set(), []
+        self.sweep, self.trials = None, []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -62,6 +64,31 @@ class Server(ThreadingHTTPServer):
         bucket = {"id": "R", "name": v["name"], "displayName": run["name"], "description": None, "config": "{}",
                   "sweepName": None, "historyLineCount": len(run["history"]), "project": project}
         return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+
+    def UpsertSweep(self, v):
+        self.sweep = v["config"]
+        return {"upsertSweep": {"sweep": {"name": "sweep1", "project": {"id": "p", "name": v["projectName"] or "llamac",
+                                          "entity": {"id": "e", "name": "me"}}}, "configValidationWarnings": []}}
+
+    def SweepWithRuns(self, v):
+        return {"project": {"sweep": {"id": "S", "name": v["sweep"], "config": self.sweep, "runs": {"edges": []}}}}
+
+    def CreateAgent(self, v):
+        return {"createAgent": {"agent": {"id": "agent1"}}}
+
+    def GetSweepState(self, v):
+        return {"project": {"sweep": {"state": "RUNNING"}}}
+
+    def Heartbeat(self, v):
+        if json.loads(v["runState"]):
+            commands = []  # one trial after the other
+        elif self.trials:
+            name, arguments = self.trials.pop(0)
+            program = re.search(r"(?m)^program: (.*)$", self.sweep)[1]
+            commands = [{"type": "run", "run_id": name, "program": program, "args": {k: {"value": x} for k, x in arguments.items()}}]
+        else:
+            commands = [{"type": "exit"}]
+        return {"agentHeartbeat": {"agent": {"id": v["id"]}, "commands": json.dumps(commands)}}
 
     def OrganizationCoreWeaveOrganizationID(self, v):
         return {"entity": {"organization": None}}
