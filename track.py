@@ -21,6 +21,7 @@ import os
 import queue
 import re
 import secrets
+import shutil
 import signal
 import socket
 import statistics
@@ -228,6 +229,7 @@ class Wandb:
         self.run.define_metric("*", step_metric=x)
         self.run.define_metric("loss/val", step_metric=x, summary="min,last")
         if out_dir:
+            self.keep(Path(out_dir, "diff.patch"))
             self.fill(out_dir, mode, before)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
         later = f"; upload it later with: {f'python track.py sync {out_dir}' if out_dir else f'wandb sync {where}'}"
@@ -248,6 +250,12 @@ class Wandb:
             self.wandb.teardown()  # else the id counts as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
+
+    def keep(self, path):
+        """A small file that belongs to the run, if it exists."""
+        if path.exists():
+            copy = shutil.copy(path, os.path.abspath(self.run.dir))
+            self.run.save(copy, base_path=os.path.dirname(copy), policy="now")
 
     def fill(self, out_dir, mode, before):
         """Note where the client writes, and log the rows that its logs lack: those of a session whose tracking failed."""
@@ -396,7 +404,10 @@ class Background:
 
     def finish(self):
         self.call("finish")
-        self.thread.join(0 if self.ended else FINISH_SECONDS + 10)
+        self.thread.join(0 if self.ended else 3)
+        if self.thread.is_alive() and not self.ended:
+            print(f"tracking: {self.name} is uploading what is left, for {FINISH_SECONDS} s at most", flush=True)
+            self.thread.join(FINISH_SECONDS + 7)
         if self.thread.is_alive():
             self.give_up(f"it has not finished after {FINISH_SECONDS + 10} s")
 
@@ -463,20 +474,31 @@ def new_run_id(name):
     return os.environ.get("WANDB_RUN_ID") or f"{words}-{secrets.token_hex(2)}"
 
 
+def git(*words):
+    """What git says of this program's own folder."""
+    return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, timeout=5,
+                          check=True).stdout.strip()
+
+
 def source_version():
     """{"git_commit", "git_changed": whether files differ from it} of this program; empty where git knows nothing."""
-    def git(*words):
-        return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True,
-                              timeout=5, check=True).stdout.strip()
     try:
         return {"git_commit": git("rev-parse", "HEAD"), "git_changed": bool(git("diff", "--stat", "HEAD"))}
     except (OSError, subprocess.SubprocessError):
         return {}
 
 
+def keep_diff(out_dir, config):
+    """out_dir/diff.patch: in what this program's files differ from the commit that the configuration names."""
+    if config.get("git_changed"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            Path(out_dir, "diff.patch").write_text(redact(git("diff", "HEAD")) + "\n", encoding="utf-8")
+
+
 def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens"):
     """The tracker of the master process: JSONL always, the others when asked for. run: see Wandb."""
     run = redact({k: v for k, v in run.items() if v})
+    keep_diff(out_dir, config)
     destinations = [Jsonl(out_dir, config, step)]
     if tensorboard_log:
         destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir), "; needed: pip install tensorboard"))

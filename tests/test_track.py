@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,11 +20,11 @@ import track
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(folder, *args, **env):
+def run(folder, *args, program=ROOT / "train.py", **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
     tiny = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32",
             "--batch_size=4", "--max_iters=20", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu"]
-    return subprocess.run([sys.executable, str(ROOT / "train.py"), *tiny, *args], cwd=folder, env=clean | env,
+    return subprocess.run([sys.executable, str(program), *tiny, *args], cwd=folder, env=clean | env,
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
@@ -125,6 +126,26 @@ def test_the_exported_model_is_an_artifact(tracked):
     about = json.loads(model[0]["metadata"])
     assert about["sha256"] == hashlib.sha256((tracked[0] / "out/model.gguf").read_bytes()).hexdigest()
     assert about["loss/val"] > 0 and len(about["dataset"]) == 64
+
+
+def test_what_differs_from_the_commit_is_kept_without_its_secrets(tmp_path):
+    """A clone of the program's files, committed, then changed: git's own words of the change go with the run."""
+    repository = tmp_path / "llamac"
+    shutil.copytree(ROOT, repository, ignore=lambda folder, names: [n for n in names if not n.endswith(".py")])
+    for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", *words.split()], cwd=repository, check=True)
+    with open(repository / "optim.py", "a") as f:
+        f.write("\n# a change of mine, api_key=abcdefgh12345678\n")
+    (tmp_path / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=1", HOME=str(tmp_path), program=repository / "train.py")
+    assert done.returncode == 0, done.stderr
+    log = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    for path in (tmp_path / "out/diff.patch", log.parent / "files/diff.patch"):
+        assert "+# a change of mine, api_key=***" in path.read_text()
+    records = track.read_wandb(log)
+    assert any("diff.patch" in json.dumps(r) for r in records if r["type"] == "files")
+    config = next(r for r in records if r["type"] == "run")["run"]["config"]["update"]
+    assert config["git_changed"] is True and len(config["git_commit"]) == 40
 
 
 def test_without_wandb_log_nothing_of_it_is_written(tmp_path, tracked):
