@@ -380,9 +380,9 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     const Config *c = &model->config;
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
-    cpu->ops = (Backend){.alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
-                         .attention = attention, .swiglu = swiglu, .logits = logits, .bandwidth = bandwidth,
-                         .close = cpu_close};
+    cpu->ops = (Backend){.chunk = 64, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul,
+                         .rope = rope, .attention = attention, .swiglu = swiglu, .logits = logits,
+                         .bandwidth = bandwidth, .close = cpu_close};
     cpu->config = *c;
     cpu->positions = positions;
     cpu->scratch_size = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;

@@ -427,9 +427,8 @@ static const char *gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t al
 // ----------------------------------------------------------------------------
 // The transformer
 
-// Runs T tokens that stand at positions pos..pos+T-1 through the model, after which their keys and values are cached.
-// Returns logits: (T, vocab_size) of all of them, or (1, vocab_size) of the last.
-static float *forward(const Model *m, const State *s, const int *tokens, int T, int pos, bool all) {
+// The ops of forward.
+static void compute(const Model *m, const State *s, const int *tokens, int T, int pos, bool all) {
     const Weights *w = &m->weights;
     Backend *b = s->backend;
 
@@ -451,6 +450,14 @@ static float *forward(const Model *m, const State *s, const int *tokens, int T, 
     float *last = all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
     b->rmsnorm(b, last, last, &w->norm, all ? T : 1);
     b->logits(b, s->logits, &w->output, last, all ? T : 1);
+}
+
+// Runs T tokens that stand at positions pos..pos+T-1 through the model, after which their keys and values are cached.
+// Returns logits: (T, vocab_size) of all of them, or (1, vocab_size) of the last.
+static float *forward(const Model *m, const State *s, const int *tokens, int T, int pos, bool all) {
+    Backend *b = s->backend;
+    if (!b->begin || b->begin(b, tokens, T, pos, all)) compute(m, s, tokens, T, pos, all);
+    if (b->end) b->end(b);
     return s->logits;
 }
 
@@ -460,19 +467,35 @@ static float *prefill(const Model *m, const State *s, const int *tokens, int n, 
     return forward(m, s, tokens, n, pos, false);
 }
 
-// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk.
-static const char *state_open(State *s, Model *m, int positions, bool all, int n_threads) {
+// Opens the backend of a device: cpu, cuda, or auto: cuda if that can be had, else cpu.
+static const char *backend_open(Backend **b, const char *device, Model *m, int positions, int n_threads) {
+#ifdef CUDA
+    if (strcmp(device, "cpu")) {
+        const char *wrong = cuda_open(b, m, positions);
+        if (!wrong || strcmp(device, "auto")) return wrong;
+        fprintf(stderr, "on the CPU, for the GPU cannot be used: %s\n", wrong);
+    }
+#else
+    (void)device;
+#endif
+    return cpu_open(b, m, positions, n_threads);
+}
+
+// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk; with `greedy`, for
+// none where the backend finds the largest by itself.
+static const char *state_open(State *s, Model *m, const char *device, int positions, bool all, bool greedy,
+                              int n_threads) {
     const Config *c = &m->config;
-    TRY(cpu_open(&s->backend, m, positions, n_threads));
+    TRY(backend_open(&s->backend, device, m, positions, n_threads));
     Backend *b = s->backend;
-    size_t T = s->chunk = positions < 64 ? positions : 64;
+    size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
     bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->xb = b->alloc(b, T * c->dim))
            && (s->q = b->alloc(b, T * c->dim))
            && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
            && (s->hb = b->alloc(b, T * c->hidden_dim)) && (s->hb2 = b->alloc(b, T * c->hidden_dim));
     CHECK(ok, "not enough memory for the activations");
-    s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
+    if (!greedy || !b->argmax) s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
     return NULL;
 }
 
@@ -956,6 +979,8 @@ static int sample_topp(Sampler *s, const float *p, float coin) {
     return s->candidates[last].token;
 }
 
+static const char not_finite[] = "its logits are not finite; the weights are broken";
+
 static void check_finite(const float *logits, size_t n) {
     uint32_t largest = 0; // bits but the sign: they have the order of the magnitudes, and a maximum vectorises
     for (size_t i = 0; i < n; i++) {
@@ -964,7 +989,7 @@ static void check_finite(const float *logits, size_t n) {
         bits &= 0x7fffffff;
         largest = bits > largest ? bits : largest;
     }
-    if (largest >= 0x7f800000) die("model", "its logits are not finite; the weights are broken");
+    if (largest >= 0x7f800000) die("model", not_finite);
 }
 
 // The next token; overwrites the logits (vocab_size,) by probabilities.
@@ -993,13 +1018,15 @@ typedef struct {
     State state;
     Sampler sampler;
     Printer printer;
+    const char *device; // cpu, cuda or auto
     int steps;     // tokens a text may have
     int n_threads;
 } Run;
 
 static void open_state(Run *r, int positions, bool all) {
-    const char *wrong = state_open(&r->state, &r->model, positions, all, r->n_threads);
-    if (wrong) die("memory", wrong);
+    bool greedy = !all && r->sampler.temperature == 0;
+    const char *wrong = state_open(&r->state, &r->model, r->device, positions, all, greedy, r->n_threads);
+    if (wrong) die(strcmp(r->device, "cuda") ? "memory" : "cuda", wrong);
 }
 
 static double seconds(void) {
@@ -1018,12 +1045,20 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
     return tokens;
 }
 
+// The next token: the sampler's choice from the logits, or the backend's when they stayed with it.
+static int choose(Run *r, float *logits) {
+    if (logits) return sample(&r->sampler, logits);
+    int next = r->state.backend->argmax(r->state.backend);
+    if (next < 0) die("model", not_finite);
+    return next;
+}
+
 // Continues after a prompt that ends with the token `last` and left these logits, until a token that ends the text
 // or the state is full. *pos counts the positions used. Returns the token that ended it, -1 if none did.
 static int continue_text(Run *r, float *logits, int last, int *pos, int stop) {
     const Tokenizer *t = &r->tokenizer;
     for (;;) {
-        int next = sample(&r->sampler, logits);
+        int next = choose(r, logits);
         if (next == t->bos || next == t->eos || next == stop) return next;
         print_token(&r->printer, t, last, next);
         if (*pos == r->state.positions) return -1;
@@ -1286,8 +1321,9 @@ static Bench measure(Run *r, double start) {
     double prompt[BENCH_RUNS], decode[BENCH_RUNS];
     int n = c->seq_len < 128 ? c->seq_len : 128, tokens[128];
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * c->vocab_size / n);
+    r->sampler.temperature = 0;
     open_state(r, n, false);
-    argmax(forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false), c->vocab_size);
+    choose(r, forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false));
     b = (Bench){.prompt = n, .decoded = n, .first = seconds() - start};
     prefill(&r->model, &r->state, tokens, n, 0); // so that all is in memory
     for (int i = 0; i < BENCH_RUNS; i++) {
@@ -1295,7 +1331,7 @@ static Bench measure(Run *r, double start) {
         prefill(&r->model, &r->state, tokens, n, 0);
         double middle = seconds();
         for (int token = r->tokenizer.bos, pos = 0; pos < n; pos++)
-            token = argmax(forward(&r->model, &r->state, &token, 1, pos, false), c->vocab_size);
+            token = choose(r, forward(&r->model, &r->state, &token, 1, pos, false));
         prompt[i] = middle - begin;
         decode[i] = seconds() - middle;
     }
@@ -1345,6 +1381,7 @@ static const char help[] =
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
     "  -j NUMBER        threads (as many as processors)\n"
+    "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
     "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
@@ -1354,7 +1391,7 @@ static const char help[] =
     "  --help           this text\n";
 
 typedef struct {
-    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity;
+    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity, *device;
     double temperature, topp, seed, steps, threads;
     bool raw, tokenize, logits, verify, bench, json;
 } Options;
@@ -1382,11 +1419,18 @@ static void parse_option(Options *o, const char *flag, const char *value) {
     else if (!strcmp(flag, "-m")) o->mode = value;
     else if (!strcmp(flag, "-y")) o->system = value;
     else if (!strcmp(flag, "--perplexity")) o->perplexity = value;
+    else if (!strcmp(flag, "--device")) o->device = value;
     else die(flag, "no such option; see run --help");
 }
 
+#ifdef CUDA
+static const char default_device[] = "cuda";
+#else
+static const char default_device[] = "cpu";
+#endif
+
 static Options parse_options(int argc, char **argv) {
-    Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256};
+    Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
     o.threads = processors < 1 ? 1 : processors > 64 ? 64 : processors;
     for (int i = 1; i < argc; i++) {
@@ -1398,6 +1442,7 @@ static Options parse_options(int argc, char **argv) {
         else if (!strcmp(argv[i], "--verify")) o.verify = true;
         else if (!strcmp(argv[i], "--bench")) o.bench = true;
         else if (!strcmp(argv[i], "--json")) o.json = true;
+        else if (!strncmp(argv[i], "--device=", 9)) parse_option(&o, "--device", argv[i] + 9);
         else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
     if (!o.model) die("model", "expected a file; see run --help");
@@ -1407,6 +1452,10 @@ static Options parse_options(int argc, char **argv) {
     if (o.json && !o.bench) die("--json", "expected --bench beside it");
     if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
         die("-m", error("'%s' is no mode, expected generate or chat", o.mode));
+    if (strcmp(o.device, "cpu") && strcmp(o.device, "cuda") && strcmp(o.device, "auto"))
+        die("--device", error("'%s' is no device, expected cpu, cuda or auto", o.device));
+    if (!strcmp(o.device, "cuda") && strcmp(default_device, "cuda"))
+        die("--device", "this program computes on the CPU; make runcuda builds the one for GPUs");
     return o;
 }
 
@@ -1466,6 +1515,7 @@ int main(int argc, char **argv) {
     load(&r, o.model, o.tokenizer, o.verify, !o.verify && !o.bench);
     const Config *c = &r.model.config;
     r.n_threads = (int)o.threads;
+    r.device = o.device;
     r.printer.raw = o.raw;
     r.steps = o.steps == 0 || o.steps > c->seq_len ? c->seq_len : (int)o.steps;
     r.sampler = (Sampler){c->vocab_size, (float)o.temperature, (float)o.topp,

@@ -3,6 +3,10 @@
 #ifndef RUN_H
 #define RUN_H
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -77,7 +81,7 @@ typedef struct {
     float *q;       // (chunk, dim)
     float *k, *v;   // (chunk, kv_dim)
     float *hb, *hb2; // (chunk, hidden_dim)
-    float *logits;  // (1 or chunk, vocab_size)
+    float *logits;  // (1 or chunk, vocab_size); NULL when the backend's argmax is asked instead
 } State;
 
 // One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
@@ -89,6 +93,11 @@ typedef struct {
 
 // The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
 struct Backend {
+    int chunk; // most tokens in one call that it works well on
+    // Around the ops of one call of forward, where the backend has them (else NULL). begin returns whether the ops have
+    // to be called; not so once they are recorded: end then replays them for these tokens (T,) at pos..pos+T-1.
+    bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all);
+    void (*end)(Backend *);
     // Uninitialised room for n floats that the ops below can work on, freed by close; NULL when there is none.
     float *(*alloc)(Backend *, size_t n);
     // x (T, dim) = rows `tokens` (T,) of the table
@@ -104,8 +113,10 @@ struct Backend {
     void (*attention)(Backend *, int layer, float *out, const float *q, int pos, int T);
     // h (T, hidden_dim) = silu(h) * h2
     void (*swiglu)(Backend *, float *h, const float *h2, int T);
-    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T
+    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T. Where the backend has argmax (else NULL),
+    // logits may be NULL and T 1: argmax then tells the index of the largest, the first of equals, -1 if any is not finite
     void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
+    int (*argmax)(Backend *);
     // Bytes per second at which the backend reads memory, n bytes over and over: those, or as many of its own
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
     void (*close)(Backend *);
@@ -115,4 +126,11 @@ struct Backend {
 // Returns NULL or what is wrong.
 const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
+// Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
+// wrong; the weights are then where they were.
+const char *cuda_open(Backend **backend, Model *model, int positions);
+
+#ifdef __cplusplus
+}
+#endif
 #endif
