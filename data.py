@@ -74,7 +74,8 @@ SEPARATOR = b"<|endoftext|>"
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
 VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
 
-# Size and sha256 of the two files at the revision that tinystories_url names, as the Hub lists them (Git LFS ids).
+# Size and sha256 of the two files at the revision that tinystories_url names, as public copies of them are listed; the
+# download itself has only been tried against a server of the tests.
 TINYSTORIES = {
     "TinyStoriesV2-GPT4-train.txt":
         (2_227_753_162, "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"),

@@ -470,7 +470,7 @@ def gguf_args(reader, metadata, tied):
 
     if metadata.get("general.architecture") != "llama":
         reader.fail(f"architecture {metadata.get('general.architecture')!r}, expected 'llama'")
-    scaling, n_heads = metadata.get("llama.rope.scaling.type", "none"), get("llama.attention.head_count", int)
+    scaling, n_heads = metadata.get("llama.rope.scaling.type", "linear"), get("llama.attention.head_count", int)
     if scaling not in ("none", "linear"):
         reader.fail(f"rope scaling {scaling!r}, expected linear or none")
     args = checked(reader, ModelArgs(
@@ -479,7 +479,7 @@ def gguf_args(reader, metadata, tied):
         vocab_size=len(get("tokenizer.ggml.tokens", list)), hidden_dim=get("llama.feed_forward_length", int),
         max_seq_len=get("llama.context_length", int), norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling=get("llama.rope.scaling.factor", float) if scaling == "linear" else 1.0))
+        rope_scaling=get("llama.rope.scaling.factor", float, 1.0) if scaling == "linear" else 1.0))
     for key in ("llama.rope.dimension_count", "llama.attention.key_length", "llama.attention.value_length"):
         if metadata.get(key, args.head_dim) != args.head_dim:
             reader.fail(f"{key} is {metadata[key]}, expected the head width {args.head_dim}")

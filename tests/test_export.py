@@ -487,7 +487,7 @@ def with_metadata(path, changed, tensors=None):
     ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
     ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
-    ({"llama.rope.scaling.type": "linear"}, "scaling.factor is None"),
+    ({"llama.rope.scaling.factor": 0.0}, "scaling.factor is 0.0"),  # linear is what a file means that names no type
     ({"llama.rope.dimension_count": 2}, "head width 4"),
     ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
     ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
@@ -497,6 +497,14 @@ def with_metadata(path, changed, tensors=None):
 def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):
     read(with_metadata(tmp_path / "good", {}))
     assert said in refused(capsys, read, with_metadata(tmp_path / "m", changed))
+
+
+@pytest.mark.parametrize("changed, scaling", [
+    ({"llama.rope.scaling.factor": 2.5}, 2.5), ({"llama.rope.scaling.type": "linear"}, 1.0),
+    ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.5}, 1.0)])
+def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
+    """As llama.cpp and run read it."""
+    assert read(with_metadata(tmp_path / "m", changed))[1].rope_scaling == scaling
 
 
 @pytest.mark.parametrize("tensors, said", [
