@@ -1,0 +1,85 @@
+"""
+Models to measure with: random weights in the shapes that others publish, the same weights in every format.
+
+    python bench/models.py                                   all shapes, all formats: 18 GB in cache/bench
+    python bench/models.py --shapes=15M --formats=f32,q8_0
+
+A tensor is made when the exporter asks for it and forgotten when it is written, so the memory needed is a few times the
+largest tensor. Files that stand already are kept.
+"""
+import itertools
+import math
+import string
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import export
+from configurator import configure, fail
+from model import ModelArgs
+from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
+
+shapes = "15M,42M,110M,1.1B"            # which, of these and 260K
+formats = "f32,bf16,q8_0,q4_0,v0,v2"    # GGUF of that type; llama2.c's v0 (float32) and v2 (int8 in groups)
+models = "cache/bench"                  # the folder they go to
+
+SHAPES = {
+    "260K": ModelArgs(dim=64, n_layers=5, n_heads=8, n_kv_heads=4, hidden_dim=172, vocab_size=512, max_seq_len=512),
+    "15M": ModelArgs(dim=288, n_layers=6, n_heads=6, hidden_dim=768, max_seq_len=1024),
+    "42M": ModelArgs(dim=512, n_layers=8, n_heads=8, hidden_dim=1376, max_seq_len=1024),
+    "110M": ModelArgs(dim=768, n_layers=12, n_heads=12, hidden_dim=2048, max_seq_len=1024),
+    "1.1B": ModelArgs(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=1024, tied=False),
+}
+
+
+class RandomWeights:
+    """A state_dict whose tensors are drawn anew at each access, each from a seed of its own: its name."""
+
+    def __init__(self, args):
+        self.shapes = {ours: shape for ours, _, _, shape in export.tensors(args)}
+
+    def __getitem__(self, name):
+        shape, generator = self.shapes[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if len(shape) == 1:
+            return torch.rand(shape, generator=generator) + 0.5
+        if name not in ("tok_embeddings.weight", "output.weight"):
+            return torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        w = torch.randn(shape, generator=generator)
+        w[1:3] *= 0.01  # <s> and </s> are never the most likely, so no text ends before it is measured
+        return w
+
+
+def vocabulary(size):
+    """A Tokenizer of `size` pieces: specials, bytes, then words of one to three letters, with a space before and without."""
+    words = [SPACE] + [space + "".join(letters) for n in (1, 2, 3) for space in (SPACE, "")
+                       for letters in itertools.product(string.ascii_lowercase, repeat=n)]
+    pieces = [*SPECIALS, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((word, NORMAL) for word in words)][:size]
+    return export.vocabulary_of([(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)],
+                                0, 1, 2, True, False, "the synthetic vocabulary")
+
+
+def path_of(shape, form):
+    return Path(models, shape, form + (".bin" if form.startswith("v") else ".gguf"))
+
+
+def main():
+    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*export.TYPES, "v0", "v1", "v2"}):
+        fail(f"{', '.join(unknown)}: no such shape or format; shapes are {', '.join(SHAPES)}, "
+             f"formats {', '.join(export.TYPES)}, v0, v1, v2")
+    for shape, form in itertools.product(shapes.split(","), formats.split(",")):
+        path, args = path_of(shape, form), SHAPES[shape]
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kind = {"format": form} if form.startswith("v") else {"format": "gguf", "dtype": form}
+        export.export_model(RandomWeights(args), args, vocabulary(args.vocab_size), path, name=shape,
+                            group_size=math.gcd(64, args.dim, args.hidden_dim), **kind)
+        print(f"wrote {path}", flush=True)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
