@@ -1,7 +1,13 @@
-# make help lists the targets. CC, CFLAGS, PYTHON and PIP_FLAGS can be overridden on the command line.
+# make help lists the targets. CC, CFLAGS, NVCC, NVCCFLAGS, ARCH, HIPCC, PYTHON and PIP_FLAGS can be overridden on the
+# command line.
 CC      ?= cc
 CFLAGS  ?= -O3 -march=native
 WARN    := -std=c11 -Wall -Wextra -D_GNU_SOURCE
+NVCC    ?= nvcc
+NVCCFLAGS ?= -O3
+HIPCC   ?= hipcc
+# Compute capabilities without the dot: all that this nvcc knows, from Volta (70) on. ARCH=90 compiles for Hopper alone.
+ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70' | sort -n)
 PYTHON  ?= python3
 SOURCES := run.c kernels_cpu.c
 VENV    := .venv/bin/python
@@ -31,6 +37,19 @@ test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 
 
 run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
+
+runcuda: $(SOURCES) kernels_cuda.cu run.h ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
+	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runcuda-run.o run.c
+	$(CC) $(WARN) $(CFLAGS) -c -o runcuda-cpu.o kernels_cpu.c
+	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
+	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
+	    -o $@ kernels_cuda.cu runcuda-run.o runcuda-cpu.o -lm -lpthread
+
+runhip: $(SOURCES) kernels_cuda.cu kernels_hip.h run.h ## the same for AMD GPUs (needs hipcc; never run on one yet)
+	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runhip-run.o run.c
+	$(CC) $(WARN) $(CFLAGS) -c -o runhip-cpu.o kernels_cpu.c
+	$(HIPCC) -std=c++17 -O3 -x hip -c -o runhip-gpu.o kernels_cuda.cu
+	$(HIPCC) -o $@ runhip-gpu.o runhip-run.o runhip-cpu.o -lm -lpthread
 
 debug: $(SOURCES) run.h ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
@@ -65,4 +84,4 @@ coverage: .venv/test ## which branches of run's loaders and tokenizer the tests 
 	@touch $@
 
 clean:               ## remove what was built; runs, caches and .venv stay
-	rm -f run run-debug
+	rm -f run run-debug runcuda runcuda-*.o runhip runhip-*.o

@@ -1,0 +1,266 @@
+// As much of CUDA as kernels_cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
+// One block at a time, its threads as fibers that take turns at barriers and shuffles, so a race can't crash, but the
+// order of the turns can be changed (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change.
+// Memory is filled with NaN where CUDA leaves it uninitialised. What it can't show: timing, caches, memory order.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <algorithm>
+#include <functional>
+#include <tuple>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define LAUNCH_SHARED(name) float *name = (float *)cuda_on_cpu::launch_shared
+
+struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
+struct uint4 { uint32_t x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_on_cpu {
+
+struct Barrier { unsigned members = 0, arrived = 0, generation = 0; };
+struct Warp { Barrier barrier; uint64_t slots[2][32]; };
+struct Fiber {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool done;
+    Barrier *waits;        // NULL when ready
+    unsigned generation;   // of the barrier when it came
+};
+
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline Barrier block;
+inline ucontext_t scheduler;
+inline int current;
+inline void *launch_shared;
+inline std::function<void()> body;
+
+inline void fail(const char *what) {
+    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, current);
+    abort();
+}
+
+inline void open_if_all_came(Barrier &b) {
+    if (b.members && b.arrived == b.members) b.arrived = 0, b.generation++;
+}
+
+inline void meet(Barrier &b) {
+    Fiber &me = fibers[current];
+    me.waits = &b, me.generation = b.generation;
+    b.arrived++;
+    open_if_all_came(b);
+    if (b.generation != me.generation) me.waits = NULL;
+    else swapcontext(&me.context, &scheduler);
+}
+
+inline void enter() {
+    body();
+    Fiber &me = fibers[current];
+    me.done = true;
+    for (Barrier *b : {&block, &warps[current / 32].barrier}) b->members--, open_if_all_came(*b);
+}
+
+inline int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
+
+inline std::vector<int> turns(int n) {
+    static uint32_t state = 1;
+    std::vector<int> all(n);
+    for (int i = 0; i < n; i++) all[i] = order() == 1 ? n - 1 - i : i;
+    for (int i = n - 1; i > 0 && order() == 2; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
+    return all;
+}
+
+inline void run_block(int threads) {
+    if ((int)fibers.size() < threads) fibers.resize(threads);
+    warps.assign((threads + 31) / 32, Warp());
+    block = Barrier();
+    block.members = threads;
+    for (int i = 0; i < threads; i++) {
+        Fiber &f = fibers[i];
+        f.stack.resize(64 << 10);
+        f.done = false, f.waits = NULL;
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = &scheduler;
+        makecontext(&f.context, enter, 0);
+        warps[i / 32].barrier.members++;
+    }
+    for (int left = threads; left > 0;) {
+        bool moved = false;
+        for (int i : turns(threads)) {
+            Fiber &f = fibers[i];
+            if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
+            f.waits = NULL;
+            current = i, threadIdx = dim3(i);
+            swapcontext(&scheduler, &f.context);
+            left -= f.done;
+            moved = true;
+        }
+        if (!moved) fail("a barrier that not all threads reach");
+    }
+}
+
+inline void run_grid(dim3 grid, dim3 threads, size_t shared) {
+    std::vector<int> blocks = turns(grid.x * grid.y * grid.z);
+    if (grid.x * grid.y * grid.z == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
+    gridDim = grid, blockDim = threads;
+    for (int i : blocks) {
+        blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
+        launch_shared = aligned_alloc(16, (shared + 15) / 16 * 16);
+        memset(launch_shared, 0xff, shared);
+        run_block(threads.x);
+        free(launch_shared);
+    }
+}
+
+template <typename T> T exchange(T value, int from) { // what lane `from` brings to the same call
+    Warp &w = warps[current / 32];
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    unsigned turn = w.barrier.generation % 2; // nobody is two calls ahead
+    w.slots[turn][current % 32] = bits;
+    meet(w.barrier);
+    memcpy(&value, &w.slots[turn][from], sizeof value);
+    return value;
+}
+
+} // namespace cuda_on_cpu
+
+template <typename T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
+    return cuda_on_cpu::exchange(value, (threadIdx.x % 32) ^ mask);
+}
+template <typename T> T __shfl_sync(unsigned, T value, int lane, int = 32) { return cuda_on_cpu::exchange(value, lane); }
+static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet(cuda_on_cpu::warps[cuda_on_cpu::current / 32].barrier); }
+static inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::block); }
+static inline void __threadfence() {}
+static inline unsigned atomicAdd(unsigned *p, unsigned n) { return (*p += n) - n; }
+template <typename T> T __ldg(const T *p) {
+    if ((uintptr_t)p % sizeof(T)) cuda_on_cpu::fail("a load that is not aligned");
+    return *p;
+}
+static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+static inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+    uint64_t bytes = (uint64_t)y << 32 | x;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) out |= (uint32_t)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    return out;
+}
+
+// ---- half precision
+
+struct __half { uint16_t bits; };
+struct alignas(4) __half2 { __half x, y; };
+
+static inline float __half2float(__half h) {
+    int sign = h.bits >> 15, exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
+    float f = exponent == 31 ? (mantissa ? NAN : INFINITY)
+            : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+    return sign ? -f : f;
+}
+
+static inline __half __float2half(float f) { // to nearest, ties to even
+    uint16_t sign = signbit(f) ? 0x8000 : 0;
+    f = fabsf(f);
+    if (isnan(f)) return {0x7fff};
+    if (f >= 65520) return {(uint16_t)(sign | 0x7c00)};
+    int exponent = f < 0x1p-14f ? -14 : ilogbf(f), units = (int)rintf(ldexpf(f, 10 - exponent)); // units of 2^(exponent-10)
+    return {(uint16_t)(sign | ((exponent + 14) * 1024 + units))}; // a carry of the mantissa goes to the exponent
+}
+
+static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
+static inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
+
+// ---- the runtime
+
+enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice };
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeProgrammaticStreamSerialization };
+
+typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
+typedef int cudaStream_t, cudaEvent_t;
+struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed; } val; };
+struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
+struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount; size_t sharedMemPerBlockOptin; };
+struct cudaFuncAttributes { int unused; };
+
+namespace cuda_on_cpu {
+inline cudaGraph_t capture;
+inline size_t free_memory() { const char *s = getenv("CUDA_ON_CPU_MEMORY"); return s ? strtoull(s, NULL, 10) : (size_t)1 << 30; }
+
+inline cudaError_t submit(std::function<void()> work) {
+    if (capture) capture->push_back(work);
+    else work();
+    return cudaSuccess;
+}
+}
+
+static inline const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "no CUDA-capable device is detected"; }
+static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
+static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 4, 64 << 10}; return cudaSuccess; }
+static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
+template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
+template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) { *n = 1; return cudaSuccess; }
+
+template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
+    *p = (T *)malloc(n);
+    return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
+}
+static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
+static inline cudaError_t cudaFree(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaHostRegister(void *, size_t, int) { if (cuda_on_cpu::capture) cuda_on_cpu::fail("registering in a capture"); return cudaSuccess; }
+static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
+static inline cudaError_t cudaMemset(void *p, int value, size_t n) { memset(p, value, n); return cudaSuccess; }
+static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) { memcpy(to, from, n); return cudaSuccess; }
+static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
+    return cuda_on_cpu::submit([=] { memcpy(to, from, n); });
+}
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) { *s = 1; return cudaSuccess; }
+static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { if (cuda_on_cpu::capture) cuda_on_cpu::fail("waiting in a capture"); return cudaSuccess; }
+static inline cudaError_t cudaEventCreate(cudaEvent_t *) { return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *, int) { return cudaSuccess; }
+static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
+static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { cuda_on_cpu::capture = new std::vector<std::function<void()>>; return cudaSuccess; }
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { *g = cuda_on_cpu::capture, cuda_on_cpu::capture = NULL; return cudaSuccess; }
+static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) { *e = new std::vector<std::function<void()>>(*g); return cudaSuccess; }
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
+static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { delete e; return cudaSuccess; }
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) { for (auto &work : *e) work(); return cudaSuccess; }
+
+template <typename... P, typename... A>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A... args) {
+    std::tuple<P...> values(args...);
+    dim3 grid = config->gridDim, threads = config->blockDim;
+    size_t shared = config->dynamicSmemBytes;
+    return cuda_on_cpu::submit([=] {
+        cuda_on_cpu::body = [=] { std::apply(kernel, values); };
+        cuda_on_cpu::run_grid(grid, threads, shared);
+    });
+}

@@ -1,0 +1,52 @@
+// Tensor cores on the CPU: the first lane of a warp holds the whole tile. The other lanes have to synchronise before
+// they read what it stored, as on a GPU.
+#pragma once
+#include "cuda_runtime.h"
+
+namespace nvcuda { namespace wmma {
+struct matrix_a; struct matrix_b; struct accumulator; struct row_major; struct col_major;
+enum layout_t { mem_row_major, mem_col_major };
+
+template <typename Use, int M, int N, int K, typename T, typename Layout = void> struct fragment {
+    enum { num_elements = 256 };
+    T x[256]; // (16, 16), row-major
+};
+
+static inline bool first_lane() { return threadIdx.x % 32 == 0; }
+
+static inline void check_alignment(const void *p, int stride, size_t size) {
+    if ((uintptr_t)p % 32 || stride * size % 16) cuda_on_cpu::fail("a tile that is not aligned");
+}
+
+template <typename F> void fill_fragment(F &f, float value) { for (auto &x : f.x) x = value; }
+
+template <typename Use, typename T, typename Layout>
+void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout> &f, const T *p, int stride) {
+    check_alignment(p, stride, sizeof(T));
+    bool row = std::is_same<Layout, row_major>::value;
+    for (int i = 0; i < 256 && first_lane(); i++) f.x[i] = row ? p[i / 16 * stride + i % 16] : p[i % 16 * stride + i / 16];
+}
+
+template <typename F> void load_matrix_sync(F &f, const float *p, int stride, layout_t layout) {
+    check_alignment(p, stride, sizeof *p);
+    for (int i = 0; i < 256 && first_lane(); i++)
+        f.x[i] = layout == mem_row_major ? p[i / 16 * stride + i % 16] : p[i % 16 * stride + i / 16];
+}
+
+template <typename F> void store_matrix_sync(float *p, const F &f, int stride, layout_t layout) {
+    check_alignment(p, stride, sizeof *p);
+    for (int i = 0; i < 256 && first_lane(); i++)
+        p[layout == mem_row_major ? i / 16 * stride + i % 16 : i % 16 * stride + i / 16] = f.x[i];
+}
+
+template <typename D, typename A, typename B> void mma_sync(D &d, const A &a, const B &b, const D &c) {
+    float left[256], right[256];
+    if (!first_lane()) return;
+    for (int i = 0; i < 256; i++) left[i] = __half2float(a.x[i]), right[i] = __half2float(b.x[i]);
+    for (int i = 0; i < 256; i++) {
+        float sum = c.x[i];
+        for (int k = 0; k < 16; k++) sum += left[i / 16 * 16 + k] * right[16 * k + i % 16];
+        d.x[i] = sum;
+    }
+}
+} }

@@ -1,0 +1,260 @@
+// Compares every op of kernels_cuda.cu with the CPU's on random models, whose sizes leave remainders everywhere.
+// The CPU gets the very numbers that the GPU's weights stand for, in float32. Prints one line for each model and type:
+// the largest difference of each op, relative to the largest number expected. Exit code 1 if one is too large.
+// Usage: cuda_ops SEED MODELS
+#include <cuda_runtime.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <map>
+#include <string>
+#include <vector>
+#include "../run.h"
+
+static uint32_t state;
+
+static uint32_t random_bits() { return state = state * 1664525 + 1013904223, state >> 8 ^ state << 20; }
+static int random_below(int n) { return (int)(random_bits() % n); }
+static float random_float() { return (int32_t)random_bits() / 2147483648.0f; }
+
+// ---- matrices: random bytes of a type, and the float32 they stand for
+
+struct Matrix {
+    std::vector<uint8_t> bytes, scales;
+    std::vector<float> floats;
+    Mat mat, plain;
+};
+
+static float power_of_two(int e) { return ldexpf(1, e); }
+
+static void add_number(Matrix &m, Type type) { // F32, F16, BF16: numbers that all of them can hold, but for their precision
+    int mantissa = random_below(1 << (type == BF16 ? 7 : 10)), exponent = random_below(8), sign = random_below(2);
+    float f = power_of_two(exponent - 8) * (1 + mantissa / (type == BF16 ? 128.0f : 1024.0f)) * (sign ? -1 : 1);
+    if (type == F32) f = random_float();
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if (type == BF16) bits >>= 16;
+    if (type == F16) bits = sign << 15 | (exponent - 8 + 15) << 10 | mantissa;
+    m.bytes.insert(m.bytes.end(), (uint8_t *)&bits, (uint8_t *)&bits + (type == F32 ? 4 : 2));
+    m.floats.push_back(f);
+}
+
+static void add_block(Matrix &m, Type type) { // Q8_0, Q4_0
+    int exponent = random_below(4), mantissa = random_below(1024);
+    float scale = power_of_two(exponent - 9) * (1 + mantissa / 1024.0f) / (type == Q8_0 ? 16 : 1);
+    uint16_t half = (exponent - 9 - (type == Q8_0 ? 4 : 0) + 15) << 10 | mantissa;
+    m.bytes.insert(m.bytes.end(), (uint8_t *)&half, (uint8_t *)&half + 2);
+    size_t at = m.floats.size();
+    m.floats.resize(at + 32);
+    for (int i = 0; i < (type == Q8_0 ? 32 : 16); i++) {
+        uint8_t byte = random_bits();
+        m.bytes.push_back(byte);
+        m.floats[at + i] = scale * (type == Q8_0 ? (int8_t)byte : (byte & 15) - 8);
+        if (type == Q4_0) m.floats[at + 16 + i] = scale * ((byte >> 4) - 8);
+    }
+}
+
+static void add_groups(Matrix &m, size_t n, int group) {
+    for (size_t i = 0; i < n; i++) {
+        if (i % group == 0) {
+            float scale = (1.5f + random_float()) / 256;
+            m.scales.insert(m.scales.end(), (uint8_t *)&scale, (uint8_t *)&scale + 4);
+        }
+        float scale;
+        memcpy(&scale, &m.scales[m.scales.size() - 4], 4);
+        m.bytes.push_back(random_bits());
+        m.floats.push_back(scale * (int8_t)m.bytes.back());
+    }
+}
+
+static void make(Matrix &m, Type type, int rows, int cols, int group) {
+    size_t n = (size_t)rows * cols;
+    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = F16; // as export.py does with such rows
+    if (type == INT8_GROUPS) add_groups(m, n, group);
+    while (m.floats.size() < n) type == Q8_0 || type == Q4_0 ? add_block(m, type) : add_number(m, type);
+    m.mat = {type, rows, cols, m.bytes.data(), type == INT8_GROUPS ? m.scales.data() : NULL, type == INT8_GROUPS ? group : 0};
+    m.plain = {F32, rows, cols, m.floats.data(), NULL, 0};
+}
+
+// ---- one model twice: in its type for the GPU, in float32 for the CPU
+
+struct Pair {
+    std::vector<Matrix> matrices;
+    std::vector<Layer> layers[2];
+    Model model[2]; // GPU, CPU
+};
+
+static void make_pair(Pair &p, const Config &c, Type type, int group) {
+    p.matrices.resize(3 + 9 * c.n_layers);
+    size_t used = 0;
+    auto add = [&](Type t, int rows, int cols, auto place) {
+        Matrix &m = p.matrices[used++];
+        make(m, t, rows, cols, group);
+        place(p.model[0].weights) = m.mat;
+        place(p.model[1].weights) = m.plain;
+    };
+    for (int i = 0; i < 2; i++) {
+        p.layers[i].resize(c.n_layers);
+        p.model[i] = {};
+        p.model[i].config = c, p.model[i].weights.layers = p.layers[i].data();
+    }
+    add(type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.token_embedding; });
+    add(F32, 1, c.dim, [](Weights &w) -> Mat & { return w.norm; });
+    add(type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.output; });
+    for (int l = 0; l < c.n_layers; l++) {
+        add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].attention_norm; });
+        add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
+        add(type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wk; });
+        add(l ? F32 : type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wv; }); // types may be mixed
+        add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wo; });
+        add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].ffn_norm; });
+        add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w1; });
+        add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w3; });
+        add(type, c.dim, c.hidden_dim, [=](Weights &w) -> Mat & { return w.layers[l].w2; });
+    }
+}
+
+// ---- arrays that both backends have
+
+struct Array {
+    Backend *gpu, *cpu;
+    size_t n;
+    float *on_gpu, *on_cpu;
+
+    Array(Backend *gpu, Backend *cpu, size_t n) : gpu(gpu), cpu(cpu), n(n) {
+        on_gpu = gpu->alloc(gpu, n), on_cpu = cpu->alloc(cpu, n);
+        fill();
+    }
+    void fill() {
+        for (size_t i = 0; i < n; i++) on_cpu[i] = random_float();
+        cudaMemcpy(on_gpu, on_cpu, n * sizeof(float), cudaMemcpyHostToDevice);
+        cudaDeviceSynchronize();
+    }
+    double difference() {
+        std::vector<float> found(n);
+        cudaDeviceSynchronize();
+        cudaMemcpy(found.data(), on_gpu, n * sizeof(float), cudaMemcpyDeviceToHost);
+        return compare(found.data(), on_cpu, n);
+    }
+    static double compare(const float *found, const float *expected, size_t n) {
+        double worst = 0, largest = 1e-30;
+        for (size_t i = 0; i < n; i++) {
+            double d = fabs((double)found[i] - expected[i]);
+            worst = d <= worst ? worst : isnan(d) ? INFINITY : d;
+            largest = fmax(largest, fabs(expected[i]));
+        }
+        return worst / largest;
+    }
+};
+
+static int failures;
+static std::map<std::string, double> worst; // of a model's ops
+
+static void report(const char *op, double difference, double most) {
+    worst[op] = fmax(worst[op], difference);
+    if (!(difference <= most)) failures++, printf(" [%s: more than %.0e]", op, most);
+}
+
+// The ops of one call of forward, on the layer's weights, for T tokens from pos on.
+static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
+    const Config &cf = p.model[0].config;
+    const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
+    int l = cf.n_layers - 1;
+    Layer &gl = gw.layers[l], &cl = cw.layers[l];
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim), q(g, c, (size_t)T * cf.dim);
+    Array k(g, c, (size_t)T * cf.kv_dim), v(g, c, (size_t)T * cf.kv_dim);
+    Array h(g, c, (size_t)T * cf.hidden_dim), h2(g, c, (size_t)T * cf.hidden_dim);
+    double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // tensor cores take x in half precision
+    std::vector<int> tokens(T);
+    printf(" T=%d@%d", T, pos);
+    for (int &token : tokens) token = random_below(cf.vocab_size);
+    g->embed(g, x.on_gpu, &gw.token_embedding, tokens.data(), T);
+    c->embed(c, x.on_cpu, &cw.token_embedding, tokens.data(), T);
+    report("embed", x.difference(), 1e-7);
+    g->rmsnorm(g, y.on_gpu, x.on_gpu, &gl.ffn_norm, T);
+    c->rmsnorm(c, y.on_cpu, x.on_cpu, &cl.ffn_norm, T);
+    report("rmsnorm", y.difference(), exact);
+
+    y.fill();
+    Product gp[] = {{q.on_gpu, &gl.wq, false}, {k.on_gpu, &gl.wk, false}, {v.on_gpu, &gl.wv, false}};
+    Product cp[] = {{q.on_cpu, &cl.wq, false}, {k.on_cpu, &cl.wk, false}, {v.on_cpu, &cl.wv, false}};
+    g->matmul(g, gp, 3, y.on_gpu, T);
+    c->matmul(c, cp, 3, y.on_cpu, T);
+    report("qkv", fmax(q.difference(), fmax(k.difference(), v.difference())), product);
+    h.fill(), x.fill();
+    Product ga = {x.on_gpu, &gl.w2, true}, ca = {x.on_cpu, &cl.w2, true};
+    g->matmul(g, &ga, 1, h.on_gpu, T);
+    c->matmul(c, &ca, 1, h.on_cpu, T);
+    report("w2", x.difference(), product);
+    h.fill(), h2.fill();
+    g->swiglu(g, h.on_gpu, h2.on_gpu, T);
+    c->swiglu(c, h.on_cpu, h2.on_cpu, T);
+    report("swiglu", h.difference(), exact);
+
+    q.fill(), k.fill(), v.fill();
+    g->rope(g, l, q.on_gpu, k.on_gpu, v.on_gpu, pos, T);
+    c->rope(c, l, q.on_cpu, k.on_cpu, v.on_cpu, pos, T);
+    report("rope", fmax(q.difference(), k.difference()), exact);
+    g->attention(g, l, y.on_gpu, q.on_gpu, pos, T);
+    c->attention(c, l, y.on_cpu, q.on_cpu, pos, T);
+    report("attention", y.difference(), 1e-3); // keys and values in half precision
+
+    std::vector<float> found((size_t)T * cf.vocab_size), expected(found.size());
+    y.fill();
+    g->logits(g, found.data(), &gw.output, y.on_gpu, T);
+    c->logits(c, expected.data(), &cw.output, y.on_cpu, T);
+    report("logits", Array::compare(found.data(), expected.data(), found.size()), product);
+    if (T > 1) return;
+    g->logits(g, NULL, &gw.output, y.on_gpu, 1);
+    int best = g->argmax(g), largest = 0;
+    for (int i = 1; i < cf.vocab_size; i++)
+        if (found[i] > found[largest]) largest = i;
+    if (best != largest) failures++, printf(" argmax=%d(expected %d)", best, largest);
+    float bad = random_below(2) ? NAN : INFINITY;
+    cudaMemcpy(y.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
+    g->logits(g, NULL, &gw.output, y.on_gpu, 1);
+    if (g->argmax(g) != -1) failures++, printf(" argmax does not see what is not finite");
+}
+
+static void compare_models(Type type) {
+    int head = 2 * (1 + random_below(40)), heads = 1 + random_below(4), groups = 1 + random_below(2);
+    if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8)); // else the rows have remainders
+    Config c = {};
+    c.n_kv_heads = heads, c.n_heads = heads * groups, c.head_dim = head;
+    c.dim = c.n_heads * head, c.kv_dim = heads * head;
+    c.hidden_dim = random_below(4) ? 32 * (1 + random_below(20)) : 1 + random_below(300);
+    c.n_layers = 1 + random_below(2), c.vocab_size = 1 + random_below(200), c.seq_len = 600;
+    c.norm_eps = 1e-5f, c.rope_theta = 10000, c.rope_scaling = 1 + random_below(2);
+    int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
+    int positions = 1 + random_below(random_below(3) ? 60 : 600), T = 1 + random_below(positions < 150 ? positions : 150);
+    Pair p;
+    make_pair(p, c, type, group);
+    printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,
+           c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
+    Backend *gpu, *cpu;
+    const char *wrong = cuda_open(&gpu, &p.model[0], positions);
+    if (!wrong) wrong = cpu_open(&cpu, &p.model[1], positions, 1);
+    if (wrong) printf("%s\n", wrong), exit(2);
+    int n = 0, last = random_below(positions); // the cache must hold all that comes before
+    for (; n + T <= last; n += T) compare_ops(p, gpu, cpu, T, n);
+    if (n <= last) compare_ops(p, gpu, cpu, 1, n);
+    compare_ops(p, gpu, cpu, 1, 0);
+    for (auto &op : worst) printf(" %s %.0e", op.first.c_str(), op.second);
+    printf("\n");
+    worst.clear();
+    gpu->close(gpu);
+    cpu->close(cpu);
+}
+
+int main(int argc, char **argv) {
+    if (argc != 3) return fprintf(stderr, "Usage: cuda_ops SEED MODELS\n"), 2;
+    for (int i = 0; i < atoi(argv[2]); i++)
+        for (Type type : {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS}) {
+            state = 1000 * atoi(argv[1]) + i + 77 * type;
+            for (int j = 0; j < 4; j++) random_bits();
+            compare_models(type);
+        }
+    if (failures) printf("%d differences are too large\n", failures);
+    return failures > 0;
+}

@@ -1,0 +1,150 @@
+"""
+The GPU's kernels. On the CPU they run as they are, thread by thread, under sanitizers (cuda_on_cpu/); with nvcc they are
+compiled for real; with a GPU they run there. Every op against the CPU's, whole models against the CPU's program.
+"""
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+from .conftest import ROOT, SANITIZE
+from .test_run import TEXT, Model
+
+EMULATED = ["g++", "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Itests/cuda_on_cpu"]
+
+
+def gpu_problem():
+    """Why nothing can run on a GPU here, or None."""
+    if not shutil.which("nvcc"):
+        return "no nvcc here"
+    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if shutil.which("nvidia-smi") else None
+    return None if found and "GPU" in found.stdout else "no GPU here"
+
+
+def build(folder, *sources, gpu=False):
+    """(the kernels with `sources`, compiled for the GPU at hand, or with their emulation)"""
+    objects = []
+    for source in (*sources, "kernels_cpu.c", "kernels_cuda.cu"):
+        name = folder / f"{source.replace('/', '-')}.o"
+        objects.append(name)
+        if source.endswith(".c"):
+            command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-DCUDA"]
+        else:
+            command = ["nvcc", "-std=c++17", "-arch=native"] if gpu else EMULATED
+        flags = ["-O2"] if gpu else SANITIZE
+        subprocess.run([*command, *flags, "-c", source, "-o", name], check=True, cwd=ROOT)
+    link = ["nvcc", "-arch=native"] if gpu else ["g++", *SANITIZE]
+    subprocess.run([*link, "-o", folder / "program", *objects, "-lm", "-lpthread"], check=True)
+    return folder / "program"
+
+
+def run(binary, *args, status=0, **environment):
+    environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
+    done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=300)
+    assert done.returncode == status, done.stderr.decode()
+    return done
+
+
+@pytest.fixture(scope="module", params=["emulated", "gpu"])
+def where(request):
+    if request.param == "gpu" and gpu_problem():
+        pytest.skip(gpu_problem())
+    return request.param == "gpu"
+
+
+@pytest.fixture(scope="module")
+def ops_bin(tmp_path_factory, where):
+    return build(tmp_path_factory.mktemp("ops"), "tests/cuda_ops.cpp", gpu=where)
+
+
+@pytest.fixture(scope="module")
+def runcuda_bin(tmp_path_factory, where):
+    return build(tmp_path_factory.mktemp("runcuda"), "run.c", gpu=where)
+
+
+@pytest.mark.parametrize("order", [0, 2])
+def test_ops_equal_the_cpus(ops_bin, where, order):
+    """On random shapes; emulated, with the threads of a block taking turns in order and shuffled."""
+    print(run(ops_bin, 5 + order, 20 if where else 1, CUDA_ON_CPU_ORDER=str(order)).stdout.decode())
+
+
+def logits(binary, args, vocab, **environment):
+    out = run(binary, *args, "--logits", "-i", TEXT[:20], **environment).stdout
+    return np.frombuffer(out, np.float32).reshape(-1, vocab)
+
+
+@pytest.mark.parametrize("form", ["v1:", "v2:32", "f32", "bf16", "q4_0"])
+def test_logits_equal_the_cpus(runcuda_bin, tmp_path, form):
+    model = Model(dim=64, hidden=96, layers=2, heads=4, kv=2, tied=form == "f32")
+    args, _ = model.write(tmp_path, form)
+    ours, cpus = (logits(runcuda_bin, [*args, f"--device={d}"], model.vocab) for d in ("cuda", "cpu"))
+    exact = 1e-3 if form in ("v1:", "f32") else 1e-2  # keys and values in half precision; what multiplies weights too
+    assert np.abs(ours - cpus).max() <= exact * np.abs(cpus).max()
+
+
+def test_text_equals_the_cpus(runcuda_bin, tmp_path, where):
+    """A prompt of several tokens; the first token op by op, the second recorded, the others replayed; greedy and not."""
+    model = Model(dim=32, hidden=64, layers=2, heads=2, kv=1, seq=64, tied=False, seed=3)
+    model.w["output"][:3] = 0
+    model.write_gguf(tmp_path / "m.gguf")
+    for flags in (["-t", 0], ["-t", 0.8, "-s", 5]):
+        args = [tmp_path / "m.gguf", *flags, "-n", 24, "-i", "Hello", "--raw"]
+        assert run(runcuda_bin, *args).stdout == run(runcuda_bin, *args, "--device", "cpu").stdout
+
+
+def test_perplexity_equals_the_cpus(runcuda_bin, tmp_path):
+    """Windows whose last piece is shorter, each length seen several times."""
+    model = Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=8)
+    model.write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "text").write_bytes(TEXT[:35].encode())
+    ours, cpus = (run(runcuda_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / "text", "--device", d).stdout.split()[1]
+                  for d in ("cuda", "cpu"))
+    assert float(ours) == pytest.approx(float(cpus), rel=1e-3)
+
+
+def test_not_finite_logits_are_an_error(runcuda_bin, tmp_path):
+    for value, flags in ((np.nan, ["-t", 0]), (np.inf, ["-t", 0]), (np.nan, ["-t", 1])):
+        model = Model(dim=32, hidden=32, layers=1, heads=1, kv=1)
+        model.w["w1", 0][5, 5] = value
+        model.write_gguf(tmp_path / "m.gguf")
+        assert b"not finite" in run(runcuda_bin, tmp_path / "m.gguf", "-i", "a", *flags, status=1).stderr
+
+
+def one_line(stderr):
+    assert stderr.startswith(b"run: cuda: ") and stderr.count(b"\n") == 1, stderr
+    return stderr.decode()
+
+
+def test_what_a_gpu_cannot_do(runcuda_bin, tmp_path, where):
+    """No GPU, too little memory, a head too wide: a line and exit code 1, or the CPU when that is allowed."""
+    if where:
+        pytest.skip("the GPU here is whole")
+    model = Model(dim=32, hidden=32, layers=1, heads=1, kv=1)
+    model.write_gguf(tmp_path / "m.gguf")
+    args = [tmp_path / "m.gguf", "-t", 0, "-n", 4]
+    for trouble, words in (({"CUDA_ON_CPU_NO_DEVICE": "1"}, "no GPU can be used here"),
+                           ({"CUDA_ON_CPU_MEMORY": "100000"}, "GiB are needed")):
+        assert words in one_line(run(runcuda_bin, *args, status=1, **trouble).stderr)
+        done = run(runcuda_bin, *args, "--device=auto", **trouble)
+        assert words.encode() in done.stderr and done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
+    Model(dim=514, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
+    assert "heads of 514 numbers" in one_line(run(runcuda_bin, *args, status=1).stderr)
+
+
+def test_make_runcuda(tmp_path):
+    """nvcc finds nothing to warn of; without a GPU the program says so, and computes on the CPU where that is allowed."""
+    if not shutil.which("nvcc"):
+        pytest.skip("no nvcc here")
+    known = subprocess.run(["nvcc", "--list-gpu-arch"], capture_output=True, text=True).stdout.replace("compute_", "")
+    flags = "-O1 --Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror"
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: [n for n in names if not n.startswith(("run.", "kernels", "Makefile"))])
+    subprocess.run(["make", "runcuda", f"ARCH={max(int(a) for a in known.split() if int(a) <= 90)}",
+                    f"NVCCFLAGS={flags}", "CFLAGS=-O1 -Werror"], check=True, cwd=copy, capture_output=True)
+    Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
+    args = [copy / "runcuda", tmp_path / "m.gguf", "-t", 0, "-n", 4]
+    if gpu_problem():
+        assert "no GPU can be used here" in one_line(run(*args, status=1).stderr)
+    assert run(*args, "--device=auto").stdout == run(*args, "--device=cpu").stdout
