@@ -13,6 +13,9 @@
 #include <functional>
 #include <tuple>
 #include <vector>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#endif
 
 #define __global__
 #define __device__
@@ -33,10 +36,36 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
+// Stacks that take turns. ucontext would do, were it not for two system calls at every turn.
+#ifdef __x86_64__
+typedef void *Context;
+
+__attribute__((naked, noinline)) static void turn_to(Context *, Context *) { // this one's registers out, the other's in
+    __asm__("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15; mov %rsp, (%rdi);"
+            "mov (%rsi), %rsp; pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
+}
+
+static inline void prepare(Context *c, char *stack, size_t size, void (*start)()) {
+    void **top = (void **)((uintptr_t)(stack + size) / 16 * 16);
+    top[-2] = (void *)start; // where the `ret` goes
+    *c = top - 8;
+}
+#else
+typedef ucontext_t Context;
+
+static inline void turn_to(Context *from, Context *to) { swapcontext(from, to); }
+
+static inline void prepare(Context *c, char *stack, size_t size, void (*start)()) {
+    getcontext(c);
+    c->uc_stack.ss_sp = stack, c->uc_stack.ss_size = size;
+    makecontext(c, start, 0);
+}
+#endif
+
 struct Barrier { unsigned members = 0, arrived = 0, generation = 0; };
 struct Warp { Barrier barrier; uint64_t slots[2][32]; };
 struct Fiber {
-    ucontext_t context;
+    Context context;
     std::vector<char> stack;
     bool done;
     Barrier *waits;        // NULL when ready
@@ -46,7 +75,7 @@ struct Fiber {
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline Barrier block;
-inline ucontext_t scheduler;
+inline Context scheduler;
 inline int current;
 inline void *launch_shared;
 inline std::function<void()> body;
@@ -66,7 +95,7 @@ inline void meet(Barrier &b) {
     b.arrived++;
     open_if_all_came(b);
     if (b.generation != me.generation) me.waits = NULL;
-    else swapcontext(&me.context, &scheduler);
+    else turn_to(&me.context, &scheduler);
 }
 
 inline void enter() {
@@ -74,6 +103,7 @@ inline void enter() {
     Fiber &me = fibers[current];
     me.done = true;
     for (Barrier *b : {&block, &warps[current / 32].barrier}) b->members--, open_if_all_came(*b);
+    turn_to(&me.context, &scheduler);
 }
 
 inline int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
@@ -95,10 +125,10 @@ inline void run_block(int threads) {
         Fiber &f = fibers[i];
         f.stack.resize(64 << 10);
         f.done = false, f.waits = NULL;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size();
-        f.context.uc_link = &scheduler;
-        makecontext(&f.context, enter, 0);
+#ifdef __SANITIZE_ADDRESS__
+        __asan_unpoison_memory_region(f.stack.data(), f.stack.size()); // what the last block's thread left there
+#endif
+        prepare(&f.context, f.stack.data(), f.stack.size(), enter);
         warps[i / 32].barrier.members++;
     }
     for (int left = threads; left > 0;) {
@@ -108,7 +138,7 @@ inline void run_block(int threads) {
             if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
             f.waits = NULL;
             current = i, threadIdx = dim3(i);
-            swapcontext(&scheduler, &f.context);
+            turn_to(&scheduler, &f.context);
             left -= f.done;
             moved = true;
         }
