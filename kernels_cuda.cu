@@ -978,7 +978,7 @@ static void swiglu(Backend *b, float *h, const float *h2, int T) {
 static void *take(Cuda *c, size_t bytes) {
     void *block = NULL;
     if (cudaMalloc(&block, bytes ? bytes : 1) == cudaSuccess) return c->blocks->push_back(block), block;
-    cudaGetLastError(); // so that it is not taken for a later call's
+    (void)cudaGetLastError(); // so that it is not taken for a later call's
     return NULL;
 }
 
@@ -987,7 +987,7 @@ static void pin(Cuda *c, void *bytes, size_t size) {
     if (c->pinned == bytes && size <= c->pinned_size) return;
     if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
     bool done = cudaHostRegister(bytes, size, cudaHostRegisterDefault) == cudaSuccess;
-    if (!done) cudaGetLastError();
+    if (!done) (void)cudaGetLastError();
     c->pinned = done ? bytes : NULL, c->pinned_size = done ? size : 0;
 }
 
@@ -1209,7 +1209,7 @@ static const char *find_device(Cuda *c) {
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
-#ifndef __HIPCC__
+#if defined(CUDART_VERSION) && CUDART_VERSION >= 12030 // from which on graphs can hold such launches
     c->overlap = device.major >= 9;
 #endif
     return NULL;
@@ -1231,6 +1231,7 @@ static const char *take_memory(Cuda *c, Weights *w) {
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations = sizeof(float) * rows * (3 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
     activations += sizeof(float) * (config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
+    activations += sizeof(float) * c->cache.positions * config->head_dim;
     for (Mat *m : matrices(w, config->n_layers)) c->weights_size += bytes_of(m);
     double gib = 1 << 30, needed = (double)c->weights_size + 2.0 * half + activations;
     CUDA(cudaMemGetInfo(&free_bytes, &total));

@@ -213,6 +213,7 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     if (best != largest) failures++, printf(" argmax=%d(expected %d)", best, largest);
     float bad = random_below(2) ? NAN : INFINITY;
     cudaMemcpy(y.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
+    cudaDeviceSynchronize();
     g->logits(g, NULL, &gw.output, y.on_gpu, 1);
     if (g->argmax(g) != -1) failures++, printf(" argmax does not see what is not finite");
 }

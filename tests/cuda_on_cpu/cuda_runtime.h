@@ -17,6 +17,7 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
+#define CUDART_VERSION 13000
 #define __global__
 #define __device__
 #define __host__
