@@ -10,6 +10,7 @@ A run is an out folder with its log.jsonl and config.json, or a folder of the W&
 import html
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -107,6 +108,8 @@ def differences(found):
 def text(value):
     if isinstance(value, float):
         return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
+    if re.fullmatch("[0-9a-f]{40,}", str(value)):  # a commit or a checksum
+        return value[:10]
     return f"{value:,}" if type(value) is int else str("" if value is None else value)
 
 
@@ -142,19 +145,25 @@ def ticks(low, high):
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
+def log_ticks(low, high):
+    """The round numbers from low to high that are read off a logarithmic axis."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    return [y for k in powers for n in (1, 1.5, 2, 3, 5, 7) if low <= (y := n * 10.0 ** k) <= high]
+
+
 def panel(curves, left, label, low, high, width=400, height=300):
     """
     One chart as SVG. curves: [(color, [(x, training loss)], [(x, validation loss)])]; training thin, validation with
-    dots.
+    dots. The losses' axis is logarithmic, because runs differ in the end, where the losses are small.
     """
     right = max((x for _, *both in curves for points in both for x, _ in points), default=0) or 1
     across = lambda x: left + width * x / right
-    down = lambda y: 20 + height * (1 - (min(max(y, low), high) - low) / (high - low))
+    down = lambda y: 20 + height * math.log(high / min(max(y, low), high)) / math.log(high / low)
     parts = [f'<rect x="{left}" y="20" width="{width}" height="{height}" fill="none" stroke="#999"/>']
     for x in ticks(0, right):
         parts.append(f'<text x="{across(x):.1f}" y="{height + 36}" text-anchor="middle">{x:g}</text>'
                      f'<path d="M{across(x):.1f} 20v{height}" stroke="#eee"/>')
-    for y in ticks(low, high):
+    for y in log_ticks(low, high):
         parts.append(f'<text x="{left - 6}" y="{down(y) + 4:.1f}" text-anchor="end">{y:g}</text>'
                      f'<path d="M{left} {down(y):.1f}h{width}" stroke="#eee"/>')
     parts.append(f'<text x="{left + width / 2}" y="{height + 54}" text-anchor="middle">{label}</text>')
@@ -169,11 +178,10 @@ def panel(curves, left, label, low, high, width=400, height=300):
 def chart(found):
     """The losses of all runs as SVG, over tokens on the left and over time on the right."""
     values = [row[k] for run in found for row in run["rows"] for k in ("loss/train", "loss/val")
-              if isinstance(row.get(k), float) and math.isfinite(row[k])]
+              if isinstance(row.get(k), float) and 0 < row[k] < math.inf]
     if not values:
         fail("--plot: none of these runs has a loss/train or loss/val")
-    low, high = min(values), max(values)
-    low, high = low - 0.03 * (high - low), high + 0.03 * (high - low) + 1e-9
+    low, high = 0.97 * min(values), 1.03 * max(values)
     over = {"tokens (millions)": lambda run: [row.get("tokens", row["iter"]) / 1e6 for row in run["rows"]],
             "minutes": lambda run: [t / 60 for t in seconds(run["rows"])]}
     bottom = 96 + 18 * len(found)
