@@ -39,7 +39,7 @@ log_interval = 20           # steps between rows of the log
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
 keep_last = 1               # newest checkpoints kept
 keep_best = 1               # checkpoints with the least validation loss kept
-init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune from
+init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune
 force_resume = False        # continue even where batch, data, vocabulary or architecture have changed
 max_minutes = 0.0           # save and end after so long; 0: no limit
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
@@ -252,10 +252,20 @@ def model_args(dataset):
     return args
 
 
+def tuning():
+    """Whether init_from is the path of a checkpoint to fine-tune."""
+    return init_from not in ("auto", "resume", "scratch")
+
+
 def find_start():
-    """The checkpoint folder this run starts from, as init_from says; None to start from nothing."""
-    if init_from not in ("auto", "resume", "scratch"):
-        return checkpoint.locate(init_from)
+    """
+    (the checkpoint folder this run starts from, None to start from nothing; whether it continues the run in it). What
+    stands in out_dir goes before the path of init_from, so that a fine-tuning run too is resumed by its own command.
+    """
+    origin = checkpoint.locate(init_from) if tuning() else None
+    if origin and Path(out_dir).resolve() in origin.resolve().parents:
+        fail(f"--init_from={init_from} is the run in out_dir itself; give another --out_dir to fine-tune it, or "
+             f"--init_from=resume to continue it")
     checkpoint.clean(out_dir)
     found = checkpoint.newest(out_dir)
     if init_from == "resume" and found is None:
@@ -265,7 +275,7 @@ def find_start():
         if aside:
             say(f"the run that stood in {out_dir} is now {aside}")
         found = None
-    return found
+    return found or origin, found is not None
 
 
 def make_out_dir():
@@ -276,10 +286,12 @@ def make_out_dir():
         fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); choose another folder")
 
 
-def adopt(saved):
-    """To fine-tune: the architecture and the vocabulary are those of the checkpoint."""
-    globals().update({k: v for k, v in saved["args"].items() if k in globals() and k not in ("dropout", "max_seq_len")})
-    globals()["vocab_source"] = str(checkpoint.tokenizer_path(checkpoint.locate(init_from)))
+def adopt():
+    """To fine-tune: the architecture and the vocabulary are those of the checkpoint that init_from names."""
+    origin = checkpoint.locate(init_from)
+    args = checkpoint.load(origin)["args"]
+    globals().update({k: v for k, v in args.items() if k in globals() and k not in ("dropout", "max_seq_len")})
+    globals()["vocab_source"] = str(checkpoint.tokenizer_path(origin))
 
 
 def fixed(args, dataset):
@@ -452,12 +464,10 @@ def main(given):
     place = parallel.setup(device)
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    start = parallel.first(find_start)
+    start, resuming = parallel.first(find_start)
     parallel.first(make_out_dir)
-    saved = checkpoint.load(start, "model", place) if start else None
-    resuming = saved and init_from in ("auto", "resume")
-    if saved and not resuming:
-        adopt(saved)
+    if tuning():
+        adopt()
     dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
     args = model_args(dataset)
     torch.manual_seed(seed)
@@ -468,8 +478,8 @@ def main(given):
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
         state |= restore(start, state["fixed"], opt, place)
-    if saved:
-        parallel.load_weights(model, saved["model"])
+    if start:
+        parallel.load_weights(model, checkpoint.load(start, "model", place)["model"])
     if eval_only:
         say(f"validation loss {evaluate(model, dataset, place, amp):.4f}")
     elif state["step"] >= max_iters:

@@ -170,6 +170,25 @@ def test_fine_tuning_takes_architecture_and_vocabulary_from_the_checkpoint(folde
     assert checkpoint.load(checkpoint.newest(folder / "tuned"))["args"]["dim"] == 32
 
 
+def test_fine_tuning_is_resumed_by_the_same_command(folder, reference):
+    args = ["--data=my.txt", "--init_from=whole", "--dim=64", "--decay_lr=False"]
+    assert run(folder, *args, "--out_dir=tuned_whole", "--max_iters=10").returncode == 0
+    for steps in (5, 10):
+        done = run(folder, *args, "--out_dir=tuned_parts", f"--max_iters={steps}")
+        assert done.returncode == 0, done.stderr
+    assert [row["iter"] for row in rows(folder, "tuned_parts")] == [0, 5, 10]
+    for name, weight in weights(folder, "tuned_whole").items():
+        assert torch.equal(weight, weights(folder, "tuned_parts")[name]), name
+
+
+def test_a_run_is_not_fine_tuned_into_itself(folder, reference):
+    before = (folder / "whole/log.jsonl").read_text()
+    for origin in ("whole", "whole/checkpoints/step_00000040"):
+        done = run(folder, *reference[0], f"--init_from={origin}", "--out_dir=whole")
+        assert done.returncode == 2 and "is the run in out_dir itself" in done.stderr and done.stderr.count("\n") == 1
+    assert (folder / "whole/log.jsonl").read_text() == before
+
+
 def test_scratch_sets_the_old_run_aside(folder):
     for _ in range(2):
         done = run(folder, "--data=my.txt", "--max_iters=2", "--init_from=scratch", "--out_dir=fresh")
