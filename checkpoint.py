@@ -29,6 +29,7 @@ VERSION = 1
 
 def sync(path):
     """Force a file, or a folder's list of names, to disk."""
+    # data.py does the same for itself: importing torch here would cost each of its processes seconds and memory.
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -144,7 +145,8 @@ def newest(out_dir):
 
 def set_aside(out_dir):
     """Rename a run's folder to make place for a new one; return its new name, None when nothing stood there."""
-    if not newest(out_dir):
+    log = Path(out_dir, "log.jsonl")
+    if not newest(out_dir) and not (log.exists() and log.stat().st_size):  # a run may have ended before its first save
         return None
     number = 1
     while (aside := Path(f"{str(out_dir).rstrip('/')}.old{number}")).exists():

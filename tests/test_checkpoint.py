@@ -144,6 +144,11 @@ def test_set_aside(tmp_path, vocabulary):
     save(out, 2, vocabulary)
     assert checkpoint.set_aside(out).name == "out.old2"
     assert checkpoint.newest(tmp_path / "out.old1").name == "step_00000001"
+    out.mkdir()
+    (out / "log.jsonl").write_text("")
+    assert checkpoint.set_aside(out) is None
+    (out / "log.jsonl").write_text('{"iter": 0}\n')  # a run that was killed before its first checkpoint
+    assert checkpoint.set_aside(out).name == "out.old3" and (tmp_path / "out.old3/log.jsonl").exists()
 
 
 KILLED = """
