@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from datetime import timedelta
@@ -212,19 +213,30 @@ class Signals:
         return asked
 
 
-def supervise(max_restarts):
-    """Run this program as a child, and run it again from its last checkpoint when it crashes, at ever longer intervals."""
-    command = [sys.executable, *(word for word in sys.argv if not word.startswith("--supervise"))]
+def supervise(max_restarts, *more):
+    """
+    Run this program, with `more` words on its command line, as a child; run it again from its last checkpoint when it
+    crashes, at ever longer intervals. Signals go on to the child; after one that asks to stop it is not run again.
+    """
+    command, stopped, child = [sys.executable, *sys.argv, "--supervise=False", *more], threading.Event(), None
+
+    def pass_on(signum, frame):
+        if signum != signal.SIGUSR1:
+            stopped.set()
+        if child:
+            child.send_signal(signum)
+
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it for good
+            signal.signal(signum, pass_on)
     for attempt in range(max_restarts + 1):
-        child = subprocess.Popen(command)
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(signum, lambda number, frame: child.send_signal(number))
+        child = subprocess.Popen(command, start_new_session=True)  # else a terminal's Ctrl-C would reach it twice
         code = child.wait()
-        if code in (0, 2) or attempt == max_restarts:  # done, or a mistake that would only repeat itself
-            sys.exit(code if code >= 0 else 1)
+        if code in (0, 2) or attempt == max_restarts or stopped.is_set():  # 2: a mistake that would repeat itself
+            break
         pause = min(60, 2 ** attempt)
         print(f"supervise: the training ended with code {code}; "
               f"restart {attempt + 1} of {max_restarts} in {pause} s", flush=True)
-        time.sleep(pause)
-        if attempt == 0:
-            command.append("--init_from=auto")
+        if stopped.wait(pause):
+            break
+    sys.exit(code if code >= 0 else 1)

@@ -541,7 +541,8 @@ if __name__ == "__main__":
         if not supervise:
             main(overrides)
         elif parallel.world == 1:
-            parallel.supervise(max_restarts)
+            find_start()  # where init_from=scratch sets the old run aside: once, not at every restart
+            parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:
             fail("--supervise=True is for one process; torchrun has --max-restarts")
     except torch.OutOfMemoryError as e:

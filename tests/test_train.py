@@ -257,14 +257,66 @@ def test_a_time_limit_saves_and_ends(folder):
 
 def test_a_supervised_run_survives_kills(folder, reference):
     args = [*reference[0], "--out_dir=supervised"]
-    process = start(folder, *args, "--supervise=True")
+    (folder / "supervised").mkdir()
+    (folder / "supervised/log.jsonl").write_text('{"iter": 7}\n')
+    process = start(folder, *args, "--supervise=True", "--init_from=scratch")
     for step in (15, 25):
         wait_for_row(folder, "supervised", step, process)
-        child = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()[0]
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(child_of(process), signal.SIGKILL)
     out = process.communicate()[0]
     assert process.returncode == 0 and out.count("supervise: the training ended with code -9") == 2
     assert losses(folder, "supervised") == losses(folder, "whole")
+    assert (folder / "supervised.old1/log.jsonl").read_text() == '{"iter": 7}\n'  # set aside once, not at each restart
+    assert not (folder / "supervised.old2").exists()
+
+
+def child_of(process):
+    """The id of the trainer under a supervisor."""
+    end = time.time() + 60
+    while not (found := subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()):
+        assert process.poll() is None and time.time() < end
+        time.sleep(0.01)
+    return int(found[0])
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """A supervisor in a session of its own; each child says how it was called, counts Ctrl-C, and ends with code 3."""
+    script = tmp_path / "program.py"
+    script.write_text("import signal, sys, time\n"
+                      "if '--supervise=False' in sys.argv:\n"
+                      "    signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\n"
+                      "    print('child', *sys.argv[1:], flush=True)\n"
+                      "    time.sleep(0.5)\n"
+                      "    sys.exit(3)\n"
+                      f"sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import parallel\n"
+                      "parallel.supervise(10, '--more')\n")
+    process = subprocess.Popen([sys.executable, script, "--supervise=True"], stdout=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    yield process
+    process.kill()
+
+
+def lines_until(process, words):
+    lines = [process.stdout.readline()]
+    while lines[-1] and words not in lines[-1]:
+        lines.append(process.stdout.readline())
+    return lines
+
+
+def test_a_supervisor_ends_at_once_when_told_to(supervised):
+    lines = lines_until(supervised, "restart 3 of 10 in 4 s")
+    since = time.time()
+    supervised.terminate()
+    assert supervised.wait() == 3 and time.time() - since < 2
+    assert [line.split() for line in lines[::2]] == [["child", "--supervise=True", "--supervise=False", "--more"]] * 3
+
+
+def test_ctrl_c_at_a_terminal_reaches_a_supervised_program_once(supervised):
+    lines_until(supervised, "child")
+    os.killpg(supervised.pid, signal.SIGINT)  # as a terminal does: to all of the foreground
+    assert supervised.communicate()[0].split() == ["interrupted"] and supervised.returncode == 3
 
 
 def test_supervision_does_not_repeat_a_mistake(folder):
