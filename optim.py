@@ -44,7 +44,10 @@ class Muon(torch.optim.Optimizer):
                 by_shape[p.shape].append(p)
             for shape, params in by_shape.items():
                 grads = [p.grad for p in params]
-                momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+                for p in params:
+                    if not self.state[p]:
+                        self.state[p]["momentum"] = torch.zeros_like(p)
+                momenta = [self.state[p]["momentum"] for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
                 updates = orthogonalize(torch.stack(parallel.whole(ahead))) * (0.2 * max(shape) ** 0.5)

@@ -63,7 +63,8 @@ def setup(device="auto"):
     except (RuntimeError, AssertionError) as e:
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=10))
+        # the others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=60))
     return device
 
 
@@ -112,8 +113,8 @@ def slice_like(tensor, like):
 def load_weights(model, weights):
     """Copy a state_dict of whole tensors into a model, sharded or not."""
     own = model.state_dict()
-    if own.keys() != weights.keys():
-        raise ValueError("the checkpoint holds other parameters than the model")
+    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in weights.items()}:
+        fail("the checkpoint's parameters are not those of its own settings; it was changed after it was written")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(slice_like(weights[name], tensor))

@@ -40,7 +40,7 @@ always_save_checkpoint = False  # keep every checkpoint; else the newest and the
 keep_last = 1               # newest checkpoints kept
 keep_best = 1               # checkpoints with the least validation loss kept
 init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune
-force_resume = False        # continue even where batch, data, vocabulary or architecture have changed
+force_resume = False        # continue even where batch, data, seed or context have changed; sizes can't
 max_minutes = 0.0           # save and end after so long; 0: no limit
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
@@ -268,6 +268,9 @@ def find_start():
              f"--init_from=resume to continue it")
     checkpoint.clean(out_dir)
     found = checkpoint.newest(out_dir)
+    if eval_only and (init_from == "scratch" or not (found or origin)):
+        fail(f"--eval_only=True with --init_from={init_from}: {out_dir} holds no checkpoint to evaluate; give the "
+             f"--out_dir of a run that does, or the path of one with --init_from")
     if init_from == "resume" and found is None:
         fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with --init_from=scratch")
     if init_from == "scratch":
@@ -301,13 +304,17 @@ def fixed(args, dataset):
     return same | {"data": dataset.meta["fingerprint"]}
 
 
+# what weights and optimizer have their shape and meaning from
+SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
+
+
 def restore(folder, now, opt, device):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
     train = checkpoint.load(folder, "train", device)
     for name, old in train["state"]["fixed"].items():
-        if now[name] != old and not force_resume:
+        if now[name] != old and not (force_resume and name not in SHAPES):
             fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
-                 f"another --out_dir, --init_from=scratch, or --force_resume=True")
+                 f"another --out_dir, or --init_from=scratch{'' if name in SHAPES else ', or --force_resume=True'}")
     opt.load_state_dict(train["optimizer"])
     return train["state"]
 

@@ -14,6 +14,7 @@ import torch
 
 import checkpoint
 import optim
+import parallel
 import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,6 +231,23 @@ def test_a_changed_setting_continues_when_forced(folder):
     assert done.returncode == 0 and [row["iter"] for row in rows(folder, "forced")] == [0, 5, 10]
 
 
+def test_sizes_are_never_changed_by_force(folder, reference):
+    for change, words in [("--dim=64", "dim=32, now it is 64"), ("--n_heads=4", "n_heads=2, now"),
+                          ("--optimizer=adamw", "optimizer=muon, now")]:
+        done = run(folder, *reference[0], "--out_dir=whole", "--max_iters=50", "--force_resume=True", change)
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+        assert "--force_resume" not in done.stderr
+
+
+def test_foreign_weights_are_one_line(capsys):
+    model = torch.nn.Linear(2, 3, bias=False)
+    for weights in ({"other": torch.zeros(3, 2)}, {"weight": torch.zeros(2, 3)}):
+        with pytest.raises(SystemExit) as end:
+            parallel.load_weights(model, weights)
+        err = capsys.readouterr().err
+        assert end.value.code == 2 and "parameters" in err and err.count("\n") == 1
+
+
 def start(folder, *args):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command(*args), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -324,6 +342,17 @@ def test_supervision_does_not_repeat_a_mistake(folder):
     assert done.returncode == 2 and "restart" not in done.stdout
 
 
+def test_muon_allocates_its_momentum_once(monkeypatch):
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    muon, made = optim.Muon([weight], 0.1, 0.0), []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda t: made.append(t) or zeros_like(t))
+    for _ in range(3):
+        weight.grad = torch.randn(4, 6)
+        muon.step()
+    assert len(made) == 1 and muon.state[weight]["momentum"].abs().sum() > 0
+
+
 def quiet_guard():
     guard, rng = optim.Guard(6.0), random.Random(0)
     assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
@@ -381,6 +410,8 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     (["--data=my.txt", "--out_dir=my.txt"], ["--out_dir=my.txt"]),
     (["--data=my.txt", "--init_from=resume", "--out_dir=nothing"], ["nothing holds no complete checkpoint"]),
     (["--data=my.txt", "--init_from=nowhere"], ["nowhere"]),
+    (["--data=my.txt", "--eval_only=True", "--out_dir=nothing"], ["nothing holds no checkpoint to evaluate"]),
+    (["--data=my.txt", "--eval_only=True", "--init_from=scratch"], ["holds no checkpoint to evaluate"]),
 ])
 def test_mistakes_are_one_line(folder, args, words):
     done = run(folder, "--max_iters=1", *(["--out_dir=mistake"] if not any("out_dir" in a for a in args) else []), *args)
