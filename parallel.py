@@ -8,6 +8,7 @@ starts one process (rank) per GPU, or per group of cores; each takes its slice o
 """
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,23 +30,19 @@ world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
 master = rank == 0                                 # the one that writes files and talks
 
-# Dense peak FLOP/s without sparsity, by a part of torch.cuda.get_device_name(), as (bfloat16, TF32 or float32).
-# From NVIDIA's data sheets of each product; the first match counts. PyTorch computes float32 matrix products in
-# TF32 only when told to, as `setup` does.
-PEAKS = {
-    "B200": (2250e12, 1125e12),
-    "H200": (989e12, 494e12),
-    "H100 PCIe": (756e12, 378e12),
-    "H100 NVL": (835e12, 417e12),
-    "H100": (989e12, 494e12),
-    "A100": (312e12, 156e12),
-    "L40S": (362e12, 183e12),
-    "L4": (121e12, 60e12),
-    "A10G": (70e12, 35e12),
-    "A10": (125e12, 62e12),
-    "RTX 4090": (165e12, 82.6e12),
-    "RTX 3090": (71e12, 35.6e12),
-}
+# Dense peak TFLOP/s (no sparsity, float32 accumulation), by words of the device's name, as (bfloat16, float32). NVIDIA's
+# float32 is TF32, as `setup` asks for. None: not computed in. Sources: the data sheets of each data-centre product;
+# for GeForce the architecture white papers (GA102, AD102, GB202), by which TF32 is as fast as the cards' plain
+# float32, given here, and bfloat16 twice that; for AMD the data sheet of MI300X, without its TF32.
+GEFORCE = {"3060": 12.7, "3060 Ti": 16.2, "3070": 20.3, "3070 Ti": 21.7, "3080": 29.8, "3080 Ti": 34.1, "3090": 35.6,
+           "3090 Ti": 40.0, "4060": 15.1, "4060 Ti": 22.1, "4070": 29.1, "4070 SUPER": 35.5, "4070 Ti": 40.1,
+           "4070 Ti SUPER": 44.1, "4080": 48.7, "4080 SUPER": 52.2, "4090": 82.6, "4090 D": 73.5,
+           "5070": 30.9, "5070 Ti": 43.9, "5080": 56.3, "5090": 104.8}
+PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200": (989, 494), "H100 PCIe": (756, 378),
+         "H100 NVL": (835, 417), "H100": (989, 494), "A100": (312, 156), "L40S": (362, 183), "L40": (181, 90.5),
+         "L4": (121, 60), "A10G": (70, 35), "A10": (125, 62.5), "T4": (None, 8.1), "V100-SXM2": (None, 15.7),
+         "V100-PCIE": (None, 14.0), "MI300X": (1307, 163)} | {f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
+APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}  # per GPU core in any type; later chips: Apple gives no figure
 
 
 def setup(device="auto"):
@@ -167,12 +164,38 @@ def autocast_dtype(dtype, device):
     return getattr(torch, dtype)
 
 
-def peak_flops(device, dtype):
-    """(FLOP/s this device can do at best, where the figure comes from): a data sheet, else a matmul measured here."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    for part, (half, single) in PEAKS.items():
-        if device.type == "cuda" and part in name:
-            return (half if dtype == torch.bfloat16 else single), f"data sheet of {part}"
+def device_name(device):
+    if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
+        return torch.backends.mps.get_name()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def published_flops(name, dtype, cores=0):
+    """(FLOP/s of a device by its data sheet, the words of its name that tell); (None, "") where none is known."""
+    if "Laptop" in name or "Max-Q" in name:  # a desktop card's name, at whatever power the maker allows
+        return None, ""
+    chip = name.removeprefix("Apple ").split(" ")[0] if name.startswith("Apple") else ""
+    if chip in APPLE and cores:
+        return APPLE[chip] * cores * 1e12, f"{cores} cores of {name}"
+    for words, (half, single) in PEAKS.items():
+        if re.search(rf"\b{words}\b(?! (?:Ti|SUPER|D)\b)", name):
+            peak = half if dtype == torch.bfloat16 else single
+            return peak and peak * 1e12, words
+    return None, ""
+
+
+def peak_flops(device, dtype, given=0.0):
+    """
+    (FLOP/s this device can do at best, where the figure comes from): `given` in TFLOP/s, else a data sheet, else a
+    matrix product measured here, as on a card without bfloat16 that is made to compute in it.
+    """
+    if given:
+        return given * 1e12, "given by --peak_tflops"
+    name = device_name(device)
+    cores = torch.backends.mps.get_core_count() if name.startswith("Apple") else 0
+    peak, words = published_flops(name, dtype, cores) if device.type != "cpu" else (None, "")
+    if peak:
+        return peak, f"data sheet of {words}"
     return measured_flops(device, dtype), f"matmul measured on this {name}"
 
 

@@ -91,6 +91,7 @@ min_lr = 0.0                # at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
 dtype = "auto"              # auto, float32, bfloat16
+peak_tflops = 0.0           # what mfu is measured against, of one device; 0: its data sheet, or a product timed here
 sharded = False             # many processes share weights and optimizer (FSDP2) rather than copy them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
 supervise = False           # restart this program from its last checkpoint when it crashes
@@ -105,7 +106,8 @@ def check_settings():
     for name in ("eval_interval", "log_interval", "batch_size", "gradient_accumulation_steps", "max_iters"):
         if globals()[name] < 1:
             fail(f"{name} is {globals()[name]}, expected at least 1")
-    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "depth"):
+    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "depth",
+                 "peak_tflops"):
         if globals()[name] < 0:
             fail(f"{name} is {globals()[name]}, expected 0 or more")
     if not 0 < learning_rate < 1:
@@ -437,8 +439,8 @@ def go_back(model, opt, guard, writer, device):
 
 def describe(args, model, dataset, device, amp_dtype):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
-    peak, basis = parallel.peak_flops(device, amp_dtype)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak, basis = parallel.peak_flops(device, amp_dtype, peak_tflops)
+    name = parallel.device_name(device)
     about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
              "tokens_per_iter": batch_size * gradient_accumulation_steps * max_seq_len, "device_name": name,
              "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,

@@ -353,6 +353,26 @@ def test_muon_allocates_its_momentum_once(monkeypatch):
     assert len(made) == 1 and muon.state[weight]["momentum"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("name, bfloat16, float32", [
+    ("NVIDIA H100 80GB HBM3", 989, 494), ("NVIDIA H100 PCIe", 756, 378), ("NVIDIA A100-SXM4-40GB", 312, 156),
+    ("NVIDIA GH200 480GB", 989, 494), ("NVIDIA B200", 2250, 1125), ("NVIDIA L4", 121, 60), ("NVIDIA L40", 181, 90.5),
+    ("NVIDIA A10", 125, 62.5), ("NVIDIA A10G", 70, 35), ("NVIDIA RTX A1000", None, None), ("Tesla T4", None, 8.1),
+    ("Tesla V100-SXM2-16GB", None, 15.7), ("NVIDIA GeForce RTX 3080", 59.6, 29.8), ("AMD Instinct MI300X", 1307, 163),
+    ("NVIDIA GeForce RTX 3080 Ti", 68.2, 34.1), ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2, 44.1),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None), ("NVIDIA GeForce RTX 4090 D", 147, 73.5),
+    ("Apple M2 Max", 13.68, 13.68), ("Apple M4 Pro", None, None), ("NVIDIA T400", None, None)])
+def test_the_peak_is_that_of_the_very_device(name, bfloat16, float32):
+    for dtype, peak in [(torch.bfloat16, bfloat16), (torch.float32, float32)]:
+        found, _ = parallel.published_flops(name, dtype, cores=38)
+        assert found is peak is None or abs(found / peak / 1e12 - 1) < 1e-9, dtype
+
+
+def test_the_peak_can_be_given():
+    assert parallel.peak_flops(torch.device("cpu"), torch.float32, 2.5) == (2.5e12, "given by --peak_tflops")
+    flops, basis = parallel.peak_flops(torch.device("cpu"), torch.float32)
+    assert 1e8 < flops < 1e14 and basis == "matmul measured on this cpu"
+
+
 def quiet_guard():
     guard, rng = optim.Guard(6.0), random.Random(0)
     assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
