@@ -10,21 +10,26 @@ Checkpoints that survive whatever stops the writer. A checkpoint is a folder
 
 written under a temporary name, synced to disk, and published by one atomic rename. `out/latest` and `out/best` are
 small files that name a step folder. Loading is weights_only: a checkpoint can't run code.
+
+Processes that share a model out (FSDP2) never hold it whole. Each writes its slices as shard-*.safetensors, by
+torch.distributed.checkpoint, in place of "model" and "optimizer" above. Its own file format would do the same, but has
+an index that is a pickle, which could run code; safetensors is tensors under a JSON header.
 """
 import hashlib
 import json
 import math
 import os
-import pickle
 import shutil
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+import parallel
 from configurator import fail
 
-VERSION = 1
+VERSION = 2
 
 
 def sync(path):
@@ -56,27 +61,30 @@ def sha256(path):
     return digest.hexdigest()
 
 
+def fingerprint(path):
+    """What the manifest says of a file."""
+    return [path.stat().st_size, sha256(path)]
+
+
 def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_last=1, keep_best=1):
     """
-    Publish out_dir/checkpoints/step_N. model, train: dicts of tensors and plain values; config: a dict for JSON;
-    tokenizer: path of the vocabulary file; metric: what `best` is the least of, inf where it was not measured.
-    Then all go but the newest keep_last (0: all stay) and the keep_best with the least metric. Raises OSError when
-    the disk fails; what was there before is then untouched.
+    Publish out_dir/checkpoints/step_N and return it. model, train: dicts of tensors and plain values; config: a dict
+    for JSON; tokenizer: path of the vocabulary file; metric: what `best` is the least of, inf where it was not
+    measured. Then all go but the newest keep_last (0: all stay) and the keep_best with the least metric. Raises OSError
+    when the disk fails; what was there before is then untouched. Where "model" is sharded, all processes call this.
     """
     folder = Path(out_dir, "checkpoints")
     temporary, final = folder / f".tmp_{step:08d}", folder / f"step_{step:08d}"
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        torch.save(model, temporary / "model.pt")
-        torch.save(train, temporary / "train.pt")
-        (temporary / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        shutil.copyfile(tokenizer, temporary / Path(tokenizer).name)
-        files = {p.name: [p.stat().st_size, sha256(p)] for p in sorted(temporary.iterdir())}
-        manifest = {"version": VERSION, "step": step, "metric": metric if math.isfinite(metric) else None, "files": files}
-        (temporary / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for path in [*temporary.iterdir(), temporary]:
-            sync(path)
+        files = {}
+        if any(map(parallel.is_slice, model.get("model", {}).values())):
+            files = write_shards(temporary, {"model": model["model"], "optimizer": train["optimizer"]})
+            model, train = ({k: v for k, v in part.items() if k not in ("model", "optimizer")} for part in (model, train))
+        if not parallel.master:
+            return final
+        if not files:
+            begin(temporary)
+        write(temporary, files, step, model, train, config, tokenizer, metric)
     except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
         shutil.rmtree(temporary, ignore_errors=True)
         raise OSError(str(e)) from e
@@ -88,6 +96,72 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     if ranked:
         write_atomic(Path(out_dir, "best"), ranked[0].name)
     prune(out_dir, keep_last, ranked[:keep_best])
+    return final
+
+
+def begin(folder):
+    """An empty folder, whatever lay there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write(folder, files, step, model, train, config, tokenizer, metric):
+    """All that stands in a step folder but shards, whose {name: [size, sha256]} is `files`; the manifest last."""
+    torch.save(model, folder / "model.pt")
+    torch.save(train, folder / "train.pt")
+    (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    shutil.copyfile(tokenizer, folder / Path(tokenizer).name)
+    files = files | {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.name not in files}
+    manifest = {"version": VERSION, "step": step, "metric": metric if math.isfinite(metric) else None, "files": files}
+    (folder / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in [*folder.iterdir(), folder]:
+        sync(path)
+
+
+def write_shards(folder, parts):
+    """
+    The slices that the processes hold of {"model": {name: tensor}, "optimizer": ...}, one file each, as tensors
+    "model.name"; return {file: [size, sha256]} of all of them.
+    """
+    import torch.distributed.checkpoint as dcp  # takes a tenth of a second that only sharded runs need
+    tensors = {f"{part}.{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
+    parallel.everywhere(lambda: begin(folder) if parallel.master else None)
+    try:
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
+                 process_group=parallel.apart)
+    except dcp.CheckpointException as e:
+        raise OSError("; ".join(f"process {rank}: {error}" for rank, (error, _) in e.failures.items())) from e
+    mine = folder.glob(f"shard-{parallel.rank + 1:05d}-*")
+    found = parallel.everywhere(lambda: {path.name: fingerprint(path) for path in mine})
+    return {name: what for files in found for name, what in files.items()}
+
+
+class Shards(Mapping):
+    """{name: whole tensor} of a step folder's shards for the names "part.name"; each is read when it is asked for."""
+
+    def __init__(self, folder, part):
+        try:
+            from safetensors import safe_open
+        except ImportError:
+            fail(f"{folder}: was saved by processes that share a model; reading it needs: pip install safetensors")
+        self.part, self.pieces = part, {}
+        for path in sorted(Path(folder).glob("shard-*.safetensors")):
+            file = safe_open(path, framework="pt")
+            where = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():
+                if name.startswith(f"{part}."):
+                    first = (where[name]["saved_offsets"] or [0])[0]  # FSDP2 slices along the rows
+                    self.pieces.setdefault(name.removeprefix(f"{part}."), {})[first] = file
+
+    def __getitem__(self, name):
+        slices = [file.get_tensor(f"{self.part}.{name}") for _, file in sorted(self.pieces[name].items())]
+        return torch.cat(slices) if len(slices) > 1 else slices[0]
+
+    def __iter__(self):
+        return iter(self.pieces)
+
+    def __len__(self):
+        return len(self.pieces)
 
 
 def complete(folder):
@@ -202,17 +276,23 @@ def snapshot(value):
     return [snapshot(v) for v in value] if isinstance(value, list) else value
 
 
-def load(folder, part="model", device="cpu"):
-    """The dict of model.pt or train.pt of a step folder, checked against its sha256; a damaged one ends in one line."""
-    path = Path(folder, f"{part}.pt")
+def load(folder, part="model"):
+    """
+    The dict of model.pt or train.pt of a step folder, checked against its sha256; a damaged one ends in one line. What
+    was saved as shards comes as a Shards; the processes check them together.
+    """
+    path, name = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     try:
         manifest = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
         if manifest["version"] != VERSION:
             fail(f"{folder}: checkpoint version {manifest['version']}, this program reads version {VERSION}")
-        if sha256(path) != manifest["files"][path.name][1]:
-            fail(f"{path}: damaged, its content is not what was saved; remove {folder} to use an older checkpoint")
-        return torch.load(path, map_location=device, weights_only=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as e:
+        shards = sorted(file for file in manifest["files"] if file.startswith("shard-"))
+        for path in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path]:
+            if sha256(path) != manifest["files"][path.name][1]:
+                fail(f"{path}: damaged, its content is not what was saved; remove {folder} to use an older checkpoint")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return content | {name: Shards(folder, name)} if shards else content
+    except Exception as e:  # whatever a file may hold that this program did not write
         why = (str(e).splitlines() or [""])[0]
         fail(f"{path}: cannot be read ({type(e).__name__}: {why}); remove {folder} to use an older checkpoint")
 

@@ -634,7 +634,7 @@ def read_model(path, tokenizer=""):
         state, args = read_llama2c(path)
     if tokenizer.endswith(".bin"):
         vocabulary = llama2c_vocabulary(tokenizer, args.vocab_size)
-    if args.tied:
+    if args.tied and "output.weight" not in state:
         state["output.weight"] = state["tok_embeddings.weight"]
     return state, args, vocabulary, extra
 

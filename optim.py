@@ -57,11 +57,12 @@ class Muon(torch.optim.Optimizer):
 
 
 class Together:
-    """Several optimizers behind the interface of one."""
+    """Several optimizers behind the interface of one; its state goes by the names of the model's parameters."""
 
-    def __init__(self, *optimizers):
+    def __init__(self, model, *optimizers):
         self.optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self.names = {p: name for name, p in model.named_parameters()}
 
     def step(self):
         for optimizer in self.optimizers:
@@ -72,17 +73,19 @@ class Together:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self):
-        """Whole tensors, however many processes share them; so any number of processes can load it."""
-        return {"optimizers": [parallel.whole(optimizer.state_dict()) for optimizer in self.optimizers]}
+        """{"layers.0.attention.wq.weight.momentum": tensor}, sharded as its parameter is. Rates and decay are settings."""
+        return {f"{self.names[p]}.{key}": value for optimizer in self.optimizers
+                for p, values in optimizer.state.items() for key, value in values.items()}
 
     def load_state_dict(self, state):
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-            for p, values in optimizer.state.items():
-                for key, value in values.items():
-                    if value.shape == p.shape:
-                        values[key] = parallel.slice_like(value, p)
-        self.param_groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        """state: as above, of whole tensors; each process takes its slice."""
+        owner = {self.names[p]: (optimizer, p) for optimizer in self.optimizers
+                 for group in optimizer.param_groups for p in group["params"]}
+        for name, value in state.items():
+            name, _, key = name.rpartition(".")
+            optimizer, p = owner[name]
+            value = value.to(p.device, copy=True)
+            optimizer.state[p][key] = parallel.slice_like(value, p) if value.shape == p.shape else value
 
 
 def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
@@ -96,8 +99,8 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
     fused = vectors[0].device.type in ("cpu", "cuda")  # one kernel for all parameters
     adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
     if kind == "adamw":
-        return Together(adamw)
-    return Together(Muon(blocks, learning_rate, weight_decay), adamw)
+        return Together(model, adamw)
+    return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)
 
 
 class Guard:

@@ -29,6 +29,9 @@ rank = int(os.environ.get("RANK", 0))              # this process among all
 world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
 master = rank == 0                                 # the one that writes files and talks
+apart = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
+# The others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs.
+PATIENCE = timedelta(minutes=60)
 
 # Dense peak TFLOP/s (no sparsity, float32 accumulation), by words of the device's name, as (bfloat16, float32). NVIDIA's
 # float32 is TF32, as `setup` asks for. None: not computed in. Sources: the data sheets of each data-centre product;
@@ -60,8 +63,7 @@ def setup(device="auto"):
     except (RuntimeError, AssertionError) as e:
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
-        # the others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=60))
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     return device
 
 
@@ -70,13 +72,19 @@ def shard(model):
     FSDP2: from here on each process holds a slice of every parameter (a DTensor), and gathers the parameters of one
     block when it comes to compute it. https://arxiv.org/abs/2304.11277
     """
+    global apart
     for block in model.layers:
         fully_shard(block)
     fully_shard(model)
+    apart = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def is_sharded(model):
     return isinstance(model, FSDPModule)
+
+
+def is_slice(tensor):
+    return isinstance(tensor, DTensor)
 
 
 def wrap(model):
@@ -108,13 +116,17 @@ def slice_like(tensor, like):
 
 
 def load_weights(model, weights):
-    """Copy a state_dict of whole tensors into a model, sharded or not."""
+    """Copy a state_dict of whole tensors into a model, sharded or not, one after the other."""
     own = model.state_dict()
-    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in weights.items()}:
-        fail("the checkpoint's parameters are not those of its own settings; it was changed after it was written")
+    if own.keys() != weights.keys():
+        fail("the checkpoint holds other parameters than its own settings imply; it was changed after it was written")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(slice_like(weights[name], tensor))
+            weight = weights[name]
+            if weight.shape != tensor.shape:
+                fail(f"the checkpoint's parameter {name} is {tuple(weight.shape)}, its own settings imply "
+                     f"{tuple(tensor.shape)}; it was changed after it was written")
+            tensor.copy_(slice_like(weight, tensor))
 
 
 def mean(value):
@@ -143,6 +155,20 @@ def first(function, *args, **kwargs):
         dist.broadcast_object_list(shared, src=0)
         result = shared[0]
     return result
+
+
+def everywhere(work):
+    """[what `work()` returned in each process], in all of them; an OSError in one is raised in all. For writers."""
+    try:
+        mine = work()
+    except OSError as e:
+        mine = e
+    results = [None] * world
+    dist.all_gather_object(results, mine, group=apart)
+    for result in results:
+        if isinstance(result, OSError):
+            raise result
+    return results
 
 
 def close():

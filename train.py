@@ -310,9 +310,9 @@ def fixed(args, dataset):
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
 
 
-def restore(folder, now, opt, device):
+def restore(folder, now, opt):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
-    train = checkpoint.load(folder, "train", device)
+    train = checkpoint.load(folder, "train")
     for name, old in train["state"]["fixed"].items():
         if now[name] != old and not (force_resume and name not in SHAPES):
             fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
@@ -377,7 +377,7 @@ def start_tracking(config, state):
         fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); make room or choose another folder")
 
 
-def conclude(state, args, weights, dataset, tracker, row):
+def conclude(state, args, model, dataset, tracker, row):
     """Export what the training ended with, hand the models to the tracker, say what to type next."""
     origin = {"iter": state["step"], "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
               "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
@@ -385,7 +385,8 @@ def conclude(state, args, weights, dataset, tracker, row):
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     try:
         if row.get("loss/val", -math.inf) > state["best"]:
-            export_model(weights, args, dataset.tokenizer, last)
+            saved = parallel.is_sharded(model) and checkpoint.newest(out_dir)
+            export_model(checkpoint.load(saved)["model"] if saved else model.state_dict(), args, dataset.tokenizer, last)
             tracker.model(last, origin | {"loss/val": row["loss/val"]}, ["latest"])
             tracker.model(best, metrics, ["best"])
         elif best.exists():
@@ -403,19 +404,20 @@ def conclude(state, args, weights, dataset, tracker, row):
 def save(writer, state, args, model, opt, dataset, config, metric):
     """
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
-    that fails costs a warning, and the next save tries again.
+    that fails costs a warning, and the next save tries again. Sharded processes each write their slices.
     """
-    weights = checkpoint.snapshot(parallel.whole(model.state_dict()))
+    weights = checkpoint.snapshot(model.state_dict())
     train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
     step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
 
     def work():
-        checkpoint.save(out_dir, step, {"args": asdict(args), "model": weights}, train, config,
-                        dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
-        if metric <= best:
-            export_model(weights, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
+        folder = checkpoint.save(out_dir, step, {"args": asdict(args), "model": weights}, train, config,
+                                 dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
+        if metric <= best and parallel.master:
+            whole = checkpoint.load(folder)["model"] if parallel.is_sharded(model) else weights
+            export_model(whole, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
 
-    if parallel.master:
+    if parallel.master or parallel.is_sharded(model):
         warn_of(writer.start(work))
 
 
@@ -424,15 +426,15 @@ def warn_of(error):
         say(f"warning: a checkpoint could not be saved ({error}); training goes on, and the next save tries again")
 
 
-def go_back(model, opt, guard, writer, device):
+def go_back(model, opt, guard, writer):
     """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
     warn_of(parallel.first(writer.wait))
     folder = parallel.first(checkpoint.newest, out_dir)
     if folder is None:
         fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
              f"back to; lower the learning_rate (now {learning_rate})")
-    parallel.load_weights(model, checkpoint.load(folder, "model", device)["model"])
-    opt.load_state_dict(checkpoint.load(folder, "train", device)["optimizer"])
+    parallel.load_weights(model, checkpoint.load(folder)["model"])
+    opt.load_state_dict(checkpoint.load(folder, "train")["optimizer"])
     guard.state["in_a_row"] = 0
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
@@ -486,9 +488,9 @@ def main(given):
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
-        state |= restore(start, state["fixed"], opt, place)
+        state |= restore(start, state["fixed"], opt)
     if start:
-        parallel.load_weights(model, checkpoint.load(start, "model", place)["model"])
+        parallel.load_weights(model, checkpoint.load(start)["model"])
     if eval_only:
         say(f"validation loss {evaluate(model, dataset, place, amp):.4f}")
     elif state["step"] >= max_iters:
@@ -531,7 +533,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
                 metric = row.get("loss/val", math.inf)
                 save(writer, state, args, raw_model, opt, dataset, config, metric)
             if guard.state["in_a_row"] >= max_skips:
-                go_back(raw_model, opt, guard, writer, device)
+                go_back(raw_model, opt, guard, writer)
         if end or stop:
             break
         look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
@@ -541,7 +543,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         bar.update()
     bar.close()
     warn_of(writer.wait())
-    parallel.first(conclude, state, args, parallel.whole(raw_model.state_dict()), dataset, tracker, row)
+    parallel.first(conclude, state, args, raw_model, dataset, tracker, row)
 
 
 if __name__ == "__main__":

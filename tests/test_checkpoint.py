@@ -178,3 +178,55 @@ def test_killed_at_any_moment_a_loadable_one_remains(tmp_path, vocabulary):
         assert done[-1] <= step <= done[-1] + 1
         assert torch.equal(checkpoint.load(found)["model"]["w"], torch.full((400, 400), float(step)))
         assert checkpoint.pointer(out, "latest") is not None
+
+
+SHARDED = """
+import os, resource, sys
+sys.path.insert(0, {root!r})
+import torch
+import checkpoint, parallel
+from model import ModelArgs, Transformer
+from optim import make_optimizer
+parallel.setup("cpu")
+torch.manual_seed(0)
+model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=8))
+whole = {{k: v.clone() for k, v in model.state_dict().items()}}
+parallel.shard(model)
+opt = make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
+def save(step):
+    train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
+    parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": model.state_dict()}}), checkpoint.snapshot(train)
+    return checkpoint.save({out!r}, step, *parts, {{}}, {vocabulary!r}, metric=1.0)
+folder = save(1)
+parallel.everywhere(lambda: None)  # the first process publishes
+loaded = checkpoint.load(folder)["model"]
+assert loaded.keys() == whole.keys() and all(torch.equal(loaded[k], v) for k, v in whole.items())
+if parallel.rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # its disk is full, the other's is not
+try:
+    save(2)
+    print("no error")
+except OSError as e:
+    print(f"process {{parallel.rank}} failed:", str(e).splitlines()[0])
+parallel.close()
+"""
+
+
+def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
+    out = tmp_path / "out"
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED.format(root=str(ROOT), out=str(out), vocabulary=str(vocabulary)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("failed: process 1:") == 2 and "no error" not in done.stdout
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step_00000001"]
+    folder = checkpoint.locate(out)
+    sizes = {p.name[:11]: p.stat().st_size for p in folder.glob("*.*")}
+    assert {"shard-00001", "shard-00002"} < set(sizes) and sizes["model.pt"] < 4000
+    weights = checkpoint.load(folder)["model"]
+    assert weights["layers.0.feed_forward.w1.weight"].shape == (96, 32) and len(weights) == len(list(weights)) == 12
+    (folder / next(name for name in os.listdir(folder) if name.startswith("shard-00002"))).write_bytes(b"x" * sizes["shard-00002"])
+    with pytest.raises(SystemExit):
+        checkpoint.load(folder)
+    assert "damaged" in capsys.readouterr().err
