@@ -1,4 +1,5 @@
 """The trainer as a user runs it: real processes, tiny models."""
+import collections
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import checkpoint
 import optim
 import parallel
 import train
+from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
@@ -222,6 +224,54 @@ def test_a_full_disk_costs_a_warning(folder):
     assert list((folder / "full/checkpoints").iterdir()) == []
 
 
+@pytest.fixture(scope="session")
+def failing_disk(tmp_path_factory):
+    """faults/disk.c as a library to preload."""
+    return compile_c(tmp_path_factory.mktemp("disk") / "disk.so", "-shared", "-fPIC", "tests/faults/disk.c", "-ldl",
+                     standard="gnu11")
+
+
+LOOKING = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import checkpoint, train
+from configurator import configure
+warn_of = train.warn_of
+def look(error):  # called when no save is under way
+    warn_of(error)
+    if error:
+        folder = checkpoint.newest(train.out_dir)
+        checkpoint.load(folder), checkpoint.load(folder, "train")
+        print("still there:", folder.name)
+train.warn_of = look
+train.main(configure(vars(train)))
+"""
+
+
+def test_a_disk_that_fails_now_and_then_costs_warnings(folder, failing_disk, tmp_path):
+    """A save every step, in every second of which a call fails: the run is the same, the last checkpoint is there."""
+    steps = 81
+    args = [*TINY, "--data=my.txt", f"--max_iters={steps}", "--eval_interval=1", "--eval_iters=1", "--dim=16", "--n_heads=1",
+            "--max_seq_len=8", "--sample_prompt=T"]
+    (tmp_path / "looking.py").write_text(LOOKING)
+    for out, more in [("sound", {}), ("faulty", {"LD_PRELOAD": failing_disk, "DISK_LOG": tmp_path / "disk.log"})]:
+        done = subprocess.run([sys.executable, tmp_path / "looking.py", *args, f"--out_dir={out}"], cwd=folder,
+                              capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | more)
+        assert done.returncode == 0, done.stderr
+    faults = [line.split(maxsplit=2) for line in (tmp_path / "disk.log").read_text().splitlines()]
+    warned = done.stdout.count("warning: a checkpoint could not be saved")
+    print(f"\n{len(faults)} faults, {warned} warnings: {collections.Counter(what for _, _, what in faults)}, "
+          f"{collections.Counter(call for _, call, _ in faults)}")
+    assert len(faults) == 40 and 30 <= warned <= 40  # a short write is no error, and a copy is tried in another way
+    assert {"ENOSPC", "EIO", "EACCES", "short", "short, then ENOSPC"} == {what for _, _, what in faults}
+    assert done.stdout.count("still there: step_") == warned
+    assert losses(folder, "faulty") == losses(folder, "sound")
+    assert [p.name for p in checkpoint.steps(folder / "faulty")][-1] == f"step_{steps:08d}"
+    assert not list((folder / "faulty").rglob("*tmp*"))
+    for name, weight in weights(folder, "sound").items():
+        assert torch.equal(weight, weights(folder, "faulty")[name]), name
+
+
 def test_a_disk_that_is_full_at_the_start_is_one_line(folder):
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
@@ -250,7 +300,7 @@ def test_foreign_weights_are_one_line(capsys):
         with pytest.raises(SystemExit) as end:
             parallel.load_weights(model, weights)
         err = capsys.readouterr().err
-        assert end.value.code == 2 and "parameters" in err and err.count("\n") == 1
+        assert end.value.code == 2 and "parameter" in err and err.count("\n") == 1
 
 
 def start(folder, *args):
