@@ -48,8 +48,14 @@ PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}  # per GPU core in any type; later chips: Apple gives no figure
 
 
-def setup(device="auto"):
-    """Join the other processes, if there are any; return the torch.device this one computes on."""
+def setup(device="auto", deterministic=False):
+    """
+    Join the other processes, if there are any; return the torch.device this one computes on. deterministic: GPU kernels
+    that give the same bits every time, where there are such (a warning names those that have none). A CPU's always do.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if device == "auto":
         mps = getattr(torch.backends, "mps", None)
         device = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
@@ -63,8 +69,34 @@ def setup(device="auto"):
     except (RuntimeError, AssertionError) as e:
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        place = {"store": meeting_place(), "rank": rank, "world_size": world} if under_torchrun() else {}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, **place)
     return device
+
+
+def under_torchrun():
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meeting_place():
+    """
+    The store in which processes find each other: the master's, at a port that it announces in torchrun's. That one
+    itself outlives a restart, with the addresses of dead processes in it (github.com/pytorch/pytorch/issues/135712).
+    So the port found may be that of a dead master: try until one answers.
+    """
+    host = os.environ["MASTER_ADDR"]
+    announced = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
+    if master:
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        announced.set("llamac", str(store.port))
+        return store
+    while True:
+        try:
+            store = dist.TCPStore(host, int(announced.get("llamac")), is_master=False, timeout=timedelta(seconds=1))
+            store.set_timeout(PATIENCE)
+            return store
+        except dist.DistError:
+            time.sleep(0.1)
 
 
 def shard(model):

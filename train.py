@@ -98,6 +98,7 @@ supervise = False           # restart this program from its last checkpoint when
 max_restarts = 10           # of a supervised program
 spike_z = 6.0               # skip a step whose loss or gradient norm lies so many deviations above the usual; 0: never
 max_skips = 10              # steps skipped in a row before the weights go back to the last checkpoint
+deterministic = False       # on a GPU: the same bits every time, by slower kernels
 seed = 1337                 # of initialisation, data order and dropout
 
 
@@ -472,7 +473,7 @@ def main(given):
     check_settings()
     if depth:
         derive_from_depth(given)
-    place = parallel.setup(device)
+    place = parallel.setup(device, deterministic)
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     start, resuming = parallel.first(find_start)
