@@ -16,6 +16,7 @@ import torch
 import checkpoint
 import optim
 import parallel
+import track
 import train
 from tests.conftest import compile_c
 
@@ -119,6 +120,34 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     assert len(rows(folder, out)) == len(rows(folder, "whole"))
     for name, weight in weights(folder, "whole").items():
         assert torch.equal(weight, weights(folder, out)[name]), name
+
+
+def test_the_wandb_run_is_one_across_offline_resumes(folder):
+    """Stopped, resumed, killed, resumed: one run id; the logs together hold each row, doubled only what was done twice."""
+    args = ["--data=my.txt", "--max_iters=40", "--wandb_log=True", "--out_dir=offline"]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    env = clean | {"OMP_NUM_THREADS": "1", "HOME": str(folder)}  # no key
+    for step, signum in [(15, signal.SIGTERM), (25, signal.SIGKILL), (40, None)]:
+        process = subprocess.Popen(command(*args), cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+        if signum:
+            wait_for_row(folder, "offline", step, process)
+            process.send_signal(signum)
+        process.communicate()
+        if signum == signal.SIGKILL:
+            saved = checkpoint.load(checkpoint.newest(folder / "offline"), "train")["state"]["step"]
+    noted, logged, ids = track.about(folder / "offline"), [], set()
+    assert len(noted["folders"]) == 3
+    for log in noted["folders"]:
+        records = track.read_wandb(log)
+        ids |= {record["run"]["run_id"] for record in records if record["type"] == "run"}
+        logged.append({r["history"]["item"]["iter"]: r["history"]["item"] for r in records if r["type"] == "history"})
+    assert ids == {noted["id"]}
+    expected = {row["iter"]: row for row in rows(folder, "offline")}
+    assert set().union(*logged) == set(expected) == set(range(0, 41, 5))
+    assert not logged[0].keys() & logged[1].keys() and not logged[0].keys() & logged[2].keys()
+    assert all(step > saved for step in logged[1].keys() & logged[2].keys())
+    for step, item in [pair for log in logged for pair in log.items()]:
+        assert all(item[name] == expected[step][name] for name in ("loss/train", "loss/val", "grad/norm") if name in item)
 
 
 def test_a_changed_setting_is_not_continued(folder, reference):
@@ -304,9 +333,9 @@ def test_foreign_weights_are_one_line(capsys):
         assert end.value.code == 2 and "parameter" in err and err.count("\n") == 1
 
 
-def start(folder, *args):
+def start(folder, *args, stdout=subprocess.PIPE):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command(*args), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command(*args), cwd=folder, env=env, stdout=stdout, stderr=subprocess.STDOUT, text=True)
 
 
 def test_sigusr1_saves_and_goes_on(folder):
