@@ -1,0 +1,149 @@
+"""
+Memory and communication of one process among many, from the model's own counts: the tables of doc/scaling.md.
+
+    python bench/scaling.py                             shapes from 15M to 70B on 8 and 64 processes
+    unshare -rn python bench/scaling.py --measure=True  a small shape, predicted and measured on this machine (Linux)
+
+Measuring counts what passes the loopback device of a network of its own, and the growth of resident memory.
+"""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+
+import parallel
+from configurator import configure
+from model import ModelArgs, Transformer
+from optim import make_optimizer
+
+processes = "8,64"          # the table is for each of these numbers
+measure = False             # train a small shape by two processes, and compare
+rank_of = ""                # of measure's own processes: ddp or fsdp, and the optimizer
+
+SHAPES = {  # 15M to 110M: llama2.c's; the others: Llama 3's published configurations, here with context 8192
+    "15M": dict(dim=288, n_layers=6, n_heads=6, vocab_size=32000),
+    "110M": dict(dim=768, n_layers=12, n_heads=12, vocab_size=32000),
+    "1B": dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, vocab_size=128256),
+    "8B": dict(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=128256, tied=False),
+    "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256, tied=False),
+}
+SMALL = dict(dim=512, n_layers=8, n_heads=8, vocab_size=4096, max_seq_len=32)
+STEPS, SEQUENCES = 5, 2     # measured: so few tokens that activations hardly count
+
+
+def count(shape):
+    """(all parameters, those of one block, those Muon moves, those of a block's largest group of one shape over all)"""
+    with torch.device("meta"):
+        model = Transformer(ModelArgs(**shape))
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
+    return model.num_params(), block, matrices
+
+
+def predict(shape, world, sharded, optimizer):
+    """
+    {"weights", "gradients", "optimizer", "in passing", "sent"}: bytes of one process, activations aside; sent: in a
+    step of one micro-batch by ring algorithms. All is float32, as train.py keeps it.
+    """
+    n, block, matrices = count(shape)
+    state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)  # two moments; Muon: one for its matrices
+    part, ring = (1 / world if sharded else 1), (world - 1) / world
+    root = n - block * ModelArgs(**shape).n_layers
+    if sharded:  # gathered: the root all along, a block and the next one; a block's gradients before they are scattered
+        passing, sent = 4 * (2 * root + 3 * block), ring * 4 * (3 * n - root)
+        if optimizer == "muon":  # whole matrices go through the iterations, by all processes
+            sent += ring * 4 * matrices
+    else:
+        passing, sent = 0, ring * 4 * 2 * n
+    return {"weights": 4 * n * part, "gradients": 4 * n * part, "optimizer": state * part, "in passing": passing,
+            "sent": sent}
+
+
+def size(n):
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.3g} {unit}" if n < 100 else f"{n:.0f} {unit}"
+        n /= 1000
+
+
+def table(world, optimizer):
+    print(f"\n{optimizer}, {world} processes:\n")
+    print("| shape | parameters | | weights | gradients | optimizer | in passing | together | sent in a step |")
+    print("| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    for name, shape in SHAPES.items():
+        for sharded in (False, True):
+            p = predict(shape, world, sharded, optimizer)
+            together = sum(p.values()) - p["sent"]
+            cells = [name, f"{count(shape)[0]:,}", "FSDP2" if sharded else "DDP", *map(size, list(p.values())[:4]),
+                     size(together), size(p["sent"])]
+            print("| " + " | ".join(cells) + " |")
+
+
+def loopback():
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[1])
+
+
+def resident(what="VmRSS"):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def one_rank(kind, optimizer):
+    """Train a few steps; print what this process's memory grew by, and what the steps sent."""
+    torch.set_num_threads(1)
+    place = parallel.setup("cpu")
+    torch.manual_seed(0)
+    x = torch.randint(0, SMALL["vocab_size"], (SEQUENCES, SMALL["max_seq_len"]))
+    warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))  # what libraries allocate once is not the model's
+    warm(x, x)[1].backward()
+    del warm
+    before = resident()
+    model = Transformer(ModelArgs(**SMALL)).to(place)
+    if kind == "fsdp":
+        parallel.shard(model)
+    opt = make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
+    wrapped, sent = parallel.wrap(model), 0
+    for step in range(STEPS):
+        torch.distributed.barrier()
+        start = loopback()
+        wrapped(x, x)[1].backward()
+        opt.step()
+        torch.distributed.barrier()
+        sent = loopback() - start
+        held = resident() - before
+        opt.zero_grad()
+    if parallel.master:
+        print(f"held {held} sent {sent / parallel.world}", flush=True)
+    parallel.close()
+
+
+def compare():
+    print("| | optimizer | held, predicted | measured | | sent in a step, predicted | measured | |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    for kind in ("ddp", "fsdp"):
+        for optimizer in ("adamw", "muon"):
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+            done = subprocess.run([*words, f"--rank_of={kind} {optimizer}"], capture_output=True, text=True, check=True,
+                                  env=os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"})
+            _, held, _, sent = done.stdout.split()[-4:]
+            p = predict(SMALL, 2, kind == "fsdp", optimizer)
+            want = p["weights"] + p["gradients"] + p["optimizer"]
+            print(f"| {'FSDP2' if kind == 'fsdp' else 'DDP'} | {optimizer} | {size(want)} | {size(float(held))} | "
+                  f"{float(held) / want:.2f} | {size(p['sent'])} | {size(float(sent))} | {float(sent) / p['sent']:.2f} |")
+
+
+if __name__ == "__main__":
+    configure(globals())
+    if rank_of:
+        one_rank(*rank_of.split())
+    elif measure:
+        compare()
+    else:
+        for world in map(int, processes.split(",")):
+            for optimizer in ("adamw", "muon"):
+                table(world, optimizer)
