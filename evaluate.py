@@ -105,7 +105,7 @@ def score(model, vocabulary, prompt, classes, device="cpu"):
              f"{model.args.max_seq_len}; shorten it")
     x = torch.tensor([(i[:-1] + [0] * longest)[:longest] for i in ids], device=device)  # (classes, T)
     y = torch.tensor([(i[1:] + [-1] * longest)[:longest] for i in ids], device=device)
-    logits = model(x, y)[0]  # (classes, T, V)
+    logits = model(x, every=True)[0]  # (classes, T, V)
     nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none").double().sum(1)
     return torch.softmax(-nll, 0).cpu()
 

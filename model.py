@@ -66,19 +66,66 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
 
 
-def rope_table(args, device=None):
-    """cos and sin (max_seq_len, Q/2) of the rotation of pair i at position t: t * theta^(-2i/Q)."""
-    i = torch.arange(0, args.head_dim, 2, device=device, dtype=torch.float64)
-    t = torch.arange(args.max_seq_len, device=device, dtype=torch.float64) / args.rope_scaling
+def rope_table(args):
+    """The rotation of pair i at position t as a complex number, e^(j t theta^(-2i/Q)): (max_seq_len, Q/2) complex64."""
+    i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
+    t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
     angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim))
-    return angle.cos().float(), angle.sin().float()
+    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
 
 
-def rotate(x, cos, sin):
-    """Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864"""
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)  # (B, T, H, Q/2) each
-    cos, sin = cos[:, None], sin[:, None]                    # (T, 1, Q/2)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).type_as(x)
+def rotate(x, rope):
+    """
+    Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864
+    A pair is a complex number, since one product of those costs a sixth of the real ones that it stands for.
+    """
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, H, Q/2)
+    return torch.view_as_real(pairs * rope[:, None]).flatten(-2).type_as(x)
+
+
+class ClassifierLoss(torch.autograd.Function):
+    """
+    The mean cross entropy, in nats, of the logits z = x W^T. x: (N, D), W: (V, D), targets: (N,) int64, -1 where none.
+
+    The logits of a large vocabulary outweigh all else in memory, so they come and go a piece of the batch at a time.
+    The gradients are made with them, since dloss/dz is softmax(z) less 1 at the target: nothing is computed twice.
+    """
+    PIECE = 1 << 24  # logits in memory at once
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, dtype):
+        """dtype: of the matrix products; softmax and sums are in float32."""
+        h, w = x.to(dtype), weight.to(dtype)
+        n, rows = (targets >= 0).sum(), max(1, min(len(x), ClassifierLoss.PIECE // len(w)))
+        buffer = torch.empty(rows, len(w), device=x.device)
+        total, dx, dw = torch.zeros((), device=x.device), torch.empty_like(x), torch.zeros_like(weight)
+        for h, target, dh in zip(h.split(rows), targets[:, None].split(rows), dx.split(rows)):
+            z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
+            into(z, h, w.mT)
+            top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
+            torch.softmax(z, 1, out=z)
+            total += ((top - z.amax(1, keepdim=True).log() - at_target) * counted).sum()  # top - log p_top: log sum e^z
+            if any(ctx.needs_input_grad):
+                dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
+                into(dh, dz, w).mul_(counted)
+                add_product(dw, dz.mT, h * counted)
+        ctx.save_for_backward(dx, dw, n)
+        return total / n
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw, n = ctx.saved_tensors
+        return dx.mul_(grad / n), dw.mul_(grad / n), None, None
+
+
+def into(out, a, b):
+    """out = a b, for an `out` of another dtype too."""
+    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
+
+
+def add_product(out, a, b):
+    """out += a b, likewise."""
+    return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(a @ b)
 
 
 class Attention(nn.Module):
@@ -91,12 +138,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x, cos, sin, cache=None):
+    def forward(self, x, rope, cache=None):
         """x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place."""
         B, T, D = x.shape
         a = self.args
-        q = rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), cos, sin)
-        k = rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), cos, sin)
+        q = rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
+        k = rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
         v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
         mask = None
         if cache is not None:
@@ -132,8 +179,8 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(args)
         self.dropout = nn.Dropout(args.dropout)
 
-    def forward(self, x, cos, sin, cache=None):
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, cache))
+    def forward(self, x, rope, cache=None):
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))
         x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
         return x
 
@@ -147,9 +194,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)  # (V, D)
-        cos, sin = rope_table(args)
-        self.register_buffer("cos", cos, persistent=False)  # (max_seq_len, Q/2)
-        self.register_buffer("sin", sin, persistent=False)
+        self.register_buffer("rope", rope_table(args), persistent=False)  # (max_seq_len, Q/2)
         self.init_weights()
         if args.tied:
             self.output.weight = self.tok_embeddings.weight
@@ -161,29 +206,31 @@ class Transformer(nn.Module):
                 residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.args.n_layers) if residual else 0.02)
 
-    def forward(self, tokens, targets=None, cache=None):
+    def forward(self, tokens, targets=None, cache=None, every=False):
         """
-        tokens (B, T) int64 -> (logits, loss). With targets (B, T), -1 where none: logits (B, T, V) and the mean cross
-        entropy in nats. Without: logits (B, 1, V) of the last position, and None. `cache` comes from `new_cache`.
+        tokens (B, T) int64 -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in
+        nats. Without: logits (B, 1, V) of the last position, or (B, T, V) of every one, and None. `cache` comes from
+        `new_cache`.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
-        cos, sin = self.cos[pos:pos + T], self.sin[pos:pos + T]
+        rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, (cache["keys"][i], cache["values"][i], pos) if cache else None)
+            x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None)
         x = self.norm(x)
         if cache:
             cache["pos"] += T
         if targets is None:
-            return self.output(x[:, -1:]), None
-        logits = self.output(x).float()
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+            return self.output(x if every else x[:, -1:]), None
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return None, ClassifierLoss.apply(x.flatten(0, 1), self.output.weight, targets.flatten(), dtype)
 
     def new_cache(self, B):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
         a = self.args
         shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
-        keys, values = (torch.zeros(shape, dtype=self.cos.dtype, device=self.cos.device) for _ in range(2))
+        keys, values = (torch.zeros(shape, device=self.rope.device) for _ in range(2))
         return {"keys": keys, "values": values, "pos": 0}
 
     @torch.inference_mode()

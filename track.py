@@ -627,7 +627,7 @@ def probe(model, batches, tokenizer, amp, places=6):
     model.eval()
     for split, (x, y) in batches.items():
         with torch.no_grad(), amp:
-            logits = model(x, y)[0].float()  # (B, T, V)
+            logits = model(x, every=True)[0].float()  # (B, T, V)
         log_p = logits.log_softmax(-1)
         p_target = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0].exp()  # (B, T)
         top_p, top = log_p.exp().topk(3)

@@ -17,6 +17,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once by torch: spinning threads are slow on shared cores
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")   # likewise: large pages, where the system gives them, for large tensors
 import numpy as np
 import torch
 from tqdm import tqdm

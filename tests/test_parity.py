@@ -113,7 +113,7 @@ def test_logits(shape, file, exported, vocabularies):
     ids = torch.tensor([vocabularies[shape].encode(text, bos=True)])
     assert ids.shape[1] > 250
     with torch.no_grad():
-        expected = model(ids, ids)[0][0].numpy()
+        expected = model(ids, every=True)[0][0].numpy()
     found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
     assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
 
@@ -154,7 +154,7 @@ def test_perplexity_by_its_definition(trained, vocabularies):
     for w in range(0, len(ids) - 1, S):
         window = torch.tensor([ids[w:min(w + S, len(ids) - 1)]])
         with torch.no_grad():
-            log_p = model(window, window)[0][0].double().log_softmax(-1)
+            log_p = model(window, every=True)[0][0].double().log_softmax(-1)
         nll -= sum(log_p[t, ids[w + t + 1]].item() for t in range(window.shape[1]))
     assert evaluate.negative_log_likelihood(model, ids) == pytest.approx(nll, rel=1e-6)
 

@@ -1,0 +1,183 @@
+"""
+The speed of a training step, ours beside llama2.c's and Hugging Face's, on the same sizes and the same tokens.
+
+    python bench/train.py                                    ours, at the stories15M shape
+    python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
+    python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
+
+A step is forward, backward, clipping and the optimizer. Every program runs in a process of its own, so that its peak
+memory is its own; they take turns, a few steps each, and the median of the turns counts. Weights and tokens are random.
+"""
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does; for all programs alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch
+
+import parallel
+from configurator import configure, fail, read_file
+
+preset = "config/stories15M.py"  # sizes of the model
+batch_size = 8      # sequences of a step
+max_seq_len = 256   # tokens of a sequence
+vocab_size = 32000  # of the model
+dtype = "float32"   # float32, or bfloat16 by autocast
+threads = 2         # of a program; 0: as many as torch takes
+device = "auto"     # auto, cpu, cuda
+samples = 5         # turns of each program
+steps = 2           # steps of a turn
+llama2c = ""        # folder of llama2.c, to measure its model.py
+hf = False          # measure LlamaForCausalLM of transformers
+muon = False        # measure ours with Muon as well
+compile = False     # measure ours under torch.compile as well
+json_file = ""      # the result goes here
+worker = ""         # internal: be this program
+
+
+def sizes():
+    """The model's settings: what the preset says, for this context and vocabulary."""
+    found = read_file(str(Path(__file__).resolve().parents[1] / preset))
+    keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "multiple_of")
+    return {k: found[k] for k in keys if k in found} | {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
+
+
+def build_ours(place, kind):
+    from model import ModelArgs, Transformer
+    from optim import make_optimizer
+    model = Transformer(ModelArgs(**sizes())).to(place)
+    opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
+    return model, opt, lambda net, x, y: net(x, y)[1], model.flops_per_token()
+
+
+def build_llama2c(place):
+    sys.path.insert(0, llama2c)
+    sys.modules.pop("model", None)
+    from model import ModelArgs, Transformer
+    args = {k: v for k, v in sizes().items() if v}
+    model = Transformer(ModelArgs(**args)).to(place)
+    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), place.type)
+
+    def loss_of(net, x, y):
+        net(x, y)
+        return net.last_loss
+
+    return model, opt, loss_of, 0
+
+
+def build_hf(place):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from model import ModelArgs
+    a = ModelArgs(**sizes())
+    config = LlamaConfig(vocab_size=a.vocab_size, hidden_size=a.dim, intermediate_size=a.hidden_dim,
+                         num_hidden_layers=a.n_layers, num_attention_heads=a.n_heads, num_key_value_heads=a.n_kv_heads,
+                         max_position_embeddings=a.max_seq_len, tie_word_embeddings=True, use_cache=False)
+    model = LlamaForCausalLM(config).to(place).train()
+    opt = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    return model, opt, lambda net, x, y: net(x, labels=x).loss, 0  # it shifts the labels itself
+
+
+PROGRAMS = {
+    "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
+    "ours, compiled": lambda place: build_ours(place, "adamw"), "llama2.c": build_llama2c, "transformers": build_hf,
+}
+
+
+def peak_memory(place):
+    """MiB: of the GPU what was allocated, else what the process held at most."""
+    if place.type == "cuda":
+        return torch.cuda.max_memory_allocated(place) / 2 ** 20
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
+
+
+def work(name):
+    """The program: a line in, `steps` steps, a line out with their seconds, the last loss and the peak memory."""
+    place = parallel.setup(device)
+    torch.manual_seed(1)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the turns
+        model, opt, loss_of, flops = PROGRAMS[name](place)
+    net = torch.compile(model) if name.endswith("compiled") else model
+    amp = torch.autocast(place.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    tokens = torch.randint(vocab_size, (batch_size, max_seq_len + 1), device=place)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def step():
+        with amp:
+            loss = loss_of(net, x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        last = loss.item()  # waits for an asynchronous device
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": peak_memory(place),
+                          "flops": flops}), flush=True)
+
+
+def turn(process):
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        fail(f"a program ended with code {process.wait()}; its message stands above")
+    return json.loads(line)
+
+
+def main():
+    chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile
+    chosen += ["llama2.c"] * bool(llama2c) + ["transformers"] * hf
+    processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
+    first = {name: turn(process) for name, process in processes.items()}  # warm-up, and compilation
+    turns = {name: [] for name in chosen}
+    for _ in range(samples):
+        for name, process in processes.items():
+            turns[name].append(turn(process))
+    peak = parallel.measured_flops(parallel.setup(device), getattr(torch, dtype), seconds=2)
+    for process in processes.values():
+        process.stdin.close()
+        process.wait()
+    report(first, turns, peak)
+
+
+def report(first, turns, peak):
+    tokens, rows = batch_size * max_seq_len * steps, []
+    for name, values in turns.items():
+        speed = sorted(tokens / v["seconds"] for v in values)
+        rows.append({"program": name, "tokens_per_sec": statistics.median(speed), "slowest": speed[0],
+                     "fastest": speed[-1], "mib": values[-1]["mib"], "loss": values[-1]["loss"],
+                     "mfu": 100 * statistics.median(speed) * turns["ours"][0]["flops"] / peak,
+                     "first_turn_s": first[name]["seconds"]})
+    print(f"{preset}, batch {batch_size} x {max_seq_len}, {dtype}, {threads} threads, torch {torch.__version__}; "
+          f"a matmul of this machine: {peak / 1e9:.0f} GFLOP/s")
+    print(f"{'program':<16}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}{'loss':>8}{'first turn s':>14}")
+    for r in rows:
+        print(f"{r['program']:<16}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}{r['fastest']:>8.0f}"
+              f"{rows[0]['tokens_per_sec'] / r['tokens_per_sec']:>8.2f}x{r['mfu']:>7.1f}{r['mib']:>7.0f}{r['loss']:>8.3f}"
+              f"{r['first_turn_s']:>14.1f}")
+    if json_file:
+        about = {"preset": preset, "batch_size": batch_size, "max_seq_len": max_seq_len, "dtype": dtype,
+                 "threads": threads, "torch": torch.__version__, "peak_flops": peak, "programs": rows}
+        Path(json_file).write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    configure(globals(), positional="preset", argv=[f"--preset={w}" if w.endswith(".py") else w for w in sys.argv[1:]])
+    if threads:
+        torch.set_num_threads(threads)
+    if dtype not in ("float32", "bfloat16"):
+        fail(f"--dtype={dtype}: expected float32 or bfloat16")
+    work(worker) if worker else main()
