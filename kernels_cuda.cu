@@ -2,7 +2,8 @@
 // so the ops of a call of forward are the same for every token: they are recorded once as a CUDA graph and replayed.
 //
 // Decoding (T = 1) reads every weight once: warps stream rows in 16-byte loads. A prompt's matrix products multiply
-// tiles on the tensor cores in half precision, float32 matrices in float32. Keys and values are kept in half precision.
+// tiles on the tensor cores in half precision, float32 matrices in float32. Keys and values are kept in half precision
+// as well, but for models in float32.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -186,6 +187,7 @@ template <> struct Format<Q4_0> {
     static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
     static __device__ void numbers(const Unit &u, float *out) {
         const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+#pragma unroll
         for (int i = 0; i < 4; i++) {
             bytes_to_floats(words[i] & 0x0f0f0f0fu, 8, out + 4 * i);
             bytes_to_floats(words[i] >> 4 & 0x0f0f0f0fu, 8, out + 16 + 4 * i);
@@ -250,6 +252,7 @@ template <Type type> struct Batch {
         const int N = Format<type>::N;
         if (at.part == parts.n) return;
         const Mat &w = parts.part[at.part].w;
+#pragma unroll
         for (int u = 0; u < UNROLL; u++)
             for (int r = 0; r < ROWS; r++) {
                 int row = at.row + r < w.rows ? at.row + r : w.rows - 1, i = (unit + 32 * u) * N;
@@ -259,15 +262,17 @@ template <Type type> struct Batch {
 
     __device__ void multiply(const float *xs, int cols, int unit, float sum[ROWS]) const {
         const int N = Format<type>::N;
+#pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             int i = (unit + 32 * u) * N;
-            if (i >= cols) break;
+            if (i >= cols) continue;
             float x[N], w[N];
 #pragma unroll
             for (int j = 0; j < N; j += 4) {
                 float4 four = *(const float4 *)(xs + padded(i + j));
                 x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
             }
+#pragma unroll
             for (int r = 0; r < ROWS; r++) {
                 float dot = 0;
                 Format<type>::numbers(units[u][r], w);
@@ -489,23 +494,33 @@ matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, in
 // of which a lane has the dimensions 64 i + 2 lane and the next, as out[2 i] and out[2 i + 1].
 template <int D> struct Seen { float max, sum, out[2 * D]; };
 
+static __device__ float2 pair_at(const float *p) { return *(const float2 *)p; }
+static __device__ float2 pair_at(const __half *p) { return __half22float2(*(const __half2 *)p); }
+static __device__ void put_pair(float *p, float a, float b) { *(float2 *)p = make_float2(a, b); }
+static __device__ void put_pair(__half *p, float a, float b) { *(__half2 *)p = __halves2half2(to_half(a), to_half(b)); }
+
+template <typename Number> struct FormatOf;
+template <> struct FormatOf<float> : Format<F32> {};
+template <> struct FormatOf<__half> : Format<F16> {};
+
 // Attention of q (width,) over the tiles first, first + stride, ... of 32 positions before n; keys and values
 // (positions, width). In one pass: what was summed is scaled down whenever a larger score comes (Milakov 2018).
-template <int D>
-static __device__ Seen<D> attend(const float *q, const __half *keys, const __half *values, int width, int n, int first,
+template <typename Number, int D>
+static __device__ Seen<D> attend(const float *q, const Number *keys, const Number *values, int width, int n, int first,
                                  int stride, float scale) {
-    int lane = threadIdx.x % 32;
+    typedef FormatOf<Number> F;
+    const int N = F::N, lane = threadIdx.x % 32;
     Seen<D> s = {-INFINITY, 0, {0}};
     for (int p = 32 * first; p < n; p += 32 * stride) {
         float score = -INFINITY;
         if (p + lane < n) {
             const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
             score = 0;
-            for (int u = 0; u < width / 8; u++) {
-                Format<F16>::Unit eight = {key[u]};
-                float k[8];
-                Format<F16>::numbers(eight, k);
-                for (int i = 0; i < 8; i++) score += k[i] * q[8 * u + i];
+            for (int u = 0; u < width / N; u++) {
+                typename F::Unit unit = {key[u]};
+                float k[N];
+                F::numbers(unit, k);
+                for (int i = 0; i < N; i++) score += k[i] * q[N * u + i];
             }
             score *= scale;
         }
@@ -515,11 +530,11 @@ static __device__ Seen<D> attend(const float *q, const __half *keys, const __hal
         for (int i = 0; i < 2 * D; i++) s.out[i] *= shrink;
         for (int j = 0; j < 32 && p + j < n; j++) {
             float w = __shfl_sync(ALL_LANES, weight, j, 32);
-            const __half *value = values + (size_t)(p + j) * width;
+            const Number *value = values + (size_t)(p + j) * width;
             for (int i = 0; i < D; i++) {
                 int d = 64 * i + 2 * lane;
                 if (d >= width) continue;
-                float2 pair = __half22float2(*(const __half2 *)(value + d));
+                float2 pair = pair_at(value + d);
                 s.out[2 * i] += w * pair.x;
                 s.out[2 * i + 1] += w * pair.y;
             }
@@ -529,14 +544,14 @@ static __device__ Seen<D> attend(const float *q, const __half *keys, const __hal
 }
 
 typedef struct {
-    const __half *keys, *values; // (n_kv_heads, positions, width) of one layer
+    void *keys, *values; // (n_kv_heads, positions, width) of one layer
     int positions, width, n_heads, n_kv_heads, head_dim;
     const Input *input;
 } Cache;
 
 // Of many tokens: a block takes 8 tokens of one head, a warp each, so that they share what they read.
 // out, q (T, n_heads, head_dim); the grid is (n_heads, groups of 8 tokens).
-template <int D>
+template <typename Number, int D>
 static __global__ void attention_many(Cache c, float *out, const float *q, int T) {
     __shared__ float queries[WARPS][HEAD_MAX];
     let_next_start();
@@ -547,8 +562,8 @@ static __global__ void attention_many(Cache c, float *out, const float *q, int T
     size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
     for (int i = lane; i < c.width; i += 32) queries[warp][i] = i < c.head_dim ? q[at + i] : 0;
     __syncwarp();
-    Seen<D> s = attend<D>(queries[warp], c.keys + head, c.values + head, c.width, c.input->pos + t + 1, 0, 1,
-                          1 / sqrtf(c.head_dim));
+    Seen<D> s = attend<Number, D>(queries[warp], (Number *)c.keys + head, (Number *)c.values + head, c.width,
+                                  c.input->pos + t + 1, 0, 1, 1 / sqrtf(c.head_dim));
     for (int i = 0; i < 2 * D; i++) {
         int d = 64 * (i / 2) + 2 * lane + i % 2;
         if (d < c.head_dim) out[at + d] = s.out[i] / s.sum;
@@ -572,7 +587,7 @@ static __device__ Whole merge(const volatile float *max, const volatile float *s
 
 // Of one token: the positions of a head are shared out among the warps of `splits` blocks; the last block to be ready
 // merges what all have left in pieces (n_heads, splits + splits + splits * HEAD_MAX). The grid is (n_heads, splits).
-template <int D>
+template <typename Number, int D>
 static __global__ void attention_one(Cache c, float *out, const float *q, float *pieces, unsigned *counters) {
     __shared__ float query[HEAD_MAX], max[WARPS], sum[WARPS], outs[WARPS * HEAD_MAX];
     let_next_start();
@@ -582,8 +597,8 @@ static __global__ void attention_one(Cache c, float *out, const float *q, float 
     int d = threadIdx.x; // there are as many threads as a head can have dimensions
     if (d < c.width) query[d] = d < c.head_dim ? q[h * c.head_dim + d] : 0;
     __syncthreads();
-    Seen<D> s = attend<D>(query, c.keys + head, c.values + head, c.width, c.input->pos + 1, split * WARPS + warp,
-                          splits * WARPS, 1 / sqrtf(c.head_dim));
+    Seen<D> s = attend<Number, D>(query, (Number *)c.keys + head, (Number *)c.values + head, c.width, c.input->pos + 1,
+                                  split * WARPS + warp, splits * WARPS, 1 / sqrtf(c.head_dim));
     if (lane == 0) max[warp] = s.max, sum[warp] = s.sum;
     for (int i = 0; i < 2 * D; i++) outs[warp * HEAD_MAX + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
     __syncthreads();
@@ -606,6 +621,7 @@ static __global__ void attention_one(Cache c, float *out, const float *q, float 
 
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
+template <typename Number>
 static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
     let_next_start();
     wait_for_previous();
@@ -625,9 +641,8 @@ static __global__ void rotate(Cache c, float *q, float *k, const float *v, const
         to[0] = a, to[1] = b;
     }
     if (is_q) return;
-    __half *cache = (__half *)(is_k ? c.keys : c.values);
     size_t at = ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
-    *(__half2 *)(cache + at) = __halves2half2(to_half(a), to_half(b));
+    put_pair((Number *)(is_k ? c.keys : c.values) + at, a, b);
 }
 
 // ----------------------------------------------------------------------------
@@ -736,6 +751,7 @@ typedef struct {
     const uint4 *weights;        // all of them
     size_t weights_size;         // bytes
     Cache cache;                 // of all layers; its pointers are layer 0's
+    bool exact;                  // the cache holds float, else __half
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
     __half *x16;                 // (CHUNK, dim or hidden_dim)
@@ -942,8 +958,8 @@ static void matmul(Backend *b, const Product *products, int n, const float *x, i
 
 static Cache cache_of(const Cuda *c, int layer) {
     Cache cache = c->cache;
-    size_t at = (size_t)layer * cache.n_kv_heads * cache.positions * cache.width;
-    cache.keys += at, cache.values += at;
+    size_t at = (c->exact ? sizeof(float) : sizeof(__half)) * layer * cache.n_kv_heads * cache.positions * cache.width;
+    cache.keys = (char *)cache.keys + at, cache.values = (char *)cache.values + at;
     return cache;
 }
 
@@ -951,21 +967,28 @@ static void rope(Backend *b, int layer, float *q, float *k, const float *v, int 
     Cuda *c = (Cuda *)b;
     if (!c->in_pass) send_input(c, NULL, 0, pos);
     size_t pairs = (c->config.dim + 2 * (size_t)c->config.kv_dim) / 2;
-    launch(c, rotate, dim3(blocks_for(pairs, 128), T), 128, 0, cache_of(c, layer), q, k, v, c->rotation);
+    auto kernel = c->exact ? rotate<float> : rotate<__half>;
+    launch(c, kernel, dim3(blocks_for(pairs, 128), T), 128, 0, cache_of(c, layer), q, k, v, c->rotation);
+}
+
+template <typename Number> static void launch_attention(Cuda *c, Cache cache, float *out, const float *q, int T) {
+    int width = cache.width;
+    if (T == 1) {
+        auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2>
+                                                                            : attention_one<Number, 4>;
+        launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
+    } else {
+        auto kernel = width <= 64 ? attention_many<Number, 1> : width <= 128 ? attention_many<Number, 2>
+                                                                             : attention_many<Number, 4>;
+        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, q, T);
+    }
 }
 
 static void attention(Backend *b, int layer, float *out, const float *q, int pos, int T) {
     Cuda *c = (Cuda *)b;
     if (!c->in_pass) send_input(c, NULL, 0, pos);
-    Cache cache = cache_of(c, layer);
-    int width = cache.width;
-    if (T == 1) {
-        auto kernel = width <= 64 ? attention_one<1> : width <= 128 ? attention_one<2> : attention_one<4>;
-        launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
-    } else {
-        auto kernel = width <= 64 ? attention_many<1> : width <= 128 ? attention_many<2> : attention_many<4>;
-        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, q, T);
-    }
+    if (c->exact) launch_attention<float>(c, cache_of(c, layer), out, q, T);
+    else launch_attention<__half>(c, cache_of(c, layer), out, q, T);
 }
 
 static void swiglu(Backend *b, float *h, const float *h2, int T) {
@@ -1226,7 +1249,8 @@ static size_t pieces_of(const Cuda *c) {
 static const char *take_memory(Cuda *c, Weights *w) {
     const Config *config = &c->config;
     size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
-    size_t half = sizeof(__half) * config->n_layers * config->n_kv_heads * c->cache.positions * c->cache.width;
+    size_t half = (c->exact ? sizeof(float) : sizeof(__half)) * config->n_layers * config->n_kv_heads
+                * c->cache.positions * c->cache.width; // of the cache: keys, and as much for values
     size_t n_counters = config->n_heads > 2 * c->multiprocessors ? config->n_heads : 2 * c->multiprocessors;
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations = sizeof(float) * rows * (3 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
@@ -1237,7 +1261,7 @@ static const char *take_memory(Cuda *c, Weights *w) {
     CUDA(cudaMemGetInfo(&free_bytes, &total));
     bool ok = needed <= free_bytes
            && (c->weights = (const uint4 *)take(c, c->weights_size))
-           && (c->cache.keys = (const __half *)take(c, half)) && (c->cache.values = (const __half *)take(c, half))
+           && (c->cache.keys = take(c, half)) && (c->cache.values = take(c, half))
            && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
            && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
            && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
@@ -1247,8 +1271,8 @@ static const char *take_memory(Cuda *c, Weights *w) {
         return format("the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
                       "ask for fewer tokens with -n, or for --device=cpu", needed / gib, c->weights_size / gib,
                       2 * half / gib, free_bytes / gib);
-    CUDA(cudaMemset((void *)c->cache.keys, 0, half)); // the room between head_dim and width stays zero
-    CUDA(cudaMemset((void *)c->cache.values, 0, half));
+    CUDA(cudaMemset(c->cache.keys, 0, half)); // the room between head_dim and width stays zero
+    CUDA(cudaMemset(c->cache.values, 0, half));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
     CUDA(cudaMallocHost((void **)&c->input_host, sizeof(Input)));
     CUDA(cudaMallocHost((void **)&c->best_host, sizeof(int)));
@@ -1262,6 +1286,7 @@ const char *cuda_open(Backend **backend, Model *model, int positions) {
     if (!c) return "out of memory";
     c->blocks = new std::vector<void *>;
     c->config = *config;
+    c->exact = model->weights.layers[0].wk.type == F32;
     int width = (config->head_dim + 7) / 8 * 8, splits = (positions + 255) / 256; // a tile of 32 for each of 8 warps
     c->splits = splits < 16 ? splits : 16;
     c->cache.positions = positions, c->cache.width = width, c->cache.head_dim = config->head_dim;

@@ -31,6 +31,7 @@ struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z 
 struct uint4 { uint32_t x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
