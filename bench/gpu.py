@@ -1,0 +1,259 @@
+"""
+What bench/gpu.sh runs: every step has a time limit and one line of the table; a step that fails says so and the others go
+on. The results are JSON: {step: {name: value}}, written after every step.
+"""
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from configurator import configure
+
+results = "cache/bench/gpu.json"  # what was found
+seconds = 520                     # no step begins that would end later
+steps = ""                        # only these, separated by commas; empty: all
+models = "cache/bench"            # the folder of bench/models.py
+nanogpt = ""                      # a checkout of nanoGPT, to train beside ours
+
+FORMATS = {"15M": ["f32", "bf16", "q8_0", "q4_0"], "1.1B": ["bf16", "q8_0", "q4_0"]}
+PROMPT = "abc once upon a time there was a little model that had to read a prompt of some length, longer than a tile. " * 3
+START = time.monotonic()
+found = {}
+
+
+def call(*command, limit=120, cwd=ROOT):
+    """stdout of a command; RuntimeError with its last words if it fails."""
+    try:
+        done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{command[0]} took more than {limit} s") from None
+    if done.returncode:
+        said = (done.stderr + done.stdout).decode(errors="replace").strip().splitlines()[-6:]
+        raise RuntimeError(f"{command[0]}: exit code {done.returncode}: " + " / ".join(said))
+    return done.stdout
+
+
+def path_of(shape, form):
+    return Path(models, shape, f"{form}.gguf")
+
+
+def start_models():
+    """Processes that make the models while the programs are compiled."""
+    return [subprocess.Popen([sys.executable, "bench/models.py", f"--shapes={shape}", f"--formats={form}",
+                              f"--models={models}"], cwd=ROOT, stdout=subprocess.DEVNULL)
+            for shape, forms in FORMATS.items() for form in forms]
+
+
+# ---- the steps: each returns {name: value}
+
+def machine():
+    driver = call("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").decode().split("\n")[0]
+    release = re.search(r"release ([\d.]+)", call("nvcc", "--version").decode())[1]
+    return {"gpu": torch.cuda.get_device_name(), "driver": driver, "nvcc": release, "torch": torch.__version__,
+            "commit": call("git", "describe", "--always", "--dirty").decode().strip() if Path(".git").exists() else "",
+            "date": date.today().isoformat()}
+
+
+def build():
+    arch = "".join(map(str, torch.cuda.get_device_capability()))
+    began = time.monotonic()
+    call("make", "run")
+    call("make", "runcuda", f"ARCH={arch}")
+    Path("cache/bench").mkdir(parents=True, exist_ok=True)
+    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O2", "-c", "kernels_cpu.c", "-o", "cache/bench/kernels_cpu.o")
+    call("nvcc", "-std=c++17", "-O2", "-lineinfo", f"-arch=sm_{arch}", "-o", "cache/bench/cuda_ops", "tests/cuda_ops.cpp",
+         "kernels_cuda.cu", "cache/bench/kernels_cpu.o", "-lm", "-lpthread")
+    return {"seconds": round(time.monotonic() - began, 1)}
+
+
+def ops():
+    """Every op beside the CPU's, on random shapes."""
+    lines = call("cache/bench/cuda_ops", 1, 20).decode().splitlines()
+    return {"models": len(lines)}
+
+
+def sanitizers():
+    names = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
+    out = {}
+    for tool, clean in names.items():
+        said = call("compute-sanitizer", "--tool", tool, "cache/bench/cuda_ops", 4, 1, limit=100).decode()
+        out[tool] = "clean" if clean in said else said.strip().splitlines()[-1]
+    return out
+
+
+def tests():
+    """The tests of tests/test_cuda.py that need a GPU."""
+    call(sys.executable, "-c", "import gguf, pytest, transformers", limit=60)
+    said = call(sys.executable, "-m", "pytest", "-q", "-k", "gpu", "tests/test_cuda.py", limit=150).decode()
+    return {"pytest": said.strip().splitlines()[-1]}
+
+
+def logits():
+    """Largest difference from model.py in float32 on the CPU, over the largest logit, with the weights of the same file."""
+    from export import load_model
+    torch.set_float32_matmul_precision("highest")
+    out = {}
+    for form in FORMATS["15M"]:
+        model, vocabulary = load_model(str(path_of("15M", form)), "", "cpu")
+        ids = vocabulary.encode(PROMPT, bos=True)
+        with torch.no_grad():
+            expected = model(torch.tensor([ids]), every=True)[0][0].numpy()
+        ours = np.frombuffer(call("./runcuda", path_of("15M", form), "--logits", "-i", PROMPT), np.float32)
+        out[form] = float(np.abs(ours.reshape(expected.shape) - expected).max() / np.abs(expected).max())
+    return {form: float(f"{error:.1e}") for form, error in out.items()} | {"tokens": len(ids)}
+
+
+def text():
+    """Greedy texts of 256 tokens, and one with temperature: how many first characters are those of the CPU."""
+    out = {}
+    for form in FORMATS["15M"]:
+        args = [path_of("15M", form), "-n", 256, "-i", "once upon a time"]
+        ours, cpus = (call(program, *args, "-t", 0) for program in ("./runcuda", "./run"))
+        same = next((i for i, (a, b) in enumerate(zip(ours, cpus)) if a != b), min(len(ours), len(cpus)))
+        out[form] = "identical" if ours == cpus else f"the first {same} of {len(cpus)} bytes"
+    ours, cpus = (call(program, path_of("15M", "f32"), "-t", 0.8, "-s", 7, "-n", 256) for program in ("./runcuda", "./run"))
+    return out | {"f32, -t 0.8 -s 7": "identical" if ours == cpus else "differs"}
+
+
+def copy_bandwidth():
+    """GB/s of a copy within the device's memory, bytes read and bytes written."""
+    x = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
+    y, times = torch.empty_like(x), []
+    for _ in range(20):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        y.copy_(x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3)
+    return {"gb_per_s": round(2 * x.numel() / median(times) / 1e9, 1)}
+
+
+def speed(shape):
+    """./runcuda --bench of each format; the share is that of the copy's bandwidth."""
+    out = {}
+    for form in FORMATS[shape]:
+        b = json.loads(call("./runcuda", path_of(shape, form), "--bench", "--json"))
+        out[form] = {"decode_tok_s": round(b["decode_tokens_per_s"]), "prompt_tok_s": round(b["prompt_tokens_per_s"]),
+                     "first_token_ms": round(b["first_token_ms"]), "gb_per_s": round(b["decode_gb_per_s"]),
+                     "read_gb_per_s": round(b["bandwidth_gb_per_s"])}
+        if "copy" in found:
+            out[form]["share_of_copy"] = round(b["decode_gb_per_s"] / found["copy"]["gb_per_s"], 3)
+    return out
+
+
+def random_data():
+    """A prepared folder of random tokens in 32,000 kinds: what a step costs does not depend on what it reads."""
+    import data
+    from bench.models import vocabulary
+    folder, tokenizer = Path("cache/bench/random"), vocabulary(32000)
+    if (folder / "meta.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder / "tokenizer.model")
+    for split, count in (("train", 1 << 23), ("val", 1 << 18)):
+        tokens = np.random.default_rng(0).integers(3, 32000, count, dtype=np.uint16)
+        tokens[::512], tokens[511::512] = tokenizer.bos_id, tokenizer.eos_id
+        tokens.tofile(folder / f"{split}.bin")
+    meta = {"version": data.VERSION, "vocab_size": 32000, "vocab_source": "custom", "tokenizer": "tokenizer.model",
+            "tokenizer_sha256": tokenizer.sha256(), "dtype": "uint16", "source": "random", "train_tokens": 1 << 23,
+            "val_tokens": 1 << 18, "train_documents": 1 << 14, "val_documents": 1 << 9, "train_bytes": 1 << 25,
+            "val_bytes": 1 << 20, "fingerprint": data.fingerprint(folder)}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    return folder
+
+
+def rows(out_dir):
+    return [json.loads(line) for line in Path(out_dir, "log.jsonl").read_text().splitlines()]
+
+
+def training():
+    """stories110M in bfloat16, compiled: the median of the rows after the first."""
+    out_dir = "cache/bench/train110M"
+    call(sys.executable, "train.py", "config/stories110M.py", f"--data={random_data()}", f"--out_dir={out_dir}",
+         "--init_from=scratch", "--max_iters=40", "--warmup_iters=5", "--log_interval=5", "--eval_iters=1",
+         "--gradient_accumulation_steps=8", limit=200)
+    speeds = [r for r in rows(out_dir) if "perf/tokens_per_sec" in r][1:]
+    return {"tok_s": round(median(r["perf/tokens_per_sec"] for r in speeds)),
+            "mfu": round(median(r["mfu"] for r in speeds), 1), "loss": round(rows(out_dir)[-1]["loss/train"], 3)}
+
+
+def beside():
+    """bench/train.py at the shape of stories110M: tokens/s of ours, and of transformers' Llama."""
+    file = Path("cache/bench/train.json")
+    call(sys.executable, "bench/train.py", "config/stories110M.py", "--batch_size=16", "--max_seq_len=1024",
+         "--dtype=bfloat16", "--compile=True", "--hf=True", "--threads=0", "--steps=10", f"--json_file={file}", limit=150)
+    return json.loads(file.read_text())
+
+
+def nanogpt_training():
+    """nanoGPT's own bench.py at GPT-2 small's shape: 12 layers of 768, context 1024."""
+    said = call(sys.executable, "bench.py", "--real_data=False", "--batch_size=16", "--compile=True", cwd=nanogpt,
+                limit=150).decode()
+    ms = float(re.search(r"time per iteration: ([\d.]+)ms", said)[1])
+    return {"tok_s": round(16 * 1024 / ms * 1e3)}
+
+
+def resume():
+    """40 steps of a small model, and the last 20 of them again from the checkpoint: the same losses, bit for bit."""
+    whole, again = Path("cache/bench/whole"), Path("cache/bench/again")
+    for folder in (whole, again):
+        shutil.rmtree(folder, ignore_errors=True)
+    args = [sys.executable, "train.py", f"--data={random_data()}", "--max_iters=40", "--log_interval=10",
+            "--eval_interval=20", "--eval_iters=2", "--always_save_checkpoint=True", "--deterministic=True"]
+    call(*args, f"--out_dir={whole}")
+    shutil.copytree(whole / "checkpoints/step_00000020", again / "checkpoints/step_00000020")
+    call(*args, f"--out_dir={again}")
+    losses = [[(r["iter"], r["loss/train"]) for r in rows(folder) if "loss/train" in r and r["iter"] > 20]
+              for folder in (whole, again)]
+    return {"same_losses": losses[0] == losses[1] and len(losses[0]) > 0, "losses": losses}
+
+
+STEPS = [("machine", machine, 5), ("build", build, 40), ("copy", copy_bandwidth, 5), ("ops", ops, 30),
+         ("logits", logits, 20), ("text", text, 20), ("speed 15M", lambda: speed("15M"), 20),
+         ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
+         ("sanitizers", sanitizers, 60), ("beside", beside, 100), ("nanogpt", nanogpt_training, 100), ("tests", tests, 60)]
+
+
+def short(value):
+    if isinstance(value, dict):
+        return "  ".join(f"{k} {short(v)}" if not isinstance(v, dict) else f"\n{'':12}{k}: {short(v)}"
+                         for k, v in value.items())
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def main():
+    Path(results).parent.mkdir(parents=True, exist_ok=True)
+    wanted, making = steps.split(",") if steps else None, start_models()
+    for name, step, expected in STEPS:
+        if (wanted and name not in wanted) or (name == "nanogpt" and not nanogpt):
+            continue
+        if name == "logits":
+            [process.wait() for process in making]
+        began = time.monotonic()
+        if began - START + expected > seconds:
+            found[name] = {"skipped": "no time left"}
+        else:
+            try:
+                found[name] = step()
+            except Exception as e:  # whatever it is, the other steps are worth running
+                found[name] = {"failed": f"{type(e).__name__}: {e}"}
+        print(f"{name:12}{short(found[name])}  [{time.monotonic() - began:.0f} s]", flush=True)
+        Path(results).write_text(json.dumps(found, indent=1))
+    print(f"all in {time.monotonic() - START:.0f} s; {results}")
+    sys.exit(any("failed" in value for value in found.values()))
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
