@@ -1,8 +1,8 @@
 # make help lists the targets. CC, CFLAGS, NVCC, NVCCFLAGS, ARCH, HIPCC, PYTHON and PIP_FLAGS can be overridden on the
 # command line.
 CC      ?= cc
-CFLAGS  ?= -O3 -march=native
-WARN    := -std=c11 -Wall -Wextra -D_GNU_SOURCE
+CFLAGS  ?= -O3
+WARN    := -std=c11 -Wall -Wextra
 NVCC    ?= nvcc
 NVCCFLAGS ?= -O3
 HIPCC   ?= hipcc
@@ -10,6 +10,7 @@ HIPCC   ?= hipcc
 ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70' | sort -n)
 PYTHON  ?= python3
 SOURCES := run.c kernels_cpu.c
+HEADERS := run.h $(wildcard kernels_*.h)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
@@ -35,23 +36,23 @@ test: .venv/test run ## run all tests
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker (half an hour)
 	$(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py
 
-run: $(SOURCES) run.h ## the C program that runs a model, for this machine's CPU
+run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
 
-runcuda: $(SOURCES) kernels_cuda.cu run.h ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
+runcuda: $(SOURCES) kernels_cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
 	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runcuda-run.o run.c
 	$(CC) $(WARN) $(CFLAGS) -c -o runcuda-cpu.o kernels_cpu.c
 	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
 	    -o $@ kernels_cuda.cu runcuda-run.o runcuda-cpu.o -lm -lpthread
 
-runhip: $(SOURCES) kernels_cuda.cu kernels_hip.h run.h ## the same for AMD GPUs (needs hipcc; never run on one yet)
+runhip: $(SOURCES) kernels_cuda.cu $(HEADERS) ## the same for AMD GPUs (needs hipcc; never run on one yet)
 	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runhip-run.o run.c
 	$(CC) $(WARN) $(CFLAGS) -c -o runhip-cpu.o kernels_cpu.c
 	$(HIPCC) -std=c++17 -O3 -x hip -c -o runhip-gpu.o kernels_cuda.cu
 	$(HIPCC) -o $@ runhip-gpu.o runhip-run.o runhip-cpu.o -lm -lpthread
 
-debug: $(SOURCES) run.h ## run with address and undefined-behaviour sanitizers
+debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
 fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, RUNS inputs for each target

@@ -1026,7 +1026,7 @@ typedef struct {
 static void open_state(Run *r, int positions, bool all) {
     bool greedy = !all && r->sampler.temperature == 0;
     const char *wrong = state_open(&r->state, &r->model, r->device, positions, all, greedy, r->n_threads);
-    if (wrong) die(strcmp(r->device, "cuda") ? "memory" : "cuda", wrong);
+    if (wrong) die(strcmp(r->device, "cuda") ? "start" : "cuda", wrong);
 }
 
 static double seconds(void) {
@@ -1499,6 +1499,7 @@ static void load(Run *r, const char *model, const char *tokenizer, bool to_verif
     if (!wrong) wrong = load_model(&r->model, tokenizer ? NULL : &r->tokenizer, bytes, size);
     if (!wrong && to_verify) wrong = verify(&r->model);
     if (wrong) die(model, wrong);
+    r->model.mapped = true;
     if (r->tokenizer.pieces || !text) return;
     if (!tokenizer) tokenizer = "tokenizer.bin";
     wrong = map_file(tokenizer, &bytes, &size);

@@ -27,6 +27,7 @@ typedef struct {
     const void *data;   // (rows, cols) in `type`, in the mapped file or wherever the backend moved it
     const void *scales; // INT8_GROUPS: (ceil(rows * cols / group),) float32, perhaps unaligned; otherwise NULL
     int group;          // INT8_GROUPS: numbers that share a scale
+    void *tiles;        // the CPU's own order of the same quantised numbers, where it keeps one; otherwise NULL
 } Mat;
 
 typedef struct {
@@ -66,6 +67,7 @@ typedef struct {
     Weights weights;
     const uint8_t *data; // GGUF: the tensors of the file, to its end
     size_t data_size;    // bytes
+    bool mapped;         // the weights lie in a mapped file: pages that are dropped come back
     const char *sha256;  // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
 } Model;
 

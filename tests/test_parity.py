@@ -35,6 +35,10 @@ CASES = [(shape, file) for shape in SHAPES for file in FORMATS if file[0] != "v"
 
 # How far a file's perplexity may be from that of the float32 weights.
 PERPLEXITY = {"f32": 5e-5, "v0": 5e-5, "v1": 5e-5, "f16": 5e-4, "bf16": 5e-3, "q8_0": 5e-3, "v2": 5e-3, "q4_0": 5e-2}
+# And its logits, as a part of the largest, from model.py's on the weights of the file. float32, F16, BF16 and llama2.c's
+# formats differ by the order of float32 additions alone. With Q8_0 and Q4_0 run also rounds what it multiplies to 8 bits
+# (test_run.py's oracle does the same and agrees closely).
+LOGITS = {"q8_0": 4e-2, "q4_0": 4e-2}
 PROMPT = "One day, Tom"
 
 
@@ -103,10 +107,7 @@ def exported(trained, vocabularies, tmp_path_factory, run_bin):
 
 @pytest.mark.parametrize("shape, file", CASES)
 def test_logits(shape, file, exported, vocabularies):
-    """
-    At every position of a whole context, against model.py on the weights as the file stores them: the two differ by
-    the order of float32 additions alone, since run computes quantised weights with float32 activations.
-    """
+    """At every position of a whole context, against model.py on the weights as the file stores them."""
     _, model, run = exported(shape, file)
     ids = vocabularies[shape].encode(write_text(2, 40), bos=True)[:model.args.max_seq_len]
     text = vocabularies[shape].decode(ids)
@@ -115,10 +116,10 @@ def test_logits(shape, file, exported, vocabularies):
     with torch.no_grad():
         expected = model(ids, every=True)[0][0].numpy()
     found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
-    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= LOGITS.get(file, 1e-4) * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("shape, file", CASES)
+@pytest.mark.parametrize("shape, file", [case for case in CASES if case[1] not in LOGITS])
 def test_greedy_text(shape, file, exported, vocabularies):
     """200 tokens. (run's -n leaves BOS out.)"""
     _, model, run = exported(shape, file)
@@ -167,8 +168,8 @@ def command(monkeypatch, script, **knobs):
 
 
 def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeypatch, capsys):
-    model, _, run = exported("mha", "q8_0")
-    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="q8_0")
+    model, _, run = exported("mha", "bf16")
+    export.export_model(model.state_dict(), model.args, vocabularies["mha"], tmp_path / "m.gguf", dtype="bf16")
     knobs = dict(out_dir=str(tmp_path / "m.gguf"), prompt=PROMPT, max_new_tokens=20, device="cpu")
     capsys.readouterr()
     command(monkeypatch, sample, **knobs, temperature=0.0)

@@ -15,6 +15,7 @@ extern bool stream_failed;      // which ferror then says
 #define malloc(n) (refuse() ? NULL : malloc(n))
 #define calloc(n, size) (refuse() ? NULL : calloc(n, size))
 #define realloc(p, n) (refuse() ? NULL : realloc(p, n))
+#define aligned_alloc(alignment, n) (refuse() ? NULL : aligned_alloc(alignment, n))
 #define open(path, flags) (refuse() ? -1 : open(path, flags))
 #define fstat(file, info) (refuse() ? -1 : fstat(file, info))
 #define mmap(at, n, access, flags, file, offset) (refuse() ? MAP_FAILED : mmap(at, n, access, flags, file, offset))

@@ -1,0 +1,75 @@
+// AVX2 with FMA and half precision: kernels_simd.h in vectors of 8 floats.
+#include <immintrin.h>
+
+#define NAME(x) x##_avx2
+#define NAME_STRING "avx2"
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define Q8_OFFSET 0
+#define N 8
+#define TOKENS 3
+#define V __m256
+#define I __m256i
+#define LOAD(p) _mm256_loadu_ps(p)
+#define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define LOAD_BF16(p) _mm256_castsi256_ps(_mm256_slli_epi32( \
+    _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define STORE(p, v) _mm256_storeu_ps(p, v)
+#define STORE_F16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, 0))
+#define SET(x) _mm256_set1_ps(x)
+#define ADD(a, b) _mm256_add_ps(a, b)
+#define MUL(a, b) _mm256_mul_ps(a, b)
+#define DIV(a, b) _mm256_div_ps(a, b)
+#define MAX(a, b) _mm256_max_ps(a, b)
+#define MIN(a, b) _mm256_min_ps(a, b)
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define SUM(v) sum_avx2(v)
+#define ADD_SUMS(y, a, b, c, d) add_sums_avx2(y, a, b, c, d)
+#define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32( \
+    _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
+#define LOAD_I(p) _mm256_loadu_si256((const __m256i *)(p))
+#define SET_I(x) _mm256_set1_epi32(x)
+#define FLOATS(i) _mm256_cvtepi32_ps(i)
+#define DOT(c, w, x) DOT_SMALL(c, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+// Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
+#define DOT_SMALL(c, w, x) _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
+#define AND_15(w) _mm256_and_si256(w, _mm256_set1_epi8(15))
+#define SHIFT_4(w) AND_15(_mm256_srli_epi16(w, 4))
+#define Q __m128i
+#define LOAD_Q(p) _mm_loadu_si128((const __m128i *)(p))
+#define STORE_Q(p, v) _mm_storeu_si128((__m128i *)(p), v)
+#define SET_Q(x) _mm_set1_epi32((int)(x))
+#define XOR_Q(a, b) _mm_xor_si128(a, b)
+#define LOW_32(a, b) _mm_unpacklo_epi32(a, b)
+#define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
+#define S __m256
+#define S_SET(x) _mm256_set1_ps(x)
+#define S_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define S_SUM(a, b) sum_avx2(_mm256_add_ps(a, b))
+#define HALF(h) _cvtsh_ss(h)
+
+TARGET static inline float sum_avx2(__m256 v) {
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+TARGET static inline void add_sums_avx2(float *y, __m256 a, __m256 b, __m256 c, __m256 d) {
+    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    _mm_storeu_ps(y, _mm_add_ps(_mm_loadu_ps(y), sums));
+}
+
+TARGET static inline __m256 block_q8_avx2(const uint8_t *q, const Block *x) {
+    return _mm256_cvtepi32_ps(DOT(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q)));
+}
+
+// The offset's correction stands in one lane, as all are summed in the end.
+TARGET static inline __m256 block_q4_avx2(const uint8_t *q, const Block *x) {
+    __m128i low = _mm_loadu_si128((const __m128i *)q);
+    __m256i w = AND_15(_mm256_set_m128i(_mm_srli_epi16(low, 4), low));
+    __m256i offset = _mm256_castsi128_si256(_mm_cvtsi32_si128(-8 * x->sum));
+    return _mm256_cvtepi32_ps(DOT_SMALL(offset, w, LOAD_I(x->q)));
+}
+
+#include "kernels_simd.h"

@@ -1,0 +1,60 @@
+// 64-bit ARM with the dot product of bytes: kernels_simd.h in vectors of 4 floats.
+#include <arm_neon.h>
+
+#define NAME(x) x##_neon
+#define NAME_STRING "neon"
+#define TARGET
+#define Q8_OFFSET 0
+#define N 4
+#define TOKENS 5
+#define V float32x4_t
+#define I int32x4_t
+#define LOAD(p) vld1q_f32(p)
+#define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
+#define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
+#define STORE(p, v) vst1q_f32(p, v)
+#define STORE_F16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
+#define SET(x) vdupq_n_f32(x)
+#define ADD(a, b) vaddq_f32(a, b)
+#define MUL(a, b) vmulq_f32(a, b)
+#define DIV(a, b) vdivq_f32(a, b)
+#define MAX(a, b) vmaxq_f32(a, b)
+#define MIN(a, b) vminq_f32(a, b)
+#define FMA(a, b, c) vfmaq_f32(c, a, b)
+#define SUM(v) vaddvq_f32(v)
+#define ADD_SUMS(y, a, b, c, d) vst1q_f32(y, vaddq_f32(vld1q_f32(y), vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d))))
+#define ROUND(v) vrndnq_f32(v)
+#define POW2(n) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
+#define LOAD_I(p) vreinterpretq_s32_u8(vld1q_u8(p))
+#define SET_I(x) vdupq_n_s32(x)
+#define FLOATS(i) vcvtq_f32_s32(i)
+#define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#define DOT_SMALL(c, w, x) DOT(c, w, x)
+#define AND_15(w) vandq_s32(w, vdupq_n_s32(0x0f0f0f0f))
+#define SHIFT_4(w) vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4))
+#define Q uint32x4_t
+#define LOAD_Q(p) vreinterpretq_u32_u8(vld1q_u8(p))
+#define STORE_Q(p, v) vst1q_u8(p, vreinterpretq_u8_u32(v))
+#define SET_Q(x) vdupq_n_u32(x)
+#define XOR_Q(a, b) veorq_u32(a, b)
+#define LOW_32(a, b) vzip1q_u32(a, b)
+#define HIGH_32(a, b) vzip2q_u32(a, b)
+#define S float32x4_t
+#define S_SET(x) vdupq_n_f32(x)
+#define S_FMA(a, b, c) vfmaq_f32(c, a, b)
+#define S_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
+#define HALF(h) half_to_float(h)
+
+static inline float32x4_t block_q8_neon(const uint8_t *q, const Block *x) {
+    int32x4_t sum = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I((const uint8_t *)x->q));
+    return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I((const uint8_t *)x->q + 16)));
+}
+
+// The offset's correction stands in one lane, as all are summed in the end.
+static inline float32x4_t block_q4_neon(const uint8_t *q, const Block *x) {
+    int32x4_t w = LOAD_I(q), sum = vsetq_lane_s32(-8 * x->sum, vdupq_n_s32(0), 0);
+    sum = DOT(sum, AND_15(w), LOAD_I((const uint8_t *)x->q));
+    return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I((const uint8_t *)x->q + 16)));
+}
+
+#include "kernels_simd.h"
