@@ -73,8 +73,8 @@ static void make(Matrix &m, Type type, int rows, int cols, int group) {
     if ((type == Q8_0 || type == Q4_0) && cols % 32) type = F16; // as export.py does with such rows
     if (type == INT8_GROUPS) add_groups(m, n, group);
     while (m.floats.size() < n) type == Q8_0 || type == Q4_0 ? add_block(m, type) : add_number(m, type);
-    m.mat = {type, rows, cols, m.bytes.data(), type == INT8_GROUPS ? m.scales.data() : NULL, type == INT8_GROUPS ? group : 0};
-    m.plain = {F32, rows, cols, m.floats.data(), NULL, 0};
+    m.mat = {type, rows, cols, m.bytes.data(), type == INT8_GROUPS ? m.scales.data() : NULL, type == INT8_GROUPS ? group : 0, NULL};
+    m.plain = {F32, rows, cols, m.floats.data(), NULL, 0, NULL};
 }
 
 // ---- one model twice: in its type for the GPU, in float32 for the CPU

@@ -88,7 +88,8 @@ def test_logits_equal_the_cpus(runcuda_bin, tmp_path, form):
     model = Model(dim=64, hidden=96, layers=2, heads=4, kv=2, tied=form == "f32")
     args, _ = model.write(tmp_path, form)
     ours, cpus = (logits(runcuda_bin, [*args, f"--device={d}"], model.vocab) for d in ("cuda", "cpu"))
-    exact = 1e-3 if form in ("v1:", "f32") else 1e-2  # keys and values in half precision; what multiplies weights too
+    # Keys and values in half precision; what multiplies weights too. The CPU rounds what multiplies 4 bits to 8
+    exact = {"v1:": 1e-3, "f32": 1e-3, "q4_0": 4e-2}.get(form, 1e-2)
     assert np.abs(ours - cpus).max() <= exact * np.abs(cpus).max()
 
 
