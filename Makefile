@@ -15,7 +15,7 @@ VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help demo test test-long debug fuzz encode-long coverage clean
+.PHONY: help demo test test-long bench debug fuzz encode-long coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -35,6 +35,9 @@ test: .venv/test run ## run all tests
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker (half an hour)
 	$(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py
+
+bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)
+	$(VENV) bench/run.py
 
 run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread

@@ -1,4 +1,5 @@
-"""What is measured with: model files that hold the same weights in every format."""
+"""The makers of benchmarks: model files that hold the same weights in every format, and a table that is right."""
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,14 @@ import pytest
 from tests.conftest import ROOT
 
 FORMS = {"f32": 0, "bf16": 0.02, "q8_0": 0.05, "q4_0": 0.5, "v0": 1e-6, "v2": 0.05}  # error of the logits ÷ their spread
+PEER = """#!{python}
+import json, sys
+value = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if value["-m"].endswith("bf16.gguf"):
+    sys.exit("this peer reads no bf16")
+print(json.dumps([{{"n_prompt": int(value["-p"]), "n_gen": 0, "avg_ts": 0.5}},
+                  {{"n_prompt": 0, "n_gen": int(value["-n"]), "avg_ts": {decode}}}]))
+"""
 
 
 def bench(program, *args):
@@ -41,3 +50,27 @@ def test_every_format_holds_the_same_weights(run_bin, models):
 def test_unknown_shapes_are_one_line(tmp_path):
     done = bench("models.py", "--shapes=16M", f"--models={tmp_path}")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "16M" in done.stderr and "15M" in done.stderr
+
+
+def test_a_table_beside_a_peer(run_bin, models, tmp_path):
+    """A peer of known speed: ratios are to the better of two, results stay, and whoever fails is named."""
+    for name, decode in ("slow", 1.0), ("fast", 2.0):
+        (tmp_path / name).write_text(PEER.format(python=sys.executable, decode=decode))
+        (tmp_path / name).chmod(0o755)
+    results = tmp_path / "results.json"
+    common = ["--shapes=260K", "--threads=2", "--samples=3", "--starts=1", f"--models={models}", f"--run={run_bin}",
+              f"--results={results}", f"--llama_bench={tmp_path / 'slow'}"]
+    done = bench("run.py", *common, "--formats=q8_0,v2", f"--ik_llama_bench={tmp_path / 'fast'}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(results.read_text())
+    assert list(found) == ["260K q8_0 2", "260K v2 2"]
+    programs = found["260K q8_0 2"]["programs"]
+    assert list(programs) == ["llamac", "llama.cpp", "ik_llama.cpp"] and list(found["260K v2 2"]["programs"]) == ["llamac"]
+    ours = programs["llamac"]
+    assert len(ours["samples"]["decode"]) == 3 and sorted(ours["samples"]["decode"])[1] == ours["decode"] > 0
+    assert programs["ik_llama.cpp"]["decode"] == 2 and 0 < ours["first_1"] < 60000 and ours["peak"] > 0
+    line = next(line for line in done.stdout.splitlines() if "llamac" in line)
+    assert f"({ours['decode'] / 2:.2f}×)" in line and f"({ours['prompt'] / 0.5:.2f}×)" in line
+    assert bench("run.py", "--show=True", f"--results={results}").stdout.strip() == done.stdout.strip()
+    done = bench("run.py", *common, "--formats=bf16")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "reads no bf16" in done.stderr

@@ -1,0 +1,253 @@
+"""
+How fast ./run is on this machine, and beside other programs where they are given.
+
+    python bench/run.py                              ours alone: every shape and format, on one thread and on all
+    python bench/run.py --shapes=15M --formats=q8_0 --threads=all --llama_bench=~/llama.cpp/build/bin/llama-bench
+    python bench/run.py --show=True                  the table of all that was measured so far
+
+The programs take turns, so that what else the machine does falls on all of them, and what counts is the ratio of the
+medians. A sample is a process: it reads a prompt of 128 tokens, then decodes some from an empty cache, both after a
+warm-up. The first token is timed apart, from the start of the process to its end, loading included; llama-bench does
+without a tokenizer there. Peers read the same weights: llama.cpp the same file, llama2.c v0 or v2 beside it.
+"""
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from configurator import configure, fail
+
+shapes = "15M,42M,110M,1.1B"          # which of bench/models.py
+formats = "f32,bf16,q8_0,q4_0,v0,v2"  # of the model file
+threads = "1,all"                     # how many, separated by commas
+samples = 5                           # of each program, taking turns
+starts = 5                            # of each program's first token; 0: not measured
+tokens = 0                            # decoded in a sample; 0: what suits the shape
+models = "cache/bench"                # the folder of the models; what is missing there is made
+results = "cache/bench/results.json"  # all that was measured; the same measurement again replaces the old one
+show = False                          # print all results, measure nothing
+run = "./run"                         # ours
+llama_bench = ""                      # llama.cpp's llama-bench
+ik_llama_bench = ""                   # ik_llama.cpp's
+ik_flags = "-rtr 1 -fa 0"             # its own: weights repacked at load; its flash attention is slower at these lengths
+llama2c = ""                          # llama2.c's run for one thread
+llama2c_omp = ""                      # ... and compiled with OpenMP, for more
+runq = ""                             # llama2.c's runq with OpenMP
+
+PROMPT = 128
+DECODED = {"15M": 128, "42M": 128, "110M": 64, "1.1B": 16}  # tokens: samples of about a second
+COLUMNS = {"prompt": "prompt, tok/s", "decode": "decode, tok/s", "bandwidth_share": "of the read limit",
+           "first_1": "first token, ms", "first_128": f"... of {PROMPT}, ms", "peak": "peak, MiB"}
+
+
+def call(command, n_threads):
+    """(stdout, stderr) of a command; one that fails ends this program."""
+    command = [str(word) for word in command]
+    env = {**os.environ, "OMP_NUM_THREADS": str(n_threads)}
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace")
+    except OSError as e:
+        fail(f"{command[0]}: {e.strerror}; expected a program")
+    if done.returncode:
+        fail(f"{' '.join(command)}: exit code {done.returncode}: {(done.stderr.strip() or 'silent').splitlines()[-1]}")
+    return done.stdout, done.stderr
+
+
+def process(command, n_threads):
+    """(milliseconds, MiB at most) of a whole process. A forked child begins with our own memory, some 15 MiB."""
+    begin = time.perf_counter()
+    child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                             env={**os.environ, "OMP_NUM_THREADS": str(n_threads)})
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        call(command, n_threads)  # says what is wrong
+    return 1000 * (time.perf_counter() - begin), used.ru_maxrss / 1024
+
+
+def read_anew(path):
+    """
+    Bring a file into the page cache in one long read. Written in pieces, or read here and there, it lies in scattered
+    pages, and through a mapping memory was then read at half its speed: luck that would differ from file to file.
+    """
+    with open(path, "rb", buffering=0) as f:
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while f.read(1 << 23):
+            pass
+
+
+def first_token(binary, path, n_prompt):
+    """The command that prints one token after a prompt of n_prompt, for programs with llama2.c's flags."""
+    prompt = ["-i", " ".join("a" * (n_prompt - 1))] if n_prompt > 1 else []
+    tokenizer = ["-z", path.with_name("tokenizer.bin")] if path.suffix == ".bin" else []
+    return [binary, path, "-t", 0, "-n", n_prompt, *prompt, *tokenizer]
+
+
+class Ours(NamedTuple):
+    binary: str
+
+    def speed(self, path, n_threads, n):
+        """{"prompt": tokens/s, "decode": tokens/s, ...} of one process."""
+        found = json.loads(call([self.binary, path, "--bench", "--json", "-j", n_threads, "-n", n], n_threads)[0])
+        return {"prompt": found["prompt_tokens_per_s"], "decode": found["decode_tokens_per_s"],
+                "bandwidth_share": found["bandwidth_share"]}
+
+    def first(self, path, n_threads, n_prompt):
+        """The command whose time is that to the first token."""
+        return [*first_token(self.binary, path, n_prompt), "-j", n_threads]
+
+
+class LlamaBench(NamedTuple):
+    binary: str
+    extra: tuple        # flags
+    no_warmup: tuple    # flags
+
+    def speed(self, path, n_threads, n):
+        found = json.loads(call([self.binary, "-m", path, "-t", n_threads, "-p", PROMPT, "-n", n, "-r", 1, "-o", "json",
+                                 *self.extra], n_threads)[0])
+        return {"decode" if test["n_gen"] else "prompt": test["avg_ts"] for test in found}
+
+    def first(self, path, n_threads, n_prompt):
+        return [self.binary, "-m", path, "-t", n_threads, "-p", n_prompt, "-n", 0, "-r", 1,
+                *self.extra, *self.no_warmup]
+
+
+class Llama2c(NamedTuple):
+    binary: str
+    file: str           # the format that it reads
+
+    def speed(self, path, n_threads, n):
+        command = first_token(self.binary, path.with_name(self.file), 1)
+        command[command.index("-n") + 1] = n
+        return {"decode": float(re.search(r"achieved tok/s: ([\d.]+)", call(command, n_threads)[1])[1])}
+
+    def first(self, path, n_threads, n_prompt):
+        return first_token(self.binary, path.with_name(self.file), n_prompt)
+
+
+def programs(form, n_threads):
+    """{name: program} of those given that compute with weights of this format; ours comes first."""
+    found = {"llamac": Ours(run)}
+    if llama_bench and not form.startswith("v"):
+        found["llama.cpp"] = LlamaBench(llama_bench, (), ("--no-warmup",))
+    if ik_llama_bench and not form.startswith("v"):
+        found["ik_llama.cpp"] = LlamaBench(ik_llama_bench, tuple(ik_flags.split()), ("-w", 0))
+    plain = llama2c if n_threads == 1 else llama2c_omp
+    if plain and form in ("f32", "v0"):
+        found["llama2.c"] = Llama2c(plain, "v0.bin")
+    if runq and form in ("q8_0", "v2"):
+        found["llama2.c runq"] = Llama2c(runq, "v2.bin")
+    return {name: program._replace(binary=os.path.expanduser(program.binary)) for name, program in found.items()}
+
+
+def measure(path, form, n_threads, n):
+    """{program: {column: median}} and, under "samples", what they are medians of."""
+    found = {name: {"samples": {}} for name in programs(form, n_threads)}
+
+    def add(name, column, value):
+        found[name]["samples"].setdefault(column, []).append(value)
+
+    for i in range(max(samples, starts)):
+        for name, program in programs(form, n_threads).items():
+            if i < samples:
+                for column, value in program.speed(path, n_threads, n).items():
+                    add(name, column, value)
+            for n_prompt in (1, PROMPT) if i < starts else ():
+                ms, mib = process(program.first(path, n_threads, n_prompt), n_threads)
+                add(name, f"first_{n_prompt}", ms)
+                if n_prompt == PROMPT:
+                    add(name, "peak", mib)
+    for row in found.values():
+        row.update({column: median(values) for column, values in row["samples"].items()})
+    return found
+
+
+def ratio(found, column):
+    """How many times better ours is than the best peer; None without one."""
+    ours, peers = found["llamac"].get(column), [row[column] for row in list(found.values())[1:] if column in row]
+    if not ours or not peers:
+        return None
+    return ours / max(peers) if column in ("prompt", "decode") else min(peers) / ours
+
+
+def number(value):
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def rows(key, found):
+    """The table's lines for one measurement; behind ours, how many times better it is than the best peer."""
+    for name, row in found.items():
+        cells = [number(row[column]) if column in row else "–" for column in COLUMNS]
+        if name == "llamac":
+            times = [ratio(found, column) for column in COLUMNS]
+            cells = [f"{cell} ({r:.2f}×)" if r else cell for cell, r in zip(cells, times)]
+        yield "| " + " | ".join([key, name, *cells]) + " |"
+
+
+def print_header():
+    print("| shape, format, threads | program | " + " | ".join(COLUMNS.values()) + " |")
+    print("| --- | --- |" + " ---: |" * len(COLUMNS))
+
+
+def forms_read(form):
+    """The formats of the files that are read where ours is measured with `form`."""
+    beside = {"f32": "v0"} if llama2c or llama2c_omp else {}
+    if runq:
+        beside["q8_0"] = "v2"
+    return [form, beside[form]] if form in beside else [form]
+
+
+def prepare(shape, form):
+    """The model of this shape and format; it, and what peers read instead, made when missing and read anew."""
+    missing = [f for f in forms_read(form) if not list(Path(models, shape).glob(f"{f}.*"))]
+    if missing and subprocess.run([sys.executable, ROOT / "bench" / "models.py", f"--shapes={shape}",
+                                   f"--formats={','.join(missing)}", f"--models={models}"], stdout=sys.stderr).returncode:
+        sys.exit(2)
+    paths = [next(Path(models, shape).glob(f"{f}.*")) for f in forms_read(form)]
+    for path in paths:
+        read_anew(path)
+    return paths[0]
+
+
+def processor():
+    """The name of this machine's processor, "" where /proc does not say."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return found[1] if found else ""
+
+
+def main():
+    known = json.loads(Path(results).read_text()) if Path(results).exists() else {}
+    if show:
+        print_header()
+        for key, entry in known.items():
+            print("\n".join(rows(key, entry["programs"])))
+        return
+    if samples < 1:
+        fail(f"--samples={samples}: expected at least 1")
+    Path(results).parent.mkdir(parents=True, exist_ok=True)
+    print_header()
+    for shape, form in itertools.product(shapes.split(","), formats.split(",")):
+        path = prepare(shape, form)
+        for word in dict.fromkeys(threads.split(",")):
+            n_threads = len(os.sched_getaffinity(0)) if word == "all" else int(word)
+            found = measure(path, form, n_threads, tokens or DECODED.get(shape, PROMPT))
+            key = f"{shape} {form} {n_threads}"
+            known[key] = {"date": str(date.today()), "processor": processor(), "programs": found}
+            Path(results).write_text(json.dumps(known, indent=1))
+            print("\n".join(rows(key, found)), flush=True)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
