@@ -121,7 +121,7 @@ def is_slice(tensor):
 
 def wrap(model):
     """The model as training calls it: in many processes, gradients are averaged over them."""
-    return DistributedDataParallel(model) if world > 1 and not is_sharded(model) else model
+    return DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not is_sharded(model) else model
 
 
 def unsynced(model, last):
