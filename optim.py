@@ -32,6 +32,7 @@ def orthogonalize(g, steps=5):
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together."""
+    TOGETHER = 2 ** 28  # their elements at most: a gigabyte for each copy that the iterations make
 
     def __init__(self, params, lr, weight_decay, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -43,17 +44,22 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 by_shape[p.shape].append(p)
             for shape, params in by_shape.items():
-                grads = [p.grad for p in params]
-                for p in params:
-                    if not self.state[p]:
-                        self.state[p]["momentum"] = torch.zeros_like(p)
-                momenta = [self.state[p]["momentum"] for p in params]
-                torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-                ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
-                updates = orthogonalize(torch.stack(parallel.whole(ahead))) * (0.2 * max(shape) ** 0.5)
-                updates = [parallel.slice_like(u, p) for u, p in zip(updates, params)]
-                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(params, updates, alpha=-group["lr"])
+                many = max(1, self.TOGETHER // shape.numel())
+                for i in range(0, len(params), many):
+                    self.move(params[i:i + many], shape, group)
+
+    def move(self, params, shape, group):
+        """One update of matrices of one shape, which sharded processes put together for it."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        grads, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
+        updates = orthogonalize(torch.stack(parallel.whole(ahead))) * (0.2 * max(shape) ** 0.5)
+        updates = [parallel.slice_like(u, p) for u, p in zip(updates, params)]
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
 class Together:

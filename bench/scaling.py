@@ -9,6 +9,7 @@ Measuring counts what passes the loopback device of a network of its own, and th
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,7 +18,7 @@ import torch
 import parallel
 from configurator import configure
 from model import ModelArgs, Transformer
-from optim import make_optimizer
+from optim import Muon, make_optimizer
 
 processes = "8,64"          # the table is for each of these numbers
 measure = False             # train a small shape by two processes, and compare
@@ -35,12 +36,13 @@ STEPS, SEQUENCES = 5, 2     # measured: so few tokens that activations hardly co
 
 
 def count(shape):
-    """(all parameters, those of one block, those Muon moves, those of a block's largest group of one shape over all)"""
+    """(all parameters, those of one block, those Muon moves, those of them that go through its iterations at once)"""
     with torch.device("meta"):
         model = Transformer(ModelArgs(**shape))
     block = sum(p.numel() for p in model.layers[0].parameters())
-    matrices = sum(p.numel() for p in model.layers.parameters() if p.dim() == 2)
-    return model.num_params(), block, matrices
+    shapes = Counter(p.shape for p in model.layers.parameters() if p.dim() == 2)
+    at_once = max(min(many * s.numel(), max(s.numel(), Muon.TOGETHER)) for s, many in shapes.items())
+    return model.num_params(), block, sum(many * s.numel() for s, many in shapes.items()), at_once
 
 
 def predict(shape, world, sharded, optimizer):
@@ -48,16 +50,16 @@ def predict(shape, world, sharded, optimizer):
     {"weights", "gradients", "optimizer", "in passing", "sent"}: bytes of one process, activations aside; sent: in a
     step of one micro-batch by ring algorithms. All is float32, as train.py keeps it.
     """
-    n, block, matrices = count(shape)
+    n, block, matrices, at_once = count(shape)
     state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)  # two moments; Muon: one for its matrices
     part, ring = (1 / world if sharded else 1), (world - 1) / world
     root = n - block * ModelArgs(**shape).n_layers
+    passing, sent = 0, ring * 4 * 2 * n
     if sharded:  # gathered: the root all along, a block and the next one; a block's gradients before they are scattered
         passing, sent = 4 * (2 * root + 3 * block), ring * 4 * (3 * n - root)
-        if optimizer == "muon":  # whole matrices go through the iterations, by all processes
-            sent += ring * 4 * matrices
-    else:
-        passing, sent = 0, ring * 4 * 2 * n
+    if optimizer == "muon":  # about four copies of what goes through the iterations, when nothing is gathered
+        passing = max(passing, 4 * 4 * at_once)
+        sent += ring * 4 * matrices * sharded  # whole matrices, in all processes
     return {"weights": 4 * n * part, "gradients": 4 * n * part, "optimizer": state * part, "in passing": passing,
             "sent": sent}
 

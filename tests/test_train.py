@@ -502,6 +502,21 @@ def test_deterministic_algorithms_on_request():
         torch.use_deterministic_algorithms(False)
 
 
+def test_muon_moves_matrices_the_same_by_ones_and_together(monkeypatch):
+    moved = []
+    for together in (2 ** 28, 1, 50):
+        monkeypatch.setattr(optim.Muon, "TOGETHER", together)
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
+        muon = optim.Muon(weights, 0.1, 0.1)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(4, 6)
+            muon.step()
+        moved.append(torch.stack([weight.detach() for weight in weights]))
+    assert torch.allclose(moved[0], moved[1], atol=1e-6) and torch.allclose(moved[0], moved[2], atol=1e-6)
+
+
 def quiet_guard():
     guard, rng = optim.Guard(6.0), random.Random(0)
     assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
