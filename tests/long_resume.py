@@ -122,7 +122,7 @@ def test_one_of_two_processes_is_killed(folder, sharded):  # noqa: F811
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noqa: F811
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=50", "--log_interval=1", "--eval_interval=25",
-            f"--optimizer={optimizer}", "--decay_lr=False"]
+            f"--optimizer={optimizer}", "--decay_lr=False", "--warmup_iters=10"]  # AdamW's first steps magnify rounding
     one = f"one_{optimizer}"
     assert run(folder, *args, f"--out_dir={one}").returncode == 0
 

@@ -158,7 +158,7 @@ def test_a_changed_setting_is_not_continued(folder, reference):
 
 
 def test_many_processes_give_the_same_losses(folder):
-    args = ["--data=my.txt", "--max_iters=20", "--batch_size=8"]
+    args = ["--data=my.txt", "--max_iters=20", "--batch_size=8", "--warmup_iters=10"]
     one, two = run(folder, *args, "--out_dir=one"), run(folder, *args, "--out_dir=two", torchrun=2)
     assert one.returncode == 0 and two.returncode == 0, two.stderr
     for (step, first), second in zip(losses(folder, "one").items(), losses(folder, "two").values()):
@@ -168,7 +168,8 @@ def test_many_processes_give_the_same_losses(folder):
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
-    args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0"]
+    args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
+            "--warmup_iters=10"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
     first = run(folder, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", torchrun=2)
