@@ -31,6 +31,11 @@ enum {
 
 #define ALL_LANES 0xffffffffu
 
+// Whether kernels may overlap, where the GPU can do it. From CUDA 12.3 on graphs can hold such launches.
+#ifndef OVERLAP
+#define OVERLAP (CUDART_VERSION >= 12030)
+#endif
+
 // Shared memory whose size the launch gives.
 #ifndef LAUNCH_SHARED
 #define LAUNCH_SHARED(name) extern __shared__ float4 name##_[]; float *name = (float *)name##_
@@ -1119,19 +1124,20 @@ static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
     }
 }
 
-// n blocks, each a scale of two bytes before `width` bytes of numbers: the scales go to one place, the rest to another.
-static void upload_blocks(Upload *u, char *numbers, char *scales, const void *from, size_t n, size_t width) {
+// n blocks, each a scale of two bytes before WIDTH bytes of numbers: the scales go to one place, the rest to another.
+template <size_t WIDTH>
+static void upload_blocks(Upload *u, char *numbers, char *scales, const void *from, size_t n) {
     const char *block = (const char *)from;
-    size_t most = PIECE / (2 + width);
+    size_t most = PIECE / (2 + WIDTH);
     for (size_t at = 0, some; at < n; at += some) {
         some = n - at < most ? n - at : most;
         char *piece = next_piece(u);
-        for (size_t i = 0; i < some; i++, block += 2 + width) {
-            memcpy(piece + i * width, block + 2, width);
-            memcpy(piece + some * width + 2 * i, block, 2);
+        for (size_t i = 0; i < some; i++, block += 2 + WIDTH) {
+            memcpy(piece + i * WIDTH, block + 2, WIDTH);
+            memcpy(piece + some * WIDTH + 2 * i, block, 2);
         }
-        send(u, numbers + at * width, piece, some * width);
-        send(u, scales + 2 * at, piece + some * width, 2 * some);
+        send(u, numbers + at * WIDTH, piece, some * WIDTH);
+        send(u, scales + 2 * at, piece + some * WIDTH, 2 * some);
     }
 }
 
@@ -1139,8 +1145,8 @@ static void upload_matrix(Upload *u, char *to, Mat *m) {
     Size size = size_of(m);
     char *scales = to + aligned(size.numbers);
     size_t blocks = (size_t)m->rows * m->cols / 32;
-    if (m->type == Q8_0 || m->type == Q4_0)
-        upload_blocks(u, to, scales, m->data, blocks, m->type == Q8_0 ? 32 : 16);
+    if (m->type == Q8_0) upload_blocks<32>(u, to, scales, m->data, blocks);
+    else if (m->type == Q4_0) upload_blocks<16>(u, to, scales, m->data, blocks);
     else {
         upload_bytes(u, to, m->data, size.numbers);
         if (size.scales) upload_bytes(u, scales, m->scales, size.scales);
@@ -1232,9 +1238,7 @@ static const char *find_device(Cuda *c) {
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
-#if defined(CUDART_VERSION) && CUDART_VERSION >= 12030 // from which on graphs can hold such launches
-    c->overlap = device.major >= 9;
-#endif
+    c->overlap = OVERLAP && device.major >= 9;
     return NULL;
 }
 

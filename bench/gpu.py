@@ -67,9 +67,11 @@ def machine():
 def build():
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     began = time.monotonic()
-    call("make", "run")
-    call("make", "runcuda", f"ARCH={arch}")
     Path("cache/bench").mkdir(parents=True, exist_ok=True)
+    call("make", "run")
+    call("make", "-B", "runcuda", f"ARCH={arch}", "NVCCFLAGS=-O3 -DOVERLAP=0")
+    Path("runcuda").replace("cache/bench/runcuda-serial")
+    call("make", "runcuda", f"ARCH={arch}")
     call("cc", "-std=c11", "-D_GNU_SOURCE", "-O2", "-c", "kernels_cpu.c", "-o", "cache/bench/kernels_cpu.o")
     call("nvcc", "-std=c++17", "-O2", "-lineinfo", f"-arch=sm_{arch}", "-o", "cache/bench/cuda_ops", "tests/cuda_ops.cpp",
          "kernels_cuda.cu", "cache/bench/kernels_cpu.o", "-lm", "-lpthread")
@@ -139,11 +141,11 @@ def copy_bandwidth():
     return {"gb_per_s": round(2 * x.numel() / median(times) / 1e9, 1)}
 
 
-def speed(shape):
-    """./runcuda --bench of each format; the share is that of the copy's bandwidth."""
+def speed(shape, program="./runcuda"):
+    """--bench of each format; the share is that of the copy's bandwidth."""
     out = {}
     for form in FORMATS[shape]:
-        b = json.loads(call("./runcuda", path_of(shape, form), "--bench", "--json"))
+        b = json.loads(call(program, path_of(shape, form), "--bench", "--json"))
         out[form] = {"decode_tok_s": round(b["decode_tokens_per_s"]), "prompt_tok_s": round(b["prompt_tokens_per_s"]),
                      "first_token_ms": round(b["first_token_ms"]), "gb_per_s": round(b["decode_gb_per_s"]),
                      "read_gb_per_s": round(b["bandwidth_gb_per_s"])}
@@ -193,7 +195,8 @@ def beside():
     file = Path("cache/bench/train.json")
     call(sys.executable, "bench/train.py", "config/stories110M.py", "--batch_size=16", "--max_seq_len=1024",
          "--dtype=bfloat16", "--compile=True", "--hf=True", "--threads=0", "--steps=10", f"--json_file={file}", limit=150)
-    return json.loads(file.read_text())
+    return {row["program"]: {"tok_s": round(row["tokens_per_sec"]), "mfu": round(row["mfu"], 1)}
+            for row in json.loads(file.read_text())["programs"]}
 
 
 def nanogpt_training():
@@ -221,7 +224,9 @@ def resume():
 
 STEPS = [("machine", machine, 5), ("build", build, 40), ("copy", copy_bandwidth, 5), ("ops", ops, 30),
          ("logits", logits, 20), ("text", text, 20), ("speed 15M", lambda: speed("15M"), 20),
-         ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
+         ("speed 1.1B", lambda: speed("1.1B"), 30), ("serial 15M", lambda: speed("15M", "cache/bench/runcuda-serial"), 20),
+         ("serial 1.1B", lambda: speed("1.1B", "cache/bench/runcuda-serial"), 30), ("training", training, 120),
+         ("resume", resume, 40),
          ("sanitizers", sanitizers, 60), ("beside", beside, 100), ("nanogpt", nanogpt_training, 100), ("tests", tests, 60)]
 
 

@@ -13,7 +13,8 @@ import pytest
 from .conftest import ROOT, SANITIZE
 from .test_run import TEXT, Model
 
-EMULATED = ["g++", "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Itests/cuda_on_cpu"]
+CXX = os.environ.get("CXX", "c++")
+EMULATED = [CXX, "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Itests/cuda_on_cpu"]
 
 
 def gpu_problem():
@@ -38,7 +39,7 @@ def build(folder, *sources, gpu=False):
             command = ["nvcc", "-std=c++17", "-arch=native"] if gpu else EMULATED
         flags = ["-O2"] if gpu else SANITIZE
         subprocess.run([*command, *flags, "-c", source, "-o", name], check=True, cwd=ROOT)
-    link = ["nvcc", "-arch=native"] if gpu else ["g++", *SANITIZE]
+    link = ["nvcc", "-arch=native"] if gpu else [CXX, *SANITIZE]
     program = folder / f"{Path(sources[0]).stem}"
     subprocess.run([*link, "-o", program, *objects, "-lm", "-lpthread"], check=True)
     return program

@@ -13,8 +13,10 @@
 #include <functional>
 #include <tuple>
 #include <vector>
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) || defined(__clang__)
 #include <sanitizer/asan_interface.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)0)
 #endif
 
 #define CUDART_VERSION 13000
@@ -127,9 +129,7 @@ inline void run_block(int threads) {
         Fiber &f = fibers[i];
         f.stack.resize(64 << 10);
         f.done = false, f.waits = NULL;
-#ifdef __SANITIZE_ADDRESS__
-        __asan_unpoison_memory_region(f.stack.data(), f.stack.size()); // what the last block's thread left there
-#endif
+        ASAN_UNPOISON_MEMORY_REGION(f.stack.data(), f.stack.size()); // what the last block's thread left there
         prepare(&f.context, f.stack.data(), f.stack.size(), enter);
         warps[i / 32].barrier.members++;
     }
@@ -249,7 +249,7 @@ static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 4, 64 << 10}; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 12, 64 << 10}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
