@@ -8,6 +8,7 @@ Train a Llama from scratch.
 
 The settings are the globals below; the loop is at the end.
 """
+import importlib.util
 import math
 import os
 import sys
@@ -123,6 +124,8 @@ def check_settings():
         fail(f"schedule is {schedule!r}, expected cosine or linear")
     if wandb_watch not in ("off", "all", "gradients", "parameters"):
         fail(f"wandb_watch is {wandb_watch!r}, expected off, all, gradients or parameters")
+    if sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
+        fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
     if batch_size * gradient_accumulation_steps % parallel.world:
         fail(f"a step has {batch_size * gradient_accumulation_steps} sequences, not a multiple of the "
              f"{parallel.world} processes; change batch_size or gradient_accumulation_steps")

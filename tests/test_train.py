@@ -617,3 +617,13 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
         train.refuse_nonsense({"iter": 7, "loss/val": float("nan")}, Log())
     err = capsys.readouterr().err
     assert end.value.code == 2 and "loss/val is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
+
+
+def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, capsys):
+    monkeypatch.setattr(train.parallel, "world", 2)
+    monkeypatch.setattr(train, "sharded", True)
+    train.check_settings()
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train.check_settings()
+    assert "pip install safetensors" in capsys.readouterr().err
