@@ -86,7 +86,7 @@ struct Cpu {
     _Atomic(Task *) task;           // NULL asks the members to leave
     _Atomic(const void *) args;
     atomic_int n, step;             // items of the task, items of a piece
-    atomic_ullong next;             // dispatches so far << 32 | pieces taken of the latest
+    atomic_ullong next;             // number of the latest task << 32 | pieces taken of it, or CLOSED
     atomic_int done;                // its pieces that are finished
     atomic_int sleepers;
     pthread_mutex_t lock;           // guards falling asleep
@@ -94,6 +94,7 @@ struct Cpu {
 };
 
 enum { CHUNK = 128 };      // tokens: more of them no longer make a product faster
+#define CLOSED 0xffffffffull // more pieces than any task has: what stands beside it is being changed
 enum { PATIENCE = 20000 }; // looks for work before a member sleeps: some 200 microseconds
 
 // Takes pieces of the present task while there are any. False when it asks to leave.
@@ -104,7 +105,8 @@ static bool work(Cpu *cpu, int index) {
         const void *args = atomic_load_explicit(&cpu->args, memory_order_relaxed);
         int n = atomic_load_explicit(&cpu->n, memory_order_relaxed);
         int step = atomic_load_explicit(&cpu->step, memory_order_relaxed);
-        int64_t begin = (int64_t)(next & 0xffffffff) * step;
+        int64_t begin = (int64_t)(next & CLOSED) * step;
+        if ((next & CLOSED) == CLOSED) return true;
         if (!task) return false;
         if (begin >= n) return true;
         // If the word is still the same, what was read beside it belongs to it
@@ -134,13 +136,17 @@ static void *member(void *arg) {
     }
 }
 
+// The word `next` is closed before what belongs to it changes, and opened after, each with a number of its own. Who read
+// some of the old and some of the new finds another word, and takes nothing.
 static void publish(Cpu *cpu, Task *task, const void *args, int n, int step) {
+    unsigned long long number = atomic_load(&cpu->next) >> 32;
+    atomic_exchange(&cpu->next, (number + 1) << 32 | CLOSED);
     atomic_store_explicit(&cpu->task, task, memory_order_relaxed);
     atomic_store_explicit(&cpu->args, args, memory_order_relaxed);
     atomic_store_explicit(&cpu->n, n, memory_order_relaxed);
     atomic_store_explicit(&cpu->step, step, memory_order_relaxed);
     atomic_store_explicit(&cpu->done, 0, memory_order_relaxed);
-    atomic_store(&cpu->next, ((atomic_load(&cpu->next) >> 32) + 1) << 32);
+    atomic_store(&cpu->next, (number + 2) << 32);
     if (!atomic_load(&cpu->sleepers)) return;
     pthread_mutex_lock(&cpu->lock);
     pthread_cond_broadcast(&cpu->wake);

@@ -19,6 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from tests.conftest import compile_c
+
 MAGIC = 0x616b3432
 LAYER = ["attention_norm", "wq", "wk", "wv", "wo", "ffn_norm", "w1", "w2", "w3"]
 GGUF = {"tok": "token_embd", "norm": "output_norm", "output": "output", "attention_norm": "blk.N.attn_norm",
@@ -493,3 +495,11 @@ def test_chat_ends_with_its_input_or_its_context(run_bin, tmp_path):
     assert run(run_bin, *args, "-n", 30, "-y", "", stdin=b"x" * 2000, status=1).startswith("run: prompt: 20")
     p = subprocess.run([run_bin, *args, "-n", "24", "-y", "", "-t", "0"], input=b"xy\n" * 99, capture_output=True)
     assert p.returncode == 0 and p.stdout == b"User: Assistant: INS\n" and b"context of 24 tokens is full" in p.stderr
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+def test_the_team_does_every_item_once(tmp_path, threads):
+    """Tasks follow each other so fast that members still look at the last one while the next is made ready."""
+    team = compile_c(tmp_path / "team", "-O2", "tests/team.c")
+    done = subprocess.run([team, str(threads), "200000"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "every item once\n")
