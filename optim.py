@@ -15,18 +15,18 @@ import torch
 import parallel
 
 
-def orthogonalize(g, steps=5):
+def orthogonalize(g, dtype=torch.float32, steps=5):
     """
     (n, R, C) -> about U V^T of each matrix's singular value decomposition, by Newton-Schulz iterations of a quintic
-    whose slope at 0 is steep: singular values end between 0.7 and 1.2, which is near enough.
+    whose slope at 0 is steep: singular values end between 0.7 and 1.2, which is near enough. dtype: of the products.
     """
-    x = g.bfloat16() if g.is_cuda else g
+    x = g.to(dtype)
     if g.shape[1] > g.shape[2]:
         x = x.mT  # the product of the short sides is the smaller one
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # largest singular value below 1
     for _ in range(steps):
         a = x @ x.mT
-        x = 3.4445 * x + torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315) @ x
+        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return (x.mT if g.shape[1] > g.shape[2] else x).type_as(g)
 
 
@@ -34,8 +34,9 @@ class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together."""
     TOGETHER = 2 ** 28  # their elements at most: a gigabyte for each copy that the iterations make
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95):
+    def __init__(self, params, lr, weight_decay, momentum=0.95, dtype=torch.float32):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.dtype = dtype  # of the iterations
 
     @torch.no_grad()
     def step(self):
@@ -56,7 +57,7 @@ class Muon(torch.optim.Optimizer):
         grads, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
-        updates = orthogonalize(torch.stack(parallel.whole(ahead))) * (0.2 * max(shape) ** 0.5)
+        updates = orthogonalize(torch.stack(parallel.whole(ahead)), self.dtype) * (0.2 * max(shape) ** 0.5)
         updates = [parallel.slice_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
@@ -94,8 +95,11 @@ class Together:
             optimizer.state[p][key] = parallel.slice_like(value, p) if value.shape == p.shape else value
 
 
-def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
-    """kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are."""
+def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, dtype=torch.float32):
+    """
+    kind: "muon" or "adamw"; dtype: of Muon's products, all else being float32. Norms' scales are not decayed; the
+    matrices, embedding and classifier are.
+    """
     blocks, tables, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
@@ -106,7 +110,7 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
     adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
     if kind == "adamw":
         return Together(model, adamw)
-    return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)
+    return Together(model, Muon(blocks, learning_rate, weight_decay, dtype=dtype), adamw)
 
 
 class Guard:

@@ -478,19 +478,19 @@ def main(given):
     if depth:
         derive_from_depth(given)
     place = parallel.setup(device, deterministic)
-    amp_dtype = parallel.autocast_dtype(dtype, place)
-    amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     start, resuming = parallel.first(find_start)
     parallel.first(make_out_dir)
     if tuning():
         adopt()
+    amp_dtype = parallel.autocast_dtype(dtype, place, dim)
+    amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
     args = model_args(dataset)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
     if sharded and parallel.world > 1:
         parallel.shard(model)
-    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
+    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, amp_dtype)
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
         state |= restore(start, state["fixed"], opt)

@@ -53,7 +53,7 @@ def build_ours(place, kind):
     from model import ModelArgs, Transformer
     from optim import make_optimizer
     model = Transformer(ModelArgs(**sizes())).to(place)
-    opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
+    opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95, getattr(torch, dtype))
     return model, opt, lambda net, x, y: net(x, y)[1], model.flops_per_token()
 
 

@@ -458,6 +458,25 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("kind, dim, able, expected", [
+    ("auto", 64, True, torch.float32), ("auto", 288, True, torch.bfloat16), ("auto", 288, False, torch.float32),
+    ("float32", 288, True, torch.float32), ("bfloat16", 64, False, torch.bfloat16)])
+def test_bfloat16_where_it_pays(monkeypatch, kind, dim, able, expected):
+    monkeypatch.setattr(train.parallel, "has_bfloat16", lambda device: able)
+    assert train.parallel.autocast_dtype(kind, torch.device("cpu"), dim) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_orthogonalised_matrices_have_singular_values_near_one(dtype):
+    torch.manual_seed(0)
+    for shape in ((3, 32, 96), (2, 96, 32), (1, 48, 48)):
+        g = torch.randn(shape)
+        u, exact = optim.orthogonalize(g, dtype), torch.linalg.svd(g, full_matrices=False)
+        assert torch.linalg.svdvals(u).max() < 1.3
+        nearest = exact.U @ exact.Vh
+        assert (u * nearest).sum() > 0.95 * u.norm() * nearest.norm()
+
+
 def test_supervision_does_not_repeat_a_mistake(folder):
     done = run(folder, "--data=missing.txt", "--supervise=True")
     assert done.returncode == 2 and "restart" not in done.stdout
