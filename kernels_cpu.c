@@ -52,6 +52,12 @@ static const Kernels *choose_kernels(void) {
     return NULL;
 }
 
+float cpu_largest(const float *x, int n) { return choose_kernels()->largest(x, n); }
+
+float cpu_exponentials(float *x, float most, float scale, int n) {
+    return choose_kernels()->exponentials(x, most, scale, n);
+}
+
 // ----------------------------------------------------------------------------
 // A team of threads. The caller publishes a task, cut into pieces; whoever is awake takes the next piece, so nobody
 // waits for a member that the system has put aside, only for pieces begun. Members look for work for a while before
@@ -459,7 +465,8 @@ static void attend(Cpu *cpu, int layer, int kv_head, float *out, const float *q,
     cpu->kernels->scores(p, room, q, q_stride, Q, keys_of(cpu, layer, kv_head), cpu->half, head_dim, n);
     for (int i = 0; i < Q; i++) {
         int seen = first + more * i;
-        sums[i] = cpu->kernels->exponentials(p + i * room, 1 / sqrtf(head_dim), seen);
+        float most = cpu->kernels->largest(p + i * room, seen);
+        sums[i] = cpu->kernels->exponentials(p + i * room, most, 1 / sqrtf(head_dim), seen);
         for (int j = seen; j < n; j++) p[i * room + j] = 0;
     }
     cpu->kernels->mix(mixed, p, room, Q, values_of(cpu, layer, kv_head), cpu->half, cpu->value_width, n);

@@ -42,8 +42,9 @@ typedef struct {
     void (*tiles_q4)(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T);
     // h (n,) = silu(h) * h2
     void (*swiglu)(float *h, const float *h2, int n);
-    // Replaces x (n,) by exp(x * scale - its largest), returns their sum; a multiple of TILE numbers is overwritten
-    float (*exponentials)(float *x, float scale, int n);
+    float (*largest)(const float *x, int n);
+    // x (n,) = exp((x - most) * scale); returns their sum
+    float (*exponentials)(float *x, float most, float scale, int n);
     // out (4, out_stride): products of Q <= 4 queries q (Q, q_stride) with the keys of n positions, in tiles
     // (ceil(n / TILE), head_dim, TILE) of float32 or half precision
     void (*scores)(float *out, size_t out_stride, const float *q, size_t q_stride, int Q, const void *keys, bool half,
@@ -231,9 +232,14 @@ static void swiglu(float *h, const float *h2, int n) {
     for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + expf(-h[i])) * h2[i];
 }
 
-static float exponentials(float *x, float scale, int n) {
-    float most = x[0], sum = 0;
+static float largest(const float *x, int n) {
+    float most = x[0];
     for (int i = 1; i < n; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+
+static float exponentials(float *x, float most, float scale, int n) {
+    float sum = 0;
     for (int i = 0; i < n; i++) sum += x[i] = expf((x[i] - most) * scale);
     return sum;
 }
@@ -267,5 +273,6 @@ static void mix(float *out, const float *p, size_t p_stride, int Q, const void *
 
 static const Kernels kernels_scalar = {
     "scalar", dot_f32, dot_f16, dot_bf16, floats_f16, floats_bf16, halves, products, quantize, dot_q8,
-    dot_q4, pack_q8, pack_q4, tiles_q8, tiles_q4, swiglu, exponentials, scores, mix,
+    dot_q4, pack_q8, pack_q4, tiles_q8, tiles_q4, swiglu, largest,
+    exponentials, scores, mix,
 };

@@ -279,20 +279,30 @@ TARGET static void NAME(swiglu)(float *h, const float *h2, int n) {
     }
 }
 
-TARGET static float NAME(exponentials)(float *x, float scale, int n) {
-    for (int i = n; i % TILE; i++) x[i] = -INFINITY;
-    V largest = LOAD(x), sum = SET(0);
-    for (int i = N; i < n; i += N) largest = MAX(largest, LOAD(x + i));
-    float lanes[N], most;
-    STORE(lanes, largest);
-    most = lanes[0];
-    for (int i = 1; i < N; i++) most = lanes[i] > most ? lanes[i] : most;
-    for (int i = 0; i < n; i += N) {
+TARGET static float NAME(largest)(const float *x, int n) {
+    V most = SET(-INFINITY);
+    float lanes[N], largest = -INFINITY;
+    int i = 0;
+    for (; i + N <= n; i += N) most = MAX(most, LOAD(x + i));
+    STORE(lanes, most);
+    for (int lane = 0; lane < N; lane++) largest = lanes[lane] > largest ? lanes[lane] : largest;
+    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+TARGET static float NAME(exponentials)(float *x, float most, float scale, int n) {
+    V sum = SET(0);
+    float tail[N];
+    int i = 0;
+    for (; i + N <= n; i += N) {
         V e = NAME(exp)(MUL(ADD(LOAD(x + i), SET(-most)), SET(scale)));
         STORE(x + i, e);
         sum = ADD(sum, e);
     }
-    return SUM(sum);
+    float total = SUM(sum);
+    if (i < n) STORE(tail, NAME(exp)(MUL(ADD(NAME(load_tail)(F32, x, i, n - i), SET(-most)), SET(scale))));
+    for (int t = 0; i < n; i++, t++) total += x[i] = tail[t];
+    return total;
 }
 
 // Two sums for even and odd d, so that an addition need not wait for the one before.
@@ -363,7 +373,7 @@ TARGET static void NAME(mix)(float *out, const float *p, size_t p_stride, int Q,
 
 static const Kernels NAME(kernels) = {
     NAME_STRING, NAME(dot_f32), NAME(dot_f16), NAME(dot_bf16), NAME(floats_f16), NAME(floats_bf16),
-    NAME(halves), NAME(products), NAME(quantize), NAME(dot_q8), NAME(dot_q4), NAME(pack_q8), NAME(pack_q4), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(exponentials), NAME(scores),
+    NAME(halves), NAME(products), NAME(quantize), NAME(dot_q8), NAME(dot_q4), NAME(pack_q8), NAME(pack_q4), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(largest), NAME(exponentials), NAME(scores),
     NAME(mix),
 };
 

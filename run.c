@@ -949,34 +949,50 @@ static float random_float(Sampler *s) {
     return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
 }
 
+// The first of the largest.
 static int argmax(const float *x, int n) {
-    int best = 0;
-    for (int i = 1; i < n; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
+    float most = cpu_largest(x, n);
+    int i = 0;
+    while (i < n - 1 && x[i] != most) i++;
+    return i;
 }
 
-static int compare_candidates(const void *a, const void *b) {
-    const Candidate *x = a, *y = b;
-    if (x->p != y->p) return x->p > y->p ? -1 : 1;
-    return x->token - y->token;
+static bool likelier(const Candidate *a, const Candidate *b) { return a->p > b->p || (a->p == b->p && a->token < b->token); }
+
+// Moves candidate i of a heap, whose first is the likeliest, down to its place.
+static void sink(Candidate *c, int n, int i) {
+    Candidate moved = c[i];
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && likelier(&c[child + 1], &c[child])) child++;
+        if (!likelier(&c[child], &moved)) break;
+        c[i] = c[child];
+    }
+    c[i] = moved;
 }
 
 // From the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
 static int sample_topp(Sampler *s, const float *p, float coin) {
-    int n = 0, last = 0;
+    int n = 0;
     const float cutoff = (1.0f - s->topp) / (s->vocab_size - 1); // what is less likely cannot be in the set
     for (int i = 0; i < s->vocab_size; i++)
         if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
     if (n == 0) return argmax(p, s->vocab_size);
-    qsort(s->candidates, n, sizeof(Candidate), compare_candidates);
-    float total = s->candidates[0].p, cdf = 0;
-    while (last < n - 1 && total <= s->topp) total += s->candidates[++last].p;
-    for (int i = 0; i < last; i++) {
-        cdf += s->candidates[i].p;
-        if (coin * total < cdf) return s->candidates[i].token;
+    Candidate *c = s->candidates; // a heap; what is taken from it stands behind it, the likeliest last
+    for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
+    int left = n;
+    float total = 0, cdf = 0;
+    do {
+        Candidate likeliest = c[0];
+        c[0] = c[--left];
+        sink(c, left, 0);
+        c[left] = likeliest;
+        total += likeliest.p;
+    } while (left > 0 && total <= s->topp);
+    for (int i = n - 1; i > left; i--) {
+        cdf += c[i].p;
+        if (coin * total < cdf) return c[i].token;
     }
-    return s->candidates[last].token;
+    return c[left].token;
 }
 
 static const char not_finite[] = "its logits are not finite; the weights are broken";
@@ -996,9 +1012,8 @@ static void check_finite(const float *logits, size_t n) {
 static int sample(Sampler *s, float *logits) {
     check_finite(logits, s->vocab_size);
     int n = s->vocab_size, best = argmax(logits, n);
-    if (s->temperature == 0 || isinf(logits[best] / s->temperature)) return best;
-    float max = logits[best] / s->temperature, sum = 0, cdf = 0;
-    for (int i = 0; i < n; i++) sum += logits[i] = expf(logits[i] / s->temperature - max);
+    if (s->temperature == 0 || isinf(1 / s->temperature)) return best;
+    float sum = cpu_exponentials(logits, logits[best], 1 / s->temperature, n), cdf = 0;
     for (int i = 0; i < n; i++) logits[i] /= sum;
     float coin = random_float(s);
     if (s->topp > 0 && s->topp < 1) return sample_topp(s, logits, coin);
@@ -1182,13 +1197,11 @@ static void perplexity(Run *r, Text text) {
     for (int at = 0, T; at < inputs; at += T) {
         int pos = at % window, left = inputs - at < window - pos ? inputs - at : window - pos;
         T = left < r->state.chunk ? left : r->state.chunk;
-        const float *logits = forward(&r->model, &r->state, tokens + at, T, pos, true);
+        float *logits = forward(&r->model, &r->state, tokens + at, T, pos, true);
         check_finite(logits, (size_t)T * c->vocab_size);
         for (int t = 0; t < T; t++, logits += c->vocab_size) {
-            float max = logits[argmax(logits, c->vocab_size)];
-            double sum = 0;
-            for (int i = 0; i < c->vocab_size; i++) sum += expf(logits[i] - max);
-            nll += log(sum) + max - logits[tokens[at + t + 1]];
+            float most = cpu_largest(logits, c->vocab_size), next = logits[tokens[at + t + 1]];
+            nll += log(cpu_exponentials(logits, most, 1, c->vocab_size)) + most - next;
         }
         if (isatty(2)) fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
     }
@@ -1380,7 +1393,7 @@ static const char help[] =
     "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
-    "  -j NUMBER        threads (as many as processors)\n"
+    "  -j NUMBER        threads (as many as cores)\n"
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
@@ -1429,10 +1442,18 @@ static const char default_device[] = "cuda";
 static const char default_device[] = "cpu";
 #endif
 
+// One for each core: of two that share one, the second only waits for the same units.
+static int default_threads(void) {
+    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
+    if (file && getc(file) == '1') processors /= 2;
+    if (file) fclose(file);
+    return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
+}
+
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
-    long processors = sysconf(_SC_NPROCESSORS_ONLN);
-    o.threads = processors < 1 ? 1 : processors > 64 ? 64 : processors;
+    o.threads = default_threads();
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help")) exit(fputs(help, stdout) < 0);
         else if (i == 1) o.model = argv[i];

@@ -128,6 +128,10 @@ struct Backend {
 // Returns NULL or what is wrong.
 const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
+// On numbers in the host's memory, in vectors: the largest of x (n,); x = exp((x - most) * scale), of which it returns the sum
+float cpu_largest(const float *x, int n);
+float cpu_exponentials(float *x, float most, float scale, int n);
+
 // Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
 // wrong; the weights are then where they were.
 const char *cuda_open(Backend **backend, Model *model, int positions);

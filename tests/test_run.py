@@ -394,11 +394,13 @@ def test_text_ends_at_eos_bos_or_the_asked_length(run_bin, tmp_path):
 
 
 def test_not_finite_logits_are_an_error(run_bin, tmp_path):
-    for value in (np.nan, np.inf):
-        model = Model(layers=1)
+    for value, form in ((np.nan, "f32"), (np.inf, "f32"), (np.nan, "q8_0"), (np.inf, "q8_0")):
+        model = Model(layers=1, hidden=192)  # so that what follows w1 is quantised too
         model.w["w1", 0][5, 5] = value
-        model.write_gguf(tmp_path / "m.gguf")
-        assert "not finite" in run(run_bin, tmp_path / "m.gguf", "-i", "a", status=1)
+        with np.errstate(all="ignore"):
+            model.write_gguf(tmp_path / "m.gguf", form)
+        for isa in ISAS:
+            assert "not finite" in run(run_bin, tmp_path / "m.gguf", "-i", "a", status=1, isa=isa)
 
 
 # ---- the sampler
