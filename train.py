@@ -215,7 +215,8 @@ def evaluate(model, dataset, device, amp):
     starts, lengths = corpus.passages(dataset.val, dataset.tokenizer.bos_id, max_seq_len)
     count = min(len(starts), eval_iters * batch_size) if eval_iters else len(starts)
     chosen = np.arange(count) * len(starts) // count  # spread over the split
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, predictions
+    wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+    total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
     for first in range(0, count, parallel.world * batch_size):
         mine = chosen[first + parallel.rank * batch_size:][:batch_size]
         some = mine if len(mine) else chosen[:1]  # sharded processes compute together, needed or not
@@ -223,7 +224,7 @@ def evaluate(model, dataset, device, amp):
         with amp:
             loss = model(x, y)[1]
         predictions = (y >= 0).sum() * (len(mine) > 0)
-        total += torch.stack((loss.double() * predictions, predictions))
+        total += torch.stack((loss.to(wide) * predictions, predictions))
     model.train()
     nats, predictions = parallel.mean(total).tolist()
     return nats / predictions
@@ -561,7 +562,9 @@ if __name__ == "__main__":
             parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:
             fail("--supervise=True is for one process; torchrun has --max-restarts")
-    except torch.OutOfMemoryError as e:
+    except RuntimeError as e:  # CUDA's torch.OutOfMemoryError, and those of Apple's GPUs and CPUs, which have no type
+        if not any(words in str(e) for words in ("out of memory", "can't allocate memory")):
+            raise
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
              f"--gradient_accumulation_steps by as much ({str(e).splitlines()[0]})")
     except KeyboardInterrupt:

@@ -646,3 +646,10 @@ def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, ca
     with pytest.raises(SystemExit):
         train.check_settings()
     assert "pip install safetensors" in capsys.readouterr().err
+
+
+def test_too_large_a_batch_ends_in_one_line(folder):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    done = run(folder, "--data=my.txt", "--out_dir=large", "--batch_size=600000", "--max_iters=2", preexec_fn=limit)
+    assert done.returncode == 2 and "lower --batch_size (now 600000)" in done.stderr and "Traceback" not in done.stderr
