@@ -107,15 +107,14 @@ enum { PATIENCE = 20000 }; // looks for work before a member sleeps: some 200 mi
 static bool work(Cpu *cpu, int index) {
     for (;;) {
         unsigned long long next = atomic_load(&cpu->next);
-        Task *task = atomic_load_explicit(&cpu->task, memory_order_relaxed);
-        const void *args = atomic_load_explicit(&cpu->args, memory_order_relaxed);
-        int n = atomic_load_explicit(&cpu->n, memory_order_relaxed);
-        int step = atomic_load_explicit(&cpu->step, memory_order_relaxed);
-        int64_t begin = (int64_t)(next & CLOSED) * step;
-        if ((next & CLOSED) == CLOSED) return true;
-        if (!task) return false;
+        Task *task = atomic_load_explicit(&cpu->task, memory_order_acquire);
+        const void *args = atomic_load_explicit(&cpu->args, memory_order_acquire);
+        int n = atomic_load_explicit(&cpu->n, memory_order_acquire);
+        int step = atomic_load_explicit(&cpu->step, memory_order_acquire);
+        int64_t begin = (int64_t)(next & 0xffffffff) * step;
         if (begin >= n) return true;
-        // If the word is still the same, what was read beside it belongs to it
+        if (!task) return false;
+        // While a task is written the word stands for none, so if it is still the same, what was read belongs to it
         if (!atomic_compare_exchange_weak(&cpu->next, &next, next + 1)) continue;
         task(cpu, args, (int)begin, begin + step < n ? (int)begin + step : n, cpu->scratch + index * cpu->scratch_size);
         atomic_fetch_add_explicit(&cpu->done, 1, memory_order_release);
@@ -145,14 +144,14 @@ static void *member(void *arg) {
 // The word `next` is closed before what belongs to it changes, and opened after, each with a number of its own. Who read
 // some of the old and some of the new finds another word, and takes nothing.
 static void publish(Cpu *cpu, Task *task, const void *args, int n, int step) {
-    unsigned long long number = atomic_load(&cpu->next) >> 32;
-    atomic_exchange(&cpu->next, (number + 1) << 32 | CLOSED);
-    atomic_store_explicit(&cpu->task, task, memory_order_relaxed);
-    atomic_store_explicit(&cpu->args, args, memory_order_relaxed);
-    atomic_store_explicit(&cpu->n, n, memory_order_relaxed);
-    atomic_store_explicit(&cpu->step, step, memory_order_relaxed);
-    atomic_store_explicit(&cpu->done, 0, memory_order_relaxed);
-    atomic_store(&cpu->next, (number + 2) << 32);
+    unsigned long long dispatches = atomic_load(&cpu->next) >> 32;
+    atomic_store(&cpu->next, (dispatches + 1) << 32 | 0xffffffff); // no pieces, until all is written
+    atomic_store_explicit(&cpu->task, task, memory_order_release);
+    atomic_store_explicit(&cpu->args, args, memory_order_release);
+    atomic_store_explicit(&cpu->n, n, memory_order_release);
+    atomic_store_explicit(&cpu->step, step, memory_order_release);
+    atomic_store_explicit(&cpu->done, 0, memory_order_release);
+    atomic_store(&cpu->next, (dispatches + 2) << 32);
     if (!atomic_load(&cpu->sleepers)) return;
     pthread_mutex_lock(&cpu->lock);
     pthread_cond_broadcast(&cpu->wake);
@@ -574,7 +573,7 @@ static float *cpu_alloc(Backend *b, size_t n) { return allocate((Cpu *)b, n, siz
 
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
-    publish(cpu, NULL, NULL, 0, 0);
+    publish(cpu, NULL, NULL, 1, 1);
     for (int i = 1; i < cpu->n_threads; i++) pthread_join(cpu->threads[i], NULL);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
