@@ -1302,16 +1302,16 @@ typedef struct {
     double peak;                     // bytes of memory that the process had at most
 } Bench;
 
-enum { BENCH_RUNS = 5 };
+enum { BENCH_RUNS = 5, BENCH_SECONDS = 2 };
 
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
 }
 
-static double median(double times[BENCH_RUNS]) {
-    qsort(times, BENCH_RUNS, sizeof *times, compare_doubles);
-    return times[BENCH_RUNS / 2];
+static double median(double *times, int n) {
+    qsort(times, n, sizeof *times, compare_doubles);
+    return times[n / 2];
 }
 
 // Bytes of the matrices that one token goes through; *first is where the first of them lies.
@@ -1327,33 +1327,33 @@ static uint64_t weights_read(Model *m, const uint8_t **first) {
     return n;
 }
 
-// A prompt of up to 128 tokens, and as many tokens one by one from an empty cache: medians of some runs.
+// A prompt of up to 128 tokens, and up to -n tokens one by one from an empty cache: medians of some runs, fewer if slow.
 static Bench measure(Run *r, double start) {
     const Config *c = &r->model.config;
-    Bench b = {0};
+    Bench b = {.prompt = c->seq_len < 128 ? c->seq_len : 128, .decoded = r->steps};
     double prompt[BENCH_RUNS], decode[BENCH_RUNS];
-    int n = c->seq_len < 128 ? c->seq_len : 128, tokens[128];
-    for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * c->vocab_size / n);
+    int runs = 0, tokens[128];
+    for (int i = 0; i < b.prompt; i++) tokens[i] = (int)((int64_t)i * c->vocab_size / b.prompt);
     r->sampler.temperature = 0;
-    open_state(r, n, false);
+    open_state(r, b.prompt > b.decoded ? b.prompt : b.decoded, false);
     choose(r, forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false));
-    b = (Bench){.prompt = n, .decoded = n, .first = seconds() - start};
-    prefill(&r->model, &r->state, tokens, n, 0); // so that all is in memory
-    for (int i = 0; i < BENCH_RUNS; i++) {
-        double begin = seconds();
-        prefill(&r->model, &r->state, tokens, n, 0);
+    b.first = seconds() - start;
+    prefill(&r->model, &r->state, tokens, b.prompt, 0); // so that all is in memory
+    for (double begin = seconds(); runs < BENCH_RUNS && (runs == 0 || seconds() - begin < BENCH_SECONDS); runs++) {
+        double before = seconds();
+        prefill(&r->model, &r->state, tokens, b.prompt, 0);
         double middle = seconds();
-        for (int token = r->tokenizer.bos, pos = 0; pos < n; pos++)
+        for (int token = r->tokenizer.bos, pos = 0; pos < b.decoded; pos++)
             token = choose(r, forward(&r->model, &r->state, &token, 1, pos, false));
-        prompt[i] = middle - begin;
-        decode[i] = seconds() - middle;
+        prompt[runs] = middle - before;
+        decode[runs] = seconds() - middle;
     }
     const uint8_t *first;
     b.bytes = weights_read(&r->model, &first);
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
     b.peak = 1024.0 * used.ru_maxrss;
-    b.prompt_speed = n / median(prompt), b.decode_speed = n / median(decode);
+    b.prompt_speed = b.prompt / median(prompt, runs), b.decode_speed = b.decoded / median(decode, runs);
     b.bandwidth = r->state.backend->bandwidth(r->state.backend, first, b.bytes);
     return b;
 }
@@ -1400,7 +1400,7 @@ static const char help[] =
     "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
-    "  --bench          how fast the model runs here; with --json for programs\n"
+    "  --bench          how fast the model runs here, -n tokens one by one; with --json for programs\n"
     "  --help           this text\n";
 
 typedef struct {
