@@ -560,8 +560,8 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
                       "from configurator import configure\n"
                       "batch, bad = train.corpus.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
                       "class Poisoned(train.Transformer):\n"
-                      "    def forward(self, tokens, targets=None, cache=None):\n"
-                      "        logits, loss = super().forward(tokens, targets, cache)\n"
+                      "    def forward(self, *args, **more):\n"
+                      "        logits, loss = super().forward(*args, **more)\n"
                       "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
                       "def marked(tokens, seed, step, *rest):\n"
                       "    Poisoned.step = step\n"
@@ -650,6 +650,6 @@ def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, ca
 
 def test_too_large_a_batch_ends_in_one_line(folder):
     def limit():
-        resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-    done = run(folder, "--data=my.txt", "--out_dir=large", "--batch_size=600000", "--max_iters=2", preexec_fn=limit)
-    assert done.returncode == 2 and "lower --batch_size (now 600000)" in done.stderr and "Traceback" not in done.stderr
+        resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+    done = run(folder, "--data=my.txt", "--out_dir=large", "--batch_size=300000", "--max_iters=2", preexec_fn=limit)
+    assert done.returncode == 2 and "lower --batch_size (now 300000)" in done.stderr and "Traceback" not in done.stderr
