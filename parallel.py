@@ -28,7 +28,6 @@ from configurator import fail
 rank = int(os.environ.get("RANK", 0))              # this process among all
 world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
-WIDE = 256                                         # model width from which a CPU gains by bfloat16
 master = rank == 0                                 # the one that writes files and talks
 apart = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
 # The others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs.
@@ -214,21 +213,14 @@ def close():
         os._exit(0)
 
 
-def has_bfloat16(device):
-    """Whether a device multiplies matrices faster in bfloat16 than in float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)[0] >= 8
-    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
-def autocast_dtype(dtype, device, dim):
+def autocast_dtype(dtype, device):
     """
-    torch dtype of `dtype`: "auto" is bfloat16 on devices that are faster in it, else float32. On a CPU a model has to be
-    WIDE for that: narrow ones lose more time to the conversions than they gain in the products.
+    torch dtype of `dtype`: "auto" is bfloat16 on GPUs that compute in it, else float32. On CPUs with AVX-512 BF16 or
+    AMX --dtype=bfloat16 makes wide models faster, but that no loss suffers has not been shown: it has to be asked for.
     """
     if dtype == "auto":
-        pays = has_bfloat16(device) and (device.type == "cuda" or dim >= WIDE)
-        dtype = "bfloat16" if pays else "float32"
+        able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
+        dtype = "bfloat16" if able else "float32"
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected auto, float32 or bfloat16")
     return getattr(torch, dtype)

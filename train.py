@@ -483,7 +483,7 @@ def main(given):
     parallel.first(make_out_dir)
     if tuning():
         adopt()
-    amp_dtype = parallel.autocast_dtype(dtype, place, dim)
+    amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
     args = model_args(dataset)

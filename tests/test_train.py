@@ -458,12 +458,13 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("kind, dim, able, expected", [
-    ("auto", 64, True, torch.float32), ("auto", 288, True, torch.bfloat16), ("auto", 288, False, torch.float32),
-    ("float32", 288, True, torch.float32), ("bfloat16", 64, False, torch.bfloat16)])
-def test_bfloat16_where_it_pays(monkeypatch, kind, dim, able, expected):
-    monkeypatch.setattr(train.parallel, "has_bfloat16", lambda device: able)
-    assert train.parallel.autocast_dtype(kind, torch.device("cpu"), dim) == expected
+@pytest.mark.parametrize("kind, able, expected", [
+    ("auto", (8, 0), torch.bfloat16), ("auto", (7, 5), torch.float32), ("float32", (9, 0), torch.float32),
+    ("bfloat16", (7, 5), torch.bfloat16)])
+def test_bfloat16_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
+    assert train.parallel.autocast_dtype(kind, torch.device("cuda")) == expected
+    assert train.parallel.autocast_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
