@@ -429,8 +429,10 @@ def kill_processes(folder, out, steps, *args):
     from each kill to the next step taken.
     """
     words = command(*args, f"--out_dir={out}", "--log_interval=1", torchrun=2, max_restarts=len(steps))
-    process = subprocess.Popen(words, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True)
+    complaints = folder / f"{out}.err"  # a file, because torch writes more at each restart than a pipe holds
+    with open(complaints, "w") as f:
+        process = subprocess.Popen(words, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                                   stderr=f, text=True)
     ranks, seconds, started, killed = [], [], False, None
     for line in process.stdout:
         started |= line.startswith("train:")
@@ -444,7 +446,7 @@ def kill_processes(folder, out, steps, *args):
             ranks += [int(pid) for pid in found if int(pid) not in ranks]
             os.kill(ranks[-1 - len(seconds) % 2], signal.SIGKILL)
             started, killed = False, time.time()
-    assert process.wait() == 0, process.stderr.read()
+    assert process.wait() == 0, complaints.read_text()
     assert len(seconds) == len(steps) and len(ranks) == 2 * len(steps)
     return seconds
 
