@@ -35,18 +35,6 @@
 #define DOT_SMALL(c, w, x) _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #define AND_15(w) _mm256_and_si256(w, _mm256_set1_epi8(15))
 #define SHIFT_4(w) AND_15(_mm256_srli_epi16(w, 4))
-#define Q __m128i
-#define LOAD_Q(p) _mm_loadu_si128((const __m128i *)(p))
-#define STORE_Q(p, v) _mm_storeu_si128((__m128i *)(p), v)
-#define SET_Q(x) _mm_set1_epi32((int)(x))
-#define XOR_Q(a, b) _mm_xor_si128(a, b)
-#define LOW_32(a, b) _mm_unpacklo_epi32(a, b)
-#define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
-#define S __m256
-#define S_SET(x) _mm256_set1_ps(x)
-#define S_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define S_SUM(a, b) sum_avx2(_mm256_add_ps(a, b))
-#define HALF(h) _cvtsh_ss(h)
 
 TARGET static inline float sum_avx2(__m256 v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

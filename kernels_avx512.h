@@ -33,18 +33,6 @@
 #define DOT_SMALL(c, w, x) _mm512_dpbusd_epi32(c, w, x)
 #define AND_15(w) _mm512_and_si512(w, _mm512_set1_epi8(15))
 #define SHIFT_4(w) AND_15(_mm512_srli_epi16(w, 4))
-#define Q __m128i
-#define LOAD_Q(p) _mm_loadu_si128((const __m128i *)(p))
-#define STORE_Q(p, v) _mm_storeu_si128((__m128i *)(p), v)
-#define SET_Q(x) _mm_set1_epi32((int)(x))
-#define XOR_Q(a, b) _mm_xor_si128(a, b)
-#define LOW_32(a, b) _mm_unpacklo_epi32(a, b)
-#define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
-#define S __m256
-#define S_SET(x) _mm256_set1_ps(x)
-#define S_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define S_SUM(a, b) sum_avx2(_mm256_add_ps(a, b))
-#define HALF(h) _cvtsh_ss(h)
 
 // Lanes of each 128 bits: a + a, b + b, then a, b, c, d; the four parts are added in the end.
 TARGET static inline void add_sums_avx512(float *y, __m512 a, __m512 b, __m512 c, __m512 d) {

@@ -536,7 +536,7 @@ static void read_chunks(Cpu *cpu, const void *args, int begin, int end, float *s
     }
 }
 
-static double seconds(void) {
+double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec + now.tv_nsec * 1e-9;
@@ -626,8 +626,7 @@ static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles, bool mapped) {
 
 static size_t keep_all(Cpu *cpu, Model *model, uint8_t *tiles) {
     Weights *w = &model->weights;
-    bool tied = w->output.data == w->token_embedding.data;
-    size_t n = keep_tiles(cpu, &w->output, tiles, model->mapped && tied);
+    size_t n = keep_tiles(cpu, &w->output, tiles, model->mapped);
     for (int i = 0; i < model->config.n_layers; i++) {
         Layer *l = &w->layers[i];
         Mat *mats[] = {&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2};

@@ -16,6 +16,21 @@
 //   block_q8(q, x), block_q4(q, x): S with the products of one block's numbers with the activations in Block x
 //   Q, LOAD_Q, STORE_Q, SET_Q, XOR_Q, LOW_32(a, b) = a0 b0 a1 b1, HIGH_32 = a2 b2 a3 b3: vectors of four int32
 
+#if defined(__x86_64__) // the same in all of its sets
+#define Q __m128i
+#define LOAD_Q(p) _mm_loadu_si128((const __m128i *)(p))
+#define STORE_Q(p, v) _mm_storeu_si128((__m128i *)(p), v)
+#define SET_Q(x) _mm_set1_epi32((int)(x))
+#define XOR_Q(a, b) _mm_xor_si128(a, b)
+#define LOW_32(a, b) _mm_unpacklo_epi32(a, b)
+#define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
+#define S __m256
+#define S_SET(x) _mm256_set1_ps(x)
+#define S_FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define S_SUM(a, b) sum_avx2(_mm256_add_ps(a, b))
+#define HALF(h) _cvtsh_ss(h)
+#endif
+
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / N) // that TILE lanes take
 #ifdef __clang__ // so that arrays of vectors become registers

@@ -1044,12 +1044,6 @@ static void open_state(Run *r, int positions, bool all) {
     if (wrong) die(strcmp(r->device, "cuda") ? "start" : "cuda", wrong);
 }
 
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec + now.tv_nsec * 1e-9;
-}
-
 // The prompt's tokens, at least one; refuses what does not fit into the context.
 static int *encode_prompt(const Run *r, Text prompt, int *n) {
     const Tokenizer *t = &r->tokenizer;

@@ -132,6 +132,9 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
 float cpu_largest(const float *x, int n);
 float cpu_exponentials(float *x, float most, float scale, int n);
 
+// Seconds on a clock that only goes forward.
+double seconds(void);
+
 // Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
 // wrong; the weights are then where they were.
 const char *cuda_open(Backend **backend, Model *model, int positions);

@@ -198,7 +198,7 @@ def train_step(step, model, opt, dataset, device, amp, guard, look):
     for group in opt.param_groups:
         group["lr"] = learning_rate_at(step)
     loss = parallel.mean(total)
-    if not spike_z or not guard.refuses(loss.item(), norm.item()):
+    if not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist()):  # one wait for the device
         with look:
             opt.step()
     opt.zero_grad()
