@@ -6,7 +6,9 @@
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define Q8_OFFSET 0
 #define N 8
-#define TOKENS 3
+#define PANELS 1
+#define TOKENS 6
+#define TOKENS_Q 3
 #define V __m256
 #define I __m256i
 #define LOAD(p) _mm256_loadu_ps(p)
@@ -23,11 +25,13 @@
 #define MIN(a, b) _mm256_min_ps(a, b)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define SUM(v) sum_avx2(v)
-#define ADD_SUMS(y, a, b, c, d) add_sums_avx2(y, a, b, c, d)
 #define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define SWAP(v) _mm256_permute_ps(v, 0xb1)
 #define POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32( \
     _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
 #define LOAD_I(p) _mm256_loadu_si256((const __m256i *)(p))
+#define BF16_LOW(i) _mm256_castsi256_ps(_mm256_slli_epi32(i, 16))
+#define BF16_HIGH(i) _mm256_castsi256_ps(_mm256_and_si256(i, _mm256_set1_epi32((int)0xffff0000)))
 #define SET_I(x) _mm256_set1_epi32(x)
 #define FLOATS(i) _mm256_cvtepi32_ps(i)
 #define DOT(c, w, x) DOT_SMALL(c, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
@@ -40,12 +44,6 @@ TARGET static inline float sum_avx2(__m256 v) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
-}
-
-TARGET static inline void add_sums_avx2(float *y, __m256 a, __m256 b, __m256 c, __m256 d) {
-    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    _mm_storeu_ps(y, _mm_add_ps(_mm_loadu_ps(y), sums));
 }
 
 TARGET static inline __m256 block_q8_avx2(const uint8_t *q, const Block *x) {

@@ -6,7 +6,9 @@
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define Q8_OFFSET 128
 #define N 16
-#define TOKENS 6
+#define PANELS 2
+#define TOKENS 12
+#define TOKENS_Q 6
 #define V __m512
 #define I __m512i
 #define LOAD(p) _mm512_loadu_ps(p)
@@ -23,26 +25,18 @@
 #define MIN(a, b) _mm512_min_ps(a, b)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define SUM(v) _mm512_reduce_add_ps(v)
-#define ADD_SUMS(y, a, b, c, d) add_sums_avx512(y, a, b, c, d)
 #define ROUND(v) _mm512_roundscale_ps(v, 0)
+#define SWAP(v) _mm512_permute_ps(v, 0xb1)
 #define POW2(n) _mm512_scalef_ps(_mm512_set1_ps(1), n)
 #define LOAD_I(p) _mm512_loadu_si512(p)
+#define BF16_LOW(i) _mm512_castsi512_ps(_mm512_slli_epi32(i, 16))
+#define BF16_HIGH(i) _mm512_castsi512_ps(_mm512_and_si512(i, _mm512_set1_epi32((int)0xffff0000)))
 #define SET_I(x) _mm512_set1_epi32(x)
 #define FLOATS(i) _mm512_cvtepi32_ps(i)
 #define DOT(c, w, x) _mm512_dpbusd_epi32(c, w, x)
 #define DOT_SMALL(c, w, x) _mm512_dpbusd_epi32(c, w, x)
 #define AND_15(w) _mm512_and_si512(w, _mm512_set1_epi8(15))
 #define SHIFT_4(w) AND_15(_mm512_srli_epi16(w, 4))
-
-// Lanes of each 128 bits: a + a, b + b, then a, b, c, d; the four parts are added in the end.
-TARGET static inline void add_sums_avx512(float *y, __m512 a, __m512 b, __m512 c, __m512 d) {
-    __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-    __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-    __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    __m128 sums = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    _mm_storeu_ps(y, _mm_add_ps(_mm_loadu_ps(y), sums));
-}
 
 // The offset's correction stands in one lane, as all are summed in the end.
 TARGET static inline __m256 block_q8_avx512(const uint8_t *q, const Block *x) {
@@ -59,3 +53,51 @@ TARGET static inline __m256 block_q4_avx512(const uint8_t *q, const Block *x) {
 }
 
 #include "kernels_simd.h"
+
+// The same with products of BF16: pairs of columns at once, each product exact, summed in float32.
+#define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+
+BF16_TARGET static void bf16s_avx512(uint16_t *out, const float *x, int n) {
+    for (int i = 0; i < n; i += 16) {
+        __mmask16 some = n - i < 16 ? (__mmask16)((1u << (n - i)) - 1) : 0xffff;
+        _mm256_mask_storeu_epi16(out + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i)));
+    }
+}
+
+// T is at least 4, so that an addition need not wait for the one before.
+BF16_TARGET __attribute__((always_inline)) static inline void
+tiles_of_pairs(float *y, const uint8_t *tiles, size_t next, const uint16_t *x, int pairs, const int T, const int P) {
+    __m512 sums[2][12];
+    for (int p = 0; p < P; p++)
+        for (int t = 0; t < T; t++) sums[p][t] = _mm512_setzero_ps();
+    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T) {
+        __m512bh w = (__m512bh)_mm512_loadu_si512(tiles), w2 = P == 2 ? (__m512bh)_mm512_loadu_si512(tiles + next) : w;
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+            int32_t pair;
+            memcpy(&pair, x + 2 * t, 4);
+            __m512bh xs = (__m512bh)_mm512_set1_epi32(pair);
+            sums[0][t] = _mm512_dpbf16_ps(sums[0][t], w, xs);
+            if (P == 2) sums[1][t] = _mm512_dpbf16_ps(sums[1][t], w2, xs);
+        }
+    }
+    for (int p = 0; p < P; p++)
+        for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * 2 * TILE + p * TILE, sums[p][t]);
+}
+
+BF16_TARGET static void tiles_bf16_pairs(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T) {
+    int pairs = (cols + 1) / 2;
+    size_t next = (size_t)pairs * 4 * TILE;
+    bool two = rows_of_tiles == 2;
+    if (T == 12) two ? tiles_of_pairs(y, tiles, next, x, pairs, 12, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 12, 1);
+    else if (T == 8) two ? tiles_of_pairs(y, tiles, next, x, pairs, 8, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 8, 1);
+    else two ? tiles_of_pairs(y, tiles, next, x, pairs, 4, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 4, 1);
+}
+
+// kernels_avx512 with these.
+static const Kernels *with_bf16(void) {
+    static Kernels kernels;
+    kernels = kernels_avx512;
+    kernels.name = "avx512bf16", kernels.bf16s = bf16s_avx512, kernels.tiles_bf16_pairs = tiles_bf16_pairs;
+    return &kernels;
+}

@@ -27,13 +27,16 @@
 #endif
 
 // What this machine can run, the best first.
-static int find_kernels(const Kernels *found[4]) {
+static int find_kernels(const Kernels *found[5]) {
     int n = 0;
 #if defined(__x86_64__)
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); // all such have f16c
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-        && __builtin_cpu_supports("avx512vnni")) found[n++] = &kernels_avx512;
+        && __builtin_cpu_supports("avx512vnni")) {
+        if (__builtin_cpu_supports("avx512bf16")) found[n++] = with_bf16();
+        found[n++] = &kernels_avx512;
+    }
     if (avx2) found[n++] = &kernels_avx2;
 #elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
     found[n++] = &kernels_neon;
@@ -44,7 +47,7 @@ static int find_kernels(const Kernels *found[4]) {
 
 // The best kernels, or those that the environment variable LLAMAC_ISA names; NULL if the machine has them not.
 static const Kernels *choose_kernels(void) {
-    const Kernels *found[4];
+    const Kernels *found[5];
     const char *name = getenv("LLAMAC_ISA");
     int n = find_kernels(found);
     for (int i = 0; i < n; i++)
@@ -52,20 +55,32 @@ static const Kernels *choose_kernels(void) {
     return NULL;
 }
 
-float cpu_largest(const float *x, int n) { return choose_kernels()->largest(x, n); }
-
-float cpu_exponentials(float *x, float most, float scale, int n) {
-    return choose_kernels()->exponentials(x, most, scale, n);
+// For one thread of the program.
+static const Kernels *host_kernels(void) {
+    static const Kernels *chosen;
+    if (!chosen) chosen = choose_kernels();
+    return chosen ? chosen : (chosen = &kernels_scalar);
 }
 
+float cpu_largest(const float *x, int n) { return host_kernels()->largest(x, n); }
+
+float cpu_exponentials(float *x, float most, float scale, int n) { return host_kernels()->exponentials(x, most, scale, n); }
+
 // ----------------------------------------------------------------------------
-// A team of threads. The caller publishes a task, cut into pieces; whoever is awake takes the next piece, so nobody
-// waits for a member that the system has put aside, only for pieces begun. Members look for work for a while before
-// they sleep, because the next task mostly comes within microseconds.
+// A team of threads. The caller publishes a task, cut into pieces, a share of them for each member; who is through with its
+// own share takes what is left of the others', so nobody waits for a member that the system has put aside, only for pieces
+// begun. Members look for work for a while before they sleep, because the next task mostly comes within microseconds.
 
 typedef struct Cpu Cpu;
 typedef void Task(Cpu *cpu, const void *args, int begin, int end, float *scratch);
-typedef struct { Cpu *cpu; int index; } Member;
+
+// A member's share of the present task. What one member writes and another looks at has a cache line of its own.
+typedef struct {
+    _Alignas(64) atomic_ullong share;    // number of the task << 8 | pieces << 4 | pieces taken
+    _Alignas(64) atomic_uint finished;   // pieces that it has finished, of all tasks
+    Cpu *cpu;
+    pthread_t thread;
+} Member;
 
 struct Cpu {
     Backend ops;
@@ -77,9 +92,15 @@ struct Cpu {
     void *keys;                     // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
     void *values;                   // (n_layers, n_kv_heads, positions, value_width)
     double *frequencies;            // (head_dim / 2,)
-    float *rotation;                // (positions, head_dim / 2, 2): cosine and sine
+    float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
     int rotations;                  // positions of it computed so far
     Block *blocks;                  // (chunk, columns / 32): activations in 8 bits
+    uint16_t *pairs;                // likewise in BF16, (columns / 2, tokens, 2)
+    float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels_scalar.h
+    Model *model;                   // until its weights are in tiles
+    const void *tiles;              // where they are then
+    size_t tiles_size;              // bytes
+    int decoded;                    // calls with one token so far
     int chunk;                      // most tokens that a product works on at once
     float *scratch;                 // (n_threads, scratch_size)
     size_t scratch_size;
@@ -87,75 +108,104 @@ struct Cpu {
     int n_memory;
 
     int n_threads;
-    pthread_t *threads;             // (n_threads,); threads[0] is not used
-    Member *members;
-    _Atomic(Task *) task;           // NULL asks the members to leave
+    Member *members;                // (n_threads,); the first is the caller
+    _Atomic(Task *) task;
     _Atomic(const void *) args;
-    atomic_int n, step;             // items of the task, items of a piece
-    atomic_ullong next;             // number of the latest task << 32 | pieces taken of it, or CLOSED
-    atomic_int done;                // its pieces that are finished
+    atomic_int n;                   // its items
+    unsigned long long tasks;       // published so far
+    unsigned pieces;                // of all of them
     atomic_int sleepers;
+    atomic_bool leaving;            // asks the members to end
     pthread_mutex_t lock;           // guards falling asleep
     pthread_cond_t wake;
 };
 
 enum { CHUNK = 128 };      // tokens: more of them no longer make a product faster
-#define CLOSED 0xffffffffull // more pieces than any task has: what stands beside it is being changed
+enum { LEAST_PAIRS = 16 };  // tokens for which BF16 weights are multiplied with activations in BF16
+enum { PATIENT_TOKENS = 16 }; // decoded before the weights are put in tiles
 enum { PATIENCE = 20000 }; // looks for work before a member sleeps: some 200 microseconds
+enum { PIECES = 4 };       // that a share is cut into at most
 
-// Takes pieces of the present task while there are any. False when it asks to leave.
-static bool work(Cpu *cpu, int index) {
-    for (;;) {
-        unsigned long long next = atomic_load(&cpu->next);
+static int taken(unsigned long long share) { return (int)(share & 15); }
+static int pieces(unsigned long long share) { return (int)(share >> 4 & 15); }
+
+// Item at which piece `piece` of the i-th of n_threads shares of n items begins.
+static int item_of(int n, int n_threads, int i, int piece, int pieces) {
+    int64_t first = (int64_t)n * i / n_threads, end = (int64_t)n * (i + 1) / n_threads;
+    return (int)(first + (end - first) * piece / pieces);
+}
+
+// Takes pieces of share i while there are any. When the word is still the same after the task was read, a piece of it is
+// not done yet, so the task is the one that it belongs to.
+static void take_from(Cpu *cpu, int i, int me) {
+    atomic_ullong *share = &cpu->members[i].share;
+    unsigned long long word = atomic_load(share);
+    while (taken(word) < pieces(word)) {
         Task *task = atomic_load_explicit(&cpu->task, memory_order_acquire);
         const void *args = atomic_load_explicit(&cpu->args, memory_order_acquire);
-        int n = atomic_load_explicit(&cpu->n, memory_order_acquire);
-        int step = atomic_load_explicit(&cpu->step, memory_order_acquire);
-        int64_t begin = (int64_t)(next & 0xffffffff) * step;
-        if (begin >= n) return true;
-        if (!task) return false;
-        // While a task is written the word stands for none, so if it is still the same, what was read belongs to it
-        if (!atomic_compare_exchange_weak(&cpu->next, &next, next + 1)) continue;
-        task(cpu, args, (int)begin, begin + step < n ? (int)begin + step : n, cpu->scratch + index * cpu->scratch_size);
-        atomic_fetch_add_explicit(&cpu->done, 1, memory_order_release);
+        int n = atomic_load_explicit(&cpu->n, memory_order_acquire), piece = taken(word);
+        if (!atomic_compare_exchange_weak(share, &word, word + 1)) continue;
+        task(cpu, args, item_of(n, cpu->n_threads, i, piece, pieces(word)),
+             item_of(n, cpu->n_threads, i, piece + 1, pieces(word)), cpu->scratch + me * cpu->scratch_size);
+        atomic_fetch_add_explicit(&cpu->members[me].finished, 1, memory_order_release);
+        word = atomic_load(share);
     }
 }
 
+// First its own share, then what is left of the others'.
+static void work(Cpu *cpu, int me) {
+    for (int i = 0; i < cpu->n_threads; i++) take_from(cpu, (me + i) % cpu->n_threads, me);
+}
+
+static bool has_work(const Member *m) {
+    unsigned long long share = atomic_load(&m->share);
+    return taken(share) < pieces(share) || atomic_load_explicit(&m->cpu->leaving, memory_order_relaxed);
+}
+
 static void *member(void *arg) {
-    Cpu *cpu = ((Member *)arg)->cpu;
-    unsigned long long seen = 0; // number of the latest dispatch
-    for (int looks = 0;; looks++) {
-        if (atomic_load(&cpu->next) >> 32 != seen) {
-            seen = atomic_load(&cpu->next) >> 32;
-            if (!work(cpu, ((Member *)arg)->index)) return NULL;
-            looks = 0;
-        }
+    Member *self = arg;
+    Cpu *cpu = self->cpu;
+    for (int looks = 0; !atomic_load_explicit(&cpu->leaving, memory_order_acquire); looks++) {
+        if (has_work(self)) work(cpu, (int)(self - cpu->members)), looks = 0;
         PAUSE();
         if (looks % 1024 == 1023) sched_yield();
         if (looks < PATIENCE) continue;
         pthread_mutex_lock(&cpu->lock);
         atomic_fetch_add(&cpu->sleepers, 1);
-        while (atomic_load(&cpu->next) >> 32 == seen) pthread_cond_wait(&cpu->wake, &cpu->lock);
+        while (!has_work(self)) pthread_cond_wait(&cpu->wake, &cpu->lock);
         atomic_fetch_sub(&cpu->sleepers, 1);
         pthread_mutex_unlock(&cpu->lock);
+        looks = 0;
     }
+    return NULL;
 }
 
-// The word `next` is closed before what belongs to it changes, and opened after, each with a number of its own. Who read
-// some of the old and some of the new finds another word, and takes nothing.
-static void publish(Cpu *cpu, Task *task, const void *args, int n, int step) {
-    unsigned long long dispatches = atomic_load(&cpu->next) >> 32;
-    atomic_store(&cpu->next, (dispatches + 1) << 32 | 0xffffffff); // no pieces, until all is written
-    atomic_store_explicit(&cpu->task, task, memory_order_release);
-    atomic_store_explicit(&cpu->args, args, memory_order_release);
-    atomic_store_explicit(&cpu->n, n, memory_order_release);
-    atomic_store_explicit(&cpu->step, step, memory_order_release);
-    atomic_store_explicit(&cpu->done, 0, memory_order_release);
-    atomic_store(&cpu->next, (dispatches + 2) << 32);
+static void wake(Cpu *cpu) {
     if (!atomic_load(&cpu->sleepers)) return;
     pthread_mutex_lock(&cpu->lock);
     pthread_cond_broadcast(&cpu->wake);
     pthread_mutex_unlock(&cpu->lock);
+}
+
+// Before this the task before is finished, so no share has a piece left, and nobody takes what is being changed for a task.
+static void publish(Cpu *cpu, Task *task, const void *args, int n) {
+    unsigned long long number = ++cpu->tasks;
+    atomic_store_explicit(&cpu->task, task, memory_order_release);
+    atomic_store_explicit(&cpu->args, args, memory_order_release);
+    atomic_store_explicit(&cpu->n, n, memory_order_release);
+    for (int i = cpu->n_threads - 1; i >= 0; i--) {
+        int items = item_of(n, cpu->n_threads, i, 1, 1) - item_of(n, cpu->n_threads, i, 0, 1);
+        unsigned cut = items < PIECES ? items : PIECES;
+        cpu->pieces += cut;
+        atomic_store(&cpu->members[i].share, number << 8 | cut << 4);
+    }
+    wake(cpu);
+}
+
+static bool is_finished(Cpu *cpu) {
+    unsigned finished = 0;
+    for (int i = 0; i < cpu->n_threads; i++) finished += atomic_load_explicit(&cpu->members[i].finished, memory_order_acquire);
+    return finished == cpu->pieces;
 }
 
 // Runs the task over items 0..n-1, each of about `cost` multiplications. Small jobs are done sooner alone.
@@ -164,10 +214,9 @@ static void parallel(Cpu *cpu, Task *task, const void *args, int n, int64_t cost
         task(cpu, args, 0, n, cpu->scratch);
         return;
     }
-    int step = n / (cpu->n_threads * 4) + 1, pieces = (n + step - 1) / step;
-    publish(cpu, task, args, n, step);
+    publish(cpu, task, args, n);
     work(cpu, 0);
-    for (int looks = 1; atomic_load_explicit(&cpu->done, memory_order_acquire) < pieces; looks++) {
+    for (int looks = 1; !is_finished(cpu); looks++) {
         PAUSE();
         if (looks % 1024 == 0) sched_yield();
     }
@@ -224,29 +273,52 @@ static void floats_of(const Kernels *k, float *out, const Mat *m, int64_t r, int
 
 static bool is_quantised(const Mat *m) { return m->type == Q8_0 || m->type == Q4_0; }
 
-// Bytes of a row of tiles: of TILE rows of the matrix.
-static size_t tiles_size(const Mat *m) { return (size_t)(m->cols / 32) * (m->type == Q8_0 ? Q8_TILE : Q4_TILE); }
+// What is packed as one: a block, two numbers of BF16, or a float, which other types become. Its bytes; how many a row has.
+static int unit_size(const Mat *m) { return m->type == Q8_0 ? 34 : m->type == Q4_0 ? 18 : 4; }
+static int units(const Mat *m) { return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols; }
 
-// The tiles of up to TILE rows from r on; rows beyond the last are zero.
+// Bytes of a row of tiles: of TILE rows of the matrix.
+static size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
+
+// n units of row r, from unit u on.
+static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
+    const uint8_t *data = m->data;
+    size_t size = unit_size(m), bytes = n * size;
+    if (m->type == BF16) {
+        size_t left = 2 * ((size_t)m->cols - 2 * u); // of the row; an odd number of columns ends in half a unit
+        memset(out, 0, bytes);
+        memcpy(out, data + 2 * ((size_t)r * m->cols + 2 * u), bytes < left ? bytes : left);
+    } else if (m->type == F32 || is_quantised(m)) memcpy(out, data + ((size_t)r * units(m) + u) * size, bytes);
+    else floats_of(k, (float *)out, m, r, u, n);
+}
+
+// A row of tiles: of up to TILE rows from r on; rows beyond the last are zero.
 static void pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    void (*pack_rows)(uint8_t *, const uint8_t *, size_t, int) = m->type == Q8_0 ? k->pack_q8 : k->pack_q4;
-    size_t block = m->type == Q8_0 ? 34 : 18, stride = m->cols / 32 * block;
-    const uint8_t *rows = (const uint8_t *)m->data + r * stride;
-    if (m->rows - r >= TILE) {
-        pack_rows(tiles, rows, stride, m->cols / 32);
+    enum { STRIP = 64 }; // units
+    void (*pack_rows)(uint8_t *, const uint8_t *, size_t, int) =
+        m->type == Q8_0 ? k->pack_q8 : m->type == Q4_0 ? k->pack_q4 : NULL;
+    int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
+    size_t size = unit_size(m), stride = n * size;
+    if (rows == TILE && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
+        const uint8_t *data = (const uint8_t *)m->data + r * stride;
+        pack_rows ? pack_rows(tiles, data, stride, n) : k->transpose(tiles, data, stride, TILE, n);
         return;
     }
-    uint8_t last[34 * TILE] = {0};
-    for (int b = 0; b < m->cols / 32; b++, tiles += block * TILE) {
-        for (int i = 0; i < m->rows - r; i++) memcpy(last + i * block, rows + i * stride + b * block, block);
-        pack_rows(tiles, last, block, 1);
+    _Alignas(64) uint8_t strip[TILE * STRIP * 34] = {0};
+    for (int u = 0; u < n; u += STRIP, tiles += TILE * STRIP * size) {
+        int part = n - u < STRIP ? n - u : STRIP;
+        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP * size, m, r + i, u, part);
+        pack_rows ? pack_rows(tiles, strip, STRIP * size, part) : k->transpose(tiles, strip, STRIP * size, TILE, part);
     }
 }
 
 // ----------------------------------------------------------------------------
 // The operations; run.h says what each computes
 
+static void order_weights(Cpu *cpu);
+
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
+    if (T == 1 && ++((Cpu *)b)->decoded == PATIENT_TOKENS) order_weights((Cpu *)b);
     for (int t = 0; t < T; t++)
         floats_of(((Cpu *)b)->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
 }
@@ -270,65 +342,65 @@ static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, i
     parallel((Cpu *)b, norm_tokens, &(NormArgs){out, x, weight->data}, T, weight->cols);
 }
 
-// Items of a product are ROWS rows. Its columns are gone through in strips, so that a strip of the rows, as floats,
-// and of some tokens stay in the caches.
-enum { ROWS = 2 * TILE, STRIP = 640 };
+// Items of a product are ROWS rows.
+enum { ROWS = 2 * TILE };
 
-typedef struct { const Product *products; int n; const float *x; const Block *blocks; int T; } MatmulArgs;
+typedef struct {
+    const Product *products;
+    int n;
+    const float *x, *panels; // panels of one token are x
+    const uint16_t *pairs;   // NULL: BF16 is multiplied in float32
+    const Block *blocks;
+    int T;
+} MatmulArgs;
+
+// Tokens of the next panel when T are left: a panel has as many as the kernels take at once, or 1, 2, 4 or 8; of pairs
+// at least 4.
+static int panel_width(const Kernels *k, int T, bool pairs) {
+    int width = pairs ? 4 : 1;
+    while (width < T && width < k->tokens) width *= 2;
+    return width < k->tokens ? width : k->tokens;
+}
 
 static void add_to(float *out, float y, bool add) { *out = add ? *out + y : y; }
 
-// One token and rows r..end-1 of a matrix of floats, or of what becomes floats.
-static void rows_times_token(const Kernels *k, const Product *p, const float *x, int r, int end, float *scratch) {
-    const Mat *w = p->w;
-    for (; r < end; r++) {
-        const uint8_t *data = w->data;
-        size_t first = (size_t)r * w->cols;
-        float y;
-        if (w->type == F32) y = k->dot_f32(data + 4 * first, x, w->cols);
-        else if (w->type == F16) y = k->dot_f16(data + 2 * first, x, w->cols);
-        else if (w->type == BF16) y = k->dot_bf16(data + 2 * first, x, w->cols);
-        else floats_of(k, scratch, w, r, 0, w->cols), y = k->dot_f32(scratch, x, w->cols);
-        add_to(&p->out[r], y, p->add);
+static float row_times_token(const Kernels *k, const Mat *w, int r, const MatmulArgs *a, float *scratch) {
+    const uint8_t *data = w->data;
+    size_t first = (size_t)r * w->cols;
+    switch (w->type) {
+    case F32: return k->dot_f32(data + 4 * first, a->x, w->cols);
+    case F16: return k->dot_f16(data + 2 * first, a->x, w->cols);
+    case BF16: return k->dot_bf16(data + 2 * first, a->x, w->cols);
+    case Q8_0: return k->dot_q8(data + first / 32 * 34, a->blocks, w->cols / 32);
+    case Q4_0: return k->dot_q4(data + first / 32 * 18, a->blocks, w->cols / 32);
+    default: floats_of(k, scratch, w, r, 0, w->cols); return k->dot_f32(scratch, a->x, w->cols);
     }
 }
 
-static void rows_times_tokens(const Kernels *k, const Product *p, const float *x, int T, int r, int end, float *scratch) {
+// Rows as they lie in the file.
+static void rows_times_token(const Kernels *k, const Product *p, const MatmulArgs *a, int r, int end, float *scratch) {
+    for (; r < end; r++) add_to(&p->out[r], row_times_token(k, p->w, r, a, scratch), p->add);
+}
+
+// Up to ROWS rows in tiles, kept or made on the way.
+static void tiles_times_tokens(const Kernels *k, const Product *p, const MatmulArgs *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
-    int strips = (w->cols + STRIP - 1) / STRIP, strip = (w->cols / strips + TILE - 1) / TILE * TILE;
-    float *y = scratch, *floats = scratch + T * ROWS; // (T, ROWS), (ROWS, STRIP)
-    memset(y, 0, T * ROWS * sizeof(float));
-    for (int c = 0; c < w->cols; c += strip) {
-        int n = w->cols - c < strip ? w->cols - c : strip;
-        const float *rows = (const float *)w->data + (size_t)r * w->cols + c;
-        for (int i = r; i < end && w->type != F32; i++) floats_of(k, floats + (i - r) * STRIP, w, i, c, n);
-        if (w->type == F32) k->products(y, ROWS, rows, w->cols, end - r, x + c, w->cols, n, T);
-        else k->products(y, ROWS, floats, STRIP, end - r, x + c, w->cols, n, T);
-    }
-    for (int t = 0; t < T; t++)
+    int n = (end - r + TILE - 1) / TILE;
+    float *y = scratch; // (T, ROWS)
+    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + (a->T + k->tokens) * ROWS);
+    for (int i = 0; i < n && !w->tiles; i++) pack(k, tiles + i * tiles_size(w), w, r + i * TILE);
+    if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks, w->cols / 32, a->T);
+    else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks, w->cols / 32, a->T);
+    else
+        for (int t = 0, width; t < a->T; t += width) {
+            width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
+            size_t first = (size_t)t * w->cols;
+            if (w->type != BF16) k->tiles_f32(y + t * ROWS, tiles, n, a->panels + first, w->cols, width);
+            else if (!a->pairs) k->tiles_bf16(y + t * ROWS, tiles, n, a->panels + first, w->cols, width);
+            else k->tiles_bf16_pairs(y + t * ROWS, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width);
+        }
+    for (int t = 0; t < a->T; t++)
         for (int i = 0; i < end - r; i++) add_to(&p->out[(size_t)t * w->rows + r + i], y[t * ROWS + i], p->add);
-}
-
-// Rows of blocks with one token: read in the order of the file, which is the fastest way where memory is the limit.
-static void blocks_times_token(const Kernels *k, const Product *p, const Block *x, int r, int end) {
-    const Mat *w = p->w;
-    float (*dot)(const uint8_t *, const Block *, int) = w->type == Q8_0 ? k->dot_q8 : k->dot_q4;
-    size_t stride = w->cols / 32 * (w->type == Q8_0 ? 34 : 18);
-    for (; r < end; r++) add_to(&p->out[r], dot((const uint8_t *)w->data + r * stride, x, w->cols / 32), p->add);
-}
-
-// Rows of tiles, kept or made on the way. r is a multiple of TILE.
-static void tiles_times_tokens(const Kernels *k, const Product *p, const Block *x, int T, int r, int end, float *scratch) {
-    const Mat *w = p->w;
-    float *y = scratch; // (T, TILE)
-    for (; r < end; r += TILE) {
-        uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + T * TILE);
-        if (!w->tiles) pack(k, tiles, w, r);
-        (w->type == Q8_0 ? k->tiles_q8 : k->tiles_q4)(y, tiles, x, w->cols / 32, T);
-        for (int t = 0; t < T; t++)
-            for (int i = 0; i < TILE && r + i < end; i++)
-                add_to(&p->out[(size_t)t * w->rows + r + i], y[t * TILE + i], p->add);
-    }
 }
 
 // Items are the rows of all products, ROWS at a time, one product after the other.
@@ -338,39 +410,69 @@ static void matmul_rows(Cpu *cpu, const void *args, int begin, int end, float *s
         int items = (p->w->rows + ROWS - 1) / ROWS;
         for (int i = begin > 0 ? begin : 0; i < end && i < items; i++) {
             int r = i * ROWS, last = r + ROWS < p->w->rows ? r + ROWS : p->w->rows;
-            if (is_quantised(p->w) && a->T == 1 && !p->w->tiles) blocks_times_token(cpu->kernels, p, a->blocks, r, last);
-            else if (is_quantised(p->w)) tiles_times_tokens(cpu->kernels, p, a->blocks, a->T, r, last, scratch);
-            else if (a->T == 1) rows_times_token(cpu->kernels, p, a->x, r, last, scratch);
-            else rows_times_tokens(cpu->kernels, p, a->x, a->T, r, last, scratch);
+            (a->T == 1 && !p->w->tiles ? rows_times_token : tiles_times_tokens)(cpu->kernels, p, a, r, last, scratch);
         }
         begin -= items, end -= items;
     }
 }
 
-typedef struct { const float *x; int n_blocks; } QuantizeArgs;
+typedef struct { const float *x; int cols, T; } Activations;
 
 // Items are tokens.
 static void quantize_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
     (void)scratch;
-    const QuantizeArgs *a = args;
-    size_t first = (size_t)begin * a->n_blocks;
-    cpu->kernels->quantize(cpu->blocks + first, a->x + first * 32, (end - begin) * a->n_blocks);
+    const Activations *a = args;
+    int n = a->cols / 32;
+    cpu->kernels->quantize(cpu->blocks + (size_t)begin * n, a->x + (size_t)begin * a->cols, (end - begin) * n);
+}
+
+// Items are panels; a token that is missing in the last is zero.
+static void pack_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+    (void)scratch;
+    const Activations *a = args;
+    for (int i = begin; i < end; i++) {
+        int t = i * cpu->kernels->tokens, width = panel_width(cpu->kernels, a->T - t, false);
+        float *panel = cpu->panels + (size_t)t * a->cols; // (cols, width)
+        const float *x = a->x + (size_t)t * a->cols;
+        if (t + width <= a->T) cpu->kernels->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
+        else
+            for (int c = 0; c < a->cols; c++)
+                for (int j = 0; j < width; j++) panel[(size_t)c * width + j] = t + j < a->T ? x[(size_t)j * a->cols + c] : 0;
+    }
+}
+
+// The same in BF16, by pairs of columns.
+static void pack_pairs(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+    const Activations *a = args;
+    int pairs = (a->cols + 1) / 2;
+    uint16_t *rows = (uint16_t *)scratch; // (width, 2 pairs)
+    for (int i = begin; i < end; i++) {
+        int t = i * cpu->kernels->tokens, width = panel_width(cpu->kernels, a->T - t, true);
+        memset(rows, 0, (size_t)width * pairs * 4);
+        for (int j = 0; j < width && t + j < a->T; j++)
+            cpu->kernels->bf16s(rows + (size_t)j * 2 * pairs, a->x + (size_t)(t + j) * a->cols, a->cols);
+        cpu->kernels->transpose((uint8_t *)(cpu->pairs + (size_t)t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, width, pairs);
+    }
 }
 
 static void matmul(Backend *b, const Product *products, int n, const float *x, int T) {
     Cpu *cpu = (Cpu *)b;
     int items = 0, cols = products->w->cols, most = T < cpu->chunk ? T : cpu->chunk;
-    bool quantised = false;
+    bool quantised = false, floats = false, bf16 = false, halves = cpu->kernels->bf16s && !b->precise && T >= LEAST_PAIRS;
     Product slice[3];
     for (int i = 0; i < n; i++) {
         slice[i] = products[i];
         items += (products[i].w->rows + ROWS - 1) / ROWS;
-        quantised |= is_quantised(products[i].w);
+        *(is_quantised(products[i].w) ? &quantised : halves && products[i].w->type == BF16 ? &bf16 : &floats) = true;
     }
     for (; T > 0; T -= most, x += (size_t)most * cols) {
-        int t = T < most ? T : most;
-        if (quantised) parallel(cpu, quantize_tokens, &(QuantizeArgs){x, cols / 32}, t, cols);
-        parallel(cpu, matmul_rows, &(MatmulArgs){slice, n, x, cpu->blocks, t}, items, (int64_t)ROWS * cols * t);
+        int t = T < most ? T : most, panels = (t + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
+        Activations a = {x, cols, t};
+        if (quantised) parallel(cpu, quantize_tokens, &a, t, cols);
+        if (floats && t > 1) parallel(cpu, pack_tokens, &a, panels, (int64_t)cpu->kernels->tokens * cols);
+        if (bf16) parallel(cpu, pack_pairs, &a, panels, (int64_t)cpu->kernels->tokens * cols);
+        parallel(cpu, matmul_rows, &(MatmulArgs){slice, n, x, t > 1 ? cpu->panels : x, bf16 ? cpu->pairs : NULL, cpu->blocks, t},
+                 items, (int64_t)ROWS * cols * t);
         for (int i = 0; i < n; i++) slice[i].out += (size_t)most * slice[i].w->rows;
     }
 }
@@ -380,23 +482,13 @@ static void matmul(Backend *b, const Product *products, int n, const float *x, i
 static void extend_rotations(Cpu *cpu, int positions) {
     const Config *c = &cpu->config;
     for (int half = c->head_dim / 2; cpu->rotations < positions; cpu->rotations++) {
-        float *r = cpu->rotation + (size_t)cpu->rotations * c->head_dim;
+        float *cosines = cpu->rotation + (size_t)cpu->rotations * 2 * c->head_dim, *sines = cosines + c->head_dim;
         for (int i = 0; i < half; i++) {
             double angle = cpu->rotations / (double)c->rope_scaling * cpu->frequencies[i];
-            r[2 * i] = (float)cos(angle);
-            r[2 * i + 1] = (float)sin(angle);
+            cosines[2 * i] = cosines[2 * i + 1] = (float)cos(angle);
+            sines[2 * i] = -(float)sin(angle), sines[2 * i + 1] = (float)sin(angle);
         }
     }
-}
-
-// Rotates each head of one token's x (n,) by its position's rotation (head_dim / 2, 2).
-static void rotate(float *x, int n, const float *rotation, int head_dim) {
-    for (int head = 0; head < n; head += head_dim)
-        for (int i = 0; i < head_dim; i += 2) {
-            float a = x[head + i], b = x[head + i + 1], cosine = rotation[i], sine = rotation[i + 1];
-            x[head + i] = a * cosine - b * sine;
-            x[head + i + 1] = a * sine + b * cosine;
-        }
 }
 
 static int round_up(int n) { return (n + TILE - 1) / TILE * TILE; }
@@ -435,10 +527,11 @@ static void rope_tokens(Cpu *cpu, const void *args, int begin, int end, float *s
     const RopeArgs *a = args;
     const Config *c = &cpu->config;
     for (int t = begin; t < end; t++) {
-        const float *rotation = cpu->rotation + (size_t)(a->pos + t) * c->head_dim, *v = a->v + (size_t)t * c->kv_dim;
+        const float *rotation = cpu->rotation + (size_t)(a->pos + t) * 2 * c->head_dim, *v = a->v + (size_t)t * c->kv_dim;
         float *k = a->k + (size_t)t * c->kv_dim;
-        rotate(a->q + (size_t)t * c->dim, c->dim, rotation, c->head_dim);
-        rotate(k, c->kv_dim, rotation, c->head_dim);
+        for (int h = 0; h < c->n_heads; h++)
+            cpu->kernels->rotate(a->q + (size_t)t * c->dim + h * c->head_dim, rotation, c->head_dim);
+        for (int h = 0; h < c->n_kv_heads; h++) cpu->kernels->rotate(k + h * c->head_dim, rotation, c->head_dim);
         for (int h = 0; h < c->n_kv_heads; h++)
             cache(cpu, a->layer, h, a->pos + t, k + h * c->head_dim, v + h * c->head_dim, scratch);
     }
@@ -544,12 +637,14 @@ double seconds(void) {
 
 // The best of many passes.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
+    Cpu *cpu = (Cpu *)b;
+    if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
     int chunks = (int)(n / READ_CHUNK);
     uint64_t *sums = malloc((chunks + 1) * sizeof *sums);
     double best = 0, start = seconds();
     for (int pass = 0; sums && chunks && (pass < 5 || seconds() - start < 0.1); pass++) {
         double begin = seconds();
-        parallel((Cpu *)b, read_chunks, &(ReadArgs){bytes, sums}, chunks, READ_CHUNK);
+        parallel(cpu, read_chunks, &(ReadArgs){bytes, sums}, chunks, READ_CHUNK);
         double speed = (double)chunks * READ_CHUNK / (seconds() - begin);
         best = speed > best ? speed : best;
     }
@@ -573,11 +668,11 @@ static float *cpu_alloc(Backend *b, size_t n) { return allocate((Cpu *)b, n, siz
 
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
-    publish(cpu, NULL, NULL, 1, 1);
-    for (int i = 1; i < cpu->n_threads; i++) pthread_join(cpu->threads[i], NULL);
+    atomic_store(&cpu->leaving, true);
+    wake(cpu);
+    for (int i = 1; i < cpu->n_threads; i++) pthread_join(cpu->members[i].thread, NULL);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
-    free(cpu->threads);
     free(cpu->members);
     free(cpu);
 }
@@ -587,73 +682,84 @@ static bool start_team(Cpu *cpu, int n_threads) {
     pthread_mutex_init(&cpu->lock, NULL);
     pthread_cond_init(&cpu->wake, NULL);
     cpu->n_threads = 1;
-    cpu->threads = calloc(n_threads, sizeof *cpu->threads);
-    cpu->members = calloc(n_threads, sizeof *cpu->members);
-    if (!cpu->threads || !cpu->members) return false;
+    cpu->members = aligned_alloc(64, n_threads * sizeof *cpu->members);
+    if (!cpu->members) return false;
+    memset(cpu->members, 0, n_threads * sizeof *cpu->members);
     int started = 1;
     for (; started < n_threads; started++) {
-        cpu->members[started] = (Member){cpu, started};
-        if (pthread_create(&cpu->threads[started], NULL, member, &cpu->members[started])) break;
+        cpu->members[started].cpu = cpu;
+        if (pthread_create(&cpu->members[started].thread, NULL, member, &cpu->members[started])) break;
     }
     cpu->n_threads = started;
     return true;
 }
 
+enum { SLICE = 4 << 20 }; // bytes
+
+typedef struct { const Mat *m; uint8_t *tiles; int first; } PackArgs;
+
 // Items are rows of tiles.
 static void pack_rows(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
     (void)scratch;
-    const Mat *m = args;
-    for (int i = begin; i < end; i++) pack(cpu->kernels, (uint8_t *)m->tiles + i * tiles_size(m), m, i * TILE);
+    const PackArgs *a = args;
+    for (int i = a->first + begin; i < a->first + end; i++)
+        pack(cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
-// Gives back the memory of the whole pages in which the matrix lies.
-static void drop_pages(const Mat *m, size_t size) {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)m->data, end = begin + size;
-    begin = (begin + page - 1) / page * page, end = end / page * page;
-    if (begin < end) madvise((void *)begin, end - begin, MADV_DONTNEED);
+// Where a row lies in the file; behind the last, where the matrix ends.
+static const uint8_t *row_of(const Mat *m, int r) {
+    size_t row = m->type == BF16 ? 2 * (size_t)m->cols : (size_t)units(m) * unit_size(m);
+    return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * row;
 }
 
-// Puts a matrix in tiles at `tiles`; returns where they end. With tiles NULL it only measures.
-static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles, bool mapped) {
-    if (!is_quantised(m)) return 0;
-    size_t size = (m->rows + TILE - 1) / TILE * tiles_size(m);
-    if (!tiles) return size;
-    m->tiles = tiles;
-    parallel(cpu, pack_rows, m, (m->rows + TILE - 1) / TILE, TILE * m->cols);
-    if (mapped) drop_pages(m, (size_t)m->rows * m->cols / 32 * (m->type == Q8_0 ? 34 : 18));
-    return size;
+// Gives back the memory of the whole pages between two addresses of a mapped file.
+static void drop_pages(const uint8_t *begin, const uint8_t *end) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = ((uintptr_t)begin + page - 1) / page * page;
+    uintptr_t last = (uintptr_t)end / page * page;
+    if (first < last) madvise((void *)first, last - first, MADV_DONTNEED);
 }
 
-static size_t keep_all(Cpu *cpu, Model *model, uint8_t *tiles) {
-    Weights *w = &model->weights;
-    size_t n = keep_tiles(cpu, &w->output, tiles, model->mapped);
-    for (int i = 0; i < model->config.n_layers; i++) {
+// Puts a matrix in tiles at `tiles`; returns their bytes. With tiles NULL it only measures.
+static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles) {
+    if (m->type != F32 && m->type != BF16 && !is_quantised(m)) return 0;
+    int n = (m->rows + TILE - 1) / TILE, slice = (int)(SLICE / tiles_size(m)) + 1;
+    for (int i = 0, some; tiles && i < n; i += some) { // by slices, so that both orders of them never stand in memory
+        some = n - i < slice ? n - i : slice;
+        parallel(cpu, pack_rows, &(PackArgs){m, tiles, i}, some, TILE * m->cols);
+        if (cpu->model->mapped) drop_pages(row_of(m, i * TILE), row_of(m, (i + some) * TILE));
+    }
+    if (tiles) m->tiles = tiles;
+    return n * tiles_size(m);
+}
+
+static size_t keep_all(Cpu *cpu, uint8_t *tiles) {
+    Weights *w = &cpu->model->weights;
+    size_t n = keep_tiles(cpu, &w->output, tiles);
+    for (int i = 0; i < cpu->config.n_layers; i++) {
         Layer *l = &w->layers[i];
         Mat *mats[] = {&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2};
-        for (int j = 0; j < 7; j++) n += keep_tiles(cpu, mats[j], tiles ? tiles + n : NULL, model->mapped);
+        for (int j = 0; j < 7; j++) n += keep_tiles(cpu, mats[j], tiles ? tiles + n : NULL);
     }
     return n;
 }
 
-// Where the weights are few enough for the caches to hold, they are kept in tiles, which are read twice as fast from
-// there. Making them takes as long as reading them once or twice.
-enum { MOST_TILES = 64 << 20 }; // bytes
-
-static void order_weights(Cpu *cpu, Model *model) {
-    size_t n = keep_all(cpu, model, NULL), huge = 2 << 20;
-    void *tiles = n > 0 && n <= MOST_TILES ? allocate(cpu, n, 1, huge) : NULL;
+// Puts the weights in tiles, in large pages. That takes as long as some tokens do, and makes the next ones faster; where it
+// would take more than half of the machine's memory, they stay as they are.
+static void order_weights(Cpu *cpu) {
+    size_t n = keep_all(cpu, NULL), huge = 2 << 20, have = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+    void *tiles = n > 0 && n < have / 2 ? allocate(cpu, n, 1, huge) : NULL;
     if (!tiles) return;
     madvise(tiles, n, MADV_HUGEPAGE);
-    keep_all(cpu, model, tiles);
+    keep_all(cpu, tiles);
+    cpu->tiles = tiles, cpu->tiles_size = n;
 }
 
 // What any operation needs for itself, in floats.
 static size_t scratch_size(const Cpu *cpu) {
     const Config *c = &cpu->config;
     size_t cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;
-    size_t floats = ROWS * ((size_t)STRIP + cpu->chunk), tiles = (cols / 32 * Q8_TILE + 3) / 4 + (size_t)cpu->chunk * TILE;
+    size_t tiles = ROWS * (cols + 1 + cpu->chunk + cpu->kernels->tokens);
     size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols;
-    most = most > floats ? most : floats;
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
     return (most + 15) / 16 * 16;
@@ -663,13 +769,14 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     const Config *c = &model->config;
     *backend = NULL;
     const Kernels *kernels = choose_kernels();
-    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512 or neon";
+    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16 or neon";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
     cpu->ops = (Backend){.chunk = CHUNK, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
                          .attention = attention, .swiglu = swiglu_op, .logits = logits, .bandwidth = bandwidth,
                          .close = cpu_close};
     cpu->config = *c;
+    cpu->model = model;
     cpu->kernels = kernels;
     cpu->positions = positions;
     cpu->half = is_quantised(&model->weights.layers[0].wq);
@@ -681,12 +788,13 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     bool ok = (cpu->keys = allocate(cpu, heads * round_up(positions) * c->head_dim, number, 64))
            && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
            && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
-           && (cpu->rotation = allocate(cpu, (size_t)positions * c->head_dim, sizeof(float), 64))
+           && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
            && (cpu->blocks = allocate(cpu, (size_t)cpu->chunk * (cols / 32 + 1), sizeof(Block), 64))
+           && (cpu->panels = allocate(cpu, (size_t)(cpu->chunk + kernels->tokens) * cols, sizeof(float), 64))
+           && (cpu->pairs = allocate(cpu, (size_t)(cpu->chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
            && (cpu->scratch = allocate(cpu, (size_t)n_threads * cpu->scratch_size, sizeof(float), 64))
            && start_team(cpu, n_threads);
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
-    if (ok) order_weights(cpu, model);
     *backend = &cpu->ops;
     if (ok) return NULL;
     cpu_close(&cpu->ops);

@@ -6,7 +6,9 @@
 #define TARGET
 #define Q8_OFFSET 0
 #define N 4
-#define TOKENS 5
+#define PANELS 1
+#define TOKENS 6
+#define TOKENS_Q 3
 #define V float32x4_t
 #define I int32x4_t
 #define LOAD(p) vld1q_f32(p)
@@ -22,10 +24,12 @@
 #define MIN(a, b) vminq_f32(a, b)
 #define FMA(a, b, c) vfmaq_f32(c, a, b)
 #define SUM(v) vaddvq_f32(v)
-#define ADD_SUMS(y, a, b, c, d) vst1q_f32(y, vaddq_f32(vld1q_f32(y), vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d))))
 #define ROUND(v) vrndnq_f32(v)
+#define SWAP(v) vrev64q_f32(v)
 #define POW2(n) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
 #define LOAD_I(p) vreinterpretq_s32_u8(vld1q_u8(p))
+#define BF16_LOW(i) vreinterpretq_f32_s32(vshlq_n_s32(i, 16))
+#define BF16_HIGH(i) vreinterpretq_f32_s32(vandq_s32(i, vdupq_n_s32((int)0xffff0000)))
 #define SET_I(x) vdupq_n_s32(x)
 #define FLOATS(i) vcvtq_f32_s32(i)
 #define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))

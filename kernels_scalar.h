@@ -9,16 +9,21 @@ typedef struct {
     int8_t q[32];  // round(x / scale)
 } Block;
 
-// Quantised weights are worked on in tiles of TILE rows and 32 columns: TILE half-precision scales, then the numbers
-// of four columns after those of the four before, inside them row by row, so that a vector register holds four columns
-// of as many rows as it has room for:
-//   Q8_0: 8 groups of (TILE, 4) bytes, each w + offset, where the instruction wants them unsigned
-//   Q4_0: 4 groups of (TILE, 4) bytes, low nibbles are columns 4g..4g+3, high ones columns 16+4g..16+4g+3, each w + 8
+// Weights are worked on in tiles of TILE rows, in which what is multiplied together lies together: a vector register holds
+// four bytes of each of as many rows as it has room for. A row of tiles is
+//   F32:  for each column, TILE floats
+//   BF16: for every two columns, (TILE, 2) numbers; what is missing at the end is zero
+//   Q8_0: for every 32 columns, TILE half-precision scales, then for every four of the columns (TILE, 4) bytes, each
+//         w + offset, where the instruction wants them unsigned
+//   Q4_0: the same with 4 groups of (TILE, 4) bytes, in group g low nibbles are columns 4g..4g+3, high ones columns
+//         16+4g..16+4g+3, each w + 8
+// They are multiplied with activations in Blocks, or in a panel of some tokens: (cols, tokens) floats.
 enum { TILE = 16, Q8_TILE = 34 * TILE, Q4_TILE = 18 * TILE };
 
 // Kernels of one instruction set.
 typedef struct {
     const char *name;
+    int tokens; // most of a panel; other panels have 1, 2, 4 or 8
     // Sum of w (n,) x (n,), w in the type of the name
     float (*dot_f32)(const void *w, const float *x, int n);
     float (*dot_f16)(const void *w, const float *x, int n);
@@ -27,22 +32,26 @@ typedef struct {
     void (*floats_f16)(float *out, const void *w, int n);
     void (*floats_bf16)(float *out, const void *w, int n);
     void (*halves)(uint16_t *out, const float *x, int n); // x in half precision
-    // y (T, rows) += x (T, n) w (rows, n)^T; the rows of x lie x_stride numbers apart, those of y and w y_stride, w_stride
-    void (*products)(float *y, size_t y_stride, const float *w, size_t w_stride, int rows, const float *x,
-                     size_t x_stride, int n, int T);
     void (*quantize)(Block *out, const float *x, int n_blocks);
     // Sum of a row of blocks, as it is in files, times x (n_blocks,)
     float (*dot_q8)(const uint8_t *row, const Block *x, int n_blocks);
     float (*dot_q4)(const uint8_t *row, const Block *x, int n_blocks);
-    // Makes n_blocks tiles of TILE rows of blocks as they are in files, `stride` bytes apart
+    // out (n, rows) = in (rows, n) of words of 4 bytes; the rows of `in` lie `stride` bytes apart
+    void (*transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n);
+    // Makes tiles of TILE rows of n_blocks blocks as they are in files, `stride` bytes apart
     void (*pack_q8)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
     void (*pack_q4)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
-    // y (T, TILE) = x (T, n_blocks) times a row of tiles (n_blocks,)
-    void (*tiles_q8)(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T);
-    void (*tiles_q4)(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T);
+    // y (T, 2 TILE) = x times one row of tiles, or two rows of tiles that lie one behind the other. x: a panel
+    void (*tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T);
+    void (*tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T);
+    // The same for x (T, n_blocks) and rows of n_blocks tiles
+    void (*tiles_q8)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T);
+    void (*tiles_q4)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T);
     // h (n,) = silu(h) * h2
     void (*swiglu)(float *h, const float *h2, int n);
-    float (*largest)(const float *x, int n);
+    // x (head_dim,) = x * rotation[0] + (of each pair, the other) * rotation[1]; rotation (2, head_dim)
+    void (*rotate)(float *x, const float *rotation, int head_dim);
+    float (*largest)(const float *x, int n); // NaN if one is not finite
     // x (n,) = exp((x - most) * scale); returns their sum
     float (*exponentials)(float *x, float most, float scale, int n);
     // out (4, out_stride): products of Q <= 4 queries q (Q, q_stride) with the keys of n positions, in tiles
@@ -51,6 +60,9 @@ typedef struct {
                    int head_dim, int n);
     // out (Q, width) = p (Q, p_stride) values (n, width); width is a multiple of TILE
     void (*mix)(float *out, const float *p, size_t p_stride, int Q, const void *values, bool half, int width, int n);
+    // Where the machine multiplies BF16 by itself (else NULL): x in BF16; and tiles_bf16 with a panel (ceil(cols / 2), T, 2)
+    void (*bf16s)(uint16_t *out, const float *x, int n);
+    void (*tiles_bf16_pairs)(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T);
 } Kernels;
 
 static float half_to_float(uint16_t h) {
@@ -120,12 +132,6 @@ static float dot_bf16(const void *w, const float *x, int n) {
     return sum;
 }
 
-static void products(float *y, size_t y_stride, const float *w, size_t w_stride, int rows, const float *x,
-                     size_t x_stride, int n, int T) {
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < rows; r++) y[t * y_stride + r] += dot_f32(w + r * w_stride, x + t * x_stride, n);
-}
-
 // What is not finite stays so in the scale: magnitudes are compared as bits, in which order NaN is the largest.
 static void quantize(Block *out, const float *x, int n_blocks) {
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
@@ -174,57 +180,87 @@ static float dot_q4(const uint8_t *row, const Block *x, int n_blocks) {
     return sum;
 }
 
+static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
+    for (int i = 0; i < n; i++)
+        for (int r = 0; r < rows; r++) memcpy(out + 4 * ((size_t)i * rows + r), in + r * stride + 4 * i, 4);
+}
+
+static void pack_blocks(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks, int groups) {
+    for (size_t size = 2 + 4 * groups; n_blocks > 0; n_blocks--, rows += size, tiles += size * TILE) {
+        for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * r, rows + r * stride, 2);
+        transpose(tiles + 2 * TILE, rows + 2, stride, TILE, groups);
+    }
+}
+
 static void pack_q8(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
-    for (int b = 0; b < n_blocks; b++, rows += 34, tiles += Q8_TILE)
-        for (int i = 0; i < TILE; i++) {
-            memcpy(tiles + 2 * i, rows + i * stride, 2);
-            for (int g = 0; g < 8; g++) memcpy(tiles + 2 * TILE + 4 * (g * TILE + i), rows + i * stride + 2 + 4 * g, 4);
-        }
+    pack_blocks(tiles, rows, stride, n_blocks, 8);
 }
 
 static void pack_q4(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
-    for (int b = 0; b < n_blocks; b++, rows += 18, tiles += Q4_TILE)
-        for (int i = 0; i < TILE; i++) {
-            memcpy(tiles + 2 * i, rows + i * stride, 2);
-            for (int g = 0; g < 4; g++) memcpy(tiles + 2 * TILE + 4 * (g * TILE + i), rows + i * stride + 2 + 4 * g, 4);
+    pack_blocks(tiles, rows, stride, n_blocks, 4);
+}
+
+static void tiles_f32(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+    for (int r = 0; r < rows_of_tiles * TILE; r++)
+        for (int t = 0; t < T; t++) {
+            float sum = 0;
+            for (int c = 0; c < cols; c++) {
+                float w;
+                memcpy(&w, tiles + 4 * ((size_t)(r / TILE * cols + c) * TILE + r % TILE), 4);
+                sum += w * x[c * T + t];
+            }
+            y[t * 2 * TILE + r] = sum;
         }
 }
 
-static void tiles_q8(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T) {
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < TILE; r++) {
+static void tiles_bf16(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+    int pairs = (cols + 1) / 2;
+    for (int r = 0; r < rows_of_tiles * TILE; r++)
+        for (int t = 0; t < T; t++) {
+            float sum = 0, w;
+            for (int c = 0; c < cols; c++) {
+                floats_bf16(&w, tiles + 4 * ((size_t)(r / TILE * pairs + c / 2) * TILE + r % TILE) + c % 2 * 2, 1);
+                sum += w * x[c * T + t];
+            }
+            y[t * 2 * TILE + r] = sum;
+        }
+}
+
+static void tiles_q8(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T) {
+    for (int r = 0; r < rows_of_tiles * TILE; r++)
+        for (int t = 0; t < T; t++) {
             float sum = 0;
             for (int b = 0; b < n_blocks; b++) {
-                const uint8_t *tile = tiles + (size_t)b * Q8_TILE;
+                const uint8_t *tile = tiles + (size_t)(r / TILE * n_blocks + b) * Q8_TILE;
                 const Block *block = &x[(size_t)t * n_blocks + b];
                 int32_t product = 0;
                 uint16_t scale;
-                memcpy(&scale, tile + 2 * r, 2);
+                memcpy(&scale, tile + 2 * (r % TILE), 2);
                 for (int c = 0; c < 32; c++)
-                    product += (int8_t)tile[2 * TILE + c / 4 * 4 * TILE + 4 * r + c % 4] * block->q[c];
+                    product += (int8_t)tile[2 * TILE + c / 4 * 4 * TILE + 4 * (r % TILE) + c % 4] * block->q[c];
                 sum += half_to_float(scale) * block->scale * product;
             }
-            y[t * TILE + r] = sum;
+            y[t * 2 * TILE + r] = sum;
         }
 }
 
-static void tiles_q4(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T) {
-    for (int t = 0; t < T; t++)
-        for (int r = 0; r < TILE; r++) {
+static void tiles_q4(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T) {
+    for (int r = 0; r < rows_of_tiles * TILE; r++)
+        for (int t = 0; t < T; t++) {
             float sum = 0;
             for (int b = 0; b < n_blocks; b++) {
-                const uint8_t *tile = tiles + (size_t)b * Q4_TILE;
+                const uint8_t *tile = tiles + (size_t)(r / TILE * n_blocks + b) * Q4_TILE;
                 const Block *block = &x[(size_t)t * n_blocks + b];
                 int32_t product = -8 * block->sum;
                 uint16_t scale;
-                memcpy(&scale, tile + 2 * r, 2);
+                memcpy(&scale, tile + 2 * (r % TILE), 2);
                 for (int c = 0; c < 16; c++) {
-                    uint8_t nibbles = tile[2 * TILE + c / 4 * 4 * TILE + 4 * r + c % 4];
+                    uint8_t nibbles = tile[2 * TILE + c / 4 * 4 * TILE + 4 * (r % TILE) + c % 4];
                     product += (nibbles & 15) * block->q[c] + (nibbles >> 4) * block->q[16 + c];
                 }
                 sum += half_to_float(scale) * block->scale * product;
             }
-            y[t * TILE + r] = sum;
+            y[t * 2 * TILE + r] = sum;
         }
 }
 
@@ -232,10 +268,18 @@ static void swiglu(float *h, const float *h2, int n) {
     for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + expf(-h[i])) * h2[i];
 }
 
+static void rotate(float *x, const float *rotation, int head_dim) {
+    for (int i = 0; i < head_dim; i += 2) {
+        float a = x[i], b = x[i + 1];
+        x[i] = a * rotation[i] + b * rotation[head_dim + i];
+        x[i + 1] = b * rotation[i + 1] + a * rotation[head_dim + i + 1];
+    }
+}
+
 static float largest(const float *x, int n) {
-    float most = x[0];
-    for (int i = 1; i < n; i++) most = x[i] > most ? x[i] : most;
-    return most;
+    float most = -INFINITY, poison = 0; // 0 times what is not finite is NaN
+    for (int i = 0; i < n; i++) most = x[i] > most ? x[i] : most, poison += 0 * x[i];
+    return most + poison;
 }
 
 static float exponentials(float *x, float most, float scale, int n) {
@@ -272,7 +316,7 @@ static void mix(float *out, const float *p, size_t p_stride, int Q, const void *
 }
 
 static const Kernels kernels_scalar = {
-    "scalar", dot_f32, dot_f16, dot_bf16, floats_f16, floats_bf16, halves, products, quantize, dot_q8,
-    dot_q4, pack_q8, pack_q4, tiles_q8, tiles_q4, swiglu, largest,
-    exponentials, scores, mix,
+    "scalar", 8, dot_f32, dot_f16, dot_bf16, floats_f16, floats_bf16, halves, quantize, dot_q8, dot_q4, transpose,
+    pack_q8, pack_q4, tiles_f32, tiles_bf16, tiles_q8, tiles_q4, swiglu, rotate, largest,
+    exponentials, scores, mix, NULL, NULL,
 };

@@ -2,15 +2,18 @@
 //   NAME(x)              x with the set's name
 //   TARGET               attribute of functions that use the set
 //   N, V, I              lanes of a vector; vectors of N floats, and of N int32 or 4 N bytes
-//   TOKENS               how many tokens `products` works on at once: 4 * TOKENS sums, TOKENS vectors and one more fit
+//   PANELS               rows of tiles worked on at once, 1 or 2
+//   TOKENS, TOKENS_Q     how many tokens are worked on at once with them, of floats and of Blocks, so that the sums, or
+//                        the sums and the products, and the weights of all rows stay in registers
 //   LOAD, LOAD_F16, LOAD_BF16, STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of the lanes), ROUND
 //                        MAX and MIN give the second operand when one is NaN
+//   SWAP(v)              of each pair of lanes, the other
 //   POW2(n)              2^n for whole n from -126 to 127
 //   LOAD_I, SET_I, FLOATS (of int32)
+//   BF16_LOW(i), BF16_HIGH(i)  the lower, the upper halves of 32 bits as floats
 //   DOT(c, w, x)         c + the products of each lane's four bytes; w unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 15
 //   AND_15, SHIFT_4      of bytes: w & 15; w >> 4, where the bits above the low four are cleared
-//   ADD_SUMS(y, a, b, c, d)  adds the sums of four vectors' lanes to y (4,)
 //   Q8_OFFSET            what is added to the bytes in Q8_0's tiles
 //   S, S_SET, S_FMA, S_SUM(a, b), HALF: floats that the products of a block's 32 bytes are summed in; a half as float
 //   block_q8(q, x), block_q4(q, x): S with the products of one block's numbers with the activations in Block x
@@ -33,6 +36,7 @@
 
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / N) // that TILE lanes take
+#define SUMS (PANELS * VECTORS)
 #ifdef __clang__ // so that arrays of vectors become registers
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -93,49 +97,6 @@ TARGET static void NAME(halves)(uint16_t *out, const float *x, int n) {
     }
 }
 
-// y (T, R) += x (T, n) w (R, n)^T, R 4 or 1: R * T sums stay in registers, R + T loads feed R * T multiplications.
-INLINE void NAME(product_tile)(float *y, size_t y_stride, const float *w, size_t w_stride, const float *x,
-                               size_t x_stride, int n, const int R, const int T) {
-    V sum[4][TOKENS], xs[TOKENS];
-    UNROLL for (int r = 0; r < 4; r++)
-        UNROLL for (int t = 0; t < T; t++) sum[r][t] = SET(0);
-    int i = 0;
-    for (; i + N <= n; i += N) {
-        UNROLL for (int t = 0; t < T; t++) xs[t] = LOAD(x + t * x_stride + i);
-        UNROLL for (int r = 0; r < R; r++) {
-            V ws = LOAD(w + r * w_stride + i);
-            UNROLL for (int t = 0; t < T; t++) sum[r][t] = FMA(ws, xs[t], sum[r][t]);
-        }
-    }
-    if (i < n) {
-        UNROLL for (int t = 0; t < T; t++) xs[t] = NAME(load_tail)(F32, x + t * x_stride, i, n - i);
-        UNROLL for (int r = 0; r < R; r++) {
-            V ws = NAME(load_tail)(F32, w + r * w_stride, i, n - i);
-            UNROLL for (int t = 0; t < T; t++) sum[r][t] = FMA(ws, xs[t], sum[r][t]);
-        }
-    }
-    UNROLL for (int t = 0; t < T; t++)
-        if (R == 4) ADD_SUMS(y + t * y_stride, sum[0][t], sum[1][t], sum[2][t], sum[3][t]);
-        else y[t * y_stride] += SUM(sum[0][t]);
-}
-
-// Up to TOKENS tokens with all rows, which pass by while the tokens stay in the nearest cache.
-INLINE void NAME(product_rows)(float *y, size_t y_stride, const float *w, size_t w_stride, int rows, const float *x,
-                               size_t x_stride, int n, const int T) {
-    int r = 0;
-    for (; r + 4 <= rows; r += 4) NAME(product_tile)(y + r, y_stride, w + r * w_stride, w_stride, x, x_stride, n, 4, T);
-    for (; r < rows; r++) NAME(product_tile)(y + r, y_stride, w + r * w_stride, w_stride, x, x_stride, n, 1, T);
-}
-
-TARGET static void NAME(products)(float *y, size_t y_stride, const float *w, size_t w_stride, int rows, const float *x,
-                                  size_t x_stride, int n, int T) {
-    for (; T >= TOKENS; T -= TOKENS, x += TOKENS * x_stride, y += TOKENS * y_stride)
-        NAME(product_rows)(y, y_stride, w, w_stride, rows, x, x_stride, n, TOKENS);
-    for (; T >= 2; T -= 2, x += 2 * x_stride, y += 2 * y_stride)
-        NAME(product_rows)(y, y_stride, w, w_stride, rows, x, x_stride, n, 2);
-    if (T) NAME(product_rows)(y, y_stride, w, w_stride, rows, x, x_stride, n, 1);
-}
-
 // The scalar loops, which the compiler turns into this set's vectors.
 TARGET static void NAME(quantize)(Block *out, const float *x, int n_blocks) {
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
@@ -158,24 +119,32 @@ TARGET static void NAME(quantize)(Block *out, const float *x, int n_blocks) {
     }
 }
 
-// Writes four rows of 16 bytes, stride apart, to a tile: the transpose of a 4 by 4 matrix of four bytes each.
-INLINE void NAME(pack_square)(uint8_t *tile, const uint8_t *rows, size_t stride, Q offset) {
+// Transposes a 4 by 4 matrix of words of four bytes; the rows lie `stride` bytes apart, those of the result `out_stride`.
+INLINE void NAME(pack_square)(uint8_t *out, size_t out_stride, const uint8_t *rows, size_t stride, Q offset) {
     Q a = LOAD_Q(rows), b = LOAD_Q(rows + stride), c = LOAD_Q(rows + 2 * stride), d = LOAD_Q(rows + 3 * stride);
     Q ac = LOW_32(a, c), bd = LOW_32(b, d), ac2 = HIGH_32(a, c), bd2 = HIGH_32(b, d);
-    STORE_Q(tile, XOR_Q(LOW_32(ac, bd), offset));
-    STORE_Q(tile + 4 * TILE, XOR_Q(HIGH_32(ac, bd), offset));
-    STORE_Q(tile + 8 * TILE, XOR_Q(LOW_32(ac2, bd2), offset));
-    STORE_Q(tile + 12 * TILE, XOR_Q(HIGH_32(ac2, bd2), offset));
+    STORE_Q(out, XOR_Q(LOW_32(ac, bd), offset));
+    STORE_Q(out + out_stride, XOR_Q(HIGH_32(ac, bd), offset));
+    STORE_Q(out + 2 * out_stride, XOR_Q(LOW_32(ac2, bd2), offset));
+    STORE_Q(out + 3 * out_stride, XOR_Q(HIGH_32(ac2, bd2), offset));
+}
+
+TARGET static void NAME(transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
+    int i = 0;
+    for (; rows % 4 == 0 && i + 4 <= n; i += 4)
+        for (int r = 0; r < rows; r += 4)
+            NAME(pack_square)(out + 4 * ((size_t)i * rows + r), 4 * rows, in + r * stride + 4 * i, stride, SET_Q(0));
+    transpose(out + (size_t)4 * i * rows, in + 4 * i, stride, rows, n - i);
 }
 
 INLINE void NAME(pack)(Type type, uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
     const size_t size = type == Q8_0 ? 34 : 18;
     Q offset = SET_Q(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0);
     for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
-        for (int i = 0; i < TILE; i++) memcpy(tiles + 2 * i, rows + i * stride, 2);
-        for (int i = 0; i < TILE; i += 4) {
-            NAME(pack_square)(tiles + 2 * TILE + 4 * i, rows + i * stride + 2, stride, offset);
-            if (type == Q8_0) NAME(pack_square)(tiles + 18 * TILE + 4 * i, rows + i * stride + 18, stride, offset);
+        for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * r, rows + r * stride, 2);
+        for (int r = 0; r < TILE; r += 4) {
+            NAME(pack_square)(tiles + 2 * TILE + 4 * r, 4 * TILE, rows + r * stride + 2, stride, offset);
+            if (type == Q8_0) NAME(pack_square)(tiles + 18 * TILE + 4 * r, 4 * TILE, rows + r * stride + 18, stride, offset);
         }
     }
 }
@@ -188,6 +157,35 @@ TARGET static void NAME(pack_q4)(uint8_t *tiles, const uint8_t *rows, size_t str
     NAME(pack)(Q4_0, tiles, rows, stride, n_blocks);
 }
 
+// One column of P rows of tiles, or two of BF16's, added to the sums of T tokens x (columns, T).
+INLINE void NAME(add_column)(V sums[SUMS][TOKENS], const V w[SUMS], const float *x, const int T, const int P) {
+    UNROLL for (int t = 0; t < T; t++) {
+        V xs = SET(x[t]);
+        UNROLL for (int v = 0; v < P * VECTORS; v++) sums[v][t] = FMA(w[v], xs, sums[v][t]);
+    }
+}
+
+// The sums of TILE rows stand side by side in the lanes. Even and odd columns are summed apart, where few tokens leave room,
+// so that an addition need not wait for the one before.
+INLINE void NAME(float_tiles)(Type type, float *y, const uint8_t *tiles, const float *x, int cols, const int T, const int P) {
+    const int apart = T <= 2;
+    V even[SUMS][TOKENS], odd[SUMS][TOKENS], w[SUMS], w2[SUMS];
+    size_t next = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE; // bytes from one row of tiles to the other
+    UNROLL for (int v = 0; v < P * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) even[v][t] = odd[v][t] = SET(0);
+    for (int c = 0; c < cols; c += 2, x += 2 * T) {
+        UNROLL for (int v = 0; v < P * VECTORS; v++) {
+            const uint8_t *here = tiles + v / VECTORS * next + (size_t)(type == F32 ? c : c / 2) * 4 * TILE + v % VECTORS * 4 * N;
+            if (type == F32) w[v] = LOAD((const float *)here), w2[v] = c + 1 < cols ? LOAD((const float *)here + TILE) : w[v];
+            else w[v] = BF16_LOW(LOAD_I(here)), w2[v] = BF16_HIGH(LOAD_I(here));
+        }
+        NAME(add_column)(even, w, x, T, P);
+        if (c + 1 < cols) NAME(add_column)(apart ? odd : even, w2, x + T, T, P);
+    }
+    UNROLL for (int v = 0; v < P * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++)
+            STORE(y + t * 2 * TILE + v * N, apart ? ADD(even[v][t], odd[v][t]) : even[v][t]);
+}
 // Products of the block at `row` with x, added to the sum.
 INLINE S NAME(add_block)(Type type, const uint8_t *row, const Block *x, S sum) {
     uint16_t scale;
@@ -222,50 +220,81 @@ INLINE I NAME(four_bytes)(const int8_t *q) {
     return SET_I(bytes);
 }
 
-// T tokens with one row of tiles: the sums of TILE rows stand side by side in the lanes.
-INLINE void NAME(tile)(Type type, float *y, const uint8_t *tiles, const Block *x, int n_blocks, const int T) {
-    V sums[8][VECTORS];
-    UNROLL for (int t = 0; t < T; t++)
-        UNROLL for (int v = 0; v < VECTORS; v++) sums[t][v] = SET(0);
-    for (int b = 0; b < n_blocks; b++, tiles += type == Q8_0 ? Q8_TILE : Q4_TILE) {
-        const uint8_t *numbers = tiles + 2 * TILE;
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            I products[8];
+// T tokens with P rows of tiles.
+INLINE void NAME(block_tiles)(Type type, float *y, const uint8_t *tiles, const Block *x, int n_blocks, const int T, const int P) {
+    const size_t size = type == Q8_0 ? Q8_TILE : Q4_TILE, next = n_blocks * size; // bytes from one row of tiles to the other
+    V sums[SUMS][TOKENS_Q];
+    UNROLL for (int v = 0; v < P * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
+    for (int b = 0; b < n_blocks; b++, tiles += size) {
+        I products[SUMS][TOKENS_Q];
+        UNROLL for (int v = 0; v < P * VECTORS; v++)
             UNROLL for (int t = 0; t < T; t++)
-                products[t] = SET_I((type == Q8_0 ? -Q8_OFFSET : -8) * x[(size_t)t * n_blocks + b].sum);
-            for (int g = 0; g < (type == Q8_0 ? 8 : 4); g++) {
-                I w = LOAD_I(numbers + (g * TILE + v * N) * 4), low = AND_15(w), high = SHIFT_4(w);
-                UNROLL for (int t = 0; t < T; t++) {
-                    const int8_t *q = x[(size_t)t * n_blocks + b].q + 4 * g;
-                    if (type == Q8_0) products[t] = DOT(products[t], w, NAME(four_bytes)(q));
-                    else {
-                        products[t] = DOT_SMALL(products[t], low, NAME(four_bytes)(q));
-                        products[t] = DOT_SMALL(products[t], high, NAME(four_bytes)(q + 16));
-                    }
-                }
+                products[v][t] = SET_I((type == Q8_0 ? -Q8_OFFSET : -8) * x[(size_t)t * n_blocks + b].sum);
+        for (int g = 0; g < (type == Q8_0 ? 8 : 4); g++) {
+            I w[SUMS];
+            UNROLL for (int v = 0; v < P * VECTORS; v++)
+                w[v] = LOAD_I(tiles + v / VECTORS * next + 2 * TILE + (g * TILE + v % VECTORS * N) * 4);
+            UNROLL for (int t = 0; t < T; t++) {
+                const int8_t *q = x[(size_t)t * n_blocks + b].q + 4 * g;
+                I first = NAME(four_bytes)(q), second = NAME(four_bytes)(q + (type == Q8_0 ? 0 : 16));
+                UNROLL for (int v = 0; v < P * VECTORS; v++)
+                    if (type == Q8_0) products[v][t] = DOT(products[v][t], w[v], first);
+                    else products[v][t] = DOT_SMALL(DOT_SMALL(products[v][t], AND_15(w[v]), first), SHIFT_4(w[v]), second);
             }
-            V scales = LOAD_F16((const void *)(tiles + 2 * v * N));
+        }
+        UNROLL for (int v = 0; v < P * VECTORS; v++) {
+            V scales = LOAD_F16((const void *)(tiles + v / VECTORS * next + 2 * (v % VECTORS) * N));
             UNROLL for (int t = 0; t < T; t++)
-                sums[t][v] = FMA(FLOATS(products[t]), MUL(scales, SET(x[(size_t)t * n_blocks + b].scale)), sums[t][v]);
+                sums[v][t] = FMA(FLOATS(products[v][t]), MUL(scales, SET(x[(size_t)t * n_blocks + b].scale)), sums[v][t]);
         }
     }
-    UNROLL for (int t = 0; t < T; t++)
-        UNROLL for (int v = 0; v < VECTORS; v++) STORE(y + t * TILE + v * N, sums[t][v]);
+    UNROLL for (int v = 0; v < P * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) STORE(y + t * 2 * TILE + v * N, sums[v][t]);
 }
 
-INLINE void NAME(tiles)(Type type, float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T) {
-    enum { MOST = 8 / VECTORS };
-    for (; T >= MOST; T -= MOST, x += MOST * n_blocks, y += MOST * TILE) NAME(tile)(type, y, tiles, x, n_blocks, MOST);
-    for (; T >= 2; T -= 2, x += 2 * n_blocks, y += 2 * TILE) NAME(tile)(type, y, tiles, x, n_blocks, 2);
-    if (T) NAME(tile)(type, y, tiles, x, n_blocks, 1);
+// Few tokens go along one row of tiles after the other, for memory is read fastest at one place; many share what is loaded of two.
+INLINE void NAME(floats_times_panel)(Type type, float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols,
+                                     int T) {
+    size_t size = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE;
+    for (int r = 0; r < rows_of_tiles; r++, y += TILE, tiles += size)
+        if (T == 1) NAME(float_tiles)(type, y, tiles, x, cols, 1, 1);
+        else if (T == 2) NAME(float_tiles)(type, y, tiles, x, cols, 2, 1);
+        else if (T == 4) NAME(float_tiles)(type, y, tiles, x, cols, 4, 1);
+        else if (PANELS == 2 && r + 1 < rows_of_tiles) {
+            if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, PANELS == 2 ? 8 : 1, PANELS);
+            else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, PANELS);
+            r++, y += TILE, tiles += size;
+        } else if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, TOKENS > 8 ? 8 : 1, 1);
+        else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, 1);
 }
 
-TARGET static void NAME(tiles_q8)(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T) {
-    NAME(tiles)(Q8_0, y, tiles, x, n_blocks, T);
+TARGET static void NAME(tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+    NAME(floats_times_panel)(F32, y, tiles, rows_of_tiles, x, cols, T);
 }
 
-TARGET static void NAME(tiles_q4)(float *y, const uint8_t *tiles, const Block *x, int n_blocks, int T) {
-    NAME(tiles)(Q4_0, y, tiles, x, n_blocks, T);
+TARGET static void NAME(tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+    NAME(floats_times_panel)(BF16, y, tiles, rows_of_tiles, x, cols, T);
+}
+
+INLINE void NAME(blocks_times_tokens)(Type type, float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n,
+                                      int T) {
+    size_t size = (size_t)n * (type == Q8_0 ? Q8_TILE : Q4_TILE);
+    enum { MOST = TOKENS_Q };
+    for (; T >= MOST; T -= MOST, x += MOST * n, y += MOST * 2 * TILE)
+        if (PANELS == 2 && rows_of_tiles == 2) NAME(block_tiles)(type, y, tiles, x, n, MOST, PANELS);
+        else for (int r = 0; r < rows_of_tiles; r++) NAME(block_tiles)(type, y + r * TILE, tiles + r * size, x, n, MOST, 1);
+    for (; T >= 2; T -= 2, x += 2 * n, y += 4 * TILE)
+        for (int r = 0; r < rows_of_tiles; r++) NAME(block_tiles)(type, y + r * TILE, tiles + r * size, x, n, 2, 1);
+    for (int r = 0; T && r < rows_of_tiles; r++) NAME(block_tiles)(type, y + r * TILE, tiles + r * size, x, n, 1, 1);
+}
+
+TARGET static void NAME(tiles_q8)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n, int T) {
+    NAME(blocks_times_tokens)(Q8_0, y, tiles, rows_of_tiles, x, n, T);
+}
+
+TARGET static void NAME(tiles_q4)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n, int T) {
+    NAME(blocks_times_tokens)(Q4_0, y, tiles, rows_of_tiles, x, n, T);
 }
 
 // e^x for x up to 88, and 1e-38 below -87: 2^n e^r, n whole and |r| <= ln 2 / 2, by the series to r^6 (error 2e-7).
@@ -294,15 +323,32 @@ TARGET static void NAME(swiglu)(float *h, const float *h2, int n) {
     }
 }
 
+TARGET static void NAME(rotate)(float *x, const float *rotation, int head_dim) {
+    for (int i = 0; i < head_dim; i += N) {
+        int left = head_dim - i;
+        float tail[N];
+        V a = left < N ? NAME(load_tail)(F32, x, i, left) : LOAD(x + i);
+        V cosine = left < N ? NAME(load_tail)(F32, rotation, i, left) : LOAD(rotation + i);
+        V sine = left < N ? NAME(load_tail)(F32, rotation, head_dim + i, left) : LOAD(rotation + head_dim + i);
+        V y = FMA(SWAP(a), sine, MUL(a, cosine));
+        STORE(left < N ? tail : x + i, y);
+        if (left < N) memcpy(x + i, tail, left * sizeof *tail);
+    }
+}
+
 TARGET static float NAME(largest)(const float *x, int n) {
-    V most = SET(-INFINITY);
-    float lanes[N], largest = -INFINITY;
+    V a = SET(-INFINITY), b = a, poison = SET(0); // 0 times what is not finite is NaN
+    float lanes[N], largest = -INFINITY, rest = 0;
     int i = 0;
-    for (; i + N <= n; i += N) most = MAX(most, LOAD(x + i));
-    STORE(lanes, most);
+    for (; i + 2 * N <= n; i += 2 * N) {
+        V x1 = LOAD(x + i), x2 = LOAD(x + i + N);
+        a = MAX(a, x1), b = MAX(b, x2);
+        poison = FMA(x1, SET(0), FMA(x2, SET(0), poison));
+    }
+    STORE(lanes, MAX(a, b));
     for (int lane = 0; lane < N; lane++) largest = lanes[lane] > largest ? lanes[lane] : largest;
-    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;
-    return largest;
+    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest, rest += 0 * x[i];
+    return largest + SUM(poison) + rest;
 }
 
 TARGET static float NAME(exponentials)(float *x, float most, float scale, int n) {
@@ -387,13 +433,19 @@ TARGET static void NAME(mix)(float *out, const float *p, size_t p_stride, int Q,
 }
 
 static const Kernels NAME(kernels) = {
-    NAME_STRING, NAME(dot_f32), NAME(dot_f16), NAME(dot_bf16), NAME(floats_f16), NAME(floats_bf16),
-    NAME(halves), NAME(products), NAME(quantize), NAME(dot_q8), NAME(dot_q4), NAME(pack_q8), NAME(pack_q4), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(largest), NAME(exponentials), NAME(scores),
-    NAME(mix),
+    NAME_STRING, TOKENS, NAME(dot_f32), NAME(dot_f16), NAME(dot_bf16), NAME(floats_f16), NAME(floats_bf16), NAME(halves),
+    NAME(quantize), NAME(dot_q8), NAME(dot_q4), NAME(transpose), NAME(pack_q8), NAME(pack_q4), NAME(tiles_f32),
+    NAME(tiles_bf16), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(rotate), NAME(largest), NAME(exponentials), NAME(scores), NAME(mix),
+    NULL, NULL,
 };
 
 #undef INLINE
 #undef VECTORS
+#undef SUMS
+#undef PANELS
+#undef TOKENS_Q
+#undef BF16_LOW
+#undef BF16_HIGH
 #undef UNROLL
 #undef NAME
 #undef NAME_STRING
@@ -428,8 +480,8 @@ static const Kernels NAME(kernels) = {
 #undef MIN
 #undef FMA
 #undef SUM
-#undef ADD_SUMS
 #undef ROUND
+#undef SWAP
 #undef POW2
 #undef LOAD_I
 #undef SET_I

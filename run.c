@@ -490,6 +490,7 @@ static const char *state_open(State *s, Model *m, const char *device, int positi
     Backend *b = s->backend;
     size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
+    b->precise = all;
     bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->xb = b->alloc(b, T * c->dim))
            && (s->q = b->alloc(b, T * c->dim))
            && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
@@ -949,12 +950,18 @@ static float random_float(Sampler *s) {
     return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
 }
 
-// The first of the largest.
+// The first of the largest; -1 if one is not finite. Only the part that it stands in is searched for its place.
 static int argmax(const float *x, int n) {
-    float most = cpu_largest(x, n);
-    int i = 0;
-    while (i < n - 1 && x[i] != most) i++;
-    return i;
+    enum { PART = 1024 };
+    float most = -INFINITY;
+    int best = 0;
+    for (int i = 0; i < n; i += PART) {
+        float largest = cpu_largest(x + i, n - i < PART ? n - i : PART);
+        if (isnan(largest)) return -1;
+        if (largest > most) most = largest, best = i;
+    }
+    while (x[best] != most) best++;
+    return best;
 }
 
 static bool likelier(const Candidate *a, const Candidate *b) { return a->p > b->p || (a->p == b->p && a->token < b->token); }
@@ -997,21 +1004,10 @@ static int sample_topp(Sampler *s, const float *p, float coin) {
 
 static const char not_finite[] = "its logits are not finite; the weights are broken";
 
-static void check_finite(const float *logits, size_t n) {
-    uint32_t largest = 0; // bits but the sign: they have the order of the magnitudes, and a maximum vectorises
-    for (size_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &logits[i], 4);
-        bits &= 0x7fffffff;
-        largest = bits > largest ? bits : largest;
-    }
-    if (largest >= 0x7f800000) die("model", not_finite);
-}
-
 // The next token; overwrites the logits (vocab_size,) by probabilities.
 static int sample(Sampler *s, float *logits) {
-    check_finite(logits, s->vocab_size);
     int n = s->vocab_size, best = argmax(logits, n);
+    if (best < 0) die("model", not_finite);
     if (s->temperature == 0 || isinf(1 / s->temperature)) return best;
     float sum = cpu_exponentials(logits, logits[best], 1 / s->temperature, n), cdf = 0;
     for (int i = 0; i < n; i++) logits[i] /= sum;
@@ -1192,9 +1188,9 @@ static void perplexity(Run *r, Text text) {
         int pos = at % window, left = inputs - at < window - pos ? inputs - at : window - pos;
         T = left < r->state.chunk ? left : r->state.chunk;
         float *logits = forward(&r->model, &r->state, tokens + at, T, pos, true);
-        check_finite(logits, (size_t)T * c->vocab_size);
         for (int t = 0; t < T; t++, logits += c->vocab_size) {
             float most = cpu_largest(logits, c->vocab_size), next = logits[tokens[at + t + 1]];
+            if (isnan(most)) die("model", not_finite);
             nll += log(cpu_exponentials(logits, most, 1, c->vocab_size)) + most - next;
         }
         if (isatty(2)) fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
@@ -1212,7 +1208,7 @@ static void dump_logits(Run *r, Text prompt) {
     for (int at = 0, T; at < n; at += T) {
         T = n - at < r->state.chunk ? n - at : r->state.chunk;
         const float *logits = forward(&r->model, &r->state, tokens + at, T, at, true);
-        check_finite(logits, (size_t)T * r->model.config.vocab_size);
+        if (isnan(cpu_largest(logits, T * r->model.config.vocab_size))) die("model", not_finite);
         print_bytes((const char *)logits, sizeof(float) * T * r->model.config.vocab_size);
     }
     free(tokens);
@@ -1296,7 +1292,7 @@ typedef struct {
     double peak;                     // bytes of memory that the process had at most
 } Bench;
 
-enum { BENCH_RUNS = 5, BENCH_SECONDS = 2 };
+enum { BENCH_RUNS = 5, BENCH_SECONDS = 2, WARM = 20 };
 
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -1332,7 +1328,8 @@ static Bench measure(Run *r, double start) {
     open_state(r, b.prompt > b.decoded ? b.prompt : b.decoded, false);
     choose(r, forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false));
     b.first = seconds() - start;
-    prefill(&r->model, &r->state, tokens, b.prompt, 0); // so that all is in memory
+    for (int i = 0; i < WARM; i++) forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false); // so that all is in place
+    prefill(&r->model, &r->state, tokens, b.prompt, 0);
     for (double begin = seconds(); runs < BENCH_RUNS && (runs == 0 || seconds() - begin < BENCH_SECONDS); runs++) {
         double before = seconds();
         prefill(&r->model, &r->state, tokens, b.prompt, 0);

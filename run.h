@@ -96,6 +96,7 @@ typedef struct {
 // The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
 struct Backend {
     int chunk; // most tokens in one call that it works well on
+    bool precise; // set by who asks for logits: activations are rounded no more than the file's type demands
     // Around the ops of one call of forward, where the backend has them (else NULL). begin returns whether the ops have
     // to be called; not so once they are recorded: end then replays them for these tokens (T,) at pos..pos+T-1.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all);
@@ -128,7 +129,7 @@ struct Backend {
 // Returns NULL or what is wrong.
 const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
-// On numbers in the host's memory, in vectors: the largest of x (n,); x = exp((x - most) * scale), of which it returns the sum
+// On numbers in the host's memory, in vectors: the largest of x (n,), NaN if one is not finite; x = exp((x - most) * scale), of which it returns the sum
 float cpu_largest(const float *x, int n);
 float cpu_exponentials(float *x, float most, float scale, int n);
 

@@ -83,48 +83,67 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
     memcpy(y, w, n * sizeof *y), memcpy(z, w, n * sizeof *z);
     for (int i = 0; i < n; i++) y[i] = z[i] = 100 * z[i];
     k->swiglu(y, x, n), s->swiglu(z, x, n), compare(k, "swiglu", y, z, n, 1e-6);
-    free(x), free(w), free(y), free(z), free(f16), free(bf16), free(narrow), free(narrow2);
+    int pairs = (n + 1) / 2; // of a head, whose rotation has 4 numbers each
+    float *head = floats(2 * pairs), *head2 = malloc(2 * pairs * sizeof *head), *rotation = floats(4 * pairs);
+    memcpy(head2, head, 2 * pairs * sizeof *head);
+    k->rotate(head, rotation, 2 * pairs), s->rotate(head2, rotation, 2 * pairs);
+    compare(k, "rotate", head, head2, 2 * pairs, 1e-6);
+    free(x), free(w), free(y), free(z), free(f16), free(bf16), free(narrow), free(narrow2), free(head), free(head2), free(rotation);
 }
 
-static void products_of_floats(const Kernels *k, const Kernels *s) {
-    int n = 1 + below(100), rows = 1 + below(35), T = 1 + below(20), more = below(3);
-    float *x = floats((size_t)T * (n + more)), *w = floats((size_t)rows * (n + more));
-    float *y = floats(T * (rows + more)), *z = malloc(T * (rows + more) * sizeof *z);
-    memcpy(z, y, T * (rows + more) * sizeof *z);
-    k->products(y, rows + more, w, n + more, rows, x, n + more, n, T);
-    s->products(z, rows + more, w, n + more, rows, x, n + more, n, T);
-    compare(k, "products", y, z, T * (rows + more), 1e-6);
-    free(x), free(w), free(y), free(z);
-}
-
-static void products_of_blocks(const Kernels *k, const Kernels *s, bool q8) {
-    int n = 1 + below(9), T = 1 + below(20), size = q8 ? 34 : 18, rows = 1 + below(40);
-    float *x = floats((size_t)T * n * 32);
-    for (int i = 0; i < 32 && below(2); i++) x[i] = 0;
-    Block *b = malloc(T * n * sizeof *b), *b2 = malloc(T * n * sizeof *b);
-    k->quantize(b, x, T * n), s->quantize(b2, x, T * n), compare_blocks(k, b, b2, T * n);
-    Mat m = {.type = q8 ? Q8_0 : Q4_0, .rows = rows, .cols = n * 32, .data = blocks_of(rows, n, size)};
-    size_t tile = tiles_size(&m);
-    uint8_t *tiles = malloc(tile), *tiles2 = malloc(tile);
-    float *y = floats(T * TILE), *z = floats(T * TILE), *row = floats(n * 32), found[TILE];
-    for (int r = 0; r < rows; r += TILE) {
-        pack(k, tiles, &m, r), pack(s, tiles2, &m, r);
-        (q8 ? k->tiles_q8 : k->tiles_q4)(y, tiles, b, n, T), (q8 ? s->tiles_q8 : s->tiles_q4)(z, tiles2, b, n, T);
-        compare(k, q8 ? "tiles_q8" : "tiles_q4", y, z, T * TILE, 1e-6);
-        for (int i = 0; i < TILE && r + i < rows; i++) {
-            const uint8_t *blocks = (const uint8_t *)m.data + (size_t)(r + i) * n * size;
-            found[i] = (q8 ? k->dot_q8 : k->dot_q4)(blocks, b, n);
-            floats_of(s, row, &m, r + i, 0, n * 32); // and the scalar ones against what the format says
-            double exact = 0, magnitude = 0;
-            for (int c = 0; c < n * 32; c++) {
-                double product = (double)row[c] * b[c / 32].scale * b[c / 32].q[c % 32];
-                exact += product, magnitude += fabs(product);
-            }
-            if (!(fabs(found[i] - exact) <= 1e-6 * magnitude && fabs(z[i] - exact) <= 1e-6 * magnitude))
-                failed = true, printf("%s dot of blocks, row %d: %g %g, expected %g\n", k->name, r + i, found[i], z[i], exact);
-        }
+// A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
+static void products_of(const Kernels *k, const Kernels *s, Type type) {
+    int blocks = type == Q8_0 || type == Q4_0, size = type == Q8_0 ? 34 : 18;
+    int n = 1 + below(9), cols = blocks ? n * 32 : 1 + below(150), rows = 1 + below(70), T = 1 + below(40);
+    Mat m = {.type = type, .rows = rows, .cols = cols, .group = 7};
+    m.data = blocks ? blocks_of(rows, n, size) : type == F32 ? (void *)floats((size_t)rows * cols)
+           : (void *)shorts((size_t)rows * cols, type == BF16); // INT8_GROUPS leaves half of them
+    m.scales = type == INT8_GROUPS ? floats((size_t)rows * cols / 7 + 1) : NULL;
+    float *x = floats((size_t)T * cols), *row = floats(cols);
+    for (int i = 0; i < 32 && i < cols && below(2); i++) x[i] = 0;
+    Block *b = malloc((size_t)T * n * sizeof *b);
+    if (blocks) {
+        Block *b2 = malloc((size_t)T * n * sizeof *b);
+        k->quantize(b, x, T * n), s->quantize(b2, x, T * n), compare_blocks(k, b, b2, T * n);
+        for (int i = 0; i < T * cols; i++) x[i] = b[i / 32].scale * b[i / 32].q[i % 32];
+        free(b2);
     }
-    free(x), free(b), free(b2), free((void *)m.data), free(tiles), free(tiles2), free(y), free(z), free(row);
+    for (int both = 0; both < 2; both++) { // the kernels, and the scalar ones
+        const Kernels *used = both ? s : k;
+        Cpu cpu = {.kernels = used, .panels = malloc((size_t)(T + used->tokens) * cols * sizeof(float)),
+                   .pairs = malloc((size_t)(T + used->tokens) * (cols + 1) * sizeof(uint16_t))};
+        int panels = (T + used->tokens - 1) / used->tokens;
+        pack_tokens(&cpu, &(Activations){x, cols, T}, 0, panels, NULL);
+        float *out = floats((size_t)T * rows), *first = malloc((size_t)T * rows * sizeof *out);
+        memcpy(first, out, (size_t)T * rows * sizeof *out);
+        float *scratch = malloc(ROWS * (cols + 1 + T + used->tokens) * sizeof *scratch);
+        uint8_t *tiles = malloc((rows + TILE - 1) / TILE * tiles_size(&m));
+        for (int r = 0; r < rows; r += TILE) pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
+        int kept = below(2), as_file = T == 1 && !kept;
+        m.tiles = kept ? tiles : NULL;
+        Product p = {out, &m, true};
+        bool pairs = used->bf16s && T >= LEAST_PAIRS && below(2);
+        if (pairs) pack_pairs(&cpu, &(Activations){x, cols, T}, 0, panels, scratch);
+        MatmulArgs a = {&p, 1, x, cpu.panels, pairs ? cpu.pairs : NULL, b, T};
+        for (int r = 0; r < rows; r += ROWS)
+            (as_file ? rows_times_token : tiles_times_tokens)(used, &p, &a, r, r + ROWS < rows ? r + ROWS : rows, scratch);
+        for (int r = 0; r < rows; r++) {
+            floats_of(s, row, &m, r, 0, cols);
+            for (int t = 0; t < T; t++) {
+                double exact = first[t * rows + r], magnitude = fabs(exact);
+                for (int c = 0; c < cols; c++) {
+                    double product = (double)row[c] * x[(size_t)t * cols + c];
+                    exact += product, magnitude += fabs(product);
+                }
+                if (fabs(out[t * rows + r] - exact) <= (pairs && type == BF16 ? 0x1p-8 : 2e-6) * magnitude) continue;
+                failed = true;
+                printf("%s products of type %d, %s, row %d of %d, token %d of %d: %g, expected %g\n", used->name, type,
+                       as_file ? "rows" : kept ? "tiles kept" : "tiles", r, rows, t, T, out[t * rows + r], exact);
+            }
+        }
+        free(cpu.panels), free(cpu.pairs), free(out), free(first), free(scratch), free(tiles);
+    }
+    free(x), free(row), free(b), free((void *)m.data), free((void *)m.scales);
 }
 
 static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
@@ -135,7 +154,7 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
     void *values = half ? (void *)shorts((size_t)n * width, false) : floats((size_t)n * width);
     k->scores(p, room, q, head_dim, Q, keys, half, head_dim, n), s->scores(p2, room, q, head_dim, Q, keys, half, head_dim, n);
     for (int i = 0; i < Q; i++) {
-        compare(k, "scores", p + i * room, p2 + i * room, n, 1e-6);
+        compare(k, "scores", p + i * room, p2 + i * room, n, 2e-6);
         memcpy(p + i * room, p2 + i * room, n * sizeof *p); // small differences would grow
         float most = k->largest(p + i * room, n);
         compare(k, "largest", &most, (float[]){s->largest(p2 + i * room, n)}, 1, 1e-6);
@@ -149,17 +168,15 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
 }
 
 int main(int argc, char **argv) {
-    const Kernels *found[4];
+    const Kernels *found[5];
     int n = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {
             rows_of_floats(found[i], &kernels_scalar);
-            products_of_floats(found[i], &kernels_scalar);
-            for (int half = 0; half < 2; half++) {
-                products_of_blocks(found[i], &kernels_scalar, half);
-                attention_ops(found[i], &kernels_scalar, half);
-            }
+            Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+            for (int j = 0; j < 6; j++) products_of(found[i], &kernels_scalar, types[j]);
+            for (int half = 0; half < 2; half++) attention_ops(found[i], &kernels_scalar, half);
         }
     for (int i = 0; i < n; i++) printf("%s ", found[i]->name);
     printf("%s\n", failed ? "differ" : "agree");

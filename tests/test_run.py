@@ -192,8 +192,8 @@ class Model:
 def instruction_sets():
     """Those that this machine has."""
     flags = Path("/proc/cpuinfo").read_text().split()
-    known = {"avx2": {"avx2", "fma"}, "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
-             "neon": {"asimddp"}}
+    avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+    known = {"avx2": {"avx2", "fma"}, "avx512": avx512, "avx512bf16": avx512 | {"avx512_bf16"}, "neon": {"asimddp"}}
     return ["scalar"] + [isa for isa, needed in known.items() if needed <= set(flags)]
 
 
