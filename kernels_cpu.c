@@ -694,7 +694,7 @@ static bool start_team(Cpu *cpu, int n_threads) {
     return true;
 }
 
-enum { SLICE = 4 << 20 }; // bytes
+enum { SLICE = 4 << 20 }; // bytes of a matrix that are put in tiles at once
 
 typedef struct { const Mat *m; uint8_t *tiles; int first; } PackArgs;
 
@@ -712,21 +712,23 @@ static const uint8_t *row_of(const Mat *m, int r) {
     return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * row;
 }
 
-// Gives back the memory of the whole pages between two addresses of a mapped file.
-static void drop_pages(const uint8_t *begin, const uint8_t *end) {
+// Gives back the memory of the whole pages of a mapped file from `begin` to `end`, and of those before, but not below
+// `lowest`, that the system may have brought back with the last ones read.
+static void drop_pages(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
+    begin = begin - lowest > SLICE ? begin - SLICE : lowest;
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = ((uintptr_t)begin + page - 1) / page * page;
     uintptr_t last = (uintptr_t)end / page * page;
     if (first < last) madvise((void *)first, last - first, MADV_DONTNEED);
 }
 
 // Puts a matrix in tiles at `tiles`; returns their bytes. With tiles NULL it only measures.
-static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles) {
+static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest) {
     if (m->type != F32 && m->type != BF16 && !is_quantised(m)) return 0;
     int n = (m->rows + TILE - 1) / TILE, slice = (int)(SLICE / tiles_size(m)) + 1;
     for (int i = 0, some; tiles && i < n; i += some) { // by slices, so that both orders of them never stand in memory
         some = n - i < slice ? n - i : slice;
         parallel(cpu, pack_rows, &(PackArgs){m, tiles, i}, some, TILE * m->cols);
-        if (cpu->model->mapped) drop_pages(row_of(m, i * TILE), row_of(m, (i + some) * TILE));
+        if (cpu->model->mapped) drop_pages(lowest, row_of(m, i * TILE), row_of(m, (i + some) * TILE));
     }
     if (tiles) m->tiles = tiles;
     return n * tiles_size(m);
@@ -734,11 +736,14 @@ static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles) {
 
 static size_t keep_all(Cpu *cpu, uint8_t *tiles) {
     Weights *w = &cpu->model->weights;
-    size_t n = keep_tiles(cpu, &w->output, tiles);
+    const uint8_t *lowest = w->output.data;
+    for (int i = 0; i < cpu->config.n_layers; i++)
+        if ((const uint8_t *)w->layers[i].wq.data < lowest) lowest = w->layers[i].wq.data;
+    size_t n = keep_tiles(cpu, &w->output, tiles, lowest);
     for (int i = 0; i < cpu->config.n_layers; i++) {
         Layer *l = &w->layers[i];
         Mat *mats[] = {&l->wq, &l->wk, &l->wv, &l->wo, &l->w1, &l->w3, &l->w2};
-        for (int j = 0; j < 7; j++) n += keep_tiles(cpu, mats[j], tiles ? tiles + n : NULL);
+        for (int j = 0; j < 7; j++) n += keep_tiles(cpu, mats[j], tiles ? tiles + n : NULL, lowest);
     }
     return n;
 }
