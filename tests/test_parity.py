@@ -130,6 +130,17 @@ def test_greedy_text(shape, file, exported, vocabularies):
     assert run("-t", "0", "-n", "200", "-i", PROMPT).decode().rstrip("\n") == text.rstrip("\n")
 
 
+@pytest.mark.parametrize("shape", ["mha", "gqa", "hidden 100", "dim 72"])
+def test_text_after_a_long_prompt_in_bf16(shape, exported, vocabularies):
+    """Machines that multiply BF16 round the prompt's activations to it, and go on as model.py does in float32."""
+    _, model, run = exported(shape, "bf16")
+    prompt = write_text(5, 6)
+    start = torch.tensor([vocabularies[shape].encode(prompt, bos=True)])
+    assert start.shape[1] > 60
+    text = vocabularies[shape].decode(model.generate(start, 40, temperature=0)[0].tolist())
+    assert run("-t", "0", "-n", str(start.shape[1] + 39), "-i", prompt).decode().rstrip("\n") == text.rstrip("\n")
+
+
 @pytest.mark.parametrize("shape, file", CASES)
 def test_perplexity(shape, file, exported, vocabularies, tmp_path, capsys):
     """On a text it was not trained on, some windows and a remainder: evaluate.py on the checkpoint, run on the file."""

@@ -276,7 +276,7 @@ def test_greedy_text_equals_transformers(run_bin, tmp_path):
 
 def test_results_do_not_depend_on_threads(run_bin, tmp_path):
     model = Model(dim=128, hidden=1376, heads=4, kv=2)
-    for form in ("f32", "q8_0"):
+    for form in ("f32", "bf16", "q8_0"):
         args, _ = model.write(tmp_path, form)
         for isa in ISAS:
             for what in (["--logits"], ["-t", 0, "-n", 0]):
