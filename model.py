@@ -54,8 +54,38 @@ class ModelArgs:
         return None
 
 
+class Normalize(torch.autograd.Function):
+    """
+    y = x / rms(x) * w over the last dimension, in float32, handed on in `dtype`. x: (..., D), w: (D,). Backward needs x
+    and one number a row; what PyTorch derives by itself keeps three more copies of x, and walks over them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, eps, dtype):
+        x = x.float()
+        scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
+        ctx.save_for_backward(x, w, scale)
+        return (x * scale).mul_(w).to(dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, scale = ctx.saved_tensors
+        dy = dy.float()
+        n = x * scale                                   # (..., D)
+        dyn = (dy * n).flatten(0, -2)                   # (N, D)
+        along = (dyn @ w).view_as(scale) / len(w)       # (..., 1), the part of dy w that lies along n
+        dx = (dy * w).sub_(n.mul_(along)).mul_(scale)   # (..., D)
+        return dx, dyn.sum(0), None, None
+
+
+def compute_dtype(x):
+    """The type of matrix products with x: autocast's, if it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in float32. https://arxiv.org/abs/1910.07467"""
+    """x / rms(x) * weight over the last dimension, in float32, for a product. https://arxiv.org/abs/1910.07467"""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -63,7 +93,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))  # (D,)
 
     def forward(self, x):
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).type_as(x)
+        if x.device.type == "cpu":
+            return Normalize.apply(x, self.weight, self.eps, compute_dtype(x))
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))  # one kernel there
 
 
 def rope_table(args):
@@ -98,8 +130,8 @@ class ClassifierLoss(torch.autograd.Function):
         h, w = x.to(dtype), weight.to(dtype)
         n, rows = (targets >= 0).sum(), max(1, min(len(x), ClassifierLoss.PIECE // len(w)))
         buffer = torch.empty(rows, len(w), device=x.device)
-        total, dx, dw = torch.zeros((), device=x.device), torch.empty_like(x), torch.zeros_like(weight)
-        for h, target, dh in zip(h.split(rows), targets[:, None].split(rows), dx.split(rows)):
+        total, dx, dw = torch.zeros((), device=x.device), torch.empty_like(x), torch.empty_like(weight)
+        for i, (h, target, dh) in enumerate(zip(h.split(rows), targets[:, None].split(rows), dx.split(rows))):
             z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
             into(z, h, w.mT)
             top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
@@ -108,7 +140,7 @@ class ClassifierLoss(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
                 into(dh, dz, w).mul_(counted)
-                add_product(dw, dz.mT, h * counted)
+                into(dw, dz.mT, h * counted, keep=i > 0)
         ctx.save_for_backward(dx, dw, n)
         return total / n
 
@@ -118,14 +150,11 @@ class ClassifierLoss(torch.autograd.Function):
         return dx.mul_(grad / n), dw.mul_(grad / n), None, None
 
 
-def into(out, a, b):
-    """out = a b, for an `out` of another dtype too."""
-    return torch.mm(a, b, out=out) if out.dtype == a.dtype else out.copy_(a @ b)
-
-
-def add_product(out, a, b):
-    """out += a b, likewise."""
-    return out.addmm_(a, b) if out.dtype == a.dtype else out.add_(a @ b)
+def into(out, a, b, keep=False):
+    """out = a b, or, to keep what is there, out += a b; for an `out` of another dtype too."""
+    if out.dtype == a.dtype:
+        return out.addmm_(a, b, beta=int(keep))
+    return out.add_(a @ b) if keep else out.copy_(a @ b)
 
 
 class Attention(nn.Module):
@@ -157,6 +186,28 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(B, T, D))
 
 
+class SwiGLU(torch.autograd.Function):
+    """
+    y = (silu(a) * b) W2^T. a, b: (..., F), W2: (D, F). Kept for backward are a and b alone: silu(a) and its product with b
+    are soon made anew, and would fill more memory than all else of a block.
+    """
+
+    @staticmethod
+    def forward(ctx, a, b, w2):
+        ctx.save_for_backward(a, b, w2)
+        return F.linear(F.silu(a).mul_(b), w2)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b, w2 = ctx.saved_tensors
+        s = F.silu(a)                                                # (..., F)
+        dp = dy @ w2.to(dy.dtype)                                    # (..., F), of the product
+        dw2 = dy.flatten(0, -2).mT @ (s * b).flatten(0, -2)          # (D, F)
+        db = s.mul_(dp)
+        da = torch.ops.aten.silu_backward(dp.mul_(b), a)
+        return da, db, dw2.to(w2.dtype)
+
+
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) * w3 x). https://arxiv.org/abs/2002.05202"""
 
@@ -167,7 +218,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return SwiGLU.apply(self.w1(x), self.w3(x), self.w2.weight)
 
 
 class Block(nn.Module):
@@ -222,9 +273,7 @@ class Transformer(nn.Module):
             cache["pos"] += T
         if targets is None:
             return self.output(x if every else x[:, -1:]), None
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        return None, ClassifierLoss.apply(x.flatten(0, 1), self.output.weight, targets.flatten(), dtype)
+        return None, ClassifierLoss.apply(x.flatten(0, 1), self.output.weight, targets.flatten(), compute_dtype(x))
 
     def new_cache(self, B):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
