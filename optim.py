@@ -24,19 +24,49 @@ def orthogonalize(g, dtype=torch.float32, steps=5):
     if g.shape[1] > g.shape[2]:
         x = x.mT  # the product of the short sides is the smaller one
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # largest singular value below 1
+    a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))
+    y = torch.empty_like(x)  # memory once used is faster than fresh memory
     for _ in range(steps):
-        a = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        torch.bmm(x, x.mT, out=a)
+        torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315, out=b)
+        torch.baddbmm(x, b, x, beta=3.4445, out=y)
+        x, y = y, x
     return (x.mT if g.shape[1] > g.shape[2] else x).type_as(g)
 
 
-class Muon(torch.optim.Optimizer):
+# The two below are not torch.optim.Optimizer: making one of those imports PyTorch's compiler, a second and 70 MB.
+class AdamW:
+    """One kernel for all parameters of a group. https://arxiv.org/abs/1711.05101"""
+
+    def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
+        self.param_groups = [group | {"lr": lr} for group in groups]
+        self.state = defaultdict(dict)
+        self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"step": torch.zeros((), device=p.device),
+                                     "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            steps, means, squares = ([self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq"))
+            if params:
+                torch._foreach_add_(steps, 1)
+                torch._fused_adamw_(params, [p.grad for p in params], means, squares, [], steps, lr=group["lr"],
+                                    weight_decay=group["weight_decay"], **self.numbers)
+
+
+class Muon:
     """Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together."""
     TOGETHER = 2 ** 28  # their elements at most: a gigabyte for each copy that the iterations make
+    WIDE = 128          # short side from which the iterations are faster in bfloat16, where there is such; good enough for them
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95, dtype=torch.float32):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-        self.dtype = dtype  # of the iterations
+    def __init__(self, params, lr, weight_decay, momentum=0.95):
+        self.param_groups = [{"params": params, "lr": lr, "weight_decay": weight_decay, "momentum": momentum}]
+        self.state = defaultdict(dict)
+        self.half = parallel.has_bfloat16(params[0].device)
 
     @torch.no_grad()
     def step(self):
@@ -57,7 +87,8 @@ class Muon(torch.optim.Optimizer):
         grads, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
-        updates = orthogonalize(torch.stack(parallel.whole(ahead)), self.dtype) * (0.2 * max(shape) ** 0.5)
+        dtype = torch.bfloat16 if self.half and min(shape) >= self.WIDE else torch.float32
+        updates = orthogonalize(torch.stack(parallel.whole(ahead)), dtype) * (0.2 * max(shape) ** 0.5)
         updates = [parallel.slice_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
@@ -76,8 +107,8 @@ class Together:
             optimizer.step()
 
     def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        for p in self.names:
+            p.grad = None
 
     def state_dict(self):
         """{"layers.0.attention.wq.weight.momentum": tensor}, sharded as its parameter is. Rates and decay are settings."""
@@ -95,22 +126,18 @@ class Together:
             optimizer.state[p][key] = parallel.slice_like(value, p) if value.shape == p.shape else value
 
 
-def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, dtype=torch.float32):
-    """
-    kind: "muon" or "adamw"; dtype: of Muon's products, all else being float32. Norms' scales are not decayed; the
-    matrices, embedding and classifier are.
-    """
+def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
+    """kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are."""
     blocks, tables, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
     if kind == "adamw":
         tables += blocks
     groups = [{"params": tables, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    fused = vectors[0].device.type in ("cpu", "cuda")  # one kernel for all parameters
-    adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2), fused=fused)
+    adamw = AdamW(groups, learning_rate, beta1, beta2)
     if kind == "adamw":
         return Together(model, adamw)
-    return Together(model, Muon(blocks, learning_rate, weight_decay, dtype=dtype), adamw)
+    return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)
 
 
 class Guard:

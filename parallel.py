@@ -19,8 +19,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from configurator import fail
@@ -29,6 +27,11 @@ rank = int(os.environ.get("RANK", 0))              # this process among all
 world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
 master = rank == 0                                 # the one that writes files and talks
+if world > 1:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.tensor import DTensor, distribute_tensor
+else:
+    FSDPModule = DTensor = ()  # one process has none, and is spared half a second and 45 MB of imports
 apart = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
 # The others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs.
 PATIENCE = timedelta(minutes=60)
@@ -213,14 +216,20 @@ def close():
         os._exit(0)
 
 
+def has_bfloat16(device):
+    """Whether a device multiplies matrices faster in bfloat16 than in float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] >= 8
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def autocast_dtype(dtype, device):
     """
     torch dtype of `dtype`: "auto" is bfloat16 on GPUs that compute in it, else float32. On CPUs with AVX-512 BF16 or
     AMX --dtype=bfloat16 makes wide models faster, but that no loss suffers has not been shown: it has to be asked for.
     """
     if dtype == "auto":
-        able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
-        dtype = "bfloat16" if able else "float32"
+        dtype = "bfloat16" if device.type == "cuda" and has_bfloat16(device) else "float32"
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected auto, float32 or bfloat16")
     return getattr(torch, dtype)

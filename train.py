@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once by torch: spinning threads are slow on shared cores
+if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")   # likewise: large pages, where the system gives them, for large tensors
 import numpy as np
 import torch
@@ -491,7 +492,7 @@ def main(given):
     model = Transformer(args).to(place)
     if sharded and parallel.world > 1:
         parallel.shard(model)
-    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, amp_dtype)
+    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
     if resuming:
         state |= restore(start, state["fixed"], opt)

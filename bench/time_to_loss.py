@@ -9,7 +9,6 @@ The clock starts before Python does and is read when an evaluation comes out, so
 count. Of nanoGPT's losses, each a sample of 20 batches, and of ours, over the whole split, the least so far is kept.
 """
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -92,7 +91,6 @@ def draw(named):
 def main():
     if not nanogpt and not Path(data).is_file():
         fail(f"--data={data}: not a file, expected the text to train on")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     curves = []
     for seed in seeds.split(","):
         with tempfile.TemporaryDirectory() as out:

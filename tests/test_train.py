@@ -485,6 +485,30 @@ def test_supervision_does_not_repeat_a_mistake(folder):
     assert done.returncode == 2 and "restart" not in done.stdout
 
 
+def test_adamw_is_that_of_pytorch():
+    torch.manual_seed(0)
+    ours, theirs = ([torch.nn.Parameter(torch.ones(*shape)) for shape in ((5, 7), (3,), (2,))] for _ in range(2))
+    adamw, reference = ([{"params": p[:1], "weight_decay": 0.1}, {"params": p[1:], "weight_decay": 0.0}] for p in (ours, theirs))
+    adamw, reference = optim.AdamW(adamw, 1e-2, 0.9, 0.95), torch.optim.AdamW(reference, 1e-2, (0.9, 0.95))
+    for _ in range(5):
+        for a, b in zip(ours[:2], theirs[:2]):  # the third has no gradient
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        adamw.step()
+        reference.step()
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs))
+
+
+def test_one_process_imports_neither_the_compiler_nor_sharding():
+    """They take a second and a half, and 120 MB."""
+    code = ("import sys, torch, train; from optim import make_optimizer; model = train.Transformer(train.ModelArgs()); "
+            "opt = make_optimizer(model, 'muon', 1e-3, 0.1, 0.9, 0.95); tokens = torch.zeros(1, 4, dtype=torch.long); "
+            "model(tokens, tokens)[1].backward(); opt.step(); opt.zero_grad(); "
+            "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_muon_allocates_its_momentum_once(monkeypatch):
     weight = torch.nn.Parameter(torch.randn(4, 6))
     muon, made = optim.Muon([weight], 0.1, 0.0), []
