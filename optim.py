@@ -22,10 +22,10 @@ def orthogonalize(g, dtype=torch.float32, steps=5):
     """
     x = g.to(dtype)
     if g.shape[1] > g.shape[2]:
-        x = x.mT  # the product of the short sides is the smaller one
+        x = x.mT.contiguous()  # the product of the short sides is the smaller one
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # largest singular value below 1
-    a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))
-    y = torch.empty_like(x)  # memory once used is faster than fresh memory
+    a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))  # memory once used is faster than fresh
+    y = torch.empty_like(x)
     for _ in range(steps):
         torch.bmm(x, x.mT, out=a)
         torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315, out=b)
