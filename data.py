@@ -192,6 +192,19 @@ def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
     return gather(tokens, starts, seq_len)
 
 
+class Ahead:
+    """make(step) for one step after the other; a thread makes the next while the last is used. make: a pure function."""
+
+    def __init__(self, make):
+        self.make, self.thread = make, concurrent.futures.ThreadPoolExecutor(1)
+        self.step, self.coming = -1, None
+
+    def take(self, step):
+        made = self.coming.result() if step == self.step else self.make(step)
+        self.step, self.coming = step + 1, self.thread.submit(self.make, step + 1)
+        return made
+
+
 def passages(tokens, bos_id, seq_len):
     """
     Where to read a split for evaluation: every document from its BOS, a long one in passages of seq_len predictions.

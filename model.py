@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -167,14 +168,16 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x, rope, cache=None):
-        """x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place."""
+    def forward(self, x, rope, cache=None, mask=None):
+        """
+        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place. mask:
+        (B, 1, T, T), what a query may see of the keys; None: itself and all before.
+        """
         B, T, D = x.shape
         a = self.args
         q = rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
         k = rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
         v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
-        mask = None
         if cache is not None:
             keys, values, pos = cache
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
@@ -230,13 +233,22 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(args)
         self.dropout = nn.Dropout(args.dropout)
 
-    def forward(self, x, rope, cache=None):
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache))
+    def forward(self, x, rope, cache=None, mask=None):
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
         x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
         return x
 
 
+def within_documents(tokens, bos_id):
+    """tokens (B, T), in which a document begins at every BOS -> (B, 1, T, T): whether query t may see key s."""
+    document = (tokens == bos_id).cumsum(1)  # (B, T), its number
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
 class Transformer(nn.Module):
+    bos_id = None      # of training on packed documents: attention does not reach back over this token
+    recompute = False  # in training keep only the blocks' inputs, and compute their insides again for the gradients
+
     def __init__(self, args):
         super().__init__()
         self.args = args
@@ -266,8 +278,12 @@ class Transformer(nn.Module):
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
+        mask = within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None)
+            if self.recompute and self.training:
+                x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
+            else:
+                x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
         x = self.norm(x)
         if cache:
             cache["pos"] += T

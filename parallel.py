@@ -9,6 +9,7 @@ starts one process (rank) per GPU, or per group of cores; each takes its slice o
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -73,6 +74,7 @@ def setup(device="auto", deterministic=False):
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
         place = {"store": meeting_place(), "rank": rank, "world_size": world} if under_torchrun() else {}
+        place |= {"device_id": device} if device.type == "cuda" else {}  # else NCCL guesses it at the first message
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, **place)
     return device
 
@@ -239,6 +241,16 @@ def device_name(device):
     if device.type == "mps" and hasattr(torch.backends.mps, "get_name"):
         return torch.backends.mps.get_name()
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_memory(device):
+    """Bytes held at most so far: on a GPU by tensors, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with open("/proc/self/status") as f:  # Linux's ru_maxrss may be that of the process that started this one
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
 def published_flops(name, dtype, cores=0):

@@ -72,6 +72,7 @@ hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded
 multiple_of = 32            # rounding of the hidden width
 max_seq_len = 192           # context, in tokens
 dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
+within_documents = False    # in training too, attention sees no further back than the document's beginning
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
@@ -93,10 +94,11 @@ warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
-dtype = "auto"              # auto, float32, bfloat16
+dtype = "auto"              # auto, float32 (on NVIDIA's GPUs: TF32), bfloat16
 peak_tflops = 0.0           # what mfu is measured against, of one device; 0: its data sheet, or a product timed here
 sharded = False             # many processes share weights and optimizer (FSDP2) rather than copy them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
+activation_checkpointing = False  # keep of each block its input alone, and compute it again for the gradients: less memory
 supervise = False           # restart this program from its last checkpoint when it crashes
 max_restarts = 10           # of a supervised program
 spike_z = 6.0               # skip a step whose loss or gradient norm lies so many deviations above the usual; 0: never
@@ -175,18 +177,24 @@ def learning_rate_at(step):
 def to_device(device, *tensors):
     """Batches travel to a GPU from pinned memory, while it computes."""
     if device.type == "cuda":
-        return [t.pin_memory().to(device, non_blocking=True) for t in tensors]
+        return [t.pin_memory().to(device, non_blocking=True) for t in tensors]  # pinned already: as it is
     return [t.to(device) for t in tensors]
 
 
-def train_step(step, model, opt, dataset, device, amp, guard, look):
+def batch_at(step, dataset, device):
+    """This process's slice of the global batch of `step`, (x, y), on its way to a GPU already pinned."""
+    sequences = batch_size * gradient_accumulation_steps
+    both = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world)
+    return [t.pin_memory() for t in both] if device.type == "cuda" else both
+
+
+def train_step(step, model, opt, batches, device, amp, guard, look):
     """
-    One step on the global batch of `step`, of which this process takes its slice in pieces of batch_size. Returns
+    One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns
     (mean loss, gradient norm) of the global batch, scalar tensors on the device.
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
-    sequences = batch_size * gradient_accumulation_steps
-    x, y = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world)
+    x, y = batches.take(step)
     pieces = list(zip(x.split(batch_size), y.split(batch_size)))
     total = torch.zeros((), device=device)
     for i, piece in enumerate(pieces):
@@ -331,8 +339,8 @@ def restore(folder, now, opt):
 class Stopwatch:
     """Steps and seconds of training since the last reading; evaluation and saving are taken out."""
 
-    def __init__(self):
-        self.steps, self.start = 0, time.perf_counter()
+    def __init__(self, device):
+        self.device, self.steps, self.start = device, 0, time.perf_counter()
 
     @contextmanager
     def paused(self):
@@ -345,8 +353,8 @@ class Stopwatch:
         seconds = time.perf_counter() - self.start
         speed = self.steps * config["tokens_per_iter"] / seconds
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
-                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
-        self.__init__()
+                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20, "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
+        self.__init__(self.device)
         return metrics
 
 
@@ -490,6 +498,8 @@ def main(given):
     args = model_args(dataset)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
+    model.bos_id = dataset.tokenizer.bos_id if within_documents else None
+    model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
@@ -515,7 +525,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
     guard = Guard(spike_z, state.get("guard"))
     state["guard"] = guard.state
     model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
-    resumed, watch, look = state["step"], Stopwatch(), Look(raw_model, wandb_watch)
+    resumed, watch, look = state["step"], Stopwatch(device), Look(raw_model, wandb_watch)
+    batches = corpus.Ahead(lambda step: batch_at(step, dataset, device))
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()))
     while True:
         step = state["step"]
@@ -544,7 +555,11 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         if end or stop:
             break
         look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
-        loss, norm = train_step(step, model, opt, dataset, device, amp, guard, look)
+        loss, norm = train_step(step, model, opt, batches, device, amp, guard, look)
+        if compile and step == resumed:
+            loss.item()  # waits for an asynchronous device
+            say(f"compile: the first step took {time.perf_counter() - watch.start:.1f} s, which no speed below counts")
+            watch = Stopwatch(device)
         state["step"] += 1
         watch.steps += 1
         bar.update()

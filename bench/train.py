@@ -90,14 +90,6 @@ PROGRAMS = {
 }
 
 
-def peak_memory(place):
-    """MiB: of the GPU what was allocated, else what the process held at most."""
-    if place.type == "cuda":
-        return torch.cuda.max_memory_allocated(place) / 2 ** 20
-    with open("/proc/self/status") as f:
-        return next(int(line.split()[1]) / 1024 for line in f if line.startswith("VmHWM"))
-
-
 def work(name):
     """The program: a line in, `steps` steps, a line out with their seconds, the last loss and the peak memory."""
     place = parallel.setup(device)
@@ -123,7 +115,7 @@ def work(name):
         for _ in range(steps):
             loss = step()
         last = loss.item()  # waits for an asynchronous device
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": peak_memory(place),
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": parallel.peak_memory(place) / 2 ** 20,
                           "flops": flops}), flush=True)
 
 

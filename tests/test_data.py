@@ -616,3 +616,11 @@ def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(data.TINYSTORIES, "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     assert "too little room" in line and not hub.requests
+
+
+def test_batches_ahead_are_those_asked_for():
+    made = []
+    ahead = data.Ahead(lambda step: made.append(step) or 10 * step)
+    assert [ahead.take(step) for step in (5, 6, 7, 3, 4)] == [50, 60, 70, 30, 40]
+    ahead.thread.shutdown()
+    assert sorted(made) == [3, 4, 5, 5, 6, 7, 8]

@@ -3,11 +3,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model import ClassifierLoss, ModelArgs, Transformer, sample
+from model import ClassifierLoss, ModelArgs, Normalize, SwiGLU, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
 SHAPES = {
@@ -240,3 +241,44 @@ def test_impossible_sizes_are_named(wrong, said):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_possible_sizes_have_no_problem(shape):
     assert ModelArgs(**SHAPES[shape]).problem() is None
+
+
+def test_packed_documents_are_read_as_if_alone():
+    """With bos_id set: loss and gradients of documents in one row equal those of each by itself."""
+    torch.manual_seed(0)
+    model = Transformer(ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=50, max_seq_len=24))
+    documents = [torch.cat((torch.tensor([1]), torch.randint(2, 50, (n,)))) for n in (7, 1, 12)]
+    row = torch.cat(documents)[None]
+    apart = torch.cat([model(d[None], every=True)[0] for d in documents], dim=1)
+    assert not torch.allclose(model(row, every=True)[0], apart, atol=1e-3)
+    model.bos_id = 1
+    assert torch.allclose(model(row, every=True)[0], apart, atol=1e-5)
+    grads = []
+    for recompute in (False, True):
+        model.recompute = recompute
+        model.zero_grad()
+        model(row, row)[1].backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_hand_written_gradients_equal_pytorchs(dtype, near):
+    torch.manual_seed(0)
+    x, w, dy = torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 16)
+    a, b, w2 = torch.randn(3, 5, 24), torch.randn(3, 5, 24), torch.randn(16, 24)
+
+    def grads(function, *inputs):
+        inputs = [t.clone().requires_grad_() for t in inputs]
+        y = function(*inputs)
+        return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
+
+    ours = grads(lambda x, w: Normalize.apply(x, w, 1e-5, dtype), x, w)
+    theirs = grads(lambda x, w: F.rms_norm(x, (16,), w, 1e-5).to(dtype), x, w)
+    for mine, reference in zip(ours, theirs):
+        assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=near, rtol=near)
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        ours = grads(SwiGLU.apply, a.to(dtype), b.to(dtype), w2)
+        theirs = grads(lambda a, b, w2: F.linear(F.silu(a) * b, w2), a.to(dtype), b.to(dtype), w2)
+    for mine, reference in zip(ours, theirs):
+        assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=10 * near, rtol=near)

@@ -78,8 +78,8 @@ def test_learns_and_records(folder, reference):
     assert [row["iter"] for row in log] == list(range(0, 41, 5))
     assert [row["tokens"] for row in log] == [row["iter"] * 4 * 2 * 32 for row in log]
     for row in log[1:]:
-        assert {"iter", "tokens", "loss/train", "lr", "mfu", "grad/norm", "perf/tokens_per_sec", "perf/iter_ms"} <= set(row)
-        assert 0 < row["mfu"] < 200 and row["perf/tokens_per_sec"] > 0
+        assert {"iter", "tokens", "loss/train", "lr", "mfu", "grad/norm", "perf/tokens_per_sec", "perf/iter_ms", "perf/peak_mib"} <= set(row)
+        assert 0 < row["mfu"] < 200 and row["perf/tokens_per_sec"] > 0 and 100 < row["perf/peak_mib"] < 10_000
     evaluated = [row for row in log if "loss/val" in row]
     assert [row["iter"] for row in evaluated] == [0, 10, 20, 30, 40]
     assert abs(evaluated[0]["loss/val"] - 5.56) < 0.15  # ln 259 before the first step
@@ -483,6 +483,19 @@ def test_orthogonalised_matrices_have_singular_values_near_one(dtype):
 def test_supervision_does_not_repeat_a_mistake(folder):
     done = run(folder, "--data=missing.txt", "--supervise=True")
     assert done.returncode == 2 and "restart" not in done.stdout
+
+
+def test_activation_checkpointing_gives_the_same_losses(folder, reference):
+    args, _ = reference
+    done = run(folder, *args, "--out_dir=again", "--activation_checkpointing=True")
+    assert done.returncode == 0, done.stderr
+    assert losses(folder, "again") == losses(folder, "whole")
+
+
+def test_attention_within_documents_trains(folder):
+    done = run(folder, "--data=stories:200", "--vocab_source=byte", "--max_iters=10", "--out_dir=apart", "--within_documents=True")
+    assert done.returncode == 0, done.stderr
+    assert rows(folder, "apart")[-1]["loss/val"] < 5.5
 
 
 def test_adamw_is_that_of_pytorch():
