@@ -598,15 +598,15 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch, train\n"
                       "from configurator import configure\n"
-                      "batch, bad = train.corpus.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
+                      "take, bad = train.corpus.Ahead.take, {int(x) for x in sys.argv.pop(1).split(',')}\n"
                       "class Poisoned(train.Transformer):\n"
                       "    def forward(self, *args, **more):\n"
                       "        logits, loss = super().forward(*args, **more)\n"
                       "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
-                      "def marked(tokens, seed, step, *rest):\n"
+                      "def marked(batches, step):\n"
                       "    Poisoned.step = step\n"
-                      "    return batch(tokens, seed, step, *rest)\n"
-                      "train.Transformer, train.corpus.batch = Poisoned, marked\n"
+                      "    return take(batches, step)\n"
+                      "train.Transformer, train.corpus.Ahead.take = Poisoned, marked\n"
                       "train.main(configure(vars(train)))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
     done = subprocess.run([sys.executable, script, "4,22,23,24", *args], cwd=folder, capture_output=True, text=True)
