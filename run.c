@@ -1,10 +1,11 @@
 // Runs a Llama model: reads GGUF and llama2.c files, encodes the prompt, computes, samples, prints.
 // Text goes to stdout, all else to stderr. A mistake ends in one line `run: <what>: <what is wrong>` and exit code 1.
-#define _DEFAULT_SOURCE // POSIX beside C11
+#define _GNU_SOURCE // POSIX beside C11, and which processors may be used
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <math.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -1433,11 +1434,20 @@ static const char default_device[] = "cuda";
 static const char default_device[] = "cpu";
 #endif
 
-// One for each core: of two that share one, the second only waits for the same units.
+// One for each core that the process may use: of two processors that share one, the second only waits for the same units.
+// A container's share of time may be smaller than its processors are many.
 static int default_threads(void) {
-    long processors = sysconf(_SC_NPROCESSORS_ONLN);
+    long processors = sysconf(_SC_NPROCESSORS_ONLN), quota = 0, period = 0;
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (!sched_getaffinity(0, sizeof allowed, &allowed)) processors = CPU_COUNT(&allowed);
+#endif
     FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
-    if (file && getc(file) == '1') processors /= 2;
+    if (file && getc(file) == '1') processors = (processors + 1) / 2;
+    if (file) fclose(file);
+    file = fopen("/sys/fs/cgroup/cpu.max", "r");
+    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0 && quota / period < processors)
+        processors = quota / period;
     if (file) fclose(file);
     return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
 }

@@ -274,6 +274,14 @@ def test_greedy_text_equals_transformers(run_bin, tmp_path):
     assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 99, "-i", "Hello there", "--raw") == shown + b"\n"
 
 
+def test_no_more_threads_than_processors(run_bin, tmp_path):
+    Model().write_gguf(tmp_path / "m.gguf")
+    first = f"{min(os.sched_getaffinity(0))}"
+    shown = subprocess.run(["taskset", "-c", first, run_bin, tmp_path / "m.gguf", "--bench", "--json", "-n", "1"],
+                           capture_output=True, check=True).stdout
+    assert json.loads(shown)["threads"] == 1
+
+
 def test_results_do_not_depend_on_threads(run_bin, tmp_path):
     model = Model(dim=128, hidden=1376, heads=4, kv=2)
     for form in ("f32", "bf16", "q8_0"):
