@@ -263,11 +263,18 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def init_weights(self):
-        """Normal with deviation 0.02; what adds to the residual stream is scaled down by the number of additions."""
+        """
+        Normal with deviation 0.02; w2, which adds to the residual stream, less by the number of additions. wo begins as
+        the transpose of wv: a head first says what it looks at, and learns sooner where to look. doc/recipe.md
+        """
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+                residual = name.endswith("feed_forward.w2.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.args.n_layers) if residual else 0.02)
+        for layer in self.layers:
+            v = layer.attention.wv.weight.data.unflatten(0, (self.args.n_kv_heads, -1))  # (K, Q, D)
+            v = v.repeat_interleave(self.args.n_heads // self.args.n_kv_heads, 0)  # (H, Q, D)
+            layer.attention.wo.weight.data.copy_(v.flatten(0, 1).T)
 
     def forward(self, tokens, targets=None, cache=None, every=False):
         """

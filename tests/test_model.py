@@ -203,11 +203,14 @@ def test_initialisation():
         if p.dim() == 1:
             assert torch.equal(p, torch.ones_like(p))
         else:
-            residual = name.endswith(("wo.weight", "w2.weight"))
+            residual = name.endswith("w2.weight")
             assert p.std().item() == pytest.approx(0.02 / math.sqrt(16) if residual else 0.02, rel=0.02), name
             assert abs(p.mean().item()) < 1e-3, name
     tied = Transformer(ModelArgs(**SMALL))
     assert tied.output.weight is tied.tok_embeddings.weight
+    for a in (layer.attention for layer in Transformer(ModelArgs(**SHAPES["gqa"])).layers):
+        for head in range(4):  # of width 12, two to a key/value head
+            assert torch.equal(a.wo.weight[:, 12 * head:12 * head + 12].T, a.wv.weight[head // 2 * 12:head // 2 * 12 + 12])
 
 
 def test_dropout_acts_in_training_alone():
