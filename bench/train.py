@@ -38,6 +38,7 @@ llama2c = ""        # folder of llama2.c, to measure its model.py
 hf = False          # measure LlamaForCausalLM of transformers
 muon = False        # measure ours with Muon as well
 compile = False     # measure ours under torch.compile as well
+recompute = False   # measure ours with activation checkpointing as well
 json_file = ""      # the result goes here
 worker = ""         # internal: be this program
 
@@ -86,7 +87,8 @@ def build_hf(place):
 
 PROGRAMS = {
     "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
-    "ours, compiled": lambda place: build_ours(place, "adamw"), "llama2.c": build_llama2c, "transformers": build_hf,
+    "ours, compiled": lambda place: build_ours(place, "adamw"), "ours, recompute": lambda place: build_ours(place, "adamw"),
+    "llama2.c": build_llama2c, "transformers": build_hf,
 }
 
 
@@ -97,6 +99,7 @@ def work(name):
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the turns
         model, opt, loss_of, flops = PROGRAMS[name](place)
     net = torch.compile(model) if name.endswith("compiled") else model
+    model.recompute = name.endswith("recompute")
     amp = torch.autocast(place.type, torch.bfloat16, enabled=dtype == "bfloat16")
     tokens = torch.randint(vocab_size, (batch_size, max_seq_len + 1), device=place)
     x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -129,7 +132,7 @@ def turn(process):
 
 
 def main():
-    chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile
+    chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile + ["ours, recompute"] * recompute
     chosen += ["llama2.c"] * bool(llama2c) + ["transformers"] * hf
     processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
