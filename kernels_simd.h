@@ -253,7 +253,8 @@ INLINE void NAME(block_tiles)(Type type, float *y, const uint8_t *tiles, const B
         UNROLL for (int t = 0; t < T; t++) STORE(y + t * 2 * TILE + v * N, sums[v][t]);
 }
 
-// Few tokens go along one row of tiles after the other, for memory is read fastest at one place; many share what is loaded of two.
+// Few tokens go along one row of tiles after the other, for memory is read fastest at one place; many share what is
+// loaded of two.
 INLINE void NAME(floats_times_panel)(Type type, float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols,
                                      int T) {
     size_t size = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE;
@@ -435,8 +436,8 @@ TARGET static void NAME(mix)(float *out, const float *p, size_t p_stride, int Q,
 static const Kernels NAME(kernels) = {
     NAME_STRING, TOKENS, NAME(dot_f32), NAME(dot_f16), NAME(dot_bf16), NAME(floats_f16), NAME(floats_bf16), NAME(halves),
     NAME(quantize), NAME(dot_q8), NAME(dot_q4), NAME(transpose), NAME(pack_q8), NAME(pack_q4), NAME(tiles_f32),
-    NAME(tiles_bf16), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(rotate), NAME(largest), NAME(exponentials), NAME(scores), NAME(mix),
-    NULL, NULL,
+    NAME(tiles_bf16), NAME(tiles_q8), NAME(tiles_q4), NAME(swiglu), NAME(rotate), NAME(largest), NAME(exponentials),
+    NAME(scores), NAME(mix), NULL, NULL,
 };
 
 #undef INLINE

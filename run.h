@@ -129,7 +129,8 @@ struct Backend {
 // Returns NULL or what is wrong.
 const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
-// On numbers in the host's memory, in vectors: the largest of x (n,), NaN if one is not finite; x = exp((x - most) * scale), of which it returns the sum
+// On numbers in the host's memory, in vectors: the largest of x (n,), NaN if one is not finite; and
+// x = exp((x - most) * scale), of which the sum is returned
 float cpu_largest(const float *x, int n);
 float cpu_exponentials(float *x, float most, float scale, int n);
 

@@ -353,7 +353,8 @@ class Stopwatch:
         seconds = time.perf_counter() - self.start
         speed = self.steps * config["tokens_per_iter"] / seconds
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
-                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20, "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
+                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20,
+                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
         self.__init__(self.device)
         return metrics
 
