@@ -1,6 +1,6 @@
 // Runs a Llama model: reads GGUF and llama2.c files, encodes the prompt, computes, samples, prints.
 // Text goes to stdout, all else to stderr. A mistake ends in one line `run: <what>: <what is wrong>` and exit code 1.
-#define _GNU_SOURCE // POSIX beside C11, and which processors may be used
+#define _GNU_SOURCE 1 // POSIX beside C11, and which processors may be used
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>

@@ -1,10 +1,9 @@
 // Fuzz targets over the loaders and the encoder of run.c: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
 // The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin or encode.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
-#define _GNU_SOURCE // as run.c does, before the first header
+#define _GNU_SOURCE 1 // as run.c does, before the first header
 #include <stdint.h>
 #include <stdlib.h>
-#undef _GNU_SOURCE
 
 enum { ROOM = 1 << 16 };          // bytes that an allocation may be larger than the input
 static size_t allowed = SIZE_MAX; // bytes of one allocation
