@@ -67,7 +67,7 @@ def trained(vocabularies):
     torch.set_num_threads(1)
 
     @functools.cache
-    def train(shape, T=128, steps=80):
+    def train(shape, T=128, steps=120):
         torch.manual_seed(0)
         vocabulary = vocabularies[shape]
         model = Transformer(ModelArgs(vocab_size=vocabulary.vocab_size, **SHAPES[shape]))
