@@ -1,4 +1,5 @@
 // Included before every source of a fault-injection build: each call that the system may refuse goes through `refuse`.
+#define _GNU_SOURCE 1 // as run.c does, before the first header
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
