@@ -97,8 +97,9 @@ struct Cpu {
     Block *blocks;                  // (chunk, columns / 32): activations in 8 bits
     uint16_t *pairs;                // likewise in BF16, (columns / 2, tokens, 2)
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels_scalar.h
-    Model *model;                   // until its weights are in tiles
-    const void *tiles;              // where they are then
+    bool precise;                   // all logits are asked for: BF16 is multiplied in float32
+    Model *model;                   // whose weights are put in tiles
+    const void *tiles;              // where they are then; NULL before
     size_t tiles_size;              // bytes
     int decoded;                    // calls with one token so far
     int chunk;                      // most tokens that a product works on at once
@@ -120,11 +121,13 @@ struct Cpu {
     pthread_cond_t wake;
 };
 
-enum { CHUNK = 128 };      // tokens: more of them no longer make a product faster
-enum { LEAST_PAIRS = 16 };  // tokens for which BF16 weights are multiplied with activations in BF16
-enum { PATIENT_TOKENS = 16 }; // decoded before the weights are put in tiles
-enum { PATIENCE = 20000 }; // looks for work before a member sleeps: some 200 microseconds
-enum { PIECES = 4 };       // that a share is cut into at most
+enum {
+    CHUNK = 128,         // tokens: more of them no longer make a product faster
+    LEAST_PAIRS = 16,    // tokens for which BF16 weights are multiplied with activations in BF16
+    PATIENT_TOKENS = 16, // decoded before the weights are put in tiles
+    PATIENCE = 20000,    // looks for work before a member sleeps: some 200 microseconds
+    PIECES = 4,          // that a share is cut into at most
+};
 
 static int taken(unsigned long long share) { return (int)(share & 15); }
 static int pieces(unsigned long long share) { return (int)(share >> 4 & 15); }
@@ -315,10 +318,7 @@ static void pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
 // ----------------------------------------------------------------------------
 // The operations; run.h says what each computes
 
-static void order_weights(Cpu *cpu);
-
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
-    if (T == 1 && ++((Cpu *)b)->decoded == PATIENT_TOKENS) order_weights((Cpu *)b);
     for (int t = 0; t < T; t++)
         floats_of(((Cpu *)b)->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
 }
@@ -458,7 +458,7 @@ static void pack_pairs(Cpu *cpu, const void *args, int begin, int end, float *sc
 static void matmul(Backend *b, const Product *products, int n, const float *x, int T) {
     Cpu *cpu = (Cpu *)b;
     int items = 0, cols = products->w->cols, most = T < cpu->chunk ? T : cpu->chunk;
-    bool quantised = false, floats = false, bf16 = false, halves = cpu->kernels->bf16s && !b->precise && T >= LEAST_PAIRS;
+    bool quantised = false, floats = false, bf16 = false, halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
     Product slice[3];
     for (int i = 0; i < n; i++) {
         slice[i] = products[i];
@@ -759,6 +759,14 @@ static void order_weights(Cpu *cpu) {
     cpu->tiles = tiles, cpu->tiles_size = n;
 }
 
+static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
+    (void)tokens, (void)pos;
+    Cpu *cpu = (Cpu *)b;
+    cpu->precise = all;
+    if (T == 1 && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
+    return true;
+}
+
 // What any operation needs for itself, in floats.
 static size_t scratch_size(const Cpu *cpu) {
     const Config *c = &cpu->config;
@@ -777,7 +785,7 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16 or neon";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
-    cpu->ops = (Backend){.chunk = CHUNK, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
+    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
                          .attention = attention, .swiglu = swiglu_op, .logits = logits, .bandwidth = bandwidth,
                          .close = cpu_close};
     cpu->config = *c;

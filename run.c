@@ -491,7 +491,6 @@ static const char *state_open(State *s, Model *m, const char *device, int positi
     Backend *b = s->backend;
     size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
-    b->precise = all;
     bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->xb = b->alloc(b, T * c->dim))
            && (s->q = b->alloc(b, T * c->dim))
            && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
@@ -1203,14 +1202,16 @@ static void perplexity(Run *r, Text text) {
 
 // Writes the logits of every position of the prompt: (tokens, vocab_size) float32. For tests against other programs.
 static void dump_logits(Run *r, Text prompt) {
-    int n;
+    int n, vocab_size = r->model.config.vocab_size;
     int *tokens = encode_prompt(r, prompt, &n);
     open_state(r, n, true);
     for (int at = 0, T; at < n; at += T) {
         T = n - at < r->state.chunk ? n - at : r->state.chunk;
         const float *logits = forward(&r->model, &r->state, tokens + at, T, at, true);
-        if (isnan(cpu_largest(logits, T * r->model.config.vocab_size))) die("model", not_finite);
-        print_bytes((const char *)logits, sizeof(float) * T * r->model.config.vocab_size);
+        for (int t = 0; t < T; t++, logits += vocab_size) {
+            if (isnan(cpu_largest(logits, vocab_size))) die("model", not_finite);
+            print_bytes((const char *)logits, sizeof(float) * vocab_size);
+        }
     }
     free(tokens);
 }
@@ -1293,7 +1294,7 @@ typedef struct {
     double peak;                     // bytes of memory that the process had at most
 } Bench;
 
-enum { BENCH_RUNS = 5, BENCH_SECONDS = 2, WARM = 20 };
+enum { BENCH_RUNS = 5, BENCH_SECONDS = 2, WARM = 20 }; // WARM tokens, after which the CPU has its weights in order
 
 static int compare_doubles(const void *a, const void *b) {
     double x = *(const double *)a, y = *(const double *)b;
@@ -1329,7 +1330,7 @@ static Bench measure(Run *r, double start) {
     open_state(r, b.prompt > b.decoded ? b.prompt : b.decoded, false);
     choose(r, forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false));
     b.first = seconds() - start;
-    for (int i = 0; i < WARM; i++) forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false); // so that all is in place
+    for (int i = 0; i < WARM; i++) forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false);
     prefill(&r->model, &r->state, tokens, b.prompt, 0);
     for (double begin = seconds(); runs < BENCH_RUNS && (runs == 0 || seconds() - begin < BENCH_SECONDS); runs++) {
         double before = seconds();

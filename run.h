@@ -27,7 +27,7 @@ typedef struct {
     const void *data;   // (rows, cols) in `type`, in the mapped file or wherever the backend moved it
     const void *scales; // INT8_GROUPS: (ceil(rows * cols / group),) float32, perhaps unaligned; otherwise NULL
     int group;          // INT8_GROUPS: numbers that share a scale
-    void *tiles;        // the CPU's own order of the same quantised numbers, where it keeps one; otherwise NULL
+    void *tiles;        // the CPU's own order of the same numbers, where it keeps one; otherwise NULL
 } Mat;
 
 typedef struct {
@@ -96,7 +96,6 @@ typedef struct {
 // The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
 struct Backend {
     int chunk; // most tokens in one call that it works well on
-    bool precise; // set by who asks for logits: activations are rounded no more than the file's type demands
     // Around the ops of one call of forward, where the backend has them (else NULL). begin returns whether the ops have
     // to be called; not so once they are recorded: end then replays them for these tokens (T,) at pos..pos+T-1.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all);

@@ -135,7 +135,7 @@ static void products_of(const Kernels *k, const Kernels *s, Type type) {
                     double product = (double)row[c] * x[(size_t)t * cols + c];
                     exact += product, magnitude += fabs(product);
                 }
-                if (fabs(out[t * rows + r] - exact) <= (pairs && type == BF16 ? 0x1p-8 : 2e-6) * magnitude) continue;
+                if (fabs(out[t * rows + r] - exact) <= (pairs && type == BF16 ? 0x1p-8 : 1e-6) * magnitude) continue;
                 failed = true;
                 printf("%s products of type %d, %s, row %d of %d, token %d of %d: %g, expected %g\n", used->name, type,
                        as_file ? "rows" : kept ? "tiles kept" : "tiles", r, rows, t, T, out[t * rows + r], exact);

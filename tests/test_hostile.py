@@ -491,8 +491,8 @@ def faults(faults_bin, *args, stdin=None):
 
 
 def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
-    """Every allocation, open, map, read, write and new thread, in each mode. Only threads, their number, and room for tiles
-    are not missed."""
+    """Every allocation, open, map, read, write and new thread, in each mode. Only threads, the two files that tell their
+    number, and room for tiles are not missed."""
     model = Model(vocab=260, layers=1, seq=64, dim=8, hidden=8, heads=2, kv=1)
     model.write_llama2c(tmp_path / "m.bin")
     model.write_tokenizer(tmp_path / "t.bin")
