@@ -204,8 +204,9 @@ class SwiGLU(torch.autograd.Function):
     def backward(ctx, dy):
         a, b, w2 = ctx.saved_tensors
         s = F.silu(a)                                                # (..., F)
-        dp = dy @ w2.to(dy.dtype)                                    # (..., F), of the product
-        dw2 = dy.flatten(0, -2).mT @ (s * b).flatten(0, -2)          # (D, F)
+        p = s * b                                                    # (..., F), the product
+        dw2 = dy.flatten(0, -2).mT @ p.flatten(0, -2)                # (D, F)
+        dp = torch.matmul(dy, w2.to(dy.dtype), out=p)                # (..., F)
         db = s.mul_(dp)
         da = torch.ops.aten.silu_backward(dp.mul_(b), a)
         return da, db, dw2.to(w2.dtype)

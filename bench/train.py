@@ -111,7 +111,7 @@ def work(name):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         opt.step()
         opt.zero_grad()
-        return loss
+        return loss.detach()  # else its graph lies between the next step's tensors
 
     for _ in sys.stdin:
         start = time.perf_counter()
