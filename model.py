@@ -57,26 +57,38 @@ class ModelArgs:
 
 class Normalize(torch.autograd.Function):
     """
-    y = x / rms(x) * w over the last dimension, in float32, handed on in `dtype`. x: (..., D), w: (D,). Backward needs x
-    and one number a row; what PyTorch derives by itself keeps three more copies of x, and walks over them.
+    y = x / rms(x) * w over the last dimension, in float32, handed on in `dtype`; with matrices W (R, D), y W^T of each
+    instead. x: (..., D), w: (D,). Backward needs x and one number a row, from which y is soon made anew; what PyTorch
+    derives by itself keeps four more copies of x, and walks over them.
     """
 
     @staticmethod
-    def forward(ctx, x, w, eps, dtype):
+    def forward(ctx, x, w, eps, dtype, *matrices):
         x = x.float()
         scale = (x.square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
-        ctx.save_for_backward(x, w, scale)
-        return (x * scale).mul_(w).to(dtype)
+        y = (x * scale).mul_(w).to(dtype)
+        ctx.save_for_backward(x, w, scale, *matrices)
+        return tuple(F.linear(y, m.to(dtype)) for m in matrices) or y
 
     @staticmethod
-    def backward(ctx, dy):
-        x, w, scale = ctx.saved_tensors
-        dy = dy.float()
+    def backward(ctx, *grads):
+        x, w, scale, *matrices = ctx.saved_tensors
         n = x * scale                                   # (..., D)
+        dy, *dmatrices = linear_gradients((n * w).to(grads[0].dtype), matrices, grads) if matrices else grads
+        dy = dy.float()
         dyn = (dy * n).flatten(0, -2)                   # (N, D)
         along = (dyn @ w).view_as(scale) / len(w)       # (..., 1), the part of dy w that lies along n
         dx = (dy * w).sub_(n.mul_(along)).mul_(scale)   # (..., D)
-        return dx, dyn.sum(0), None, None
+        return dx, dyn.sum(0), None, None, *dmatrices
+
+
+def linear_gradients(y, matrices, grads):
+    """The gradients of y (..., D), in its own memory, and of each matrix W (R, D), from those of y W^T."""
+    dmatrices = [(dz.flatten(0, -2).mT @ y.flatten(0, -2)).to(m.dtype) for dz, m in zip(grads, matrices)]
+    dy = y.flatten(0, -2)
+    for i, (dz, m) in enumerate(zip(grads, matrices)):
+        into(dy, dz.flatten(0, -2), m.to(dy.dtype), keep=i > 0)
+    return y, *dmatrices
 
 
 def compute_dtype(x):
@@ -86,17 +98,18 @@ def compute_dtype(x):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in float32, for a product. https://arxiv.org/abs/1910.07467"""
+    """y = x / rms(x) * weight over the last dimension, or y W^T of each matrix given. https://arxiv.org/abs/1910.07467"""
 
     def __init__(self, dim, eps):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))  # (D,)
 
-    def forward(self, x):
+    def forward(self, x, *matrices):
         if x.device.type == "cpu":
-            return Normalize.apply(x, self.weight, self.eps, compute_dtype(x))
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))  # one kernel there
+            return Normalize.apply(x, self.weight, self.eps, compute_dtype(x), *matrices)
+        y = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))  # one kernel there
+        return tuple(F.linear(y, m) for m in matrices) or y
 
 
 def rope_table(args):
@@ -168,16 +181,17 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x, rope, cache=None, mask=None):
+    def forward(self, x, norm, rope, cache=None, mask=None):
         """
-        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place. mask:
-        (B, 1, T, T), what a query may see of the keys; None: itself and all before.
+        x (B, T, D) -> (B, T, D), of norm(x). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in
+        place. mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
         """
         B, T, D = x.shape
         a = self.args
-        q = rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
-        k = rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
-        v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
+        q, k, v = norm(x, self.wq.weight, self.wk.weight, self.wv.weight)
+        q = rotate(q.view(B, T, a.n_heads, a.head_dim), rope)
+        k = rotate(k.view(B, T, a.n_kv_heads, a.head_dim), rope)
+        v = v.view(B, T, a.n_kv_heads, a.head_dim)
         if cache is not None:
             keys, values, pos = cache
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
@@ -213,7 +227,7 @@ class SwiGLU(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x). https://arxiv.org/abs/2002.05202"""
+    """SwiGLU of y = norm(x): w2(silu(w1 y) * w3 y). https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, args):
         super().__init__()
@@ -221,8 +235,9 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
         self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
 
-    def forward(self, x):
-        return SwiGLU.apply(self.w1(x), self.w3(x), self.w2.weight)
+    def forward(self, x, norm):
+        a, b = norm(x, self.w1.weight, self.w3.weight)
+        return SwiGLU.apply(a, b, self.w2.weight)
 
 
 class Block(nn.Module):
@@ -235,8 +250,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, rope, cache=None, mask=None):
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
-        x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
+        x = x + self.dropout(self.attention(x, self.attention_norm, rope, cache, mask))
+        x = x + self.dropout(self.feed_forward(x, self.ffn_norm))
         return x
 
 

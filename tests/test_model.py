@@ -270,6 +270,7 @@ def test_hand_written_gradients_equal_pytorchs(dtype, near):
     torch.manual_seed(0)
     x, w, dy = torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 16)
     a, b, w2 = torch.randn(3, 5, 24), torch.randn(3, 5, 24), torch.randn(16, 24)
+    wq, wk = torch.randn(12, 16), torch.randn(4, 16)
 
     def grads(function, *inputs):
         inputs = [t.clone().requires_grad_() for t in inputs]
@@ -281,6 +282,10 @@ def test_hand_written_gradients_equal_pytorchs(dtype, near):
     for mine, reference in zip(ours, theirs):
         assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=near, rtol=near)
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        ours = grads(lambda x, w, *m: torch.cat(Normalize.apply(x, w, 1e-5, dtype, *m), -1), x, w, wq, wk)
+        theirs = grads(lambda x, w, *m: F.linear(F.rms_norm(x, (16,), w, 1e-5), torch.cat(m)), x, w, wq, wk)
+        for mine, reference in zip(ours, theirs):
+            assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=10 * near, rtol=near)
         ours = grads(SwiGLU.apply, a.to(dtype), b.to(dtype), w2)
         theirs = grads(lambda a, b, w2: F.linear(F.silu(a) * b, w2), a.to(dtype), b.to(dtype), w2)
     for mine, reference in zip(ours, theirs):
