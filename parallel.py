@@ -6,6 +6,7 @@ what the system tells a process to do.
 
 starts one process (rank) per GPU, or per group of cores; each takes its slice of every global batch.
 """
+import ctypes
 import math
 import os
 import re
@@ -77,6 +78,17 @@ def setup(device="auto", deterministic=False):
         place |= {"device_id": device} if device.type == "cuda" else {}  # else NCCL guesses it at the first message
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, **place)
     return device
+
+
+def keep_memory():
+    """
+    Have glibc keep what is freed for the next step. By itself it hands the memory of large tensors back to the system,
+    which has to find and clear every page of it anew. doc/train.md
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(-4, 0)            # M_MMAP_MAX: large blocks too come from the heap ...
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: ... which does not shrink
 
 
 def under_torchrun():

@@ -19,7 +19,6 @@ from pathlib import Path
 
 if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")   # likewise: large pages, where the system gives them, for large tensors
 import numpy as np
 import torch
 from tqdm import tqdm
@@ -489,6 +488,8 @@ def main(given):
     if depth:
         derive_from_depth(given)
     place = parallel.setup(device, deterministic)
+    if place.type == "cpu":
+        parallel.keep_memory()
     start, resuming = parallel.first(find_start)
     parallel.first(make_out_dir)
     if tuning():

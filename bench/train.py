@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does; for all programs alike
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
@@ -53,6 +52,8 @@ def sizes():
 def build_ours(place, kind):
     from model import ModelArgs, Transformer
     from optim import make_optimizer
+    if place.type == "cpu":
+        parallel.keep_memory()  # as train.py does
     model = Transformer(ModelArgs(**sizes())).to(place)
     opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
     return model, opt, lambda net, x, y: net(x, y)[1], model.flops_per_token()

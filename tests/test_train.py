@@ -1,5 +1,6 @@
 """The trainer as a user runs it: real processes, tiny models."""
 import collections
+import ctypes
 import json
 import os
 import random
@@ -520,6 +521,15 @@ def test_one_process_imports_neither_the_compiler_nor_sharding():
             "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
+def test_memory_once_used_is_not_asked_for_again():
+    code = ("import parallel, resource, torch; parallel.keep_memory(); "
+            "pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
+            "print([-pages() + (torch.ones(2 ** 24), pages())[1] for _ in range(30)][-1])")  # small things find their place first
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert int(done.stdout) < 1000, done.stderr  # 64 MiB are 16,384 pages
 
 
 def test_muon_allocates_its_momentum_once(monkeypatch):
