@@ -74,3 +74,41 @@ def test_a_table_beside_a_peer(run_bin, models, tmp_path):
     assert bench("run.py", "--show=True", f"--results={results}").stdout.strip() == done.stdout.strip()
     done = bench("run.py", *common, "--formats=bf16")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "reads no bf16" in done.stderr
+
+
+def test_the_loss_is_that_of_plain_pytorch(tmp_path):
+    """bench/same_loss.py, which needs no more than a few steps to tell: other weights differ by a tenth at once."""
+    pytest.importorskip("transformers")
+    done = bench("same_loss.py", "--data=stories:200", f"--cache={tmp_path / 'cache'}", "--steps=5", "--seeds=1", "--dim=32",
+                 "--n_heads=1", "--batch_size=2", "--max_seq_len=32", f"--json_file={tmp_path / 'curves.json'}")
+    assert done.returncode == 0, done.stderr
+    curves, = json.loads((tmp_path / "curves.json").read_text())
+    plain = curves["transformers"]["train"]
+    assert len(plain) == 5 and plain[-1] < plain[0]
+    assert np.abs(np.subtract(curves["ours"]["train"], plain)).max() < 1e-4
+    assert 0 < np.abs(np.subtract(curves["bfloat16"]["train"], plain)).max() < 2e-2
+
+
+@pytest.fixture()
+def runs(tmp_path):
+    """Three runs that stand in no need of training: two seeds of one width, one of another."""
+    for name, dim, losses in (("a", 32, (3.0, 2.0)), ("b", 32, (3.1, 2.2)), ("c", 64, (2.9, 1.5))):
+        (tmp_path / name).mkdir()
+        config = {"dim": dim, "flops_per_token": 10 * dim, "model_args": {"hidden_dim": 3 * dim}, "hidden_dim": 0}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        rows = [{"iter": n, "tokens": 100 * n, "loss/val": loss, "time": 0.0} for n, loss in enumerate((7.0, *losses))]
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [tmp_path / name for name in "abc"]
+
+
+@pytest.mark.parametrize("options", [["--over=flops", "--by=dim"], ["--over=tokens"], ["--over=dim"], ["--over=hidden_dim"]])
+def test_curves_are_drawn(runs, tmp_path, options):
+    pytest.importorskip("matplotlib")
+    done = bench("curves.py", *runs, f"--png={tmp_path / 'curves.png'}", *options)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_of_an_unknown_setting_are_one_line(runs, tmp_path):
+    done = bench("curves.py", *runs, "--by=width")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "width" in done.stderr

@@ -1,0 +1,92 @@
+"""
+A picture of runs: a metric over training, or how they ended over a setting, the seeds of one setting in one colour.
+
+    python bench/curves.py out/a out/b --by=optimizer --png=curves.png            validation loss over tokens
+    python bench/curves.py out/d* --over=flops --by=depth --png=depth.png         over the FLOPs of training
+    python bench/curves.py out/v* --over=vocab_size --metric=bpb/val --png=v.png  the end of each run
+
+A run is what compare.py takes for one. FLOPs are those of forward and backward, flops_per_token of the model for every token.
+"""
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import compare
+from configurator import configure, fail
+
+metric = "loss/val"  # loss/val, bpb/val or any other of the log
+over = "tokens"      # tokens, flops, iter; or a setting, of which each value gets the ends of its runs
+by = ""              # a setting or a figure of the model: runs with the same value get one colour; several: joined by +
+least = 0.0          # the bottom of the picture, such as an entropy; 0: what fits
+most = 0.0           # its top; 0: what fits
+log = False          # the metric too on a logarithmic axis
+title = ""           # above it
+png = "curves.png"   # the picture (needs: pip install matplotlib)
+
+
+def value(run, name):
+    """Of a setting, or of what the model has."""
+    found = run["config"] | run["config"]["model_args"]
+    if name not in found:
+        fail(f"{run['name']}: has no setting {name!r}; its config.json lists what there is")
+    return run["config"].get(name) or found[name]  # 0 and "" mean that the model knows
+
+
+def group(run):
+    """What the run's colour stands for."""
+    return ", ".join(f"{name}={value(run, name)}" for name in by.split("+") if name) or run["name"]
+
+
+def curve(run):
+    """[(x, metric)] over training."""
+    scale = {"tokens": 1, "flops": run["config"]["flops_per_token"], "iter": 1}[over]
+    rows = [row for row in run["rows"] if isinstance(row.get(metric), float) and row["iter"] > 0]
+    return [(row["iter" if over == "iter" else "tokens"] * scale, row[metric]) for row in rows]
+
+
+def end(run):
+    """The last value of the metric."""
+    return [row[metric] for row in run["rows"] if isinstance(row.get(metric), float)][-1]
+
+
+def draw_curves(axes, groups):
+    for n, (name, found) in enumerate(groups.items()):
+        for i, run in enumerate(found):
+            axes.plot(*zip(*curve(run)), ".-", ms=3, lw=1, color=f"C{n}", label=name if not i else None)
+
+
+def draw_ends(axes, groups):
+    """Every run a dot, a line through the medians."""
+    for n, (name, found) in enumerate(groups.items()):
+        ends = {}
+        for run in found:
+            ends.setdefault(value(run, over), []).append(end(run))
+        axes.plot(*zip(*sorted((x, statistics.median(ys)) for x, ys in ends.items())), "-", color=f"C{n}", label=name)
+        axes.plot(*zip(*((x, y) for x, ys in ends.items() for y in ys)), "o", ms=4, color=f"C{n}")
+
+
+def main(folders):
+    found = [compare.read_run(folder) for folder in compare.run_folders(folders)]
+    if not found:
+        fail("no runs; expected their folders, as in: python bench/curves.py out/a out/b")
+    groups = {}
+    for run in found:
+        groups.setdefault(group(run) if by or over in ("tokens", "flops", "iter") else metric, []).append(run)
+    import matplotlib
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    (draw_curves if over in ("tokens", "flops", "iter") else draw_ends)(axes, groups)
+    axes.set(xlabel=over, ylabel=f"{metric}, {'bits per byte' if metric == 'bpb/val' else 'nats per token'}", title=title,
+             xscale="log", yscale="log" if log else "linear")
+    axes.set_ylim(least or None, most or None)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(png, dpi=90, bbox_inches="tight")
+    print(f"wrote {png}")
+
+
+if __name__ == "__main__":
+    configure(globals(), argv=[word for word in sys.argv[1:] if word.startswith("-")])
+    main([word for word in sys.argv[1:] if not word.startswith("-")])
