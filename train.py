@@ -128,30 +128,41 @@ def check_settings():
         fail(f"wandb_watch is {wandb_watch!r}, expected off, all, gradients or parameters")
     if sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
+    if not depth:
+        check_batch()
+
+
+def check_batch():
     if batch_size * gradient_accumulation_steps % parallel.world:
         fail(f"a step has {batch_size * gradient_accumulation_steps} sequences, not a multiple of the "
              f"{parallel.world} processes; change batch_size or gradient_accumulation_steps")
 
 
-def derive_from_depth(given):
+def derive_from_depth(given, vocab):
     """
-    A compute-optimal run from `depth`: width 64 a layer, heads of 64, 20 tokens a parameter, and batch and rate from
-    DeepSeek's fits over compute C: 0.292 C^0.3271 tokens, 0.3118 C^-0.125. https://arxiv.org/abs/2203.15556,
-    https://arxiv.org/abs/2401.02954. What is given explicitly stays.
+    A compute-optimal run from `depth`: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and rate from
+    compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.3118 C^-0.125. What is given explicitly
+    stays. vocab: the data's. doc/recipe.md, https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
     """
-    derived = {"dim": 64 * depth, "n_layers": depth, "n_heads": depth}
-    globals().update({k: v for k, v in derived.items() if k not in given})
-    n = 12 * n_layers * dim ** 2 + dim * (vocab_size or 4096)  # parameters, near enough
-    tokens = 20 * n
-    compute = 6 * n * tokens
-    sequences = max(1, round(0.292 * compute ** 0.3271 / max_seq_len))
-    derived |= {"batch_size": min(sequences, 32), "gradient_accumulation_steps": math.ceil(sequences / 32),
-                "learning_rate": float(f"{0.3118 * compute ** -0.125:.1e}")}
-    globals().update({k: v for k, v in derived.items() if k not in given})
-    derived["max_iters"] = math.ceil(tokens / (batch_size * gradient_accumulation_steps * max_seq_len))
-    derived["warmup_iters"] = derived["max_iters"] // 50
-    globals().update({k: v for k, v in derived.items() if k not in given})
-    say(f"depth {depth}: " + ", ".join(f"{k}={globals()[k]}" for k in derived))
+    derive(given, dim=32 * math.ceil(depth / 2), n_layers=depth)
+    derive(given, n_heads=max(1, dim // 32))
+    n = 12 * n_layers * dim ** 2 + dim * vocab  # parameters, near enough
+    tokens = 8 * n
+    compute = (6 * n + 12 * n_layers * dim * max_seq_len) * tokens
+    sequences = max(1, round(0.05 * compute ** 0.3271 / max_seq_len))
+    pieces = math.ceil(sequences / 32)
+    derive(given, batch_size=parallel.world * math.ceil(sequences / pieces / parallel.world),
+           gradient_accumulation_steps=pieces, learning_rate=float(f"{0.3118 * compute ** -0.125:.1e}"))
+    derive(given, max_iters=math.ceil(tokens / (batch_size * gradient_accumulation_steps * max_seq_len)))
+    derive(given, warmup_iters=max_iters // 50)
+    check_batch()
+    say(f"depth {depth}: {dim=}, {n_layers=}, {n_heads=}, {batch_size=}, {gradient_accumulation_steps=}, {learning_rate=}, "
+        f"{max_iters=}, {warmup_iters=}")
+
+
+def derive(given, **values):
+    """Set the settings that nobody has given."""
+    globals().update({k: v for k, v in values.items() if k not in given})
 
 
 def say(text):
@@ -306,11 +317,12 @@ def make_out_dir():
 
 
 def adopt():
-    """To fine-tune: the architecture and the vocabulary are those of the checkpoint that init_from names."""
+    """To fine-tune: architecture and vocabulary are those of the checkpoint that init_from names. The settings set by it."""
     origin = checkpoint.locate(init_from)
     args = checkpoint.load(origin)["args"]
-    globals().update({k: v for k, v in args.items() if k in globals() and k not in ("dropout", "max_seq_len")})
-    globals()["vocab_source"] = str(checkpoint.tokenizer_path(origin))
+    adopted = {k: v for k, v in args.items() if k in globals() and k not in ("dropout", "max_seq_len")}
+    globals().update(adopted, vocab_source=str(checkpoint.tokenizer_path(origin)))
+    return set(adopted)
 
 
 def fixed(args, dataset):
@@ -485,18 +497,18 @@ def show(row, bar):
 
 def main(given):
     check_settings()
-    if depth:
-        derive_from_depth(given)
     place = parallel.setup(device, deterministic)
     if place.type == "cpu":
         parallel.keep_memory()
     start, resuming = parallel.first(find_start)
     parallel.first(make_out_dir)
     if tuning():
-        adopt()
+        given = given | adopt()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
+    if depth:
+        derive_from_depth(given, dataset.meta["vocab_size"])
     args = model_args(dataset)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)

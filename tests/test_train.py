@@ -19,6 +19,7 @@ import optim
 import parallel
 import track
 import train
+from model import ModelArgs
 from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,6 +244,41 @@ def test_depth_derives_the_rest(folder):
     line = next(line for line in done.stdout.splitlines() if line.startswith("depth 1:"))
     for key in ("dim=32", "n_layers=2", "n_heads=2", "batch_size=4", "learning_rate=", "max_iters=1"):
         assert key in line  # given ones stay, the rest is derived
+
+
+def derived(monkeypatch, depth, vocab, given=(), world=1):
+    """The settings that a depth gives, all others being the defaults."""
+    for name, value in train.settings(vars(train)).items():
+        monkeypatch.setattr(train, name, value)  # to be put back
+    monkeypatch.setattr(parallel, "world", world)
+    monkeypatch.setattr(train, "depth", depth)
+    train.derive_from_depth(set(given), vocab)
+    return train.settings(vars(train))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8, 12, 32])
+def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
+    for world in (1, 3, 8):
+        found = derived(monkeypatch, depth, 1536, world=world)
+        args = ModelArgs(**{k: v for k, v in found.items() if k in ModelArgs.__dataclass_fields__} | {"vocab_size": 1536})
+        assert args.problem() is None and args.head_dim == 32
+        sequences = found["batch_size"] * found["gradient_accumulation_steps"]
+        assert sequences % world == 0
+        assert found["batch_size"] <= 32 + world
+
+
+def test_depth_counts_the_true_vocabulary(monkeypatch):
+    tokens = []
+    for vocab in (96, 32000):
+        found = derived(monkeypatch, 4, vocab, {"batch_size", "gradient_accumulation_steps"})
+        tokens.append(found["max_iters"] * found["batch_size"] * found["max_seq_len"])
+    assert abs(tokens[1] - tokens[0] - 8 * 64 * (32000 - 96)) <= 2 * 6 * 192
+
+
+def test_depth_does_not_change_a_model_that_is_tuned(folder, reference):
+    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned_depth", "--depth=4", "--max_iters=1")
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.load(checkpoint.newest(folder / "tuned_depth"))["args"]["n_layers"] == 2
 
 
 def test_a_full_disk_costs_a_warning(folder):
