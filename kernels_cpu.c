@@ -67,20 +67,41 @@ float cpu_largest(const float *x, int n) { return host_kernels()->largest(x, n);
 float cpu_exponentials(float *x, float most, float scale, int n) { return host_kernels()->exponentials(x, most, scale, n); }
 
 // ----------------------------------------------------------------------------
-// A team of threads. The caller publishes a task, cut into pieces, a share of them for each member; who is through with its
-// own share takes what is left of the others', so nobody waits for a member that the system has put aside, only for pieces
-// begun. Members look for work for a while before they sleep, because the next task mostly comes within microseconds.
+// A team of threads that goes through a list of steps together. A step is cut into shares, one for each member, and a share
+// into pieces; who is through with its own takes what is left of the others', so nobody waits for a member that the system
+// has put aside, only for pieces begun. When all pieces of a step are finished, every member goes on to the next by itself,
+// without a word from the caller: that costs one cache line's way from one core to another. Between two lists members look for
+// work for a while before they sleep, because the next one mostly comes within microseconds.
 
 typedef struct Cpu Cpu;
-typedef void Task(Cpu *cpu, const void *args, int begin, int end, float *scratch);
+typedef struct Member Member;
+typedef void Task(Member *self, const void *args, int begin, int end); // items begin..end-1
 
-// A member's share of the present task. What one member writes and another looks at has a cache line of its own.
+enum { PIECES = 4, ARGS = 192 }; // of a share; bytes
+
 typedef struct {
-    _Alignas(64) atomic_ullong share;    // number of the task << 8 | pieces << 4 | pieces taken
-    _Alignas(64) atomic_uint finished;   // pieces that it has finished, of all tasks
-    Cpu *cpu;
+    Task *task;
+    int n;                    // items
+    int64_t cost;             // of an item, in multiplications, about
+    _Alignas(8) char args[ARGS];
+} Step;
+
+// What one member writes and another looks at has a cache line of its own. Numbers of steps and pieces go on from list to list,
+// and past the largest to zero.
+struct Member {
+    _Alignas(64) atomic_uint taken;    // pieces of its share so far: PIECES of each step
+    _Alignas(64) atomic_uint finished; // pieces that it has finished so far, of all shares
+    _Alignas(64) Cpu *cpu;
     pthread_t thread;
-} Member;
+    unsigned step;                     // number of the one it is at
+    bool prepared;                     // it has made for itself what the step works on: x or blocks
+    float *x;                          // (cols,) for one token
+    Block *blocks;                     // (cols / 32,)
+    float *scratch;                    // (scratch_size,)
+};
+
+typedef struct { float *out; const float *x, *weight; } NormArgs; // rows of dim
+typedef struct { int layer; float *q, *k; const float *v; int T; } RopeArgs;
 
 struct Cpu {
     Backend ops;
@@ -102,19 +123,23 @@ struct Cpu {
     const void *tiles;              // where they are then; NULL before
     size_t tiles_size;              // bytes
     int decoded;                    // calls with one token so far
-    int chunk;                      // most tokens that a product works on at once
-    float *scratch;                 // (n_threads, scratch_size)
-    size_t scratch_size;
     void **memory;                  // what alloc gave out
     int n_memory;
 
+    Step *steps;                    // of one call of forward; those for one token stay for the next
+    int n_steps;
+    bool collecting;                // between begin and end
+    bool recorded;                  // the steps are those for one token
+    const Mat *table;               // where embed got that token's row from, and
+    float *embedded;                // where it went
+    int pos;                        // of the call's first token
+    NormArgs norm;                  // of one token, that the next products will do for themselves; out is NULL when none
+    RopeArgs turning;               // likewise what attention will rotate; q is NULL when nothing
+
     int n_threads;
     Member *members;                // (n_threads,); the first is the caller
-    _Atomic(Task *) task;
-    _Atomic(const void *) args;
-    atomic_int n;                   // its items
-    unsigned long long tasks;       // published so far
-    unsigned pieces;                // of all of them
+    unsigned first;                 // number of steps[0]
+    atomic_uint goal;               // number behind the last step
     atomic_int sleepers;
     atomic_bool leaving;            // asks the members to end
     pthread_mutex_t lock;           // guards falling asleep
@@ -125,51 +150,66 @@ enum {
     CHUNK = 128,         // tokens: more of them no longer make a product faster
     LEAST_PAIRS = 16,    // tokens for which BF16 weights are multiplied with activations in BF16
     PATIENT_TOKENS = 16, // decoded before the weights are put in tiles
+    LATE = 16,           // looks whether a step is finished before its pieces are taken over from others: some 300 nanoseconds
     PATIENCE = 20000,    // looks for work before a member sleeps: some 200 microseconds
-    PIECES = 4,          // that a share is cut into at most
+    LEAST_WORK = 20000,  // multiplications in a step that are worth a team
+    MOST_STEPS = 24,     // of a layer
 };
 
-static int taken(unsigned long long share) { return (int)(share & 15); }
-static int pieces(unsigned long long share) { return (int)(share >> 4 & 15); }
-
-// Item at which piece `piece` of the i-th of n_threads shares of n items begins.
-static int item_of(int n, int n_threads, int i, int piece, int pieces) {
-    int64_t first = (int64_t)n * i / n_threads, end = (int64_t)n * (i + 1) / n_threads;
-    return (int)(first + (end - first) * piece / pieces);
+// Item at which piece `piece` of the i-th of n_threads shares of n items begins. Each piece is half of what is left, so that
+// the last ones are small and all end at nearly the same time.
+static int item_of(int n, int n_threads, int i, int piece) {
+    int first = (int)((int64_t)n * i / n_threads), end = (int)((int64_t)n * (i + 1) / n_threads);
+    return piece < PIECES ? end - ((end - first) >> piece) : end;
 }
 
-// Takes pieces of share i while there are any. When the word is still the same after the task was read, a piece of it is
-// not done yet, so the task is the one that it belongs to.
-static void take_from(Cpu *cpu, int i, int me) {
-    atomic_ullong *share = &cpu->members[i].share;
-    unsigned long long word = atomic_load(share);
-    while (taken(word) < pieces(word)) {
-        Task *task = atomic_load_explicit(&cpu->task, memory_order_acquire);
-        const void *args = atomic_load_explicit(&cpu->args, memory_order_acquire);
-        int n = atomic_load_explicit(&cpu->n, memory_order_acquire), piece = taken(word);
-        if (!atomic_compare_exchange_weak(share, &word, word + 1)) continue;
-        task(cpu, args, item_of(n, cpu->n_threads, i, piece, pieces(word)),
-             item_of(n, cpu->n_threads, i, piece + 1, pieces(word)), cpu->scratch + me * cpu->scratch_size);
-        atomic_fetch_add_explicit(&cpu->members[me].finished, 1, memory_order_release);
-        word = atomic_load(share);
+// Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
+// piece is finished.
+static void take_from(Member *self, int i) {
+    Cpu *cpu = self->cpu;
+    atomic_uint *taken = &cpu->members[i].taken;
+    unsigned piece = atomic_load(taken), end = (self->step + 1) * PIECES, done = 0;
+    while ((int)(end - piece) > 0) {
+        if (!atomic_compare_exchange_weak(taken, &piece, piece + 1)) continue;
+        const Step *step = &cpu->steps[self->step - cpu->first];
+        int first = item_of(step->n, cpu->n_threads, i, piece % PIECES);
+        int last = item_of(step->n, cpu->n_threads, i, piece % PIECES + 1);
+        if (first < last) step->task(self, step->args, first, last);
+        piece++, done++;
     }
+    unsigned finished = atomic_load_explicit(&self->finished, memory_order_relaxed); // which nobody else changes
+    if (done) atomic_store_explicit(&self->finished, finished + done, memory_order_release);
 }
 
-// First its own share, then what is left of the others'.
-static void work(Cpu *cpu, int me) {
-    for (int i = 0; i < cpu->n_threads; i++) take_from(cpu, (me + i) % cpu->n_threads, me);
+static bool is_finished(Cpu *cpu, unsigned step) {
+    unsigned finished = 0;
+    for (int i = 0; i < cpu->n_threads; i++) finished += atomic_load_explicit(&cpu->members[i].finished, memory_order_acquire);
+    return (int)(finished - (step + 1) * PIECES * cpu->n_threads) >= 0;
+}
+
+// Its own share, and others' when they are late: asking them sooner would only disturb them.
+static void take_step(Member *self) {
+    Cpu *cpu = self->cpu;
+    int me = (int)(self - cpu->members);
+    self->prepared = false;
+    take_from(self, me);
+    for (int looks = 1; !is_finished(cpu, self->step); looks++) {
+        PAUSE();
+        for (int i = 1; looks == LATE && i < cpu->n_threads; i++) take_from(self, (me + i) % cpu->n_threads);
+        if (looks % 1024 == 0) sched_yield();
+    }
+    self->step++;
 }
 
 static bool has_work(const Member *m) {
-    unsigned long long share = atomic_load(&m->share);
-    return taken(share) < pieces(share) || atomic_load_explicit(&m->cpu->leaving, memory_order_relaxed);
+    return atomic_load(&m->cpu->goal) != m->step || atomic_load_explicit(&m->cpu->leaving, memory_order_relaxed);
 }
 
 static void *member(void *arg) {
     Member *self = arg;
     Cpu *cpu = self->cpu;
     for (int looks = 0; !atomic_load_explicit(&cpu->leaving, memory_order_acquire); looks++) {
-        if (has_work(self)) work(cpu, (int)(self - cpu->members)), looks = 0;
+        while (self->step != atomic_load_explicit(&cpu->goal, memory_order_acquire)) take_step(self), looks = 0;
         PAUSE();
         if (looks % 1024 == 1023) sched_yield();
         if (looks < PATIENCE) continue;
@@ -190,39 +230,31 @@ static void wake(Cpu *cpu) {
     pthread_mutex_unlock(&cpu->lock);
 }
 
-// Before this the task before is finished, so no share has a piece left, and nobody takes what is being changed for a task.
-static void publish(Cpu *cpu, Task *task, const void *args, int n) {
-    unsigned long long number = ++cpu->tasks;
-    atomic_store_explicit(&cpu->task, task, memory_order_release);
-    atomic_store_explicit(&cpu->args, args, memory_order_release);
-    atomic_store_explicit(&cpu->n, n, memory_order_release);
-    for (int i = cpu->n_threads - 1; i >= 0; i--) {
-        int items = item_of(n, cpu->n_threads, i, 1, 1) - item_of(n, cpu->n_threads, i, 0, 1);
-        unsigned cut = items < PIECES ? items : PIECES;
-        cpu->pieces += cut;
-        atomic_store(&cpu->members[i].share, number << 8 | cut << 4);
-    }
-    wake(cpu);
-}
-
-static bool is_finished(Cpu *cpu) {
-    unsigned finished = 0;
-    for (int i = 0; i < cpu->n_threads; i++) finished += atomic_load_explicit(&cpu->members[i].finished, memory_order_acquire);
-    return finished == cpu->pieces;
-}
-
-// Runs the task over items 0..n-1, each of about `cost` multiplications. Small jobs are done sooner alone.
-static void parallel(Cpu *cpu, Task *task, const void *args, int n, int64_t cost) {
-    if (cpu->n_threads == 1 || n == 1 || n * cost < 20000) {
-        task(cpu, args, 0, n, cpu->scratch);
+// Runs the steps; alone, when they are small.
+static void run_steps(Cpu *cpu) {
+    Member *self = cpu->members;
+    int64_t work = 0;
+    for (int i = 0; i < cpu->n_steps; i++) work += cpu->steps[i].n * cpu->steps[i].cost;
+    if (cpu->n_threads == 1 || work < (int64_t)LEAST_WORK * cpu->n_steps) {
+        for (const Step *step = cpu->steps; step < cpu->steps + cpu->n_steps; step++) {
+            self->prepared = false;
+            step->task(self, step->args, 0, step->n);
+        }
         return;
     }
-    publish(cpu, task, args, n);
-    work(cpu, 0);
-    for (int looks = 1; !is_finished(cpu); looks++) {
-        PAUSE();
-        if (looks % 1024 == 0) sched_yield();
-    }
+    cpu->first = self->step;
+    atomic_store(&cpu->goal, self->step + cpu->n_steps);
+    wake(cpu);
+    for (int i = 0; i < cpu->n_steps; i++) take_step(self);
+}
+
+// Appends a step for n items, each of about `cost` multiplications; outside of a call of forward, runs it.
+static void add(Cpu *cpu, Task *task, const void *args, size_t size, int n, int64_t cost) {
+    if (!cpu->collecting) cpu->n_steps = 0, cpu->recorded = false;
+    Step *step = &cpu->steps[cpu->n_steps++];
+    *step = (Step){task, n, cost, {0}};
+    memcpy(step->args, args, size);
+    if (!cpu->collecting) run_steps(cpu), cpu->n_steps = 0;
 }
 
 // ----------------------------------------------------------------------------
@@ -319,40 +351,65 @@ static void pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
 // The operations; run.h says what each computes
 
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
-    for (int t = 0; t < T; t++)
-        floats_of(((Cpu *)b)->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
+    Cpu *cpu = (Cpu *)b;
+    cpu->table = table, cpu->embedded = x;
+    for (int t = 0; t < T; t++) floats_of(cpu->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
 }
 
-typedef struct { float *out; const float *x, *weight; } NormArgs;
+static void normalize(const Cpu *cpu, float *out, const float *x, const float *weight) {
+    int n = cpu->config.dim;
+    float scale = 1.0f / sqrtf(cpu->kernels->dot_f32(x, x, n) / n + cpu->config.norm_eps);
+    for (int i = 0; i < n; i++) out[i] = weight[i] * (scale * x[i]);
+}
 
 // Items are tokens.
-static void norm_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)scratch;
+static void norm_tokens(Member *self, const void *args, int begin, int end) {
     const NormArgs *a = args;
-    int dim = cpu->config.dim;
-    for (int t = begin; t < end; t++) {
-        const float *x = a->x + (size_t)t * dim;
-        float *out = a->out + (size_t)t * dim;
-        float scale = 1.0f / sqrtf(cpu->kernels->dot_f32(x, x, dim) / dim + cpu->config.norm_eps);
-        for (int i = 0; i < dim; i++) out[i] = a->weight[i] * (scale * x[i]);
-    }
+    for (size_t t = begin, dim = self->cpu->config.dim; t < (size_t)end; t++)
+        normalize(self->cpu, a->out + t * dim, a->x + t * dim, a->weight);
 }
 
+static void rope_tokens(Member *self, const void *args, int begin, int end);
+
+// Does what was put off for the next step, if that turned out to be another than expected.
+static void catch_up(Cpu *cpu) {
+    NormArgs norm = cpu->norm;
+    RopeArgs turning = cpu->turning;
+    cpu->norm.out = NULL, cpu->turning.q = NULL;
+    if (norm.out) add(cpu, norm_tokens, &norm, sizeof norm, 1, cpu->config.dim);
+    if (turning.q) add(cpu, rope_tokens, &turning, sizeof turning, 1, 4 * cpu->config.dim);
+}
+
+// That of one token is put off until the products that read it.
 static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, int T) {
-    parallel((Cpu *)b, norm_tokens, &(NormArgs){out, x, weight->data}, T, weight->cols);
+    Cpu *cpu = (Cpu *)b;
+    NormArgs a = {out, x, weight->data};
+    catch_up(cpu);
+    if (cpu->collecting && T == 1) cpu->norm = a;
+    else add(cpu, norm_tokens, &a, sizeof a, T, weight->cols);
 }
 
 // Items of a product are ROWS rows.
 enum { ROWS = 2 * TILE };
 
+// What products read: x (T, cols), and what was made of it where the products want that.
 typedef struct {
-    const Product *products;
-    int n;
     const float *x, *panels; // panels of one token are x
     const uint16_t *pairs;   // NULL: BF16 is multiplied in float32
     const Block *blocks;
-    int T;
+    int cols, T;
+} Activations;
+
+typedef struct {
+    Product products[3];
+    int n;
+    Activations in;
+    NormArgs norm;       // for one token: what x is made by; out is NULL when it is there
+    bool quantised;      // some products want blocks
+    bool blocks_made;    // for one token: by the step before
+    bool blocks_wanted;  // of gated_rows: by the step behind
 } MatmulArgs;
+_Static_assert(sizeof(MatmulArgs) <= ARGS, "room in a step");
 
 // Tokens of the next panel when T are left: a panel has as many as the kernels take at once, or 1, 2, 4 or 8; of pairs
 // at least 4.
@@ -362,9 +419,11 @@ static int panel_width(const Kernels *k, int T, bool pairs) {
     return width < k->tokens ? width : k->tokens;
 }
 
-static void add_to(float *out, float y, bool add) { *out = add ? *out + y : y; }
+static void put_rows(float *out, const float *y, int n, bool add) {
+    for (int i = 0; i < n; i++) out[i] = add ? out[i] + y[i] : y[i];
+}
 
-static float row_times_token(const Kernels *k, const Mat *w, int r, const MatmulArgs *a, float *scratch) {
+static float row_times_token(const Kernels *k, const Mat *w, int r, const Activations *a, float *scratch) {
     const uint8_t *data = w->data;
     size_t first = (size_t)r * w->cols;
     switch (w->type) {
@@ -378,17 +437,12 @@ static float row_times_token(const Kernels *k, const Mat *w, int r, const Matmul
 }
 
 // Rows as they lie in the file.
-static void rows_times_token(const Kernels *k, const Product *p, const MatmulArgs *a, int r, int end, float *scratch) {
-    for (; r < end; r++) add_to(&p->out[r], row_times_token(k, p->w, r, a, scratch), p->add);
+static void rows_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+    for (; r < end; r++) put_rows(p->out + r, (float[]){row_times_token(k, p->w, r, a, scratch)}, 1, p->add);
 }
 
-// Up to ROWS rows in tiles, kept or made on the way.
-static void tiles_times_tokens(const Kernels *k, const Product *p, const MatmulArgs *a, int r, int end, float *scratch) {
-    const Mat *w = p->w;
-    int n = (end - r + TILE - 1) / TILE;
-    float *y = scratch; // (T, ROWS)
-    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + (a->T + k->tokens) * ROWS);
-    for (int i = 0; i < n && !w->tiles; i++) pack(k, tiles + i * tiles_size(w), w, r + i * TILE);
+// y (T, ROWS) = x times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any number.
+static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a) {
     if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks, w->cols / 32, a->T);
     else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks, w->cols / 32, a->T);
     else
@@ -399,42 +453,92 @@ static void tiles_times_tokens(const Kernels *k, const Product *p, const MatmulA
             else if (!a->pairs) k->tiles_bf16(y + t * ROWS, tiles, n, a->panels + first, w->cols, width);
             else k->tiles_bf16_pairs(y + t * ROWS, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width);
         }
-    for (int t = 0; t < a->T; t++)
-        for (int i = 0; i < end - r; i++) add_to(&p->out[(size_t)t * w->rows + r + i], y[t * ROWS + i], p->add);
 }
 
+// Up to ROWS rows in tiles, kept or made on the way.
+static void tiles_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+    const Mat *w = p->w;
+    int n = (end - r + TILE - 1) / TILE;
+    float *y = scratch; // (T, ROWS)
+    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + (a->T + k->tokens) * ROWS);
+    for (int i = 0; i < n && !w->tiles; i++) pack(k, tiles + i * tiles_size(w), w, r + i * TILE);
+    times_tiles(k, y, w, tiles, n, a);
+    for (int t = 0; t < a->T; t++) put_rows(p->out + (size_t)t * w->rows + r, y + t * ROWS, end - r, p->add);
+}
+
+// Rows r..end-1 in kept tiles: one long stream of memory. What fills its tiles goes to its place without a detour.
+static void tiles_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+    const uint8_t *tiles = (uint8_t *)p->w->tiles + r / TILE * tiles_size(p->w);
+    int whole = p->add ? 0 : (end - r) / TILE, rest = (end - r + TILE - 1) / TILE - whole;
+    times_tiles(k, p->out + r, p->w, tiles, whole, a);
+    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a);
+    put_rows(p->out + r + whole * TILE, scratch, end - r - whole * TILE, p->add);
+}
+
+// What the products of one token read, every member makes for itself: it takes no longer than waiting for another that does.
+static Activations prepared(Member *self, const MatmulArgs *a) {
+    Activations in = a->in;
+    if (in.T > 1 || a->blocks_made) return in;
+    if (a->norm.out) in.x = in.panels = self->x;
+    in.blocks = self->blocks;
+    if (self->prepared) return in;
+    if (a->norm.out) normalize(self->cpu, self->x, a->norm.x, a->norm.weight);
+    if (a->quantised) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
+    self->prepared = true;
+    return in;
+}
+
+// Rows of one product, some times ROWS of them.
+static void some_rows(Member *self, const Product *p, const Activations *in, int begin, int end) {
+    const Kernels *k = self->cpu->kernels;
+    int last = end * ROWS < p->w->rows ? end * ROWS : p->w->rows;
+    if (in->T == 1) (p->w->tiles ? tiles_times_token : rows_times_token)(k, p, in, begin * ROWS, last, self->scratch);
+    else
+        for (int r = begin * ROWS; r < last; r += ROWS)
+            tiles_times_tokens(k, p, in, r, r + ROWS < last ? r + ROWS : last, self->scratch);
+}
+
+static int items_of(const Product *p) { return (p->w->rows + ROWS - 1) / ROWS; }
+
 // Items are the rows of all products, ROWS at a time, one product after the other.
-static void matmul_rows(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+static void matmul_rows(Member *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
+    Activations in = prepared(self, a);
     for (const Product *p = a->products; p < a->products + a->n; p++) {
-        int items = (p->w->rows + ROWS - 1) / ROWS;
-        for (int i = begin > 0 ? begin : 0; i < end && i < items; i++) {
-            int r = i * ROWS, last = r + ROWS < p->w->rows ? r + ROWS : p->w->rows;
-            (a->T == 1 && !p->w->tiles ? rows_times_token : tiles_times_tokens)(cpu->kernels, p, a, r, last, scratch);
-        }
+        int items = items_of(p), first = begin > 0 ? begin : 0, last = end < items ? end : items;
+        if (first < last) some_rows(self, p, &in, first, last);
         begin -= items, end -= items;
     }
 }
 
-typedef struct { const float *x; int cols, T; } Activations;
+// Of one token, h and h2 and what swiglu makes of them. Items are ROWS rows of both.
+static void gated_rows(Member *self, const void *args, int begin, int end) {
+    const MatmulArgs *a = args;
+    const Kernels *k = self->cpu->kernels;
+    Activations in = prepared(self, a);
+    int first = begin * ROWS, rows = a->products->w->rows, n = (end * ROWS < rows ? end * ROWS : rows) - first;
+    float *h = a->products[0].out + first, *h2 = a->products[1].out + first;
+    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], &in, begin, end);
+    k->swiglu(h, h2, n);
+    if (a->blocks_wanted) k->quantize(self->cpu->blocks + first / 32, h, n / 32);
+}
 
 // Items are tokens.
-static void quantize_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)scratch;
+static void quantize_tokens(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
     int n = a->cols / 32;
-    cpu->kernels->quantize(cpu->blocks + (size_t)begin * n, a->x + (size_t)begin * a->cols, (end - begin) * n);
+    self->cpu->kernels->quantize(self->cpu->blocks + (size_t)begin * n, a->x + (size_t)begin * a->cols, (end - begin) * n);
 }
 
 // Items are panels; a token that is missing in the last is zero.
-static void pack_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)scratch;
+static void pack_tokens(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
+    const Kernels *k = self->cpu->kernels;
     for (int i = begin; i < end; i++) {
-        int t = i * cpu->kernels->tokens, width = panel_width(cpu->kernels, a->T - t, false);
-        float *panel = cpu->panels + (size_t)t * a->cols; // (cols, width)
+        int t = i * k->tokens, width = panel_width(k, a->T - t, false);
+        float *panel = self->cpu->panels + (size_t)t * a->cols; // (cols, width)
         const float *x = a->x + (size_t)t * a->cols;
-        if (t + width <= a->T) cpu->kernels->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
+        if (t + width <= a->T) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
         else
             for (int c = 0; c < a->cols; c++)
                 for (int j = 0; j < width; j++) panel[(size_t)c * width + j] = t + j < a->T ? x[(size_t)j * a->cols + c] : 0;
@@ -442,39 +546,45 @@ static void pack_tokens(Cpu *cpu, const void *args, int begin, int end, float *s
 }
 
 // The same in BF16, by pairs of columns.
-static void pack_pairs(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+static void pack_pairs(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
+    const Kernels *k = self->cpu->kernels;
     int pairs = (a->cols + 1) / 2;
-    uint16_t *rows = (uint16_t *)scratch; // (width, 2 pairs)
+    uint16_t *rows = (uint16_t *)self->scratch; // (width, 2 pairs)
     for (int i = begin; i < end; i++) {
-        int t = i * cpu->kernels->tokens, width = panel_width(cpu->kernels, a->T - t, true);
+        int t = i * k->tokens, width = panel_width(k, a->T - t, true);
         memset(rows, 0, (size_t)width * pairs * 4);
         for (int j = 0; j < width && t + j < a->T; j++)
-            cpu->kernels->bf16s(rows + (size_t)j * 2 * pairs, a->x + (size_t)(t + j) * a->cols, a->cols);
-        cpu->kernels->transpose((uint8_t *)(cpu->pairs + (size_t)t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, width, pairs);
+            k->bf16s(rows + (size_t)j * 2 * pairs, a->x + (size_t)(t + j) * a->cols, a->cols);
+        k->transpose((uint8_t *)(self->cpu->pairs + (size_t)t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, width, pairs);
     }
+}
+
+// Those of the step before, if it is this task with n products.
+static MatmulArgs *last_products(Cpu *cpu, Task *task, int n) {
+    Step *last = cpu->collecting && cpu->n_steps ? &cpu->steps[cpu->n_steps - 1] : NULL;
+    return last && last->task == task && ((MatmulArgs *)last->args)->n == n ? (MatmulArgs *)last->args : NULL;
 }
 
 static void matmul(Backend *b, const Product *products, int n, const float *x, int T) {
     Cpu *cpu = (Cpu *)b;
-    int items = 0, cols = products->w->cols, most = T < cpu->chunk ? T : cpu->chunk;
-    bool quantised = false, floats = false, bf16 = false, halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
-    Product slice[3];
+    int items = 0, cols = products->w->cols, panels = (T + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
+    bool floats = false, bf16 = false, halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
+    MatmulArgs a = {.n = n, .in = {x, T > 1 ? cpu->panels : x, NULL, cpu->blocks, cols, T}};
+    if (T == 1 && cpu->norm.out == x) a.norm = cpu->norm, cpu->norm.out = NULL;
+    catch_up(cpu);
     for (int i = 0; i < n; i++) {
-        slice[i] = products[i];
-        items += (products[i].w->rows + ROWS - 1) / ROWS;
-        *(is_quantised(products[i].w) ? &quantised : halves && products[i].w->type == BF16 ? &bf16 : &floats) = true;
+        a.products[i] = products[i];
+        items += items_of(&products[i]);
+        *(is_quantised(products[i].w) ? &a.quantised : halves && products[i].w->type == BF16 ? &bf16 : &floats) = true;
     }
-    for (; T > 0; T -= most, x += (size_t)most * cols) {
-        int t = T < most ? T : most, panels = (t + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
-        Activations a = {x, cols, t};
-        if (quantised) parallel(cpu, quantize_tokens, &a, t, cols);
-        if (floats && t > 1) parallel(cpu, pack_tokens, &a, panels, (int64_t)cpu->kernels->tokens * cols);
-        if (bf16) parallel(cpu, pack_pairs, &a, panels, (int64_t)cpu->kernels->tokens * cols);
-        parallel(cpu, matmul_rows, &(MatmulArgs){slice, n, x, t > 1 ? cpu->panels : x, bf16 ? cpu->pairs : NULL, cpu->blocks, t},
-                 items, (int64_t)ROWS * cols * t);
-        for (int i = 0; i < n; i++) slice[i].out += (size_t)most * slice[i].w->rows;
-    }
+    if (bf16) a.in.pairs = cpu->pairs;
+    MatmulArgs *gated = last_products(cpu, gated_rows, 2);
+    if (T == 1 && a.quantised && gated && gated->products->out == x) gated->blocks_wanted = a.blocks_made = true;
+    if (T > 1 && a.quantised) add(cpu, quantize_tokens, &a.in, sizeof a.in, T, cols);
+    if (T > 1 && floats) add(cpu, pack_tokens, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
+    if (bf16) add(cpu, pack_pairs, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
+    add(cpu, matmul_rows, &a, sizeof a, items, (int64_t)ROWS * cols * T);
 }
 
 // Fills the table of rotations up to `positions`: angle = position / rope_scaling * rope_theta^(-2i / head_dim),
@@ -520,30 +630,36 @@ static void cache(Cpu *cpu, int layer, int head, int pos, const float *k, const 
     }
 }
 
-typedef struct { int layer; float *q, *k; const float *v; int pos; } RopeArgs;
+// Of one token: the query heads of KV head h, and its key, are rotated; its key and value go to the cache.
+static void turn(Cpu *cpu, const RopeArgs *a, int t, int h, float *scratch) {
+    const Config *c = &cpu->config;
+    int shared = c->n_heads / c->n_kv_heads;
+    const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
+    float *q = a->q + (size_t)t * c->dim, *k = a->k + (size_t)t * c->kv_dim + h * c->head_dim;
+    for (int i = h * shared; i < (h + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
+    cpu->kernels->rotate(k, rotation, c->head_dim);
+    cache(cpu, a->layer, h, cpu->pos + t, k, a->v + (size_t)t * c->kv_dim + h * c->head_dim, scratch);
+}
 
 // Items are tokens.
-static void rope_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+static void rope_tokens(Member *self, const void *args, int begin, int end) {
     const RopeArgs *a = args;
-    const Config *c = &cpu->config;
-    for (int t = begin; t < end; t++) {
-        const float *rotation = cpu->rotation + (size_t)(a->pos + t) * 2 * c->head_dim, *v = a->v + (size_t)t * c->kv_dim;
-        float *k = a->k + (size_t)t * c->kv_dim;
-        for (int h = 0; h < c->n_heads; h++)
-            cpu->kernels->rotate(a->q + (size_t)t * c->dim + h * c->head_dim, rotation, c->head_dim);
-        for (int h = 0; h < c->n_kv_heads; h++) cpu->kernels->rotate(k + h * c->head_dim, rotation, c->head_dim);
-        for (int h = 0; h < c->n_kv_heads; h++)
-            cache(cpu, a->layer, h, a->pos + t, k + h * c->head_dim, v + h * c->head_dim, scratch);
-    }
+    for (int t = begin; t < end; t++)
+        for (int h = 0; h < self->cpu->config.n_kv_heads; h++) turn(self->cpu, a, t, h, self->scratch);
 }
 
+// For one token, attention does it, head by head.
 static void rope(Backend *b, int layer, float *q, float *k, const float *v, int pos, int T) {
     Cpu *cpu = (Cpu *)b;
+    RopeArgs a = {layer, q, k, v, T};
+    cpu->pos = pos;
     extend_rotations(cpu, pos + T);
-    parallel(cpu, rope_tokens, &(RopeArgs){layer, q, k, v, pos}, T, 4 * cpu->config.dim);
+    catch_up(cpu);
+    if (cpu->collecting && T == 1) cpu->turning = a;
+    else add(cpu, rope_tokens, &a, sizeof a, T, 4 * cpu->config.dim);
 }
 
-typedef struct { int layer; float *out; const float *q; int pos, T; } AttentionArgs;
+typedef struct { float *out; RopeArgs in; bool turned; } AttentionArgs;
 
 // Up to 4 queries of a KV head at once share what is loaded: of heads that share it, or, when each has its own, of tokens.
 enum { QUERIES = 4 };
@@ -566,43 +682,58 @@ static void attend(Cpu *cpu, int layer, int kv_head, float *out, const float *q,
         for (int j = 0; j < head_dim; j++) out[i * q_stride + j] = mixed[i * cpu->value_width + j] / sums[i];
 }
 
+// Groups of queries that one KV head has.
+static int query_groups(const Cpu *cpu, int T) {
+    int shared = cpu->config.n_heads / cpu->config.n_kv_heads; // query heads of a KV head
+    return shared > 1 ? (shared + QUERIES - 1) / QUERIES : (T + QUERIES - 1) / QUERIES;
+}
+
 // Items are groups of queries: of each KV head, one group of tokens or of heads after the other.
-static void attention_groups(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
+static void attention_groups(Member *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
+    Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads; // query heads of a KV head
-    int groups = shared > 1 ? (shared + QUERIES - 1) / QUERIES : (a->T + QUERIES - 1) / QUERIES;
+    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->in.T);
     for (int item = begin; item < end; item++) {
         int first = item % groups * QUERIES, kv_head = item / groups % c->n_kv_heads, t = item / groups / c->n_kv_heads;
-        int left = (shared > 1 ? shared : a->T) - first, Q = left < QUERIES ? left : QUERIES;
+        int left = (shared > 1 ? shared : a->in.T) - first, Q = left < QUERIES ? left : QUERIES;
         size_t at = shared > 1 ? (size_t)t * c->dim + (kv_head * shared + first) * c->head_dim
                                : (size_t)first * c->dim + kv_head * c->head_dim;
-        attend(cpu, a->layer, kv_head, a->out + at, a->q + at, shared > 1 ? c->head_dim : c->dim, Q,
-               a->pos + (shared > 1 ? t : first) + 1, shared == 1, scratch);
+        if (!a->turned) turn(cpu, &a->in, t, kv_head, self->scratch);
+        attend(cpu, a->in.layer, kv_head, a->out + at, a->in.q + at, shared > 1 ? c->head_dim : c->dim, Q,
+               cpu->pos + (shared > 1 ? t : first) + 1, shared == 1, self->scratch);
     }
 }
 
 static void attention(Backend *b, int layer, float *out, const float *q, int pos, int T) {
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads;
-    int items = c->n_kv_heads * (shared > 1 ? T * ((shared + QUERIES - 1) / QUERIES) : (T + QUERIES - 1) / QUERIES);
-    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
-    parallel(cpu, attention_groups, &(AttentionArgs){layer, out, q, pos, T}, items, cost);
+    int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1);
+    AttentionArgs a = {out, {layer, (float *)q, NULL, NULL, T}, true};
+    cpu->pos = pos;
+    if (cpu->turning.q == q && T == 1 && groups == 1) a.in = cpu->turning, a.turned = false, cpu->turning.q = NULL;
+    catch_up(cpu);
+    add(cpu, attention_groups, &a, sizeof a, items, 2 * (int64_t)(pos + T) * c->head_dim * QUERIES);
 }
 
 typedef struct { float *h; const float *h2; } SwigluArgs;
 
 // Items are tokens.
-static void swiglu_tokens(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)scratch;
+static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
     const SwigluArgs *a = args;
-    size_t n = cpu->config.hidden_dim;
-    for (int t = begin; t < end; t++) cpu->kernels->swiglu(a->h + t * n, a->h2 + t * n, (int)n);
+    size_t n = self->cpu->config.hidden_dim;
+    for (int t = begin; t < end; t++) self->cpu->kernels->swiglu(a->h + t * n, a->h2 + t * n, (int)n);
 }
 
+// For one token it becomes part of the step that makes h and h2.
 static void swiglu_op(Backend *b, float *h, const float *h2, int T) {
-    parallel((Cpu *)b, swiglu_tokens, &(SwigluArgs){h, h2}, T, 4 * ((Cpu *)b)->config.hidden_dim);
+    Cpu *cpu = (Cpu *)b;
+    catch_up(cpu);
+    MatmulArgs *both = T == 1 ? last_products(cpu, matmul_rows, 2) : NULL;
+    if (both && both->products[0].out == h && both->products[1].out == h2) {
+        Step *step = &cpu->steps[cpu->n_steps - 1];
+        step->task = gated_rows, step->n = items_of(both->products), step->cost *= 2;
+    } else add(cpu, swiglu_tokens, &(SwigluArgs){h, h2}, sizeof(SwigluArgs), T, 4 * cpu->config.hidden_dim);
 }
 
 static void logits(Backend *b, float *out, const Mat *output, const float *x, int T) {
@@ -614,8 +745,8 @@ typedef struct { const uint8_t *bytes; uint64_t *sums; } ReadArgs;
 enum { READ_CHUNK = 1 << 16 }; // bytes
 
 // Items are chunks of the bytes.
-static void read_chunks(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)cpu, (void)scratch;
+static void read_chunks(Member *self, const void *args, int begin, int end) {
+    (void)self;
     const ReadArgs *a = args;
     for (int chunk = begin; chunk < end; chunk++) {
         uint64_t sum[16] = {0}, word;
@@ -644,7 +775,7 @@ static double bandwidth(Backend *b, const void *bytes, size_t n) {
     double best = 0, start = seconds();
     for (int pass = 0; sums && chunks && (pass < 5 || seconds() - start < 0.1); pass++) {
         double begin = seconds();
-        parallel(cpu, read_chunks, &(ReadArgs){bytes, sums}, chunks, READ_CHUNK);
+        add(cpu, read_chunks, &(ReadArgs){bytes, sums}, sizeof(ReadArgs), chunks, READ_CHUNK);
         double speed = (double)chunks * READ_CHUNK / (seconds() - begin);
         best = speed > best ? speed : best;
     }
@@ -673,24 +804,29 @@ static void cpu_close(Backend *b) {
     for (int i = 1; i < cpu->n_threads; i++) pthread_join(cpu->members[i].thread, NULL);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
-    free(cpu->members);
     free(cpu);
 }
 
 // Starts members 1..n_threads-1; with fewer when the system refuses, for the results are the same.
-static bool start_team(Cpu *cpu, int n_threads) {
+static void start_team(Cpu *cpu, int n_threads) {
     pthread_mutex_init(&cpu->lock, NULL);
     pthread_cond_init(&cpu->wake, NULL);
-    cpu->n_threads = 1;
-    cpu->members = aligned_alloc(64, n_threads * sizeof *cpu->members);
-    if (!cpu->members) return false;
-    memset(cpu->members, 0, n_threads * sizeof *cpu->members);
     int started = 1;
-    for (; started < n_threads; started++) {
-        cpu->members[started].cpu = cpu;
-        if (pthread_create(&cpu->members[started].thread, NULL, member, &cpu->members[started])) break;
-    }
+    while (started < n_threads && !pthread_create(&cpu->members[started].thread, NULL, member, &cpu->members[started])) started++;
     cpu->n_threads = started;
+}
+
+// Room for n_threads members, each with what a step of the model needs for itself.
+static bool make_members(Cpu *cpu, int n_threads, size_t cols, size_t scratch_size) {
+    cpu->members = allocate(cpu, n_threads, sizeof(Member), 64);
+    float *x = allocate(cpu, n_threads * (cols + 16), sizeof(float), 64), *scratch = allocate(cpu, n_threads * scratch_size, sizeof(float), 64);
+    Block *blocks = allocate(cpu, n_threads * (cols / 32 + 2), sizeof(Block), 64);
+    if (!cpu->members || !x || !scratch || !blocks) return false;
+    memset(cpu->members, 0, n_threads * sizeof(Member));
+    for (int i = 0; i < n_threads; i++) {
+        Member *m = &cpu->members[i];
+        m->cpu = cpu, m->x = x + i * (cols + 16), m->blocks = blocks + i * (cols / 32 + 2), m->scratch = scratch + i * scratch_size;
+    }
     return true;
 }
 
@@ -699,11 +835,10 @@ enum { SLICE = 4 << 20 }; // bytes of a matrix that are put in tiles at once
 typedef struct { const Mat *m; uint8_t *tiles; int first; } PackArgs;
 
 // Items are rows of tiles.
-static void pack_rows(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)scratch;
+static void pack_rows(Member *self, const void *args, int begin, int end) {
     const PackArgs *a = args;
     for (int i = a->first + begin; i < a->first + end; i++)
-        pack(cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
+        pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
 // Where a row lies in the file; behind the last, where the matrix ends.
@@ -727,7 +862,7 @@ static size_t keep_tiles(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest
     int n = (m->rows + TILE - 1) / TILE, slice = (int)(SLICE / tiles_size(m)) + 1;
     for (int i = 0, some; tiles && i < n; i += some) { // by slices, so that both orders of them never stand in memory
         some = n - i < slice ? n - i : slice;
-        parallel(cpu, pack_rows, &(PackArgs){m, tiles, i}, some, TILE * m->cols);
+        add(cpu, pack_rows, &(PackArgs){m, tiles, i}, sizeof(PackArgs), some, TILE * m->cols);
         if (cpu->model->mapped) drop_pages(lowest, row_of(m, i * TILE), row_of(m, (i + some) * TILE));
     }
     if (tiles) m->tiles = tiles;
@@ -754,24 +889,36 @@ static void order_weights(Cpu *cpu) {
     size_t n = keep_all(cpu, NULL), huge = 2 << 20, have = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
     void *tiles = n > 0 && n < have / 2 ? allocate(cpu, n, 1, huge) : NULL;
     if (!tiles) return;
-    madvise(tiles, n, MADV_HUGEPAGE);
+    madvise(tiles, (n / huge + 1) * huge, MADV_HUGEPAGE); // as much as allocate took
     keep_all(cpu, tiles);
     cpu->tiles = tiles, cpu->tiles_size = n;
 }
 
+// The steps of one token are the same each time, but for the token and its position.
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
-    (void)tokens, (void)pos;
     Cpu *cpu = (Cpu *)b;
     cpu->precise = all;
     if (T == 1 && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
+    if (T == 1 && cpu->recorded) {
+        cpu->pos = pos;
+        extend_rotations(cpu, pos + 1);
+        embed(b, cpu->embedded, cpu->table, tokens, 1);
+        return false;
+    }
+    cpu->n_steps = 0, cpu->collecting = true, cpu->recorded = T == 1;
     return true;
 }
 
+static void end(Backend *b) {
+    Cpu *cpu = (Cpu *)b;
+    catch_up(cpu);
+    cpu->collecting = false;
+    run_steps(cpu);
+}
+
 // What any operation needs for itself, in floats.
-static size_t scratch_size(const Cpu *cpu) {
-    const Config *c = &cpu->config;
-    size_t cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;
-    size_t tiles = ROWS * (cols + 1 + cpu->chunk + cpu->kernels->tokens);
+static size_t scratch_size(const Cpu *cpu, size_t cols, int chunk) {
+    size_t tiles = ROWS * (cols + 1 + chunk + cpu->kernels->tokens);
     size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols;
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
@@ -785,30 +932,29 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16 or neon";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
-    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm, .matmul = matmul, .rope = rope,
-                         .attention = attention, .swiglu = swiglu_op, .logits = logits, .bandwidth = bandwidth,
-                         .close = cpu_close};
+    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm,
+                         .matmul = matmul, .rope = rope, .attention = attention, .swiglu = swiglu_op, .logits = logits,
+                         .bandwidth = bandwidth, .close = cpu_close};
     cpu->config = *c;
     cpu->model = model;
     cpu->kernels = kernels;
     cpu->positions = positions;
     cpu->half = is_quantised(&model->weights.layers[0].wq);
     cpu->value_width = round_up(c->head_dim);
-    cpu->chunk = positions < CHUNK ? positions : CHUNK;
-    cpu->scratch_size = scratch_size(cpu);
     size_t heads = (size_t)c->n_layers * c->n_kv_heads, number = cpu->half ? 2 : 4;
-    int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim;
+    int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim, chunk = positions < CHUNK ? positions : CHUNK;
     bool ok = (cpu->keys = allocate(cpu, heads * round_up(positions) * c->head_dim, number, 64))
            && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
            && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
            && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
-           && (cpu->blocks = allocate(cpu, (size_t)cpu->chunk * (cols / 32 + 1), sizeof(Block), 64))
-           && (cpu->panels = allocate(cpu, (size_t)(cpu->chunk + kernels->tokens) * cols, sizeof(float), 64))
-           && (cpu->pairs = allocate(cpu, (size_t)(cpu->chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
-           && (cpu->scratch = allocate(cpu, (size_t)n_threads * cpu->scratch_size, sizeof(float), 64))
-           && start_team(cpu, n_threads);
+           && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
+           && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
+           && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
+           && (cpu->steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
+           && make_members(cpu, n_threads, cols, scratch_size(cpu, cols, chunk));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
+    if (ok) start_team(cpu, n_threads);
     if (ok) return NULL;
     cpu_close(&cpu->ops);
     *backend = NULL;

@@ -24,6 +24,7 @@
 #define MIN(a, b) vminq_f32(a, b)
 #define FMA(a, b, c) vfmaq_f32(c, a, b)
 #define SUM(v) vaddvq_f32(v)
+#define MOST_OF(v) vmaxvq_f32(v)
 #define ROUND(v) vrndnq_f32(v)
 #define SWAP(v) vrev64q_f32(v)
 #define POW2(n) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
@@ -32,6 +33,13 @@
 #define BF16_HIGH(i) vreinterpretq_f32_s32(vandq_s32(i, vdupq_n_s32((int)0xffff0000)))
 #define SET_I(x) vdupq_n_s32(x)
 #define FLOATS(i) vcvtq_f32_s32(i)
+#define INTS(v) vcvtnq_s32_f32(v)
+#define ADD_I(a, b) vaddq_s32(a, b)
+#define MAX_I(a, b) vmaxq_s32(a, b)
+#define SUM_I(i) vaddvq_s32(i)
+#define MOST_OF_I(i) vmaxvq_s32(i)
+#define MAGNITUDE(v) vandq_s32(vreinterpretq_s32_f32(v), vdupq_n_s32(0x7fffffff))
+#define STORE_8(p, i) store_bytes_neon(p, i)
 #define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
 #define DOT_SMALL(c, w, x) DOT(c, w, x)
 #define AND_15(w) vandq_s32(w, vdupq_n_s32(0x0f0f0f0f))
@@ -48,6 +56,11 @@
 #define S_FMA(a, b, c) vfmaq_f32(c, a, b)
 #define S_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
 #define HALF(h) half_to_float(h)
+
+static inline void store_bytes_neon(int8_t *p, int32x4_t i) {
+    int16x4_t shorts = vmovn_s32(i);
+    vst1_lane_s32((int32_t *)p, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(shorts, shorts))), 0);
+}
 
 static inline float32x4_t block_q8_neon(const uint8_t *q, const Block *x) {
     int32x4_t sum = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I((const uint8_t *)x->q));

@@ -7,9 +7,12 @@
 //                        the sums and the products, and the weights of all rows stay in registers
 //   LOAD, LOAD_F16, LOAD_BF16, STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of the lanes), ROUND
 //                        MAX and MIN give the second operand when one is NaN
+//   MOST_OF(v)           the largest lane, any if one is NaN
 //   SWAP(v)              of each pair of lanes, the other
 //   POW2(n)              2^n for whole n from -126 to 127
-//   LOAD_I, SET_I, FLOATS (of int32)
+//   LOAD_I, SET_I, FLOATS (of int32); INTS (of floats, to the nearest, ties to even), ADD_I, MAX_I, SUM_I, MOST_OF_I
+//   MAGNITUDE(v)         floats' bits without the sign
+//   STORE_8(p, i)        int32 from -127 to 127 as bytes
 //   BF16_LOW(i), BF16_HIGH(i)  the lower, the upper halves of 32 bits as floats
 //   DOT(c, w, x)         c + the products of each lane's four bytes; w unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 15
@@ -97,25 +100,23 @@ TARGET static void NAME(halves)(uint16_t *out, const float *x, int n) {
     }
 }
 
-// The scalar loops, which the compiler turns into this set's vectors.
 TARGET static void NAME(quantize)(Block *out, const float *x, int n_blocks) {
+    enum { PARTS = 32 / N };
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
-        uint32_t bits[32], largest = 0;
-        memcpy(bits, x, sizeof bits);
-        for (int i = 0; i < 32; i++) {
-            uint32_t magnitude = bits[i] & 0x7fffffff;
-            largest = magnitude > largest ? magnitude : largest;
+        V v[PARTS];
+        I largest = SET_I(0), sum = largest; // as bits, among which NaN is larger than any number
+        UNROLL for (int i = 0; i < PARTS; i++) v[i] = LOAD(x + i * N), largest = MAX_I(largest, MAGNITUDE(v[i]));
+        int32_t bits = MOST_OF_I(largest);
+        float most;
+        memcpy(&most, &bits, 4);
+        V inverse = SET(most > 1e-30f ? 127 / most : 0);
+        UNROLL for (int i = 0; i < PARTS; i++) {
+            I q = INTS(MIN(MAX(MUL(v[i], inverse), SET(-127)), SET(127))); // a bound to what is not finite
+            STORE_8(out->q + i * N, q);
+            sum = ADD_I(sum, q);
         }
-        float most, rounded[32];
-        memcpy(&most, &largest, 4);
-        float inverse = most > 1e-30f ? 127 / most : 0;
-        for (int i = 0; i < 32; i++) rounded[i] = x[i] * inverse + 0x1.8p23f;
-        memcpy(bits, rounded, sizeof bits);
-        int32_t sum = 0;
-        for (int i = 0; i < 32; i++) sum += (int8_t)bits[i];
-        for (int i = 0; i < 32; i++) out->q[i] = (int8_t)bits[i];
         out->scale = most / 127;
-        out->sum = sum;
+        out->sum = SUM_I(sum);
     }
 }
 
@@ -339,15 +340,14 @@ TARGET static void NAME(rotate)(float *x, const float *rotation, int head_dim) {
 
 TARGET static float NAME(largest)(const float *x, int n) {
     V a = SET(-INFINITY), b = a, poison = SET(0); // 0 times what is not finite is NaN
-    float lanes[N], largest = -INFINITY, rest = 0;
+    float rest = 0;
     int i = 0;
     for (; i + 2 * N <= n; i += 2 * N) {
         V x1 = LOAD(x + i), x2 = LOAD(x + i + N);
         a = MAX(a, x1), b = MAX(b, x2);
         poison = FMA(x1, SET(0), FMA(x2, SET(0), poison));
     }
-    STORE(lanes, MAX(a, b));
-    for (int lane = 0; lane < N; lane++) largest = lanes[lane] > largest ? lanes[lane] : largest;
+    float largest = MOST_OF(MAX(a, b));
     for (; i < n; i++) largest = x[i] > largest ? x[i] : largest, rest += 0 * x[i];
     return largest + SUM(poison) + rest;
 }
@@ -397,20 +397,27 @@ TARGET static void NAME(scores)(float *out, size_t out_stride, const float *q, s
             else NAME(score_tiles)(F32, out, out_stride, q, q_stride, 1, keys, head_dim, n);
 }
 
-// The sums of `vectors` vectors of the width, for Q queries, stay in registers while the positions pass by.
+// The sums of `vectors` vectors of the width, for Q queries, stay in registers while the positions pass by; of one query, those of
+// even and odd positions apart, so that an addition need not wait for the one before.
 INLINE void NAME(mix_columns)(Type type, float *out, const float *p, size_t p_stride, const int Q, const void *values,
                               int width, int n, const int vectors) {
-    V sums[4][4];
-    UNROLL for (int query = 0; query < Q; query++)
+    const int apart = Q == 1;
+    V sums[5][4];
+    UNROLL for (int query = 0; query < Q + apart; query++)
         UNROLL for (int v = 0; v < vectors; v++) sums[query][v] = SET(0);
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < n; i++) {
         UNROLL for (int v = 0; v < vectors; v++) {
             V value = NAME(load)(type, values, (size_t)i * width + v * N);
             UNROLL for (int query = 0; query < Q; query++)
                 sums[query][v] = FMA(value, SET(p[query * p_stride + i]), sums[query][v]);
         }
+        if (!apart || ++i == n) continue;
+        UNROLL for (int v = 0; v < vectors; v++)
+            sums[1][v] = FMA(NAME(load)(type, values, (size_t)i * width + v * N), SET(p[i]), sums[1][v]);
+    }
     UNROLL for (int query = 0; query < Q; query++)
-        UNROLL for (int v = 0; v < vectors; v++) STORE(out + (size_t)query * width + v * N, sums[query][v]);
+        UNROLL for (int v = 0; v < vectors; v++)
+            STORE(out + (size_t)query * width + v * N, apart ? ADD(sums[0][v], sums[1][v]) : sums[query][v]);
 }
 
 INLINE void NAME(mix_type)(Type type, float *out, const float *p, size_t p_stride, const int Q, const char *values,
@@ -420,6 +427,8 @@ INLINE void NAME(mix_type)(Type type, float *out, const float *p, size_t p_strid
     int d = 0;
     for (; d + MOST * N <= width; d += MOST * N)
         NAME(mix_columns)(type, out + d, p, p_stride, Q, values + d * size, width, n, MOST);
+    for (; MOST > 3 && d + 3 * N <= width; d += 3 * N)
+        NAME(mix_columns)(type, out + d, p, p_stride, Q, values + d * size, width, n, 3);
     for (; d < width; d += N) NAME(mix_columns)(type, out + d, p, p_stride, Q, values + d * size, width, n, 1);
 }
 
@@ -481,12 +490,20 @@ static const Kernels NAME(kernels) = {
 #undef MIN
 #undef FMA
 #undef SUM
+#undef MOST_OF
 #undef ROUND
 #undef SWAP
 #undef POW2
 #undef LOAD_I
 #undef SET_I
 #undef FLOATS
+#undef INTS
+#undef ADD_I
+#undef MAX_I
+#undef SUM_I
+#undef MOST_OF_I
+#undef MAGNITUDE
+#undef STORE_8
 #undef DOT
 #undef DOT_SMALL
 #undef AND_15

@@ -95,9 +95,10 @@ typedef struct {
 
 // The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
 struct Backend {
-    int chunk; // most tokens in one call that it works well on
+    int chunk; // most tokens in one call
     // Around the ops of one call of forward, where the backend has them (else NULL). begin returns whether the ops have
-    // to be called; not so once they are recorded: end then replays them for these tokens (T,) at pos..pos+T-1.
+    // to be called; not so once they are recorded: end then replays them for these tokens (T,) at pos..pos+T-1. What
+    // the ops compute is there after end.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all);
     void (*end)(Backend *);
     // Uninitialised room for n floats that the ops below can work on, freed by close; NULL when there is none.

@@ -110,23 +110,23 @@ static void products_of(const Kernels *k, const Kernels *s, Type type) {
     }
     for (int both = 0; both < 2; both++) { // the kernels, and the scalar ones
         const Kernels *used = both ? s : k;
+        float *scratch = malloc(ROWS * (cols + 1 + T + used->tokens) * sizeof *scratch);
         Cpu cpu = {.kernels = used, .panels = malloc((size_t)(T + used->tokens) * cols * sizeof(float)),
                    .pairs = malloc((size_t)(T + used->tokens) * (cols + 1) * sizeof(uint16_t))};
         int panels = (T + used->tokens - 1) / used->tokens;
-        pack_tokens(&cpu, &(Activations){x, cols, T}, 0, panels, NULL);
+        Member me = {.cpu = &cpu, .scratch = scratch};
+        Activations a = {x, T > 1 ? cpu.panels : x, NULL, b, cols, T};
+        pack_tokens(&me, &a, 0, panels);
         float *out = floats((size_t)T * rows), *first = malloc((size_t)T * rows * sizeof *out);
         memcpy(first, out, (size_t)T * rows * sizeof *out);
-        float *scratch = malloc(ROWS * (cols + 1 + T + used->tokens) * sizeof *scratch);
         uint8_t *tiles = malloc((rows + TILE - 1) / TILE * tiles_size(&m));
         for (int r = 0; r < rows; r += TILE) pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
         int kept = below(2), as_file = T == 1 && !kept;
         m.tiles = kept ? tiles : NULL;
         Product p = {out, &m, true};
         bool pairs = used->bf16s && T >= LEAST_PAIRS && below(2);
-        if (pairs) pack_pairs(&cpu, &(Activations){x, cols, T}, 0, panels, scratch);
-        MatmulArgs a = {&p, 1, x, cpu.panels, pairs ? cpu.pairs : NULL, b, T};
-        for (int r = 0; r < rows; r += ROWS)
-            (as_file ? rows_times_token : tiles_times_tokens)(used, &p, &a, r, r + ROWS < rows ? r + ROWS : rows, scratch);
+        if (pairs) pack_pairs(&me, &a, 0, panels), a.pairs = cpu.pairs;
+        some_rows(&me, &p, &a, 0, items_of(&p));
         for (int r = 0; r < rows; r++) {
             floats_of(s, row, &m, r, 0, cols);
             for (int t = 0; t < T; t++) {

@@ -1,30 +1,47 @@
-// Gives the team of kernels_cpu.c many tasks, one right after the other, and counts how often each item is done.
+// Gives the team of kernels_cpu.c many lists of steps, one right after the other, and counts how often each item is done; and
+// whether all items of a step are, before one of the next begins.
 //   team THREADS ROUNDS
 #include "../kernels_cpu.c"
 
-static int counts[4096];
+enum { STEPS = 5, ITEMS = 4096 };
 
-static void count(Cpu *cpu, const void *args, int begin, int end, float *scratch) {
-    (void)cpu, (void)args, (void)scratch;
-    for (int i = begin; i < end; i++) __atomic_fetch_add(&counts[i], 1, __ATOMIC_RELAXED);
+typedef struct { int step, before; } Args; // before: items of the step before
+
+static int counts[STEPS][ITEMS], done[STEPS], early;
+
+static void count(Member *self, const void *args, int begin, int end) {
+    const Args *a = args;
+    (void)self;
+    if (a->step && __atomic_load_n(&done[a->step - 1], __ATOMIC_RELAXED) != a->before) __atomic_store_n(&early, 1, __ATOMIC_RELAXED);
+    for (int i = begin; i < end; i++) __atomic_fetch_add(&counts[a->step][i], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&done[a->step], end - begin, __ATOMIC_RELAXED);
 }
 
 int main(int argc, char **argv) {
     if (argc != 3) return 2;
     Cpu *cpu = calloc(1, sizeof *cpu);
-    if (!cpu || !start_team(cpu, atoi(argv[1]))) return 2;
+    if (!cpu || !(cpu->steps = allocate(cpu, STEPS, sizeof(Step), 64)) || !make_members(cpu, atoi(argv[1]), 32, 16)) return 2;
+    start_team(cpu, atoi(argv[1]));
     unsigned random = 1;
     for (int round = 0; round < atoi(argv[2]); round++) {
-        random = random * 1664525 + 1013904223;
-        int n = 2 + (random >> 16) % (round % 2 ? 40 : 4000); // a large task after a small one
-        parallel(cpu, count, NULL, n, 1 << 20);
-        for (int i = 0; i < n; i++) {
-            if (counts[i] != 1) {
-                printf("round %d: item %d of %d was done %d times\n", round, i, n, counts[i]);
-                return 1;
-            }
-            counts[i] = 0;
+        int n[STEPS], steps = 1 + round % STEPS;
+        cpu->collecting = true, cpu->n_steps = 0;
+        for (int s = 0; s < steps; s++) {
+            random = random * 1664525 + 1013904223;
+            n[s] = 1 + (random >> 16) % (random & 1 << 12 ? 40 : ITEMS - 1); // large steps among small ones
+            add(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
         }
+        cpu->collecting = false;
+        run_steps(cpu);
+        if (early) return puts("a step began before the one before was finished"), 1;
+        for (int s = 0; s < steps; s++, done[s - 1] = 0)
+            for (int i = 0; i < n[s]; i++) {
+                if (counts[s][i] != 1) {
+                    printf("round %d: item %d of %d was done %d times\n", round, i, n[s], counts[s][i]);
+                    return 1;
+                }
+                counts[s][i] = 0;
+            }
     }
     cpu_close(&cpu->ops);
     puts("every item once");
