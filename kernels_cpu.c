@@ -156,25 +156,28 @@ enum {
     MOST_STEPS = 24,     // of a layer
 };
 
-// Item at which piece `piece` of the i-th of n_threads shares of n items begins. Each piece is half of what is left, so that
-// the last ones are small and all end at nearly the same time.
-static int item_of(int n, int n_threads, int i, int piece) {
-    int first = (int)((int64_t)n * i / n_threads), end = (int)((int64_t)n * (i + 1) / n_threads);
-    return piece < PIECES ? end - ((end - first) >> piece) : end;
+// Items begin..end-1 are share i of n.
+static void share_of(int n, int n_threads, int i, int *begin, int *end) {
+    *begin = (int)((int64_t)n * i / n_threads), *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
+
+// Where a piece of items begin..end-1 begins. Each is half of what is left, so that the last ones are small and all members end
+// at nearly the same time.
+static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> piece) : end; }
 
 // Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
 // piece is finished.
 static void take_from(Member *self, int i) {
     Cpu *cpu = self->cpu;
     atomic_uint *taken = &cpu->members[i].taken;
-    unsigned piece = atomic_load(taken), end = (self->step + 1) * PIECES, done = 0;
-    while ((int)(end - piece) > 0) {
+    unsigned piece = atomic_load(taken), last = (self->step + 1) * PIECES, done = 0;
+    while ((int)(last - piece) > 0) {
         if (!atomic_compare_exchange_weak(taken, &piece, piece + 1)) continue;
         const Step *step = &cpu->steps[self->step - cpu->first];
-        int first = item_of(step->n, cpu->n_threads, i, piece % PIECES);
-        int last = item_of(step->n, cpu->n_threads, i, piece % PIECES + 1);
-        if (first < last) step->task(self, step->args, first, last);
+        int begin, end, first, next;
+        share_of(step->n, cpu->n_threads, i, &begin, &end);
+        first = piece_at(begin, end, piece % PIECES), next = piece_at(begin, end, piece % PIECES + 1);
+        if (first < next) step->task(self, step->args, first, next);
         piece++, done++;
     }
     unsigned finished = atomic_load_explicit(&self->finished, memory_order_relaxed); // which nobody else changes
