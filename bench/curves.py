@@ -79,7 +79,7 @@ def main(folders):
     figure, axes = pyplot.subplots(figsize=(6, 4))
     (draw_curves if over in ("tokens", "flops", "iter") else draw_ends)(axes, groups)
     axes.set(xlabel=over, ylabel=f"{metric}, {'bits per byte' if metric == 'bpb/val' else 'nats per token'}", title=title,
-             xscale="log", yscale="log" if log else "linear")
+             xscale="linear" if over in ("tokens", "iter") else "log", yscale="log" if log else "linear")
     axes.set_ylim(least or None, most or None)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
