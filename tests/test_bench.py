@@ -78,7 +78,6 @@ def test_a_table_beside_a_peer(run_bin, models, tmp_path):
 
 def test_the_loss_is_that_of_plain_pytorch(tmp_path):
     """bench/same_loss.py, which needs no more than a few steps to tell: other weights differ by a tenth at once."""
-    pytest.importorskip("transformers")
     done = bench("same_loss.py", "--data=stories:200", f"--cache={tmp_path / 'cache'}", "--steps=5", "--seeds=1", "--dim=32",
                  "--n_heads=1", "--batch_size=2", "--max_seq_len=32", f"--json_file={tmp_path / 'curves.json'}")
     assert done.returncode == 0, done.stderr
@@ -103,7 +102,6 @@ def runs(tmp_path):
 
 @pytest.mark.parametrize("options", [["--over=flops", "--by=dim"], ["--over=tokens"], ["--over=dim"], ["--over=hidden_dim"]])
 def test_curves_are_drawn(runs, tmp_path, options):
-    pytest.importorskip("matplotlib")
     done = bench("curves.py", *runs, f"--png={tmp_path / 'curves.png'}", *options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
