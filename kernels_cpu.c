@@ -821,14 +821,16 @@ static void start_team(Cpu *cpu, int n_threads) {
 
 // Room for n_threads members, each with what a step of the model needs for itself.
 static bool make_members(Cpu *cpu, int n_threads, size_t cols, size_t scratch_size) {
+    size_t own_x = cols + 16, own_blocks = cols / 32 + 2; // a cache line or more between those of two members
     cpu->members = allocate(cpu, n_threads, sizeof(Member), 64);
-    float *x = allocate(cpu, n_threads * (cols + 16), sizeof(float), 64), *scratch = allocate(cpu, n_threads * scratch_size, sizeof(float), 64);
-    Block *blocks = allocate(cpu, n_threads * (cols / 32 + 2), sizeof(Block), 64);
+    float *x = allocate(cpu, n_threads * own_x, sizeof(float), 64);
+    float *scratch = allocate(cpu, n_threads * scratch_size, sizeof(float), 64);
+    Block *blocks = allocate(cpu, n_threads * own_blocks, sizeof(Block), 64);
     if (!cpu->members || !x || !scratch || !blocks) return false;
     memset(cpu->members, 0, n_threads * sizeof(Member));
     for (int i = 0; i < n_threads; i++) {
         Member *m = &cpu->members[i];
-        m->cpu = cpu, m->x = x + i * (cols + 16), m->blocks = blocks + i * (cols / 32 + 2), m->scratch = scratch + i * scratch_size;
+        m->cpu = cpu, m->x = x + i * own_x, m->blocks = blocks + i * own_blocks, m->scratch = scratch + i * scratch_size;
     }
     return true;
 }

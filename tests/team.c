@@ -12,7 +12,8 @@ static int counts[STEPS][ITEMS], done[STEPS], early;
 static void count(Member *self, const void *args, int begin, int end) {
     const Args *a = args;
     (void)self;
-    if (a->step && __atomic_load_n(&done[a->step - 1], __ATOMIC_RELAXED) != a->before) __atomic_store_n(&early, 1, __ATOMIC_RELAXED);
+    if (a->step && __atomic_load_n(&done[a->step - 1], __ATOMIC_RELAXED) != a->before)
+        __atomic_store_n(&early, 1, __ATOMIC_RELAXED);
     for (int i = begin; i < end; i++) __atomic_fetch_add(&counts[a->step][i], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&done[a->step], end - begin, __ATOMIC_RELAXED);
 }
