@@ -1,0 +1,18 @@
+# A loss of 1.86 on Tiny Shakespeare's characters as soon as may be: python train.py config/shakespeare_short.py --data=input.txt
+#   parameters: 2 x (4 x 128 x 128 + 3 x 128 x 352) + vocabulary = 0.41M
+#   tokens:     16 sequences x 64 = 1024 a step, 400 steps = 0.41 million
+out_dir = "out/shakespeare_short"
+vocab_source = "char"
+dim = 128
+n_layers = 2
+n_heads = 4
+max_seq_len = 64
+batch_size = 16
+max_iters = 400
+warmup_iters = 10
+learning_rate = 8e-3
+decay_fraction = 0.8
+dtype = "float32"
+eval_interval = 400
+eval_iters = 0               # the whole validation split
+sample_prompt = "ROMEO:"
