@@ -12,7 +12,6 @@ max_iters = 400
 warmup_iters = 10
 learning_rate = 8e-3
 decay_fraction = 0.8
-dtype = "float32"
 eval_interval = 400
 eval_iters = 0               # the whole validation split
 sample_prompt = "ROMEO:"
