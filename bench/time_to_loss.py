@@ -26,7 +26,7 @@ data = ""         # the text
 options = ""      # further settings of train.py, separated by spaces
 seeds = "1"       # one run each, separated by commas
 goal = 1.8857     # the loss whose time is asked for
-baseline = ""     # a JSON file of this program, to stand beside
+baseline = ""     # a JSON file of this program, to stand beside; several: separated by commas
 nanogpt = ""      # folder of nanoGPT, its data/shakespeare_char prepared: measure it rather than ours
 json_file = ""    # the curves go here
 png = ""          # and their picture here (needs: pip install matplotlib)
@@ -79,7 +79,7 @@ def draw(named):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for (name, curves), color in zip(named.items(), ("C0", "C1")):
+    for (name, curves), color in zip(named.items(), ("C0", "C1", "C2")):
         for n, curve in enumerate(curves):
             axes.plot(*zip(*curve), ".-", color=color, alpha=0.8, label=name if not n else None)
     axes.axhline(goal, color="gray", lw=0.8)
@@ -96,17 +96,16 @@ def main():
         with tempfile.TemporaryDirectory() as out:
             curves.append(run(seed, out))
             print(f"seed {seed}: " + ", ".join(f"{loss:.4f} at {at:.0f} s" for at, loss in curves[-1]), flush=True)
-    named = {"nanoGPT" if nanogpt else "ours": curves}
+    named = {"nanoGPT" if nanogpt else Path(recipe).name: curves}
     print(json.dumps(summary(curves)))
     if json_file:
         Path(json_file).write_text(json.dumps({"summary": summary(curves), "curves": curves}) + "\n")
-    if baseline:
-        other = json.loads(Path(baseline).read_text())["curves"]
-        named["baseline"] = other
+    ours = middle([reached(c, goal) for c in curves])
+    for file in filter(None, baseline.split(",")):
+        other = named[Path(file).stem] = json.loads(Path(file).read_text())["curves"]
         theirs, end = middle([reached(c, goal) for c in other]), middle([c[-1][0] for c in other])
-        ours = middle([reached(c, goal) for c in curves])
-        print(f"{goal} after {ours and round(ours, 1)} s, baseline {theirs and round(theirs, 1)} s; when the baseline ends, "
-              f"after {end:.0f} s, ours is at {middle([best(c, end) for c in curves])}")
+        print(f"{goal} after {ours and round(ours, 1)} s, {file} {theirs and round(theirs, 1)} s; when that ends, after "
+              f"{end:.0f} s, ours is at {middle([best(c, end) for c in curves])}")
     if png:
         draw(named)
 
