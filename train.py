@@ -209,9 +209,10 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
     total = torch.zeros((), device=device)
     for i, piece in enumerate(pieces):
         xb, yb = to_device(device, *piece)
-        with parallel.unsynced(model, last=i == len(pieces) - 1), amp:
-            loss = model(xb, yb)[1] * (len(xb) / len(x))
-            loss.backward()
+        with parallel.unsynced(model, last=i == len(pieces) - 1):
+            with amp:
+                loss = model(xb, yb)[1] * (len(xb) / len(x))
+            loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
     norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     for group in opt.param_groups:

@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -712,6 +714,17 @@ def test_schedules(monkeypatch):
     assert rate(20) == rate(55) == 1.0 and abs(rate(110) - 0.1) < 1e-9
     monkeypatch.setattr(train, "decay_lr", False)
     assert rate(109) == 1.0
+
+
+def test_gradients_are_made_out_of_autocast():
+    """Within it, hand-written ones would be summed in bfloat16."""
+    model, seen = train.Transformer(train.ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)), []
+    model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+    opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
+    batches = SimpleNamespace(take=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
+    amp = torch.autocast("cpu", torch.bfloat16)
+    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.Guard(6.0), nullcontext())
+    assert seen == [False]
 
 
 def test_a_loss_that_is_no_number_ends_the_run(capsys):
