@@ -899,12 +899,13 @@ static void order_weights(Cpu *cpu) {
     cpu->tiles = tiles, cpu->tiles_size = n;
 }
 
-// The steps of one token are the same each time, but for the token and its position.
+// The steps of one token are the same each time, but for the token and its position. They are made anew at every 64th, for
+// attention costs more the later it is, and whether steps are worth a team is decided by their costs.
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cpu *cpu = (Cpu *)b;
     cpu->precise = all;
     if (T == 1 && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
-    if (T == 1 && cpu->recorded) {
+    if (T == 1 && cpu->recorded && pos % 64) {
         cpu->pos = pos;
         extend_rotations(cpu, pos + 1);
         embed(b, cpu->embedded, cpu->table, tokens, 1);

@@ -62,7 +62,7 @@ vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses fo
 val_fraction = 0.1          # part of the data held out for validation
 cache = "cache"             # prepared data goes here
 # ---- model
-depth = 0                   # derive all sizes, batch, rate and steps of a compute-optimal run from this one number
+depth = 0                   # derive all sizes, batch, rate and steps from this one number; 0: as they are set
 dim = 64                    # model width
 n_layers = 2                # blocks
 n_heads = 2                 # query heads
@@ -140,9 +140,9 @@ def check_batch():
 
 def derive_from_depth(given, vocab):
     """
-    A compute-optimal run from `depth`: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and rate from
-    compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.3118 C^-0.125. What is given explicitly
-    stays. vocab: the data's. doc/recipe.md, https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
+    A run from `depth`, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and rate from
+    compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.3118 C^-0.125. At small C wide and shallow
+    ones do better (doc/recipe.md). What is given explicitly stays. vocab: the data's. https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
     """
     derive(given, dim=32 * math.ceil(depth / 2), n_layers=depth)
     derive(given, n_heads=max(1, dim // 32))
