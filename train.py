@@ -140,9 +140,10 @@ def check_batch():
 
 def derive_from_depth(given, vocab):
     """
-    A run from `depth`, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and rate from
-    compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.3118 C^-0.125. At small C wide and shallow
-    ones do better (doc/recipe.md). What is given explicitly stays. vocab: the data's. https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
+    A run from `depth`, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and
+    rate from compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.3118 C^-0.125. At small C wide and
+    shallow ones do better (doc/recipe.md). What is given explicitly stays. vocab: the data's.
+    https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
     """
     derive(given, dim=32 * math.ceil(depth / 2), n_layers=depth)
     derive(given, n_heads=max(1, dim // 32))
