@@ -77,7 +77,7 @@ typedef struct Cpu Cpu;
 typedef struct Member Member;
 typedef void Task(Member *self, const void *args, int begin, int end); // items begin..end-1
 
-enum { PIECES = 4, ARGS = 192 }; // of a share; bytes
+enum { PIECES = 4, ARGS = 224 }; // of a share; bytes
 
 typedef struct {
     Task *task;
@@ -163,7 +163,7 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
 
 // Where a piece of items begin..end-1 begins. Each is half of what is left, so that the last ones are small and all members end
 // at nearly the same time.
-static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> piece) : end; }
+static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> 2 * piece) : end; }
 
 // Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
 // piece is finished.
@@ -491,14 +491,12 @@ static Activations prepared(Member *self, const MatmulArgs *a) {
     return in;
 }
 
-// Rows of one product, some times ROWS of them.
-static void some_rows(Member *self, const Product *p, const Activations *in, int begin, int end) {
+// Rows r..end-1 of one product; r is a multiple of TILE.
+static void some_rows(Member *self, const Product *p, const Activations *in, int r, int end) {
     const Kernels *k = self->cpu->kernels;
-    int last = end * ROWS < p->w->rows ? end * ROWS : p->w->rows;
-    if (in->T == 1) (p->w->tiles ? tiles_times_token : rows_times_token)(k, p, in, begin * ROWS, last, self->scratch);
+    if (in->T == 1) (p->w->tiles ? tiles_times_token : rows_times_token)(k, p, in, r, end, self->scratch);
     else
-        for (int r = begin * ROWS; r < last; r += ROWS)
-            tiles_times_tokens(k, p, in, r, r + ROWS < last ? r + ROWS : last, self->scratch);
+        for (; r < end; r += ROWS) tiles_times_tokens(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
 }
 
 static int items_of(const Product *p) { return (p->w->rows + ROWS - 1) / ROWS; }
@@ -508,7 +506,7 @@ static void matmul_rows(Member *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
     Activations in = prepared(self, a);
     for (const Product *p = a->products; p < a->products + a->n; p++) {
-        int items = items_of(p), first = begin > 0 ? begin : 0, last = end < items ? end : items;
+        int items = items_of(p), first = begin > 0 ? begin * ROWS : 0, last = end < items ? end * ROWS : p->w->rows;
         if (first < last) some_rows(self, p, &in, first, last);
         begin -= items, end -= items;
     }
@@ -521,7 +519,7 @@ static void gated_rows(Member *self, const void *args, int begin, int end) {
     Activations in = prepared(self, a);
     int first = begin * ROWS, rows = a->products->w->rows, n = (end * ROWS < rows ? end * ROWS : rows) - first;
     float *h = a->products[0].out + first, *h2 = a->products[1].out + first;
-    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], &in, begin, end);
+    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], &in, first, first + n);
     k->swiglu(h, h2, n);
     if (a->blocks_wanted) k->quantize(self->cpu->blocks + first / 32, h, n / 32);
 }
@@ -708,15 +706,45 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
     }
 }
 
+typedef struct { MatmulArgs qkv; AttentionArgs attention; } HeadsArgs;
+_Static_assert(sizeof(HeadsArgs) <= ARGS, "room in a step");
+
+// Of one token, query, key and value and the attention of those heads: who makes them needs nobody else's. Items are KV heads.
+static void heads(Member *self, const void *args, int begin, int end) {
+    const HeadsArgs *a = args;
+    Activations in = prepared(self, &a->qkv);
+    for (const Product *p = a->qkv.products; p < a->qkv.products + 3; p++) {
+        int rows = p->w->rows / self->cpu->config.n_kv_heads; // of a KV head
+        some_rows(self, p, &in, begin * rows, end * rows);
+    }
+    attention_groups(self, &a->attention, begin, end);
+}
+
+// Joins the attention of one token to the step of its query, key and value, if that spares members waiting for each other
+// and gives each as many heads.
+static bool join_heads(Cpu *cpu, const AttentionArgs *a, int64_t cost) {
+    const Config *c = &cpu->config;
+    MatmulArgs *qkv = last_products(cpu, matmul_rows, 3);
+    if (!qkv || qkv->products[0].out != a->in.q || qkv->products[1].out != a->in.k || qkv->products[2].out != a->in.v) return false;
+    if (!qkv->norm.out || c->head_dim % TILE || cpu->n_threads == 1 || c->n_kv_heads % cpu->n_threads) return false;
+    HeadsArgs both = {*qkv, *a};
+    Step *step = &cpu->steps[cpu->n_steps - 1];
+    cost += step->n * step->cost / c->n_kv_heads;
+    *step = (Step){heads, c->n_kv_heads, cost, {0}};
+    memcpy(step->args, &both, sizeof both);
+    return true;
+}
+
 static void attention(Backend *b, int layer, float *out, const float *q, int pos, int T) {
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
+    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
     int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1);
     AttentionArgs a = {out, {layer, (float *)q, NULL, NULL, T}, true};
     cpu->pos = pos;
     if (cpu->turning.q == q && T == 1 && groups == 1) a.in = cpu->turning, a.turned = false, cpu->turning.q = NULL;
     catch_up(cpu);
-    add(cpu, attention_groups, &a, sizeof a, items, 2 * (int64_t)(pos + T) * c->head_dim * QUERIES);
+    if (a.turned || !join_heads(cpu, &a, cost)) add(cpu, attention_groups, &a, sizeof a, items, cost);
 }
 
 typedef struct { float *h; const float *h2; } SwigluArgs;

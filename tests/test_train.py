@@ -640,6 +640,17 @@ def test_the_guard_refuses_nonsense_and_spikes(loss, norm):
     assert not guard.refuses(3.0, 1.2) and guard.state["in_a_row"] == 0
 
 
+def test_the_guard_takes_up_a_new_level_but_no_ruin():
+    """A gradient norm that rose to stay is refused a few times; a run that came apart until the weights go back."""
+    for loss, norm, refused in ((3.0, 15.0, range(1, 8)), (9.0, 1.0, range(10, 11)), (float("nan"), 1.0, range(10, 11))):
+        guard = quiet_guard()
+        count = 0
+        while count < 10 and guard.refuses(loss, norm):
+            count += 1
+        assert count in refused
+        assert count == 10 or not any(guard.refuses(3.0, 1.0 + i % 15) for i in range(100))
+
+
 def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, tmp_path):
     """A run in which some steps have no loss: it skips and counts them; after three in a row it takes old weights."""
     script = tmp_path / "poisoned.py"
