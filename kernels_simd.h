@@ -130,11 +130,15 @@ INLINE void NAME(pack_square)(uint8_t *out, size_t out_stride, const uint8_t *ro
     STORE_Q(out + 3 * out_stride, XOR_Q(HIGH_32(ac2, bd2), offset));
 }
 
+// A cache line of four rows at a time: lines of more rows may be such that the first-level cache can't hold all of them.
 TARGET static void NAME(transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
-    int i = 0;
-    for (; rows % 4 == 0 && i + 4 <= n; i += 4)
+    int i = 0, end;
+    for (; rows % 4 == 0 && i + 4 <= n; i = end) {
+        end = i + 16 <= n ? i + 16 : n / 4 * 4;
         for (int r = 0; r < rows; r += 4)
-            NAME(pack_square)(out + 4 * ((size_t)i * rows + r), 4 * rows, in + r * stride + 4 * i, stride, SET_Q(0));
+            for (int c = i; c < end; c += 4)
+                NAME(pack_square)(out + 4 * ((size_t)c * rows + r), 4 * rows, in + r * stride + 4 * c, stride, SET_Q(0));
+    }
     transpose(out + (size_t)4 * i * rows, in + 4 * i, stride, rows, n - i);
 }
 
