@@ -444,37 +444,41 @@ static void rows_times_token(const Kernels *k, const Product *p, const Activatio
     for (; r < end; r++) put_rows(p->out + r, (float[]){row_times_token(k, p->w, r, a, scratch)}, 1, p->add);
 }
 
-// y (T, ROWS) = x times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any number.
-static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a) {
-    if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks, w->cols / 32, a->T);
-    else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks, w->cols / 32, a->T);
-    else
-        for (int t = 0, width; t < a->T; t += width) {
-            width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
-            size_t first = (size_t)t * w->cols;
-            if (w->type != BF16) k->tiles_f32(y + t * ROWS, tiles, n, a->panels + first, w->cols, width);
-            else if (!a->pairs) k->tiles_bf16(y + t * ROWS, tiles, n, a->panels + first, w->cols, width);
-            else k->tiles_bf16_pairs(y + t * ROWS, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width);
-        }
+// y (width, ROWS) = tokens t.. of x, a panel of them, times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any
+// number.
+static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t, int width) {
+    size_t first = (size_t)t * w->cols;
+    int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
+    if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
+    else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
+    else if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width);
+    else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width);
+    else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width);
 }
 
-// Up to ROWS rows in tiles, kept or made on the way.
+// Up to ROWS rows in tiles, kept or made on the way. The places of the results are called for before the product of a panel.
 static void tiles_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
     int n = (end - r + TILE - 1) / TILE;
-    float *y = scratch; // (T, ROWS)
-    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + (a->T + k->tokens) * ROWS);
+    float *y = scratch; // (tokens of a panel, ROWS)
+    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + k->tokens * ROWS);
     for (int i = 0; i < n && !w->tiles; i++) pack(k, tiles + i * tiles_size(w), w, r + i * TILE);
-    times_tiles(k, y, w, tiles, n, a);
-    for (int t = 0; t < a->T; t++) put_rows(p->out + (size_t)t * w->rows + r, y + t * ROWS, end - r, p->add);
+    for (int t = 0, width; t < a->T; t += width) {
+        width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
+        float *out = p->out + (size_t)t * w->rows + r;
+        int left = a->T - t < width ? a->T - t : width;
+        for (int i = 0; i < left * n; i++) __builtin_prefetch(out + (size_t)(i / n) * w->rows + i % n * TILE, 1);
+        times_tiles(k, y, w, tiles, n, a, t, width);
+        for (int i = 0; i < left; i++) put_rows(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
+    }
 }
 
 // Rows r..end-1 in kept tiles: one long stream of memory. What fills its tiles goes to its place without a detour.
 static void tiles_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const uint8_t *tiles = (uint8_t *)p->w->tiles + r / TILE * tiles_size(p->w);
     int whole = p->add ? 0 : (end - r) / TILE, rest = (end - r + TILE - 1) / TILE - whole;
-    times_tiles(k, p->out + r, p->w, tiles, whole, a);
-    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a);
+    times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1);
+    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a, 0, 1);
     put_rows(p->out + r + whole * TILE, scratch, end - r - whole * TILE, p->add);
 }
 
@@ -642,11 +646,11 @@ static void turn(Cpu *cpu, const RopeArgs *a, int t, int h, float *scratch) {
     cache(cpu, a->layer, h, cpu->pos + t, k, a->v + (size_t)t * c->kv_dim + h * c->head_dim, scratch);
 }
 
-// Items are tokens.
+// Items are tokens. They go head by head, for the keys of TILE tokens share their places in the cache.
 static void rope_tokens(Member *self, const void *args, int begin, int end) {
     const RopeArgs *a = args;
-    for (int t = begin; t < end; t++)
-        for (int h = 0; h < self->cpu->config.n_kv_heads; h++) turn(self->cpu, a, t, h, self->scratch);
+    for (int h = 0; h < self->cpu->config.n_kv_heads; h++)
+        for (int t = begin; t < end; t++) turn(self->cpu, a, t, h, self->scratch);
 }
 
 // For one token, attention does it, head by head.
@@ -689,14 +693,14 @@ static int query_groups(const Cpu *cpu, int T) {
     return shared > 1 ? (shared + QUERIES - 1) / QUERIES : (T + QUERIES - 1) / QUERIES;
 }
 
-// Items are groups of queries: of each KV head, one group of tokens or of heads after the other.
+// Items are groups of queries: of each KV head, one group of tokens, or of each token one group of heads, after the other.
 static void attention_groups(Member *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->in.T);
+    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->in.T), tokens = shared > 1 ? a->in.T : 1;
     for (int item = begin; item < end; item++) {
-        int first = item % groups * QUERIES, kv_head = item / groups % c->n_kv_heads, t = item / groups / c->n_kv_heads;
+        int first = item % groups * QUERIES, t = item / groups % tokens, kv_head = item / groups / tokens;
         int left = (shared > 1 ? shared : a->in.T) - first, Q = left < QUERIES ? left : QUERIES;
         size_t at = shared > 1 ? (size_t)t * c->dim + (kv_head * shared + first) * c->head_dim
                                : (size_t)first * c->dim + kv_head * c->head_dim;
@@ -951,8 +955,8 @@ static void end(Backend *b) {
 }
 
 // What any operation needs for itself, in floats.
-static size_t scratch_size(const Cpu *cpu, size_t cols, int chunk) {
-    size_t tiles = ROWS * (cols + 1 + chunk + cpu->kernels->tokens);
+static size_t scratch_size(const Cpu *cpu, size_t cols) {
+    size_t tiles = ROWS * (cols + 1 + cpu->kernels->tokens);
     size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols;
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
@@ -985,7 +989,7 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
            && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
            && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
            && (cpu->steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
-           && make_members(cpu, n_threads, cols, scratch_size(cpu, cols, chunk));
+           && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
     if (ok) start_team(cpu, n_threads);

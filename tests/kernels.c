@@ -126,7 +126,7 @@ static void products_of(const Kernels *k, const Kernels *s, Type type) {
         Product p = {out, &m, true};
         bool pairs = used->bf16s && T >= LEAST_PAIRS && below(2);
         if (pairs) pack_pairs(&me, &a, 0, panels), a.pairs = cpu.pairs;
-        some_rows(&me, &p, &a, 0, items_of(&p));
+        some_rows(&me, &p, &a, 0, rows);
         for (int r = 0; r < rows; r++) {
             floats_of(s, row, &m, r, 0, cols);
             for (int t = 0; t < T; t++) {
