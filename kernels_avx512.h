@@ -74,11 +74,12 @@ BF16_TARGET static void bf16s_avx512(uint16_t *out, const float *x, int n) {
 
 // T is at least 4, so that an addition need not wait for the one before.
 BF16_TARGET __attribute__((always_inline)) static inline void
-tiles_of_pairs(float *y, const uint8_t *tiles, size_t next, const uint16_t *x, int pairs, const int T, const int P) {
+tiles_of_pairs(float *y, const uint8_t *tiles, size_t next, const uint16_t *x, int pairs, const int T, const int P, Ahead ahead) {
     __m512 sums[2][12];
     for (int p = 0; p < P; p++)
         for (int t = 0; t < T; t++) sums[p][t] = _mm512_setzero_ps();
-    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T) {
+    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T, ahead.at += ahead.step) {
+        __builtin_prefetch(ahead.at);
         __m512bh w = (__m512bh)_mm512_loadu_si512(tiles), w2 = P == 2 ? (__m512bh)_mm512_loadu_si512(tiles + next) : w;
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
@@ -93,13 +94,14 @@ tiles_of_pairs(float *y, const uint8_t *tiles, size_t next, const uint16_t *x, i
         for (int t = 0; t < T; t++) _mm512_storeu_ps(y + t * 2 * TILE + p * TILE, sums[p][t]);
 }
 
-BF16_TARGET static void tiles_bf16_pairs(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T) {
-    int pairs = (cols + 1) / 2;
-    size_t next = (size_t)pairs * 4 * TILE;
+BF16_TARGET static void tiles_bf16_pairs(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T,
+                                         Ahead a) {
+    int n = (cols + 1) / 2;
+    size_t next = (size_t)n * 4 * TILE;
     bool two = rows_of_tiles == 2;
-    if (T == 12) two ? tiles_of_pairs(y, tiles, next, x, pairs, 12, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 12, 1);
-    else if (T == 8) two ? tiles_of_pairs(y, tiles, next, x, pairs, 8, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 8, 1);
-    else two ? tiles_of_pairs(y, tiles, next, x, pairs, 4, 2) : tiles_of_pairs(y, tiles, next, x, pairs, 4, 1);
+    if (T == 12) two ? tiles_of_pairs(y, tiles, next, x, n, 12, 2, a) : tiles_of_pairs(y, tiles, next, x, n, 12, 1, a);
+    else if (T == 8) two ? tiles_of_pairs(y, tiles, next, x, n, 8, 2, a) : tiles_of_pairs(y, tiles, next, x, n, 8, 1, a);
+    else two ? tiles_of_pairs(y, tiles, next, x, n, 4, 2, a) : tiles_of_pairs(y, tiles, next, x, n, 4, 1, a);
 }
 
 // kernels_avx512 with these.

@@ -445,15 +445,17 @@ static void rows_times_token(const Kernels *k, const Product *p, const Activatio
 }
 
 // y (width, ROWS) = tokens t.. of x, a panel of them, times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any
-// number.
-static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t, int width) {
-    size_t first = (size_t)t * w->cols;
+// number. Of floats the tiles that lie behind are fetched meanwhile, with each panel its part, for the next products.
+static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t,
+                        int width) {
+    size_t first = (size_t)t * w->cols, size = n * tiles_size(w);
     int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
+    Ahead ahead = {tiles + size + size / a->T * t, 4 * TILE * n * width / a->T};
     if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
     else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
-    else if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width);
-    else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width);
-    else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width);
+    else if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
+    else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width, ahead);
+    else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width, ahead);
 }
 
 // Up to ROWS rows in tiles, kept or made on the way. The places of the results are called for before the product of a panel.

@@ -20,6 +20,9 @@ typedef struct {
 // They are multiplied with activations in Blocks, or in a panel of some tokens: (cols, tokens) floats.
 enum { TILE = 16, Q8_TILE = 34 * TILE, Q4_TILE = 18 * TILE };
 
+// What is fetched from memory meanwhile: `step` bytes, from `at` on, for every 4 TILE bytes of a row of tiles.
+typedef struct { const uint8_t *at; int step; } Ahead;
+
 // Kernels of one instruction set.
 typedef struct {
     const char *name;
@@ -42,8 +45,8 @@ typedef struct {
     void (*pack_q8)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
     void (*pack_q4)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
     // y (T, 2 TILE) = x times one row of tiles, or two rows of tiles that lie one behind the other. x: a panel
-    void (*tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T);
-    void (*tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T);
+    void (*tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead);
+    void (*tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead);
     // The same for x (T, n_blocks) and rows of n_blocks tiles
     void (*tiles_q8)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T);
     void (*tiles_q4)(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T);
@@ -62,7 +65,7 @@ typedef struct {
     void (*mix)(float *out, const float *p, size_t p_stride, int Q, const void *values, bool half, int width, int n);
     // Where the machine multiplies BF16 by itself (else NULL): x in BF16; and tiles_bf16 with a panel (ceil(cols / 2), T, 2)
     void (*bf16s)(uint16_t *out, const float *x, int n);
-    void (*tiles_bf16_pairs)(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T);
+    void (*tiles_bf16_pairs)(float *y, const uint8_t *tiles, int rows_of_tiles, const uint16_t *x, int cols, int T, Ahead ahead);
 } Kernels;
 
 static float half_to_float(uint16_t h) {
@@ -200,7 +203,8 @@ static void pack_q4(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_bl
     pack_blocks(tiles, rows, stride, n_blocks, 4);
 }
 
-static void tiles_f32(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+static void tiles_f32(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead) {
+    (void)ahead;
     for (int r = 0; r < rows_of_tiles * TILE; r++)
         for (int t = 0; t < T; t++) {
             float sum = 0;
@@ -213,7 +217,8 @@ static void tiles_f32(float *y, const uint8_t *tiles, int rows_of_tiles, const f
         }
 }
 
-static void tiles_bf16(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
+static void tiles_bf16(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead) {
+    (void)ahead;
     int pairs = (cols + 1) / 2;
     for (int r = 0; r < rows_of_tiles * TILE; r++)
         for (int t = 0; t < T; t++) {

@@ -172,13 +172,15 @@ INLINE void NAME(add_column)(V sums[SUMS][TOKENS], const V w[SUMS], const float 
 
 // The sums of TILE rows stand side by side in the lanes. Even and odd columns are summed apart, where few tokens leave room,
 // so that an addition need not wait for the one before.
-INLINE void NAME(float_tiles)(Type type, float *y, const uint8_t *tiles, const float *x, int cols, const int T, const int P) {
+INLINE void NAME(float_tiles)(Type type, float *y, const uint8_t *tiles, const float *x, int cols, const int T, const int P,
+                              Ahead ahead) {
     const int apart = T <= 2;
     V even[SUMS][TOKENS], odd[SUMS][TOKENS], w[SUMS], w2[SUMS];
     size_t next = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE; // bytes from one row of tiles to the other
     UNROLL for (int v = 0; v < P * VECTORS; v++)
         UNROLL for (int t = 0; t < T; t++) even[v][t] = odd[v][t] = SET(0);
-    for (int c = 0; c < cols; c += 2, x += 2 * T) {
+    for (int c = 0; c < cols; c += 2, x += 2 * T, ahead.at += (type == F32 ? 2 : 1) * ahead.step) {
+        if (T > 2) __builtin_prefetch(ahead.at);
         UNROLL for (int v = 0; v < P * VECTORS; v++) {
             const uint8_t *here = tiles + v / VECTORS * next + (size_t)(type == F32 ? c : c / 2) * 4 * TILE + v % VECTORS * 4 * N;
             if (type == F32) w[v] = LOAD((const float *)here), w2[v] = c + 1 < cols ? LOAD((const float *)here + TILE) : w[v];
@@ -261,26 +263,28 @@ INLINE void NAME(block_tiles)(Type type, float *y, const uint8_t *tiles, const B
 // Few tokens go along one row of tiles after the other, for memory is read fastest at one place; many share what is
 // loaded of two.
 INLINE void NAME(floats_times_panel)(Type type, float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols,
-                                     int T) {
+                                     int T, Ahead ahead) {
     size_t size = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE;
     for (int r = 0; r < rows_of_tiles; r++, y += TILE, tiles += size)
-        if (T == 1) NAME(float_tiles)(type, y, tiles, x, cols, 1, 1);
-        else if (T == 2) NAME(float_tiles)(type, y, tiles, x, cols, 2, 1);
-        else if (T == 4) NAME(float_tiles)(type, y, tiles, x, cols, 4, 1);
+        if (T == 1) NAME(float_tiles)(type, y, tiles, x, cols, 1, 1, ahead);
+        else if (T == 2) NAME(float_tiles)(type, y, tiles, x, cols, 2, 1, ahead);
+        else if (T == 4) NAME(float_tiles)(type, y, tiles, x, cols, 4, 1, ahead);
         else if (PANELS == 2 && r + 1 < rows_of_tiles) {
-            if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, PANELS == 2 ? 8 : 1, PANELS);
-            else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, PANELS);
+            if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, PANELS == 2 ? 8 : 1, PANELS, ahead);
+            else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, PANELS, ahead);
             r++, y += TILE, tiles += size;
-        } else if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, TOKENS > 8 ? 8 : 1, 1);
-        else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, 1);
+        } else if (T == 8) NAME(float_tiles)(type, y, tiles, x, cols, TOKENS > 8 ? 8 : 1, 1, ahead);
+        else NAME(float_tiles)(type, y, tiles, x, cols, TOKENS, 1, ahead);
 }
 
-TARGET static void NAME(tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
-    NAME(floats_times_panel)(F32, y, tiles, rows_of_tiles, x, cols, T);
+TARGET static void NAME(tiles_f32)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T,
+                            Ahead ahead) {
+    NAME(floats_times_panel)(F32, y, tiles, rows_of_tiles, x, cols, T, ahead);
 }
 
-TARGET static void NAME(tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T) {
-    NAME(floats_times_panel)(BF16, y, tiles, rows_of_tiles, x, cols, T);
+TARGET static void NAME(tiles_bf16)(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T,
+                            Ahead ahead) {
+    NAME(floats_times_panel)(BF16, y, tiles, rows_of_tiles, x, cols, T, ahead);
 }
 
 INLINE void NAME(blocks_times_tokens)(Type type, float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n,
