@@ -143,10 +143,11 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
 class Guard:
     """
     Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
-    mean. A refusal widens the deviation, so that a new level is soon the usual one and only what is far beyond it is
-    refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
+    mean. A refusal that follows another widens the deviation, so that a new level is soon the usual one and only what is
+    far beyond it is refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good
+    one.
     """
-    WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by a refusal
+    WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
 
     def __init__(self, spike_z, saved=None):
         self.spike_z = spike_z
@@ -159,7 +160,9 @@ class Guard:
         far = [x - m > self.spike_z * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
         if math.inf in values or math.isnan(norm) or (s["seen"] >= self.WARM and any(far)):
             s["skipped"], s["in_a_row"] = s["skipped"] + 1, s["in_a_row"] + 1
-            s["var"] = [max(v, 1e-4) * self.WIDER ** 2 if f and math.isfinite(x) else v for x, v, f in zip(values, s["var"], far)]
+            if s["in_a_row"] > 1:
+                s["var"] = [max(v, 1e-4) * self.WIDER ** 2 if f and math.isfinite(x) else v
+                            for x, v, f in zip(values, s["var"], far)]
             return True
         keep = min(self.DECAY, s["seen"] / (s["seen"] + 1))  # a plain mean at first
         for i, x in enumerate(values):
