@@ -448,12 +448,12 @@ static void rows_times_token(const Kernels *k, const Product *p, const Activatio
 // number. Of floats the tiles that lie behind are fetched meanwhile, with each panel its part, for the next products.
 static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t,
                         int width) {
-    size_t first = (size_t)t * w->cols, size = n * tiles_size(w);
     int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
+    if (w->type == Q8_0) { k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
+    if (w->type == Q4_0) { k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
+    size_t first = (size_t)t * w->cols, size = n * tiles_size(w);
     Ahead ahead = {tiles + size + size / a->T * t, 4 * TILE * n * width / a->T};
-    if (w->type == Q8_0) k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
-    else if (w->type == Q4_0) k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left);
-    else if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
+    if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width, ahead);
 }
@@ -479,7 +479,8 @@ static void tiles_times_tokens(const Kernels *k, const Product *p, const Activat
 static void tiles_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const uint8_t *tiles = (uint8_t *)p->w->tiles + r / TILE * tiles_size(p->w);
     int whole = p->add ? 0 : (end - r) / TILE, rest = (end - r + TILE - 1) / TILE - whole;
-    times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1);
+    if (whole) times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1);
+    if (!rest) return;
     times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a, 0, 1);
     put_rows(p->out + r + whole * TILE, scratch, end - r - whole * TILE, p->add);
 }
