@@ -469,7 +469,8 @@ static void tiles_times_tokens(const Kernels *k, const Product *p, const Activat
         width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
         float *out = p->out + (size_t)t * w->rows + r;
         int left = a->T - t < width ? a->T - t : width;
-        for (int i = 0; i < left * n; i++) __builtin_prefetch(out + (size_t)(i / n) * w->rows + i % n * TILE, 1);
+        for (int i = 0; i < left; i++)
+            for (int j = 0; j < end - r; j += TILE) __builtin_prefetch(out + (size_t)i * w->rows + j, 1);
         times_tiles(k, y, w, tiles, n, a, t, width);
         for (int i = 0; i < left; i++) put_rows(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
     }
