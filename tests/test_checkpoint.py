@@ -207,7 +207,7 @@ try:
     save(2)
     print("no error")
 except OSError as e:
-    sys.stdout.write(f"process {{parallel.rank}} failed: {{str(e).splitlines()[0]}}\n")  # one write: two share the pipe
+    sys.stdout.write(f"process {{parallel.rank}} failed: {{str(e).splitlines()[0]}}\\n")  # one write: two share the pipe
 parallel.close()
 """
 
