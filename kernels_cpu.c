@@ -161,8 +161,8 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
     *begin = (int)((int64_t)n * i / n_threads), *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
 
-// Where a piece of items begin..end-1 begins. Each is half of what is left, so that the last ones are small and all members end
-// at nearly the same time.
+// Where a piece of items begin..end-1 begins. Each is three quarters of what is left, and the last all of it: so the last ones
+// are small, and all members end at nearly the same time.
 static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> 2 * piece) : end; }
 
 // Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
@@ -445,14 +445,15 @@ static void rows_times_token(const Kernels *k, const Product *p, const Activatio
 }
 
 // y (width, ROWS) = tokens t.. of x, a panel of them, times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any
-// number. Of floats the tiles that lie behind are fetched meanwhile, with each panel its part, for the next products.
+// number. Of floats the kept tiles that lie behind are fetched meanwhile, with each panel its part, for the next products.
 static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t,
                         int width) {
     int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
     if (w->type == Q8_0) { k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
     if (w->type == Q4_0) { k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
     size_t first = (size_t)t * w->cols, size = n * tiles_size(w);
-    Ahead ahead = {tiles + size + size / a->T * t, 4 * TILE * n * width / a->T};
+    Ahead ahead = {tiles, 0};
+    if (w->tiles) ahead = (Ahead){tiles + size + size / a->T * t, 4 * TILE * n * width / a->T};
     if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width, ahead);

@@ -143,9 +143,8 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
 class Guard:
     """
     Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
-    mean. A refusal that follows another widens the deviation, so that a new level is soon the usual one and only what is
-    far beyond it is refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good
-    one.
+    mean. Each refusal in a row widens that, so that a new level is soon taken up and only what is far beyond the usual is
+    refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
     """
     WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
 
@@ -157,12 +156,10 @@ class Guard:
         """loss, norm: floats, the same in all processes."""
         s = self.state
         values = [x if math.isfinite(x) else math.inf for x in (loss, math.log(norm) if norm > 0 else 0.0)]
-        far = [x - m > self.spike_z * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
+        most = self.spike_z * self.WIDER ** s["in_a_row"]
+        far = [x - m > most * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
         if math.inf in values or math.isnan(norm) or (s["seen"] >= self.WARM and any(far)):
             s["skipped"], s["in_a_row"] = s["skipped"] + 1, s["in_a_row"] + 1
-            if s["in_a_row"] > 1:
-                s["var"] = [max(v, 1e-4) * self.WIDER ** 2 if f and math.isfinite(x) else v
-                            for x, v, f in zip(values, s["var"], far)]
             return True
         keep = min(self.DECAY, s["seen"] / (s["seen"] + 1))  # a plain mean at first
         for i, x in enumerate(values):
