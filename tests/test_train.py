@@ -531,10 +531,15 @@ def test_activation_checkpointing_gives_the_same_losses(folder, reference):
     assert losses(folder, "again") == losses(folder, "whole")
 
 
-def test_attention_within_documents_trains(folder):
-    done = run(folder, "--data=stories:200", "--vocab_source=byte", "--max_iters=10", "--out_dir=apart", "--within_documents=True")
-    assert done.returncode == 0, done.stderr
-    assert rows(folder, "apart")[-1]["loss/val"] < 5.5
+def test_attention_across_documents_is_another_run(folder):
+    args = ["--data=stories:200", "--vocab_source=byte", "--max_iters=10"]
+    for out, across in (("apart", []), ("across", ["--within_documents=False"])):
+        done = run(folder, *args, *across, f"--out_dir={out}")
+        assert done.returncode == 0, done.stderr
+        assert rows(folder, out)[-1]["loss/val"] < 5.5
+    assert losses(folder, "apart") != losses(folder, "across")
+    done = run(folder, *args, "--out_dir=across", "--max_iters=12")
+    assert done.returncode == 2 and "within_documents=False" in done.stderr
 
 
 def test_adamw_is_that_of_pytorch():
