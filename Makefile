@@ -31,7 +31,7 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
 test: .venv/test run ## run all tests
-	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile tests
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker (half an hour)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py
