@@ -71,8 +71,7 @@ hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded
 multiple_of = 32            # rounding of the hidden width
 max_seq_len = 192           # context, in tokens
 dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
-within_documents = True     # in training too, attention sees no further back than the document's beginning; False is
-                            # faster where contexts are long (by a tenth at 1024 tokens) or a GPU computes
+within_documents = True     # attention sees no other document; False: faster where contexts are long, or on a GPU
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
