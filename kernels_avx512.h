@@ -78,8 +78,8 @@ tiles_of_pairs(float *y, const uint8_t *tiles, size_t next, const uint16_t *x, i
     __m512 sums[2][12];
     for (int p = 0; p < P; p++)
         for (int t = 0; t < T; t++) sums[p][t] = _mm512_setzero_ps();
-    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T, ahead.at += ahead.step) {
-        __builtin_prefetch(ahead.at);
+    for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T) {
+        call_for(&ahead, c);
         __m512bh w = (__m512bh)_mm512_loadu_si512(tiles), w2 = P == 2 ? (__m512bh)_mm512_loadu_si512(tiles + next) : w;
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {

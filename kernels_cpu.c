@@ -100,7 +100,7 @@ struct Member {
     float *scratch;                    // (scratch_size,)
 };
 
-typedef struct { float *out; const float *x, *weight; } NormArgs; // rows of dim
+typedef struct { float *out; const float *x, *weight; int T; } NormArgs; // (T, dim)
 typedef struct { int layer; float *q, *k; const float *v; int T; } RopeArgs;
 
 struct Cpu {
@@ -115,9 +115,9 @@ struct Cpu {
     double *frequencies;            // (head_dim / 2,)
     float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
     int rotations;                  // positions of it computed so far
-    Block *blocks;                  // (chunk, columns / 32): activations in 8 bits
-    uint16_t *pairs;                // likewise in BF16, (columns / 2, tokens, 2)
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels_scalar.h
+    Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that gated_rows makes, while it reads the others
+    uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
     bool precise;                   // all logits are asked for: BF16 is multiplied in float32
     Model *model;                   // whose weights are put in tiles
     const void *tiles;              // where they are then; NULL before
@@ -133,7 +133,7 @@ struct Cpu {
     const Mat *table;               // where embed got that token's row from, and
     float *embedded;                // where it went
     int pos;                        // of the call's first token
-    NormArgs norm;                  // of one token, that the next products will do for themselves; out is NULL when none
+    NormArgs norm;                  // that the next products will do for themselves; out is NULL when none
     RopeArgs turning;               // likewise what attention will rotate; q is NULL when nothing
 
     int n_threads;
@@ -379,17 +379,16 @@ static void catch_up(Cpu *cpu) {
     NormArgs norm = cpu->norm;
     RopeArgs turning = cpu->turning;
     cpu->norm.out = NULL, cpu->turning.q = NULL;
-    if (norm.out) add(cpu, norm_tokens, &norm, sizeof norm, 1, cpu->config.dim);
+    if (norm.out) add(cpu, norm_tokens, &norm, sizeof norm, norm.T, cpu->config.dim);
     if (turning.q) add(cpu, rope_tokens, &turning, sizeof turning, 1, 4 * cpu->config.dim);
 }
 
-// That of one token is put off until the products that read it.
+// It is put off until the products that read it.
 static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, int T) {
     Cpu *cpu = (Cpu *)b;
-    NormArgs a = {out, x, weight->data};
     catch_up(cpu);
-    if (cpu->collecting && T == 1) cpu->norm = a;
-    else add(cpu, norm_tokens, &a, sizeof a, T, weight->cols);
+    cpu->norm = (NormArgs){out, x, weight->data, T};
+    if (!cpu->collecting) catch_up(cpu);
 }
 
 // Items of a product are ROWS rows.
@@ -401,16 +400,16 @@ typedef struct {
     const uint16_t *pairs;   // NULL: BF16 is multiplied in float32
     const Block *blocks;
     int cols, T;
+    NormArgs norm;           // what makes x; out is NULL when it is there
 } Activations;
 
 typedef struct {
     Product products[3];
     int n;
     Activations in;
-    NormArgs norm;       // for one token: what x is made by; out is NULL when it is there
     bool quantised;      // some products want blocks
-    bool blocks_made;    // for one token: by the step before
-    bool blocks_wanted;  // of gated_rows: by the step behind
+    bool made;           // what they read, by the step before
+    bool blocks_wanted, pairs_wanted; // of gated_rows, by the step behind
 } MatmulArgs;
 _Static_assert(sizeof(MatmulArgs) <= ARGS, "room in a step");
 
@@ -444,35 +443,50 @@ static void rows_times_token(const Kernels *k, const Product *p, const Activatio
     for (; r < end; r++) put_rows(p->out + r, (float[]){row_times_token(k, p->w, r, a, scratch)}, 1, p->add);
 }
 
+// What is called for during the product of a panel: of kept tiles those that lie behind, with each panel its part, for the
+// next products; and where the results go, `stride` bytes from token to token.
+static Ahead ahead_of(const Mat *w, const uint8_t *tiles, int n, int T, int t, int width, const void *out, size_t stride) {
+    size_t size = n * tiles_size(w);
+    Ahead ahead = {tiles, 0, out, (int64_t)stride - 128, 0};
+    if (w->tiles) ahead.at = tiles + size + size / T * t, ahead.step = (int)(size * width / T / ((w->cols + 1) / 2));
+    while (2 * width * 2 * (ahead.mask + 1) <= (w->cols + 1) / 2) ahead.mask = 2 * ahead.mask + 1;
+    return ahead;
+}
+
 // y (width, ROWS) = tokens t.. of x, a panel of them, times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any
-// number. Of floats the kept tiles that lie behind are fetched meanwhile, with each panel its part, for the next products.
+// number.
 static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t,
-                        int width) {
+                        int width, Ahead ahead) {
     int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
     if (w->type == Q8_0) { k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
     if (w->type == Q4_0) { k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
-    size_t first = (size_t)t * w->cols, size = n * tiles_size(w);
-    Ahead ahead = {tiles, 0};
-    if (w->tiles) ahead = (Ahead){tiles + size + size / a->T * t, 4 * TILE * n * width / a->T};
+    size_t first = (size_t)t * w->cols;
     if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width, ahead);
     else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width, ahead);
 }
 
-// Up to ROWS rows in tiles, kept or made on the way. The places of the results are called for before the product of a panel.
+// Rows r..end-1 in tiles: those kept, or made in `room`.
+static const uint8_t *tiles_of(const Kernels *k, const Mat *w, int r, int end, uint8_t *room) {
+    if (w->tiles) return (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
+    for (uint8_t *tiles = room; r < end; r += TILE, tiles += tiles_size(w)) pack(k, tiles, w, r);
+    return room;
+}
+
+// Up to ROWS rows with many tokens.
 static void tiles_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
     int n = (end - r + TILE - 1) / TILE;
     float *y = scratch; // (tokens of a panel, ROWS)
-    uint8_t *tiles = w->tiles ? (uint8_t *)w->tiles + r / TILE * tiles_size(w) : (uint8_t *)(y + k->tokens * ROWS);
-    for (int i = 0; i < n && !w->tiles; i++) pack(k, tiles + i * tiles_size(w), w, r + i * TILE);
+    const uint8_t *tiles = tiles_of(k, w, r, end, (uint8_t *)(y + k->tokens * ROWS));
     for (int t = 0, width; t < a->T; t += width) {
         width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
         float *out = p->out + (size_t)t * w->rows + r;
         int left = a->T - t < width ? a->T - t : width;
-        for (int i = 0; i < left; i++)
+        for (int i = 0; i < left && is_quantised(w); i++)
             for (int j = 0; j < end - r; j += TILE) __builtin_prefetch(out + (size_t)i * w->rows + j, 1);
-        times_tiles(k, y, w, tiles, n, a, t, width);
+        Ahead ahead = ahead_of(w, tiles, n, a->T, t, width, out, w->rows * sizeof(float));
+        times_tiles(k, y, w, tiles, n, a, t, width, ahead);
         for (int i = 0; i < left; i++) put_rows(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
     }
 }
@@ -481,20 +495,20 @@ static void tiles_times_tokens(const Kernels *k, const Product *p, const Activat
 static void tiles_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const uint8_t *tiles = (uint8_t *)p->w->tiles + r / TILE * tiles_size(p->w);
     int whole = p->add ? 0 : (end - r) / TILE, rest = (end - r + TILE - 1) / TILE - whole;
-    if (whole) times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1);
+    if (whole) times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1, (Ahead){0});
     if (!rest) return;
-    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a, 0, 1);
+    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a, 0, 1, (Ahead){0});
     put_rows(p->out + r + whole * TILE, scratch, end - r - whole * TILE, p->add);
 }
 
 // What the products of one token read, every member makes for itself: it takes no longer than waiting for another that does.
 static Activations prepared(Member *self, const MatmulArgs *a) {
     Activations in = a->in;
-    if (in.T > 1 || a->blocks_made) return in;
-    if (a->norm.out) in.x = in.panels = self->x;
+    if (in.T > 1 || a->made) return in;
+    if (in.norm.out) in.x = in.panels = self->x;
     in.blocks = self->blocks;
     if (self->prepared) return in;
-    if (a->norm.out) normalize(self->cpu, self->x, a->norm.x, a->norm.weight);
+    if (in.norm.out) normalize(self->cpu, self->x, in.norm.x, in.norm.weight);
     if (a->quantised) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
     self->prepared = true;
     return in;
@@ -521,23 +535,70 @@ static void matmul_rows(Member *self, const void *args, int begin, int end) {
     }
 }
 
-// Of one token, h and h2 and what swiglu makes of them. Items are ROWS rows of both.
+// Of one token, rows r..end-1 of h and h2, and what swiglu makes of them.
+static void gated_token(Member *self, const MatmulArgs *a, const Activations *in, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
+    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], in, r, end);
+    k->swiglu(h, h2, end - r);
+    if (a->blocks_wanted) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
+}
+
+// Swiglu of y and y2 (width, ROWS), columns r..end-1 of tokens t.. of h and h2, goes where the next product wants it.
+static void put_gated(Member *self, const MatmulArgs *a, float *y, const float *y2, int t, int width, int r, int end) {
+    Cpu *cpu = self->cpu;
+    const Kernels *k = cpu->kernels;
+    int rows = a->products->w->rows, left = a->in.T - t < width ? a->in.T - t : width, pairs = (end - r + 1) / 2;
+    uint16_t narrow[16][ROWS] = {0}; // of a panel
+    for (int i = 0; i < left; i++, y += ROWS, y2 += ROWS) {
+        k->swiglu(y, y2, end - r);
+        if (a->pairs_wanted) k->bf16s(narrow[i], y, end - r);
+        else if (a->blocks_wanted) k->quantize(cpu->gated_blocks + ((size_t)(t + i) * rows + r) / 32, y, (end - r) / 32);
+        else put_rows(a->products->out + (size_t)(t + i) * rows + r, y, end - r, false);
+    }
+    uint16_t *out = cpu->gated_pairs + (size_t)t * 2 * ((rows + 1) / 2) + r * width;
+    if (a->pairs_wanted) k->transpose((uint8_t *)out, (uint8_t *)narrow, sizeof *narrow, width, pairs);
+}
+
+// The same of many tokens, up to ROWS rows: h and h2 never stand in memory.
+static void gated_tokens(Member *self, const MatmulArgs *a, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    const Mat *w = a->products[0].w, *w2 = a->products[1].w;
+    int n = (end - r + TILE - 1) / TILE;
+    float *y = self->scratch, *y2 = y + k->tokens * ROWS; // (tokens of a panel, ROWS)
+    uint8_t *room = (uint8_t *)(y2 + k->tokens * ROWS);
+    const uint8_t *tiles = tiles_of(k, w, r, end, room), *tiles2 = tiles_of(k, w2, r, end, room + n * tiles_size(w));
+    for (int t = 0, width; t < a->in.T; t += width) {
+        width = panel_width(k, a->in.T - t, w->type == BF16 && a->in.pairs);
+        times_tiles(k, y, w, tiles, n, &a->in, t, width, ahead_of(w, tiles, n, a->in.T, t, width, y, 128));
+        times_tiles(k, y2, w2, tiles2, n, &a->in, t, width, ahead_of(w2, tiles2, n, a->in.T, t, width, y2, 128));
+        put_gated(self, a, y, y2, t, width, r, end);
+    }
+}
+
+// h and h2 and what swiglu makes of them. Items are ROWS rows of both.
 static void gated_rows(Member *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
-    const Kernels *k = self->cpu->kernels;
     Activations in = prepared(self, a);
-    int first = begin * ROWS, rows = a->products->w->rows, n = (end * ROWS < rows ? end * ROWS : rows) - first;
-    float *h = a->products[0].out + first, *h2 = a->products[1].out + first;
-    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], &in, first, first + n);
-    k->swiglu(h, h2, n);
-    if (a->blocks_wanted) k->quantize(self->cpu->blocks + first / 32, h, n / 32);
+    int rows = a->products->w->rows, last = end * ROWS < rows ? end * ROWS : rows;
+    if (in.T == 1) { gated_token(self, a, &in, begin * ROWS, last); return; }
+    for (int r = begin * ROWS; r < last; r += ROWS) gated_tokens(self, a, r, r + ROWS < last ? r + ROWS : last);
+}
+
+// Rows t.. of what products read, for one of many tokens: as they are, or normalised into room (n, cols).
+static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *room) {
+    size_t cols = a->cols;
+    if (!a->norm.out) return a->x + t * cols;
+    for (int i = 0; i < n; i++) normalize(cpu, room + i * cols, a->norm.x + (t + i) * cols, a->norm.weight);
+    return room;
 }
 
 // Items are tokens.
 static void quantize_tokens(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
-    int n = a->cols / 32;
-    self->cpu->kernels->quantize(self->cpu->blocks + (size_t)begin * n, a->x + (size_t)begin * a->cols, (end - begin) * n);
+    Cpu *cpu = self->cpu;
+    for (int t = begin, n = a->cols / 32; t < end; t++)
+        cpu->kernels->quantize(cpu->blocks + (size_t)t * n, read_tokens(cpu, a, t, 1, self->scratch), n);
 }
 
 // Items are panels; a token that is missing in the last is zero.
@@ -545,13 +606,13 @@ static void pack_tokens(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
     for (int i = begin; i < end; i++) {
-        int t = i * k->tokens, width = panel_width(k, a->T - t, false);
+        int t = i * k->tokens, width = panel_width(k, a->T - t, false), left = a->T - t < width ? a->T - t : width;
         float *panel = self->cpu->panels + (size_t)t * a->cols; // (cols, width)
-        const float *x = a->x + (size_t)t * a->cols;
-        if (t + width <= a->T) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
+        const float *x = read_tokens(self->cpu, a, t, left, self->scratch);
+        if (left == width) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
         else
             for (int c = 0; c < a->cols; c++)
-                for (int j = 0; j < width; j++) panel[(size_t)c * width + j] = t + j < a->T ? x[(size_t)j * a->cols + c] : 0;
+                for (int j = 0; j < width; j++) panel[(size_t)c * width + j] = j < left ? x[(size_t)j * a->cols + c] : 0;
     }
 }
 
@@ -560,12 +621,13 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
     int pairs = (a->cols + 1) / 2;
-    uint16_t *rows = (uint16_t *)self->scratch; // (width, 2 pairs)
+    float *room = self->scratch;                        // (cols,)
+    uint16_t *rows = (uint16_t *)(room + a->cols);      // (width, 2 pairs)
     for (int i = begin; i < end; i++) {
         int t = i * k->tokens, width = panel_width(k, a->T - t, true);
         memset(rows, 0, (size_t)width * pairs * 4);
         for (int j = 0; j < width && t + j < a->T; j++)
-            k->bf16s(rows + (size_t)j * 2 * pairs, a->x + (size_t)(t + j) * a->cols, a->cols);
+            k->bf16s(rows + (size_t)j * 2 * pairs, read_tokens(self->cpu, a, t + j, 1, room), a->cols);
         k->transpose((uint8_t *)(self->cpu->pairs + (size_t)t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, width, pairs);
     }
 }
@@ -580,8 +642,8 @@ static void matmul(Backend *b, const Product *products, int n, const float *x, i
     Cpu *cpu = (Cpu *)b;
     int items = 0, cols = products->w->cols, panels = (T + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
     bool floats = false, bf16 = false, halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
-    MatmulArgs a = {.n = n, .in = {x, T > 1 ? cpu->panels : x, NULL, cpu->blocks, cols, T}};
-    if (T == 1 && cpu->norm.out == x) a.norm = cpu->norm, cpu->norm.out = NULL;
+    MatmulArgs a = {.n = n, .in = {.x = x, .panels = T > 1 ? cpu->panels : x, .blocks = cpu->blocks, .cols = cols, .T = T}};
+    if (cpu->norm.out == x) a.in.norm = cpu->norm, cpu->norm.out = NULL;
     catch_up(cpu);
     for (int i = 0; i < n; i++) {
         a.products[i] = products[i];
@@ -590,10 +652,13 @@ static void matmul(Backend *b, const Product *products, int n, const float *x, i
     }
     if (bf16) a.in.pairs = cpu->pairs;
     MatmulArgs *gated = last_products(cpu, gated_rows, 2);
-    if (T == 1 && a.quantised && gated && gated->products->out == x) gated->blocks_wanted = a.blocks_made = true;
-    if (T > 1 && a.quantised) add(cpu, quantize_tokens, &a.in, sizeof a.in, T, cols);
+    if (gated && gated->products->out == x && n == 1 && !floats && (!bf16 || gated->products->w->type == BF16)) {
+        gated->blocks_wanted = a.quantised, gated->pairs_wanted = bf16, a.made = true;
+        a.in.blocks = cpu->gated_blocks, a.in.pairs = bf16 ? cpu->gated_pairs : NULL;
+    }
+    if (T > 1 && a.quantised && !a.made) add(cpu, quantize_tokens, &a.in, sizeof a.in, T, cols);
     if (T > 1 && floats) add(cpu, pack_tokens, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
-    if (bf16) add(cpu, pack_pairs, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
+    if (bf16 && !a.made) add(cpu, pack_pairs, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
     add(cpu, matmul_rows, &a, sizeof a, items, (int64_t)ROWS * cols * T);
 }
 
@@ -735,7 +800,7 @@ static bool join_heads(Cpu *cpu, const AttentionArgs *a, int64_t cost) {
     const Config *c = &cpu->config;
     MatmulArgs *qkv = last_products(cpu, matmul_rows, 3);
     if (!qkv || qkv->products[0].out != a->in.q || qkv->products[1].out != a->in.k || qkv->products[2].out != a->in.v) return false;
-    if (!qkv->norm.out || c->head_dim % TILE || cpu->n_threads == 1 || c->n_kv_heads % cpu->n_threads) return false;
+    if (!qkv->in.norm.out || c->head_dim % TILE || cpu->n_threads == 1 || c->n_kv_heads % cpu->n_threads) return false;
     HeadsArgs both = {*qkv, *a};
     Step *step = &cpu->steps[cpu->n_steps - 1];
     cost += step->n * step->cost / c->n_kv_heads;
@@ -765,12 +830,13 @@ static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
     for (int t = begin; t < end; t++) self->cpu->kernels->swiglu(a->h + t * n, a->h2 + t * n, (int)n);
 }
 
-// For one token it becomes part of the step that makes h and h2.
+// It becomes part of the step that makes h and h2.
 static void swiglu_op(Backend *b, float *h, const float *h2, int T) {
     Cpu *cpu = (Cpu *)b;
     catch_up(cpu);
-    MatmulArgs *both = T == 1 ? last_products(cpu, matmul_rows, 2) : NULL;
-    if (both && both->products[0].out == h && both->products[1].out == h2) {
+    MatmulArgs *both = last_products(cpu, matmul_rows, 2);
+    const Product *p = both ? both->products : NULL;
+    if (p && p[0].out == h && p[1].out == h2 && p[0].w->type == p[1].w->type) {
         Step *step = &cpu->steps[cpu->n_steps - 1];
         step->task = gated_rows, step->n = items_of(both->products), step->cost *= 2;
     } else add(cpu, swiglu_tokens, &(SwigluArgs){h, h2}, sizeof(SwigluArgs), T, 4 * cpu->config.hidden_dim);
@@ -961,7 +1027,7 @@ static void end(Backend *b) {
 
 // What any operation needs for itself, in floats.
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
-    size_t tiles = ROWS * (cols + 1 + cpu->kernels->tokens);
+    size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens); // of two matrices
     size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols;
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
@@ -991,8 +1057,10 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
            && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
            && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
            && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
+           && (cpu->gated_blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
            && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
            && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
+           && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
            && (cpu->steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
            && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);

@@ -20,8 +20,18 @@ typedef struct {
 // They are multiplied with activations in Blocks, or in a panel of some tokens: (cols, tokens) floats.
 enum { TILE = 16, Q8_TILE = 34 * TILE, Q4_TILE = 18 * TILE };
 
-// What is fetched from memory meanwhile: `step` bytes, from `at` on, for every 4 TILE bytes of a row of tiles.
-typedef struct { const uint8_t *at; int step; } Ahead;
+// What is called for meanwhile, for there is time: at each turn, of two columns, `step` bytes of weights from `at` on; and at each
+// turn whose number has no bit of `mask`, a cache line where results will go, of which two lie side by side, `gap` bytes before
+// the next two. All of them at once would keep the product from what it reads.
+typedef struct { const uint8_t *at; int step; const char *line; int64_t gap; int mask; } Ahead;
+
+static inline void call_for(Ahead *a, int turn) {
+    __builtin_prefetch(a->at);
+    a->at += a->step;
+    if (turn & a->mask) return;
+    __builtin_prefetch(a->line, 1);
+    a->line += turn & (a->mask + 1) ? 64 + a->gap : 64;
+}
 
 // Kernels of one instruction set.
 typedef struct {

@@ -179,8 +179,8 @@ INLINE void NAME(float_tiles)(Type type, float *y, const uint8_t *tiles, const f
     size_t next = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE; // bytes from one row of tiles to the other
     UNROLL for (int v = 0; v < P * VECTORS; v++)
         UNROLL for (int t = 0; t < T; t++) even[v][t] = odd[v][t] = SET(0);
-    for (int c = 0; c < cols; c += 2, x += 2 * T, ahead.at += (type == F32 ? 2 : 1) * ahead.step) {
-        if (T > 2) __builtin_prefetch(ahead.at);
+    for (int c = 0; c < cols; c += 2, x += 2 * T) {
+        if (T > 2) call_for(&ahead, c / 2);
         UNROLL for (int v = 0; v < P * VECTORS; v++) {
             const uint8_t *here = tiles + v / VECTORS * next + (size_t)(type == F32 ? c : c / 2) * 4 * TILE + v % VECTORS * 4 * N;
             if (type == F32) w[v] = LOAD((const float *)here), w2[v] = c + 1 < cols ? LOAD((const float *)here + TILE) : w[v];
