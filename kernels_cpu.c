@@ -1,5 +1,5 @@
-// The Backend of the CPU. Work is handed to threads by rows, and every number is computed by one thread in one order,
-// so results do not depend on how many threads there are. The arithmetic is in kernels_scalar.h, and in vectors in
+// The Backend of the CPU. Work is handed to threads (kernels_team.h) by rows, and every number is computed by one thread in one
+// order, so results do not depend on how many threads there are. The arithmetic is in kernels_scalar.h, and in vectors in
 // kernels_simd.h, which is compiled for each instruction set; the best one that the machine has is taken at the start.
 #define _DEFAULT_SOURCE // POSIX beside C11
 #include <math.h>
@@ -25,6 +25,7 @@
 #ifndef PAUSE
 #define PAUSE() (void)0
 #endif
+#include "kernels_team.h"
 
 // What this machine can run, the best first.
 static int find_kernels(const Kernels *found[5]) {
@@ -66,40 +67,6 @@ float cpu_largest(const float *x, int n) { return host_kernels()->largest(x, n);
 
 float cpu_exponentials(float *x, float most, float scale, int n) { return host_kernels()->exponentials(x, most, scale, n); }
 
-// ----------------------------------------------------------------------------
-// A team of threads that goes through a list of steps together. A step is cut into shares, one for each member, and a share
-// into pieces; who is through with its own takes what is left of the others', so nobody waits for a member that the system
-// has put aside, only for pieces begun. When all pieces of a step are finished, every member goes on to the next by itself,
-// without a word from the caller: that costs one cache line's way from one core to another. Between two lists members look for
-// work for a while before they sleep, because the next one mostly comes within microseconds.
-
-typedef struct Cpu Cpu;
-typedef struct Member Member;
-typedef void Task(Member *self, const void *args, int begin, int end); // items begin..end-1
-
-enum { PIECES = 4, ARGS = 224 }; // of a share; bytes
-
-typedef struct {
-    Task *task;
-    int n;                    // items
-    int64_t cost;             // of an item, in multiplications, about
-    _Alignas(8) char args[ARGS];
-} Step;
-
-// What one member writes and another looks at has a cache line of its own. Numbers of steps and pieces go on from list to list,
-// and past the largest to zero.
-struct Member {
-    _Alignas(64) atomic_uint taken;    // pieces of its share so far: PIECES of each step
-    _Alignas(64) atomic_uint finished; // pieces that it has finished so far, of all shares
-    _Alignas(64) Cpu *cpu;
-    pthread_t thread;
-    unsigned step;                     // number of the one it is at
-    bool prepared;                     // it has made for itself what the step works on: x or blocks
-    float *x;                          // (cols,) for one token
-    Block *blocks;                     // (cols / 32,)
-    float *scratch;                    // (scratch_size,)
-};
-
 typedef struct { float *out; const float *x, *weight; int T; } NormArgs; // (T, dim)
 typedef struct { int layer; float *q, *k; const float *v; int T; } RopeArgs;
 
@@ -126,8 +93,7 @@ struct Cpu {
     void **memory;                  // what alloc gave out
     int n_memory;
 
-    Step *steps;                    // of one call of forward; those for one token stay for the next
-    int n_steps;
+    Team team;                      // its steps are those of one call of forward; those for one token stay for the next
     bool collecting;                // between begin and end
     bool recorded;                  // the steps are those for one token
     const Mat *table;               // where embed got that token's row from, and
@@ -135,129 +101,22 @@ struct Cpu {
     int pos;                        // of the call's first token
     NormArgs norm;                  // that the next products will do for themselves; out is NULL when none
     RopeArgs turning;               // likewise what attention will rotate; q is NULL when nothing
-
-    int n_threads;
-    Member *members;                // (n_threads,); the first is the caller
-    unsigned first;                 // number of steps[0]
-    atomic_uint goal;               // number behind the last step
-    atomic_int sleepers;
-    atomic_bool leaving;            // asks the members to end
-    pthread_mutex_t lock;           // guards falling asleep
-    pthread_cond_t wake;
 };
 
 enum {
     CHUNK = 128,         // tokens: more of them no longer make a product faster
     LEAST_PAIRS = 16,    // tokens for which BF16 weights are multiplied with activations in BF16
     PATIENT_TOKENS = 16, // decoded before the weights are put in tiles
-    LATE = 16,           // looks whether a step is finished before its pieces are taken over from others: some 300 nanoseconds
-    PATIENCE = 20000,    // looks for work before a member sleeps: some 200 microseconds
-    LEAST_WORK = 20000,  // multiplications in a step that are worth a team
     MOST_STEPS = 24,     // of a layer
 };
 
-// Items begin..end-1 are share i of n.
-static void share_of(int n, int n_threads, int i, int *begin, int *end) {
-    *begin = (int)((int64_t)n * i / n_threads), *end = (int)((int64_t)n * (i + 1) / n_threads);
-}
-
-// Where a piece of items begin..end-1 begins. Each is three quarters of what is left, and the last all of it: so the last ones
-// are small, and all members end at nearly the same time.
-static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> 2 * piece) : end; }
-
-// Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
-// piece is finished.
-static void take_from(Member *self, int i) {
-    Cpu *cpu = self->cpu;
-    atomic_uint *taken = &cpu->members[i].taken;
-    unsigned piece = atomic_load(taken), last = (self->step + 1) * PIECES, done = 0;
-    while ((int)(last - piece) > 0) {
-        if (!atomic_compare_exchange_weak(taken, &piece, piece + 1)) continue;
-        const Step *step = &cpu->steps[self->step - cpu->first];
-        int begin, end, first, next;
-        share_of(step->n, cpu->n_threads, i, &begin, &end);
-        first = piece_at(begin, end, piece % PIECES), next = piece_at(begin, end, piece % PIECES + 1);
-        if (first < next) step->task(self, step->args, first, next);
-        piece++, done++;
-    }
-    unsigned finished = atomic_load_explicit(&self->finished, memory_order_relaxed); // which nobody else changes
-    if (done) atomic_store_explicit(&self->finished, finished + done, memory_order_release);
-}
-
-static bool is_finished(Cpu *cpu, unsigned step) {
-    unsigned finished = 0;
-    for (int i = 0; i < cpu->n_threads; i++) finished += atomic_load_explicit(&cpu->members[i].finished, memory_order_acquire);
-    return (int)(finished - (step + 1) * PIECES * cpu->n_threads) >= 0;
-}
-
-// Its own share, and others' when they are late: asking them sooner would only disturb them.
-static void take_step(Member *self) {
-    Cpu *cpu = self->cpu;
-    int me = (int)(self - cpu->members);
-    self->prepared = false;
-    take_from(self, me);
-    for (int looks = 1; !is_finished(cpu, self->step); looks++) {
-        PAUSE();
-        for (int i = 1; looks == LATE && i < cpu->n_threads; i++) take_from(self, (me + i) % cpu->n_threads);
-        if (looks % 1024 == 0) sched_yield();
-    }
-    self->step++;
-}
-
-static bool has_work(const Member *m) {
-    return atomic_load(&m->cpu->goal) != m->step || atomic_load_explicit(&m->cpu->leaving, memory_order_relaxed);
-}
-
-static void *member(void *arg) {
-    Member *self = arg;
-    Cpu *cpu = self->cpu;
-    for (int looks = 0; !atomic_load_explicit(&cpu->leaving, memory_order_acquire); looks++) {
-        while (self->step != atomic_load_explicit(&cpu->goal, memory_order_acquire)) take_step(self), looks = 0;
-        PAUSE();
-        if (looks % 1024 == 1023) sched_yield();
-        if (looks < PATIENCE) continue;
-        pthread_mutex_lock(&cpu->lock);
-        atomic_fetch_add(&cpu->sleepers, 1);
-        while (!has_work(self)) pthread_cond_wait(&cpu->wake, &cpu->lock);
-        atomic_fetch_sub(&cpu->sleepers, 1);
-        pthread_mutex_unlock(&cpu->lock);
-        looks = 0;
-    }
-    return NULL;
-}
-
-static void wake(Cpu *cpu) {
-    if (!atomic_load(&cpu->sleepers)) return;
-    pthread_mutex_lock(&cpu->lock);
-    pthread_cond_broadcast(&cpu->wake);
-    pthread_mutex_unlock(&cpu->lock);
-}
-
-// Runs the steps; alone, when they are small.
-static void run_steps(Cpu *cpu) {
-    Member *self = cpu->members;
-    int64_t work = 0;
-    for (int i = 0; i < cpu->n_steps; i++) work += cpu->steps[i].n * cpu->steps[i].cost;
-    if (cpu->n_threads == 1 || work < (int64_t)LEAST_WORK * cpu->n_steps) {
-        for (const Step *step = cpu->steps; step < cpu->steps + cpu->n_steps; step++) {
-            self->prepared = false;
-            step->task(self, step->args, 0, step->n);
-        }
-        return;
-    }
-    cpu->first = self->step;
-    atomic_store(&cpu->goal, self->step + cpu->n_steps);
-    wake(cpu);
-    for (int i = 0; i < cpu->n_steps; i++) take_step(self);
-}
-
 // Appends a step for n items, each of about `cost` multiplications; outside of a call of forward, runs it.
 static void add(Cpu *cpu, Task *task, const void *args, size_t size, int n, int64_t cost) {
-    if (!cpu->collecting) cpu->n_steps = 0, cpu->recorded = false;
-    Step *step = &cpu->steps[cpu->n_steps++];
+    if (!cpu->collecting) cpu->team.n_steps = 0, cpu->recorded = false;
+    Step *step = &cpu->team.steps[cpu->team.n_steps++];
     *step = (Step){task, n, cost, {0}};
     memcpy(step->args, args, size);
-    if (!cpu->collecting) run_steps(cpu), cpu->n_steps = 0;
+    if (!cpu->collecting) run_steps(&cpu->team), cpu->team.n_steps = 0;
 }
 
 // ----------------------------------------------------------------------------
@@ -634,7 +493,7 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
 
 // Those of the step before, if it is this task with n products.
 static MatmulArgs *last_products(Cpu *cpu, Task *task, int n) {
-    Step *last = cpu->collecting && cpu->n_steps ? &cpu->steps[cpu->n_steps - 1] : NULL;
+    Step *last = cpu->collecting && cpu->team.n_steps ? &cpu->team.steps[cpu->team.n_steps - 1] : NULL;
     return last && last->task == task && ((MatmulArgs *)last->args)->n == n ? (MatmulArgs *)last->args : NULL;
 }
 
@@ -800,9 +659,9 @@ static bool join_heads(Cpu *cpu, const AttentionArgs *a, int64_t cost) {
     const Config *c = &cpu->config;
     MatmulArgs *qkv = last_products(cpu, matmul_rows, 3);
     if (!qkv || qkv->products[0].out != a->in.q || qkv->products[1].out != a->in.k || qkv->products[2].out != a->in.v) return false;
-    if (!qkv->in.norm.out || c->head_dim % TILE || cpu->n_threads == 1 || c->n_kv_heads % cpu->n_threads) return false;
+    if (!qkv->in.norm.out || c->head_dim % TILE || cpu->team.n_threads == 1 || c->n_kv_heads % cpu->team.n_threads) return false;
     HeadsArgs both = {*qkv, *a};
-    Step *step = &cpu->steps[cpu->n_steps - 1];
+    Step *step = &cpu->team.steps[cpu->team.n_steps - 1];
     cost += step->n * step->cost / c->n_kv_heads;
     *step = (Step){heads, c->n_kv_heads, cost, {0}};
     memcpy(step->args, &both, sizeof both);
@@ -837,7 +696,7 @@ static void swiglu_op(Backend *b, float *h, const float *h2, int T) {
     MatmulArgs *both = last_products(cpu, matmul_rows, 2);
     const Product *p = both ? both->products : NULL;
     if (p && p[0].out == h && p[1].out == h2 && p[0].w->type == p[1].w->type) {
-        Step *step = &cpu->steps[cpu->n_steps - 1];
+        Step *step = &cpu->team.steps[cpu->team.n_steps - 1];
         step->task = gated_rows, step->n = items_of(both->products), step->cost *= 2;
     } else add(cpu, swiglu_tokens, &(SwigluArgs){h, h2}, sizeof(SwigluArgs), T, 4 * cpu->config.hidden_dim);
 }
@@ -905,35 +764,24 @@ static float *cpu_alloc(Backend *b, size_t n) { return allocate((Cpu *)b, n, siz
 
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
-    atomic_store(&cpu->leaving, true);
-    wake(cpu);
-    for (int i = 1; i < cpu->n_threads; i++) pthread_join(cpu->members[i].thread, NULL);
+    end_team(&cpu->team);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
     free(cpu);
 }
 
-// Starts members 1..n_threads-1; with fewer when the system refuses, for the results are the same.
-static void start_team(Cpu *cpu, int n_threads) {
-    pthread_mutex_init(&cpu->lock, NULL);
-    pthread_cond_init(&cpu->wake, NULL);
-    int started = 1;
-    while (started < n_threads && !pthread_create(&cpu->members[started].thread, NULL, member, &cpu->members[started])) started++;
-    cpu->n_threads = started;
-}
-
 // Room for n_threads members, each with what a step of the model needs for itself.
 static bool make_members(Cpu *cpu, int n_threads, size_t cols, size_t scratch_size) {
     size_t own_x = cols + 16, own_blocks = cols / 32 + 2; // a cache line or more between those of two members
-    cpu->members = allocate(cpu, n_threads, sizeof(Member), 64);
+    cpu->team.members = allocate(cpu, n_threads, sizeof(Member), 64);
     float *x = allocate(cpu, n_threads * own_x, sizeof(float), 64);
     float *scratch = allocate(cpu, n_threads * scratch_size, sizeof(float), 64);
     Block *blocks = allocate(cpu, n_threads * own_blocks, sizeof(Block), 64);
-    if (!cpu->members || !x || !scratch || !blocks) return false;
-    memset(cpu->members, 0, n_threads * sizeof(Member));
+    if (!cpu->team.members || !x || !scratch || !blocks) return false;
+    memset(cpu->team.members, 0, n_threads * sizeof(Member));
     for (int i = 0; i < n_threads; i++) {
-        Member *m = &cpu->members[i];
-        m->cpu = cpu, m->x = x + i * own_x, m->blocks = blocks + i * own_blocks, m->scratch = scratch + i * scratch_size;
+        Member *m = &cpu->team.members[i];
+        m->team = &cpu->team, m->cpu = cpu, m->x = x + i * own_x, m->blocks = blocks + i * own_blocks, m->scratch = scratch + i * scratch_size;
     }
     return true;
 }
@@ -1014,7 +862,7 @@ static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
         embed(b, cpu->embedded, cpu->table, tokens, 1);
         return false;
     }
-    cpu->n_steps = 0, cpu->collecting = true, cpu->recorded = T == 1;
+    cpu->team.n_steps = 0, cpu->collecting = true, cpu->recorded = T == 1;
     return true;
 }
 
@@ -1022,7 +870,7 @@ static void end(Backend *b) {
     Cpu *cpu = (Cpu *)b;
     catch_up(cpu);
     cpu->collecting = false;
-    run_steps(cpu);
+    run_steps(&cpu->team);
 }
 
 // What any operation needs for itself, in floats.
@@ -1061,11 +909,11 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
            && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
            && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
            && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
-           && (cpu->steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
+           && (cpu->team.steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
            && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
-    if (ok) start_team(cpu, n_threads);
+    if (ok) start_team(&cpu->team, n_threads);
     if (ok) return NULL;
     cpu_close(&cpu->ops);
     *backend = NULL;

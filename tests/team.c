@@ -1,4 +1,4 @@
-// Gives the team of kernels_cpu.c many lists of steps, one right after the other, and counts how often each item is done; and
+// Gives the team of kernels_team.h many lists of steps, one right after the other, and counts how often each item is done; and
 // whether all items of a step are, before one of the next begins.
 //   team THREADS ROUNDS
 #include "../kernels_cpu.c"
@@ -21,19 +21,19 @@ static void count(Member *self, const void *args, int begin, int end) {
 int main(int argc, char **argv) {
     if (argc != 3) return 2;
     Cpu *cpu = calloc(1, sizeof *cpu);
-    if (!cpu || !(cpu->steps = allocate(cpu, STEPS, sizeof(Step), 64)) || !make_members(cpu, atoi(argv[1]), 32, 16)) return 2;
-    start_team(cpu, atoi(argv[1]));
+    if (!cpu || !(cpu->team.steps = allocate(cpu, STEPS, sizeof(Step), 64)) || !make_members(cpu, atoi(argv[1]), 32, 16)) return 2;
+    start_team(&cpu->team, atoi(argv[1]));
     unsigned random = 1;
     for (int round = 0; round < atoi(argv[2]); round++) {
         int n[STEPS], steps = 1 + round % STEPS;
-        cpu->collecting = true, cpu->n_steps = 0;
+        cpu->collecting = true, cpu->team.n_steps = 0;
         for (int s = 0; s < steps; s++) {
             random = random * 1664525 + 1013904223;
             n[s] = 1 + (random >> 16) % (random & 1 << 12 ? 40 : ITEMS - 1); // large steps among small ones
             add(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
         }
         cpu->collecting = false;
-        run_steps(cpu);
+        run_steps(&cpu->team);
         if (early) return puts("a step began before the one before was finished"), 1;
         for (int s = 0; s < steps; s++, done[s - 1] = 0)
             for (int i = 0; i < n[s]; i++) {
