@@ -781,7 +781,8 @@ static bool make_members(Cpu *cpu, int n_threads, size_t cols, size_t scratch_si
     memset(cpu->team.members, 0, n_threads * sizeof(Member));
     for (int i = 0; i < n_threads; i++) {
         Member *m = &cpu->team.members[i];
-        m->team = &cpu->team, m->cpu = cpu, m->x = x + i * own_x, m->blocks = blocks + i * own_blocks, m->scratch = scratch + i * scratch_size;
+        m->team = &cpu->team, m->cpu = cpu;
+        m->x = x + i * own_x, m->blocks = blocks + i * own_blocks, m->scratch = scratch + i * scratch_size;
     }
     return true;
 }
