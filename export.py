@@ -160,7 +160,7 @@ def replacing(path):
     """A binary file open for writing that becomes `path` when all is on disk; after an error nothing is left of it."""
     temporary = Path(f"{path}.tmp")
     try:
-        with open(temporary, "wb") as f:
+        with open(temporary, "wb", buffering=1 << 21) as f:  # written in large pieces, it lies in large pages
             yield f
             f.flush()
             os.fsync(f.fileno())
