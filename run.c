@@ -1503,6 +1503,7 @@ static const char *map_file(const char *path, const uint8_t **bytes, size_t *siz
     *size = info.st_size;
     *bytes = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
     CHECK(*bytes != MAP_FAILED, "%s", strerror(errno));
+    madvise((void *)*bytes, *size, MADV_HUGEPAGE); // who reads it from disk first keeps it in large pages for those after
     close(file);
     return NULL;
 }
