@@ -12,6 +12,7 @@ without a tokenizer there. Peers read the same weights: llama.cpp the same file,
 """
 import itertools
 import json
+import mmap
 import os
 import re
 import subprocess
@@ -44,6 +45,7 @@ llama2c_omp = ""                      # ... and compiled with OpenMP, for more
 runq = ""                             # llama2.c's runq with OpenMP
 
 PROMPT = 128
+PIECE = 2 << 20  # bytes of a large page
 DECODED = {"15M": 128, "42M": 128, "110M": 64, "1.1B": 16}  # tokens: samples of about a second
 COLUMNS = {"prompt": "prompt, tok/s", "decode": "decode, tok/s", "bandwidth_share": "of the read limit",
            "first_1": "first token, ms", "first_128": f"... of {PROMPT}, ms", "peak": "peak, MiB"}
@@ -76,14 +78,16 @@ def process(command, n_threads):
 
 def read_anew(path):
     """
-    Bring a file into the page cache in one long read. Written in pieces, or read here and there, it lies in scattered
-    pages, and through a mapping memory was then read at half its speed: luck that would differ from file to file.
+    Bring a file into the page cache in large pages, as export.py and run leave it there. How it came there decides how long
+    a process takes to map it, and how fast it is read through a mapping: luck that would differ from file to file.
     """
-    with open(path, "rb", buffering=0) as f:
+    with open(path, "rb") as f:
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        while f.read(1 << 23):
-            pass
+        size = os.fstat(f.fileno()).st_size
+        for begin in range(0, size, PIECE):  # in pieces: what is mapped here would count as the next process's peak
+            with mmap.mmap(f.fileno(), min(PIECE, size - begin), prot=mmap.PROT_READ, offset=begin) as piece:
+                piece.madvise(mmap.MADV_HUGEPAGE)
+                piece[::mmap.PAGESIZE]  # touches each page
 
 
 def first_token(binary, path, n_prompt):
