@@ -162,7 +162,7 @@ TARGET static void NAME(pack_q4)(uint8_t *tiles, const uint8_t *rows, size_t str
     NAME(pack)(Q4_0, tiles, rows, stride, n_blocks);
 }
 
-// One column of P rows of tiles, or two of BF16's, added to the sums of T tokens x (columns, T).
+// One column of P rows of tiles added to the sums of T tokens x (T,).
 INLINE void NAME(add_column)(V sums[SUMS][TOKENS], const V w[SUMS], const float *x, const int T, const int P) {
     UNROLL for (int t = 0; t < T; t++) {
         V xs = SET(x[t]);
@@ -170,29 +170,47 @@ INLINE void NAME(add_column)(V sums[SUMS][TOKENS], const V w[SUMS], const float 
     }
 }
 
-// The sums of TILE rows stand side by side in the lanes. Even and odd columns are summed apart, where few tokens leave room,
-// so that an addition need not wait for the one before.
+// Two columns, of which only the first is there where `both` is not; `next` bytes from one row of tiles to the other.
+INLINE void NAME(add_columns)(Type type, V even[SUMS][TOKENS], V odd[SUMS][TOKENS], const uint8_t *tiles, size_t next, bool both,
+                              const float *x, const int T, const int P) {
+    V w[SUMS], w2[SUMS];
+    UNROLL for (int v = 0; v < P * VECTORS; v++) {
+        const uint8_t *here = tiles + v / VECTORS * next + v % VECTORS * 4 * N;
+        I pairs = LOAD_I(here);
+        if (type == F32) w[v] = LOAD((const float *)here), w2[v] = both ? LOAD((const float *)here + TILE) : w[v];
+        else w[v] = BF16_LOW(pairs), w2[v] = BF16_HIGH(pairs);
+    }
+    NAME(add_column)(even, w, x, T, P);
+    if (both) NAME(add_column)(odd, w2, x + T, T, P);
+}
+
+// The sums of TILE rows stand side by side in the lanes. Columns are summed apart in turns, where few tokens leave room, so
+// that an addition need not wait for the one before.
 INLINE void NAME(float_tiles)(Type type, float *y, const uint8_t *tiles, const float *x, int cols, const int T, const int P,
                               Ahead ahead) {
-    const int apart = T <= 2;
-    V even[SUMS][TOKENS], odd[SUMS][TOKENS], w[SUMS], w2[SUMS];
-    size_t next = (size_t)(type == F32 ? cols : (cols + 1) / 2) * 4 * TILE; // bytes from one row of tiles to the other
-    UNROLL for (int v = 0; v < P * VECTORS; v++)
-        UNROLL for (int t = 0; t < T; t++) even[v][t] = odd[v][t] = SET(0);
-    for (int c = 0; c < cols; c += 2, x += 2 * T) {
+    const int apart = T == 1 ? 4 : T == 2 ? 2 : 1;
+    const size_t column = (type == F32 ? 4 : 2) * TILE; // bytes
+    V sums[4][SUMS][TOKENS];
+    size_t next = (cols + (type != F32 && cols % 2)) * column;
+    UNROLL for (int i = 0; i < apart; i++)
+        UNROLL for (int v = 0; v < P * VECTORS; v++)
+            UNROLL for (int t = 0; t < T; t++) sums[i][v][t] = SET(0);
+    int c = 0;
+    for (; apart == 4 && c + 4 <= cols; c += 4, x += 4 * T) {
+        NAME(add_columns)(type, sums[0], sums[1], tiles + c * column, next, true, x, T, P);
+        NAME(add_columns)(type, sums[2], sums[3], tiles + (c + 2) * column, next, true, x + 2 * T, T, P);
+    }
+    for (; c < cols; c += 2, x += 2 * T) {
         if (T > 2) call_for(&ahead, c / 2);
-        UNROLL for (int v = 0; v < P * VECTORS; v++) {
-            const uint8_t *here = tiles + v / VECTORS * next + (size_t)(type == F32 ? c : c / 2) * 4 * TILE + v % VECTORS * 4 * N;
-            if (type == F32) w[v] = LOAD((const float *)here), w2[v] = c + 1 < cols ? LOAD((const float *)here + TILE) : w[v];
-            else w[v] = BF16_LOW(LOAD_I(here)), w2[v] = BF16_HIGH(LOAD_I(here));
-        }
-        NAME(add_column)(even, w, x, T, P);
-        if (c + 1 < cols) NAME(add_column)(apart ? odd : even, w2, x + T, T, P);
+        NAME(add_columns)(type, sums[0], sums[apart > 1], tiles + c * column, next, c + 1 < cols, x, T, P);
     }
     UNROLL for (int v = 0; v < P * VECTORS; v++)
-        UNROLL for (int t = 0; t < T; t++)
-            STORE(y + t * 2 * TILE + v * N, apart ? ADD(even[v][t], odd[v][t]) : even[v][t]);
+        UNROLL for (int t = 0; t < T; t++) {
+            V sum = apart > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
+            STORE(y + t * 2 * TILE + v * N, apart == 4 ? ADD(sum, ADD(sums[2][v][t], sums[3][v][t])) : sum);
+        }
 }
+
 // Products of the block at `row` with x, added to the sum.
 INLINE S NAME(add_block)(Type type, const uint8_t *row, const Block *x, S sum) {
     uint16_t scale;
