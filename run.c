@@ -1291,6 +1291,7 @@ typedef struct {
     double prompt_speed, decode_speed; // tokens/s, medians
     double bytes;                    // of weights that one token reads
     double bandwidth;                // bytes/s that the threads read the same weights with, doing nothing else
+    double share;                    // of it while decoding: the median of runs, each beside a reading of its own
     double peak;                     // bytes of memory that the process had at most
 } Bench;
 
@@ -1323,8 +1324,10 @@ static uint64_t weights_read(Model *m, const uint8_t **first) {
 static Bench measure(Run *r, double start) {
     const Config *c = &r->model.config;
     Bench b = {.prompt = c->seq_len < 128 ? c->seq_len : 128, .decoded = r->steps};
-    double prompt[BENCH_RUNS], decode[BENCH_RUNS];
+    double prompt[BENCH_RUNS], decode[BENCH_RUNS], reading[BENCH_RUNS], share[BENCH_RUNS];
     int runs = 0, tokens[128];
+    const uint8_t *first;
+    b.bytes = weights_read(&r->model, &first);
     for (int i = 0; i < b.prompt; i++) tokens[i] = (int)((int64_t)i * c->vocab_size / b.prompt);
     r->sampler.temperature = 0;
     open_state(r, b.prompt > b.decoded ? b.prompt : b.decoded, false);
@@ -1340,14 +1343,14 @@ static Bench measure(Run *r, double start) {
             token = choose(r, forward(&r->model, &r->state, &token, 1, pos, false));
         prompt[runs] = middle - before;
         decode[runs] = seconds() - middle;
+        reading[runs] = r->state.backend->bandwidth(r->state.backend, first, b.bytes);
+        share[runs] = reading[runs] > 0 ? b.decoded / decode[runs] * b.bytes / reading[runs] : 0;
     }
-    const uint8_t *first;
-    b.bytes = weights_read(&r->model, &first);
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
     b.peak = 1024.0 * used.ru_maxrss;
     b.prompt_speed = b.prompt / median(prompt, runs), b.decode_speed = b.decoded / median(decode, runs);
-    b.bandwidth = r->state.backend->bandwidth(r->state.backend, first, b.bytes);
+    b.bandwidth = median(reading, runs), b.share = median(share, runs);
     return b;
 }
 
@@ -1369,7 +1372,7 @@ static void bench(Run *r, double start, bool json) {
                   "share                  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
            r->n_threads, b.first * 1e3, b.prompt, b.prompt_speed, b.decoded, b.decode_speed, b.bytes, speed / 1e9,
-           b.bandwidth / 1e9, b.bandwidth > 0 ? speed / b.bandwidth : 0, b.peak / (1 << 20));
+           b.bandwidth / 1e9, b.share, b.peak / (1 << 20));
 }
 
 // ----------------------------------------------------------------------------
