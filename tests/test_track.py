@@ -34,7 +34,7 @@ def tracked(tmp_path_factory):
     (folder / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
     done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run", "--wandb_tags=red, green",
                "--wandb_group=trials", "--wandb_notes=what for", "--wandb_watch=all", "--sample_prompt=the|dog",
-               HOME=str(folder))
+               HOME=str(folder), WANDB_X_STATS_SAMPLING_INTERVAL="0.5")  # every 15 s would miss so short a run now and then
     assert done.returncode == 0, done.stderr
     log = next((folder / "wandb").glob("offline-run-*/*.wandb"))
     return folder, done, track.read_wandb(log)  # as W&B's own reader prints them
