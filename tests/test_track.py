@@ -34,7 +34,7 @@ def tracked(tmp_path_factory):
     (folder / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
     done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run", "--wandb_tags=red, green",
                "--wandb_group=trials", "--wandb_notes=what for", "--wandb_watch=all", "--sample_prompt=the|dog",
-               HOME=str(folder), WANDB_X_STATS_SAMPLING_INTERVAL="0.5")  # every 15 s would miss so short a run now and then
+               HOME=str(folder))
     assert done.returncode == 0, done.stderr
     log = next((folder / "wandb").glob("offline-run-*/*.wandb"))
     return folder, done, track.read_wandb(log)  # as W&B's own reader prints them
@@ -112,9 +112,17 @@ def test_tables_grow_row_by_row(tracked):
     assert documents[0][5] == 28625 and documents[0][6:] == [0, 0]
 
 
-def test_console_and_system_metrics_are_recorded(tracked):
-    printed = "".join(r["line"] for r in of_type(tracked, "output_raw"))
-    assert "iter     20 | tokens" in printed and "memory_percent" in json.dumps(of_type(tracked, "stats"))
+def test_the_console_is_recorded(tracked):
+    assert "iter     20 | tokens" in "".join(r["line"] for r in of_type(tracked, "output_raw"))
+
+
+def test_system_metrics_are_recorded(tmp_path):
+    """W&B takes its first sample after a second or two, so the run is one of several."""
+    (tmp_path / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=1000", "--eval_interval=1000", HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    log = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert "memory_percent" in json.dumps([record for record in track.read_wandb(log) if record["type"] == "stats"])
 
 
 def test_the_exported_model_is_an_artifact(tracked):
