@@ -254,26 +254,27 @@ def test_the_service_killed_or_stopped_the_training_goes_on(tmp_path, tracked):
         [sys.executable, str(ROOT / "train.py"), "--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1",
          "--n_heads=2", "--max_seq_len=32", "--batch_size=4", "--max_iters=100000", "--log_interval=5", "--eval_iters=1",
          "--eval_interval=100000", "--device=cpu", "--wandb_log=True"], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL, stderr=(tmp_path / "err").open("w"), text=True,
         env=clean | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
-    log = tmp_path / "out/log.jsonl"
+    log, err = tmp_path / "out/log.jsonl", tmp_path / "err"
 
-    def wait_for_rows(n):
+    def wait_for(n, file, what):
         end = time.monotonic() + 60
-        while not log.exists() or log.read_bytes().count(b"\n") < n:
-            assert trainer.poll() is None and time.monotonic() < end
+        while not file.exists() or file.read_text().count(what) < n:
+            assert trainer.poll() is None and time.monotonic() < end, err.read_text()
             time.sleep(0.1)
 
-    wait_for_rows(10)
+    wait_for(10, log, "\n")
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
     service = [int(pid) for task in children.parents[1].glob("*/children") for pid in task.read_text().split()
                if "wandb-core" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(service) == 1
     os.kill(service[0], signal.SIGKILL)
-    wait_for_rows(log.read_bytes().count(b"\n") + 50)
+    wait_for(1, err, "warning: tracking with W&B stopped")
+    wait_for(log.read_text().count("\n") + 50, log, "\n")
     trainer.kill()
-    _, err = trainer.communicate()
-    assert err.count("warning: tracking with W&B stopped") == 1 and "track.py sync out" in err
+    trainer.wait()
+    assert err.read_text().count("warning: tracking with W&B stopped") == 1 and "track.py sync out" in err.read_text()
     iters = [row["iter"] for row in track.read_rows(log)]
     assert iters == list(range(0, 5 * len(iters), 5))  # every step that was logged, up to kill -9
 
