@@ -9,11 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include <algorithm>
 #include <vector>
 #ifdef __HIPCC__
 #include "kernels_hip.h"
 #else
 #include <cuda_fp16.h>
+#include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 #include <mma.h>
 #define TENSOR_CORES
@@ -34,6 +36,11 @@ enum {
 // Whether kernels may overlap, where the GPU can do it. From CUDA 12.3 on graphs can hold such launches.
 #ifndef OVERLAP
 #define OVERLAP (CUDART_VERSION >= 12030)
+#endif
+
+// Whether one token goes through the model in one kernel, where the GPU and the model allow it; else op by op.
+#ifndef FUSED
+#define FUSED 1
 #endif
 
 // Shared memory whose size the launch gives.
@@ -74,8 +81,7 @@ static __device__ float warp_max(float x) {
     return x;
 }
 
-// Whether this block is the last of n that get here, after their writes; what the others wrote must then be read as
-// volatile. Leaves the counter at zero. All threads of the block have to call it.
+// Whether this block is the last of n that get here, after their writes. Leaves the counter at zero. All threads of the block have to call it.
 static __device__ bool is_last(unsigned *counter, unsigned n) {
     __shared__ bool last;
     __threadfence();
@@ -118,22 +124,24 @@ static __device__ void bytes_to_floats(uint32_t word, float zero, float *out) {
 // A Unit is what one 16-byte load brings: N numbers of a row, in units of `scale`.
 template <Type type> struct Format;
 
-template <> struct Format<F32> {
-    enum { N = 4 };
+struct Plain { // numbers without a scale
+    struct Scale {};
     struct Unit { uint4 bits; };
-    static __device__ Unit load(const Mat &m, size_t at) { return {__ldg((const uint4 *)((const float *)m.data + at))}; }
+    static __device__ Scale scale_at(const Mat &, size_t) { return {}; }
+    static __device__ Unit unit(const uint4 &bits, Scale) { return {bits}; }
     static __device__ float scale(const Unit &) { return 1; }
+};
+
+template <> struct Format<F32> : Plain {
+    enum { N = 4 };
     static __device__ void numbers(const Unit &u, float *out) {
         out[0] = __uint_as_float(u.bits.x), out[1] = __uint_as_float(u.bits.y);
         out[2] = __uint_as_float(u.bits.z), out[3] = __uint_as_float(u.bits.w);
     }
 };
 
-template <> struct Format<F16> {
+template <> struct Format<F16> : Plain {
     enum { N = 8 };
-    struct Unit { uint4 bits; };
-    static __device__ Unit load(const Mat &m, size_t at) { return {__ldg((const uint4 *)((const __half *)m.data + at))}; }
-    static __device__ float scale(const Unit &) { return 1; }
     static __device__ void numbers(const Unit &u, float *out) {
         const __half2 *pairs = (const __half2 *)&u.bits;
         for (int i = 0; i < 4; i++) {
@@ -143,11 +151,8 @@ template <> struct Format<F16> {
     }
 };
 
-template <> struct Format<BF16> {
+template <> struct Format<BF16> : Plain {
     enum { N = 8 };
-    struct Unit { uint4 bits; };
-    static __device__ Unit load(const Mat &m, size_t at) { return {__ldg((const uint4 *)((const uint16_t *)m.data + at))}; }
-    static __device__ float scale(const Unit &) { return 1; }
     static __device__ void numbers(const Unit &u, float *out) {
         const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
         for (int i = 0; i < 4; i++) {
@@ -157,39 +162,26 @@ template <> struct Format<BF16> {
     }
 };
 
+struct Blocks { // of 32 numbers, with a scale in half precision
+    typedef __half Scale;
+    struct Unit { uint4 bits; __half scale; };
+    static __device__ Scale scale_at(const Mat &m, size_t at) { return __ldg((const __half *)m.scales + at / 32); }
+    static __device__ Unit unit(const uint4 &bits, Scale scale) { return {bits, scale}; }
+    static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
+};
+
 static __device__ void signed_bytes(const uint4 &bits, float *out) {
     const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
     for (int i = 0; i < 4; i++) bytes_to_floats(words[i] ^ 0x80808080u, 128, out + 4 * i);
 }
 
-template <> struct Format<Q8_0> {
+template <> struct Format<Q8_0> : Blocks {
     enum { N = 16 };
-    struct Unit { uint4 bits; __half scale; };
-    static __device__ Unit load(const Mat &m, size_t at) {
-        return {__ldg((const uint4 *)((const char *)m.data + at)), __ldg((const __half *)m.scales + at / 32)};
-    }
-    static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
     static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
 };
 
-template <> struct Format<INT8_GROUPS> { // of groups that are a power of two, 16 or more
-    enum { N = 16 };
-    struct Unit { uint4 bits; float scale; };
-    static __device__ Unit load(const Mat &m, size_t at) {
-        return {__ldg((const uint4 *)((const char *)m.data + at)),
-                __ldg((const float *)m.scales + (at >> (__ffs(m.group) - 1)))};
-    }
-    static __device__ float scale(const Unit &u) { return u.scale; }
-    static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
-};
-
-template <> struct Format<Q4_0> {
+template <> struct Format<Q4_0> : Blocks {
     enum { N = 32 };
-    struct Unit { uint4 bits; __half scale; };
-    static __device__ Unit load(const Mat &m, size_t at) {
-        return {__ldg((const uint4 *)((const char *)m.data + at / 2)), __ldg((const __half *)m.scales + at / 32)};
-    }
-    static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
     static __device__ void numbers(const Unit &u, float *out) {
         const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
 #pragma unroll
@@ -200,10 +192,50 @@ template <> struct Format<Q4_0> {
     }
 };
 
+template <> struct Format<INT8_GROUPS> { // of groups that are a power of two, 16 or more
+    enum { N = 16 };
+    typedef float Scale;
+    struct Unit { uint4 bits; float scale; };
+    static __device__ Scale scale_at(const Mat &m, size_t at) {
+        return __ldg((const float *)m.scales + (at >> (__ffs(m.group) - 1)));
+    }
+    static __device__ Unit unit(const uint4 &bits, Scale scale) { return {bits, scale}; }
+    static __device__ float scale(const Unit &u) { return u.scale; }
+    static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
+};
+
+// The unit that begins with number `at` of the flattened matrix.
+template <Type type> static __device__ typename Format<type>::Unit load_unit(const Mat &m, size_t at) {
+    typedef Format<type> F;
+    return F::unit(__ldg((const uint4 *)m.data + at / F::N), F::scale_at(m, at));
+}
+
 // To half precision. What is finite stays finite; what is not, stays what it is, and is found in the logits.
 static __device__ __half to_half(float x) {
     if (fabsf(x) > 65504 && fabsf(x) < INFINITY) x = copysignf(65504, x);
     return __float2half(x);
+}
+
+static __device__ __half2 to_halves(float a, float b) { return __halves2half2(to_half(a), to_half(b)); }
+
+// N numbers in units of scale; that they fit is the rule.
+template <int N> static __device__ void to_halves(__half2 *to, const float *numbers, float scale) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(scale * numbers[i]));
+    if (most <= 65504) {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) to[i / 2] = __floats2half2_rn(scale * numbers[i], scale * numbers[i + 1]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) to[i / 2] = to_halves(scale * numbers[i], scale * numbers[i + 1]);
+    }
+}
+
+// Writes a number that a matrix product will take, and where those do in half precision, a copy for them.
+static __device__ void put_x(float *out, __half *copy, size_t at, float y) {
+    out[at] = y;
+    if (copy) copy[at] = to_half(y);
 }
 
 // ----------------------------------------------------------------------------
@@ -245,11 +277,33 @@ static __global__ void matmul_any(const __grid_constant__ Parts parts, const flo
 
 // Where number i of x lies in shared memory: 16 bytes of room after every 128, so that the lanes' float4, which lie
 // N numbers apart, come from different banks.
-static __host__ __device__ int padded(int i) { return i + i / 32 * 4; }
+static __host__ __device__ unsigned padded(unsigned i) { return i + i / 32 * 4; }
 
-// Units u of ROWS rows, from `unit` on, 32 apart.
 enum { ROWS = 2, UNROLL = 2 };
 
+// Adds to each row's sum the product of its unit with numbers i, i + 1, ... of xs; i is a multiple of N.
+template <Type type>
+static __device__ void multiply_units(const typename Format<type>::Unit units[ROWS], const float *xs, int i,
+                                      float sum[ROWS]) {
+    const int N = Format<type>::N;
+    float x[N], w[N];
+    xs += padded(i); // there is no room between the numbers of a unit
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        float4 four = *(const float4 *)(xs + j);
+        x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float dot = 0;
+        Format<type>::numbers(units[r], w);
+#pragma unroll
+        for (int j = 0; j < N; j++) dot += w[j] * x[j];
+        sum[r] += Format<type>::scale(units[r]) * dot;
+    }
+}
+
+// Units u of ROWS rows, from `unit` on, 32 apart.
 template <Type type> struct Batch {
     typename Format<type>::Unit units[UNROLL][ROWS];
 
@@ -261,30 +315,15 @@ template <Type type> struct Batch {
         for (int u = 0; u < UNROLL; u++)
             for (int r = 0; r < ROWS; r++) {
                 int row = at.row + r < w.rows ? at.row + r : w.rows - 1, i = (unit + 32 * u) * N;
-                if (i < cols) units[u][r] = Format<type>::load(w, (size_t)row * cols + i);
+                if (i < cols) units[u][r] = load_unit<type>(w, (size_t)row * cols + i);
             }
     }
 
     __device__ void multiply(const float *xs, int cols, int unit, float sum[ROWS]) const {
-        const int N = Format<type>::N;
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            int i = (unit + 32 * u) * N;
-            if (i >= cols) continue;
-            float x[N], w[N];
-#pragma unroll
-            for (int j = 0; j < N; j += 4) {
-                float4 four = *(const float4 *)(xs + padded(i + j));
-                x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
-            }
-#pragma unroll
-            for (int r = 0; r < ROWS; r++) {
-                float dot = 0;
-                Format<type>::numbers(units[u][r], w);
-#pragma unroll
-                for (int j = 0; j < N; j++) dot += w[j] * x[j];
-                sum[r] += Format<type>::scale(units[u][r]) * dot;
-            }
+            int i = (unit + 32 * u) * Format<type>::N;
+            if (i < cols) multiply_units<type>(units[u], xs, i, sum);
         }
     }
 };
@@ -342,7 +381,7 @@ matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int 
             float w[N], scale = 0;
             for (int j = 0; j < N; j++) w[j] = 0;
             if (at.row + r < p.w.rows) {
-                typename Format<type>::Unit unit = Format<type>::load(p.w, (size_t)(at.row + r) * cols + k + u);
+                typename Format<type>::Unit unit = load_unit<type>(p.w, (size_t)(at.row + r) * cols + k + u);
                 Format<type>::numbers(unit, w);
                 scale = Format<type>::scale(unit);
             }
@@ -388,7 +427,7 @@ template <Type type> struct Stage {
     __device__ void load(const Mat &m, int row, const __half *xh, int t0, int T, int cols, int k) {
         for (int j = 0; j < UNITS; j++) {
             int i = threadIdx.x + 128 * j, r = row + i / (STEP / N), col = k + i % (STEP / N) * N;
-            if (r < m.rows && col < cols) w[j] = Format<type>::load(m, (size_t)r * cols + col);
+            if (r < m.rows && col < cols) w[j] = load_unit<type>(m, (size_t)r * cols + col);
             else memset(&w[j], 0, sizeof w[j]);
         }
         for (int j = 0; j < EIGHTS; j++) {
@@ -403,9 +442,7 @@ template <Type type> struct Stage {
             int i = threadIdx.x + 128 * j;
             float numbers[N], scale = Format<type>::scale(w[j]);
             Format<type>::numbers(w[j], numbers);
-            __half2 *to = (__half2 *)(ws + i / (STEP / N) * ROOM + i % (STEP / N) * N);
-            for (int n = 0; n < N; n += 2)
-                to[n / 2] = __halves2half2(to_half(scale * numbers[n]), to_half(scale * numbers[n + 1]));
+            to_halves<N>((__half2 *)(ws + i / (STEP / N) * ROOM + i % (STEP / N) * N), numbers, scale);
         }
         for (int j = 0; j < EIGHTS; j++) {
             int i = threadIdx.x + 128 * j;
@@ -478,7 +515,7 @@ matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, in
     add_halves(sums, tile);
 
     size_t index = blockIdx.y * gridDim.x + blockIdx.x;
-    volatile float *mine = pieces + (index * splits + blockIdx.z) * TILE * TILE;
+    float *mine = pieces + (index * splits + blockIdx.z) * TILE * TILE;
     for (int i = threadIdx.x; splits > 1 && i < TILE * TILE; i += 128)
         mine[i] = tile[i / TILE * (TILE + 4) + i % TILE];
     if (splits > 1 && !is_last(&counters[index], splits)) return;
@@ -486,7 +523,7 @@ matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, in
         int t = t0 + i / TILE, row = at.row + i % TILE;
         float sum = splits > 1 ? 0 : tile[i / TILE * (TILE + 4) + i % TILE];
         for (int z = 0; splits > 1 && z < splits; z++)
-            sum += ((volatile float *)pieces)[(index * splits + z) * TILE * TILE + i];
+            sum += pieces[(index * splits + z) * TILE * TILE + i];
         if (t < T && row < p.w.rows) put(&p.out[(size_t)t * p.w.rows + row], sum, p.add);
     }
 }
@@ -502,7 +539,7 @@ template <int D> struct Seen { float max, sum, out[2 * D]; };
 static __device__ float2 pair_at(const float *p) { return *(const float2 *)p; }
 static __device__ float2 pair_at(const __half *p) { return __half22float2(*(const __half2 *)p); }
 static __device__ void put_pair(float *p, float a, float b) { *(float2 *)p = make_float2(a, b); }
-static __device__ void put_pair(__half *p, float a, float b) { *(__half2 *)p = __halves2half2(to_half(a), to_half(b)); }
+static __device__ void put_pair(__half *p, float a, float b) { *(__half2 *)p = to_halves(a, b); }
 
 template <typename Number> struct FormatOf;
 template <> struct FormatOf<float> : Format<F32> {};
@@ -514,18 +551,24 @@ template <typename Number, int D>
 static __device__ Seen<D> attend(const float *q, const Number *keys, const Number *values, int width, int n, int first,
                                  int stride, float scale) {
     typedef FormatOf<Number> F;
-    const int N = F::N, lane = threadIdx.x % 32;
+    const int N = F::N, BATCH = 8, lane = threadIdx.x % 32; // BATCH loads are under way together
     Seen<D> s = {-INFINITY, 0, {0}};
     for (int p = 32 * first; p < n; p += 32 * stride) {
         float score = -INFINITY;
         if (p + lane < n) {
             const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
             score = 0;
-            for (int u = 0; u < width / N; u++) {
-                typename F::Unit unit = {key[u]};
-                float k[N];
-                F::numbers(unit, k);
-                for (int i = 0; i < N; i++) score += k[i] * q[N * u + i];
+            for (int u = 0; u < width / N; u += BATCH) {
+                typename F::Unit units[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) units[b] = {key[u + b < width / N ? u + b : 0]};
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    if (u + b >= width / N) break;
+                    float k[N];
+                    F::numbers(units[b], k);
+                    for (int i = 0; i < N; i++) score += k[i] * q[N * (u + b) + i];
+                }
             }
             score *= scale;
         }
@@ -533,15 +576,21 @@ static __device__ Seen<D> attend(const float *q, const Number *keys, const Numbe
         s.max = max;
         s.sum = s.sum * shrink + warp_sum(weight);
         for (int i = 0; i < 2 * D; i++) s.out[i] *= shrink;
-        for (int j = 0; j < 32 && p + j < n; j++) {
-            float w = __shfl_sync(ALL_LANES, weight, j, 32);
-            const Number *value = values + (size_t)(p + j) * width;
-            for (int i = 0; i < D; i++) {
-                int d = 64 * i + 2 * lane;
-                if (d >= width) continue;
-                float2 pair = pair_at(value + d);
-                s.out[2 * i] += w * pair.x;
-                s.out[2 * i + 1] += w * pair.y;
+        for (int j = 0; j < 32 && p + j < n; j += BATCH) {
+            for (int i = 0; i < D && 64 * i < width; i++) {
+                int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
+                float2 pairs[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) { // what lies past n has the weight 0
+                    int at = p + j + b < n ? p + j + b : n - 1;
+                    pairs[b] = pair_at(values + (size_t)at * width + d);
+                }
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    float w = __shfl_sync(ALL_LANES, weight, j + b, 32);
+                    s.out[2 * i] += w * pairs[b].x;
+                    s.out[2 * i + 1] += w * pairs[b].y;
+                }
             }
         }
     }
@@ -557,7 +606,7 @@ typedef struct {
 // Of many tokens: a block takes 8 tokens of one head, a warp each, so that they share what they read.
 // out, q (T, n_heads, head_dim); the grid is (n_heads, groups of 8 tokens).
 template <typename Number, int D>
-static __global__ void attention_many(Cache c, float *out, const float *q, int T) {
+static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
     __shared__ float queries[WARPS][HEAD_MAX];
     let_next_start();
     wait_for_previous();
@@ -571,15 +620,14 @@ static __global__ void attention_many(Cache c, float *out, const float *q, int T
                                   c.input->pos + t + 1, 0, 1, 1 / sqrtf(c.head_dim));
     for (int i = 0; i < 2 * D; i++) {
         int d = 64 * (i / 2) + 2 * lane + i % 2;
-        if (d < c.head_dim) out[at + d] = s.out[i] / s.sum;
+        if (d < c.head_dim) put_x(out, copy, at + d, s.out[i] / s.sum);
     }
 }
 
 // n pieces of one head's attention: max and sum (n,), out (n, HEAD_MAX). Returns those of the whole, dimension d of out.
 struct Whole { float max, sum, out; };
 
-static __device__ Whole merge(const volatile float *max, const volatile float *sum, const volatile float *out, int n,
-                              int d) {
+static __device__ Whole merge(const float *max, const float *sum, const float *out, int n, int d) {
     Whole w = {-INFINITY, 0, 0};
     for (int i = 0; i < n; i++) w.max = fmaxf(w.max, max[i]);
     for (int i = 0; i < n; i++) {
@@ -590,38 +638,69 @@ static __device__ Whole merge(const volatile float *max, const volatile float *s
     return w;
 }
 
-// Of one token: the positions of a head are shared out among the warps of `splits` blocks; the last block to be ready
-// merges what all have left in pieces (n_heads, splits + splits + splits * HEAD_MAX). The grid is (n_heads, splits).
+// What a block needs of shared memory to attend.
+typedef struct { float query[HEAD_MAX], max[WARPS], sum[WARPS], outs[WARPS * HEAD_MAX]; } Desk;
+
+// Attention of head h before position n by a block, one of `splits` among which the tiles of positions are shared out.
+// Returns, to the thread with that number, dimension d of the block's piece. All threads have to call it.
+template <typename Number, int D>
+static __device__ Whole attend_head(const Cache &c, const float *q, int h, int split, int splits, int n, Desk *desk) {
+    int d = threadIdx.x, warp = d / 32, lane = d % 32; // WARPS attend; they are as many threads as a head can be wide
+    Whole whole = {};
+    size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
+    if (d < c.width) desk->query[d] = d < c.head_dim ? q[h * c.head_dim + d] : 0;
+    __syncthreads();
+    if (warp < WARPS) {
+        Seen<D> s = attend<Number, D>(desk->query, (const Number *)c.keys + head, (const Number *)c.values + head, c.width,
+                                      n, split * WARPS + warp, splits * WARPS, 1 / sqrtf(c.head_dim));
+        if (lane == 0) desk->max[warp] = s.max, desk->sum[warp] = s.sum;
+        for (int i = 0; i < 2 * D; i++) desk->outs[warp * HEAD_MAX + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
+    }
+    __syncthreads();
+    if (d < c.head_dim) whole = merge(desk->max, desk->sum, desk->outs, WARPS, d);
+    return whole;
+}
+
+// The pieces of a head: max and sum (splits,), out (splits, HEAD_MAX).
+static __device__ size_t pieces_at(int h, int splits) { return (size_t)h * splits * (2 + HEAD_MAX); }
+
+static __device__ void leave_piece(float *pieces, int h, int split, int splits, int d, const Whole &w) {
+    float *max = pieces + pieces_at(h, splits), *sum = max + splits, *out = sum + splits;
+    if (d == 0) max[split] = w.max, sum[split] = w.sum;
+    out[split * HEAD_MAX + d] = w.out;
+}
+
+static __device__ float merge_pieces(const float *pieces, int h, int splits, int d) {
+    const float *max = pieces + pieces_at(h, splits);
+    Whole w = merge(max, max + splits, max + 2 * splits, splits, d);
+    return w.out / w.sum;
+}
+
+// Of one token: the last block of a head to be ready merges what all have left. The grid is (n_heads, splits).
 template <typename Number, int D>
 static __global__ void attention_one(Cache c, float *out, const float *q, float *pieces, unsigned *counters) {
-    __shared__ float query[HEAD_MAX], max[WARPS], sum[WARPS], outs[WARPS * HEAD_MAX];
+    __shared__ Desk desk;
     let_next_start();
     wait_for_previous();
-    int h = blockIdx.x, split = blockIdx.y, splits = gridDim.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
-    int d = threadIdx.x; // there are as many threads as a head can have dimensions
-    if (d < c.width) query[d] = d < c.head_dim ? q[h * c.head_dim + d] : 0;
-    __syncthreads();
-    Seen<D> s = attend<Number, D>(query, (Number *)c.keys + head, (Number *)c.values + head, c.width, c.input->pos + 1,
-                                  split * WARPS + warp, splits * WARPS, 1 / sqrtf(c.head_dim));
-    if (lane == 0) max[warp] = s.max, sum[warp] = s.sum;
-    for (int i = 0; i < 2 * D; i++) outs[warp * HEAD_MAX + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
-    __syncthreads();
+    int h = blockIdx.x, split = blockIdx.y, splits = gridDim.y, d = threadIdx.x;
+    Whole w = attend_head<Number, D>(c, q, h, split, splits, c.input->pos + 1, &desk);
     if (splits > 1) {
-        float *all_max = pieces + (size_t)h * splits * (2 + HEAD_MAX), *all_sum = all_max + splits;
-        float *all_out = all_sum + splits;
-        if (d < c.head_dim) {
-            Whole w = merge(max, sum, outs, WARPS, d);
-            if (d == 0) all_max[split] = w.max, all_sum[split] = w.sum;
-            all_out[split * HEAD_MAX + d] = w.out;
-        }
-        if (!is_last(&counters[h], splits) || d >= c.head_dim) return;
-        Whole w = merge(all_max, all_sum, all_out, splits, d);
-        out[h * c.head_dim + d] = w.out / w.sum;
-    } else if (d < c.head_dim) {
-        Whole w = merge(max, sum, outs, WARPS, d);
-        out[h * c.head_dim + d] = w.out / w.sum;
+        if (d < c.head_dim) leave_piece(pieces, h, split, splits, d, w);
+        if (!is_last(&counters[h], splits)) return;
     }
+    if (d < c.head_dim) out[h * c.head_dim + d] = splits > 1 ? merge_pieces(pieces, h, splits, d) : w.out / w.sum;
+}
+
+// Turns a pair by an angle whose cosine and sine are given.
+static __device__ void turn(float &a, float &b, float2 angle) {
+    float turned = a * angle.x - b * angle.y;
+    b = a * angle.y + b * angle.x;
+    a = turned;
+}
+
+// Where numbers i and i + 1 of the keys, or values, of position pos lie in the cache.
+static __device__ size_t place_in_cache(const Cache &c, int i, int pos) {
+    return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }
 
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
@@ -638,16 +717,12 @@ static __global__ void rotate(Cache c, float *q, float *k, const float *v, const
     const float *from = is_q ? q + (size_t)t * dim + i : (is_k ? k : v) + (size_t)t * kv_dim + i;
     float a = from[0], b = from[1];
     if (is_q || is_k) {
-        float2 r = rotation[(size_t)pos * (c.head_dim / 2) + i % c.head_dim / 2];
-        float turned = a * r.x - b * r.y;
-        b = a * r.y + b * r.x;
-        a = turned;
+        turn(a, b, rotation[(size_t)pos * (c.head_dim / 2) + i % c.head_dim / 2]);
         float *to = is_q ? q + (size_t)t * dim + i : k + (size_t)t * kv_dim + i;
         to[0] = a, to[1] = b;
     }
     if (is_q) return;
-    size_t at = ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
-    put_pair((Number *)(is_k ? c.keys : c.values) + at, a, b);
+    put_pair((Number *)(is_k ? c.keys : c.values) + place_in_cache(c, i, pos), a, b);
 }
 
 // ----------------------------------------------------------------------------
@@ -664,54 +739,151 @@ static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, c
 
 // A block for each token.
 static __global__ void __launch_bounds__(512)
-normalize(float *out, const float *x, const float *weight, int dim, float eps) {
+normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
     __shared__ float sums[16];
     let_next_start();
     wait_for_previous();
-    x += (size_t)blockIdx.x * dim, out += (size_t)blockIdx.x * dim;
+    size_t at = (size_t)blockIdx.x * dim;
     float sum = 0;
-    for (int i = threadIdx.x; i < dim; i += 512) sum += x[i] * x[i];
+    for (int i = threadIdx.x; i < dim; i += 512) sum += x[at + i] * x[at + i];
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
     __syncthreads();
     sum = 0;
     for (int i = 0; i < 16; i++) sum += sums[i];
     float scale = 1 / sqrtf(sum / dim + eps);
-    for (int i = threadIdx.x; i < dim; i += 512) out[i] = weight[i] * (scale * x[i]);
+    for (int i = threadIdx.x; i < dim; i += 512) put_x(out, copy, at + i, weight[i] * (scale * x[at + i]));
 }
 
-static __global__ void gate(float *h, const float *h2, size_t n) {
+static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
     let_next_start();
     wait_for_previous();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) h[i] = h[i] / (1 + expf(-h[i])) * h2[i];
+    if (i < n) put_x(h, copy, i, h[i] / (1 + expf(-h[i])) * h2[i]);
+}
+
+// A number and where it stands; -1 where one was met that is not finite.
+typedef struct { float value; int index; } Largest;
+
+static __device__ Largest larger(Largest a, Largest b) { // the first of equals
+    if (a.index < 0 || b.index < 0) return {0, -1};
+    return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
+}
+
+static __device__ Largest finite(float value, int index) { return {value, fabsf(value) < INFINITY ? index : -1}; }
+
+// Of all threads of a block, for thread 0; shared has room for one of each warp.
+static __device__ Largest block_largest(Largest mine, Largest *shared) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int i = 16; i > 0; i /= 2)
+        mine = larger(mine, {__shfl_xor_sync(ALL_LANES, mine.value, i, 32), __shfl_xor_sync(ALL_LANES, mine.index, i, 32)});
+    if (lane == 0) shared[warp] = mine;
+    __syncthreads();
+    for (int i = 1; i < (int)blockDim.x / 32 && threadIdx.x == 0; i++) mine = larger(mine, shared[i]);
+    return mine;
 }
 
 // best = index of the largest of x (n,), the first of equals; -1 when any is not finite. One block of 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
-    __shared__ float values[1024];
-    __shared__ int indices[1024]; // n of a thread that has none, -1 of one that saw what is not finite
+    __shared__ Largest shared[32];
     let_next_start();
     wait_for_previous();
-    int me = threadIdx.x, index = n;
-    float value = -INFINITY;
-    for (int i = me; i < n; i += 1024) {
-        float y = x[i];
-        if (index >= 0 && y > value) value = y, index = i;
-        if (!(fabsf(y) < INFINITY)) index = -1;
+    Largest mine = {-INFINITY, n};
+    for (int i = threadIdx.x; i < n; i += 1024) mine = larger(mine, finite(x[i], i));
+    mine = block_largest(mine, shared);
+    if (threadIdx.x == 0) *best = mine.index;
+}
+
+// ---- sampling, by one block of 1024 threads
+
+// What a token's probability is proportional to, of a most likely one that has 1; and the same as a whole number, whose
+// sums do not depend on their order.
+typedef unsigned long long Mass;
+enum { DRAWERS = 1024, BINS = 1024, MASS_BITS = 40 };
+
+typedef struct { const float *logits; int n; float most, scale; } Chances;
+
+static __device__ float chance_of(const Chances &c, int i) { return expf((c.logits[i] - c.most) * c.scale); }
+static __device__ Mass mass_of(float chance) { return (Mass)(chance * (float)((Mass)1 << MASS_BITS)); }
+
+// Thread i's x becomes the sum of those of threads 0..i; shared (DRAWERS,).
+static __device__ Mass sum_up_to(Mass x, Mass *shared) {
+    int me = threadIdx.x;
+    shared[me] = x;
+    for (int far = 1; far < DRAWERS; far *= 2) {
+        __syncthreads();
+        Mass other = me >= far ? shared[me - far] : 0;
+        __syncthreads();
+        shared[me] = x += other;
     }
-    values[me] = value, indices[me] = index;
     __syncthreads();
-    for (int half = 512; half > 0; half /= 2) {
-        if (me < half) {
-            float other = values[me + half];
-            int there = indices[me + half], here = indices[me];
-            bool better = other > values[me] || (other == values[me] && there < here);
-            if (here >= 0 && (there < 0 || better)) values[me] = other, indices[me] = there;
+    return x;
+}
+
+// The least chance of the likeliest tokens that together have more than `target`, as its bits; *above is what those have
+// that are likelier still. Tokens with less than `least` are not looked at. It goes by 10 bits of the chance at a time.
+static __device__ uint32_t find_chance(const Chances &c, Mass least, Mass target, Mass *above, Mass *shared) {
+    __shared__ Mass bins[BINS], passed;
+    __shared__ uint32_t found;
+    int me = threadIdx.x;
+    __syncthreads(); // all have read what a call before has found
+    if (me == 0) found = 0, passed = 0;
+    for (int shift = 20; shift >= 0; shift -= 10) {
+        bins[me] = 0;
+        __syncthreads();
+        uint32_t prefix = found;
+        Mass before = passed;
+        for (int i = me; i < c.n; i += DRAWERS) {
+            float chance = chance_of(c, i);
+            uint32_t bits = __float_as_uint(chance);
+            Mass mass = mass_of(chance);
+            if (mass >= least && mass && bits >> shift >> 10 == prefix) atomicAdd(&bins[bits >> shift & (BINS - 1)], mass);
         }
         __syncthreads();
+        int bin = BINS - 1 - me; // the likeliest first
+        Mass mine = bins[bin], sum = before + sum_up_to(mine, shared);
+        if (sum - mine <= target && target < sum) found = prefix << 10 | bin, passed = sum - mine;
+        __syncthreads();
     }
-    if (me == 0) *best = indices[0];
+    *above = passed;
+    return found;
+}
+
+// The first token at which the sum over all tokens before and itself exceeds target: of the masses, or where `bits` is
+// not 0, of ones for the tokens with this chance.
+static __device__ void find_token(const Chances &c, uint32_t bits, Mass target, int *token, Mass *shared) {
+    int each = (c.n + DRAWERS - 1) / DRAWERS, first = threadIdx.x * each, end = min(first + each, c.n);
+    auto part = [&](int i) { return !bits ? mass_of(chance_of(c, i)) : (Mass)(__float_as_uint(chance_of(c, i)) == bits); };
+    Mass mine = 0;
+    for (int i = first; i < end; i++) mine += part(i);
+    Mass sum = sum_up_to(mine, shared) - mine;
+    if (target < sum || target >= sum + mine) return;
+    for (int i = first; i < end; i++)
+        if ((sum += part(i)) > target) {
+            *token = i;
+            break;
+        }
+}
+
+// The sampler of run.c: from all tokens, or where topp is in (0, 1), from the fewest whose probability exceeds it. c.most
+// is token `best`'s logit. One block of DRAWERS threads.
+static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, int best, float topp, float coin) {
+    __shared__ Mass shared[DRAWERS];
+    c.most = c.logits[best];
+    Mass total = 0, above;
+    for (int i = threadIdx.x; i < c.n; i += DRAWERS) total += mass_of(chance_of(c, i));
+    sum_up_to(total, shared);
+    total = shared[DRAWERS - 1];
+    if (threadIdx.x == 0) *token = best;
+    __syncthreads();
+    if (!(topp > 0 && topp < 1)) return find_token(c, 0, (Mass)((double)coin * total), token, shared);
+    Mass least = c.n > 1 ? (Mass)((1 - (double)topp) / (c.n - 1) * total) : 0, limit = (Mass)((double)topp * total);
+    uint32_t bits = find_chance(c, least, limit, &above, shared);
+    Mass one = mass_of(__uint_as_float(bits)), set = above + ((limit - above) / one + 1) * one;
+    Mass target = (Mass)((double)coin * set);
+    bits = find_chance(c, least, target, &above, shared);
+    one = mass_of(__uint_as_float(bits));
+    find_token(c, bits, (target - above) / one, token, shared);
 }
 
 // Reads n 16-byte words; writes only if their sum is what no one expects.
@@ -725,6 +897,10 @@ static __global__ void read_all(const uint4 *words, size_t n, int *out) {
     for (; i < n; i += stride) sum += words[i].x ^ words[i].y ^ words[i].z ^ words[i].w;
     if (sum == 0x9e3779b9u) *out = 1;
 }
+
+#if FUSED
+#include "kernels_cuda_token.h"
+#endif
 
 // ----------------------------------------------------------------------------
 // The host's side
@@ -740,6 +916,7 @@ typedef struct {
     cudaStream_t stream;
     int multiprocessors;
     size_t shared_most;    // bytes of shared memory that a block can have
+    bool cooperative;      // a kernel's blocks can all be on the GPU at the same time
     bool overlap;          // kernels start before the one before has ended
     bool after_copy;       // the next kernel comes after a copy, which it cannot overlap
     bool in_pass;          // between begin and end
@@ -748,7 +925,7 @@ typedef struct {
 
     std::vector<void *> *blocks; // the device's memory, to be freed
     Input *input, *input_host;   // on the device, and pinned on the host
-    int *best, *best_host;       // what argmax answers
+    int *best;                   // of the host, pinned: index of the largest logit, -1 if one is not finite; what was drawn
     float *logits;               // (logits_rows, vocab_size)
     int logits_rows;
     void *pinned;                // the caller's logits, once pinned
@@ -759,9 +936,14 @@ typedef struct {
     bool exact;                  // the cache holds float, else __half
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
-    __half *x16;                 // (CHUNK, dim or hidden_dim)
+    __half *x16;                 // (CHUNK, dim or hidden_dim): x in half precision for products on the tensor cores
+    const float *copied;         // in a pass: the x whose copy is in x16, NULL for none
     float *pieces;               // of attention, or of tiles
     unsigned *counters;          // zeros between kernels
+    float *out;                  // the host's logits of the last call of forward, or NULL
+#if FUSED
+    Token token;                 // of one token in one kernel; slots is 0 where there is none
+#endif
 } Cuda;
 
 static const char *format(const char *text, double a, double b, double c, double d) {
@@ -806,12 +988,49 @@ static void send_input(Cuda *c, const int *tokens, int T, int pos) {
     if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream)); // before the host's input may change again
 }
 
-// The first call with this T is done op by op, the second is recorded, the others are replayed.
+#if FUSED
+
+typedef void WholeToken(Token, int, int);
+
+static WholeToken *whole_token_of(Type type) {
+    switch (type) {
+    case F32: return whole_token<F32, float>;
+    case F16: return whole_token<F16, __half>;
+    case BF16: return whole_token<BF16, __half>;
+    case Q8_0: return whole_token<Q8_0, __half>;
+    case Q4_0: return whole_token<Q4_0, __half>;
+    default: return whole_token<INT8_GROUPS, __half>;
+    }
+}
+
+static void launch_token(Cuda *c, int token, int pos) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = c->multiprocessors, config.blockDim = 32 * TEAM, config.stream = c->stream;
+    config.dynamicSmemBytes = shared_of(c->token), config.attrs = &attribute, config.numAttrs = 1;
+    c->token.logits = c->logits;
+    CUDA(cudaLaunchKernelEx(&config, whole_token_of(c->token.jobs[LOGITS].w[0].type), c->token, token, pos));
+    if (c->out)
+        CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
+}
+
+static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
+
+#else
+static bool has_whole_token(const Cuda *) { return false; }
+static void launch_token(Cuda *, int, int) {}
+#endif
+
+// The first call with this T is done op by op. One token then goes in one kernel, where there is one; for others the
+// second call is recorded, and all that follow are replayed.
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cuda *c = (Cuda *)b;
     Recording *r = &c->recordings[T][all];
-    c->in_pass = true;
-    c->recording = r->seen ? r : NULL;
+    c->in_pass = true, c->copied = NULL;
+    c->recording = r->seen && !(T == 1 && has_whole_token(c)) ? r : NULL;
+    if (r->seen && !c->recording) return launch_token(c, tokens[0], pos), false;
     if (r->exec) {
         c->input_host->pos = pos;
         memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
@@ -834,7 +1053,7 @@ static void end(Backend *b) {
     }
     if (r) CUDA(cudaGraphLaunch(r->exec, c->stream));
     CUDA(cudaStreamSynchronize(c->stream));
-    c->in_pass = false;
+    c->in_pass = false, c->copied = NULL;
     c->recording = NULL;
 }
 
@@ -847,9 +1066,20 @@ static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int
     launch(c, embed_rows, blocks_for((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
 }
 
+// Where a kernel that writes x (T, ...) puts a copy in half precision; NULL where nobody will take it.
+static __half *copy_of(Cuda *c, const float *x, int T) {
+#ifdef TENSOR_CORES
+    bool wanted = c->in_pass && T > 1 && !c->exact; // outside a pass others may write x
+#else
+    bool wanted = false;
+#endif
+    c->copied = wanted ? x : NULL;
+    return wanted ? c->x16 : NULL;
+}
+
 static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, int T) {
     Cuda *c = (Cuda *)b;
-    launch(c, normalize, T, 512, 0, out, x, (const float *)weight->data, weight->cols, c->config.norm_eps);
+    launch(c, normalize, T, 512, 0, out, copy_of(c, out, T), x, (const float *)weight->data, weight->cols, c->config.norm_eps);
 }
 
 // Whether rows consist of whole units that the kernels above this can load.
@@ -916,7 +1146,7 @@ static void launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols,
     unsigned splits = 2 * c->multiprocessors / (rows * tokens);
     if (splits > steps / 4) splits = steps / 4;
     if (splits < 1) splits = 1;
-    launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
+    if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
     launch(c, tensor_of(parts.part[0].w.type), dim3(rows, tokens, splits), 128, 0, parts, c->x16, cols, T, c->pieces,
            c->counters);
 }
@@ -985,7 +1215,7 @@ template <typename Number> static void launch_attention(Cuda *c, Cache cache, fl
     } else {
         auto kernel = width <= 64 ? attention_many<Number, 1> : width <= 128 ? attention_many<Number, 2>
                                                                              : attention_many<Number, 4>;
-        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, q, T);
+        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
     }
 }
 
@@ -999,7 +1229,7 @@ static void attention(Backend *b, int layer, float *out, const float *q, int pos
 static void swiglu(Backend *b, float *h, const float *h2, int T) {
     Cuda *c = (Cuda *)b;
     size_t n = (size_t)T * c->config.hidden_dim;
-    launch(c, gate, blocks_for(n, 256), 256, 0, h, h2, n);
+    launch(c, gate, blocks_for(n, 256), 256, 0, h, copy_of(c, h, T), h2, n);
 }
 
 // Device memory that close frees; NULL when there is none.
@@ -1028,19 +1258,28 @@ static void logits(Backend *b, float *out, const Mat *output, const float *x, in
         if (!c->logits) check(cudaErrorMemoryAllocation, "logits", __LINE__);
     }
     Product product = {c->logits, output, false};
+    c->out = out;
     matmul(b, &product, 1, x, T);
     if (out) {
         if (!c->recording) pin(c, out, bytes);
         CUDA(cudaMemcpyAsync(out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
     } else {
         launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
-        CUDA(cudaMemcpyAsync(c->best_host, c->best, sizeof(int), cudaMemcpyDeviceToHost, c->stream));
     }
     c->after_copy = true;
     if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream));
 }
 
-static int argmax(Backend *b) { return *((Cuda *)b)->best_host; }
+static int choose(Backend *b, float temperature, float topp, float coin) {
+    Cuda *c = (Cuda *)b;
+    int best = *c->best;
+    if (best < 0 || temperature == 0 || isinf(1 / temperature)) return best;
+    Chances chances = {c->logits, c->config.vocab_size, 0, 1 / temperature};
+    c->after_copy = true; // nothing is under way
+    launch(c, draw, 1, DRAWERS, 0, c->best, chances, best, topp, coin);
+    CUDA(cudaStreamSynchronize(c->stream));
+    return *c->best;
+}
 
 // The best of some passes over n bytes of the weights.
 static double bandwidth(Backend *b, const void *, size_t n) {
@@ -1209,7 +1448,7 @@ static void cuda_close(Backend *b) {
     if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
     for (void *block : *c->blocks) CUDA(cudaFree(block));
     if (c->input_host) CUDA(cudaFreeHost(c->input_host));
-    if (c->best_host) CUDA(cudaFreeHost(c->best_host));
+    if (c->best) CUDA(cudaFreeHost(c->best));
     if (c->stream) CUDA(cudaStreamDestroy(c->stream));
     delete c->blocks;
     free(c);
@@ -1239,6 +1478,7 @@ static const char *find_device(Cuda *c) {
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
     c->overlap = OVERLAP && device.major >= 9;
+    c->cooperative = device.cooperativeLaunch;
     return NULL;
 }
 
@@ -1270,7 +1510,7 @@ static const char *take_memory(Cuda *c, Weights *w) {
            && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
            && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
            && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters))
-           && (c->input = (Input *)take(c, sizeof(Input))) && (c->best = (int *)take(c, sizeof(int)));
+           && (c->input = (Input *)take(c, sizeof(Input)));
     if (!ok)
         return format("the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
                       "ask for fewer tokens with -n, or for --device=cpu", needed / gib, c->weights_size / gib,
@@ -1279,9 +1519,88 @@ static const char *take_memory(Cuda *c, Weights *w) {
     CUDA(cudaMemset(c->cache.values, 0, half));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
     CUDA(cudaMallocHost((void **)&c->input_host, sizeof(Input)));
-    CUDA(cudaMallocHost((void **)&c->best_host, sizeof(int)));
+    CUDA(cudaMallocHost((void **)&c->best, sizeof(int)));
     return NULL;
 }
+
+#if FUSED
+
+// The step from layer 0's matrices to layer l's, in bytes, where it is the same for all of the layer; else 0.
+static size_t step_of(const Layer *first, const Layer *layer) {
+    const Mat *a[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo, &first->ffn_norm,
+                      &first->w1, &first->w3, &first->w2};
+    size_t step = (const char *)layer->wq.data - (const char *)first->wq.data;
+    for (const Mat *m : a) {
+        const Mat *other = (const Mat *)((const char *)layer + ((const char *)m - (const char *)first));
+        bool alike = other->type == m->type && (const char *)other->data == (const char *)m->data + step
+                  && (!m->scales || (const char *)other->scales == (const char *)m->scales + step);
+        if (!alike) return 0;
+    }
+    return step;
+}
+
+// Whether all that is multiplied is of one type, in whole units, and lies alike in all layers.
+static bool is_uniform(const Weights *w, int n_layers, size_t *stride) {
+    const Layer *first = w->layers;
+    for (const Mat *m : {&first->wq, &first->wk, &first->wv, &first->wo, &first->w1, &first->w3, &first->w2, &w->output})
+        if (m->type != first->wq.type || !has_units(m)) return false;
+    *stride = n_layers > 1 ? step_of(first, first + 1) : 0;
+    for (int l = 1; l < n_layers; l++)
+        if (!*stride || step_of(first, first + l) != l * *stride) return false;
+    return true;
+}
+
+static Job job_of(std::vector<Mat> matrices, const Mat *norm, bool gate, int blocks) {
+    Job job = {};
+    int rows = 0, units = (int)(size_of(&matrices[0]).numbers / matrices[0].rows / sizeof(uint4)); // of a row
+    for (const Mat &m : matrices) rows += m.rows, job.w[job.n++] = m;
+    int pairs = gate ? matrices[0].rows : (rows + 1) / 2;
+    job.share = pairs / blocks, job.rest = pairs % blocks;
+    job.units = units, job.pieces = blocks_for(units, 32 * UNITS);
+    job.hop_pairs = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
+    job.norm = norm ? (const float *)norm->data : NULL;
+    return job;
+}
+
+// Prepares the kernel for whole tokens; leaves token.slots at 0 where the model or the GPU does not allow it.
+static void open_token(Cuda *c, const Weights *w) {
+    const Config *config = &c->config;
+    const Layer *l = w->layers;
+    int blocks = c->multiprocessors;
+    Token t = {};
+    if (!c->cooperative || !is_uniform(w, config->n_layers, &t.stride)) return;
+    t.jobs[QKV] = job_of({l->wq, l->wk, l->wv}, &l->attention_norm, false, blocks);
+    t.jobs[OUT] = job_of({l->wo}, NULL, false, blocks);
+    t.jobs[GATE] = job_of({l->w1, l->w3}, &l->ffn_norm, true, blocks);
+    t.jobs[DOWN] = job_of({l->w2}, NULL, false, blocks);
+    t.jobs[LOGITS] = job_of({w->output}, &w->norm, false, blocks);
+    t.n_layers = config->n_layers, t.table = w->token_embedding, t.cache = c->cache, t.splits = c->splits;
+    t.cache_stride = (c->exact ? sizeof(float) : sizeof(__half)) * c->cache.n_kv_heads * c->cache.positions * c->cache.width;
+    t.rotation = c->rotation, t.norm_eps = config->norm_eps, t.pieces = c->pieces, t.best = c->best;
+    int wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim;
+    t.desk = (std::max<size_t>(padded(wide), sizeof(Desk) / sizeof(float)) + 3) / 4 * 4;
+    for (const Job &job : t.jobs) {
+        int floats = 2 * (job.share + 1) * job.pieces;
+        t.products = floats > t.products ? floats : t.products;
+    }
+    t.products = (t.products + 3) / 4 * 4;
+    size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + 8)) : 0;
+    if (room < 2) return;
+    t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
+    const void *kernel = (const void *)whole_token_of(w->output.type);
+    int fit = 0;
+    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_of(t)));
+    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, 32 * TEAM, shared_of(t)));
+    size_t floats = 3 * (size_t)config->dim + config->hidden_dim;
+    t.x = (float *)take(c, sizeof(float) * floats);
+    t.largest = (Largest *)take(c, sizeof(Largest) * c->multiprocessors);
+    t.arrived = (unsigned *)take(c, sizeof(unsigned));
+    if (!fit || !t.x || !t.largest || !t.arrived) return;
+    t.q = t.x + config->dim, t.attended = t.q + config->dim, t.h = t.attended + config->dim;
+    CUDA(cudaMemset(t.arrived, 0, sizeof(unsigned)));
+    c->token = t;
+}
+#endif
 
 const char *cuda_open(Backend **backend, Model *model, int positions) {
     const Config *config = &model->config;
@@ -1302,11 +1621,14 @@ const char *cuda_open(Backend **backend, Model *model, int positions) {
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     upload_rotation(c);
     upload(c, &model->weights);
+#if FUSED
+    open_token(c, &model->weights);
+#endif
     CUDA(cudaDeviceSynchronize());
     Backend *b = &c->ops;
     b->chunk = CHUNK, b->begin = begin, b->end = end, b->alloc = cuda_alloc, b->embed = embed, b->rmsnorm = rmsnorm;
     b->matmul = matmul, b->rope = rope, b->attention = attention, b->swiglu = swiglu, b->logits = logits;
-    b->argmax = argmax, b->bandwidth = bandwidth, b->close = cuda_close;
+    b->choose = choose, b->bandwidth = bandwidth, b->close = cuda_close;
     *backend = b;
     return NULL;
 }

@@ -6,6 +6,7 @@
 #include <hip/hip_runtime.h>
 
 #define OVERLAP 0
+#define FUSED 0
 #define __grid_constant__
 #define __shfl_xor_sync(mask, value, lane_mask, width) __shfl_xor(value, lane_mask, width)
 #define __shfl_sync(mask, value, lane, width) __shfl(value, lane, width)

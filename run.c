@@ -482,10 +482,9 @@ static const char *backend_open(Backend **b, const char *device, Model *m, int p
     return cpu_open(b, m, positions, n_threads);
 }
 
-// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk; with `greedy`, for
-// none where the backend finds the largest by itself.
-static const char *state_open(State *s, Model *m, const char *device, int positions, bool all, bool greedy,
-                              int n_threads) {
+// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk, else for those of one, or
+// none where the backend chooses by itself.
+static const char *state_open(State *s, Model *m, const char *device, int positions, bool all, int n_threads) {
     const Config *c = &m->config;
     TRY(backend_open(&s->backend, device, m, positions, n_threads));
     Backend *b = s->backend;
@@ -496,7 +495,7 @@ static const char *state_open(State *s, Model *m, const char *device, int positi
            && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
            && (s->hb = b->alloc(b, T * c->hidden_dim)) && (s->hb2 = b->alloc(b, T * c->hidden_dim));
     CHECK(ok, "not enough memory for the activations");
-    if (!greedy || !b->argmax) s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
+    if (all || !b->choose) s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
     return NULL;
 }
 
@@ -1004,11 +1003,13 @@ static int sample_topp(Sampler *s, const float *p, float coin) {
 
 static const char not_finite[] = "its logits are not finite; the weights are broken";
 
+static bool is_greedy(const Sampler *s) { return s->temperature == 0 || isinf(1 / s->temperature); }
+
 // The next token; overwrites the logits (vocab_size,) by probabilities.
 static int sample(Sampler *s, float *logits) {
     int n = s->vocab_size, best = argmax(logits, n);
     if (best < 0) die("model", not_finite);
-    if (s->temperature == 0 || isinf(1 / s->temperature)) return best;
+    if (is_greedy(s)) return best;
     float sum = cpu_exponentials(logits, logits[best], 1 / s->temperature, n), cdf = 0;
     for (int i = 0; i < n; i++) logits[i] /= sum;
     float coin = random_float(s);
@@ -1035,8 +1036,7 @@ typedef struct {
 } Run;
 
 static void open_state(Run *r, int positions, bool all) {
-    bool greedy = !all && r->sampler.temperature == 0;
-    const char *wrong = state_open(&r->state, &r->model, r->device, positions, all, greedy, r->n_threads);
+    const char *wrong = state_open(&r->state, &r->model, r->device, positions, all, r->n_threads);
     if (wrong) die(strcmp(r->device, "cuda") ? "start" : "cuda", wrong);
 }
 
@@ -1052,8 +1052,10 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
 
 // The next token: the sampler's choice from the logits, or the backend's when they stayed with it.
 static int choose(Run *r, float *logits) {
-    if (logits) return sample(&r->sampler, logits);
-    int next = r->state.backend->argmax(r->state.backend);
+    Sampler *s = &r->sampler;
+    if (logits) return sample(s, logits);
+    Backend *b = r->state.backend;
+    int next = b->choose(b, s->temperature, s->topp, is_greedy(s) ? 0 : random_float(s));
     if (next < 0) die("model", not_finite);
     return next;
 }

@@ -83,7 +83,7 @@ typedef struct {
     float *q;       // (chunk, dim)
     float *k, *v;   // (chunk, kv_dim)
     float *hb, *hb2; // (chunk, hidden_dim)
-    float *logits;  // (1 or chunk, vocab_size); NULL when the backend's argmax is asked instead
+    float *logits;  // (1 or chunk, vocab_size); NULL when they stay with the backend, which chooses
 } State;
 
 // One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
@@ -116,10 +116,11 @@ struct Backend {
     void (*attention)(Backend *, int layer, float *out, const float *q, int pos, int T);
     // h (T, hidden_dim) = silu(h) * h2
     void (*swiglu)(Backend *, float *h, const float *h2, int T);
-    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T. Where the backend has argmax (else NULL),
-    // logits may be NULL and T 1: argmax then tells the index of the largest, the first of equals, -1 if any is not finite
+    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T. Where the backend has choose (else NULL),
+    // logits may be NULL and T 1: they stay with the backend then
     void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
-    int (*argmax)(Backend *);
+    // The next token by the logits that stayed: as run.c's sampler chooses it by those it has. -1 if one is not finite
+    int (*choose)(Backend *, float temperature, float topp, float coin);
     // Bytes per second at which the backend reads memory, n bytes over and over: those, or as many of its own
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
     void (*close)(Backend *);

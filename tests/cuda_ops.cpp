@@ -85,7 +85,7 @@ struct Pair {
     Model model[2]; // GPU, CPU
 };
 
-static void make_pair(Pair &p, const Config &c, Type type, int group) {
+static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed) {
     p.matrices.resize(3 + 9 * c.n_layers);
     size_t used = 0;
     auto add = [&](Type t, int rows, int cols, auto place) {
@@ -106,7 +106,7 @@ static void make_pair(Pair &p, const Config &c, Type type, int group) {
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].attention_norm; });
         add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
         add(type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wk; });
-        add(l ? BF16 : type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wv; }); // types may be mixed
+        add(l && mixed ? BF16 : type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wv; });
         add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wo; });
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].ffn_norm; });
         add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w1; });
@@ -207,25 +207,78 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     report("logits", Array::compare(found.data(), expected.data(), found.size()), product);
     if (T > 1) return;
     g->logits(g, NULL, &gw.output, y.on_gpu, 1);
-    int best = g->argmax(g), largest = 0;
+    int best = g->choose(g, 0, 0, 0), largest = 0;
     for (int i = 1; i < cf.vocab_size; i++)
         if (found[i] > found[largest]) largest = i;
-    if (best != largest) failures++, printf(" argmax=%d(expected %d)", best, largest);
+    if (best != largest) failures++, printf(" largest=%d(expected %d)", best, largest);
     float bad = random_below(2) ? NAN : INFINITY;
     cudaMemcpy(y.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
     cudaDeviceSynchronize();
     g->logits(g, NULL, &gw.output, y.on_gpu, 1);
-    if (g->argmax(g) != -1) failures++, printf(" argmax does not see what is not finite");
+    if (g->choose(g, 0, 0, 0) != -1) failures++, printf(" choose does not see what is not finite");
 }
 
-// Keys and values at positions 0..n-1 of the last layer.
+// Keys and values at positions 0..n-1.
 static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
     const Config &cf = p.model[0].config;
-    for (int pos = 0, T; pos < n; pos += T) {
-        T = n - pos < 200 ? n - pos : 200;
-        Array q(g, c, (size_t)T * cf.dim), k(g, c, (size_t)T * cf.kv_dim), v(g, c, (size_t)T * cf.kv_dim);
-        g->rope(g, cf.n_layers - 1, q.on_gpu, k.on_gpu, v.on_gpu, pos, T);
-        c->rope(c, cf.n_layers - 1, q.on_cpu, k.on_cpu, v.on_cpu, pos, T);
+    for (int l = 0; l < cf.n_layers; l++)
+        for (int pos = 0, T; pos < n; pos += T) {
+            T = n - pos < 200 ? n - pos : 200;
+            Array q(g, c, (size_t)T * cf.dim), k(g, c, (size_t)T * cf.kv_dim), v(g, c, (size_t)T * cf.kv_dim);
+            g->rope(g, l, q.on_gpu, k.on_gpu, v.on_gpu, pos, T);
+            c->rope(c, l, q.on_cpu, k.on_cpu, v.on_cpu, pos, T);
+        }
+}
+
+struct Activations {
+    float *x, *xb, *q, *k, *v, *hb, *hb2;
+    Activations(Backend *b, const Config &c) {
+        x = b->alloc(b, c.dim), xb = b->alloc(b, c.dim), q = b->alloc(b, c.dim), k = b->alloc(b, c.kv_dim);
+        v = b->alloc(b, c.kv_dim), hb = b->alloc(b, c.hidden_dim), hb2 = b->alloc(b, c.hidden_dim);
+    }
+};
+
+// One token through the model; the logits go to `out`, the same in all calls.
+static void forward(Backend *b, const Model &m, const Activations &a, int token, int pos, float *out) {
+    const Weights &w = m.weights;
+    if (!b->begin || b->begin(b, &token, 1, pos, false)) {
+        b->embed(b, a.x, &w.token_embedding, &token, 1);
+        for (int l = 0; l < m.config.n_layers; l++) {
+            const Layer &layer = w.layers[l];
+            Product qkv[] = {{a.q, &layer.wq, false}, {a.k, &layer.wk, false}, {a.v, &layer.wv, false}};
+            Product o = {a.x, &layer.wo, true}, up[] = {{a.hb, &layer.w1, false}, {a.hb2, &layer.w3, false}};
+            Product down = {a.x, &layer.w2, true};
+            b->rmsnorm(b, a.xb, a.x, &layer.attention_norm, 1);
+            b->matmul(b, qkv, 3, a.xb, 1);
+            b->rope(b, l, a.q, a.k, a.v, pos, 1);
+            b->attention(b, l, a.xb, a.q, pos, 1);
+            b->matmul(b, &o, 1, a.xb, 1);
+            b->rmsnorm(b, a.xb, a.x, &layer.ffn_norm, 1);
+            b->matmul(b, up, 2, a.xb, 1);
+            b->swiglu(b, a.hb, a.hb2, 1);
+            b->matmul(b, &down, 1, a.hb, 1);
+        }
+        b->rmsnorm(b, a.x, a.x, &w.norm, 1);
+        b->logits(b, out, &w.output, a.x, 1);
+    }
+    if (b->end) b->end(b);
+}
+
+// Whole tokens: the first op by op, then the same one again and some after it as the GPU does it, each beside the CPU.
+static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
+    const Config &cf = p.model[0].config;
+    std::vector<float> found(cf.vocab_size), expected(found), ops;
+    Activations on_gpu(g, cf), on_cpu(c, cf);
+    double most = p.model[0].weights.layers[0].wk.type == F32 ? 1e-4 : 5e-3; // keys and values in half precision
+    fill_cache(p, g, c, pos);
+    printf(" token@%d", pos);
+    for (int i = 0, token; i < n; i++) {
+        token = random_below(cf.vocab_size);
+        if (i == 0) forward(g, p.model[0], on_gpu, token, pos, found.data()), ops = found;
+        forward(g, p.model[0], on_gpu, token, pos + i, found.data());
+        forward(c, p.model[1], on_cpu, token, pos + i, expected.data());
+        report("token", Array::compare(found.data(), expected.data(), found.size()), most);
+        if (i == 0) report("token beside ops", Array::compare(found.data(), ops.data(), found.size()), 1e-4);
     }
 }
 
@@ -241,7 +294,7 @@ static void compare_models(Type type) {
     int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
     int positions = 1 + random_below(random_below(4) ? 80 : 600), T = 1 + random_below(positions < 100 ? positions : 100);
     Pair p;
-    make_pair(p, c, type, group);
+    make_pair(p, c, type, group, random_below(3) == 0);
     printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,
            c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
     Backend *gpu, *cpu;
@@ -254,6 +307,8 @@ static void compare_models(Type type) {
     compare_ops(p, gpu, cpu, T, last);
     fill_cache(p, gpu, cpu, positions - 1);
     compare_ops(p, gpu, cpu, 1, positions - 1);
+    int n = positions < 3 ? positions : 3;
+    compare_tokens(p, gpu, cpu, positions - n, n);
     for (auto &op : worst) printf(" %s %.0e", op.first.c_str(), op.second);
     printf("\n");
     worst.clear();

@@ -1,6 +1,7 @@
 // As much of CUDA as kernels_cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
-// One block at a time, its threads as fibers that take turns at barriers and shuffles, so a race can't crash, but the
-// order of the turns can be changed (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change.
+// Threads are fibers that take turns at barriers and shuffles, so a race can't crash, but the order of the turns can be
+// changed (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but
+// all of them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.
 // Memory is filled with NaN where CUDA leaves it uninitialised. What it can't show: timing, caches, memory order.
 #pragma once
 #include <math.h>
@@ -11,6 +12,7 @@
 #include <ucontext.h>
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <tuple>
 #include <vector>
 #if defined(__SANITIZE_ADDRESS__) || defined(__clang__)
@@ -20,6 +22,7 @@
 #endif
 
 #define CUDART_VERSION 13000
+#define CUDA_ON_CPU
 #define __global__
 #define __device__
 #define __host__
@@ -68,24 +71,30 @@ static inline void prepare(Context *c, char *stack, size_t size, void (*start)()
 
 struct Barrier { unsigned members = 0, arrived = 0, generation = 0; };
 struct Warp { Barrier barrier; uint64_t slots[2][32]; };
+struct Block { dim3 index; Barrier barrier; std::vector<Warp> warps; void *shared; };
+struct Copy { void *to; const void *from; size_t n; };
 struct Fiber {
     Context context;
-    std::vector<char> stack;
+    std::unique_ptr<char[]> memory; // its stack
+    Block *block;
+    int thread;
     bool done;
     Barrier *waits;        // NULL when ready
     unsigned generation;   // of the barrier when it came
+    std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
 };
 
 inline std::vector<Fiber> fibers;
-inline std::vector<Warp> warps;
-inline Barrier block;
 inline Context scheduler;
 inline int current;
 inline void *launch_shared;
 inline std::function<void()> body;
 
+inline Fiber &me() { return fibers[current]; }
+inline Warp &warp() { return me().block->warps[me().thread / 32]; }
+
 inline void fail(const char *what) {
-    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, current);
+    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
     abort();
 }
 
@@ -93,21 +102,21 @@ inline void open_if_all_came(Barrier &b) {
     if (b.members && b.arrived == b.members) b.arrived = 0, b.generation++;
 }
 
+inline void rest() { turn_to(&me().context, &scheduler); }
+
 inline void meet(Barrier &b) {
-    Fiber &me = fibers[current];
-    me.waits = &b, me.generation = b.generation;
+    me().waits = &b, me().generation = b.generation;
     b.arrived++;
     open_if_all_came(b);
-    if (b.generation != me.generation) me.waits = NULL;
-    else turn_to(&me.context, &scheduler);
+    if (b.generation != me().generation) me().waits = NULL;
+    else rest();
 }
 
 inline void enter() {
     body();
-    Fiber &me = fibers[current];
-    me.done = true;
-    for (Barrier *b : {&block, &warps[current / 32].barrier}) b->members--, open_if_all_came(*b);
-    turn_to(&me.context, &scheduler);
+    me().done = true;
+    for (Barrier *b : {&me().block->barrier, &warp().barrier}) b->members--, open_if_all_came(*b);
+    rest();
 }
 
 inline int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
@@ -120,26 +129,29 @@ inline std::vector<int> turns(int n) {
     return all;
 }
 
-inline void run_block(int threads) {
-    if ((int)fibers.size() < threads) fibers.resize(threads);
-    warps.assign((threads + 31) / 32, Warp());
-    block = Barrier();
-    block.members = threads;
-    for (int i = 0; i < threads; i++) {
-        Fiber &f = fibers[i];
-        f.stack.resize(64 << 10);
-        f.done = false, f.waits = NULL;
-        ASAN_UNPOISON_MEMORY_REGION(f.stack.data(), f.stack.size()); // what the last block's thread left there
-        prepare(&f.context, f.stack.data(), f.stack.size(), enter);
-        warps[i / 32].barrier.members++;
-    }
-    for (int left = threads; left > 0;) {
+static const size_t STACK = 64 << 10;
+
+inline void prepare_fiber(Fiber &f, Block *block, int thread) {
+    if (!f.memory) f.memory.reset(new char[STACK]);
+    f.block = block, f.thread = thread, f.done = false, f.waits = NULL;
+    f.copies.assign(1, {});
+    ASAN_UNPOISON_MEMORY_REGION(f.memory.get(), STACK); // what the last block's thread left there
+    prepare(&f.context, f.memory.get(), STACK, enter);
+    block->warps[thread / 32].barrier.members++;
+}
+
+inline void run_blocks(std::vector<Block> &blocks, int threads) {
+    int n = (int)blocks.size() * threads;
+    if ((int)fibers.size() < n) fibers.resize(n);
+    for (Block &b : blocks) b.barrier.members = threads, b.warps.assign((threads + 31) / 32, Warp());
+    for (int i = 0; i < n; i++) prepare_fiber(fibers[i], &blocks[i / threads], i % threads);
+    for (int left = n; left > 0;) {
         bool moved = false;
-        for (int i : turns(threads)) {
+        for (int i : turns(n)) {
             Fiber &f = fibers[i];
             if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
             f.waits = NULL;
-            current = i, threadIdx = dim3(i);
+            current = i, threadIdx = dim3(f.thread), blockIdx = f.block->index, launch_shared = f.block->shared;
             turn_to(&scheduler, &f.context);
             left -= f.done;
             moved = true;
@@ -148,25 +160,31 @@ inline void run_block(int threads) {
     }
 }
 
-inline void run_grid(dim3 grid, dim3 threads, size_t shared) {
-    std::vector<int> blocks = turns(grid.x * grid.y * grid.z);
-    if (grid.x * grid.y * grid.z == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
+inline void run_grid(dim3 grid, dim3 threads, size_t shared, bool together) {
+    unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
+    if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
     gridDim = grid, blockDim = threads;
-    for (int i : blocks) {
-        blockIdx = dim3(i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y);
-        launch_shared = aligned_alloc(16, (shared + 15) / 16 * 16);
-        memset(launch_shared, 0xff, shared);
-        run_block(threads.x);
-        free(launch_shared);
+    std::vector<int> order = turns(n);
+    for (unsigned first = 0; first < n; first += at_once) {
+        std::vector<Block> blocks(at_once);
+        for (unsigned i = 0; i < at_once; i++) {
+            unsigned at = order[first + i];
+            blocks[i].index = dim3(at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y);
+            blocks[i].shared = aligned_alloc(16, (shared + 15) / 16 * 16);
+            memset(blocks[i].shared, 0xff, shared);
+        }
+        run_blocks(blocks, threads.x);
+        for (Block &b : blocks) free(b.shared);
     }
 }
 
 template <typename T> T exchange(T value, int from) { // what lane `from` brings to the same call
-    Warp &w = warps[current / 32];
+    Warp &w = warp();
+    int lane = me().thread % 32;
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
     unsigned turn = w.barrier.generation % 2; // nobody is two calls ahead
-    w.slots[turn][current % 32] = bits;
+    w.slots[turn][lane] = bits;
     meet(w.barrier);
     memcpy(&value, &w.slots[turn][from], sizeof value);
     return value;
@@ -178,15 +196,19 @@ template <typename T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
     return cuda_on_cpu::exchange(value, (threadIdx.x % 32) ^ mask);
 }
 template <typename T> T __shfl_sync(unsigned, T value, int lane, int = 32) { return cuda_on_cpu::exchange(value, lane); }
-static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet(cuda_on_cpu::warps[cuda_on_cpu::current / 32].barrier); }
-static inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::block); }
+static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet(cuda_on_cpu::warp().barrier); }
+static inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::me().block->barrier); }
+static inline void __nanosleep(unsigned) { cuda_on_cpu::rest(); }
+using std::max;
+using std::min;
 static inline void __threadfence() {}
-static inline unsigned atomicAdd(unsigned *p, unsigned n) { return (*p += n) - n; }
+template <typename T> T atomicAdd(T *p, T n) { return (*p += n) - n; }
 template <typename T> T __ldg(const T *p) {
     if ((uintptr_t)p % sizeof(T)) cuda_on_cpu::fail("a load that is not aligned");
     return *p;
 }
 static inline int __ffs(int x) { return __builtin_ffs(x); }
+static inline uint32_t __float_as_uint(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 static inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     uint64_t bytes = (uint64_t)y << 32 | x;
@@ -218,19 +240,20 @@ static inline __half __float2half(float f) { // to nearest, ties to even
 
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 static inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
+static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
 
 // ---- the runtime
 
 enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeProgrammaticStreamSerialization };
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeCooperative };
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed; } val; };
+struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed, cooperative; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
-struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount; size_t sharedMemPerBlockOptin; };
+struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
 struct cudaFuncAttributes { int unused; };
 
 namespace cuda_on_cpu {
@@ -249,7 +272,7 @@ static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 12, 64 << 10}; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 12, 1, 227 << 10}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
@@ -291,8 +314,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     std::tuple<P...> values(args...);
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
+    bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
     return cuda_on_cpu::submit([=] {
         cuda_on_cpu::body = [=] { std::apply(kernel, values); };
-        cuda_on_cpu::run_grid(grid, threads, shared);
+        cuda_on_cpu::run_grid(grid, threads, shared, together);
     });
 }

@@ -46,7 +46,7 @@ static void use_model(Model *m) {
     State s;
     int T = m->config.seq_len < 2 ? 1 : 2, tokens[2] = {0, m->config.vocab_size - 1};
     allowed = SIZE_MAX; // activations are no matter of the file
-    if (!state_open(&s, m, "cpu", T, true, false, 1)) forward(m, &s, tokens, T, 0, true);
+    if (!state_open(&s, m, "cpu", T, true, 1)) forward(m, &s, tokens, T, 0, true);
     s.backend->close(s.backend);
     free(s.logits);
 }
