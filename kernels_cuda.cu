@@ -1552,11 +1552,18 @@ static bool is_uniform(const Weights *w, int n_layers, size_t *stride) {
 
 static Job job_of(std::vector<Mat> matrices, const Mat *norm, bool gate, int blocks) {
     Job job = {};
-    int rows = 0, units = (int)(size_of(&matrices[0]).numbers / matrices[0].rows / sizeof(uint4)); // of a row
-    for (const Mat &m : matrices) rows += m.rows, job.w[job.n++] = m;
-    int pairs = gate ? matrices[0].rows : (rows + 1) / 2;
+    size_t row = size_of(&matrices[0]).numbers / matrices[0].rows; // bytes
+    int ends[4] = {0}, n = 0;
+    for (const Mat &m : matrices) {
+        job.w[n] = m;
+        job.rows[n] = (const char *)m.data - (gate ? 0 : ends[n] * row);
+        n++, ends[n] = ends[n - 1] + m.rows;
+    }
+    job.n_rows = ends[n];
+    job.ends[0] = ends[1], job.ends[1] = n > 1 ? ends[2] : ends[1];
+    int pairs = gate ? matrices[0].rows : (job.n_rows + 1) / 2;
     job.share = pairs / blocks, job.rest = pairs % blocks;
-    job.units = units, job.pieces = blocks_for(units, 32 * UNITS);
+    job.units = (int)(row / sizeof(uint4)), job.pieces = blocks_for(job.units, 32 * UNITS);
     job.hop_pairs = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
     job.norm = norm ? (const float *)norm->data : NULL;
     return job;

@@ -103,13 +103,15 @@ static __device__ void await(Arrival *, unsigned, int slots) {
 enum { QKV, OUT, GATE, DOWN, LOGITS, ROLES };
 
 // A product, in pairs of rows: rows 2 i and 2 i + 1 of the matrices one after another; of GATE, row i of w1 and of w3.
+// Pointers are those of layer 0.
 typedef struct {
-    Mat w[3];           // of layer 0, as is what follows
-    int n;              // matrices
-    int units, pieces;  // that a row has; a piece has 32 * UNITS units at most
+    Mat w[3];
+    const char *rows[3];       // where row 0 would be, were all rows of its length before the matrix's first
+    int ends[2];               // rows up to the end of the first matrix, and of the second
+    int n_rows, units, pieces; // of all; units of a row, and pieces: 32 * UNITS of them at most
+    int share, rest;           // pairs of each block, and how many blocks have one more
     int hop_pairs, hop_pieces; // from a piece to the one WARPS further on
-    int share, rest;    // pairs of each block, and how many blocks have one more
-    const float *norm;  // (cols,) weights of the RMSNorm before it, NULL where there is none
+    const float *norm;         // (cols,) weights of the RMSNorm before it, NULL where there is none
 } Job;
 
 typedef struct {
@@ -142,6 +144,15 @@ typedef struct {
 
 static size_t shared_of(const Token &t) {
     return (size_t)t.slots * WARPS * (SLOT + sizeof(Arrival)) + sizeof(float) * (t.desk + t.products + 2 * TEAM);
+}
+
+// Asks for a line of 128 bytes to be brought from memory to the second-level cache.
+static __device__ void prefetch(const void *line) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+    (void)line;
+#endif
 }
 
 // All blocks meet; what they wrote before is seen by all after. Only one block's number differs from 1, such that the
@@ -194,14 +205,11 @@ struct Cursor {
 
     __device__ void next(const Token &t) { advance(t, t.jobs[role].hop_pairs, t.jobs[role].hop_pieces); }
 
-    // The matrix and row that are row r of the pair; a pair lies in one matrix, but for that of GATE
-    __device__ Place row(const Token &t, int r) const {
-        const Job &job = t.jobs[role];
+    // Row r of the pair and the matrix it is in; rows are counted over all matrices, but those of GATE
+    __device__ Place row(const Job &job, int r) const {
         if (role == GATE) return {r, first + pair};
-        Place at = {0, 2 * (first + pair)};
-        for (; at.part < job.n - 1 && at.row >= job.w[at.part].rows; at.part++) at.row -= job.w[at.part].rows;
-        if (r == 1 && at.row + 1 < job.w[at.part].rows) at.row++; // else there is an odd number of rows
-        return at;
+        int row = min(2 * (first + pair) + r, job.n_rows - 1); // their number may be odd
+        return {(row >= job.ends[0]) + (row >= job.ends[1]), row};
     }
 
     // The piece's first unit, and how many follow to the end of the row
@@ -212,12 +220,12 @@ struct Cursor {
 // Sends for the weights at the cursor.
 static __device__ void fetch(const Token &t, const Cursor &at, uint4 *slot, Arrival *arrival) {
     if (at.ended(t)) return send(arrival, NULL, NULL, NULL, 0);
+    const Job &job = t.jobs[at.role];
     const uint4 *from[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        Place row = at.row(t, r);
-        from[r] = (const uint4 *)((const char *)t.jobs[at.role].w[row.part].data + at.offset);
-        from[r] += (size_t)row.row * t.jobs[at.role].units + at.unit();
+        Place row = at.row(job, r);
+        from[r] = (const uint4 *)(job.rows[row.part] + at.offset) + (size_t)row.row * job.units + at.unit();
     }
     send(arrival, slot, from[0], from[1], min(at.left(t), 32 * UNITS));
 }
@@ -228,15 +236,17 @@ template <Type type> struct Scales {
 
     __device__ void load(const Token &t, const Cursor &at) {
         if (at.ended(t)) return;
+        const Job &job = t.jobs[at.role];
         int lane = threadIdx.x % 32, left = at.left(t);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            Place row = at.row(t, r);
-            Mat w = t.jobs[at.role].w[row.part];
+            Place row = at.row(job, r);
+            if (row.part && at.role != GATE) row.row -= job.ends[row.part - 1];
+            Mat w = job.w[row.part];
             w.scales = (const char *)w.scales + at.offset;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                size_t unit = (size_t)row.row * t.jobs[at.role].units + at.unit() + 32 * u + lane;
+                size_t unit = (size_t)row.row * job.units + at.unit() + 32 * u + lane;
                 if (32 * u + lane < left) of[u][r] = Format<type>::scale_at(w, unit * Format<type>::N);
             }
         }
@@ -262,28 +272,50 @@ static __device__ void multiply_piece(const uint4 *slot, const Scales<type> &sca
 // of the squares; the norm's own factor is left to the products.
 static __device__ void load_x(const Token &t, const Cursor &at, int splits, const Shared &s) {
     enum { AT_ONCE = 4 }; // loads under way
+    const float4 none = {0, 0, 0, 0}, one = {1, 1, 1, 1};
     int cols = t.jobs[at.role].w[0].cols, step = 32 * TEAM, head_dim = t.cache.head_dim;
-    const float *from = at.role == OUT ? t.attended : at.role == DOWN ? t.h : t.x, *norm = t.jobs[at.role].norm;
-    if (norm) norm = (const float *)((const char *)norm + at.offset);
-    float sum = 0, x[AT_ONCE], weight[AT_ONCE];
-    for (int i = threadIdx.x; i < cols; i += AT_ONCE * step) {
+    const float4 *from = (const float4 *)(at.role == OUT ? t.attended : at.role == DOWN ? t.h : t.x);
+    const float4 *norm = (const float4 *)t.jobs[at.role].norm;
+    if (norm) norm = (const float4 *)((const char *)norm + at.offset);
+    float4 x[AT_ONCE], w[AT_ONCE];
+    float sum = 0;
+    bool in_pieces = at.role == OUT && splits > 1;
+    for (int i = threadIdx.x; in_pieces && i < cols; i += step)
+        s.xs[padded(i)] = merge_pieces(t.pieces, i / head_dim, splits, i % head_dim);
+    for (int i = threadIdx.x; !in_pieces && 4 * i < cols; i += AT_ONCE * step) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            bool there = i + j * step < cols;
-            x[j] = there ? from[i + j * step] : 0;
-            weight[j] = there && norm ? norm[i + j * step] : 1;
+            bool there = 4 * (i + j * step) < cols;
+            x[j] = there ? from[i + j * step] : none;
+            w[j] = there && norm ? norm[i + j * step] : one;
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; j++) {
-            if (i + j * step < cols) s.xs[padded(i + j * step)] = x[j] * weight[j];
-            sum += x[j] * x[j];
+            float4 y = {x[j].x * w[j].x, x[j].y * w[j].y, x[j].z * w[j].z, x[j].w * w[j].w};
+            if (4 * (i + j * step) < cols) *(float4 *)(s.xs + padded(4 * (i + j * step))) = y;
+            sum += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
         }
     }
-    if (at.role == OUT && splits > 1)
-        for (int i = threadIdx.x; i < cols; i += step)
-            s.xs[padded(i)] = merge_pieces(t.pieces, i / head_dim, splits, i % head_dim);
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = sum;
+}
+
+// Has what the step after this one needs besides weights brought nearer: an RMSNorm's weights, and the keys and values of
+// the head that this block attends to first.
+static __device__ void prefetch_for_next(const Token &t, const Cursor &at, const Cache &cache, int n) {
+    Cursor next = {};
+    next.enter(t, at.step + 1);
+    const char *norm = next.ended(t) ? NULL : (const char *)t.jobs[next.role].norm;
+    size_t bytes = sizeof(float) * t.jobs[LOGITS].w[0].cols;
+    for (size_t i = 128 * threadIdx.x; norm && i < bytes; i += 128 * 32 * TEAM) prefetch(norm + next.offset + i);
+    int h = blockIdx.x;
+    if (at.role != QKV || h >= cache.n_heads) return;
+    size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
+    size_t width = t.cache_stride / ((size_t)cache.n_kv_heads * cache.positions); // bytes
+    for (size_t i = 128 * threadIdx.x; i < n * width; i += 128 * 32 * TEAM) {
+        prefetch((const char *)cache.keys + head * width + i);
+        prefetch((const char *)cache.values + head * width + i);
+    }
 }
 
 // What becomes of the products a and b of a pair.
@@ -377,6 +409,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
             meet_grid(t.arrived);
         }
         load_x(t, at, splits, s);
+        prefetch_for_next(t, at, cache, n);
         __syncthreads();
         while (now.step == at.step) {
             Cursor then = now;
