@@ -55,6 +55,15 @@ class ModelArgs:
         return None
 
 
+def on_cpu(x):
+    return x.device.type == "cpu"
+
+
+def fuses(x):
+    """Whether a compiler will make of plain expressions on x what is written out here for eager execution."""
+    return torch.compiler.is_compiling() and x.is_cuda
+
+
 class Normalize(torch.autograd.Function):
     """
     y = x / rms(x) * w over the last dimension, in float32, handed on in `dtype`; with matrices W (R, D), y W^T of each
@@ -108,43 +117,56 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))  # (D,)
 
     def forward(self, x, *matrices):
-        if x.device.type == "cpu":
+        if on_cpu(x):
             return Normalize.apply(x, self.weight, self.eps, compute_dtype(x), *matrices)
         y = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))  # one kernel there
-        return tuple(F.linear(y, m) for m in matrices) or y
+        return F.linear(y, torch.cat(matrices)).split([len(m) for m in matrices], -1) if matrices else y  # one product
 
 
 def rope_table(args):
-    """The rotation of pair i at position t as a complex number, e^(j t theta^(-2i/Q)): (max_seq_len, Q/2) complex64."""
+    """The rotation of pair i at position t, cosine and sine of t theta^(-2i/Q): (max_seq_len, Q/2, 2) float32."""
     i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
     angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim))
-    return torch.polar(torch.ones_like(angle), angle).to(torch.complex64)
+    return torch.stack((angle.cos(), angle.sin()), -1).float()
 
 
 def rotate(x, rope):
     """
     Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864
-    A pair is a complex number, since one product of those costs a sixth of the real ones that it stands for.
+    A pair is a complex number, since one product of those costs a sixth of the real ones that it stands for; but the
+    compiler fuses real ones alone.
     """
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, H, Q/2)
-    return torch.view_as_real(pairs * rope[:, None]).flatten(-2).type_as(x)
+    pairs = x.float().unflatten(-1, (-1, 2))  # (B, T, H, Q/2, 2)
+    if fuses(x):
+        (a, b), (cos, sin) = pairs.unbind(-1), rope[:, None].unbind(-1)
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None])
+    return turned.flatten(-2).type_as(x)
+
+
+def classifier_loss(x, weight, targets, dtype):
+    """The mean cross entropy, in nats, of the logits z = x W^T. x: (N, D), W: (V, D), targets: (N,) int64, -1 where none."""
+    if fuses(x):
+        return F.cross_entropy(F.linear(x.to(dtype), weight.to(dtype)).float(), targets, ignore_index=-1)
+    return ClassifierLoss.apply(x, weight, targets, dtype)
 
 
 class ClassifierLoss(torch.autograd.Function):
     """
-    The mean cross entropy, in nats, of the logits z = x W^T. x: (N, D), W: (V, D), targets: (N,) int64, -1 where none.
-
-    The logits of a large vocabulary outweigh all else in memory, so they come and go a piece of the batch at a time.
+    classifier_loss, written out. The logits of a large vocabulary outweigh all else in memory, so they come and go a
+    piece of the batch at a time.
     The gradients are made with them, since dloss/dz is softmax(z) less 1 at the target: nothing is computed twice.
     """
-    PIECE = 1 << 24  # logits in memory at once
+    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # logits in memory at once
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype):
         """dtype: of the matrix products; softmax and sums are in float32."""
         h, w = x.to(dtype), weight.to(dtype)
-        n, pieces = (targets >= 0).sum(), math.ceil(len(x) * len(w) / ClassifierLoss.PIECE)
+        most = ClassifierLoss.PIECE if on_cpu(x) else ClassifierLoss.GPU_PIECE
+        n, pieces = (targets >= 0).sum(), math.ceil(len(x) * len(w) / most)
         rows = math.ceil(len(x) / pieces)  # in a piece
         buffer = torch.empty(rows, len(w), device=x.device)
         total, dx, dw = torch.zeros((), device=x.device), torch.empty_like(x), torch.empty_like(weight)
@@ -200,9 +222,11 @@ class Attention(nn.Module):
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
             k, v = keys[:, :pos + T], values[:, :pos + T]
             mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)  # query t sees keys 0 .. pos + t
+        if mask is not None and x.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
+            k, v = (z.repeat_interleave(a.n_heads // a.n_kv_heads, 2) for z in (k, v))
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-            dropout_p=a.dropout if self.training else 0.0, enable_gqa=a.n_kv_heads != a.n_heads)  # (B, H, T, Q)
+            dropout_p=a.dropout if self.training else 0.0, enable_gqa=k.shape[2] != a.n_heads)  # (B, H, T, Q)
         return self.wo(y.transpose(1, 2).reshape(B, T, D))
 
 
@@ -276,7 +300,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)  # (V, D)
-        self.register_buffer("rope", rope_table(args), persistent=False)  # (max_seq_len, Q/2)
+        self.register_buffer("rope", rope_table(args), persistent=False)  # (max_seq_len, Q/2, 2)
         self.init_weights()
         if args.tied:
             self.output.weight = self.tok_embeddings.weight
@@ -315,7 +339,7 @@ class Transformer(nn.Module):
             cache["pos"] += T
         if targets is None:
             return self.output(x if every else x[:, -1:]), None
-        return None, ClassifierLoss.apply(x.flatten(0, 1), self.output.weight, targets.flatten(), compute_dtype(x))
+        return None, classifier_loss(x.flatten(0, 1), self.output.weight, targets.flatten(), compute_dtype(x))
 
     def new_cache(self, B):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""

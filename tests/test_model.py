@@ -99,6 +99,19 @@ def test_classifier_loss_equals_cross_entropy(monkeypatch, piece, dtype, near):
         assert (a - b).norm() <= 2 * near * b.norm()
 
 
+def test_what_gpus_and_compilers_get_equals_what_is_written_out(monkeypatch):
+    """Loss and gradients by the plain expressions that only a GPU sees; compiled, they are one graph without gaps."""
+    net, x = build(**SMALL, n_kv_heads=2), torch.randint(101, (3, 21))
+    found = []
+    for plain, f in ((False, net), (True, net), (True, torch.compile(net, backend="aot_eager", fullgraph=True))):
+        monkeypatch.setattr("model.on_cpu", lambda _, plain=plain: not plain)
+        monkeypatch.setattr("model.fuses", lambda _, plain=plain: plain)
+        loss = f(x[:, :-1], x[:, 1:])[1]
+        found.append([loss, *torch.autograd.grad(loss, list(net.parameters()))])
+    for expected, *others in zip(*found):
+        assert all((a - expected).norm() <= 1e-5 * expected.norm() for a in others)
+
+
 def test_classifier_loss_of_the_nearly_impossible():
     """A target whose probability float32 cannot hold still has the loss that it has."""
     x, w = torch.eye(2), torch.tensor([[200.0, 0.0], [0.0, 0.0]])
