@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -64,17 +65,26 @@ def machine():
             "date": date.today().isoformat()}
 
 
+# ./runcuda in other ways, to see what each is worth
+VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
+            "serial": "-DFUSED=0 -DOVERLAP=0",  # and no kernel starts before the one before has ended
+            "lanes": "-DBULK=0"}                # weights of whole tokens without the copy engine
+
+
 def build():
     arch = "".join(map(str, torch.cuda.get_device_capability()))
+    nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "kernels_cuda.cu", "-lm", "-lpthread"]
     began = time.monotonic()
     Path("cache/bench").mkdir(parents=True, exist_ok=True)
     call("make", "run")
-    call("make", "-B", "runcuda", f"ARCH={arch}", "NVCCFLAGS=-O3 -DOVERLAP=0")
-    Path("runcuda").replace("cache/bench/runcuda-serial")
-    call("make", "runcuda", f"ARCH={arch}")
-    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O2", "-c", "kernels_cpu.c", "-o", "cache/bench/kernels_cpu.o")
-    call("nvcc", "-std=c++17", "-O2", "-lineinfo", f"-arch=sm_{arch}", "-o", "cache/bench/cuda_ops", "tests/cuda_ops.cpp",
-         "kernels_cuda.cu", "cache/bench/kernels_cpu.o", "-lm", "-lpthread")
+    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-DCUDA", "-c", "run.c", "-o", "cache/bench/run.o")
+    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-c", "kernels_cpu.c", "-o", "cache/bench/kernels_cpu.o")
+    objects = ["cache/bench/run.o", "cache/bench/kernels_cpu.o"]
+    commands = [[*nvcc, "-O3", *flags.split(), *objects, "-o", f"cache/bench/runcuda-{name}"] for name, flags in VARIANTS.items()]
+    commands += [["make", "-B", "runcuda", f"ARCH={arch}"],
+                 [*nvcc, "-O2", "-lineinfo", "tests/cuda_ops.cpp", objects[1], "-o", "cache/bench/cuda_ops"]]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda command: call(*command), commands))
     return {"seconds": round(time.monotonic() - began, 1)}
 
 
@@ -141,10 +151,10 @@ def copy_bandwidth():
     return {"gb_per_s": round(2 * x.numel() / median(times) / 1e9, 1)}
 
 
-def speed(shape, program="./runcuda"):
+def speed(shape, program="./runcuda", formats=None):
     """--bench of each format; the share is that of the copy's bandwidth."""
     out = {}
-    for form in FORMATS[shape]:
+    for form in formats or FORMATS[shape]:
         b = json.loads(call(program, path_of(shape, form), "--bench", "--json"))
         out[form] = {"decode_tok_s": round(b["decode_tokens_per_s"]), "prompt_tok_s": round(b["prompt_tokens_per_s"]),
                      "first_token_ms": round(b["first_token_ms"]), "gb_per_s": round(b["decode_gb_per_s"]),
@@ -152,6 +162,20 @@ def speed(shape, program="./runcuda"):
         if "copy" in found:
             out[form]["share_of_copy"] = round(b["decode_gb_per_s"] / found["copy"]["gb_per_s"], 3)
     return out
+
+
+def variants():
+    """--bench in BF16 of ./runcuda built in other ways."""
+    return {f"{name} {shape}": speed(shape, f"cache/bench/runcuda-{name}", ["bf16"])["bf16"]
+            for name in VARIANTS for shape in ("15M", "1.1B")}
+
+
+def sampling():
+    """Tokens/s of 15M in BF16 with a temperature: chosen on the GPU."""
+    rate = re.compile(rb"achieved tok/s: ([\d.]+)")
+    args = [path_of("15M", "bf16"), "-n", 256, "-s", 1, "-i", "once upon a time"]
+    return {flags: float(rate.search(call("bash", "-c", 'exec "$@" 2>&1', "bash", "./runcuda", *args, *flags.split()))[1])
+            for flags in ("-t 0", "-t 0.8 -p 0.9", "-t 1 -p 1")}
 
 
 def random_data():
@@ -224,10 +248,9 @@ def resume():
 
 STEPS = [("machine", machine, 5), ("build", build, 40), ("copy", copy_bandwidth, 5), ("ops", ops, 30),
          ("logits", logits, 20), ("text", text, 20), ("speed 15M", lambda: speed("15M"), 20),
-         ("speed 1.1B", lambda: speed("1.1B"), 30), ("serial 15M", lambda: speed("15M", "cache/bench/runcuda-serial"), 20),
-         ("serial 1.1B", lambda: speed("1.1B", "cache/bench/runcuda-serial"), 30), ("training", training, 120),
-         ("resume", resume, 40),
-         ("sanitizers", sanitizers, 60), ("beside", beside, 100), ("nanogpt", nanogpt_training, 100), ("tests", tests, 60)]
+         ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("variants", variants, 45),
+         ("sampling", sampling, 10), ("resume", resume, 40), ("sanitizers", sanitizers, 60), ("beside", beside, 100),
+         ("nanogpt", nanogpt_training, 100), ("tests", tests, 60)]
 
 
 def short(value):
