@@ -204,10 +204,10 @@ template <> struct Format<INT8_GROUPS> { // of groups that are a power of two, 1
     static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
 };
 
-// The unit that begins with number `at` of the flattened matrix.
-template <Type type> static __device__ typename Format<type>::Unit load_unit(const Mat &m, size_t at) {
+// A unit of the flattened matrix.
+template <Type type> static __device__ typename Format<type>::Unit load_unit(const Mat &m, size_t unit) {
     typedef Format<type> F;
-    return F::unit(__ldg((const uint4 *)m.data + at / F::N), F::scale_at(m, at));
+    return F::unit(__ldg((const uint4 *)m.data + unit), F::scale_at(m, unit * F::N));
 }
 
 // To half precision. What is finite stays finite; what is not, stays what it is, and is found in the logits.
@@ -315,7 +315,7 @@ template <Type type> struct Batch {
         for (int u = 0; u < UNROLL; u++)
             for (int r = 0; r < ROWS; r++) {
                 int row = at.row + r < w.rows ? at.row + r : w.rows - 1, i = (unit + 32 * u) * N;
-                if (i < cols) units[u][r] = load_unit<type>(w, (size_t)row * cols + i);
+                if (i < cols) units[u][r] = load_unit<type>(w, ((size_t)row * cols + i) / N);
             }
     }
 
@@ -381,7 +381,7 @@ matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int 
             float w[N], scale = 0;
             for (int j = 0; j < N; j++) w[j] = 0;
             if (at.row + r < p.w.rows) {
-                typename Format<type>::Unit unit = load_unit<type>(p.w, (size_t)(at.row + r) * cols + k + u);
+                typename Format<type>::Unit unit = load_unit<type>(p.w, ((size_t)(at.row + r) * cols + k + u) / N);
                 Format<type>::numbers(unit, w);
                 scale = Format<type>::scale(unit);
             }
@@ -424,30 +424,39 @@ template <Type type> struct Stage {
     typename Format<type>::Unit w[UNITS];
     uint4 x[EIGHTS];
 
+    // Row and column of the first unit that this thread brings of each; the next are so many rows further on
+    static const int W_ROWS = 128 * N / STEP, X_ROWS = 128 * 8 / STEP;
+    static __device__ int w_row() { return threadIdx.x / (STEP / N); }
+    static __device__ int w_col() { return threadIdx.x % (STEP / N) * N; }
+    static __device__ int x_row() { return threadIdx.x / (STEP / 8); }
+    static __device__ int x_col() { return threadIdx.x % (STEP / 8) * 8; }
+
+    // From column k on: rows of m, tokens of xh (T, cols)
     __device__ void load(const Mat &m, int row, const __half *xh, int t0, int T, int cols, int k) {
+        int rows = k + w_col() < cols ? m.rows - row - w_row() : 0, tokens = k + x_col() < cols ? T - t0 - x_row() : 0;
+        size_t unit = ((size_t)(row + w_row()) * cols + k + w_col()) / N, stride = (size_t)W_ROWS * cols / N;
+#pragma unroll
         for (int j = 0; j < UNITS; j++) {
-            int i = threadIdx.x + 128 * j, r = row + i / (STEP / N), col = k + i % (STEP / N) * N;
-            if (r < m.rows && col < cols) w[j] = load_unit<type>(m, (size_t)r * cols + col);
+            if (j * W_ROWS < rows) w[j] = load_unit<type>(m, unit + j * stride);
             else memset(&w[j], 0, sizeof w[j]);
         }
+        const uint4 *from = (const uint4 *)(xh + (size_t)(t0 + x_row()) * cols + k + x_col());
+#pragma unroll
         for (int j = 0; j < EIGHTS; j++) {
-            int i = threadIdx.x + 128 * j, t = t0 + i / (STEP / 8), col = k + i % (STEP / 8) * 8;
-            if (t < T && col < cols) x[j] = *(const uint4 *)(xh + (size_t)t * cols + col);
+            if (j * X_ROWS < tokens) x[j] = from[j * ((size_t)X_ROWS * cols / 8)];
             else memset(&x[j], 0, sizeof x[j]);
         }
     }
 
     __device__ void store(__half *ws, __half *xs) const {
+#pragma unroll
         for (int j = 0; j < UNITS; j++) {
-            int i = threadIdx.x + 128 * j;
             float numbers[N], scale = Format<type>::scale(w[j]);
             Format<type>::numbers(w[j], numbers);
-            to_halves<N>((__half2 *)(ws + i / (STEP / N) * ROOM + i % (STEP / N) * N), numbers, scale);
+            to_halves<N>((__half2 *)(ws + (w_row() + j * W_ROWS) * ROOM + w_col()), numbers, scale);
         }
-        for (int j = 0; j < EIGHTS; j++) {
-            int i = threadIdx.x + 128 * j;
-            *(uint4 *)(xs + i / (STEP / 8) * ROOM + i % (STEP / 8) * 8) = x[j];
-        }
+#pragma unroll
+        for (int j = 0; j < EIGHTS; j++) *(uint4 *)(xs + (x_row() + j * X_ROWS) * ROOM + x_col()) = x[j];
     }
 };
 

@@ -269,7 +269,8 @@ static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
     const Config &cf = p.model[0].config;
     std::vector<float> found(cf.vocab_size), expected(found), ops;
     Activations on_gpu(g, cf), on_cpu(c, cf);
-    double most = p.model[0].weights.layers[0].wk.type == F32 ? 1e-4 : 5e-3; // keys and values in half precision
+    // Scores of random weights are in the hundreds, so their rounding shows; and keys and values are in half precision
+    double most = p.model[0].weights.layers[0].wk.type == F32 ? 1e-3 : 5e-3;
     fill_cache(p, g, c, pos);
     printf(" token@%d", pos);
     for (int i = 0, token; i < n; i++) {
