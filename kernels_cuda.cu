@@ -1001,14 +1001,17 @@ static void send_input(Cuda *c, const int *tokens, int T, int pos) {
 
 typedef void WholeToken(Token, int, int);
 
-static WholeToken *whole_token_of(Type type) {
+// By the type of the layers' matrices and that of the logits; NULL where they don't go together.
+static WholeToken *whole_token_of(Type type, Type last) {
+    if (type == Q4_0 && last == Q8_0) return whole_token<Q4_0, Q8_0, __half>; // as export.py writes it
+    if (type != last) return NULL;
     switch (type) {
-    case F32: return whole_token<F32, float>;
-    case F16: return whole_token<F16, __half>;
-    case BF16: return whole_token<BF16, __half>;
-    case Q8_0: return whole_token<Q8_0, __half>;
-    case Q4_0: return whole_token<Q4_0, __half>;
-    default: return whole_token<INT8_GROUPS, __half>;
+    case F32: return whole_token<F32, F32, float>;
+    case F16: return whole_token<F16, F16, __half>;
+    case BF16: return whole_token<BF16, BF16, __half>;
+    case Q8_0: return whole_token<Q8_0, Q8_0, __half>;
+    case Q4_0: return whole_token<Q4_0, Q4_0, __half>;
+    default: return whole_token<INT8_GROUPS, INT8_GROUPS, __half>;
     }
 }
 
@@ -1020,7 +1023,8 @@ static void launch_token(Cuda *c, int token, int pos) {
     config.gridDim = c->multiprocessors, config.blockDim = 32 * TEAM, config.stream = c->stream;
     config.dynamicSmemBytes = shared_of(c->token), config.attrs = &attribute, config.numAttrs = 1;
     c->token.logits = c->logits;
-    CUDA(cudaLaunchKernelEx(&config, whole_token_of(c->token.jobs[LOGITS].w[0].type), c->token, token, pos));
+    WholeToken *kernel = whole_token_of(c->token.jobs[QKV].w[0].type, c->token.jobs[LOGITS].w[0].type);
+    CUDA(cudaLaunchKernelEx(&config, kernel, c->token, token, pos));
     if (c->out)
         CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
 }
@@ -1548,10 +1552,10 @@ static size_t step_of(const Layer *first, const Layer *layer) {
     return step;
 }
 
-// Whether all that is multiplied is of one type, in whole units, and lies alike in all layers.
+// Whether all that layers multiply is of one type, in whole units, and lies alike in all of them.
 static bool is_uniform(const Weights *w, int n_layers, size_t *stride) {
     const Layer *first = w->layers;
-    for (const Mat *m : {&first->wq, &first->wk, &first->wv, &first->wo, &first->w1, &first->w3, &first->w2, &w->output})
+    for (const Mat *m : {&first->wq, &first->wk, &first->wv, &first->wo, &first->w1, &first->w3, &first->w2})
         if (m->type != first->wq.type || !has_units(m)) return false;
     *stride = n_layers > 1 ? step_of(first, first + 1) : 0;
     for (int l = 1; l < n_layers; l++)
@@ -1584,7 +1588,8 @@ static void open_token(Cuda *c, const Weights *w) {
     const Layer *l = w->layers;
     int blocks = c->multiprocessors;
     Token t = {};
-    if (!c->cooperative || !is_uniform(w, config->n_layers, &t.stride)) return;
+    const void *kernel = (const void *)whole_token_of(l->wq.type, w->output.type);
+    if (!c->cooperative || !kernel || !has_units(&w->output) || !is_uniform(w, config->n_layers, &t.stride)) return;
     t.jobs[QKV] = job_of({l->wq, l->wk, l->wv}, &l->attention_norm, false, blocks);
     t.jobs[OUT] = job_of({l->wo}, NULL, false, blocks);
     t.jobs[GATE] = job_of({l->w1, l->w3}, &l->ffn_norm, true, blocks);
@@ -1603,7 +1608,6 @@ static void open_token(Cuda *c, const Weights *w) {
     size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + 8)) : 0;
     if (room < 2) return;
     t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
-    const void *kernel = (const void *)whole_token_of(w->output.type);
     int fit = 0;
     CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_of(t)));
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, 32 * TEAM, shared_of(t)));

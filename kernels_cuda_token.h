@@ -15,6 +15,8 @@ enum {
 
 // ---- copies to shared memory that go on by themselves. All lanes of a warp call these together
 
+typedef unsigned long long Arrival; // an mbarrier; the host, which makes room for it, has to take it for as large
+
 #ifndef BULK
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define BULK 1
@@ -26,8 +28,6 @@ enum {
 #if BULK // from Hopper on the copy engine does it, at one lane's call, and reports to a barrier in shared memory
 
 #ifndef CUDA_ON_CPU
-typedef unsigned long long Arrival; // an mbarrier
-
 static __device__ unsigned in_shared(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 static __device__ void expect_nothing(Arrival *a) {
@@ -74,8 +74,6 @@ static __device__ void await(Arrival *a, unsigned round, int) {
 }
 
 #else // a lane copies for itself what it will read, and waits in the order of its calls
-
-struct Arrival {};
 
 static __device__ void prepare(Arrival *) {}
 static __device__ void prepared() {}
@@ -231,10 +229,10 @@ static __device__ void fetch(const Token &t, const Cursor &at, uint4 *slot, Arri
 }
 
 // The scales of the weights at a cursor. They are too small to be sent for, and are loaded one piece ahead.
-template <Type type> struct Scales {
-    typename Format<type>::Scale of[UNITS][ROWS];
+template <typename Scale> struct Scales {
+    Scale of[UNITS][ROWS];
 
-    __device__ void load(const Token &t, const Cursor &at) {
+    template <Type type> __device__ void load(const Token &t, const Cursor &at) {
         if (at.ended(t)) return;
         const Job &job = t.jobs[at.role];
         int lane = threadIdx.x % 32, left = at.left(t);
@@ -255,8 +253,8 @@ template <Type type> struct Scales {
 
 // Adds up the product of a piece, of which `left` units are there, with xs from number i on; each lane's part of it.
 template <Type type, bool whole>
-static __device__ void multiply_piece(const uint4 *slot, const Scales<type> &scales, const float *xs, int i, int left,
-                                      float sum[ROWS]) {
+static __device__ void multiply_units_of(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales,
+                                         const float *xs, int i, int left, float sum[ROWS]) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -266,6 +264,14 @@ static __device__ void multiply_piece(const uint4 *slot, const Scales<type> &sca
         for (int r = 0; r < ROWS; r++) units[r] = Format<type>::unit(slot[(r * UNITS + u) * 32 + lane], scales.of[u][r]);
         multiply_units<type>(units, xs, i + (32 * u + lane) * Format<type>::N, sum);
     }
+}
+
+template <Type type>
+static __device__ void multiply_piece(const Token &t, const Cursor &at, const uint4 *slot,
+                                      const Scales<typename Format<type>::Scale> &scales, const float *xs, float sum[ROWS]) {
+    int i = at.unit() * Format<type>::N, left = at.left(t);
+    if (left >= 32 * UNITS) multiply_units_of<type, true>(slot, scales, xs, i, left, sum);
+    else multiply_units_of<type, false>(slot, scales, xs, i, left, sum);
 }
 
 // Brings what the job multiplies to shared memory. Where an RMSNorm comes first, its weights are in it and sums are those
@@ -363,8 +369,8 @@ static __device__ void attend_heads(const Token &t, const Cache &cache, int spli
 }
 
 // One token through the model, from its embedding to its logits and the largest of them. The grid has a block for each
-// multiprocessor. All matrices that are multiplied are of one type and lie alike in all layers.
-template <Type type, typename Number>
+// multiprocessor. The matrices of layers are of one type and lie alike in all of them; that of the logits is of type `last`.
+template <Type type, Type last, typename Number>
 static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_constant__ Token t, int token, int pos) {
     LAUNCH_SHARED(start);
     Shared s;
@@ -391,8 +397,8 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         fetch(t, ahead, slots + i * (SLOT / sizeof(uint4)), &arrivals[i]);
         ahead.next(t);
     }
-    Scales<type> scales;
-    scales.load(t, now);
+    Scales<typename Format<type>::Scale> scales;
+    scales.template load<type>(t, now);
     for (int i = threadIdx.x; i < t.table.cols; i += 32 * TEAM) // every block writes the same
         t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
     __syncthreads();
@@ -413,15 +419,15 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         __syncthreads();
         while (now.step == at.step) {
             Cursor then = now;
-            Scales<type> following;
+            Scales<typename Format<type>::Scale> following;
             float sum[ROWS] = {0};
             then.next(t);
-            following.load(t, then);
+            if (type != last && then.role == LOGITS) following.template load<last>(t, then);
+            else following.template load<type>(t, then);
             uint4 *from = slots + slot * (SLOT / sizeof(uint4));
-            int i = now.unit() * Format<type>::N, left = now.left(t);
             await(&arrivals[slot], round, t.slots);
-            if (left >= 32 * UNITS) multiply_piece<type, true>(from, scales, s.xs, i, left, sum);
-            else multiply_piece<type, false>(from, scales, s.xs, i, left, sum);
+            if (type != last && now.role == LOGITS) multiply_piece<last>(t, now, from, scales, s.xs, sum);
+            else multiply_piece<type>(t, now, from, scales, s.xs, sum);
             for (int r = 0; r < ROWS; r++) {
                 float y = warp_sum(sum[r]);
                 if (lane == 0) s.products[2 * (now.pair * job.pieces + now.piece) + r] = y;

@@ -21,28 +21,29 @@ static inline void __pipeline_wait_prior(size_t groups) { // all but the last of
 #define BULK 1
 #endif
 
-#if BULK // the copy engine: what reports to an Arrival is done when that is waited for; its round then changes.
+#if BULK // the copy engine: what reports to an Arrival is done when that is waited for; its round then changes
 #include <map>
 
-struct alignas(8) Arrival { uint32_t round, bytes; };
+typedef unsigned long long Arrival;
+struct Flight { uint32_t round, expected; std::vector<cuda_on_cpu::Copy> copies; };
 
-inline std::map<Arrival *, std::vector<cuda_on_cpu::Copy>> engine;
+inline std::map<Arrival *, Flight> flights;
 
-static inline void expect_nothing(Arrival *a) { *a = {0, 0}, engine[a].clear(); }
-static inline void expect(Arrival *a, unsigned bytes) { a->bytes += bytes; }
+static inline void expect_nothing(Arrival *a) { *a = 0, flights[a] = {}; } // an Arrival that lies outside is found here
+static inline void expect(Arrival *a, unsigned bytes) { flights.at(a).expected += bytes; }
 
 static inline void copy_bulk(void *to, const void *from, unsigned bytes, Arrival *a) {
     if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) cuda_on_cpu::fail("a copy that is not aligned");
-    engine[a].push_back({to, from, bytes});
+    flights.at(a).copies.push_back({to, from, bytes});
 }
 
 static inline bool has_come(Arrival *a, unsigned round) {
-    if (a->round == round) {
+    Flight &f = flights.at(a);
+    if (f.round == round) {
         uint32_t bytes = 0;
-        for (auto &copy : engine[a]) memcpy(copy.to, copy.from, copy.n), bytes += copy.n;
-        if (bytes == 0 || bytes != a->bytes) cuda_on_cpu::fail("copies that were not expected, or not sent for");
-        engine[a].clear();
-        *a = {round ^ 1, 0};
+        for (auto &copy : f.copies) memcpy(copy.to, copy.from, copy.n), bytes += copy.n;
+        if (bytes == 0 || bytes != f.expected) cuda_on_cpu::fail("copies that were not expected, or not sent for");
+        f = {round ^ 1, 0, {}};
     }
     return true;
 }
