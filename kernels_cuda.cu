@@ -812,20 +812,40 @@ enum { DRAWERS = 1024, BINS = 1024, MASS_BITS = 40 };
 
 typedef struct { const float *logits; int n; float most, scale; } Chances;
 
-static __device__ float chance_of(const Chances &c, int i) { return expf((c.logits[i] - c.most) * c.scale); }
+static __device__ float chance_of(const Chances &c, float logit) { return expf((logit - c.most) * c.scale); }
 static __device__ Mass mass_of(float chance) { return (Mass)(chance * (float)((Mass)1 << MASS_BITS)); }
 
-// Thread i's x becomes the sum of those of threads 0..i; shared (DRAWERS,).
-static __device__ Mass sum_up_to(Mass x, Mass *shared) {
-    int me = threadIdx.x;
-    shared[me] = x;
-    for (int far = 1; far < DRAWERS; far *= 2) {
-        __syncthreads();
-        Mass other = me >= far ? shared[me - far] : 0;
-        __syncthreads();
-        shared[me] = x += other;
+// Calls use(chance) for all tokens, some of whose logits are under way together.
+template <typename F> static __device__ void for_chances(const Chances &c, F use) {
+    enum { AT_ONCE = 8 };
+    for (int i = threadIdx.x; i < c.n; i += AT_ONCE * DRAWERS) {
+        float logits[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++) logits[j] = c.logits[min(i + j * DRAWERS, c.n - 1)];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; j++)
+            if (i + j * DRAWERS < c.n) use(chance_of(c, logits[j]));
     }
+}
+
+// Lane i's x becomes the sum of those of lanes 0..i.
+static __device__ Mass warp_sum_up_to(Mass x) {
+    int lane = threadIdx.x % 32;
+    for (int far = 1; far < 32; far *= 2) {
+        Mass other = __shfl_sync(ALL_LANES, x, lane >= far ? lane - far : lane, 32);
+        x += lane >= far ? other : 0;
+    }
+    return x;
+}
+
+// Thread i's x becomes the sum of those of threads 0..i; shared (DRAWERS / 32,) the sums of warps.
+static __device__ Mass sum_up_to(Mass x, Mass *shared) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    x = warp_sum_up_to(x);
+    __syncthreads(); // all have read what lay there
+    if (lane == 31) shared[warp] = x;
     __syncthreads();
+    for (int i = 0; i < warp; i++) x += shared[i];
     return x;
 }
 
@@ -842,12 +862,11 @@ static __device__ uint32_t find_chance(const Chances &c, Mass least, Mass target
         __syncthreads();
         uint32_t prefix = found;
         Mass before = passed;
-        for (int i = me; i < c.n; i += DRAWERS) {
-            float chance = chance_of(c, i);
+        for_chances(c, [&](float chance) {
             uint32_t bits = __float_as_uint(chance);
             Mass mass = mass_of(chance);
             if (mass >= least && mass && bits >> shift >> 10 == prefix) atomicAdd(&bins[bits >> shift & (BINS - 1)], mass);
-        }
+        });
         __syncthreads();
         int bin = BINS - 1 - me; // the likeliest first
         Mass mine = bins[bin], sum = before + sum_up_to(mine, shared);
@@ -859,32 +878,41 @@ static __device__ uint32_t find_chance(const Chances &c, Mass least, Mass target
 }
 
 // The first token at which the sum over all tokens before and itself exceeds target: of the masses, or where `bits` is
-// not 0, of ones for the tokens with this chance.
+// not 0, of ones for the tokens with this chance. Each warp has a stretch of the tokens.
 static __device__ void find_token(const Chances &c, uint32_t bits, Mass target, int *token, Mass *shared) {
-    int each = (c.n + DRAWERS - 1) / DRAWERS, first = threadIdx.x * each, end = min(first + each, c.n);
-    auto part = [&](int i) { return !bits ? mass_of(chance_of(c, i)) : (Mass)(__float_as_uint(chance_of(c, i)) == bits); };
-    Mass mine = 0;
-    for (int i = first; i < end; i++) mine += part(i);
-    Mass sum = sum_up_to(mine, shared) - mine;
-    if (target < sum || target >= sum + mine) return;
-    for (int i = first; i < end; i++)
-        if ((sum += part(i)) > target) {
-            *token = i;
-            break;
-        }
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = (c.n + DRAWERS - 1) / DRAWERS * 32;
+    int first = warp * each, end = min(first + each, c.n);
+    auto part = [&](int i) {
+        float chance = i < end ? chance_of(c, c.logits[i]) : 0;
+        return !bits ? mass_of(chance) : (Mass)(__float_as_uint(chance) == bits);
+    };
+    Mass mine = 0, sum = 0;
+    for (int i = first + lane; i < end; i += 32) mine += part(i);
+    mine = warp_sum_up_to(mine);
+    __syncthreads(); // all have read what lay there
+    if (lane == 31) shared[warp] = mine;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) sum += shared[i];
+    if (target < sum || target >= sum + shared[warp]) return;
+    for (int i = first; i < end; i += 32) {
+        Mass x = part(i + lane), until = sum + warp_sum_up_to(x);
+        if (until - x <= target && target < until) *token = i + lane;
+        sum = __shfl_sync(ALL_LANES, until, 31, 32);
+        if (target < sum) break;
+    }
 }
 
 // The sampler of run.c: from all tokens, or where topp is in (0, 1), from the fewest whose probability exceeds it. c.most
 // is token `best`'s logit. One block of DRAWERS threads.
 static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, int best, float topp, float coin) {
-    __shared__ Mass shared[DRAWERS];
+    __shared__ Mass shared[DRAWERS / 32], all;
     c.most = c.logits[best];
     Mass total = 0, above;
-    for (int i = threadIdx.x; i < c.n; i += DRAWERS) total += mass_of(chance_of(c, i));
-    sum_up_to(total, shared);
-    total = shared[DRAWERS - 1];
-    if (threadIdx.x == 0) *token = best;
+    for_chances(c, [&](float chance) { total += mass_of(chance); });
+    total = sum_up_to(total, shared);
+    if (threadIdx.x == DRAWERS - 1) all = total, *token = best;
     __syncthreads();
+    total = all;
     if (!(topp > 0 && topp < 1)) return find_token(c, 0, (Mass)((double)coin * total), token, shared);
     Mass least = c.n > 1 ? (Mass)((1 - (double)topp) / (c.n - 1) * total) : 0, limit = (Mass)((double)topp * total);
     uint32_t bits = find_chance(c, least, limit, &above, shared);
@@ -925,7 +953,7 @@ typedef struct {
     cudaStream_t stream;
     int multiprocessors;
     size_t shared_most;    // bytes of shared memory that a block can have
-    bool cooperative;      // a kernel's blocks can all be on the GPU at the same time
+    bool cooperative;      // whether whole_token can run
     bool overlap;          // kernels start before the one before has ended
     bool after_copy;       // the next kernel comes after a copy, which it cannot overlap
     bool in_pass;          // between begin and end
@@ -1491,7 +1519,7 @@ static const char *find_device(Cuda *c) {
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
     c->overlap = OVERLAP && device.major >= 9;
-    c->cooperative = device.cooperativeLaunch;
+    c->cooperative = device.cooperativeLaunch && device.major >= 8; // copies go on by themselves from Ampere on
     return NULL;
 }
 
