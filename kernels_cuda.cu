@@ -1,7 +1,8 @@
 // The Backend of NVIDIA GPUs. Everything runs on one stream. Kernels read position and tokens from the device's memory,
 // so the ops of a call of forward are the same for every token: they are recorded once as a CUDA graph and replayed.
 //
-// Decoding (T = 1) reads every weight once: warps stream rows in 16-byte loads. A prompt's matrix products multiply
+// Decoding (T = 1) reads every weight once, in one kernel where kernels_cuda_token.h can, else by ops like all other calls:
+// warps stream rows in 16-byte loads. A prompt's matrix products multiply
 // tiles on the tensor cores in half precision, float32 matrices in float32. Keys and values are kept in half precision
 // as well, but for models in float32.
 #include <math.h>
@@ -81,7 +82,8 @@ static __device__ float warp_max(float x) {
     return x;
 }
 
-// Whether this block is the last of n that get here, after their writes. Leaves the counter at zero. All threads of the block have to call it.
+// Whether this block is the last of n that get here, after their writes. Leaves the counter at zero. All threads of the
+// block have to call it.
 static __device__ bool is_last(unsigned *counter, unsigned n) {
     __shared__ bool last;
     __threadfence();
@@ -1001,18 +1003,25 @@ static void check(cudaError_t e, const char *call, int line) {
 
 template <typename T> struct Exactly { typedef T type; };
 
-// Starts a kernel with `shared` bytes of LAUNCH_SHARED memory.
+// Starts a kernel with `shared` bytes of LAUNCH_SHARED memory, and with an attribute or NULL.
+template <typename... P>
+static void start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                  typename Exactly<P>::type... args) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = c->stream;
+    config.attrs = attribute, config.numAttrs = attribute != NULL;
+    CUDA(cudaLaunchKernelEx(&config, kernel, args...));
+    c->after_copy = false;
+}
+
+// The same before the kernel before has ended, where that can be.
 template <typename... P>
 static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                    typename Exactly<P>::type... args) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = c->stream;
-    config.attrs = &attribute, config.numAttrs = c->overlap && !c->after_copy;
-    CUDA(cudaLaunchKernelEx(&config, kernel, args...));
-    c->after_copy = false;
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    start(c, c->overlap && !c->after_copy ? &early : NULL, kernel, grid, threads, shared, args...);
 }
 
 static unsigned blocks_for(size_t items, size_t per_block) { return (unsigned)((items + per_block - 1) / per_block); }
@@ -1044,15 +1053,12 @@ static WholeToken *whole_token_of(Type type, Type last) {
 }
 
 static void launch_token(Cuda *c, int token, int pos) {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeCooperative;
-    attribute.val.cooperative = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = c->multiprocessors, config.blockDim = 32 * TEAM, config.stream = c->stream;
-    config.dynamicSmemBytes = shared_of(c->token), config.attrs = &attribute, config.numAttrs = 1;
-    c->token.logits = c->logits;
+    cudaLaunchAttribute together = {}; // all blocks on the GPU at the same time
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
     WholeToken *kernel = whole_token_of(c->token.jobs[QKV].w[0].type, c->token.jobs[LOGITS].w[0].type);
-    CUDA(cudaLaunchKernelEx(&config, kernel, c->token, token, pos));
+    c->token.logits = c->logits;
+    start(c, &together, kernel, c->multiprocessors, 32 * TEAM, shared_of(c->token), c->token, token, pos);
     if (c->out)
         CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
 }
@@ -1069,9 +1075,9 @@ static void launch_token(Cuda *, int, int) {}
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cuda *c = (Cuda *)b;
     Recording *r = &c->recordings[T][all];
-    c->in_pass = true, c->copied = NULL;
-    c->recording = r->seen && !(T == 1 && has_whole_token(c)) ? r : NULL;
-    if (r->seen && !c->recording) return launch_token(c, tokens[0], pos), false;
+    c->in_pass = true;
+    if (T == 1 && r->seen && has_whole_token(c)) return launch_token(c, tokens[0], pos), false;
+    c->recording = r->seen ? r : NULL;
     if (r->exec) {
         c->input_host->pos = pos;
         memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
@@ -1314,7 +1320,7 @@ static void logits(Backend *b, float *out, const Mat *output, const float *x, in
 static int choose(Backend *b, float temperature, float topp, float coin) {
     Cuda *c = (Cuda *)b;
     int best = *c->best;
-    if (best < 0 || temperature == 0 || isinf(1 / temperature)) return best;
+    if (best < 0 || temperature == 0) return best;
     Chances chances = {c->logits, c->config.vocab_size, 0, 1 / temperature};
     c->after_copy = true; // nothing is under way
     launch(c, draw, 1, DRAWERS, 0, c->best, chances, best, topp, coin);
@@ -1633,7 +1639,7 @@ static void open_token(Cuda *c, const Weights *w) {
         t.products = floats > t.products ? floats : t.products;
     }
     t.products = (t.products + 3) / 4 * 4;
-    size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + 8)) : 0;
+    size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + sizeof(Arrival))) : 0;
     if (room < 2) return;
     t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
     int fit = 0;

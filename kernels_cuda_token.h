@@ -53,11 +53,10 @@ static __device__ bool has_come(Arrival *a, unsigned round) {
 }
 #endif
 
-static __device__ void prepare(Arrival *a) {
-    if (threadIdx.x % 32 == 0) expect_nothing(a);
+static __device__ void prepare(Arrival *a, int n) {
+    for (int i = 0; i < n && threadIdx.x % 32 == 0; i++) expect_nothing(&a[i]);
+    __syncwarp();
 }
-
-static __device__ void prepared() { __syncwarp(); }
 
 // Sends for `units` of each of two rows.
 static __device__ void send(Arrival *a, uint4 *slot, const uint4 *row0, const uint4 *row1, int units) {
@@ -75,8 +74,7 @@ static __device__ void await(Arrival *a, unsigned round, int) {
 
 #else // a lane copies for itself what it will read, and waits in the order of its calls
 
-static __device__ void prepare(Arrival *) {}
-static __device__ void prepared() {}
+static __device__ void prepare(Arrival *, int) {}
 
 static __device__ void send(Arrival *, uint4 *slot, const uint4 *row0, const uint4 *row1, int units) {
 #pragma unroll
@@ -251,10 +249,11 @@ template <typename Scale> struct Scales {
     }
 };
 
-// Adds up the product of a piece, of which `left` units are there, with xs from number i on; each lane's part of it.
+// Adds up each lane's part of the product of a slot, of which `left` units are there, with xs from number i on. Where it is
+// a whole one there are no branches between the loads.
 template <Type type, bool whole>
-static __device__ void multiply_units_of(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales,
-                                         const float *xs, int i, int left, float sum[ROWS]) {
+static __device__ void multiply_slot(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales,
+                                     const float *xs, int i, int left, float sum[ROWS]) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -270,8 +269,8 @@ template <Type type>
 static __device__ void multiply_piece(const Token &t, const Cursor &at, const uint4 *slot,
                                       const Scales<typename Format<type>::Scale> &scales, const float *xs, float sum[ROWS]) {
     int i = at.unit() * Format<type>::N, left = at.left(t);
-    if (left >= 32 * UNITS) multiply_units_of<type, true>(slot, scales, xs, i, left, sum);
-    else multiply_units_of<type, false>(slot, scales, xs, i, left, sum);
+    if (left >= 32 * UNITS) multiply_slot<type, true>(slot, scales, xs, i, left, sum);
+    else multiply_slot<type, false>(slot, scales, xs, i, left, sum);
 }
 
 // Brings what the job multiplies to shared memory. Where an RMSNorm comes first, its weights are in it and sums are those
@@ -312,8 +311,8 @@ static __device__ void prefetch_for_next(const Token &t, const Cursor &at, const
     Cursor next = {};
     next.enter(t, at.step + 1);
     const char *norm = next.ended(t) ? NULL : (const char *)t.jobs[next.role].norm;
-    size_t bytes = sizeof(float) * t.jobs[LOGITS].w[0].cols;
-    for (size_t i = 128 * threadIdx.x; norm && i < bytes; i += 128 * 32 * TEAM) prefetch(norm + next.offset + i);
+    size_t bytes = sizeof(float) * t.jobs[LOGITS].w[0].cols, line = threadIdx.x * gridDim.x + blockIdx.x;
+    if (norm && 128 * line < bytes) prefetch(norm + next.offset + 128 * line); // all of it, by all blocks
     int h = blockIdx.x;
     if (at.role != QKV || h >= cache.n_heads) return;
     size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
@@ -391,8 +390,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
     now.advance(t, warp / t.jobs[QKV].pieces, warp % t.jobs[QKV].pieces);
     if (warp == WARPS) now.step = 4 * t.n_layers + 1; // nothing to multiply
     ahead = now;
-    for (int i = 0; i < t.slots && warp < WARPS; i++) prepare(&arrivals[i]);
-    prepared();
+    if (warp < WARPS) prepare(arrivals, t.slots);
     for (int i = 0; i < t.slots; i++) {
         fetch(t, ahead, slots + i * (SLOT / sizeof(uint4)), &arrivals[i]);
         ahead.next(t);

@@ -1055,7 +1055,7 @@ static int choose(Run *r, float *logits) {
     Sampler *s = &r->sampler;
     if (logits) return sample(s, logits);
     Backend *b = r->state.backend;
-    int next = b->choose(b, s->temperature, s->topp, is_greedy(s) ? 0 : random_float(s));
+    int next = is_greedy(s) ? b->choose(b, 0, 0, 0) : b->choose(b, s->temperature, s->topp, random_float(s));
     if (next < 0) die("model", not_finite);
     return next;
 }

@@ -119,7 +119,8 @@ struct Backend {
     // logits (T, vocab_size), in the host's memory = x (T, dim) output^T. Where the backend has choose (else NULL),
     // logits may be NULL and T 1: they stay with the backend then
     void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
-    // The next token by the logits that stayed: as run.c's sampler chooses it by those it has. -1 if one is not finite
+    // The next token by the logits that stayed: the largest, the first of equals, where temperature is 0, else drawn as by
+    // run.c's sampler, coin in [0, 1). -1 if one is not finite
     int (*choose)(Backend *, float temperature, float topp, float coin);
     // Bytes per second at which the backend reads memory, n bytes over and over: those, or as many of its own
     double (*bandwidth)(Backend *, const void *bytes, size_t n);

@@ -99,9 +99,10 @@ def test_logits_equal_the_cpus(runcuda_bin, tmp_path, form):
     assert np.abs(ours - cpus).max() <= exact * np.abs(cpus).max()
 
 
-def test_text_equals_the_cpus(runcuda_bin, tmp_path, where):
-    """A prompt of several tokens; the first token op by op, the second recorded, the others replayed; greedy and not."""
-    model = Model(dim=32, hidden=64, layers=2, heads=2, kv=1, seq=64, tied=False, seed=3)
+@pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])
+def test_text_equals_the_cpus(runcuda_bin, tmp_path, hidden):
+    """A prompt of several tokens; the first token op by op, the others in one kernel or by a recording; greedy and not."""
+    model = Model(dim=32, hidden=hidden, layers=2, heads=2, kv=1, seq=64, tied=False, seed=3)
     model.w["output"][:3] = 0
     model.write_gguf(tmp_path / "m.gguf")
     for flags in (["-t", 0], ["-t", 0.8, "-s", 5], ["-t", 1, "-p", 1, "-s", 6],
