@@ -86,14 +86,14 @@ static __device__ float warp_max(float x) {
 // block have to call it.
 static __device__ bool is_last(unsigned *counter, unsigned n) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) { // its fences count for all of the block
+        __threadfence();
         last = atomicAdd(counter, 1u) == n - 1;
+        __threadfence();
         if (last) *counter = 0;
     }
     __syncthreads();
-    __threadfence();
     return last;
 }
 

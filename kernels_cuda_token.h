@@ -363,7 +363,6 @@ static __device__ void attend_heads(const Token &t, const Cache &cache, int spli
         Whole w = attend_head<Number, 4>(cache, t.q, h, split, splits, n, desk);
         if (d < cache.head_dim && splits > 1) leave_piece(t.pieces, h, split, splits, d, w);
         if (d < cache.head_dim && splits == 1) t.attended[h * cache.head_dim + d] = w.out / w.sum;
-        __syncthreads();
     }
 }
 
@@ -398,7 +397,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
     Scales<typename Format<type>::Scale> scales;
     scales.template load<type>(t, now);
     for (int i = threadIdx.x; i < t.table.cols; i += 32 * TEAM) // every block writes the same
-        t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
+        *(volatile float *)&t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
     __syncthreads();
 
     Largest largest = {-INFINITY, 0x7fffffff};

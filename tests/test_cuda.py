@@ -16,6 +16,9 @@ from .test_run import TEXT, Model
 CXX = os.environ.get("CXX", "c++")
 EMULATED = [CXX, "-std=c++17", "-x", "c++", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Itests/cuda_on_cpu"]
 
+UNSANITIZED = ["-O1", "-fno-strict-aliasing"]
+WATCH = ["-O2", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]  # -O2: GCC shows it no structs passed by value
+
 
 def gpu_problem():
     """Why nothing can run on a GPU here, or None."""
@@ -25,10 +28,13 @@ def gpu_problem():
     return None if found and "GPU" in found.stdout else "no GPU here"
 
 
-def build(folder, *sources, gpu=False, emulated=SANITIZE):
-    """The program made of `sources` and the kernels, for the GPU at hand or, under sanitizers, with their emulation."""
+def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
+    """
+    The program made of `sources` and the kernels, for the GPU at hand or, under sanitizers, with their emulation. Of the
+    sources that are `watched`, ThreadSanitizer sees all accesses.
+    """
     objects = []
-    for source in (*sources, "kernels_cpu.c", "kernels_cuda.cu"):
+    for source in (*sources, "kernels_cpu.c", "kernels_cuda.cu", *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
         name = folder / f"{source.replace('/', '-')}.o"
         objects.append(name)
         if name.exists():
@@ -37,9 +43,9 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE):
             command = ["cc", "-std=c11", "-Wall", "-Wextra", "-Werror", "-D_GNU_SOURCE", "-DCUDA"]
         else:
             command = ["nvcc", "-std=c++17", "-arch=native"] if gpu else EMULATED
-        flags = ["-O2"] if gpu else emulated
+        flags = ["-O2"] if gpu else [*emulated, *WATCH] if source in watched else emulated
         subprocess.run([*command, *flags, "-c", source, "-o", name], check=True, cwd=ROOT)
-    link = ["nvcc", "-arch=native"] if gpu else [CXX, *emulated]
+    link = ["nvcc", "-arch=native"] if gpu else [CXX, *emulated, *["-fsanitize=thread"] * bool(watched)]
     program = folder / f"{Path(sources[0]).stem}"
     subprocess.run([*link, "-o", program, *objects, "-lm", "-lpthread"], check=True)
     return program
@@ -47,6 +53,7 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE):
 
 def run(binary, *args, status=0, **environment):
     environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
+    environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0")
     done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=300)
     assert done.returncode == status, done.stderr.decode()
     return done
@@ -81,7 +88,35 @@ def test_ops_equal_the_cpus(ops_bin, where):
 
 def test_ops_equal_the_cpus_before_hopper(tmp_path):
     """The same where no copy engine brings the weights of whole tokens, but each thread its own."""
-    run(build(tmp_path, "tests/cuda_ops.cpp", emulated=["-O1", "-DBULK=0", "-fno-strict-aliasing"]), 2, 3, CUDA_ON_CPU_ORDER="1")
+    run(build(tmp_path, "tests/cuda_ops.cpp", emulated=[*UNSANITIZED, "-DBULK=0"]), 2, 3, CUDA_ON_CPU_ORDER="1")
+
+
+@pytest.fixture(scope="module")
+def races_bin(tmp_path_factory):
+    if "Free Software Foundation" not in subprocess.run([CXX, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("only GCC tells ThreadSanitizer which reads are volatile")
+
+    folder = tmp_path_factory.mktemp("races")
+
+    def make(source):
+        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "kernels_cuda.cu"))
+        if b"unexpected memory mapping" in subprocess.run([binary, "0", "0"], capture_output=True).stderr:
+            pytest.skip("this compiler's ThreadSanitizer does not run on this kernel")
+        return binary
+    return make
+
+
+def test_races_are_found(races_bin):
+    """What a GPU may do in another order, each time that one barrier, fence or wait is missing; and no more than that."""
+    binary = races_bin("tests/cuda_races.cpp")
+    for order in "012":
+        assert not run(binary, 0, CUDA_ON_CPU_ORDER=order).stderr
+        for missing in range(1, 10):
+            assert b"data race" in run(binary, missing, CUDA_ON_CPU_ORDER=order, status=66).stderr, missing
+
+
+def test_kernels_have_no_races(races_bin):
+    run(races_bin("tests/cuda_ops.cpp"), 1, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS="2")
 
 
 def logits(binary, args, vocab, **environment):

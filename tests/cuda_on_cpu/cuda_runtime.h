@@ -1,25 +1,18 @@
 // As much of CUDA as kernels_cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
-// Threads are fibers that take turns at barriers and shuffles, so a race can't crash, but the order of the turns can be
-// changed (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but
-// all of them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.
-// Memory is filled with NaN where CUDA leaves it uninitialised. What it can't show: timing, caches, memory order.
+// Threads are fibers that take turns (fibers.cpp), so a race can't crash, but the order of the turns can be changed
+// (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but all of
+// them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.
+// Memory is filled with NaN where CUDA leaves it uninitialised. What it can't show: timing, caches.
 #pragma once
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <ucontext.h>
 #include <algorithm>
 #include <functional>
-#include <memory>
 #include <tuple>
 #include <vector>
-#if defined(__SANITIZE_ADDRESS__) || defined(__clang__)
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)0)
-#endif
 
 #define CUDART_VERSION 13000
 #define CUDA_ON_CPU
@@ -39,154 +32,32 @@ struct alignas(8) float2 { float x, y; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
-namespace cuda_on_cpu {
+namespace cuda_on_cpu { // fibers.cpp
 
-// Stacks that take turns. ucontext would do, were it not for two system calls at every turn.
-#ifdef __x86_64__
-typedef void *Context;
+extern void *launch_shared;
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &body);
+void fail(const char *what);
+void rest();
+void meet_block();
+void meet_warp();
+void fence();
+void note_atomic(void *p, uint32_t before);        // that a number was added to *p, which was `before`
+uint64_t exchange_bits(uint64_t bits, int lane); // what that lane brings to the same call
+void copy_async(void *to, const void *from, size_t n);
+void commit_copies();
+void wait_for_copies(size_t groups);
+void expect_nothing(void *arrival);
+void expect(void *arrival, unsigned bytes);
+void copy_bulk(void *to, const void *from, unsigned bytes, void *arrival);
+void wait_for_arrival(void *arrival, unsigned round);
 
-__attribute__((naked, noinline)) static void turn_to(Context *, Context *) { // this one's registers out, the other's in
-    __asm__("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15; mov %rsp, (%rdi);"
-            "mov (%rsi), %rsp; pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
-}
-
-static inline void prepare(Context *c, char *stack, size_t size, void (*start)()) {
-    void **top = (void **)((uintptr_t)(stack + size) / 16 * 16);
-    top[-2] = (void *)start; // where the `ret` goes
-    *c = top - 8;
-}
-#else
-typedef ucontext_t Context;
-
-static inline void turn_to(Context *from, Context *to) { swapcontext(from, to); }
-
-static inline void prepare(Context *c, char *stack, size_t size, void (*start)()) {
-    getcontext(c);
-    c->uc_stack.ss_sp = stack, c->uc_stack.ss_size = size;
-    makecontext(c, start, 0);
-}
-#endif
-
-struct Barrier { unsigned members = 0, arrived = 0, generation = 0; };
-struct Warp { Barrier barrier; uint64_t slots[2][32]; };
-struct Block { dim3 index; Barrier barrier; std::vector<Warp> warps; void *shared; };
-struct Copy { void *to; const void *from; size_t n; };
-struct Fiber {
-    Context context;
-    std::unique_ptr<char[]> memory; // its stack
-    Block *block;
-    int thread;
-    bool done;
-    Barrier *waits;        // NULL when ready
-    unsigned generation;   // of the barrier when it came
-    std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
-};
-
-inline std::vector<Fiber> fibers;
-inline Context scheduler;
-inline int current;
-inline void *launch_shared;
-inline std::function<void()> body;
-
-inline Fiber &me() { return fibers[current]; }
-inline Warp &warp() { return me().block->warps[me().thread / 32]; }
-
-inline void fail(const char *what) {
-    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
-    abort();
-}
-
-inline void open_if_all_came(Barrier &b) {
-    if (b.members && b.arrived == b.members) b.arrived = 0, b.generation++;
-}
-
-inline void rest() { turn_to(&me().context, &scheduler); }
-
-inline void meet(Barrier &b) {
-    me().waits = &b, me().generation = b.generation;
-    b.arrived++;
-    open_if_all_came(b);
-    if (b.generation != me().generation) me().waits = NULL;
-    else rest();
-}
-
-inline void enter() {
-    body();
-    me().done = true;
-    for (Barrier *b : {&me().block->barrier, &warp().barrier}) b->members--, open_if_all_came(*b);
-    rest();
-}
-
-inline int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
-
-inline std::vector<int> turns(int n) {
-    static uint32_t state = 1;
-    std::vector<int> all(n);
-    for (int i = 0; i < n; i++) all[i] = order() == 1 ? n - 1 - i : i;
-    for (int i = n - 1; i > 0 && order() == 2; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
-    return all;
-}
-
-static const size_t STACK = 64 << 10;
-
-inline void prepare_fiber(Fiber &f, Block *block, int thread) {
-    if (!f.memory) f.memory.reset(new char[STACK]);
-    f.block = block, f.thread = thread, f.done = false, f.waits = NULL;
-    f.copies.assign(1, {});
-    ASAN_UNPOISON_MEMORY_REGION(f.memory.get(), STACK); // what the last block's thread left there
-    prepare(&f.context, f.memory.get(), STACK, enter);
-    block->warps[thread / 32].barrier.members++;
-}
-
-inline void run_blocks(std::vector<Block> &blocks, int threads) {
-    int n = (int)blocks.size() * threads;
-    if ((int)fibers.size() < n) fibers.resize(n);
-    for (Block &b : blocks) b.barrier.members = threads, b.warps.assign((threads + 31) / 32, Warp());
-    for (int i = 0; i < n; i++) prepare_fiber(fibers[i], &blocks[i / threads], i % threads);
-    for (int left = n; left > 0;) {
-        bool moved = false;
-        for (int i : turns(n)) {
-            Fiber &f = fibers[i];
-            if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
-            f.waits = NULL;
-            current = i, threadIdx = dim3(f.thread), blockIdx = f.block->index, launch_shared = f.block->shared;
-            turn_to(&scheduler, &f.context);
-            left -= f.done;
-            moved = true;
-        }
-        if (!moved) fail("a barrier that not all threads reach");
-    }
-}
-
-inline void run_grid(dim3 grid, dim3 threads, size_t shared, bool together) {
-    unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
-    if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
-    gridDim = grid, blockDim = threads;
-    std::vector<int> order = turns(n);
-    for (unsigned first = 0; first < n; first += at_once) {
-        std::vector<Block> blocks(at_once);
-        for (unsigned i = 0; i < at_once; i++) {
-            unsigned at = order[first + i];
-            blocks[i].index = dim3(at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y);
-            blocks[i].shared = aligned_alloc(16, (shared + 15) / 16 * 16);
-            memset(blocks[i].shared, 0xff, shared);
-        }
-        run_blocks(blocks, threads.x);
-        for (Block &b : blocks) free(b.shared);
-    }
-}
-
-template <typename T> T exchange(T value, int from) { // what lane `from` brings to the same call
-    Warp &w = warp();
-    int lane = me().thread % 32;
+template <typename T> T exchange(T value, int lane) {
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
-    unsigned turn = w.barrier.generation % 2; // nobody is two calls ahead
-    w.slots[turn][lane] = bits;
-    meet(w.barrier);
-    memcpy(&value, &w.slots[turn][from], sizeof value);
+    bits = exchange_bits(bits, lane);
+    memcpy(&value, &bits, sizeof value);
     return value;
 }
 
@@ -196,13 +67,16 @@ template <typename T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
     return cuda_on_cpu::exchange(value, (threadIdx.x % 32) ^ mask);
 }
 template <typename T> T __shfl_sync(unsigned, T value, int lane, int = 32) { return cuda_on_cpu::exchange(value, lane); }
-static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet(cuda_on_cpu::warp().barrier); }
-static inline void __syncthreads() { cuda_on_cpu::meet(cuda_on_cpu::me().block->barrier); }
+static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet_warp(); }
+static inline void __syncthreads() { cuda_on_cpu::meet_block(); }
 static inline void __nanosleep(unsigned) { cuda_on_cpu::rest(); }
 using std::max;
 using std::min;
-static inline void __threadfence() {}
-template <typename T> T atomicAdd(T *p, T n) { return (*p += n) - n; }
+static inline void __threadfence() { cuda_on_cpu::fence(); }
+template <typename T> T atomicAdd(T *p, T n) {
+    T before = __atomic_fetch_add(p, n, __ATOMIC_RELAXED);
+    return cuda_on_cpu::note_atomic(p, (uint32_t)before), before;
+}
 template <typename T> T __ldg(const T *p) {
     if ((uintptr_t)p % sizeof(T)) cuda_on_cpu::fail("a load that is not aligned");
     return *p;
@@ -258,6 +132,7 @@ struct cudaFuncAttributes { int unused; };
 
 namespace cuda_on_cpu {
 inline cudaGraph_t capture;
+inline int multiprocessors() { const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS"); return s ? atoi(s) : 12; }
 inline size_t free_memory() { const char *s = getenv("CUDA_ON_CPU_MEMORY"); return s ? strtoull(s, NULL, 10) : (size_t)1 << 30; }
 
 inline cudaError_t submit(std::function<void()> work) {
@@ -272,7 +147,7 @@ static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, 12, 1, 227 << 10}; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, 227 << 10}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
@@ -316,7 +191,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
     return cuda_on_cpu::submit([=] {
-        cuda_on_cpu::body = [=] { std::apply(kernel, values); };
-        cuda_on_cpu::run_grid(grid, threads, shared, together);
+        cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
     });
 }

@@ -1,0 +1,292 @@
+// The threads of a GPU as fibers that take turns at barriers and shuffles. With RACES, ThreadSanitizer, under which the
+// kernels are then compiled but not this file, is told what CUDA orders by barriers, by fences around atomics and by waiting
+// for copies, and of nothing else: neither a shuffle nor the lanes' going in step orders memory (CUDA C++ Programming Guide).
+// So it finds two accesses that a GPU might do in the other order, in whatever order they come here.
+#include "cuda_runtime.h"
+#include <ucontext.h>
+#include <map>
+#include <memory>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)0)
+#endif
+#ifdef RACES
+#include <sanitizer/tsan_interface.h>
+extern "C" void __tsan_read_range(void *, unsigned long);
+extern "C" void __tsan_write_range(void *, unsigned long);
+extern "C" void __tsan_java_init(unsigned long from, unsigned long size);
+extern "C" void __tsan_java_alloc(unsigned long from, unsigned long size);
+extern "C" char __bss_start, _end;
+
+// Another block's __shared__ variables lie in other memory, but here they are the same statics. So they are made anew.
+static void renew_shared() {
+    static unsigned long from = ((unsigned long)&__bss_start + 7) & ~7ul, size = ((unsigned long)&_end & ~7ul) - from;
+    static bool known = (__tsan_java_init(from, size), true); // the only memory of which ThreadSanitizer can be told that
+    if (known) __tsan_java_alloc(from, size);
+}
+#else // nobody wants to know
+enum { __tsan_switch_to_fiber_no_sync };
+static inline void *__tsan_create_fiber(unsigned) { return NULL; }
+static inline void *__tsan_get_current_fiber() { return NULL; }
+static inline void __tsan_switch_to_fiber(void *, unsigned) {}
+static inline void __tsan_acquire(void *) {}
+static inline void __tsan_release(void *) {}
+static inline void __tsan_read_range(void *, unsigned long) {}
+static inline void __tsan_write_range(void *, unsigned long) {}
+static inline void renew_shared() {}
+#endif
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace cuda_on_cpu {
+
+void *launch_shared;
+
+// ---- stacks that take turns. ucontext would do, were it not for two system calls at every turn
+
+#ifdef __x86_64__
+typedef void *Context;
+
+__attribute__((naked, noinline)) static void turn_to(Context *, Context *) { // this one's registers out, the other's in
+    __asm__("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15; mov %rsp, (%rdi);"
+            "mov (%rsi), %rsp; pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
+}
+
+static void prepare(Context *c, char *stack, size_t size, void (*start)()) {
+    void **top = (void **)((uintptr_t)(stack + size) / 16 * 16);
+    top[-2] = (void *)start; // where the `ret` goes
+    *c = top - 8;
+}
+#else
+typedef ucontext_t Context;
+
+static void turn_to(Context *from, Context *to) { swapcontext(from, to); }
+
+static void prepare(Context *c, char *stack, size_t size, void (*start)()) {
+    getcontext(c);
+    c->uc_stack.ss_sp = stack, c->uc_stack.ss_size = size;
+    makecontext(c, start, 0);
+}
+#endif
+
+// ---- threads, warps, blocks
+
+struct Barrier { unsigned members = 0, arrived = 0, generation = 0; char order[2]; }; // order: of even generations, of odd
+struct Warp { Barrier barrier, shuffle; uint64_t slots[2][32]; };
+struct Block { dim3 index; Barrier barrier; std::vector<Warp> warps; void *shared; };
+struct Copy { void *to; const void *from; size_t n; };
+struct Fiber {
+    Context context;
+    std::unique_ptr<char[]> memory; // its stack
+    void *watched = NULL;           // what ThreadSanitizer knows it by
+    Block *block;
+    int thread;
+    bool done;
+    Barrier *waits;        // NULL when ready
+    unsigned generation;   // of the barrier when it came
+    std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
+    std::vector<void *> seen; // what atomics have found, until a fence makes it count
+    bool fenced;              // since its last atomic
+};
+
+static std::vector<Fiber> fibers;
+static Context scheduler;
+static void *scheduler_watched;
+static int current;
+static const std::function<void()> *body;
+
+static Fiber &me() { return fibers[current]; }
+static Warp &warp() { return me().block->warps[me().thread / 32]; }
+
+void fail(const char *what) {
+    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
+    abort();
+}
+
+void rest() {
+    __tsan_switch_to_fiber(scheduler_watched, __tsan_switch_to_fiber_no_sync);
+    turn_to(&me().context, &scheduler);
+}
+
+static void open_if_all_came(Barrier &b) {
+    if (b.members && b.arrived == b.members) b.arrived = 0, b.generation++;
+}
+
+static void meet(Barrier &b, bool orders) {
+    unsigned generation = me().generation = b.generation;
+    me().waits = &b;
+    if (orders) __tsan_release(&b.order[generation % 2]); // nobody is two generations ahead
+    b.arrived++;
+    open_if_all_came(b);
+    if (b.generation != generation) me().waits = NULL;
+    else rest();
+    if (orders) __tsan_acquire(&b.order[generation % 2]);
+}
+
+void meet_block() { meet(me().block->barrier, true); }
+void meet_warp() { meet(warp().barrier, true); }
+
+uint64_t exchange_bits(uint64_t bits, int lane) {
+    Warp &w = warp();
+    unsigned turn = w.shuffle.generation % 2;
+    w.slots[turn][me().thread % 32] = bits;
+    meet(w.shuffle, false);
+    return w.slots[turn][lane];
+}
+
+// ---- atomics and fences: what was done before a fence and an atomic comes before what is done after an atomic that found
+// it, and a fence. What a round of a grid's barrier has in common is the top bit of the number that atomics find
+
+static char *round_of(void *p, uint32_t found) { return (char *)p + (found >> 31); }
+
+void note_atomic(void *p, uint32_t before) {
+    if (me().fenced) __tsan_release(round_of(p, before));
+    me().fenced = false;
+    me().seen.push_back(round_of(p, before));
+}
+
+void fence() {
+    for (void *order : me().seen) __tsan_acquire(order);
+    me().seen.clear();
+    me().fenced = true;
+}
+
+#ifdef RACES
+// GCC calls these for volatile reads where it is asked to tell them from others. One that is waiting for a number's top bit
+// to turn has found all of the round before.
+extern "C" void __tsan_volatile_read4(void *p) { me().seen.assign(1, round_of(p, ~*(uint32_t *)p)); }
+extern "C" void __tsan_volatile_write4(void *) {} // many may write the same
+#endif
+
+// ---- copies that are done when they are waited for, and not before
+
+static void do_copy(const Copy &c) { // such that ThreadSanitizer does not see it: for it they were done when sent for
+    for (size_t i = 0; i < c.n; i++) ((volatile char *)c.to)[i] = ((const char *)c.from)[i];
+}
+
+static Copy send_for(void *to, const void *from, size_t n, size_t alignment) {
+    if (((uintptr_t)to | (uintptr_t)from | n) % alignment) fail("a copy that is not aligned");
+    __tsan_read_range((void *)from, n);
+    __tsan_write_range(to, n);
+    return {to, from, n};
+}
+
+void copy_async(void *to, const void *from, size_t n) { me().copies.back().push_back(send_for(to, from, n, n)); }
+void commit_copies() { me().copies.emplace_back(); }
+
+void wait_for_copies(size_t groups) {
+    auto &copies = me().copies;
+    for (; copies.size() - 1 > groups; copies.erase(copies.begin()))
+        for (Copy &copy : copies.front()) do_copy(copy);
+}
+
+// The copy engine: what reports to an arrival is done when that is waited for; its round then changes
+struct Flight { uint32_t round = 0, expected = 0; std::vector<Copy> copies; };
+
+static std::map<void *, Flight> flights;
+
+void expect_nothing(void *arrival) { flights[arrival] = Flight(); }
+void expect(void *arrival, unsigned bytes) { flights.at(arrival).expected += bytes; }
+
+void copy_bulk(void *to, const void *from, unsigned bytes, void *arrival) {
+    flights.at(arrival).copies.push_back(send_for(to, from, bytes, 16));
+    __tsan_release(arrival);
+}
+
+void wait_for_arrival(void *arrival, unsigned round) {
+    Flight &f = flights.at(arrival);
+    for (int turns = 0; f.round == round && !f.expected; rest())
+        if (++turns == 100000) fail("copies that nobody sends for");
+    if (f.round == round) {
+        size_t bytes = 0;
+        for (Copy &copy : f.copies) do_copy(copy), bytes += copy.n;
+        if (bytes != f.expected) fail("copies of another size than expected");
+        f = Flight(), f.round = round ^ 1;
+    }
+    __tsan_acquire(arrival);
+}
+
+// ---- grids
+
+static char begun, ended; // what was done before a launch comes before it; what it does, before all that follows
+
+static void enter() {
+    __tsan_acquire(&begun);
+    (*body)();
+    __tsan_release(&ended);
+    me().done = true;
+    for (Barrier *b : {&me().block->barrier, &warp().barrier, &warp().shuffle}) b->members--, open_if_all_came(*b);
+    rest();
+}
+
+static int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
+
+static std::vector<int> turns(int n) {
+    static uint32_t state = 1;
+    std::vector<int> all(n);
+    for (int i = 0; i < n; i++) all[i] = order() == 1 ? n - 1 - i : i;
+    for (int i = n - 1; i > 0 && order() == 2; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
+    return all;
+}
+
+static const size_t STACK = 64 << 10;
+
+static void prepare_fiber(Fiber &f, Block *block, int thread) {
+    if (!f.memory) f.memory.reset(new char[STACK]);
+    if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, and so kept
+    f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
+    f.copies.assign(1, {});
+    f.seen.clear();
+    ASAN_UNPOISON_MEMORY_REGION(f.memory.get(), STACK); // what the last block's thread left there
+    prepare(&f.context, f.memory.get(), STACK, enter);
+    block->warps[thread / 32].barrier.members++;
+    block->warps[thread / 32].shuffle.members++;
+}
+
+// Blocks with the fibers from `first` on.
+static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
+    int n = (int)blocks.size() * threads;
+    if ((int)fibers.size() < first + n) fibers.resize(first + n);
+    renew_shared();
+    for (Block &b : blocks) b.barrier.members = threads, b.warps.assign((threads + 31) / 32, Warp());
+    for (int i = 0; i < n; i++) prepare_fiber(fibers[first + i], &blocks[i / threads], i % threads);
+    __tsan_release(&begun);
+    for (int left = n; left > 0;) {
+        bool moved = false;
+        for (int i : turns(n)) {
+            Fiber &f = fibers[first + i];
+            if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
+            f.waits = NULL;
+            current = first + i, threadIdx = dim3(f.thread), blockIdx = f.block->index, launch_shared = f.block->shared;
+            __tsan_switch_to_fiber(f.watched, __tsan_switch_to_fiber_no_sync);
+            turn_to(&scheduler, &f.context);
+            left -= f.done;
+            moved = true;
+        }
+        if (!moved) fail("a barrier that not all threads reach");
+    }
+}
+
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &kernel) {
+    unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
+    unsigned sets = std::max(2u, 2048 / threads.x); // of fibers: so many blocks one after another are in no order
+    if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
+    gridDim = grid, blockDim = threads, body = &kernel, scheduler_watched = __tsan_get_current_fiber();
+    std::vector<int> order = turns(n);
+    std::vector<void *> memory;
+    for (unsigned first = 0; first < n; first += at_once) {
+        std::vector<Block> blocks(at_once);
+        for (unsigned i = 0; i < at_once; i++) {
+            unsigned at = order[first + i];
+            blocks[i].index = dim3(at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y);
+            memory.push_back(aligned_alloc(16, (shared + 15) / 16 * 16));
+            blocks[i].shared = memset(memory.back(), 0xff, shared);
+        }
+        run_blocks(blocks, threads.x, first % sets * threads.x);
+    }
+    __tsan_acquire(&ended);
+    for (void *m : memory) free(m);
+}
+
+} // namespace cuda_on_cpu

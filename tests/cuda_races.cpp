@@ -1,0 +1,81 @@
+// What cuda_on_cpu/fibers.cpp has to tell from races: two kernels that are right, and wrong when one thing is missing.
+// Usage: cuda_races MISSING, the number of that thing in the enum
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+
+enum { NOTHING, BLOCK_BEFORE_READ, BLOCK_BEFORE_WRITE, WARP, FENCE_BEFORE, FENCE_AFTER, WARP_AFTER_COPY, ARRIVAL,
+       LAST_FENCE_BEFORE, LAST_FENCE_AFTER };
+
+static __device__ void meet(unsigned *arrived, int missing) { // of blocks that are there together
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (missing != FENCE_BEFORE) __threadfence();
+        unsigned before = atomicAdd(arrived, blockIdx.x ? 1u : 0x80000000u - (gridDim.x - 1));
+        while (((before ^ *(volatile unsigned *)arrived) & 0x80000000u) == 0) __nanosleep(20);
+        if (missing != FENCE_AFTER) __threadfence();
+    }
+    __syncthreads();
+}
+
+// Blocks of 64 threads; x (64 floats for each block), copied (4 times as many).
+static __global__ void together(float *x, const float *copied, unsigned *arrived, int missing) {
+    LAUNCH_SHARED(shared);
+    Arrival *arrival = (Arrival *)(shared + 512);
+    int i = threadIdx.x, other = 64 * (gridDim.x - 1 - blockIdx.x) + i;
+    shared[i] = i;
+    if (missing != BLOCK_BEFORE_READ) __syncthreads();
+    float sum = shared[63 - i]; // of the other warp
+    if (missing != BLOCK_BEFORE_WRITE) __syncthreads();
+    shared[i] = sum;
+    if (missing != WARP) __syncwarp();
+    sum += shared[i ^ 1];
+    x[64 * blockIdx.x + i] = sum;
+    meet(arrived, missing);
+    sum += x[other];
+    meet(arrived, NOTHING);
+    __pipeline_memcpy_async(shared + 4 * i, copied + 4 * i, 16); // each thread for itself
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
+    if (missing != WARP_AFTER_COPY) __syncwarp();
+    sum += shared[4 * (i ^ 1)];
+    __syncthreads();
+    if (i == 0) expect_nothing(arrival);
+    __syncthreads();
+    if (i == 0) expect(arrival, 1024), copy_bulk(shared, copied, 1024, arrival);
+    if (missing != ARRIVAL) has_come(arrival, 0);
+    x[64 * blockIdx.x + i] = sum + shared[i];
+}
+
+// Blocks one after another, whose __shared__ variables are not the same. The last adds up what all have left.
+static __global__ void apart(float *x, const float *copied, unsigned *counter, int missing) {
+    __shared__ float shared;
+    __shared__ bool last;
+    if (threadIdx.x == 0) shared = copied[blockIdx.x];
+    __syncthreads();
+    if (threadIdx.x == 1) x[blockIdx.x] = shared;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        if (missing != LAST_FENCE_BEFORE) __threadfence();
+        last = atomicAdd(counter, 1u) == gridDim.x - 1;
+        if (missing != LAST_FENCE_AFTER) __threadfence();
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 2) x[2] = x[0] + x[1];
+}
+
+int main(int argc, char **argv) {
+    int missing = argc > 1 ? atoi(argv[1]) : 0;
+    float *x, *copied;
+    unsigned *arrived;
+    cudaMalloc(&x, 512), cudaMalloc(&copied, 2048), cudaMalloc(&arrived, 4);
+    cudaMemset(copied, 0, 2048);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeCooperative;
+    cudaLaunchConfig_t config = {dim3(2), dim3(64), 4096, 0, &attribute, 1};
+    for (auto kernel : {together, apart}) {
+        cudaMemset(arrived, 0, 4);
+        cudaLaunchKernelEx(&config, kernel, x, (const float *)copied, arrived, missing);
+        config.numAttrs = 0;
+    }
+    cudaFree(x), cudaFree(copied), cudaFree(arrived);
+}
