@@ -24,9 +24,10 @@ results = "cache/bench/gpu.json"  # what was found
 seconds = 520                     # no step begins that would end later
 steps = ""                        # only these, separated by commas; empty: all
 models = "cache/bench"            # the folder of bench/models.py
-nanogpt = ""                      # a checkout of nanoGPT, to train beside ours
+nanogpt = ""                      # a checkout of nanoGPT, to be trained beside ours
 
 FORMATS = {"15M": ["f32", "bf16", "q8_0", "q4_0"], "1.1B": ["bf16", "q8_0", "q4_0"]}
+TRAINING = ["config/stories110M.py", "--batch_size=16", "--max_seq_len=1024", "--dtype=bfloat16", "--compile=True", "--threads=0"]
 PROMPT = "abc once upon a time there was a little model that had to read a prompt of some length, longer than a tile. " * 3
 START = time.monotonic()
 found = {}
@@ -137,18 +138,24 @@ def text():
     return out | {"f32, -t 0.8 -s 7": "identical" if ours == cpus else "differs"}
 
 
+def milliseconds(work):
+    """The median of 20 times after 3 others, by the GPU's clock."""
+    times = []
+    for _ in range(23):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return round(median(times[3:]), 4)
+
+
 def copy_bandwidth():
     """GB/s of a copy within the device's memory, bytes read and bytes written."""
     x = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
-    y, times = torch.empty_like(x), []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        y.copy_(x)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3)
-    return {"gb_per_s": round(2 * x.numel() / median(times) / 1e9, 1)}
+    y = torch.empty_like(x)
+    return {"gb_per_s": round(2 * x.numel() / milliseconds(lambda: y.copy_(x)) / 1e6, 1)}
 
 
 def speed(shape, program="./runcuda", formats=None):
@@ -215,20 +222,42 @@ def training():
 
 
 def beside():
-    """bench/train.py at the shape of stories110M: tokens/s of ours, and of transformers' Llama."""
+    """bench/train.py at the shape of stories110M: tokens/s of ours, of transformers' Llama, and of nanoGPT."""
     file = Path("cache/bench/train.json")
-    call(sys.executable, "bench/train.py", "config/stories110M.py", "--batch_size=16", "--max_seq_len=1024",
-         "--dtype=bfloat16", "--compile=True", "--hf=True", "--threads=0", "--steps=10", f"--json_file={file}", limit=150)
-    return {row["program"]: {"tok_s": round(row["tokens_per_sec"]), "mfu": round(row["mfu"], 1)}
-            for row in json.loads(file.read_text())["programs"]}
+    call(sys.executable, "bench/train.py", *TRAINING, "--hf=True", "--steps=10", f"--nanogpt={nanogpt}",
+         f"--json_file={file}", limit=200)
+    rows = {row["program"]: row for row in json.loads(file.read_text())["programs"]}
+    out = {name: {"tok_s": round(row["tokens_per_sec"]), "mfu": round(row["mfu"], 1)} for name, row in rows.items()}
+    if nanogpt:
+        ours, theirs = (rows[f"{name}, compiled"]["tokens_per_sec"] for name in ("ours", "nanoGPT"))
+        out["ours over nanoGPT"] = round(ours / theirs, 2)
+    return out
 
 
-def nanogpt_training():
-    """nanoGPT's own bench.py at GPT-2 small's shape: 12 layers of 768, context 1024."""
-    said = call(sys.executable, "bench.py", "--real_data=False", "--batch_size=16", "--compile=True", cwd=nanogpt,
-                limit=150).decode()
-    ms = float(re.search(r"time per iteration: ([\d.]+)ms", said)[1])
-    return {"tok_s": round(16 * 1024 / ms * 1e3)}
+def profile():
+    """Where the time of a step goes; the whole list is in cache/bench."""
+    said = call(sys.executable, "bench/train.py", *TRAINING, "--profile=ours, compiled", "--steps=5", limit=150).decode()
+    Path("cache/bench/profile.txt").write_text(said)
+    lines = said.strip().splitlines()
+    return {"step": lines[0].partition(": ")[2]} | {f"{i}.": line.strip() for i, line in enumerate(lines[1:13], 1)}
+
+
+def attention():
+    """ms of attention, forward and backward, at the shape of a step of stories110M, by each of PyTorch's kernels."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    q, k, v = (torch.randn(16, 12, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def once():
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(q.detach())
+
+    out = {"as chosen": milliseconds(once)}
+    for name in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            try:
+                out[name.lower()] = milliseconds(once)
+            except RuntimeError as e:
+                out[name.lower()] = str(e).splitlines()[0]
+    return out
 
 
 def resume():
@@ -249,8 +278,8 @@ def resume():
 STEPS = [("machine", machine, 5), ("build", build, 40), ("copy", copy_bandwidth, 5), ("ops", ops, 30),
          ("logits", logits, 20), ("text", text, 20), ("speed 15M", lambda: speed("15M"), 20),
          ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("variants", variants, 45),
-         ("sampling", sampling, 10), ("resume", resume, 40), ("sanitizers", sanitizers, 60), ("beside", beside, 100),
-         ("nanogpt", nanogpt_training, 100), ("tests", tests, 60)]
+         ("sampling", sampling, 10), ("resume", resume, 40), ("sanitizers", sanitizers, 60), ("beside", beside, 120),
+         ("attention", attention, 5), ("profile", profile, 50), ("tests", tests, 60)]
 
 
 def short(value):
@@ -264,7 +293,7 @@ def main():
     Path(results).parent.mkdir(parents=True, exist_ok=True)
     wanted, making = steps.split(",") if steps else None, start_models()
     for name, step, expected in STEPS:
-        if (wanted and name not in wanted) or (name == "nanogpt" and not nanogpt):
+        if wanted and name not in wanted:
             continue
         if name == "logits":
             [process.wait() for process in making]

@@ -1,9 +1,10 @@
 """
-The speed of a training step, ours beside llama2.c's and Hugging Face's, on the same sizes and the same tokens.
+The speed of a training step, ours beside llama2.c's, nanoGPT's and Hugging Face's, on the same sizes and the same tokens.
 
     python bench/train.py                                    ours, at the stories15M shape
     python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
+    python bench/train.py --profile="ours, compiled"         where the time of its step goes
 
 A step is forward, backward, clipping and the optimizer. Every program runs in a process of its own, so that its peak
 memory is its own; they take turns, a few steps each, and the median of the turns counts. Weights and tokens are random.
@@ -34,10 +35,12 @@ device = "auto"     # auto, cpu, cuda
 samples = 5         # turns of each program
 steps = 2           # steps of a turn
 llama2c = ""        # folder of llama2.c, to measure its model.py
+nanogpt = ""        # folder of nanoGPT, to measure its model.py, compiled where ours is; GPT-2's blocks cost what ours do
 hf = False          # measure LlamaForCausalLM of transformers
 muon = False        # measure ours with Muon as well
 compile = False     # measure ours under torch.compile as well
 recompute = False   # measure ours with activation checkpointing as well
+profile = ""        # instead: the operations that take this program's time
 json_file = ""      # the result goes here
 worker = ""         # internal: be this program
 
@@ -74,6 +77,17 @@ def build_llama2c(place):
     return model, opt, loss_of, 0
 
 
+def build_nanogpt(place):
+    a = sizes()
+    sys.path.insert(0, nanogpt)
+    sys.modules.pop("model", None)
+    from model import GPT, GPTConfig
+    model = GPT(GPTConfig(vocab_size=vocab_size, block_size=max_seq_len, n_layer=a["n_layers"], n_head=a["n_heads"],
+                          n_embd=a["dim"], dropout=0.0, bias=False)).to(place)
+    opt = model.configure_optimizers(0.1, 5e-4, (0.9, 0.95), place.type)
+    return model, opt, lambda net, x, y: net(x, y)[1], 0
+
+
 def build_hf(place):
     from transformers import LlamaConfig, LlamaForCausalLM
     from model import ModelArgs
@@ -89,12 +103,12 @@ def build_hf(place):
 PROGRAMS = {
     "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
     "ours, compiled": lambda place: build_ours(place, "adamw"), "ours, recompute": lambda place: build_ours(place, "adamw"),
-    "llama2.c": build_llama2c, "transformers": build_hf,
+    "llama2.c": build_llama2c, "nanoGPT": build_nanogpt, "nanoGPT, compiled": build_nanogpt, "transformers": build_hf,
 }
 
 
-def work(name):
-    """The program: a line in, `steps` steps, a line out with their seconds, the last loss and the peak memory."""
+def make(name):
+    """The program: step() -> its loss, the device, and the FLOPs of a token, 0 where they are not counted."""
     place = parallel.setup(device)
     torch.manual_seed(1)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the turns
@@ -114,6 +128,12 @@ def work(name):
         opt.zero_grad()
         return loss.detach()  # else its graph lies between the next step's tensors
 
+    return step, place, flops
+
+
+def work(name):
+    """A line in, `steps` steps, a line out with their seconds, the last loss and the peak memory."""
+    step, place, flops = make(name)
     for _ in sys.stdin:
         start = time.perf_counter()
         for _ in range(steps):
@@ -121,6 +141,30 @@ def work(name):
         last = loss.item()  # waits for an asynchronous device
         print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": parallel.peak_memory(place) / 2 ** 20,
                           "flops": flops}), flush=True)
+
+
+def show_profile(name):
+    """Prints what takes most of a step's time: on a GPU its kernels, else PyTorch's operations."""
+    from torch.profiler import ProfilerActivity, profile
+    step, place, _ = make(name)
+    on_gpu = place.type == "cuda"
+
+    def several(n):
+        start = time.perf_counter()
+        for _ in range(n):
+            loss = step()
+        loss.item()  # waits for an asynchronous device
+        return time.perf_counter() - start
+
+    several(3)  # compilation, and what happens once
+    seconds = several(steps)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as watched:
+        several(steps)
+    rows = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in watched.key_averages()]
+    busy = sum(us for us, _, _ in rows) * 1e-6
+    print(f"{name}: {seconds / steps * 1e3:.1f} ms a step, {busy / steps * 1e3:.1f} of them in what is listed")
+    for us, count, key in sorted(rows, reverse=True)[:25]:
+        print(f"{us / steps * 1e-3:>9.2f} ms {100e-6 * us / busy:>5.1f} % {count / steps:>7.1f} x  {key[:110]}")
 
 
 def turn(process):
@@ -140,7 +184,8 @@ def best_product():
 def main():
     peak = [best_product()]
     chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile + ["ours, recompute"] * recompute
-    chosen += ["llama2.c"] * bool(llama2c) + ["transformers"] * hf
+    chosen += ["llama2.c"] * bool(llama2c) + ["nanoGPT, compiled" if compile else "nanoGPT"] * bool(nanogpt)
+    chosen += ["transformers"] * hf
     processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
     first = {name: turn(process) for name, process in processes.items()}  # warm-up, and compilation
@@ -165,9 +210,9 @@ def report(first, turns, peak):
                      "first_turn_s": first[name]["seconds"]})
     print(f"{preset}, batch {batch_size} x {max_seq_len}, {dtype}, {threads} threads, torch {torch.__version__}; "
           f"a matmul of this machine: {peak / 1e9:.0f} GFLOP/s")
-    print(f"{'program':<16}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}{'loss':>8}{'first turn s':>14}")
+    print(f"{'program':<18}{'tok/s':>8}{'from':>8}{'to':>8}{'ours is':>9}{'MFU %':>7}{'MiB':>7}{'loss':>8}{'first turn s':>14}")
     for r in rows:
-        print(f"{r['program']:<16}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}{r['fastest']:>8.0f}"
+        print(f"{r['program']:<18}{r['tokens_per_sec']:>8.0f}{r['slowest']:>8.0f}{r['fastest']:>8.0f}"
               f"{rows[0]['tokens_per_sec'] / r['tokens_per_sec']:>8.2f}x{r['mfu']:>7.1f}{r['mib']:>7.0f}{r['loss']:>8.3f}"
               f"{r['first_turn_s']:>14.1f}")
     if json_file:
@@ -182,4 +227,6 @@ if __name__ == "__main__":
         torch.set_num_threads(threads)
     if dtype not in ("float32", "bfloat16"):
         fail(f"--dtype={dtype}: expected float32 or bfloat16")
-    work(worker) if worker else main()
+    if profile and profile not in PROGRAMS:
+        fail(f"--profile={profile}: expected one of {'; '.join(PROGRAMS)}")
+    work(worker) if worker else show_profile(profile) if profile else main()
