@@ -283,13 +283,11 @@ static __host__ __device__ unsigned padded(unsigned i) { return i + i / 32 * 4; 
 
 enum { ROWS = 2, UNROLL = 2 };
 
-// Adds to each row's sum the product of its unit with numbers i, i + 1, ... of xs; i is a multiple of N.
+// Adds to each row's sum the product of its unit with the N numbers at xs, between which there is no room.
 template <Type type>
-static __device__ void multiply_units(const typename Format<type>::Unit units[ROWS], const float *xs, int i,
-                                      float sum[ROWS]) {
+static __device__ void multiply_units(const typename Format<type>::Unit units[ROWS], const float *xs, float sum[ROWS]) {
     const int N = Format<type>::N;
     float x[N], w[N];
-    xs += padded(i); // there is no room between the numbers of a unit
 #pragma unroll
     for (int j = 0; j < N; j += 4) {
         float4 four = *(const float4 *)(xs + j);
@@ -325,7 +323,7 @@ template <Type type> struct Batch {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
             int i = (unit + 32 * u) * Format<type>::N;
-            if (i < cols) multiply_units<type>(units[u], xs, i, sum);
+            if (i < cols) multiply_units<type>(units[u], xs + padded(i), sum);
         }
     }
 };
@@ -970,7 +968,7 @@ typedef struct {
     void *pinned;                // the caller's logits, once pinned
     size_t pinned_size;
     const uint4 *weights;        // all of them
-    size_t weights_size;         // bytes
+    size_t weights_size, numbers_size; // bytes of all, and of all but the scales
     Cache cache;                 // of all layers; its pointers are layer 0's
     bool exact;                  // the cache holds float, else __half
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
@@ -1056,7 +1054,7 @@ static void launch_token(Cuda *c, int token, int pos) {
     cudaLaunchAttribute together = {}; // all blocks on the GPU at the same time
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
-    WholeToken *kernel = whole_token_of(c->token.jobs[QKV].w[0].type, c->token.jobs[LOGITS].w[0].type);
+    WholeToken *kernel = whole_token_of(c->token.jobs[QKV].w.type, c->token.jobs[LOGITS].w.type);
     c->token.logits = c->logits;
     start(c, &together, kernel, c->multiprocessors, 32 * TEAM, shared_of(c->token), c->token, token, pos);
     if (c->out)
@@ -1353,7 +1351,7 @@ static double bandwidth(Backend *b, const void *, size_t n) {
 // ----------------------------------------------------------------------------
 // Opening: the weights go to the device
 
-// A matrix on the device: its numbers, and behind them, from the next multiple of 256 on, its scales.
+// Bytes of a matrix on the device, where first the numbers of all matrices lie, and then all their scales.
 typedef struct { size_t numbers, scales; } Size;
 
 static Size size_of(const Mat *m) {
@@ -1367,8 +1365,9 @@ static Size size_of(const Mat *m) {
     }
 }
 
-static size_t aligned(size_t n) { return (n + 255) / 256 * 256; }
-static size_t bytes_of(const Mat *m) { return aligned(size_of(m).numbers) + aligned(size_of(m).scales); }
+static size_t aligned(size_t n, size_t to) { return (n + to - 1) / to * to; }
+static size_t numbers_of(const Mat *m) { return aligned(size_of(m).numbers, sizeof(uint4)); } // rows in whole units follow
+static size_t scales_of(const Mat *m) { return aligned(size_of(m).scales, sizeof(float)); }    // each other without a gap
 
 // Every matrix once. A tied output is the embedding.
 static std::vector<Mat *> matrices(Weights *w, int n_layers) {
@@ -1427,9 +1426,8 @@ static void upload_blocks(Upload *u, char *numbers, char *scales, const void *fr
     }
 }
 
-static void upload_matrix(Upload *u, char *to, Mat *m) {
+static void upload_matrix(Upload *u, char *to, char *scales, Mat *m) {
     Size size = size_of(m);
-    char *scales = to + aligned(size.numbers);
     size_t blocks = (size_t)m->rows * m->cols / 32;
     if (m->type == Q8_0) upload_blocks<32>(u, to, scales, m->data, blocks);
     else if (m->type == Q4_0) upload_blocks<16>(u, to, scales, m->data, blocks);
@@ -1445,16 +1443,16 @@ static void upload(Cuda *c, Weights *w) {
     Upload u = {};
     u.stream = c->stream;
     u.total = c->weights_size;
-    char *to = (char *)c->weights;
+    char *numbers = (char *)c->weights, *scales = numbers + c->numbers_size;
     bool tied = w->output.data == w->token_embedding.data;
     for (int i = 0; i < 2; i++) {
         CUDA(cudaMallocHost((void **)&u.pieces[i], PIECE));
         CUDA(cudaEventCreateWithFlags(&u.gone[i], cudaEventDisableTiming));
     }
     for (Mat *m : matrices(w, c->config.n_layers)) {
-        size_t bytes = bytes_of(m);
-        upload_matrix(&u, to, m);
-        to += bytes;
+        size_t n = numbers_of(m), n_scales = scales_of(m);
+        upload_matrix(&u, numbers, scales, m);
+        numbers += n, scales += n_scales;
     }
     if (tied) w->output = w->token_embedding;
     CUDA(cudaStreamSynchronize(c->stream));
@@ -1547,7 +1545,9 @@ static const char *take_memory(Cuda *c, Weights *w) {
     size_t activations = sizeof(float) * rows * (3 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
     activations += sizeof(float) * (config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * c->cache.positions * config->head_dim;
-    for (Mat *m : matrices(w, config->n_layers)) c->weights_size += bytes_of(m);
+    for (Mat *m : matrices(w, config->n_layers))
+        c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
+    c->weights_size += c->numbers_size;
     double gib = 1 << 30, needed = (double)c->weights_size + 2.0 * half + activations;
     CUDA(cudaMemGetInfo(&free_bytes, &total));
     bool ok = needed <= free_bytes
@@ -1572,45 +1572,47 @@ static const char *take_memory(Cuda *c, Weights *w) {
 
 #if FUSED
 
-// The step from layer 0's matrices to layer l's, in bytes, where it is the same for all of the layer; else 0.
-static size_t step_of(const Layer *first, const Layer *layer) {
-    const Mat *a[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo, &first->ffn_norm,
-                      &first->w1, &first->w3, &first->w2};
-    size_t step = (const char *)layer->wq.data - (const char *)first->wq.data;
-    for (const Mat *m : a) {
-        const Mat *other = (const Mat *)((const char *)layer + ((const char *)m - (const char *)first));
-        bool alike = other->type == m->type && (const char *)other->data == (const char *)m->data + step
-                  && (!m->scales || (const char *)other->scales == (const char *)m->scales + step);
-        if (!alike) return 0;
+// Whether all of layer l lies l strides from layer 0.
+static bool is_in_step(const Layer *first, size_t l, Stride stride) {
+    const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo, &first->ffn_norm,
+                        &first->w1, &first->w3, &first->w2};
+    for (const Mat *m : all) {
+        const Mat *other = (const Mat *)((const char *)(first + l) + ((const char *)m - (const char *)first));
+        if (other->type != m->type || (const char *)other->data != (const char *)m->data + l * stride.numbers) return false;
+        if (m->scales && (const char *)other->scales != (const char *)m->scales + l * stride.scales) return false;
     }
-    return step;
-}
-
-// Whether all that layers multiply is of one type, in whole units, and lies alike in all of them.
-static bool is_uniform(const Weights *w, int n_layers, size_t *stride) {
-    const Layer *first = w->layers;
-    for (const Mat *m : {&first->wq, &first->wk, &first->wv, &first->wo, &first->w1, &first->w3, &first->w2})
-        if (m->type != first->wq.type || !has_units(m)) return false;
-    *stride = n_layers > 1 ? step_of(first, first + 1) : 0;
-    for (int l = 1; l < n_layers; l++)
-        if (!*stride || step_of(first, first + l) != l * *stride) return false;
     return true;
 }
 
-static Job job_of(std::vector<Mat> matrices, const Mat *norm, bool gate, int blocks) {
+// Whether all that layers multiply is of one type, in whole units, and lies alike in all of them; the way to the next.
+static bool is_uniform(const Weights *w, int n_layers, Stride *stride) {
+    const Layer *first = w->layers, *next = first + (n_layers > 1);
+    for (const Mat *m : {&first->wq, &first->wk, &first->wv, &first->wo, &first->w1, &first->w3, &first->w2})
+        if (m->type != first->wq.type || !has_units(m)) return false;
+    stride->numbers = (const char *)next->wq.data - (const char *)first->wq.data;
+    stride->scales = first->wq.scales ? (const char *)next->wq.scales - (const char *)first->wq.scales : 0;
+    for (int l = 1; l < n_layers; l++)
+        if (!is_in_step(first, l, *stride)) return false;
+    return true;
+}
+
+// Whether the rows of b follow those of a as if they were one matrix's; a becomes that.
+static bool join(Mat *a, const Mat &b) {
+    Size size = size_of(a);
+    bool whole = a->type != INT8_GROUPS || (size_t)a->rows * a->cols % a->group == 0;
+    bool follows = (const char *)b.data == (const char *)a->data + size.numbers
+                && (!a->scales || (const char *)b.scales == (const char *)a->scales + size.scales);
+    a->rows += b.rows;
+    return whole && follows;
+}
+
+static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {
     Job job = {};
-    size_t row = size_of(&matrices[0]).numbers / matrices[0].rows; // bytes
-    int ends[4] = {0}, n = 0;
-    for (const Mat &m : matrices) {
-        job.w[n] = m;
-        job.rows[n] = (const char *)m.data - (gate ? 0 : ends[n] * row);
-        n++, ends[n] = ends[n - 1] + m.rows;
-    }
-    job.n_rows = ends[n];
-    job.ends[0] = ends[1], job.ends[1] = n > 1 ? ends[2] : ends[1];
-    int pairs = gate ? matrices[0].rows : (job.n_rows + 1) / 2;
+    job.w = matrix;
+    job.units = (int)(size_of(&matrix).numbers / matrix.rows / sizeof(uint4)), job.pieces = blocks_for(job.units, 32 * UNITS);
+    job.between = gate ? job.units : 2 * job.units, job.apart = gate ? (size_t)matrix.rows / 2 * job.units : job.units;
+    int pairs = (matrix.rows + 1) / 2;
     job.share = pairs / blocks, job.rest = pairs % blocks;
-    job.units = (int)(row / sizeof(uint4)), job.pieces = blocks_for(job.units, 32 * UNITS);
     job.hop_pairs = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
     job.norm = norm ? (const float *)norm->data : NULL;
     return job;
@@ -1623,14 +1625,16 @@ static void open_token(Cuda *c, const Weights *w) {
     int blocks = c->multiprocessors;
     Token t = {};
     const void *kernel = (const void *)whole_token_of(l->wq.type, w->output.type);
+    Mat qkv = l->wq, gate = l->w1;
     if (!c->cooperative || !kernel || !has_units(&w->output) || !is_uniform(w, config->n_layers, &t.stride)) return;
-    t.jobs[QKV] = job_of({l->wq, l->wk, l->wv}, &l->attention_norm, false, blocks);
-    t.jobs[OUT] = job_of({l->wo}, NULL, false, blocks);
-    t.jobs[GATE] = job_of({l->w1, l->w3}, &l->ffn_norm, true, blocks);
-    t.jobs[DOWN] = job_of({l->w2}, NULL, false, blocks);
-    t.jobs[LOGITS] = job_of({w->output}, &w->norm, false, blocks);
+    if (!join(&qkv, l->wk) || !join(&qkv, l->wv) || !join(&gate, l->w3)) return;
+    t.jobs[QKV] = job_of(qkv, &l->attention_norm, false, blocks);
+    t.jobs[OUT] = job_of(l->wo, NULL, false, blocks);
+    t.jobs[GATE] = job_of(gate, &l->ffn_norm, true, blocks);
+    t.jobs[DOWN] = job_of(l->w2, NULL, false, blocks);
+    t.jobs[LOGITS] = job_of(w->output, &w->norm, false, blocks);
     t.n_layers = config->n_layers, t.table = w->token_embedding, t.cache = c->cache, t.splits = c->splits;
-    t.cache_stride = (c->exact ? sizeof(float) : sizeof(__half)) * c->cache.n_kv_heads * c->cache.positions * c->cache.width;
+    t.stride.cache = (c->exact ? sizeof(float) : sizeof(__half)) * c->cache.n_kv_heads * c->cache.positions * c->cache.width;
     t.rotation = c->rotation, t.norm_eps = config->norm_eps, t.pieces = c->pieces, t.best = c->best;
     int wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim;
     t.desk = (std::max<size_t>(padded(wide), sizeof(Desk) / sizeof(float)) + 3) / 4 * 4;

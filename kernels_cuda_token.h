@@ -6,10 +6,14 @@
 // products, attention and barriers as well, and memory never rests (compare Spector et al. 2025, "Look ma, no bubbles").
 #pragma once
 
+#ifndef SLOT_UNITS
+#define SLOT_UNITS 4
+#endif
+
 enum {
-    TEAM = WARPS + 1, // warps of a block: WARPS multiply, and the last, which has no weights on their way, meets the grid
-    UNITS = 4,        // 16-byte units that a lane has of a row in a slot
-    SLOTS_MAX = 8,    // of a warp
+    TEAM = WARPS + 1,   // warps of a block: WARPS multiply, and the last, which has no weights on their way, meets the grid
+    UNITS = SLOT_UNITS, // 16-byte units that a lane has of a row in a slot
+    SLOTS_MAX = 8,      // of a warp
     SLOT = ROWS * UNITS * 32 * sizeof(uint4), // bytes
 };
 
@@ -98,22 +102,23 @@ static __device__ void await(Arrival *, unsigned, int slots) {
 // The products of a layer, and the last one.
 enum { QKV, OUT, GATE, DOWN, LOGITS, ROLES };
 
-// A product, in pairs of rows: rows 2 i and 2 i + 1 of the matrices one after another; of GATE, row i of w1 and of w3.
-// Pointers are those of layer 0.
+// A product, in pairs of rows: rows 2 i and 2 i + 1; of GATE, row i of w1 and of w3. Pointers are those of layer 0.
 typedef struct {
-    Mat w[3];
-    const char *rows[3];       // where row 0 would be, were all rows of its length before the matrix's first
-    int ends[2];               // rows up to the end of the first matrix, and of the second
-    int n_rows, units, pieces; // of all; units of a row, and pieces: 32 * UNITS of them at most
+    Mat w;                     // of QKV the rows of q, k and v, of GATE those of w1 and w3, as one matrix
+    int units, pieces;         // of a row; pieces of 32 * UNITS of them at most
+    int between;               // units from a pair's first row to the next pair's
+    size_t apart;              // units from a pair's first row to its second
     int share, rest;           // pairs of each block, and how many blocks have one more
     int hop_pairs, hop_pieces; // from a piece to the one WARPS further on
     const float *norm;         // (cols,) weights of the RMSNorm before it, NULL where there is none
 } Job;
 
+typedef struct { size_t numbers, scales, cache; } Stride; // bytes from one layer to the next
+
 typedef struct {
     Job jobs[ROLES];
     int n_layers, slots;
-    size_t stride, cache_stride; // bytes from one layer to the next, of weights and of keys and values
+    Stride stride;
     Mat table;                   // token embedding
     Cache cache;
     int splits;                  // most blocks that share a head
@@ -168,8 +173,7 @@ static __device__ void meet_grid(unsigned *arrived) {
 // Blocks that have one pair more than others take turns at it.
 struct Cursor {
     int step;        // 4 * layer + role
-    int role;
-    size_t offset;   // bytes from layer 0's weights
+    int role, layer; // layer 0 for LOGITS
     int first, n;    // pairs of this product that are the block's
     int pair, piece; // of those, and of its rows
     int turn;        // first block that has a pair more in the next product
@@ -178,7 +182,7 @@ struct Cursor {
 
     __device__ void enter(const Token &t, int next) {
         bool last = next >= 4 * t.n_layers;
-        step = next, role = last ? LOGITS : next % 4, offset = last ? 0 : next / 4 * t.stride;
+        step = next, role = last ? LOGITS : next % 4, layer = last ? 0 : next / 4;
         const Job &job = t.jobs[role];
         int place = (int)blockIdx.x - turn, blocks = gridDim.x;
         if (place < 0) place += blocks;
@@ -201,29 +205,18 @@ struct Cursor {
 
     __device__ void next(const Token &t) { advance(t, t.jobs[role].hop_pairs, t.jobs[role].hop_pieces); }
 
-    // Row r of the pair and the matrix it is in; rows are counted over all matrices, but those of GATE
-    __device__ Place row(const Job &job, int r) const {
-        if (role == GATE) return {r, first + pair};
-        int row = min(2 * (first + pair) + r, job.n_rows - 1); // their number may be odd
-        return {(row >= job.ends[0]) + (row >= job.ends[1]), row};
-    }
-
-    // The piece's first unit, and how many follow to the end of the row
-    __device__ int unit() const { return piece * 32 * UNITS; }
-    __device__ int left(const Token &t) const { return t.jobs[role].units - unit(); }
+    // The piece's first unit, of all rows; and how many follow to the end of the row. Where the number of rows is odd, the
+    // last pair's second row is what lies behind, which the product of is not used
+    __device__ size_t unit(const Job &job) const { return (size_t)(first + pair) * job.between + piece * 32 * UNITS; }
+    __device__ int left(const Job &job) const { return job.units - piece * 32 * UNITS; }
 };
 
 // Sends for the weights at the cursor.
 static __device__ void fetch(const Token &t, const Cursor &at, uint4 *slot, Arrival *arrival) {
     if (at.ended(t)) return send(arrival, NULL, NULL, NULL, 0);
     const Job &job = t.jobs[at.role];
-    const uint4 *from[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        Place row = at.row(job, r);
-        from[r] = (const uint4 *)(job.rows[row.part] + at.offset) + (size_t)row.row * job.units + at.unit();
-    }
-    send(arrival, slot, from[0], from[1], min(at.left(t), 32 * UNITS));
+    const uint4 *row = (const uint4 *)((const char *)job.w.data + at.layer * t.stride.numbers) + at.unit(job);
+    send(arrival, slot, row, row + job.apart, min(at.left(job), 32 * UNITS));
 }
 
 // The scales of the weights at a cursor. They are too small to be sent for, and are loaded one piece ahead.
@@ -233,27 +226,25 @@ template <typename Scale> struct Scales {
     template <Type type> __device__ void load(const Token &t, const Cursor &at) {
         if (at.ended(t)) return;
         const Job &job = t.jobs[at.role];
-        int lane = threadIdx.x % 32, left = at.left(t);
+        int lane = threadIdx.x % 32, left = at.left(job);
+        Mat w = job.w;
+        w.scales = (const char *)w.scales + at.layer * t.stride.scales;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            Place row = at.row(job, r);
-            if (row.part && at.role != GATE) row.row -= job.ends[row.part - 1];
-            Mat w = job.w[row.part];
-            w.scales = (const char *)w.scales + at.offset;
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                size_t unit = (size_t)row.row * job.units + at.unit() + 32 * u + lane;
+                size_t unit = at.unit(job) + r * job.apart + 32 * u + lane;
                 if (32 * u + lane < left) of[u][r] = Format<type>::scale_at(w, unit * Format<type>::N);
             }
         }
     }
 };
 
-// Adds up each lane's part of the product of a slot, of which `left` units are there, with xs from number i on. Where it is
-// a whole one there are no branches between the loads.
+// Adds up each lane's part of the product of a slot, of which `left` units are there, with the lane's first numbers x of
+// xs. Where it is a whole one there are no branches between the loads.
 template <Type type, bool whole>
 static __device__ void multiply_slot(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales,
-                                     const float *xs, int i, int left, float sum[ROWS]) {
+                                     const float *x, int left, float sum[ROWS]) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -261,16 +252,26 @@ static __device__ void multiply_slot(const uint4 *slot, const Scales<typename Fo
         typename Format<type>::Unit units[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; r++) units[r] = Format<type>::unit(slot[(r * UNITS + u) * 32 + lane], scales.of[u][r]);
-        multiply_units<type>(units, xs, i + (32 * u + lane) * Format<type>::N, sum);
+        multiply_units<type>(units, x + u * padded(32 * Format<type>::N), sum);
     }
 }
 
 template <Type type>
-static __device__ void multiply_piece(const Token &t, const Cursor &at, const uint4 *slot,
+static __device__ void multiply_piece(const Job &job, const Cursor &at, const uint4 *slot,
                                       const Scales<typename Format<type>::Scale> &scales, const float *xs, float sum[ROWS]) {
-    int i = at.unit() * Format<type>::N, left = at.left(t);
-    if (left >= 32 * UNITS) multiply_slot<type, true>(slot, scales, xs, i, left, sum);
-    else multiply_slot<type, false>(slot, scales, xs, i, left, sum);
+    const int N = Format<type>::N;
+    const float *x = xs + padded(threadIdx.x % 32 * N) + at.piece * padded(32 * UNITS * N);
+    int left = at.left(job);
+    if (left >= 32 * UNITS) multiply_slot<type, true>(slot, scales, x, left, sum);
+    else multiply_slot<type, false>(slot, scales, x, left, sum);
+}
+
+// The warp's sum of a, for its lower half; of b, for its upper half.
+static __device__ float half_warp_sums(float a, float b) {
+    bool upper = threadIdx.x & 16;
+    float x = (upper ? b : a) + __shfl_xor_sync(ALL_LANES, upper ? a : b, 16, 32);
+    for (int i = 8; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i, 32);
+    return x;
 }
 
 // Brings what the job multiplies to shared memory. Where an RMSNorm comes first, its weights are in it and sums are those
@@ -278,10 +279,10 @@ static __device__ void multiply_piece(const Token &t, const Cursor &at, const ui
 static __device__ void load_x(const Token &t, const Cursor &at, int splits, const Shared &s) {
     enum { AT_ONCE = 4 }; // loads under way
     const float4 none = {0, 0, 0, 0}, one = {1, 1, 1, 1};
-    int cols = t.jobs[at.role].w[0].cols, step = 32 * TEAM, head_dim = t.cache.head_dim;
+    int cols = t.jobs[at.role].w.cols, step = 32 * TEAM, head_dim = t.cache.head_dim;
     const float4 *from = (const float4 *)(at.role == OUT ? t.attended : at.role == DOWN ? t.h : t.x);
     const float4 *norm = (const float4 *)t.jobs[at.role].norm;
-    if (norm) norm = (const float4 *)((const char *)norm + at.offset);
+    if (norm) norm = (const float4 *)((const char *)norm + at.layer * t.stride.numbers);
     float4 x[AT_ONCE], w[AT_ONCE];
     float sum = 0;
     bool in_pieces = at.role == OUT && splits > 1;
@@ -311,12 +312,12 @@ static __device__ void prefetch_for_next(const Token &t, const Cursor &at, const
     Cursor next = {};
     next.enter(t, at.step + 1);
     const char *norm = next.ended(t) ? NULL : (const char *)t.jobs[next.role].norm;
-    size_t bytes = sizeof(float) * t.jobs[LOGITS].w[0].cols, line = threadIdx.x * gridDim.x + blockIdx.x;
-    if (norm && 128 * line < bytes) prefetch(norm + next.offset + 128 * line); // all of it, by all blocks
+    size_t bytes = sizeof(float) * t.jobs[LOGITS].w.cols, line = threadIdx.x * gridDim.x + blockIdx.x;
+    if (norm && 128 * line < bytes) prefetch(norm + next.layer * t.stride.numbers + 128 * line); // all of it, by all blocks
     int h = blockIdx.x;
     if (at.role != QKV || h >= cache.n_heads) return;
     size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
-    size_t width = t.cache_stride / ((size_t)cache.n_kv_heads * cache.positions); // bytes
+    size_t width = t.stride.cache / ((size_t)cache.n_kv_heads * cache.positions); // bytes
     for (size_t i = 128 * threadIdx.x; i < n * width; i += 128 * 32 * TEAM) {
         prefetch((const char *)cache.keys + head * width + i);
         prefetch((const char *)cache.values + head * width + i);
@@ -327,7 +328,7 @@ static __device__ void prefetch_for_next(const Token &t, const Cursor &at, const
 template <typename Number>
 static __device__ Largest use_pair(const Token &t, int role, const Cache &cache, int pos, int pair, float a, float b) {
     Largest found = {-INFINITY, 0x7fffffff};
-    int i = 2 * pair, dim = t.jobs[QKV].w[0].rows, kv_dim = t.jobs[QKV].w[1].rows, head_dim = t.cache.head_dim;
+    int i = 2 * pair, head_dim = cache.head_dim, dim = cache.n_heads * head_dim, kv_dim = cache.n_kv_heads * head_dim;
     if (role == QKV) {
         bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
         if (!is_q) i -= is_k ? dim : dim + kv_dim;
@@ -337,7 +338,7 @@ static __device__ Largest use_pair(const Token &t, int role, const Cache &cache,
     } else if (role == GATE) {
         t.h[pair] = a / (1 + expf(-a)) * b;
     } else if (role == LOGITS) {
-        bool two = i + 1 < t.jobs[LOGITS].w[0].rows;
+        bool two = i + 1 < t.jobs[LOGITS].w.rows;
         t.logits[i] = a;
         if (two) t.logits[i + 1] = b;
         found = finite(a, i);
@@ -404,7 +405,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
     Cursor at = {}; // the block's; a warp's may be ahead of it
     for (at.enter(t, 0); !at.ended(t); at.enter(t, at.step + 1)) {
         const Job &job = t.jobs[at.role];
-        size_t cached = at.step / 4 * t.cache_stride;
+        size_t cached = at.step / 4 * t.stride.cache;
         Cache cache = t.cache;
         cache.keys = (char *)cache.keys + cached, cache.values = (char *)cache.values + cached;
         if (at.role == OUT) {
@@ -423,19 +424,17 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
             else following.template load<type>(t, then);
             uint4 *from = slots + slot * (SLOT / sizeof(uint4));
             await(&arrivals[slot], round, t.slots);
-            if (type != last && now.role == LOGITS) multiply_piece<last>(t, now, from, scales, s.xs, sum);
-            else multiply_piece<type>(t, now, from, scales, s.xs, sum);
-            for (int r = 0; r < ROWS; r++) {
-                float y = warp_sum(sum[r]);
-                if (lane == 0) s.products[2 * (now.pair * job.pieces + now.piece) + r] = y;
-            }
+            if (type != last && now.role == LOGITS) multiply_piece<last>(job, now, from, scales, s.xs, sum);
+            else multiply_piece<type>(job, now, from, scales, s.xs, sum);
+            float y = half_warp_sums(sum[0], sum[1]);
+            if (lane % 16 == 0) s.products[2 * (now.pair * job.pieces + now.piece) + lane / 16] = y;
             fetch(t, ahead, from, &arrivals[slot]);
             ahead.next(t);
             now = then, scales = following;
             if (++slot == t.slots) slot = 0, round ^= 1;
         }
         __syncthreads();
-        float scale = job.norm ? norm_scale(t, job.w[0].cols, s.sums) : 1;
+        float scale = job.norm ? norm_scale(t, job.w.cols, s.sums) : 1;
         for (int i = threadIdx.x; i < at.n; i += 32 * TEAM) {
             float a = 0, b = 0;
             for (int j = i * job.pieces; j < (i + 1) * job.pieces; j++) a += s.products[2 * j], b += s.products[2 * j + 1];
