@@ -23,10 +23,13 @@
 #endif
 #include "run.h"
 
+#ifndef WARPS
+#define WARPS 8 // of the blocks of matvec and attention: at least 8, a thread for each number of a head
+#endif
+
 enum {
     CHUNK = 256,     // most tokens of one call
     HEAD_MAX = 256,  // widest attention head
-    WARPS = 8,       // of the blocks of matvec and attention
     TILE = 64,       // rows, and tokens, of a tile of a matrix product
     STEP = 64,       // columns that a tile on the tensor cores advances by
     ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts

@@ -43,7 +43,7 @@ void rest();
 void meet_block();
 void meet_warp();
 void fence();
-void note_atomic(void *p, uint32_t before);        // that a number was added to *p, which was `before`
+void note_atomic(void *p, uint32_t before);      // that a number was added to *p, which was `before`
 uint64_t exchange_bits(uint64_t bits, int lane); // what that lane brings to the same call
 void copy_async(void *to, const void *from, size_t n);
 void commit_copies();
