@@ -270,7 +270,7 @@ static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
 
 void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &kernel) {
     unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
-    unsigned sets = std::max(2u, 2048 / threads.x); // of fibers: so many blocks one after another are in no order
+    unsigned sets = std::max(2u, 1024 / threads.x); // of fibers: so many blocks one after another are in no order
     if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
     gridDim = grid, blockDim = threads, body = &kernel, scheduler_watched = __tsan_get_current_fiber();
     std::vector<int> order = turns(n);
