@@ -240,6 +240,13 @@ template <typename Scale> struct Scales {
     }
 };
 
+// The scales at a cursor, wherever it is: the matrix of the logits may be of another type than those of layers.
+template <Type type, Type last, typename Scale>
+static __device__ void load_scales(Scales<Scale> &scales, const Token &t, const Cursor &at) {
+    if (type != last && at.role == LOGITS) scales.template load<last>(t, at);
+    else scales.template load<type>(t, at);
+}
+
 // Adds up each lane's part of the product of a slot, of which `left` units are there, with the lane's first numbers x of
 // xs. Where it is a whole one there are no branches between the loads.
 template <Type type, bool whole>
@@ -396,7 +403,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         ahead.next(t);
     }
     Scales<typename Format<type>::Scale> scales;
-    scales.template load<type>(t, now);
+    load_scales<type, last>(scales, t, now);
     for (int i = threadIdx.x; i < t.table.cols; i += 32 * TEAM) // every block writes the same
         *(volatile float *)&t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
     __syncthreads();
@@ -420,8 +427,7 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
             Scales<typename Format<type>::Scale> following;
             float sum[ROWS] = {0};
             then.next(t);
-            if (type != last && then.role == LOGITS) following.template load<last>(t, then);
-            else following.template load<type>(t, then);
+            load_scales<type, last>(following, t, then);
             uint4 *from = slots + slot * (SLOT / sizeof(uint4));
             await(&arrivals[slot], round, t.slots);
             if (type != last && now.role == LOGITS) multiply_piece<last>(job, now, from, scales, s.xs, sum);

@@ -1,7 +1,7 @@
 // Compares every op of kernels_cuda.cu with the CPU's on random models, whose sizes leave remainders everywhere.
 // The CPU gets the very numbers that the GPU's weights stand for, in float32. Prints one line for each model and type:
 // the largest difference of each op, relative to the largest number expected. Exit code 1 if one is too large.
-// Usage: cuda_ops SEED MODELS
+// Usage: cuda_ops SEED MODELS, or cuda_ops SHAPES: whole tokens of the first so many of a list of shapes
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdio.h>
@@ -287,6 +287,20 @@ static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
     }
 }
 
+static void open_both(Pair &p, int positions, Backend **gpu, Backend **cpu) {
+    const char *wrong = cuda_open(gpu, &p.model[0], positions);
+    if (!wrong) wrong = cpu_open(cpu, &p.model[1], positions, 1);
+    if (wrong) printf("%s\n", wrong), exit(2);
+}
+
+static void close_both(Backend *gpu, Backend *cpu) {
+    for (auto &op : worst) printf(" %s %.0e", op.first.c_str(), op.second);
+    printf("\n");
+    worst.clear();
+    gpu->close(gpu);
+    cpu->close(cpu);
+}
+
 static void compare_models(Type type) {
     int head = 2 * (1 + random_below(40)), heads = 1 + random_below(2), groups = 1 + random_below(2);
     if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8)); // else the rows have remainders
@@ -303,9 +317,7 @@ static void compare_models(Type type) {
     printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,
            c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
     Backend *gpu, *cpu;
-    const char *wrong = cuda_open(&gpu, &p.model[0], positions);
-    if (!wrong) wrong = cpu_open(&cpu, &p.model[1], positions, 1);
-    if (wrong) printf("%s\n", wrong), exit(2);
+    open_both(p, positions, &gpu, &cpu);
     int last = random_below(positions - T + 1);
     compare_ops(p, gpu, cpu, T, 0);
     fill_cache(p, gpu, cpu, last);
@@ -314,22 +326,46 @@ static void compare_models(Type type) {
     compare_ops(p, gpu, cpu, 1, positions - 1);
     int n = positions < 3 ? positions : 3;
     compare_tokens(p, gpu, cpu, positions - n, n);
-    for (auto &op : worst) printf(" %s %.0e", op.first.c_str(), op.second);
-    printf("\n");
-    worst.clear();
-    gpu->close(gpu);
-    cpu->close(cpu);
+    close_both(gpu, cpu);
+}
+
+// Models from tiny to wide, whose warps have from no piece of a product's weights to many: how many follows from the number
+// of multiprocessors. The second is the trainer's default.
+static const struct { int dim, heads, kv_heads, hidden, layers, vocab; } SHAPES[] = {
+    {32, 1, 1, 32, 1, 5}, {64, 2, 2, 192, 2, 1536}, {96, 3, 1, 256, 1, 3000}, {288, 6, 6, 768, 1, 700}, {512, 8, 4, 1376, 1, 300}};
+
+static void compare_shape(Type type, int number) {
+    auto shape = SHAPES[number];
+    Config c = {};
+    c.dim = shape.dim, c.n_heads = shape.heads, c.n_kv_heads = shape.kv_heads, c.head_dim = c.dim / c.n_heads;
+    c.kv_dim = c.n_kv_heads * c.head_dim, c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
+    c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f, c.rope_theta = 10000, c.rope_scaling = 1;
+    Pair p;
+    make_pair(p, c, type, 32, false);
+    printf("type %d dim %d layers %d vocab %d", type, c.dim, c.n_layers, c.vocab_size);
+    Backend *gpu, *cpu;
+    open_both(p, c.seq_len, &gpu, &cpu);
+    compare_tokens(p, gpu, cpu, 33, 2);
+    close_both(gpu, cpu);
+}
+
+static const Type TYPES[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+
+static void start_random(int number) {
+    state = number;
+    for (int j = 0; j < 4; j++) random_bits();
 }
 
 int main(int argc, char **argv) {
-    if (argc != 3) return fprintf(stderr, "Usage: cuda_ops SEED MODELS\n"), 2;
-    for (int i = 0; i < atoi(argv[2]); i++)
-        for (Type type : {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS}) {
-            state = 1000 * atoi(argv[1]) + i + 77 * type;
-            for (int j = 0; j < 4; j++) random_bits();
-            compare_models(type);
+    if (argc != 2 && argc != 3) return fprintf(stderr, "Usage: cuda_ops SEED MODELS, or cuda_ops SHAPES\n"), 2;
+    bool shapes = argc == 2;
+    int models = atoi(argv[argc - 1]), seed = shapes ? 1 : atoi(argv[1]);
+    for (int i = 0; i < models; i++)
+        for (Type type : TYPES) {
+            start_random(1000 * seed + i + 77 * type);
+            shapes ? compare_shape(type, i) : compare_models(type);
         }
     if (failures) printf("%d differences are too large\n", failures);
     printf("tokens of %d models in one kernel\n", in_one_kernel);
-    return failures > 0 || (atoi(argv[2]) > 1 && in_one_kernel == 0);
+    return failures > 0 || (models > 1 && in_one_kernel == 0);
 }

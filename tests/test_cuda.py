@@ -51,10 +51,10 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
     return program
 
 
-def run(binary, *args, status=0, **environment):
+def run(binary, *args, status=0, limit=300, **environment):
     environment.setdefault("ASAN_OPTIONS", "detect_stack_use_after_return=0")
     environment.setdefault("TSAN_OPTIONS", "atexit_sleep_ms=0")
-    done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=300)
+    done = subprocess.run([binary, *map(str, args)], capture_output=True, env=os.environ | environment, timeout=limit)
     assert done.returncode == status, done.stderr.decode()
     return done
 
@@ -87,8 +87,13 @@ def test_ops_equal_the_cpus(ops_bin, where):
 
 
 def test_ops_equal_the_cpus_before_hopper(tmp_path):
-    """The same where no copy engine brings the weights of whole tokens, but each thread its own."""
-    run(build(tmp_path, "tests/cuda_ops.cpp", emulated=[*UNSANITIZED, "-DBULK=0"]), 2, 3, CUDA_ON_CPU_ORDER="1")
+    """
+    The same where no copy engine brings the weights of whole tokens, but each thread its own; then a tiny model on as many
+    multiprocessors as an H100 has, where most warps start in the logits. tests/long_cuda.py tries other numbers.
+    """
+    binary = build(tmp_path, "tests/cuda_ops.cpp", emulated=[*UNSANITIZED, "-DBULK=0"])
+    run(binary, 2, 3, CUDA_ON_CPU_ORDER="1")
+    run(binary, 1, CUDA_ON_CPU_MULTIPROCESSORS="132")
 
 
 @pytest.fixture(scope="module")
