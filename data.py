@@ -17,6 +17,9 @@ such lines is one document and stays as it is. Each line of a .jsonl file is one
 Validation takes whole documents, drawn with a fixed seed, until it holds val_fraction of the bytes. Where they are
 too few or too long for that (one long text, say) it takes the last val_fraction by position.
 
+A step's windows lie side by side in the training split, from an offset drawn for each epoch. Where documents are long
+compared with the context (LONG windows or more on average), every window begins with BOS, as every prompt does.
+
 Long documents are encoded in segments, cut at a single space between two words. No piece of a Llama-style vocabulary
 holds a space behind a letter, so the tokens are those of the whole text. (Where a file has no such space for BLOCK
 bytes, the cut falls behind a line, or between two characters; the tokens around it can then differ.)
@@ -69,6 +72,7 @@ PART = 1 << 21      # bytes of text in a part, the unit of progress
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
 STORY_BYTES = 560   # of an average story, for the progress bar
+LONG = 8            # windows that a document fills on average, from which on all windows begin with BOS
 SEED = 1337         # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
@@ -161,27 +165,34 @@ def fingerprint(folder):
     return digest.hexdigest()
 
 
+def opening(dataset, seq_len):
+    """
+    The token that every window of a corpus begins with, in training and evaluation: BOS where documents fill LONG
+    windows or more on average, since a model would hardly see there how texts begin, and every prompt does; else None.
+    """
+    meta = dataset.meta
+    return dataset.tokenizer.bos_id if meta["train_tokens"] >= LONG * seq_len * meta["train_documents"] else None
+
+
 @functools.lru_cache(maxsize=8)
 def epoch_windows(seed, epoch, n_tokens, seq_len):
     """
-    The first token of every window of an epoch, in the order of that epoch: (n_windows,) int64. The windows lie side
-    by side, from an offset drawn within what they leave over, and each has one token behind it to predict.
+    The first token of every window of an epoch, in the order of that epoch: (n_tokens // seq_len,) int64. The windows
+    lie side by side, from an offset drawn anew; behind the last token comes the first, another document as ever.
     """
     rng = np.random.Generator(np.random.PCG64([seed, epoch]))
-    windows, left_over = divmod(n_tokens - 1, seq_len)
-    return rng.integers(left_over + 1) + seq_len * rng.permutation(windows)
+    return (rng.integers(seq_len) + seq_len * rng.permutation(n_tokens // seq_len)) % n_tokens
 
 
-def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
+def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1, first=None):
     """
     Inputs and targets of one step, each (batch_size / world, seq_len) int64: a pure function of the arguments.
-    tokens: (n_tokens,); batch_size: sequences of all ranks together. Sample step * batch_size + i of the run is one
-    of epoch_windows, so every window comes once in an epoch; a rank takes its slice of the step's batch.
+    tokens: (n_tokens,); batch_size: sequences of all ranks together; first: as for gather. Sample step * batch_size + i
+    of the run is one of epoch_windows, so every window comes once in an epoch; a rank takes its slice of the step's batch.
     """
-    import torch  # here, so that preparing data, and every process that does it, starts without it
-    windows = (len(tokens) - 1) // seq_len
+    windows = len(tokens) // seq_len
     if windows < 1:
-        fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens and a target; "
+        fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens; "
              f"use more text, a larger --val_fraction or a smaller --max_seq_len")
     if batch_size % world:
         fail(f"a batch of {batch_size} sequences cannot be shared by {world} processes, expected a multiple")
@@ -189,7 +200,7 @@ def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1):
     epochs, places = np.divmod(step * batch_size + rank * share + np.arange(share), windows)
     starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
                              for epoch in np.unique(epochs)])
-    return gather(tokens, starts, seq_len)
+    return gather(tokens, starts, seq_len, first=first)
 
 
 class Ahead:
@@ -218,15 +229,18 @@ def passages(tokens, bos_id, seq_len):
     return starts, np.minimum(ends - 1 - starts, seq_len)
 
 
-def gather(tokens, starts, seq_len, lengths=None):
+def gather(tokens, starts, seq_len, lengths=None, first=None):
     """
     Inputs and targets, each (n, seq_len) int64, of the windows that begin at `starts` (n,). Behind `lengths` (n,), where
-    given, targets are -1, which the loss leaves out.
+    given, targets are -1, which the loss leaves out. first: the token that stands in place of the first input (see
+    opening), but for a window that predicts it there; None: the text's own.
     """
-    import torch  # not at the top: preparing, and the processes that do it, start without it
-    places = np.minimum(starts[:, None] + np.arange(seq_len + 1), len(tokens) - 1)
+    import torch  # here: preparing, and the processes that do it, start without it
+    places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
     both = torch.from_numpy(tokens[places].astype(np.int64))
     x, y = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    if first is not None:
+        x[y[:, 0] != first, 0] = first
     if lengths is not None:
         y[torch.arange(seq_len) >= torch.from_numpy(lengths)[:, None]] = -1
     return x, y

@@ -195,7 +195,8 @@ def to_device(device, *tensors):
 def batch_at(step, dataset, device):
     """This process's slice of the global batch of `step`, (x, y), on its way to a GPU already pinned."""
     sequences = batch_size * gradient_accumulation_steps
-    both = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world)
+    both = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world,
+                        corpus.opening(dataset, max_seq_len))
     return [t.pin_memory() for t in both] if device.type == "cuda" else both
 
 
@@ -234,6 +235,7 @@ def evaluate(model, dataset, device, amp):
     """
     model.eval()
     starts, lengths = corpus.passages(dataset.val, dataset.tokenizer.bos_id, max_seq_len)
+    opening = corpus.opening(dataset, max_seq_len)
     count = min(len(starts), eval_iters * batch_size) if eval_iters else len(starts)
     chosen = np.arange(count) * len(starts) // count  # spread over the split
     wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
@@ -241,7 +243,7 @@ def evaluate(model, dataset, device, amp):
     for first in range(0, count, parallel.world * batch_size):
         mine = chosen[first + parallel.rank * batch_size:][:batch_size]
         some = mine if len(mine) else chosen[:1]  # sharded processes compute together, needed or not
-        x, y = to_device(device, *corpus.gather(dataset.val, starts[some], max_seq_len, lengths[some]))
+        x, y = to_device(device, *corpus.gather(dataset.val, starts[some], max_seq_len, lengths[some], opening))
         with amp:
             loss = model(x, y)[1]
         predictions = (y >= 0).sum() * (len(mine) > 0)
@@ -274,8 +276,7 @@ def model_args(dataset):
     if args.problem():
         fail(args.problem())
     for split in ("train", "val"):
-        have = (len(getattr(dataset, split)) - 1) // max_seq_len
-        if have < 1:
+        if len(getattr(dataset, split)) < max_seq_len:
             fail(f"the {split} split of {data} has {len(getattr(dataset, split))} tokens, less than one context of "
                  f"max_seq_len={max_seq_len}; use more text, a shorter context, or another val_fraction")
     return args
@@ -376,7 +377,8 @@ def assess(model, dataset, device, amp):
     """Evaluate: "loss/val" in nats per token, "bpb/val" in bits per byte of text, and what track.py says to look at."""
     loss, meta = evaluate(model, dataset, device, amp), dataset.meta
     bits = loss / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]  # no BOS is predicted
-    fixed_batches = {split: to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len))
+    opening = corpus.opening(dataset, max_seq_len)
+    fixed_batches = {split: to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len, first=opening))
                      for split in ("train", "val")}
     return {"loss/val": loss, "bpb/val": bits, "samples": write_samples(model, dataset.tokenizer, device)} \
         | probe(model, fixed_batches, dataset.tokenizer, amp)

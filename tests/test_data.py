@@ -445,31 +445,53 @@ def test_damaged_folders_are_refused_in_one_line(name, change, tmp_path, capfd):
 # ---- batches ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n_tokens, batch_size, seq_len", [(1000, 4, 16), (257, 3, 64), (130, 8, 64), (65, 2, 64),
-                                                           (10_000, 7, 3), (64 * 20 + 1, 5, 64)])
+                                                           (10_000, 7, 3), (64 * 20, 5, 64)])
 def test_an_epoch_covers_every_window_once(n_tokens, batch_size, seq_len):
     tokens = np.arange(n_tokens, dtype=np.uint16)  # a token is its position
-    windows, left_over = divmod(n_tokens - 1, seq_len)
-    epochs, orders, offsets = 3, [], []
+    windows = n_tokens // seq_len
+    epochs, orders = 3, []
     steps = -(-epochs * windows // batch_size)
     rows = torch.cat([data.batch(tokens, 7, step, batch_size, seq_len)[0] for step in range(steps)])
     for epoch in range(epochs):
-        starts = rows[epoch * windows:(epoch + 1) * windows, 0].tolist()
-        offset = min(starts)
-        assert sorted(starts) == list(range(offset, offset + windows * seq_len, seq_len)) and offset <= left_over
-        orders.append([(s - offset) // seq_len for s in starts])
-        offsets.append(offset)
+        starts = rows[epoch * windows:(epoch + 1) * windows, 0].numpy()
+        along = np.sort((starts - starts[0]) % n_tokens)  # from one of them around the text
+        gaps = np.diff(along, append=along[0] + n_tokens)
+        assert gaps.min() >= seq_len and (gaps > seq_len).sum() <= 1  # side by side; what is left over lies in one place
+        orders.append(starts.tolist())
     if windows > 10:
         assert orders[0] != orders[1] != orders[2] and orders[0] != sorted(orders[0])
-    if left_over > 10:
-        assert len(set(offsets)) > 1
-    assert {data.epoch_windows(3, epoch, 131, 64).min() for epoch in range(40)} == {0, 1, 2}
+
+
+def test_windows_move_over_the_whole_context():
+    """Where little is left over too, and around the end of the text, behind which the beginning comes."""
+    for n_tokens in 131, 128:
+        assert {start % 64 for epoch in range(600) for start in data.epoch_windows(3, epoch, 128, 64).tolist()} == set(range(64))
+    rows = torch.cat([data.batch(np.arange(131, dtype=np.uint16), 3, step, 2, 64)[0] for step in range(40)])
+    assert (rows[:, -1] < rows[:, 0]).any() and rows.unique().tolist() == list(range(131))
 
 
 def test_targets_are_the_next_tokens():
     tokens = np.arange(5000, dtype=np.uint16)
     x, y = data.batch(tokens, 1, 3, 6, 32)
     assert x.shape == y.shape == (6, 32) and x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
-    assert torch.equal(y, x + 1) and torch.equal(x[:, 1:], y[:, :-1])
+    assert torch.equal(y, (x + 1) % 5000) and torch.equal(x[:, 1:], y[:, :-1])
+
+
+def test_windows_of_long_documents_begin_with_bos(tmp_path):
+    """A file of one document: BOS in place of the first input, all targets as they were; of many short ones: no change."""
+    (tmp_path / "long.txt").write_text(prose(5000))
+    (tmp_path / "short.txt").write_text("\n<|endoftext|>\n".join(prose(40, i) for i in range(100)))
+    for name in "long", "short":
+        d = data.load(data.prepare(tmp_path / f"{name}.txt", "byte", cache=tmp_path / "cache", workers=1))
+        opening = data.opening(d, 16)
+        assert opening == (d.tokenizer.bos_id if name == "long" else None)
+        for step in range(90):
+            plain, x = data.batch(d.train, 1, step, 4, 16), data.batch(d.train, 1, step, 4, 16, first=opening)
+            assert torch.equal(plain[1], x[1]) and torch.equal(plain[0][:, 1:], x[0][:, 1:])
+            if name == "short":
+                assert torch.equal(plain[0], x[0])
+            else:  # but where a window begins at the EOS, BOS is what it predicts
+                assert torch.equal(x[0][:, 0] == opening, x[1][:, 0] != opening)
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])
@@ -493,7 +515,7 @@ def test_a_batch_depends_on_its_arguments_alone():
 
 
 def test_splits_that_hold_no_window(capfd):
-    assert "holds no window of 64" in refused(capfd, lambda: data.batch(np.zeros(64, np.uint16), 0, 0, 1, 64))
+    assert "holds no window of 64" in refused(capfd, lambda: data.batch(np.zeros(63, np.uint16), 0, 0, 1, 64))
     assert "expected a multiple" in refused(capfd, lambda: data.batch(np.zeros(650, np.uint16), 0, 0, 10, 64, 0, 4))
 
 
