@@ -11,7 +11,6 @@ import html
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 from configurator import configure, fail
@@ -225,5 +224,6 @@ def main(words):
 
 
 if __name__ == "__main__":
-    configure(globals(), argv=[word for word in sys.argv[1:] if word.startswith("-")])
-    main([word for word in sys.argv[1:] if not word.startswith("-")])
+    words = []
+    configure(globals(), positional=words)
+    main(words)

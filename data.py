@@ -49,11 +49,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from configurator import configure, fail  # first: it answers for packages that are missing
+
 import numpy as np
 from tqdm import tqdm
 
 import stories
-from configurator import configure, fail
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
 source = "stories"       # what to prepare: stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl
@@ -265,6 +266,8 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache
         return folder
     except Unfit as e:
         fail(e)
+    except BrokenPipeError:  # whoever read what is printed here has gone
+        raise
     except OSError as e:
         again = "; make room, then the same command continues" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         fail(f"{e.filename or cache}: {e.strerror or e}{again}")

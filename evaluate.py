@@ -15,11 +15,12 @@ import math
 import random
 from pathlib import Path
 
+from configurator import configure, fail, settings  # first: it answers for packages that are missing
+
 import torch
 import torch.nn.functional as F
 
 import parallel
-from configurator import configure, fail, settings
 from export import load_model
 from track import Wandb, new_run_id
 

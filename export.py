@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, NamedTuple
 
+from configurator import configure, fail  # first: it answers for packages that are missing
+
 import numpy as np
 import torch
 
 import checkpoint
-from configurator import configure, fail
 from model import ModelArgs, Transformer
 from tokenizer import SPACE, Bytes, SentencePiece, Tokenizer
 

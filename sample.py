@@ -3,10 +3,11 @@ Text from a trained model, in PyTorch. `run` does the same in C, faster.
 
     python sample.py out --prompt="Once upon a time" --num_samples=3 --temperature=0.8
 """
+from configurator import configure, fail  # first: it answers for packages that are missing
+
 import torch
 
 import parallel
-from configurator import configure, fail
 from export import load_model
 
 out_dir = "out"         # the model: a run's folder, one of its step folders, a GGUF file or a llama2.c file

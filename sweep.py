@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import compare
-from configurator import configure, fail, read_file
+from configurator import advice, configure, fail, read_file, source_knobs
 
 file = ""       # the sweep, a .yaml file as W&B has them
 count = 0       # trials; 0: the file's run_cap, or the whole grid
@@ -36,8 +36,23 @@ def check(sweep):
         fail(f"{file}: {key!r} is not known here; run this sweep with wandb sweep, or remove it")
     if sweep["method"] == "bayes" and "name" not in sweep.get("metric", {}):
         fail(f"{file}: bayes needs a metric; expected metric: {{name: loss/val, goal: minimize}}")
+    known = knobs_of(program(sweep))
     for name, spec in sweep["parameters"].items():
         check_parameter(name, spec, sweep["method"])
+        if known and name not in known:
+            fail(f"{file}: {program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
+
+
+def program(sweep):
+    """The path of what is to be run: as the file says, else of that name beside this program."""
+    path = Path(sweep.get("program", "train.py"))
+    path = path if path.exists() else Path(__file__).with_name(path.name)
+    return path if path.exists() else fail(f"{file}: no program {sweep['program']}")
+
+
+def knobs_of(path):
+    """The names a program takes; none where they cannot be known, since it does not use configurator.py."""
+    return source_knobs(path) if "configure(globals()" in path.read_text(encoding="utf-8", errors="replace") else {}
 
 
 def check_parameter(name, spec, method):
@@ -107,9 +122,7 @@ def run_trial(sweep, number, values, folder):
     """Train with these values in folder/number; the best value of the metric, or None if the training failed."""
     values = values | {"out_dir": str(folder / str(number)), "init_from": "auto"}
     print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
-    program = Path(sweep.get("program", "train.py"))
-    program = program if program.exists() else Path(__file__).with_name(program.name)
-    code = subprocess.run([sys.executable, str(program), *(f"--{k}={v}" for k, v in values.items())]).returncode
+    code = subprocess.run([sys.executable, str(program(sweep)), *(f"--{k}={v}" for k, v in values.items())]).returncode
     if code < 0 or code == 130:
         fail(f"trial {number} was stopped; the same command continues the sweep")
     if code:
@@ -162,13 +175,17 @@ def main():
         most = count or sweep.get("run_cap") or (None if sweep["method"] == "grid" else 20)
         for number, values in enumerate(itertools.islice(trials, most)):
             run_trial(sweep, number, values, folder)
-    done = [path for path in sorted(folder.iterdir(), key=lambda p: (len(p.name), p.name)) if (path / "config.json").exists()]
+    done = sorted((path.parent for path in folder.glob("*/config.json")), key=lambda p: (len(p.name), p.name))
+    if not done:
+        fail(f"{file}: no trial came to its first row; why is said above")
     compare.sort = sweep.get("metric", {}).get("name", "loss/val")
     print("\n".join(compare.lines(compare.cells([compare.read_run(path) for path in done]))))
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    file = words.pop(0) if words and not words[0].startswith("-") else file
-    configure(globals(), argv=words)
+    words = []
+    configure(globals(), positional=words)
+    if len(words) > 1:
+        fail(f"{' and '.join(words)}: expected one sweep")
+    file = words[0] if words else file
     main()

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from configurator import configure, fail, settings, unread  # first: it answers for packages that are missing
+
 if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
 import numpy as np
@@ -26,7 +28,6 @@ from tqdm import tqdm
 import checkpoint
 import data as corpus  # `data` is a knob
 import parallel
-from configurator import configure, fail, settings
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import Guard, make_optimizer
@@ -168,8 +169,8 @@ def derive(given, **values):
 
 def say(text):
     if parallel.master:
-        tqdm.write(text, file=sys.stdout)
-        sys.stdout.flush()
+        with unread():  # whoever stops reading does not stop the training
+            tqdm.write(text, file=sys.stdout)
 
 
 def learning_rate_at(step):
@@ -587,7 +588,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
 
 
 if __name__ == "__main__":
-    overrides = configure(globals())
+    overrides = configure(globals(), positional="data", common=(
+        "data", "out_dir", "depth", "max_iters", "max_minutes", "batch_size", "learning_rate", "wandb_log", "init_from"))
     try:
         if not supervise:
             main(overrides)

@@ -88,5 +88,6 @@ def main(folders):
 
 
 if __name__ == "__main__":
-    configure(globals(), argv=[word for word in sys.argv[1:] if word.startswith("-")])
-    main([word for word in sys.argv[1:] if not word.startswith("-")])
+    words = []
+    configure(globals(), positional=words)
+    main(words)

@@ -1,10 +1,16 @@
 """The configurator through a script of its own, as a user runs it."""
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import configurator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -12,13 +18,15 @@ SCRIPT = '''"""What the script is for."""
 import json
 from configurator import configure, settings
 out_dir = "out"     # where it goes
+# ---- numbers
 rate = 1e-3         # peak rate
 steps = 10          # how many
+# ---- names
 log = False         # whether
 name = "auto"       # may look like a number
 PI, _hidden = 3, 4
 if __name__ == "__main__":
-    given = configure(globals(), positional="name")
+    given = configure(globals(), positional="name", common=("rate", "name"))
     print(json.dumps([settings(globals()), sorted(given)]))
 '''
 
@@ -28,8 +36,8 @@ def script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
 
     def call(*args):
-        done = subprocess.run([sys.executable, "script.py", *args], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)},
-                              capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "script.py", *args], cwd=tmp_path, capture_output=True, text=True,
+                              env={"PYTHONPATH": str(ROOT), "HOME": "/home/her"})
         return done.returncode, done.stdout, done.stderr
     call.folder = tmp_path
     return call
@@ -48,10 +56,15 @@ def test_defaults(script):
 @pytest.mark.parametrize("arg, key, value", [
     ("--rate=1", "rate", 1.0), ("--rate=3e-4", "rate", 3e-4), ("--steps=1_000", "steps", 1000), ("--log=True", "log", True),
     ("--log=yes", "log", True), ("--log=1", "log", True), ("--log=no", "log", False), ("--name=a=b", "name", "a=b"),
-    ("--name=123", "name", "123"), ("--name=", "name", ""), ("--name=ünï cödé", "name", "ünï cödé"), ("free", "name", "free"),
+    ("--name=123", "name", "123"), ("--name=", "name", ""), ("--name=ünï cödé", "name", "ünï cödé"),
+    ("free", "name", "free"), ("--log", "log", True), ("--log False", "log", False), ("--log 1", "log", True),
+    ("--steps 7", "steps", 7),
+    ("--steps=1e3", "steps", 1000), ("--steps=2.0", "steps", 2), ("--steps -3", "steps", -3), ("--rate 2", "rate", 2.0),
+    ("--out-dir x/y", "out_dir", "x/y"), ("--name no", "name", "no"), ("~/my.txt", "name", "/home/her/my.txt"),
+    ("--out_dir=~/o", "out_dir", "/home/her/o"), ("--name=~", "name", "~"), ("--name a.py", "name", "a.py"),
 ])
 def test_override(script, arg, key, value):
-    settings, given = values(script, arg)
+    settings, given = values(script, *([arg] if "=" in arg else arg.split()))
     assert settings[key] == value and type(settings[key]) is type(value) and given == [key]
 
 
@@ -63,6 +76,16 @@ def test_files_and_arguments_apply_left_to_right(script):
     settings, given = values(script, "--steps=1", "a.py", "b.yaml", "--rate=0.5", "c.json", "--log=False")
     assert settings == {"out_dir": "out", "rate": 0.5, "steps": 40, "log": False, "name": "7"}
     assert given == ["log", "name", "rate", "steps"]
+
+
+def test_what_a_preset_overrides_is_said(script):
+    (script.folder / "a.py").write_text("steps = 4\nrate = 0.5\nname = 'a'\n")
+    for args in "--steps=3 a.py", "my.txt a.py", "--steps 3 a.py":
+        code, out, err = script(*args.split())
+        assert code == 0 and json.loads(out)[0]["steps"] == 4 and err.count("\n") == 1, err
+        assert err.startswith("note: a.py sets ") and f", which overrides {args[:-5]}; " in err
+    for args in ["a.py", "--steps=3"], ["--steps=4", "a.py"], ["a.py", "a.py"], ["--steps=3", "--steps=5", "--log"]:
+        assert script(*args)[2] == ""
 
 
 @pytest.mark.parametrize("args, words", [
@@ -77,7 +100,12 @@ def test_files_and_arguments_apply_left_to_right(script):
     (["--rate=nan"], ["expected float"]),
     (["--rate=inf"], ["expected float"]),
     (["--log=maybe"], ["expected bool"]),
-    (["--log"], ["has no value", "--log=False"]),
+    (["--steps"], ["--steps: has no value", "--steps=10"]),
+    (["--name", "--steps=3"], ["--name: has no value"]),
+    (["one", "two"], ["one and two: expected one name"]),
+    (["steps=3"], ["expected --steps=3"]),
+    (["-steps=3"], ["expected --steps=3"]),
+    (["--"], ["unknown key"]),
     (["-x"], ["expected --key=value"]),
     (["missing.py"], ["missing.py", "cannot be read"]),
     (["broken.py"], ["broken.py", "SyntaxError"]),
@@ -105,8 +133,118 @@ def test_help_lists_every_knob_with_default_type_and_comment(script):
     lines = [line.split() for line in out.splitlines()]
     assert ["--rate=0.001", "float", "peak", "rate"] in lines
     assert ["--log=False", "bool", "whether"] in lines
-    assert sum(line.startswith("  --") for line in out.splitlines()) == 5
+    shown = [line.split()[0].split("=")[0] for line in out.splitlines() if line.startswith("  --") or line.endswith(":")]
+    assert shown == ["the", "--rate", "--name", "all:", "--out_dir", "numbers:", "--rate", "--steps", "names:", "--log",
+                     "--name"]
+
+
+ANSWERS = {  # another program's name or a slip, and what it is answered with; nothing: no answer would be right
+    "train": "lr>learning_rate epochs>max_iters num_train_epochs>max_iters n_embd>dim n_layer>n_layers n_head>n_heads "
+        "block_size>max_seq_len hidden_size>dim intermediate_size>hidden_dim num_hidden_layers>n_layers "
+        "num_attention_heads>n_heads num_key_value_heads>n_kv_heads rms_norm_eps>norm_eps "
+        "max_position_embeddings>max_seq_len tie_word_embeddings>tied dataset>data output_dir>out_dir "
+        "per_device_train_batch_size>batch_size max_steps>max_iters eval_steps>eval_interval "
+        "save_steps>eval_interval logging_steps>log_interval warmup_steps>warmup_iters adam_beta2>beta2 "
+        "max_grad_norm>grad_clip lr_scheduler_type>schedule report_to>wandb_log bf16>dtype "
+        "gradient_checkpointing>activation_checkpointing resume_from_checkpoint>init_from run_name>wandb_run_name "
+        "model>init_from batchsize>batch_size lerning_rate>learning_rate weight_deacy>weight_decay "
+        "rate>learning_rate warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>",
+    "sample": "model>out_dir start>prompt checkpoint>out_dir top_k>top_p max_length>max_new_tokens",
+    "export": "version>format output>path",
+    "data": "dataset>source",
+    "evaluate": "text>perplexity",
+}
+
+
+@pytest.mark.parametrize("script, theirs, ours", [(script, *pair.split(">")) for script, pairs in ANSWERS.items()
+                                                  for pair in pairs.split()])
+def test_unknown_names_are_answered_with_ours_or_not_at_all(script, theirs, ours):
+    said = configurator.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
+    assert re.match(f"(here it is|did you mean) '{ours}'[,?]?( (?!or)|$)" if ours else "--help lists all$", said), said
+
+
+def test_a_part_of_names_is_answered_with_all_of_them():
+    assert configurator.advice("vocab", ["vocab_source", "vocab_size"]) == "did you mean 'vocab_source' or 'vocab_size'?"
+    assert configurator.advice("", ["vocab_source"]) == "--help lists all"
+
+
+def test_the_table_of_other_programs_names_only_what_exists():
+    everywhere = {name for path in ROOT.glob("*.py") for name in configurator.source_knobs(path)}
+    assert {ours for _, ours, _ in configurator.ELSEWHERE} <= everywhere
+
+
+def test_outside_its_environment_a_command_says_how_to_get_in(tmp_path, monkeypatch):
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, tmp_path)
+
+    def start(name, cwd=tmp_path):  # -S: without any package
+        done = subprocess.run([sys.executable, "-S", tmp_path / name], cwd=cwd, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and " has no package " in done.stderr, done.stderr
+        return done.stderr
+
+    for name in "data.py", "sample.py", "export.py", "evaluate.py", "train.py":  # the other commands need none to start
+        said = start(name)
+        assert "; make demo sets up an environment" in said
+    (tmp_path / ".venv").mkdir()
+    said = start("train.py")
+    assert f"use the project's: .venv/bin/python {tmp_path}/train.py, or " in said and "source .venv/bin/activate" in said
+    assert f"use the project's: {tmp_path}/.venv/bin/python" in start("sample.py", ROOT)
+    monkeypatch.setattr(sys, "prefix", str(ROOT / ".venv"))
+    assert configurator.missing("torch").endswith("bin/python -m pip install torch")
+
+
+EACH_COMMAND = """
+import gc, os, runpy, sys
+import train, evaluate, sweep  # once for all commands: torch takes seconds, at the end too
+gc.freeze()
+for name in "compare train data sample export evaluate compare track sweep".split():
+    if not os.fork():
+        sys.argv = [name + ".py", "--help"]
+        runpy.run_path(name + ".py", run_name="__main__")
+        sys.exit()
+    sys.stdout.reconfigure(line_buffering=True)  # then the pipe breaks at the first line, not at the end
+    print(name, os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
+"""
+
+
+def test_help_into_a_pipe_that_nobody_reads_is_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", EACH_COMMAND], cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True,
+                          env={k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"})
+    os.close(write)
+    assert done.stderr == "compare 0\n" + "".join(f"{name} 141\n" for name in
+                                                   "train data sample export evaluate compare track sweep".split())
+
+
+def test_other_pipes_that_break_are_faults_still(tmp_path):
+    program = "import configurator, os\nr, w = os.pipe()\nos.close(r)\nos.write(w, b'x')"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr and "BrokenPipeError" in done.stderr
+
+
+def test_ctrl_c_is_no_traceback(tmp_path):
+    program = "import configurator, time\nprint('ready', flush=True)\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True) as p:
+        p.stdout.readline()
+        p.send_signal(signal.SIGINT)
+        assert (p.communicate()[1], p.returncode) == ("interrupted\n", 130)
+
+
+def test_a_training_as_people_type_it_ends_well_though_nobody_reads_what_it_says(tmp_path):
+    (tmp_path / "my.txt").write_text("Once upon a time there was a dog. " * 300)
+    options = ("--out-dir run --vocab_source byte --dim 32 --n_layers=1 --max_seq_len 16 --batch_size 2 --max_iters 1e1 "
+               "--eval_interval 5 --eval_iters 1 --deterministic --log_interval=1e0")
+    with subprocess.Popen([sys.executable, ROOT / "train.py", "~/my.txt", *options.split()], cwd=tmp_path, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"HOME": str(tmp_path)}) as p:
+        assert p.stdout.readline()
+        p.stdout.close()
+        assert p.wait() == 0 and "Error" not in p.stderr.read()
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["data"] == str(tmp_path / "my.txt") and config["deterministic"] is True and config["max_iters"] == 10
+    assert [json.loads(line)["iter"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()][-1] == 10
 
 
 def test_size_is_a_feature():
-    assert len((ROOT / "configurator.py").read_text().splitlines()) < 100
+    assert len((ROOT / "configurator.py").read_text().splitlines()) < 300

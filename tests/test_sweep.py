@@ -80,6 +80,18 @@ def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
     assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.3"]
 
 
+def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path):
+    grid = {"method": "grid", "parameters": {"x": {"values": [0.1]}, "fail": {"value": 0.1}}}
+    for content, words, message in [
+            (grid, [], "no trial came to its first row"),
+            (grid | {"program": "train.py", "parameters": {"lr": {"value": 1}}}, [], "'lr'; here it is 'learning_rate'"),
+            (grid | {"program": "nowhere.py"}, [], "no program nowhere.py"),
+            (grid, ["t.yaml"], "s.yaml and t.yaml: expected one sweep"),
+            (grid, ["--counts=3"], "did you mean 'count'?")]:
+        done = run(tmp_path, content, *words)
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_bayes_comes_nearer_to_the_best_or_says_what_it_needs(tmp_path):
     done = run(tmp_path, {"method": "bayes", "metric": {"name": "loss/val", "goal": "minimize"}, "run_cap": 25,
                           "parameters": {"x": {"min": -10.0, "max": 10.0}}})
