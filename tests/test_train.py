@@ -713,7 +713,9 @@ def test_mistakes_are_one_line(folder, args, words):
 def test_help_names_every_knob(folder):
     done = run(folder, "--help")
     assert done.returncode == 0 and "--gradient_accumulation_steps=1" in done.stdout
-    for line in done.stdout.split("meaning:\n")[1].strip().splitlines():
+    knobs = [line for line in done.stdout.splitlines() if line.startswith("  --")]
+    assert len({line.split("=")[0] for line in knobs}) == len(train.settings(vars(train)))
+    for line in knobs:
         assert len(line.split()) > 2, f"a knob without a comment: {line}"
 
 
