@@ -37,11 +37,6 @@ enum {
 
 #define ALL_LANES 0xffffffffu
 
-// Whether kernels may overlap, where the GPU can do it. From CUDA 12.3 on graphs can hold such launches.
-#ifndef OVERLAP
-#define OVERLAP (CUDART_VERSION >= 12030)
-#endif
-
 // Whether one token goes through the model in one kernel, where the GPU and the model allow it; else op by op.
 #ifndef FUSED
 #define FUSED 1
@@ -60,20 +55,6 @@ typedef struct {
 
 // ----------------------------------------------------------------------------
 // Between kernels and threads
-
-// From Hopper on a kernel may start while the one before still runs, if that one allows it (programmatic dependent
-// launch). Every kernel here allows it at once, and waits before it touches anything but weights.
-static __device__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-static __device__ void wait_for_previous() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 static __device__ float warp_sum(float x) {
     for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i, 32);
@@ -268,8 +249,6 @@ static __device__ void put(float *out, float y, bool add) { *out = add ? *out + 
 
 // For any shape: one warp for each row and token. The grid is (row groups, T).
 static __global__ void matmul_any(const __grid_constant__ Parts parts, const float *x, int cols) {
-    let_next_start();
-    wait_for_previous();
     int lane = threadIdx.x % 32, t = blockIdx.y;
     Place at = find(parts, blockIdx.x * WARPS + threadIdx.x / 32, 1);
     if (at.part == parts.n) return;
@@ -337,13 +316,11 @@ template <Type type>
 static __global__ void __launch_bounds__(32 * WARPS)
 matvec(const __grid_constant__ Parts parts, const float *x, int cols) {
     LAUNCH_SHARED(xs); // x (cols,), padded
-    let_next_start();
     const int step = 32 * UNROLL;
     int lane = threadIdx.x % 32, group = blockIdx.x * WARPS + threadIdx.x / 32, unit = lane;
     Place at = find(parts, group, ROWS);
     Batch<type> now, next;
     now.load(parts, at, cols, unit);
-    wait_for_previous();
     for (int i = threadIdx.x; i < cols; i += 32 * WARPS) xs[padded(i)] = x[i];
     __syncthreads();
     float sum[ROWS] = {0};
@@ -372,8 +349,6 @@ static __global__ void __launch_bounds__(256)
 matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int T) {
     const int N = Format<type>::N, K = 32;
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
-    let_next_start();
-    wait_for_previous();
     Place at = find(parts, blockIdx.x, TILE);
     const Part &p = parts.part[at.part];
     int t0 = blockIdx.y * TILE, r4 = threadIdx.x % 16 * 4, t4 = threadIdx.x / 16 * 4;
@@ -415,8 +390,6 @@ matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int 
 
 // x (n,) in half precision.
 static __global__ void convert(__half *out, const float *x, size_t n) {
-    let_next_start();
-    wait_for_previous();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = to_half(x[i]);
 }
@@ -506,8 +479,6 @@ static __global__ void __launch_bounds__(128)
 matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, int T, float *pieces, unsigned *counters) {
     __shared__ __align__(32) __half shared[2][2][TILE * ROOM]; // weights and x, of this step and the next
     float *tile = (float *)shared;                             // and in the end the result
-    let_next_start();
-    wait_for_previous();
     Place at = find(parts, blockIdx.x, TILE);
     const Part &p = parts.part[at.part];
     int t0 = blockIdx.y * TILE, splits = gridDim.z, steps = (cols + STEP - 1) / STEP;
@@ -620,8 +591,6 @@ typedef struct {
 template <typename Number, int D>
 static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
     __shared__ float queries[WARPS][HEAD_MAX];
-    let_next_start();
-    wait_for_previous();
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.y * WARPS + warp;
     if (t >= T) return;
     size_t at = ((size_t)t * c.n_heads + h) * c.head_dim;
@@ -692,8 +661,6 @@ static __device__ float merge_pieces(const float *pieces, int h, int splits, int
 template <typename Number, int D>
 static __global__ void attention_one(Cache c, float *out, const float *q, float *pieces, unsigned *counters) {
     __shared__ Desk desk;
-    let_next_start();
-    wait_for_previous();
     int h = blockIdx.x, split = blockIdx.y, splits = gridDim.y, d = threadIdx.x;
     Whole w = attend_head<Number, D>(c, q, h, split, splits, c.input->pos + 1, &desk);
     if (splits > 1) {
@@ -719,8 +686,6 @@ static __device__ size_t place_in_cache(const Cache &c, int i, int pos) {
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
 template <typename Number>
 static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
-    let_next_start();
-    wait_for_previous();
     int dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim;
     int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;
     bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
@@ -742,8 +707,6 @@ static __global__ void rotate(Cache c, float *q, float *k, const float *v, const
 
 // x (T, dim); a thread computes one number.
 static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input, int T) {
-    let_next_start();
-    wait_for_previous();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     int dim = table.cols, t = (int)(i / dim);
     if (t < T) x[i] = number_at(table, (size_t)input->tokens[t] * dim + i % dim);
@@ -753,8 +716,6 @@ static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, c
 static __global__ void __launch_bounds__(512)
 normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
     __shared__ float sums[16];
-    let_next_start();
-    wait_for_previous();
     size_t at = (size_t)blockIdx.x * dim;
     float sum = 0;
     for (int i = threadIdx.x; i < dim; i += 512) sum += x[at + i] * x[at + i];
@@ -768,8 +729,6 @@ normalize(float *out, __half *copy, const float *x, const float *weight, int dim
 }
 
 static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
-    let_next_start();
-    wait_for_previous();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) put_x(h, copy, i, h[i] / (1 + expf(-h[i])) * h2[i]);
 }
@@ -798,8 +757,6 @@ static __device__ Largest block_largest(Largest mine, Largest *shared) {
 // best = index of the largest of x (n,), the first of equals; -1 when any is not finite. One block of 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
     __shared__ Largest shared[32];
-    let_next_start();
-    wait_for_previous();
     Largest mine = {-INFINITY, n};
     for (int i = threadIdx.x; i < n; i += 1024) mine = larger(mine, finite(x[i], i));
     mine = block_largest(mine, shared);
@@ -950,6 +907,8 @@ typedef struct {
     cudaGraphExec_t exec;  // NULL until they are recorded
 } Recording;
 
+typedef struct { Mat *place, before; } Moved; // a matrix of the model, and what it was before it went to the device
+
 typedef struct {
     Backend ops;           // first, so that a Backend * is a Cuda *
     Config config;
@@ -957,17 +916,16 @@ typedef struct {
     int multiprocessors;
     size_t shared_most;    // bytes of shared memory that a block can have
     bool cooperative;      // whether whole_token can run
-    bool overlap;          // kernels start before the one before has ended
-    bool after_copy;       // the next kernel comes after a copy, which it cannot overlap
+    bool records;          // the driver lets calls be recorded as graphs
     bool in_pass;          // between begin and end
     Recording recordings[CHUNK + 1][2]; // by T and all
     Recording *recording;  // of this pass, while it is being recorded
 
     std::vector<void *> *blocks; // the device's memory, to be freed
+    std::vector<Moved> *moved;   // the model's weights, to be put back
     Input *input, *input_host;   // on the device, and pinned on the host
     int *best;                   // of the host, pinned: index of the largest logit, -1 if one is not finite; what was drawn
-    float *logits;               // (logits_rows, vocab_size)
-    int logits_rows;
+    float *logits;               // (CHUNK or all positions, vocab_size)
     void *pinned;                // the caller's logits, once pinned
     size_t pinned_size;
     const uint4 *weights;        // all of them
@@ -1006,23 +964,18 @@ template <typename T> struct Exactly { typedef T type; };
 
 // Starts a kernel with `shared` bytes of LAUNCH_SHARED memory, and with an attribute or NULL.
 template <typename... P>
-static void start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                  typename Exactly<P>::type... args) {
+static cudaError_t start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                         typename Exactly<P>::type... args) {
     cudaLaunchConfig_t config = {};
     config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = c->stream;
     config.attrs = attribute, config.numAttrs = attribute != NULL;
-    CUDA(cudaLaunchKernelEx(&config, kernel, args...));
-    c->after_copy = false;
+    return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// The same before the kernel before has ended, where that can be.
 template <typename... P>
 static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                    typename Exactly<P>::type... args) {
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    start(c, c->overlap && !c->after_copy ? &early : NULL, kernel, grid, threads, shared, args...);
+    CUDA(start(c, NULL, kernel, grid, threads, shared, args...));
 }
 
 static unsigned blocks_for(size_t items, size_t per_block) { return (unsigned)((items + per_block - 1) / per_block); }
@@ -1031,7 +984,6 @@ static void send_input(Cuda *c, const int *tokens, int T, int pos) {
     c->input_host->pos = pos;
     if (tokens) memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
     CUDA(cudaMemcpyAsync(c->input, c->input_host, sizeof(int) * (1 + T), cudaMemcpyHostToDevice, c->stream));
-    c->after_copy = true;
     if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream)); // before the host's input may change again
 }
 
@@ -1053,13 +1005,16 @@ static WholeToken *whole_token_of(Type type, Type last) {
     }
 }
 
-static void launch_token(Cuda *c, int token, int pos) {
+static cudaError_t start_token(Cuda *c, int token, int pos) {
     cudaLaunchAttribute together = {}; // all blocks on the GPU at the same time
     together.id = cudaLaunchAttributeCooperative;
     together.val.cooperative = 1;
     WholeToken *kernel = whole_token_of(c->token.jobs[QKV].w.type, c->token.jobs[LOGITS].w.type);
-    c->token.logits = c->logits;
-    start(c, &together, kernel, c->multiprocessors, 32 * TEAM, shared_of(c->token), c->token, token, pos);
+    return start(c, &together, kernel, c->multiprocessors, 32 * TEAM, shared_of(c->token), c->token, token, pos);
+}
+
+static void launch_token(Cuda *c, int token, int pos) {
+    CUDA(start_token(c, token, pos));
     if (c->out)
         CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
 }
@@ -1072,19 +1027,19 @@ static void launch_token(Cuda *, int, int) {}
 #endif
 
 // The first call with this T is done op by op. One token then goes in one kernel, where there is one; for others the
-// second call is recorded, and all that follow are replayed.
+// second call is recorded, where the driver allows it, and all that follow are replayed.
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cuda *c = (Cuda *)b;
     Recording *r = &c->recordings[T][all];
     c->in_pass = true;
     if (T == 1 && r->seen && has_whole_token(c)) return launch_token(c, tokens[0], pos), false;
-    c->recording = r->seen ? r : NULL;
+    c->recording = r->seen && c->records ? r : NULL;
     if (r->exec) {
         c->input_host->pos = pos;
         memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
         return false;
     }
-    if (r->seen) CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
+    if (c->recording) CUDA(cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal));
     r->seen = true;
     send_input(c, tokens, T, pos);
     return true;
@@ -1300,11 +1255,6 @@ static void pin(Cuda *c, void *bytes, size_t size) {
 static void logits(Backend *b, float *out, const Mat *output, const float *x, int T) {
     Cuda *c = (Cuda *)b;
     size_t bytes = sizeof(float) * T * output->rows;
-    if (T > c->logits_rows) { // in the first call with this T, never in one that is recorded
-        c->logits = (float *)take(c, bytes);
-        c->logits_rows = T;
-        if (!c->logits) check(cudaErrorMemoryAllocation, "logits", __LINE__);
-    }
     Product product = {c->logits, output, false};
     c->out = out;
     matmul(b, &product, 1, x, T);
@@ -1314,7 +1264,6 @@ static void logits(Backend *b, float *out, const Mat *output, const float *x, in
     } else {
         launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
     }
-    c->after_copy = true;
     if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream));
 }
 
@@ -1323,7 +1272,6 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
     int best = *c->best;
     if (best < 0 || temperature == 0) return best;
     Chances chances = {c->logits, c->config.vocab_size, 0, 1 / temperature};
-    c->after_copy = true; // nothing is under way
     launch(c, draw, 1, DRAWERS, 0, c->best, chances, best, topp, coin);
     CUDA(cudaStreamSynchronize(c->stream));
     return *c->best;
@@ -1339,8 +1287,7 @@ static double bandwidth(Backend *b, const void *, size_t n) {
     float best = INFINITY, ms;
     for (int pass = 0; pass < 20; pass++) {
         CUDA(cudaEventRecord(start, c->stream));
-        c->after_copy = true; // not before the last pass has ended
-        launch(c, read_all, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
+            launch(c, read_all, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
         CUDA(cudaEventRecord(stop, c->stream));
         CUDA(cudaEventSynchronize(stop));
         CUDA(cudaEventElapsedTime(&ms, start, stop));
@@ -1379,6 +1326,15 @@ static std::vector<Mat *> matrices(Weights *w, int n_layers) {
     for (Layer *l = w->layers; l < w->layers + n_layers; l++)
         all.insert(all.end(), {&l->attention_norm, &l->wq, &l->wk, &l->wv, &l->wo, &l->ffn_norm, &l->w1, &l->w3, &l->w2});
     return all;
+}
+
+static const char NOT_PINNED[] = "the host's memory is too short for what a GPU reads from it; --device=cpu needs less";
+
+// Memory of the host that the GPU reads and writes by itself; NULL when there is none.
+static void *take_pinned(size_t bytes) {
+    void *block = NULL;
+    if (cudaMallocHost(&block, bytes) == cudaSuccess) return block;
+    return (void)cudaGetLastError(), (void *)NULL;
 }
 
 static const size_t PIECE = 32 << 20; // bytes
@@ -1442,28 +1398,32 @@ static void upload_matrix(Upload *u, char *to, char *scales, Mat *m) {
     m->scales = size.scales ? scales : NULL;
 }
 
-static void upload(Cuda *c, Weights *w) {
+// Returns NULL or what is wrong.
+static const char *upload(Cuda *c, Weights *w) {
     Upload u = {};
     u.stream = c->stream;
     u.total = c->weights_size;
     char *numbers = (char *)c->weights, *scales = numbers + c->numbers_size;
     bool tied = w->output.data == w->token_embedding.data;
     for (int i = 0; i < 2; i++) {
-        CUDA(cudaMallocHost((void **)&u.pieces[i], PIECE));
+        u.pieces[i] = (char *)take_pinned(PIECE);
         CUDA(cudaEventCreateWithFlags(&u.gone[i], cudaEventDisableTiming));
     }
-    for (Mat *m : matrices(w, c->config.n_layers)) {
+    bool ok = u.pieces[0] && u.pieces[1];
+    for (Mat *m : ok ? matrices(w, c->config.n_layers) : std::vector<Mat *>()) {
         size_t n = numbers_of(m), n_scales = scales_of(m);
+        c->moved->push_back({m, *m});
         upload_matrix(&u, numbers, scales, m);
         numbers += n, scales += n_scales;
     }
-    if (tied) w->output = w->token_embedding;
+    if (ok && tied) c->moved->push_back({&w->output, w->output}), w->output = w->token_embedding;
     CUDA(cudaStreamSynchronize(c->stream));
-    if (isatty(2)) fprintf(stderr, "\n");
+    if (ok && isatty(2)) fprintf(stderr, "\n");
     for (int i = 0; i < 2; i++) {
-        CUDA(cudaFreeHost(u.pieces[i]));
+        if (u.pieces[i]) CUDA(cudaFreeHost(u.pieces[i]));
         CUDA(cudaEventDestroy(u.gone[i]));
     }
+    return ok ? NULL : NOT_PINNED;
 }
 
 // Cosine and sine of position / rope_scaling * rope_theta^(-2i / head_dim), in double precision as on the CPU.
@@ -1495,10 +1455,12 @@ static void cuda_close(Backend *b) {
             if (r.exec) CUDA(cudaGraphExecDestroy(r.exec));
     if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
     for (void *block : *c->blocks) CUDA(cudaFree(block));
+    for (const Moved &m : *c->moved) *m.place = m.before;
     if (c->input_host) CUDA(cudaFreeHost(c->input_host));
     if (c->best) CUDA(cudaFreeHost(c->best));
     if (c->stream) CUDA(cudaStreamDestroy(c->stream));
     delete c->blocks;
+    delete c->moved;
     free(c);
 }
 
@@ -1525,7 +1487,6 @@ static const char *find_device(Cuda *c) {
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
-    c->overlap = OVERLAP && device.major >= 9;
     c->cooperative = device.cooperativeLaunch && device.major >= 8; // copies go on by themselves from Ampere on
     return NULL;
 }
@@ -1537,7 +1498,9 @@ static size_t pieces_of(const Cuda *c) {
     return attention > tiles ? attention : tiles;
 }
 
-// Takes all the memory but the activations'; NULL or what is wrong.
+enum { KERNELS = 32 << 20 }; // bytes that their code may take, which the driver loads when they are first called
+
+// Takes all the memory but the activations', which it counts too; NULL or what is wrong.
 static const char *take_memory(Cuda *c, Weights *w) {
     const Config *config = &c->config;
     size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
@@ -1546,18 +1509,19 @@ static const char *take_memory(Cuda *c, Weights *w) {
     size_t n_counters = config->n_heads > 2 * c->multiprocessors ? config->n_heads : 2 * c->multiprocessors;
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations = sizeof(float) * rows * (3 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
-    activations += sizeof(float) * (config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
-    activations += sizeof(float) * c->cache.positions * config->head_dim;
+    activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
+    activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
     for (Mat *m : matrices(w, config->n_layers))
         c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
     c->weights_size += c->numbers_size;
-    double gib = 1 << 30, needed = (double)c->weights_size + 2.0 * half + activations;
+    double gib = 1 << 30, needed = (double)c->weights_size + 2.0 * half + activations + KERNELS;
     CUDA(cudaMemGetInfo(&free_bytes, &total));
     bool ok = needed <= free_bytes
            && (c->weights = (const uint4 *)take(c, c->weights_size))
            && (c->cache.keys = take(c, half)) && (c->cache.values = take(c, half))
            && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
            && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
+           && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
            && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
            && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters))
            && (c->input = (Input *)take(c, sizeof(Input)));
@@ -1568,8 +1532,6 @@ static const char *take_memory(Cuda *c, Weights *w) {
     CUDA(cudaMemset(c->cache.keys, 0, half)); // the room between head_dim and width stays zero
     CUDA(cudaMemset(c->cache.values, 0, half));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
-    CUDA(cudaMallocHost((void **)&c->input_host, sizeof(Input)));
-    CUDA(cudaMallocHost((void **)&c->best, sizeof(int)));
     return NULL;
 }
 
@@ -1621,7 +1583,7 @@ static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {
     return job;
 }
 
-// Prepares the kernel for whole tokens; leaves token.slots at 0 where the model or the GPU does not allow it.
+// Prepares the kernel for whole tokens; leaves token.slots at 0 where the model, the GPU or the driver does not allow it.
 static void open_token(Cuda *c, const Weights *w) {
     const Config *config = &c->config;
     const Layer *l = w->layers;
@@ -1659,16 +1621,35 @@ static void open_token(Cuda *c, const Weights *w) {
     if (!fit || !t.x || !t.largest || !t.arrived) return;
     t.q = t.x + config->dim, t.attended = t.q + config->dim, t.h = t.attended + config->dim;
     CUDA(cudaMemset(t.arrived, 0, sizeof(unsigned)));
-    c->token = t;
+    c->token = t, c->token.logits = c->logits;
+    if (start_token(c, 0, 0) == cudaSuccess) return; // a trial: what it leaves in the cache is written anew
+    (void)cudaGetLastError();
+    c->token.slots = 0;
 }
 #endif
+
+// Whether the driver records what is launched, and runs the recording: not so under some ways to share a GPU.
+static bool can_record(Cuda *c) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    bool ok = cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
+    if (ok) {
+        ok = start(c, NULL, convert, 1, 256, 0, c->x16, c->pieces, 1) == cudaSuccess;
+        ok = cudaStreamEndCapture(c->stream, &graph) == cudaSuccess && ok;
+    }
+    ok = ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, c->stream) == cudaSuccess;
+    if (exec) CUDA(cudaGraphExecDestroy(exec));
+    if (graph) CUDA(cudaGraphDestroy(graph));
+    (void)cudaGetLastError();
+    return ok;
+}
 
 const char *cuda_open(Backend **backend, Model *model, int positions) {
     const Config *config = &model->config;
     if (config->head_dim > HEAD_MAX) return format("heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
     if (!c) return "out of memory";
-    c->blocks = new std::vector<void *>;
+    c->blocks = new std::vector<void *>, c->moved = new std::vector<Moved>;
     c->config = *config;
     c->exact = model->weights.layers[0].wk.type == F32;
     int width = (config->head_dim + 7) / 8 * 8, splits = (positions + 255) / 256; // a tile of 32 for each of 8 warps
@@ -1677,11 +1658,15 @@ const char *cuda_open(Backend **backend, Model *model, int positions) {
     c->cache.n_heads = config->n_heads, c->cache.n_kv_heads = config->n_kv_heads;
     const char *wrong = find_device(c);
     if (!wrong) wrong = take_memory(c, &model->weights);
+    if (!wrong && !((c->input_host = (Input *)take_pinned(sizeof(Input))) && (c->best = (int *)take_pinned(sizeof(int)))))
+        wrong = NOT_PINNED;
     if (wrong) return cuda_close(&c->ops), wrong;
     c->cache.input = c->input;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
     upload_rotation(c);
-    upload(c, &model->weights);
+    if ((wrong = upload(c, &model->weights))) return cuda_close(&c->ops), wrong;
+    launch(c, convert, 1, 256, 0, c->x16, c->pieces, 1); // loads the kernels, which can't be done in a recording
+    c->records = can_record(c);
 #if FUSED
     open_token(c, &model->weights);
 #endif

@@ -5,7 +5,6 @@
 #include <hip/hip_fp16.h>
 #include <hip/hip_runtime.h>
 
-#define OVERLAP 0
 #define FUSED 0
 #define __grid_constant__
 #define __shfl_xor_sync(mask, value, lane_mask, width) __shfl_xor(value, lane_mask, width)
@@ -66,9 +65,8 @@
 #define cudaSuccess hipSuccess
 #define sharedMemPerBlockOptin sharedMemPerBlock
 
-// Kernels don't overlap here: attributes of a launch are not needed.
-enum { cudaLaunchAttributeProgrammaticStreamSerialization };
-struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed; } val; };
+// Without whole tokens, attributes of a launch are not needed.
+struct cudaLaunchAttribute;
 struct cudaLaunchConfig_t {
     dim3 gridDim, blockDim;
     size_t dynamicSmemBytes;

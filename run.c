@@ -468,25 +468,17 @@ static float *prefill(const Model *m, const State *s, const int *tokens, int n, 
     return forward(m, s, tokens, n, pos, false);
 }
 
-// Opens the backend of a device: cpu, cuda, or auto: cuda if that can be had, else cpu.
-static const char *backend_open(Backend **b, const char *device, Model *m, int positions, int n_threads) {
 #ifdef CUDA
-    if (strcmp(device, "cpu")) {
-        const char *wrong = cuda_open(b, m, positions);
-        if (!wrong || strcmp(device, "auto")) return wrong;
-        fprintf(stderr, "on the CPU, for the GPU cannot be used: %s\n", wrong);
-    }
+enum { HAS_GPU = true };
 #else
-    (void)device;
+enum { HAS_GPU = false };
+const char *cuda_open(Backend **b, Model *m, int positions) { return (void)b, (void)m, (void)positions, "no GPU"; }
 #endif
-    return cpu_open(b, m, positions, n_threads);
-}
 
-// Room for contexts of `positions` tokens; with `all`, for the logits of every token of a chunk, else for those of one, or
-// none where the backend chooses by itself.
-static const char *state_open(State *s, Model *m, const char *device, int positions, bool all, int n_threads) {
+// The state on one of the two; nothing is left open where that fails.
+static const char *state_open_on(State *s, bool gpu, Model *m, int positions, bool all, int n_threads) {
     const Config *c = &m->config;
-    TRY(backend_open(&s->backend, device, m, positions, n_threads));
+    TRY(gpu ? cuda_open(&s->backend, m, positions) : cpu_open(&s->backend, m, positions, n_threads));
     Backend *b = s->backend;
     size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
@@ -494,9 +486,21 @@ static const char *state_open(State *s, Model *m, const char *device, int positi
            && (s->q = b->alloc(b, T * c->dim))
            && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
            && (s->hb = b->alloc(b, T * c->hidden_dim)) && (s->hb2 = b->alloc(b, T * c->hidden_dim));
+    if (!ok) b->close(b), s->backend = NULL;
     CHECK(ok, "not enough memory for the activations");
     if (all || !b->choose) s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));
     return NULL;
+}
+
+// Room for contexts of `positions` tokens on a device: cpu, cuda, or auto: cuda if that can be had, else cpu. With `all`, for
+// the logits of every token of a chunk, else for those of one, or none where the backend chooses by itself.
+static const char *state_open(State *s, Model *m, const char *device, int positions, bool all, int n_threads) {
+    if (HAS_GPU && strcmp(device, "cpu")) {
+        const char *wrong = state_open_on(s, true, m, positions, all, n_threads);
+        if (!wrong || strcmp(device, "auto")) return wrong;
+        fprintf(stderr, "on the CPU, for the GPU cannot be used: %s\n", wrong);
+    }
+    return state_open_on(s, false, m, positions, all, n_threads);
 }
 
 // ----------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def machine():
 
 # ./runcuda in other ways, to see what each is worth
 VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
-            "serial": "-DFUSED=0 -DOVERLAP=0",  # and no kernel starts before the one before has ended
             "lanes": "-DBULK=0",                # weights of whole tokens without the copy engine
             "wide": "-DSLOT_UNITS=8",           # with it, in pieces twice as large
             "many": "-DWARPS=11"}               # by more warps

@@ -190,6 +190,33 @@ def test_what_a_gpu_cannot_do(runcuda_bin, tmp_path, where):
     assert "heads of 514 numbers" in one_line(run(runcuda_bin, *args, status=1).stderr)
 
 
+def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
+    """No cooperative launch, no recording (some ways to share a GPU): the ops do it, with the same text."""
+    if where:
+        pytest.skip("the GPU here is whole")
+    Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=64).write_gguf(tmp_path / "m.gguf")
+    args = [tmp_path / "m.gguf", "-t", 0, "-n", 12, "-i", "Hello", "--raw"]
+    expected = run(runcuda_bin, *args, "--device=cpu").stdout
+    for refused in ("together", "recording", "together recording"):
+        assert run(runcuda_bin, *args, CUDA_ON_CPU_REFUSES=refused).stdout == expected
+
+
+def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):
+    """Those after the memory was counted too: one line, or the CPU, which has its weights back."""
+    if where:
+        pytest.skip("the GPU here is whole")
+    Model(dim=32, hidden=32, layers=1, heads=1, kv=1).write_gguf(tmp_path / "m.gguf")
+    args = [tmp_path / "m.gguf", "-t", 0, "-n", 4]
+    expected = run(runcuda_bin, *args, "--device=cpu").stdout
+    for n in range(40):
+        done = run(runcuda_bin, *args, "--device=auto", CUDA_ON_CPU_ALLOCATIONS=str(n))
+        assert done.stdout == expected
+        if not done.stderr.startswith(b"on the CPU"):
+            break
+        one_line(run(runcuda_bin, *args, status=1, CUDA_ON_CPU_ALLOCATIONS=str(n)).stderr)
+    assert 10 < n < 39
+
+
 def test_make_runcuda(tmp_path):
     """nvcc finds nothing to warn of; without a GPU the program says so, and computes on the CPU where that is allowed."""
     if not shutil.which("nvcc"):

@@ -118,14 +118,14 @@ static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half
 
 // ---- the runtime
 
-enum cudaError_t { cudaSuccess, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice };
+enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeCooperative };
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int programmaticStreamSerializationAllowed, cooperative; } val; };
+struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
 struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
 struct cudaFuncAttributes { int unused; };
@@ -135,6 +135,13 @@ inline cudaGraph_t capture;
 inline int multiprocessors() { const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS"); return s ? atoi(s) : 12; }
 inline size_t free_memory() { const char *s = getenv("CUDA_ON_CPU_MEMORY"); return s ? strtoull(s, NULL, 10) : (size_t)1 << 30; }
 
+inline bool refuses(const char *what) { const char *s = getenv("CUDA_ON_CPU_REFUSES"); return s && strstr(s, what); } // as MPS may
+inline bool allocates() { // the first so many times
+    static int times;
+    const char *s = getenv("CUDA_ON_CPU_ALLOCATIONS");
+    return !s || times++ < atoi(s);
+}
+
 inline cudaError_t submit(std::function<void()> work) {
     if (capture) capture->push_back(work);
     else work();
@@ -142,7 +149,7 @@ inline cudaError_t submit(std::function<void()> work) {
 }
 }
 
-static inline const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "no CUDA-capable device is detected"; }
+static inline const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorNotSupported ? "operation not supported" : e == cudaErrorMemoryAllocation ? "out of memory" : "no CUDA-capable device is detected"; }
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
@@ -154,7 +161,7 @@ template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cud
 template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) { *n = 1; return cudaSuccess; }
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
-    *p = (T *)malloc(n);
+    *p = cuda_on_cpu::allocates() ? (T *)malloc(n) : NULL;
     return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
 }
 static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
@@ -177,7 +184,7 @@ static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess
 static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
-static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { cuda_on_cpu::capture = new std::vector<std::function<void()>>; return cudaSuccess; }
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported; cuda_on_cpu::capture = new std::vector<std::function<void()>>; return cudaSuccess; }
 static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { *g = cuda_on_cpu::capture, cuda_on_cpu::capture = NULL; return cudaSuccess; }
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) { *e = new std::vector<std::function<void()>>(*g); return cudaSuccess; }
 static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
@@ -190,6 +197,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
+    if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
     return cuda_on_cpu::submit([=] {
         cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
     });
