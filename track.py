@@ -12,6 +12,7 @@ server, a service process or a disk, training neither stops nor waits. What fail
 A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table (see TABLES), its dicts histograms,
 {"counts": N ints, "edges": N + 1 floats}.
 """
+import codecs
 import collections
 import contextlib
 import json
@@ -43,6 +44,7 @@ START_SECONDS = 4      # the training waits for a tracker to start; after that t
 INIT_SECONDS = 15      # W&B waits for its server
 FINISH_SECONDS = 60    # for uploads at the end
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
+LINE = 10_000          # characters that are kept of a line of the console
 
 
 # ---- secrets ----------------------------------------------------------------------------------------------------
@@ -77,16 +79,23 @@ def redact(value):
     return SECRET_SHAPE.sub(lambda m: m[0].replace(m["value"] or m[0], HIDDEN), value)
 
 
-class Overheard:
-    """stdout or stderr, of which every line also goes, without its secrets, to `listen`."""
+def shown(line):
+    """What a terminal shows of a line: each carriage return lets the next text overwrite what stood there."""
+    return line.rstrip("\r").rpartition("\r")[2]
+
+
+class Tee:
+    """stdout or stderr, of which every line, as a terminal shows it in the end, also goes, redacted, to `listen`."""
 
     def __init__(self, stream, listen):
         self.stream, self.listen, self.line = getattr(stream, "stream", stream), listen, ""
 
     def write(self, text):
-        *lines, self.line = (self.line + text).split("\n")
-        for line in lines:
-            self.listen(redact(line) + "\n")
+        *lines, line = (self.line + text).split("\n")
+        for whole in lines:
+            self.listen(redact(shown(whole)[:2 * LINE])[:LINE] + "\n")
+        # a secret across the cut at LINE is still whole, and redacted, within twice as much
+        self.line = shown(line)[:2 * LINE] + "\r" * line.endswith("\r")
         return self.stream.write(text)
 
     def __getattr__(self, name):
@@ -360,8 +369,8 @@ class Background:
         self.name, self.remedy, self.abandon = name, remedy, abandon
         self.calls, self.ended, self.ready = queue.SimpleQueue(), False, threading.Event()
         if console:
-            sys.stdout = Overheard(sys.stdout, lambda text: self.call("console", "stdout", text))
-            sys.stderr = Overheard(sys.stderr, lambda text: self.call("console", "stderr", text))
+            sys.stdout = Tee(sys.stdout, lambda text: self.call("console", "stdout", text))
+            sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
         self.thread.start()
         if not self.ready.wait(START_SECONDS):
@@ -653,7 +662,7 @@ class Parser:
     """
     ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
     NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?![\w%/:])(?!\.\d)"
-    NAMED = re.compile(rf"(?i)(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*"
+    NAMED = re.compile(rf"(?i)(?<![a-z_])(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*"
                        rf"(?P<value>{NUMBER})")
     SPOKEN = re.compile(rf"(?i)\b(?P<name>(?:[a-z_]+ )?(?:loss|accuracy|acc|perplexity|ppl)|step|iter|iteration|epoch)\s+"
                         rf"(?P<value>{NUMBER}|\d+(?=:))")
@@ -667,9 +676,9 @@ class Parser:
         self.text, self.epoch, self.iter, self.pending, self.last = "", None, 0, None, -math.inf
 
     def feed(self, text, end=False):
-        self.text += text
         rows = []
-        *lines, self.text = re.split(r"(\n|\r\n?|\x08+)", self.text)
+        pieces = re.split(r"(\n|\r\n?|\x08+)", text)
+        *lines, self.text = [(self.text + pieces[0])[:1 << 20], *pieces[1:]]
         for line, stop in zip(lines[::2], lines[1::2]):
             rows += self.line(line, "\n" in stop)
         if end:
@@ -691,7 +700,7 @@ class Parser:
 
     def parse(self, line):
         """{"iter", "epoch" where known, metric: number} of a line; None when it has no metric."""
-        metrics = self.json(line)
+        metrics, line = self.json(line), line[:LINE]
         if metrics is None:
             metrics = {m["name"]: m["value"] for r in (self.SPOKEN, self.NAMED) for m in r.finditer(line)}
         for pattern in self.patterns:
@@ -745,9 +754,10 @@ def follow(command, tracker, parser):
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, lambda number, frame: child.send_signal(number))
     signal.signal(signal.SIGINT, lambda number, frame: None if sys.stdin.isatty() else child.send_signal(number))
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a chunk may end within a character
     while chunk := child.stdout.read1(1 << 16):
         os.write(1, chunk)
-        for row in parser.feed(chunk.decode("utf-8", "replace")):
+        for row in parser.feed(decode(chunk)):
             tracker.log(row)
     for row in parser.feed("", end=True):
         tracker.log(row)

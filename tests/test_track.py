@@ -1,6 +1,7 @@
 """Tracking, read back from what the real W&B client wrote and from the JSON lines."""
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -309,6 +310,41 @@ def test_the_alarm_goes_off_for_what_is_far_from_the_usual_and_only_then():
     assert alarm.look({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
 
 
+def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_small():
+    """12 hours of a progress bar at 10 refreshes a second, which ends its line once, as tqdm does on stderr."""
+    class Nowhere:
+        def write(self, text):
+            return len(text)
+
+    heard, seconds = [], []
+    tee = track.Tee(Nowhere(), heard.append)
+    for hour in range(12):
+        begin = time.process_time()
+        for i in range(36_000):
+            tee.write(f"\r{hour:>3}h|{'#' * (i // 600):<60}| {i}/36000 [loss 2.{i:05}, 31.5k tok/s]")
+            if i % 600 == 599:
+                tee.write(f"\r{' ' * 110}\r")  # makes room for a line on stdout
+                assert len(tee.line) < 200
+        seconds.append(time.process_time() - begin)
+    tee.write("\rdone\n")
+    assert heard == ["done\n"] and min(seconds[-3:]) < 1.5 * max(seconds[:3])
+
+
+def test_the_console_is_what_a_terminal_shows_in_the_end_and_no_line_is_endless(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret" * 5)
+    heard, shown = [], io.StringIO()
+    tee = track.Tee(shown, heard.append)
+    for text in ("one\r\ntwo\r", "2\n", "bar 1\rbar 2\r\n", "no end", "\rnew\n", "\n"):
+        tee.write(text)
+    assert heard == ["one\n", "2\n", "bar 2\n", "new\n", "\n"] and shown.getvalue().startswith("one\r\ntwo\r2\n")
+    for _ in range(1000):
+        tee.write("." * 100)  # a program that shows its progress in dots
+        assert len(tee.line) <= 2 * track.LINE
+    tee.write("\n")
+    tee.write("x" * (track.LINE - 7) + "s3cret" * 5 + "\n")  # a secret that the cut would halve
+    assert heard[-2:] == ["." * track.LINE + "\n", "x" * (track.LINE - 7) + "***\n"]
+
+
 KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 / i:.4f} - accuracy: 0.5000" for i in
          range(1, 199)) + "\b" * 70 + "199/199 [==========] - 9s 12ms/step - loss: 0.1000 - accuracy: 0.9000 - val_loss: 0.2\n"
          "Epoch 2/2\n199/199 [==========] - 9s 12ms/step - loss: 0.05 - accuracy: 0.95\n")
@@ -325,6 +361,7 @@ def test_metrics_are_read_out_of_what_programs_print():
     assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss": 0.25}]
     assert read("translated, BLEU 31.5\n") == [{"iter": 31, "bleu": 31.5}]
     assert read("loading 5 files at 10:30:15, took 12s, 98% done\n") == []
+    assert read("." * 10_000_000) == [] and read("\n") == []  # an endless line costs neither memory nor time
     assert read("loss=1.") == [] and read("5\n")[0]["loss"] == 1.5  # a line in two pieces
 
 
