@@ -1,26 +1,32 @@
 """
 Several runs side by side, without a server.
 
-    python compare.py out/a out/b out/c                  what differs between them, and how they ended, as a table
+    python compare.py                                    every run in out: what differs, and how they ended, as a table
     python compare.py out/a out/b --plot=runs.html       and their losses over tokens and over time; .svg: the chart alone
     python compare.py wandb --sort=learning_rate         every run that the W&B client has logged there
 
-A run is an out folder with its log.jsonl and config.json, or a folder of the W&B client's (offline-run-..., run-...).
+A run is an out folder with its log.jsonl and config.json, or a folder of the W&B client's (offline-run-..., run-...);
+any other folder stands for the runs in it. The columns "last" are of one moment, the last evaluation; so are those
+called "best", of the evaluation with the least validation loss.
 """
 import html
 import json
 import math
 import re
+import sys
+import unicodedata
 from pathlib import Path
 
 from configurator import configure, fail
 from track import read_rows, read_wandb
 
-runs = ""             # the runs' folders, separated by commas, or given as words
-sort = "loss/val"     # the metric or setting the table is sorted by
+runs = "out"          # folders of runs, separated by commas, or given as words
+sort = "loss/val"     # the metric (of validation losses the best) or setting the table is sorted by
 plot = ""             # an .html or .svg file for the curves
 
-FINAL = ("iter", "tokens", "loss/val", "bpb/val", "loss/train", "perf/tokens_per_sec", "minutes")
+LOSSES = ("loss/train", "loss/val", "bpb/val")
+RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter", *(f"best {name}" for name in LOSSES[1:]),
+           "best at iter", "perf/tokens_per_sec", "minutes")
 NOT_SETTINGS = ("out_dir", "wandb_run_name", "wandb_notes", "peak_flops", "n_params", "flops_per_token", "git_changed")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everyone
 PAGE = """<!doctype html><meta charset="utf-8"><title>Runs</title>
@@ -41,7 +47,10 @@ for (const head of document.querySelectorAll("th")) head.onclick = () => {{
 
 
 def read_run(folder):
-    """{"name", "config": {key: value}, "rows": [{"iter", "tokens", "time", metric: value}]} of a run's folder."""
+    """
+    {"name", "config": {key: value}, "rows": [{"iter", "tokens", "time", metric: value}]} of a run's folder. ValueError:
+    it is none.
+    """
     folder = Path(folder)
     try:
         if list(folder.glob("*.wandb")):
@@ -50,10 +59,28 @@ def read_run(folder):
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             run = {"name": str(folder), "config": config, "rows": read_rows(folder / "log.jsonl")}
     except (OSError, ValueError) as e:
-        fail(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl, or one of W&B's")
+        raise ValueError(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl, or one of "
+                         f"W&B's") from e
+    if not isinstance(run["config"], dict):
+        raise ValueError(f"{folder}: not a run (its config.json is not {{key: value}})")
     if not run["rows"]:
-        fail(f"{folder}: its log has no rows yet")
+        raise ValueError(f"{folder}: its log has no rows yet")
     return run
+
+
+def read_runs(folders):
+    """The runs in these folders; what is none costs a line, and the program only where there is no other."""
+    found, wrong = [], []
+    for folder in folders:
+        try:
+            found.append(read_run(folder))
+        except ValueError as e:
+            wrong.append(" ".join(str(e).split()))
+    if not found:
+        fail(wrong[0] if wrong else "no runs; expected their folders, as in: python compare.py out/a out/b")
+    for line in wrong:
+        print(f"skipped {line}", file=sys.stderr)
+    return found
 
 
 def read_wandb_run(folder):
@@ -70,15 +97,17 @@ def read_wandb_run(folder):
 
 
 def run_folders(names):
-    """The runs meant: a folder that is one, or, of a folder that holds W&B's, all of them."""
-    for name in names:
-        inside = sorted(path.parent for path in Path(name).glob("*run-*/*.wandb") if not path.parent.is_symlink())
-        yield from inside or [name]
+    """The folders meant, each once: those of all runs in the named ones, or, where there are none, the named one."""
+    found = {}
+    for name in map(Path, names):
+        inside = sorted({path.parent for what in ("log.jsonl", "*.wandb") for path in name.rglob(what)})
+        found |= {folder.resolve(): folder for folder in inside or [name]}
+    return list(found.values())
 
 
 def seconds(rows):
     """The time of each row since the first, without the pauses between a stop and its continuation."""
-    gaps = [max(0.0, b["time"] - a["time"]) for a, b in zip(rows, rows[1:])]
+    gaps = [max(0.0, b.get("time", 0.0) - a.get("time", 0.0)) for a, b in zip(rows, rows[1:])]
     usual = sorted(gaps)[(len(gaps) - 1) // 2] if gaps else 0
     total, out = 0.0, [0.0]
     for gap in gaps:
@@ -88,14 +117,19 @@ def seconds(rows):
 
 
 def results(run):
-    """The final metrics of a run: of losses on the validation split the best, of all else the last."""
-    found = {"minutes": seconds(run["rows"])[-1] / 60}
+    """{column: value} of a run's end, its last evaluation and its best; beside them each metric under its own name."""
+    metrics, evaluations = {}, []
     for row in run["rows"]:
-        found |= {k: v for k, v in row.items() if k in FINAL}
-    for name in ("loss/val", "bpb/val"):
-        values = [row[name] for row in run["rows"] if isinstance(row.get(name), float)]
-        found |= {name: min(values)} if values else {}
-    return found
+        metrics |= {k: v for k, v in row.items() if not isinstance(v, (list, dict))}
+        if "loss/val" in row:
+            evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
+    finite = [row for row in evaluations if isinstance(row["loss/val"], float)]
+    last, best = evaluations[-1] if evaluations else metrics, min(finite, key=lambda row: row["loss/val"], default={})
+    found = metrics | {k: best[k] for k in LOSSES[1:] if k in best}
+    found |= {f"last {k}": last[k] for k in LOSSES if k in last} | {f"best {k}": best[k] for k in LOSSES[1:] if k in best}
+    if last["iter"] != metrics["iter"]:
+        found["last at iter"] = last["iter"]
+    return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": seconds(run["rows"])[-1] / 60}
 
 
 def differences(found):
@@ -119,22 +153,33 @@ def rank(value):
 
 def cells(found):
     """The comparison as rows of values, the first of them the columns' names."""
-    settings = differences(found)
-    metrics = [name for name in FINAL if any(name in results(run) for run in found)]
-    values = [{"run": run["name"], **run["config"], **results(run)} for run in found]
+    settings, ends = differences(found), [results(run) for run in found]
+    values = [{"run": run["name"], **run["config"], **end} for run, end in zip(found, ends)]
+    metrics = [name for name in RESULTS if any(name in end for end in ends)]
     if not any(sort in v for v in values):
         fail(f"--sort={sort}: no such setting or metric; expected one of {', '.join([*settings, *metrics])}")
     values.sort(key=lambda v: rank(v.get(sort)))
-    columns = ["run", *settings, *metrics]
+    shown = sort in settings or sort in metrics or f"best {sort}" in metrics
+    columns = ["run", *settings, *([] if shown else [sort]), *metrics]
     return [columns] + [[v.get(name) for name in columns] for v in values]
+
+
+def width(text):
+    """Columns of a terminal that a text takes: two for a Chinese character, none for an accent by itself."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def pad(text, columns, right=False):
+    """The text with spaces behind it, or before it, to so many columns of a terminal."""
+    space = " " * (columns - width(text))
+    return space + text if right else text + space
 
 
 def lines(table):
     """The table for a terminal."""
     shown = [[text(value) for value in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*shown)]
-    return ["  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in shown]
+    widths = [max(map(width, column)) for column in zip(*shown)]
+    return ["  ".join(pad(cell, w, right=i > 0) for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in shown]
 
 
 def ticks(low, high):
@@ -207,10 +252,8 @@ def page(found, table):
     return PAGE.format(table=f"<tr>{head}</tr>{body}", chart=chart(found))
 
 
-def main(words):
-    found = [read_run(folder) for folder in run_folders([name for name in runs.split(",") if name] + words)]
-    if not found:
-        fail("no runs; expected their folders, as in: python compare.py out/a out/b")
+def main(folders):
+    found = read_runs(run_folders(folders))
     if plot and not plot.endswith((".html", ".svg")):
         fail(f"--plot={plot}: expected a name that ends in .html or .svg")
     table = cells(found)
@@ -225,5 +268,5 @@ def main(words):
 
 if __name__ == "__main__":
     words = []
-    configure(globals(), positional=words)
-    main(words)
+    given = configure(globals(), positional=words)
+    main(words + ([name for name in runs.split(",") if name] if "runs" in given or not words else []))

@@ -487,7 +487,7 @@ def blocks(path, whole_lines):
     """
     offset, rest = 0, b""
     with open(path, "rb") as f, tqdm(total=os.path.getsize(path), desc="reading", unit="B", unit_scale=True,
-                                     leave=False, delay=1) as bar:
+                                     leave=False, delay=1, dynamic_ncols=True) as bar:
         while True:
             fresh = f.read(BLOCK)
             block = rest + fresh
@@ -640,7 +640,7 @@ def sample(job, rows):
 def characters(job, rows):
     """Every character of a source, as a str."""
     found = set()
-    for text, *_ in tqdm(texts(job, rows), desc="characters", leave=False, delay=1):
+    for text, *_ in tqdm(texts(job, rows), desc="characters", leave=False, delay=1, dynamic_ncols=True):
         found.update(text)
     return "".join(found)
 
@@ -690,7 +690,7 @@ def encode_parts(job, rows, partial, workers):
     missing = [n for n in range(len(sizes)) if not (partial / "parts" / f"{n}.npz").exists()]
     workers = min(workers, len(missing))
     with tqdm(total=int(sizes.sum()), initial=int(sizes.sum() - sizes[missing].sum()), desc="encoding", unit="B",
-              unit_scale=True) as bar:
+              unit_scale=True, dynamic_ncols=True) as bar:
         if workers == 1:
             encode = part_encoder(partial)
             for number in missing:
@@ -791,7 +791,7 @@ def download(path, base_url):
     if shutil.disk_usage(path.parent).free < size - have:
         raise Unfit(f"{path.parent}: too little room for {path.name}, {(size - have) / 1e9:.1f} GB more needed")
     failures, problem = 0, "connection closed"
-    with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True) as bar:
+    with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
         while have < size:
             try:
                 fetch(url, part, size, bar)

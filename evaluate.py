@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import parallel
+from compare import pad, width
 from export import load_model
 from track import Wandb, new_run_id
 
@@ -135,14 +136,14 @@ def report(rows, names):
     """Lines: accuracy over all and per class, the confusion matrix, the failures."""
     right = sum(row[0] for row in rows)
     counts = collections.Counter((row[1], row[2]) for row in rows)
-    width = max(len("expected"), *map(len, names)) + 2
+    columns = max(map(width, ["expected", *names])) + 2
     yield f"accuracy {right / len(rows):.4f} ({right} of {len(rows)})"
-    yield "\n" + "expected".ljust(width) + "accuracy  " + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
+    yield "\n" + "expected".ljust(columns) + "accuracy  " + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
     per_class = accuracies(rows)
     for n, name in enumerate(names):
         good, all_ = per_class.get(name, (0, 0))
         share = f"{good / all_:.4f}" if all_ else "-"
-        yield f"{name:<{width}}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
+        yield f"{pad(name, columns)}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
     failures = [row for row in rows if not row[0]]
     for _, expected, actual, p, prompt in failures[:20]:
         yield f"wrong: {prompt!r}: expected {expected}, actual {actual} (score {p:.2f})"

@@ -128,7 +128,7 @@ def run_trial(sweep, number, values, folder):
     if code:
         print(f"trial {number} failed with code {code}", flush=True)
         return None
-    return best(sweep, compare.read_run(folder / str(number))["rows"])
+    return best(sweep, compare.read_runs([folder / str(number)])[0]["rows"])
 
 
 def sweep_varies(sweep, name):
@@ -179,7 +179,7 @@ def main():
     if not done:
         fail(f"{file}: no trial came to its first row; why is said above")
     compare.sort = sweep.get("metric", {}).get("name", "loss/val")
-    print("\n".join(compare.lines(compare.cells([compare.read_run(path) for path in done]))))
+    print("\n".join(compare.lines(compare.cells(compare.read_runs(done)))))
 
 
 if __name__ == "__main__":

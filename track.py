@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -479,7 +480,8 @@ class Tracker:
 
 def new_run_id(name):
     """A short, readable run id that no other run has; under `wandb agent` the one it has given."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()[:40]
+    letters = re.sub(r"[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name))  # é is e
+    words = re.sub(r"[^A-Za-z0-9]+", "-", letters)[:40].strip("-").lower() or "run"
     return os.environ.get("WANDB_RUN_ID") or f"{words}-{secrets.token_hex(2)}"
 
 

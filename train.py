@@ -546,7 +546,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
     model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
     resumed, watch, look = state["step"], Stopwatch(device), Look(raw_model, wandb_watch)
     batches = corpus.Ahead(lambda step: batch_at(step, dataset, device))
-    bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()))
+    bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
+               dynamic_ncols=True)
     while True:
         step = state["step"]
         end = step == max_iters

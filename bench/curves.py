@@ -67,7 +67,7 @@ def draw_ends(axes, groups):
 
 
 def main(folders):
-    found = [compare.read_run(folder) for folder in compare.run_folders(folders)]
+    found = compare.read_runs(compare.run_folders(folders))
     if not found:
         fail("no runs; expected their folders, as in: python bench/curves.py out/a out/b")
     groups = {}

@@ -37,13 +37,42 @@ def compare(folder, *words):
 
 def test_the_table_has_what_differs_and_the_results_sorted(folders):
     done = compare(folders, "b2", "b4", "b16")
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert rows[0] == ["run", "batch_size", "iter", "tokens", "loss/val", "loss/train", "minutes"]
+    rows = [re.split("  +", line) for line in done.stdout.splitlines()]
+    assert rows[0] == ["run", "batch_size", "iter", "tokens", "last loss/train", "last loss/val", "best loss/val",
+                       "best at iter", "minutes"]
     assert [row[0] for row in rows[1:]] == ["b4", "b2", "b16"]
-    assert rows[1][1:] == ["4", "20", "80", "1.5000", "1.6000", "0.0333"]  # minutes without the stop
-    assert rows[3][4:6] == ["4.0000", "4.6000"]  # the best validation loss, the last training loss
+    assert rows[1][1:] == ["4", "20", "80", "1.6000", "1.5000", "1.5000", "20", "0.0333"]  # minutes without the stop
+    assert rows[3][2:8] == ["20", "320", "4.6000", "4.5000", "4.0000", "10"]  # the last pair is of one moment
     by_size = compare(folders, "--runs=b16,b4,b2", "--sort=batch_size").stdout.splitlines()
     assert [line.split()[0] for line in by_size[1:]] == ["b2", "b4", "b16"]
+
+
+def test_a_run_killed_between_evaluations_shows_the_last_pair_with_its_iteration(folders):
+    with open(folders / "b4/log.jsonl", "w") as f:
+        for row in (log(4) + [{"iter": 30, "tokens": 120, "loss/train": 0.1, "grad/norm": 2.0, "time": 3602}]):
+            f.write(json.dumps(row) + "\n")
+    head, b4, b2 = (re.split("  +", line) for line in compare(folders, "b4", "b2", "--sort=grad/norm").stdout.splitlines())
+    assert dict(zip(head, b4)) == {"run": "b4", "batch_size": "4", "grad/norm": "2.0000", "iter": "30", "tokens": "120",
+                                   "last loss/train": "1.6000", "last loss/val": "1.5000", "last at iter": "20",
+                                   "best loss/val": "1.5000", "best at iter": "20", "minutes": "0.0500"}
+
+
+def test_what_is_no_run_costs_a_line_and_without_words_out_is_looked_through(folders):
+    (folders / "empty").mkdir()
+    (folders / "out/sweep").mkdir(parents=True)
+    (folders / "b2").rename(folders / "out/运行")
+    (folders / "b16").rename(folders / "out/sweep/0")
+    (folders / "out/begun").mkdir()
+    (folders / "out/begun/config.json").write_text("{}")
+    (folders / "out/begun/log.jsonl").touch()
+    done = compare(folders)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["run", "out/运行", "out/sweep/0"]
+    assert done.stderr == "skipped out/begun: its log has no rows yet\n" and done.returncode == 0
+    ends = {len(line) + line.count("运行") * 2 for line in done.stdout.splitlines()}
+    assert len(ends) == 1  # a Chinese character takes two columns
+    done = compare(folders, "b4", "empty", "none", "b4/../b4")
+    assert len(done.stdout.splitlines()) == 2 and done.returncode == 0
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["skipped empty", "skipped none"]
 
 
 def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
@@ -75,14 +104,14 @@ def test_the_clients_logs_read_the_same(folders):
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(folders), "WANDB_SILENT": "true"}
     subprocess.run([sys.executable, "-c", program], cwd=folders, env=env, check=True, capture_output=True)
     done = compare(folders, "wandb")
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert [row[0] for row in rows[1:]] == ["b4", "b2", "b16"]
-    assert rows[0][:6] == ["run", "batch_size", "iter", "tokens", "loss/val", "loss/train"]
-    assert rows[1][1].startswith("(offline-run-") and rows[1][2:7] == ["4", "20", "80", "1.5000", "1.6000"]
+    rows = [re.split("  +", line) for line in done.stdout.splitlines()]
+    assert [row[0].split()[0] for row in rows[1:]] == ["b4", "b2", "b16"]
+    assert rows[0][:6] == ["run", "batch_size", "iter", "tokens", "last loss/train", "last loss/val"]
+    assert "(offline-run-" in rows[1][0] and rows[1][1:6] == ["4", "20", "80", "1.6000", "1.5000"]
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "no runs"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
+    ([], "out: not a run"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
     (["b2", "--plot=c.png"], ".html or .svg"), (["b2", "--plot=no/c.svg"], "cannot be written")])
 def test_mistakes_end_in_one_line(folders, words, message):
     done = compare(folders, *words)

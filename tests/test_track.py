@@ -171,6 +171,13 @@ def test_a_key_and_no_server_is_offline(monkeypatch):
     assert track.wandb_mode() == ("offline", "http://127.0.0.1:9 does not answer")
 
 
+def test_a_run_id_is_made_of_the_name_or_says_run(monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    for name, words in {"小模型": "run", "Über-Größe 2": "uber-gro-e-2", "x" * 39 + " y": "x" * 39, "--": "run"}.items():
+        head, _, tail = track.new_run_id(name).rpartition("-")
+        assert head == words and len(tail) == 4
+
+
 def test_the_mode_the_user_set_counts(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert track.wandb_mode()[0] == "disabled"
