@@ -73,6 +73,7 @@ PART = 1 << 21      # bytes of text in a part, the unit of progress
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
 STORY_BYTES = 560   # of an average story, for the progress bar
+EXCERPT = 1 << 22   # tokens of a larger split that an evaluation draws from
 LONG = 8            # windows that a document fills on average, from which on all windows begin with BOS
 SEED = 1337         # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"
@@ -228,6 +229,48 @@ def passages(tokens, bos_id, seq_len):
     starts = np.concatenate([np.arange(a, b - 1, seq_len) for a, b in zip(edges, edges[1:])])
     ends = edges[np.searchsorted(edges, starts, "right")]
     return starts, np.minimum(ends - 1 - starts, seq_len)
+
+
+def excerpt(tokens, bos_id, size, pieces=64):
+    """
+    About `size` tokens of a larger split, which nobody has to read through for it: pieces at equal distances, each from
+    the beginning of a document where one is near.
+    """
+    if len(tokens) <= size:
+        return tokens
+    each = size // pieces
+    found = [np.asarray(tokens[at:at + each]) for at in np.arange(pieces) * (len(tokens) - each) // (pieces - 1)]
+    return np.concatenate([piece[np.argmax(piece[:each // 2] == bos_id):] for piece in found])
+
+
+def eval_windows(tokens, bos_id, seq_len, count):
+    """
+    What an evaluation reads of a split: (tokens, starts, lengths) of passages drawn from all of it, the same ones every
+    time, the longest first, with `count` predictions together, or as many as there are.
+    """
+    tokens = excerpt(tokens, bos_id, max(4 * count, EXCERPT))
+    starts, lengths = passages(tokens, bos_id, seq_len)
+    drawn = np.random.Generator(np.random.PCG64(SEED)).permutation(len(starts))
+    drawn = drawn[:np.searchsorted(np.cumsum(lengths[drawn]), count) + 1]
+    lengths = lengths[drawn]
+    lengths[-1] -= max(0, lengths.sum() - count)
+    order = np.argsort(-lengths, kind="stable")
+    return tokens, starts[drawn][order], lengths[order]
+
+
+def eval_batches(dataset, split, seq_len, limit, rows, rank=0, world=1):
+    """
+    Yields (x, y, counts) of an evaluation: inputs and targets as from gather, and whether they count; a process that has
+    nothing left repeats what does not. Of either split as many tokens are predicted as the validation split has, `limit`
+    at most (0: no limit), and never a BOS. rows: sequences in a batch.
+    """
+    count, bos_id = dataset.meta["val_tokens"] - dataset.meta["val_documents"], dataset.tokenizer.bos_id
+    tokens, starts, lengths = eval_windows(getattr(dataset, split), bos_id, seq_len, min(count, limit or count))
+    for at in range(0, len(starts), world * rows):
+        mine = slice(at + rank * rows, at + (rank + 1) * rows)
+        counts = len(starts[mine]) > 0
+        some = mine if counts else slice(at, at + 1)  # sharded processes compute together, needed or not
+        yield *gather(tokens, starts[some], int(lengths[at]), lengths[some], opening(dataset, seq_len)), counts
 
 
 def gather(tokens, starts, seq_len, lengths=None, first=None):

@@ -21,7 +21,6 @@ from configurator import configure, fail, settings, unread  # first: it answers 
 
 if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -36,7 +35,7 @@ from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source
 # ---- output
 out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # batches of an evaluation, the same ones every time; 0: the whole validation split
+eval_iters = 50             # an evaluation reads so many times 1024 tokens of each split, always the same; 0: as val has
 eval_only = False           # evaluate the checkpoint in out_dir, and end
 log_interval = 20           # steps between rows of the log
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
@@ -105,6 +104,8 @@ spike_z = 6.0               # skip a step whose loss or gradient norm lies so ma
 max_skips = 10              # steps skipped in a row before the weights go back to the last checkpoint
 deterministic = False       # on a GPU: the same bits every time, by slower kernels
 seed = 1337                 # of initialisation, data order and dropout
+
+EVAL_TOKENS = 1024  # the unit of eval_iters; an evaluation's forward pass has about as many, or a training batch's
 
 
 def check_settings():
@@ -203,8 +204,8 @@ def batch_at(step, dataset, device):
 
 def train_step(step, model, opt, batches, device, amp, guard, look):
     """
-    One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns
-    (mean loss, gradient norm) of the global batch, scalar tensors on the device.
+    One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns (mean loss, gradient
+    norm) of the global batch, scalar tensors on the device, and whether the step was taken.
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
     x, y = batches.take(step)
@@ -221,37 +222,36 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
     for group in opt.param_groups:
         group["lr"] = learning_rate_at(step)
     loss = parallel.mean(total)
-    if not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist()):  # one wait for the device
+    taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
+    if taken:
         with look:
             opt.step()
     opt.zero_grad()
-    return loss, norm
+    return loss, norm, taken
 
 
 @torch.no_grad()
 def evaluate(model, dataset, device, amp):
     """
-    Mean loss in nats per token over the same documents of the validation split every time, each read from its
-    beginning, long ones in pieces of the context's length. The processes share the work.
+    {"train", "val"}: mean loss in nats per token over the same documents of a split every time, as many tokens of both,
+    each document read from its beginning, long ones in pieces of the context's length. The processes share the work.
     """
     model.eval()
-    starts, lengths = corpus.passages(dataset.val, dataset.tokenizer.bos_id, max_seq_len)
-    opening = corpus.opening(dataset, max_seq_len)
-    count = min(len(starts), eval_iters * batch_size) if eval_iters else len(starts)
-    chosen = np.arange(count) * len(starts) // count  # spread over the split
-    wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
-    total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
-    for first in range(0, count, parallel.world * batch_size):
-        mine = chosen[first + parallel.rank * batch_size:][:batch_size]
-        some = mine if len(mine) else chosen[:1]  # sharded processes compute together, needed or not
-        x, y = to_device(device, *corpus.gather(dataset.val, starts[some], max_seq_len, lengths[some], opening))
-        with amp:
-            loss = model(x, y)[1]
-        predictions = (y >= 0).sum() * (len(mine) > 0)
-        total += torch.stack((loss.to(wide) * predictions, predictions))
+    wide, losses = torch.float32 if device.type == "mps" else torch.float64, {}  # which Apple's GPUs lack
+    rows = max(batch_size, EVAL_TOKENS // max_seq_len)
+    for split in ("train", "val"):
+        total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
+        for x, y, counts in corpus.eval_batches(dataset, split, max_seq_len, eval_iters * EVAL_TOKENS, rows,
+                                                parallel.rank, parallel.world):
+            x, y = to_device(device, x, y)
+            with amp:
+                loss = model(x, y)[1]
+            predictions = (y >= 0).sum() * counts
+            total += torch.stack((loss.to(wide) * predictions, predictions))
+        nats, predictions = parallel.mean(total).tolist()
+        losses[split] = nats / predictions
     model.train()
-    nats, predictions = parallel.mean(total).tolist()
-    return nats / predictions
+    return losses
 
 
 def write_samples(model, tokenizer, device):
@@ -374,15 +374,23 @@ class Stopwatch:
         return metrics
 
 
+def mean_loss(state):
+    """The mean training loss of the steps taken since the last row, NaN where all were skipped; and start anew."""
+    total, steps = float(state["loss_sum"]), state["loss_steps"]
+    state["loss_sum"], state["loss_steps"] = 0.0, 0
+    return total / steps if steps else math.nan
+
+
 def assess(model, dataset, device, amp):
-    """Evaluate: "loss/val" in nats per token, "bpb/val" in bits per byte of text, and what track.py says to look at."""
-    loss, meta = evaluate(model, dataset, device, amp), dataset.meta
-    bits = loss / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]  # no BOS is predicted
+    """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, and what track.py says to look at."""
+    losses, meta = evaluate(model, dataset, device, amp), dataset.meta
+    predicted = meta["val_tokens"] - meta["val_documents"]  # all but BOS
+    bits = losses["val"] / math.log(2) * predicted / meta["val_bytes"]
     opening = corpus.opening(dataset, max_seq_len)
     fixed_batches = {split: to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len, first=opening))
                      for split in ("train", "val")}
-    return {"loss/val": loss, "bpb/val": bits, "samples": write_samples(model, dataset.tokenizer, device)} \
-        | probe(model, fixed_batches, dataset.tokenizer, amp)
+    return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": bits,
+            "samples": write_samples(model, dataset.tokenizer, device)} | probe(model, fixed_batches, dataset.tokenizer, amp)
 
 
 def refuse_nonsense(row, tracker):
@@ -522,13 +530,14 @@ def main(given):
     if sharded and parallel.world > 1:
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
-    state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset)}
+    state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset), "loss_sum": 0.0, "loss_steps": 0}
     if resuming:
         state |= restore(start, state["fixed"], opt)
     if start:
         parallel.load_weights(model, checkpoint.load(start)["model"])
     if eval_only:
-        say(f"validation loss {evaluate(model, dataset, place, amp):.4f}")
+        losses = evaluate(model, dataset, place, amp)
+        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
     elif state["step"] >= max_iters:
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
@@ -555,7 +564,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         if step == 0:
             row["documents"] = corpus.look(dataset)
         if watch.steps and (step % log_interval == 0 or end):
-            row |= {"loss/train": loss.item(), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
+            row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
                     "lr": learning_rate_at(step - 1)} | watch.read(config) | look.take()
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
         stop, save_now = signals.read(device) if step > resumed else (False, False)
@@ -575,7 +584,9 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         if end or stop:
             break
         look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
-        loss, norm = train_step(step, model, opt, batches, device, amp, guard, look)
+        loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, look)
+        if taken:
+            state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
         if compile and step == resumed:
             loss.item()  # waits for an asynchronous device
             say(f"compile: the first step took {time.perf_counter() - watch.start:.1f} s, which no speed below counts")

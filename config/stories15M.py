@@ -17,5 +17,5 @@ learning_rate = 5e-4
 max_iters = 100_000
 warmup_iters = 1000
 eval_interval = 2000
-eval_iters = 100
+eval_iters = 1000
 compile = True

@@ -21,4 +21,4 @@ beta2 = 0.99
 max_iters = 100_000
 warmup_iters = 1000
 eval_interval = 2000
-eval_iters = 100
+eval_iters = 1000

@@ -18,5 +18,5 @@ learning_rate = 5e-4
 max_iters = 50_000
 warmup_iters = 1000
 eval_interval = 1000
-eval_iters = 50
+eval_iters = 500
 compile = True

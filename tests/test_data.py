@@ -465,7 +465,8 @@ def test_an_epoch_covers_every_window_once(n_tokens, batch_size, seq_len):
 def test_windows_move_over_the_whole_context():
     """Where little is left over too, and around the end of the text, behind which the beginning comes."""
     for n_tokens in 131, 128:
-        assert {start % 64 for epoch in range(600) for start in data.epoch_windows(3, epoch, 128, 64).tolist()} == set(range(64))
+        starts = np.concatenate([data.epoch_windows(3, epoch, n_tokens, 64) for epoch in range(600)])
+        assert set((starts % 64).tolist()) == set(range(64))
     rows = torch.cat([data.batch(np.arange(131, dtype=np.uint16), 3, step, 2, 64)[0] for step in range(40)])
     assert (rows[:, -1] < rows[:, 0]).any() and rows.unique().tolist() == list(range(131))
 
@@ -492,6 +493,31 @@ def test_windows_of_long_documents_begin_with_bos(tmp_path):
                 assert torch.equal(plain[0], x[0])
             else:  # but where a window begins at the EOS, BOS is what it predicts
                 assert torch.equal(x[0][:, 0] == opening, x[1][:, 0] != opening)
+
+
+def test_an_evaluation_draws_from_all_of_a_large_split(monkeypatch):
+    """So many predictions exactly, of every region, each once, and only a part of the split is read."""
+    rng = np.random.default_rng(1)
+    tokens = np.concatenate([np.r_[1, rng.integers(3, 4000, n), 2] for n in rng.integers(5, 300, 2000)]).astype(np.uint16)
+    for size in 1 << 30, 1 << 16:
+        monkeypatch.setattr(data, "EXCERPT", size)
+        seen, starts, lengths = data.eval_windows(tokens, 1, 64, 10_000)
+        assert lengths.sum() == 10_000 and (lengths[:-1] >= lengths[1:]).all() and 1 <= lengths.min() and lengths.max() == 64
+        assert len(seen) == len(tokens) if size == 1 << 30 else len(seen) <= 1 << 16
+        places = (starts[:, None] + np.arange(1, 65))[np.arange(64) < lengths[:, None]]  # of what is predicted
+        assert len(set(places.tolist())) == 10_000 and (seen[places] != 1).all()
+        assert np.histogram(starts, 10, (0, len(seen)))[0].min() > 3  # windows of each tenth
+        assert all(np.array_equal(a, b) for a, b in zip((seen, starts, lengths), data.eval_windows(tokens, 1, 64, 10_000)))
+    assert len(data.eval_windows(tokens, 1, 64, 10 ** 9)[1]) == len(data.passages(tokens, 1, 64)[0])  # as many as there are
+
+
+def test_processes_share_an_evaluation(tmp_path):
+    d = some_stories(tmp_path / "cache")
+    whole = [t for x, y, _ in data.eval_batches(d, "val", 64, 3000, 4) for t in y[y >= 0].tolist()]
+    shares = [[(y[y >= 0].tolist(), counts) for x, y, counts in data.eval_batches(d, "val", 64, 3000, 4, rank, 3)]
+              for rank in range(3)]
+    assert len(whole) == 3000 and len({len(share) for share in shares}) == 1  # they go on together
+    assert sorted(whole) == sorted(t for share in shares for ids, counts in share if counts for t in ids)
 
 
 @pytest.mark.parametrize("world", [2, 3, 6])

@@ -26,7 +26,7 @@ from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
-        "--warmup_iters=2", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu",
+        "--warmup_iters=2", "--log_interval=5", "--eval_iters=1", "--eval_interval=10", "--device=cpu",
         "--sample_prompt=The", "--learning_rate=3e-3"]
 
 
@@ -60,7 +60,8 @@ def rows(folder, out):
 
 
 def losses(folder, out):
-    return {row["iter"]: (row.get("loss/train"), row.get("loss/val"), row.get("grad/norm")) for row in rows(folder, out)}
+    names = "loss/train", "loss/val", "loss/train_eval", "grad/norm"
+    return {row["iter"]: tuple(row.get(name) for name in names) for row in rows(folder, out)}
 
 
 def weights(folder, out):
@@ -88,6 +89,7 @@ def test_learns_and_records(folder, reference):
     assert [row["iter"] for row in evaluated] == [0, 10, 20, 30, 40]
     assert abs(evaluated[0]["loss/val"] - 5.56) < 0.15  # ln 259 before the first step
     assert evaluated[-1]["loss/val"] < 3.5
+    assert all(abs(row["loss/train_eval"] - row["loss/val"]) < 0.2 for row in evaluated)  # words drawn by chance
     assert all("bpb/val" in row and row["samples"][0][0] == "The" for row in evaluated)
     assert (folder / "whole/model.gguf").read_bytes()[:4] == b"GGUF"
     assert "finished: best validation loss" in done.stdout
@@ -195,13 +197,44 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
         assert torch.allclose(weight, weights(folder, parts)[name], atol=1e-5), name
 
 
-def test_accumulation_gives_the_same_losses(folder):
+def test_accumulation_gives_the_same_losses_and_a_row_their_mean(folder):
     args = ["--data=my.txt", "--max_iters=10"]
     whole = run(folder, *args, "--out_dir=big", "--batch_size=8")
-    parts = run(folder, *args, "--out_dir=parts", "--batch_size=2", "--gradient_accumulation_steps=4")
+    parts = run(folder, *args, "--out_dir=parts", "--batch_size=2", "--gradient_accumulation_steps=4", "--log_interval=1")
     assert whole.returncode == 0 and parts.returncode == 0
-    for first, second in zip(rows(folder, "big"), rows(folder, "parts")):
-        assert abs(first.get("loss/train", 0) - second.get("loss/train", 0)) < 2e-4
+    each = [row["loss/train"] for row in rows(folder, "parts")[1:]]
+    for end, row in zip((5, 10), rows(folder, "big")[1:]):
+        assert row["iter"] == end and abs(row["loss/train"] - sum(each[end - 5:end]) / 5) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["one_long_text", "stories"])
+def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, monkeypatch):
+    """Both splits alike: the same number of tokens of each, no BOS among them, the same loss for every batch_size."""
+    source = folder / "my.txt" if name == "one_long_text" else "stories:300"
+    dataset = train.corpus.load(train.corpus.prepare(source, "byte", cache=tmp_path, workers=1))
+    for key, value in dict(max_seq_len=64, eval_iters=2, device="cpu").items():
+        monkeypatch.setattr(train, key, value)
+    torch.manual_seed(1)
+    model = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=64))
+    read, found = [], []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda x, y: (read.append((x, y)), forward(x, y))[1])
+    for size in (1, 6, 50):
+        monkeypatch.setattr(train, "batch_size", size)
+        read.clear()
+        found.append(train.evaluate(model, dataset, torch.device("cpu"), nullcontext()))
+        targets = torch.cat([y.flatten() for _, y in read])
+        assert (targets >= 0).sum() == 2 * 2048 and not (targets == dataset.tokenizer.bos_id).any()
+        if name == "one_long_text":
+            assert all((x[:, 0] == dataset.tokenizer.bos_id).all() for x, _ in read)
+    for losses in found[1:]:
+        assert losses == {split: pytest.approx(loss, abs=1e-6) for split, loss in found[0].items()}
+    assert found[0]["train"] != found[0]["val"]
+    monkeypatch.setattr(train, "eval_iters", 0)
+    read.clear()
+    train.evaluate(model, dataset, torch.device("cpu"), nullcontext())
+    whole = dataset.meta["val_tokens"] - dataset.meta["val_documents"]
+    assert sum((y >= 0).sum().item() for _, y in read) == 2 * whole
 
 
 def test_fine_tuning_takes_architecture_and_vocabulary_from_the_checkpoint(folder, reference):
