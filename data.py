@@ -282,7 +282,8 @@ def gather(tokens, starts, seq_len, lengths=None, first=None):
     import torch  # here: preparing, and the processes that do it, start without it
     places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
     both = torch.from_numpy(tokens[places].astype(np.int64))
-    x, y = both[:, :-1].contiguous(), both[:, 1:].contiguous()
+    x, y = torch.empty(2, len(starts), seq_len, dtype=torch.int64)  # apart, as both may change
+    x[:], y[:] = both[:, :-1], both[:, 1:]
     if first is not None:
         x[y[:, 0] != first, 0] = first
     if lengths is not None:

@@ -478,6 +478,12 @@ def test_targets_are_the_next_tokens():
     assert torch.equal(y, (x + 1) % 5000) and torch.equal(x[:, 1:], y[:, :-1])
 
 
+def test_a_single_window_keeps_inputs_and_targets_apart():
+    tokens = np.arange(100, 200, dtype=np.uint16)
+    x, y = data.gather(tokens, np.array([3]), 4, np.array([2]), first=1)
+    assert x.tolist() == [[1, 104, 105, 106]] and y.tolist() == [[104, 105, -1, -1]]
+
+
 def test_windows_of_long_documents_begin_with_bos(tmp_path):
     """A file of one document: BOS in place of the first input, all targets as they were; of many short ones: no change."""
     (tmp_path / "long.txt").write_text(prose(5000))
