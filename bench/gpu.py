@@ -1,6 +1,9 @@
 """
 What bench/gpu.sh runs: every step has a time limit and one line of the table; a step that fails says so and the others go
-on. The results are JSON: {step: {name: value}}, written after every step.
+on. The results are JSON: {step: {name: value}}, written after every step. The steps stand in the order of their worth: what
+is right comes before what is fast. Those that find no time left are named at the end, and the exit code is 1.
+
+    python bench/gpu.py --plan     the steps and their times, without a GPU
 """
 import json
 import re
@@ -23,6 +26,7 @@ from configurator import configure
 results = "cache/bench/gpu.json"  # what was found
 seconds = 520                     # no step begins that would end later
 steps = ""                        # only these, separated by commas; empty: all
+plan = False                      # print the steps with the seconds that each is expected to take, and end
 models = "cache/bench"            # the folder of bench/models.py
 nanogpt = ""                      # a checkout of nanoGPT, to be trained beside ours
 
@@ -59,6 +63,7 @@ def start_models():
 # ---- the steps: each returns {name: value}
 
 def machine():
+    """GPU, driver and versions."""
     driver = call("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").decode().split("\n")[0]
     release = re.search(r"release ([\d.]+)", call("nvcc", "--version").decode())[1]
     return {"gpu": torch.cuda.get_device_name(), "driver": driver, "nvcc": release, "torch": torch.__version__,
@@ -74,6 +79,7 @@ VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
 
 
 def build():
+    """./runcuda, its variants and the op tests."""
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "kernels_cuda.cu", "-lm", "-lpthread"]
     began = time.monotonic()
@@ -91,12 +97,14 @@ def build():
 
 
 def ops():
-    """Every op beside the CPU's, on random shapes."""
+    """Every op beside the CPU's, on random shapes, and whole tokens of shapes from tiny to wide."""
     lines = call("cache/bench/cuda_ops", 1, 20).decode().splitlines()
-    return {"models": len(lines) - 1, "last": lines[-1]}
+    shapes = call("cache/bench/cuda_ops", 5).decode().splitlines()
+    return {"models": len(lines) - 1, "last": lines[-1], "shapes": len(shapes) - 1}
 
 
 def sanitizers():
+    """compute-sanitizer's memcheck and racecheck over the ops."""
     names = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
     out = {}
     for tool, clean in names.items():
@@ -276,11 +284,22 @@ def resume():
     return {"same_losses": losses[0] == losses[1] and len(losses[0]) > 0, "losses": losses}
 
 
-STEPS = [("machine", machine, 5), ("build", build, 40), ("copy", copy_bandwidth, 5), ("ops", ops, 30),
-         ("logits", logits, 20), ("text", text, 20), ("speed 15M", lambda: speed("15M"), 20),
-         ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("variants", variants, 45),
-         ("sampling", sampling, 10), ("resume", resume, 40), ("sanitizers", sanitizers, 60), ("beside", beside, 120),
-         ("attention", attention, 5), ("profile", profile, 50), ("tests", tests, 60)]
+# by worth; with the seconds that each is expected to take
+STEPS = [("machine", machine, 5), ("build", build, 60), ("ops", ops, 30), ("logits", logits, 20), ("text", text, 20),
+         ("sanitizers", sanitizers, 60), ("copy", copy_bandwidth, 5), ("speed 15M", lambda: speed("15M"), 20),
+         ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
+         ("beside", beside, 120), ("profile", profile, 50), ("variants", variants, 40), ("attention", attention, 5),
+         ("sampling", sampling, 10), ("tests", tests, 60)]
+
+
+def show_plan():
+    """The steps, and where a run of `seconds` would end."""
+    total = 0
+    for name, step, expected in STEPS:
+        total += expected
+        about = (step.__doc__ or speed.__doc__ if name.startswith("speed") else step.__doc__ or "").strip().split("\n")[0]
+        print(f"{name:12}{expected:>5} s {total:>5} s {'  ' if total <= seconds else '+ '}{about}")
+    print(f"all: {total} s; those with a + are left for a second run when --seconds={seconds:g} are allowed")
 
 
 def short(value):
@@ -292,7 +311,7 @@ def short(value):
 
 def main():
     Path(results).parent.mkdir(parents=True, exist_ok=True)
-    wanted, making = steps.split(",") if steps else None, start_models()
+    wanted, making, left = steps.split(",") if steps else None, start_models(), []
     for name, step, expected in STEPS:
         if wanted and name not in wanted:
             continue
@@ -300,18 +319,20 @@ def main():
             [process.wait() for process in making]
         began = time.monotonic()
         if began - START + expected > seconds:
-            found[name] = {"skipped": "no time left"}
-        else:
-            try:
-                found[name] = step()
-            except Exception as e:  # whatever it is, the other steps are worth running
-                found[name] = {"failed": f"{type(e).__name__}: {e}"}
+            left.append(name)
+            continue
+        try:
+            found[name] = step()
+        except Exception as e:  # whatever it is, the other steps are worth running
+            found[name] = {"failed": f"{type(e).__name__}: {e}"}
         print(f"{name:12}{short(found[name])}  [{time.monotonic() - began:.0f} s]", flush=True)
         Path(results).write_text(json.dumps(found, indent=1))
     print(f"all in {time.monotonic() - START:.0f} s; {results}")
-    sys.exit(any("failed" in value for value in found.values()))
+    if left:
+        print(f"no time was left for: --steps='{','.join(left)}'")
+    sys.exit(bool(left) or any("failed" in value for value in found.values()))
 
 
 if __name__ == "__main__":
     configure(globals())
-    main()
+    show_plan() if plan else main()

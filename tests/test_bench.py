@@ -110,3 +110,14 @@ def test_curves_are_drawn(runs, tmp_path, options):
 def test_curves_of_an_unknown_setting_are_one_line(runs, tmp_path):
     done = bench("curves.py", *runs, "--by=width")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "width" in done.stderr
+
+
+def test_the_plan_for_a_gpu():
+    """Its steps and times add up, and what does not fit is marked: a run leaves that with exit code 1."""
+    done = bench("gpu.py", "--plan", "--seconds=100")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    rows = [(int(line[12:17]), int(line[19:25]), line[28] == "+") for line in lines]
+    totals = np.cumsum([took for took, *_ in rows])
+    assert [row[1:] for row in rows] == [(total, total > 100) for total in totals]
+    assert len(rows) > 15 and last.startswith(f"all: {totals[-1]} s")
