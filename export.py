@@ -17,6 +17,7 @@ import math
 import os
 import re
 import struct
+from collections import ChainMap
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -636,7 +637,7 @@ def read_model(path, tokenizer=""):
     if tokenizer.endswith(".bin"):
         vocabulary = llama2c_vocabulary(tokenizer, args.vocab_size)
     if args.tied and "output.weight" not in state:
-        state["output.weight"] = state["tok_embeddings.weight"]
+        state = ChainMap(state, {"output.weight": state["tok_embeddings.weight"]})
     return state, args, vocabulary, extra
 
 

@@ -150,7 +150,7 @@ def classifier_loss(x, weight, targets, dtype):
     """The mean cross entropy, in nats, of the logits z = x W^T. x: (N, D), W: (V, D), targets: (N,) int64, -1 where none."""
     if fuses(x):
         return F.cross_entropy(F.linear(x.to(dtype), weight.to(dtype)).float(), targets, ignore_index=-1)
-    return ClassifierLoss.apply(x, weight, targets, dtype)
+    return ClassifierLoss.apply(x, weight, targets, dtype, torch.is_grad_enabled())
 
 
 class ClassifierLoss(torch.autograd.Function):
@@ -162,31 +162,36 @@ class ClassifierLoss(torch.autograd.Function):
     PIECE, GPU_PIECE = 1 << 24, 1 << 27  # logits in memory at once
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype):
-        """dtype: of the matrix products; softmax and sums are in float32."""
+    def forward(ctx, x, weight, targets, dtype, learns):
+        """
+        dtype: of the matrix products; softmax and sums are in float32. learns: whether gradients are wanted, which ctx
+        does not know: its needs_input_grad is true under no_grad too.
+        """
         h, w = x.to(dtype), weight.to(dtype)
         most = ClassifierLoss.PIECE if on_cpu(x) else ClassifierLoss.GPU_PIECE
         n, pieces = (targets >= 0).sum(), math.ceil(len(x) * len(w) / most)
         rows = math.ceil(len(x) / pieces)  # in a piece
         buffer = torch.empty(rows, len(w), device=x.device)
-        total, dx, dw = torch.zeros((), device=x.device), torch.empty_like(x), torch.empty_like(weight)
+        total = torch.zeros((), device=x.device)
+        dx, dw = (torch.empty_like(t) if learns else t for t in (x, weight))
         for i, (h, target, dh) in enumerate(zip(h.split(rows), targets[:, None].split(rows), dx.split(rows))):
             z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
             into(z, h, w.mT)
             top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
             torch.softmax(z, 1, out=z)
             total += ((top - z.amax(1, keepdim=True).log() - at_target) * counted).sum()  # top - log p_top: log sum e^z
-            if any(ctx.needs_input_grad):
+            if learns:
                 dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
                 into(dh, dz, w).mul_(counted)
                 into(dw, dz.mT, h * counted, keep=i > 0)
-        ctx.save_for_backward(dx, dw, n)
+        if learns:
+            ctx.save_for_backward(dx, dw, n)
         return total / n
 
     @staticmethod
     def backward(ctx, grad):
         dx, dw, n = ctx.saved_tensors
-        return dx.mul_(grad / n), dw.mul_(grad / n), None, None
+        return dx.mul_(grad / n), dw.mul_(grad / n), None, None, None
 
 
 def into(out, a, b, keep=False):
@@ -322,8 +327,8 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, cache=None, every=False):
         """
         tokens (B, T) int64 -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in
-        nats. Without: logits (B, 1, V) of the last position, or (B, T, V) of every one, and None. `cache` comes from
-        `new_cache`.
+        nats. Without: logits (B, 1, V) of the last position, or (B, T, V) of every one, or of every n-th with every=n,
+        and None. `cache` comes from `new_cache`.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -338,7 +343,7 @@ class Transformer(nn.Module):
         if cache:
             cache["pos"] += T
         if targets is None:
-            return self.output(x if every else x[:, -1:]), None
+            return self.output(x[:, ::every] if every else x[:, -1:]), None
         return None, classifier_loss(x.flatten(0, 1), self.output.weight, targets.flatten(), compute_dtype(x))
 
     def new_cache(self, B):

@@ -6,9 +6,12 @@ gets the same length. https://kellerjordan.github.io/posts/muon. Its updates are
 have, so one learning rate and one weight decay serve both. https://arxiv.org/abs/2502.16982
 
 Guard tells which steps had better not be taken.
+
+step(look) enters look(params), a context manager, around the update of some parameters at a time. track.py
 """
 import math
 from collections import defaultdict
+from contextlib import nullcontext
 
 import torch
 
@@ -34,9 +37,23 @@ def orthogonalize(g, dtype=torch.float32, steps=5):
     return (x.mT if g.shape[1] > g.shape[2] else x).type_as(g)
 
 
+def portions(params, most):
+    """The parameters in order, as lists of at most `most` elements together; one that has more is by itself."""
+    portion, size = [], 0
+    for p in params:
+        if portion and size + p.numel() > most:
+            yield portion
+            portion, size = [], 0
+        portion.append(p)
+        size += p.numel()
+    if portion:
+        yield portion
+
+
 # The two below are not torch.optim.Optimizer: making one of those imports PyTorch's compiler, a second and 70 MB.
 class AdamW:
-    """One kernel for all parameters of a group. https://arxiv.org/abs/1711.05101"""
+    """One kernel for many parameters of a group. https://arxiv.org/abs/1711.05101"""
+    TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what `look` copies
 
     def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
         self.param_groups = [group | {"lr": lr} for group in groups]
@@ -44,18 +61,21 @@ class AdamW:
         self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}
 
     @torch.no_grad()
-    def step(self):
+    def step(self, look=nullcontext):
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {"step": torch.zeros((), device=p.device),
-                                     "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            steps, means, squares = ([self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq"))
-            if params:
-                torch._foreach_add_(steps, 1)
-                torch._fused_adamw_(params, [p.grad for p in params], means, squares, [], steps, lr=group["lr"],
-                                    weight_decay=group["weight_decay"], **self.numbers)
+            for params in portions([p for p in group["params"] if p.grad is not None], self.TOGETHER):
+                with look(params):
+                    self.move(params, group)
+
+    def move(self, params, group):
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros((), device=p.device),
+                                 "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        steps, means, squares = ([self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq"))
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(params, [p.grad for p in params], means, squares, [], steps, lr=group["lr"],
+                            weight_decay=group["weight_decay"], **self.numbers)
 
 
 class Muon:
@@ -69,15 +89,15 @@ class Muon:
         self.half = parallel.has_bfloat16(params[0].device)
 
     @torch.no_grad()
-    def step(self):
+    def step(self, look=nullcontext):
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
                 by_shape[p.shape].append(p)
-            for shape, params in by_shape.items():
-                many = max(1, self.TOGETHER // shape.numel())
-                for i in range(0, len(params), many):
-                    self.move(params[i:i + many], shape, group)
+            for shape, alike in by_shape.items():
+                for params in portions(alike, self.TOGETHER):
+                    with look(params):
+                        self.move(params, shape, group)
 
     def move(self, params, shape, group):
         """One update of matrices of one shape, which sharded processes put together for it."""
@@ -102,9 +122,9 @@ class Together:
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.names = {p: name for name, p in model.named_parameters()}
 
-    def step(self):
+    def step(self, look=nullcontext):
         for optimizer in self.optimizers:
-            optimizer.step()
+            optimizer.step(look)
 
     def zero_grad(self):
         for p in self.names:

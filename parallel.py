@@ -165,9 +165,12 @@ def slice_like(tensor, like):
 
 
 def load_weights(model, weights):
-    """Copy a state_dict of whole tensors into a model, sharded or not, one after the other."""
-    own = model.state_dict()
-    if own.keys() != weights.keys():
+    """
+    Copy whole tensors, {name: parameter}, into a model, sharded or not, one after the other. Checkpoints of old hold a
+    tied classifier besides the embedding: model.state_dict().
+    """
+    own = dict(model.named_parameters())
+    if weights.keys() not in (own.keys(), model.state_dict().keys()):
         fail("the checkpoint holds other parameters than its own settings imply; it was changed after it was written")
     with torch.no_grad():
         for name, tensor in own.items():

@@ -553,7 +553,8 @@ def histogram(values, bins=32):
     """The histogram of a tensor's finite values, as a row holds it."""
     import torch
     values = values.detach().float().flatten()
-    values = values[values.isfinite()]
+    if not values.isfinite().all():
+        values = values[values.isfinite()]
     if not len(values):
         return {"counts": [0], "edges": [0.0, 1.0]}
     low, high = torch.stack((values.min(), values.max())).tolist()
@@ -574,51 +575,52 @@ class Look:
     clipped) and weights, and the size of the update relative to the weights; with watch="all", "gradients" or
     "parameters" histograms of those too.
 
-        with look:
-            optimizer.step()
+        optimizer.step(look)
+
+    The optimizer enters look(params) around the update of some parameters at a time: only those are copied.
     """
 
     def __init__(self, model, watch="off"):
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.names, self.params = zip(*named)
-        self.watch, self.wanted, self.metrics = watch, False, {}
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.watch, self.wanted, self.norms, self.histograms = watch, False, [], {}
 
-    def norms(self, tensors):
-        """{layer: norm of its tensors together}, with one wait for the device."""
+    @contextlib.contextmanager
+    def __call__(self, params):
+        if not self.wanted:
+            yield
+            return
+        import torch
+        weights, grads = [p.detach() for p in params], [p.grad for p in params]
+        updates = [w.clone() for w in weights]
+        self.note("grad", "gradients", params, grads)
+        yield
+        self.note("weight", "parameters", params, weights)
+        torch._foreach_sub_(updates, weights)  # before - after, as long as after - before
+        self.note("update", "", params, updates)
+
+    def note(self, norm, kind, params, tensors):
+        """The norms of the tensors, which stay on their device until `take`, and the histograms that are watched."""
         import torch
 
         import parallel
-        squares, found = torch.stack(parallel.whole(torch._foreach_norm(tensors))).square().tolist(), {}
-        for name, square in zip(self.names, squares):
-            found[layer_of(name)] = found.get(layer_of(name), 0.0) + square
-        return {layer: math.sqrt(square) for layer, square in found.items()}
-
-    def histograms(self, kind, tensors):
-        if self.watch in ("all", kind):
-            import parallel
-            self.metrics |= {f"{kind}/{n}": histogram(parallel.whole(t)) for n, t in zip(self.names, tensors)}
-
-    def __enter__(self):
-        if self.wanted:
-            self.before = [p.detach().clone() for p in self.params]
-            grads = [p.grad for p in self.params]
-            self.metrics = {f"norm/grad/{layer}": n for layer, n in self.norms(grads).items()}
-            self.histograms("gradients", grads)
-
-    def __exit__(self, *_):
-        if self.wanted:
-            import torch
-            after = [p.detach() for p in self.params]
-            weights, updates = self.norms(after), self.norms(torch._foreach_sub(after, self.before))
-            self.metrics |= {f"norm/weight/{layer}": n for layer, n in weights.items()}
-            self.metrics |= {f"norm/update/{layer}": n / (weights[layer] + 1e-12) for layer, n in updates.items()}
-            self.histograms("parameters", after)
-            self.before = None
+        self.norms += [(norm, layer_of(self.names[p]), n) for p, n in zip(params, torch._foreach_norm(tensors))]
+        if kind and self.watch in ("all", kind):
+            self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.whole(t)) for p, t in zip(params, tensors)}
 
     def take(self):
-        """The metrics of the step that was looked at, once."""
-        metrics, self.metrics = self.metrics, {}
-        return metrics
+        """The metrics of the step that was looked at, once, with one wait for the device."""
+        import torch
+
+        import parallel
+        squares, found = collections.Counter(), self.histograms
+        norms = torch.stack(parallel.whole([n for *_, n in self.norms])).tolist() if self.norms else []
+        for (norm, layer, _), n in zip(self.norms, norms):
+            squares[norm, layer] += n * n
+        found |= {f"norm/{norm}/{layer}": math.sqrt(square) for (norm, layer), square in squares.items()}
+        for layer in {layer for norm, layer in squares if norm == "update"}:
+            found[f"norm/update/{layer}"] /= found[f"norm/weight/{layer}"] + 1e-12
+        self.norms, self.histograms = [], {}
+        return found
 
 
 def spell(pieces, i):
@@ -628,29 +630,35 @@ def spell(pieces, i):
     return chr(byte) if byte < 128 else piece.decode("utf-8", "replace").replace("\u2581", " ")
 
 
+PROBED = 1 << 23  # logits that probe holds at a time, in several copies: 32 MiB each
+
+
 def probe(model, batches, tokenizer, amp, places=6):
     """
     What the model says on fixed batches, {"train": (x, y), "val": (x, y)} of (B, T) each: logits/* on the last of
-    them, and of every one some rows of the table `predictions`.
+    them, and of every one some rows of the table `predictions`. Of a large vocabulary only every n-th position counts.
     """
     import torch
     row, pieces, lines = {}, tokenizer.pieces(), []
     model.eval()
     for split, (x, y) in batches.items():
+        every = math.ceil(x.numel() * tokenizer.vocab_size / PROBED)
         with torch.no_grad(), amp:
-            logits = model(x, every=True)[0].float()  # (B, T, V)
-        log_p = logits.log_softmax(-1)
-        p_target = log_p.gather(-1, y.clamp(min=0)[..., None])[..., 0].exp()  # (B, T)
-        top_p, top = log_p.exp().topk(3)
+            logits = model(x, every=every)[0].float()  # (B, N, V), of the positions 0, every, 2 every ...
+        row = {"logits/histogram": histogram(logits)}
+        log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
+        p_target = log_p.gather(-1, y[:, ::every].clamp(min=0)[..., None])[..., 0].exp()  # (B, N)
+        p = log_p.exp()
+        top_p, top = p.topk(3)
         for n in range(places):  # spread over the batch: another sequence and place each time
-            b, t = n % len(x), (2 * n + 1) * x.shape[1] // (2 * places)
+            b, i = n % len(x), (2 * n + 1) * p.shape[1] // (2 * places)
+            t = i * every
             seen = tokenizer.decode(x[b, max(0, t - 24):t + 1].tolist())
-            guesses = [cell for i, p in zip(top[b, t].tolist(), top_p[b, t].tolist())
-                       for cell in (spell(pieces, i), round(p, 4))]
-            lines.append([split, seen, spell(pieces, int(y[b, t])), round(p_target[b, t].item(), 4), *guesses])
-        entropy = -(log_p.exp() * log_p).sum(-1)
-        row = {"logits/p_target": p_target.mean().item(), "logits/p_max": top_p[..., 0].mean().item(),
-               "logits/entropy": entropy.mean().item(), "logits/histogram": histogram(logits)}
+            guesses = [cell for j, q in zip(top[b, i].tolist(), top_p[b, i].tolist())
+                       for cell in (spell(pieces, j), round(q, 4))]
+            lines.append([split, seen, spell(pieces, int(y[b, t])), round(p_target[b, i].item(), 4), *guesses])
+        row |= {"logits/p_target": p_target.mean().item(), "logits/p_max": top_p[..., 0].mean().item(),
+                "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()
     return row | {"predictions": lines}
 

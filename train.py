@@ -224,8 +224,7 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
     loss = parallel.mean(total)
     taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
     if taken:
-        with look:
-            opt.step()
+        opt.step(look)
     opt.zero_grad()
     return loss, norm, taken
 
@@ -446,7 +445,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
     that fails costs a warning, and the next save tries again. Sharded processes each write their slices.
     """
-    weights = checkpoint.snapshot(model.state_dict())
+    weights = checkpoint.snapshot(dict(model.named_parameters()))  # a tied one once
     train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
     step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
 

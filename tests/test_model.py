@@ -1,14 +1,16 @@
 """The Transformer against transformers' LlamaForCausalLM, and what it promises about itself."""
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model import ClassifierLoss, ModelArgs, Normalize, SwiGLU, Transformer, sample
+from model import ClassifierLoss, ModelArgs, Normalize, SwiGLU, Transformer, classifier_loss, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
 SHAPES = {
@@ -92,7 +94,7 @@ def test_classifier_loss_equals_cross_entropy(monkeypatch, piece, dtype, near):
     torch.manual_seed(0)
     x, w, y = torch.randn(70, 48, requires_grad=True), torch.randn(101, 48, requires_grad=True), torch.randint(101, (70,))
     y[::7] = -1
-    ours = ClassifierLoss.apply(x, 5 * w, y, dtype)
+    ours = classifier_loss(x, 5 * w, y, dtype)
     expected = torch.nn.functional.cross_entropy(x @ (5 * w).mT, y, ignore_index=-1)
     assert ours.item() == pytest.approx(expected.item(), rel=near)
     for a, b in zip(torch.autograd.grad(0.7 * ours, (x, w)), torch.autograd.grad(0.7 * expected, (x, w))):
@@ -115,7 +117,7 @@ def test_what_gpus_and_compilers_get_equals_what_is_written_out(monkeypatch):
 def test_classifier_loss_of_the_nearly_impossible():
     """A target whose probability float32 cannot hold still has the loss that it has."""
     x, w = torch.eye(2), torch.tensor([[200.0, 0.0], [0.0, 0.0]])
-    assert ClassifierLoss.apply(x, w, torch.tensor([1, -1]), torch.float32).item() == 200
+    assert classifier_loss(x, w, torch.tensor([1, -1]), torch.float32).item() == 200
 
 
 def test_targets_of_minus_one_do_not_count():
@@ -207,6 +209,24 @@ def test_flops_per_token_against_a_count(shape):
         model(x, x)[1].backward()
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
     assert counter.get_total_flops() == x.numel() * (model.flops_per_token() - 6 * norms)
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices, those in place too."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("context, most", [(torch.no_grad, 1), (torch.inference_mode, 1), (nullcontext, 3)])
+def test_evaluation_makes_no_gradients(context, most):
+    """The loss alone costs the product of the logits; those of the gradients, which training makes with it, are two more."""
+    x, w = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    with context(), Products() as products:
+        classifier_loss(x, w, torch.arange(10), torch.float32)
+    assert products.count == most
 
 
 def test_initialisation():

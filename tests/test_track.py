@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -287,24 +288,46 @@ def test_the_service_killed_or_stopped_the_training_goes_on(tmp_path, tracked):
     assert iters == list(range(0, 5 * len(iters), 5))  # every step that was logged, up to kill -9
 
 
-def test_norms_of_a_layer_are_those_of_its_tensors_together():
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_norms_of_a_layer_are_those_of_its_tensors_together(monkeypatch, optimizer):
     from model import ModelArgs, Transformer
+    from optim import AdamW, make_optimizer
+    monkeypatch.setattr(AdamW, "TOGETHER", 1000)  # several portions
     model = Transformer(ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8))
-    opt, look = torch.optim.SGD(model.parameters(), lr=0.1), track.Look(model)
+    opt, look = make_optimizer(model, optimizer, 0.1, 0.1, 0.9, 0.95), track.Look(model)
     model(torch.arange(8)[None], torch.arange(8)[None])[1].backward()
-    with look:
-        opt.step()
+    opt.step(look)
     assert look.take() == {}  # not wanted
     look.wanted = True
     before = torch.cat([p.detach().flatten().clone() for p in model.layers[1].parameters()])
     gradient = torch.cat([p.grad.flatten().clone() for p in model.layers[1].parameters()])
-    with look:
-        opt.step()
+    opt.step(look)
     after = torch.cat([p.detach().flatten() for p in model.layers[1].parameters()])
     found = look.take()
     assert found["norm/grad/layers.1"] == pytest.approx(gradient.norm().item(), rel=1e-5)
     assert found["norm/weight/layers.1"] == pytest.approx(after.norm().item(), rel=1e-5)
     assert found["norm/update/layers.1"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("held, every", [(1 << 23, 1), (4 * 10 * 259, 2)])
+def test_a_probe_holds_few_logits_at_a_time(monkeypatch, held, every):
+    """And says of the positions it takes what plain formulas do."""
+    from model import ModelArgs, Transformer
+    from tokenizer import Bytes
+    monkeypatch.setattr(track, "PROBED", held)
+    torch.manual_seed(0)
+    model = Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=20))
+    x, y = torch.randint(3, 259, (2, 4, 20))
+    row = track.probe(model, {"train": (y, x), "val": (x, y)}, Bytes(), nullcontext())
+    with torch.no_grad():
+        p = model(x, every=True)[0][:, ::every].softmax(-1)
+    assert sum(row["logits/histogram"]["counts"]) == p.numel() <= held
+    for name, expected in (("p_target", p.gather(-1, y[:, ::every, None]).mean()), ("p_max", p.amax(-1).mean()),
+                           ("entropy", torch.distributions.Categorical(p).entropy().mean())):
+        assert row[f"logits/{name}"] == pytest.approx(expected.item(), rel=1e-4)
+    split, _, _, p_target, _, p_first, *_ = row["predictions"][7]
+    assert split == "val" and p_target == round(p[1, 3 * p.shape[1] // 12, y[1, 3 * p.shape[1] // 12 * every]].item(), 4)
+    assert p_first == round(p[1, 3 * p.shape[1] // 12].max().item(), 4)
 
 
 def test_the_alarm_goes_off_for_what_is_far_from_the_usual_and_only_then():

@@ -557,6 +557,21 @@ def test_supervision_does_not_repeat_a_mistake(folder):
     assert done.returncode == 2 and "restart" not in done.stdout
 
 
+def test_a_tied_matrix_is_saved_once_and_old_checkpoints_load(folder, reference, tmp_path):
+    saved = checkpoint.load(checkpoint.newest(folder / "whole"))
+    kept = sum(w.numel() * w.element_size() for w in saved["model"].values())
+    model = train.Transformer(ModelArgs(**saved["args"]))
+    size = (checkpoint.newest(folder / "whole") / "model.pt").stat().st_size
+    assert model.args.tied and kept == 4 * model.num_params() and size < kept + 20_000
+    old = model.state_dict()
+    assert "output.weight" in old
+    other = train.Transformer(model.args)
+    for weights in (old, saved["model"]):
+        parallel.load_weights(other, weights)
+        assert all(torch.equal(w, weights.get(name, weights["tok_embeddings.weight"]))
+                   for name, w in other.state_dict().items())
+
+
 def test_activation_checkpointing_gives_the_same_losses(folder, reference):
     args, _ = reference
     done = run(folder, *args, "--out_dir=again", "--activation_checkpointing=True")
@@ -774,7 +789,7 @@ def test_gradients_are_made_out_of_autocast():
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
     batches = SimpleNamespace(take=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
     amp = torch.autocast("cpu", torch.bfloat16)
-    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.Guard(6.0), nullcontext())
+    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.Guard(6.0), nullcontext)
     assert seen == [False]
 
 
