@@ -3,8 +3,9 @@ Any text → tokens on disk → batches.
 
     python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache] [--show=True]
 
-SOURCE is `stories` or `stories:N` (written by stories.py), `tinystories` (downloaded), a text file, a folder of
-.txt and .jsonl files, or a folder prepared before. What is prepared is a folder of
+SOURCE is `stories` or `stories:N` (written by stories.py), `tinystories` or `tinyshakespeare` (downloaded), a text file,
+a folder of .txt and .jsonl files, or a folder prepared before. Of a folder are left out, and named: what is hidden or
+installed, runs, the cache, other files. What is prepared is a folder of
 
     train.bin, val.bin   token ids, uint16 or uint32, every document BOS … EOS
     tokenizer.model      the vocabulary (tokenizer.json for bytes and characters)
@@ -57,14 +58,16 @@ from tqdm import tqdm
 import stories
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
-source = "stories"       # what to prepare: stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl
+source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
 vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
 val_fraction = 0.1       # of the text held out for validation (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
+skip_bad = False         # leave out files of a folder that can't be read as text, and count them
 workers = 0              # processes; 0: one for each core
 show = False             # print some documents with their tokens, as a run's table `documents` has them
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
+tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
 VERSION = 1
 BLOCK = 1 << 22     # bytes of a file in memory at once
@@ -80,13 +83,18 @@ SEPARATOR = b"<|endoftext|>"
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
 VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
 
-# Size and sha256 of the two files at the revision that tinystories_url names, as public copies of them are listed; the
-# download itself has only been tried against a server of the tests.
-TINYSTORIES = {
-    "TinyStoriesV2-GPT4-train.txt":
-        (2_227_753_162, "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"),
-    "TinyStoriesV2-GPT4-valid.txt":
-        (22_502_601, "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d"),
+# Size and sha256 of the files of each source that is downloaded: those of TinyStories at the revision that tinystories_url
+# names, as public copies of them are listed. The downloads have only been tried against a server of the tests.
+DOWNLOADS = {
+    "tinystories": {
+        "TinyStoriesV2-GPT4-train.txt":
+            (2_227_753_162, "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"),
+        "TinyStoriesV2-GPT4-valid.txt":
+            (22_502_601, "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d"),
+    },
+    "tinyshakespeare": {
+        "input.txt": (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    },
 }
 PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after one, two, … failures in a row before a download goes on
 
@@ -159,9 +167,14 @@ def print_look(dataset):
 
 def fingerprint(folder):
     """Hex sha256 of train.bin followed by val.bin."""
+    return sha256(folder / "train.bin", folder / "val.bin")
+
+
+def sha256(*paths):
+    """Hex sha256 of files, one behind the other."""
     digest = hashlib.sha256()
-    for split in ("train", "val"):
-        with open(folder / f"{split}.bin", "rb") as f:
+    for path in paths:
+        with open(path, "rb") as f:
             while block := f.read(BLOCK):
                 digest.update(block)
     return digest.hexdigest()
@@ -293,15 +306,15 @@ def gather(tokens, starts, seq_len, lengths=None, first=None):
 
 # ---- what to prepare --------------------------------------------------------------------------------------------
 
-def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache="cache", workers=0):
+def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache="cache", workers=0, skip_bad=False):
     """
     The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
-    (0: one for each core) with the same bytes.
+    (0: one for each core) with the same bytes. skip_bad: files of a folder that are no text are left out, not refused.
     """
     try:
         if (Path(source) / "meta.json").is_file():
             return Path(source)
-        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve())
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad)
         folder = Path(cache) / job["name"]
         if not folder.exists():
             with locked(Path(cache)):  # who waits here finds the work done
@@ -319,24 +332,26 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache
         fail(f"{source}: preparation was interrupted; the same command continues it")
 
 
-def describe(source, vocab_source, vocab_size, val_fraction, cache):
+def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
     if not 0 < val_fraction < 1:
         fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1")
     if vocab_source == "custom" and vocab_size and vocab_size < 260:
         fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
              f"or --vocab_source=byte or char")
-    job = {"source": source, "stories": 0, "files": [], "changes": [], "val_fraction": val_fraction,
+    job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad,
+           "val_fraction": val_fraction,
            "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
         name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
         job["vocab_goal"] = vocab_size or stories.VOCAB_SIZE
-    elif source == "tinystories":
-        job["files"] = [str(cache / "tinystories" / file) for file in TINYSTORIES]
-        name, depends_on, size = source, list(TINYSTORIES.items()), sum(size for size, _ in TINYSTORIES.values())
+    elif source in DOWNLOADS:
+        files = DOWNLOADS[source]
+        job["files"] = [str(cache / source / file) for file in files]
+        name, depends_on, size = source, list(files.items()), sum(size for size, _ in files.values())
     else:
-        files = text_files(Path(source))
+        files, job["left_out"] = text_files(Path(source), cache)
         job["files"], job["changes"] = [str(path) for path in files], changes(files)
         name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(p.stat().st_size for p in files)
     if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
@@ -345,7 +360,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache):
         job["vocab_file"] = vocabulary_file(vocab_source)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
-    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], val_fraction]
+    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], val_fraction, *["skip_bad"] * skip_bad]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
@@ -371,29 +386,59 @@ def count_stories(source):
     return int(digits)
 
 
-def text_files(path):
-    """The file itself, or the .txt and .jsonl files in a folder and the folders in it, in order of their names."""
-    def stop(e):
-        raise e
-
-    if path.is_dir():
-        walk = os.walk(path, onerror=stop)
-        files = sorted(Path(folder, name) for folder, _, names in walk for name in names
-                       if name.endswith((".txt", ".jsonl")))
-        if not files:
-            fail(f"{path}: a folder without .txt and .jsonl files, and not one that data.py prepared (no meta.json)")
-    else:
-        if not path.exists():
-            fail(f"{path}: no such file; expected stories, tinystories, a text file, or a folder of .txt or .jsonl files")
-        files = [path]
+def text_files(path, cache):
+    """
+    ([the file itself], ""), or the .txt and .jsonl files in a folder and the folders in it, in order of their names, and
+    what was left out there, as words.
+    """
+    files, left_out = walk(path, cache) if path.is_dir() else ([path], "")
+    if not files:
+        fail(f"{path}: a folder without .txt and .jsonl files, and not one that data.py prepared (no meta.json)"
+             + f"; left out: {left_out}" * bool(left_out))
+    if not path.exists():
+        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of .txt or .jsonl "
+             f"files")
     for file in files:
         if not file.is_file():
             fail(f"{file}: not a regular file")
-        with open(file, "rb"):  # what can't be read is told before any work is done
+        with open(file, "rb"):  # what can't be opened is told before any work is done
             pass
     if not any(file.stat().st_size for file in files):
         fail(f"{path}: is empty, expected text")
-    return files
+    return files, left_out
+
+
+def walk(path, cache):
+    """The text files below a folder, sorted, and what was left out, as words."""
+    def stop(e):
+        raise e
+
+    files, folders, others = [], [], []
+    for here, inside, names in os.walk(path, onerror=stop):
+        for name in sorted(inside):
+            if is_foreign(Path(here, name), cache):
+                inside.remove(name)
+                folders.append(Path(here, name))
+        for name in sorted(names):
+            is_text = name.endswith((".txt", ".jsonl")) and not name.startswith(".")
+            (files if is_text else others).append(Path(here, name))
+    left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}"
+                for some, what in ((folders, "folder(s)"), (others, "file(s) hidden or of another kind")) if some]
+    return sorted(files), "; ".join(left_out)
+
+
+def listed(words, most=8):
+    """The first words of a list, separated by commas."""
+    words = [str(word) for word in words]
+    return ", ".join(words[:most] + ["..."] * (len(words) > most))
+
+
+def is_foreign(folder, cache):
+    """Whether the text in a folder is none to learn from: hidden, linked, installed, a run's, or in the cache."""
+    return (folder.name.startswith(".") or folder.is_symlink() or folder.resolve() == cache
+            or folder.name in ("node_modules", "site-packages", "__pycache__", "wandb")
+            or folder.name.endswith((".egg-info", ".dist-info"))
+            or any((folder / sign).exists() for sign in ("pyvenv.cfg", "trainer.json", "log.jsonl")))
 
 
 def changes(files):
@@ -407,9 +452,10 @@ def build(job, folder, workers):
     """Make a prepared folder, in folder.partial, where what is finished waits for another try if this one fails."""
     partial = folder.with_name(folder.name + ".partial")
     (partial / "parts").mkdir(parents=True, exist_ok=True)
-    if job["source"] == "tinystories":
-        for path in job["files"]:
-            download(Path(path), tinystories_url)
+    if job["left_out"]:
+        print(f"left out of {job['source']}: {job['left_out']}")
+    for file, (size, sha256) in DOWNLOADS.get(job["source"], {}).items():
+        download(folder.parent / job["source"] / file, globals()[f"{job['source']}_url"], size, sha256)
     try:
         if not (partial / "meta.json").exists():
             write(partial / "job.json", json.dumps(job).encode())
@@ -418,7 +464,7 @@ def build(job, folder, workers):
             rows = np.load(partial / "rows.npy", mmap_mode="r")
             tokenizer = vocabulary(job, rows, partial)
             encode_parts(job, rows, partial, workers)
-            meta = assemble(job, rows, partial, tokenizer)
+            meta = assemble(job, rows, partial, tokenizer) | skipped(job, rows)
             if job["changes"] and job["changes"] != changes(job["files"]):
                 raise Unfit(f"{job['source']}: changed while it was read; run the same command again")
             write(partial / "meta.json", json.dumps(meta, indent=1).encode())
@@ -432,6 +478,18 @@ def build(job, folder, workers):
     meta = json.loads((folder / "meta.json").read_text())
     print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
           f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
+
+
+def skipped(job, rows):
+    """{"skipped": [file]} of what skip_bad has left out, for meta.json, told in a line as well; {} where nothing was."""
+    if not job["skip_bad"]:
+        return {}
+    good = set(rows[:, 0].tolist())
+    bad = [path for number, path in enumerate(job["files"]) if number not in good and os.path.getsize(path)]
+    if not bad:
+        return {}
+    print(f"left out of {job['source']}: {len(bad)} of {len(job['files'])} files, which are not UTF-8: {listed(bad)}")
+    return {"skipped": bad}
 
 
 @contextlib.contextmanager
@@ -484,10 +542,17 @@ def plan(job):
         return np.array([(0, a, b, FIRST | LAST | VAL * (a >= n - held_out)) for a, b in zip(edges, edges[1:])])
     documents, cuts = [], []
     for number, path in enumerate(job["files"]):
-        found, where = scan(path)
+        try:
+            found, where = scan(path)
+        except Unfit as e:
+            if len(job["files"]) == 1 or not job["skip_bad"]:
+                raise Unfit(f"{e}{'; --skip_bad=True leaves such files out' * (len(job['files']) > 1)}") from e
+            found, where = np.empty((0, 3), np.int64), []
         documents.append(np.insert(found, 0, number, axis=1))
         cuts.append(where)
     documents = np.concatenate(documents)
+    if not len(documents):
+        raise Unfit(f"{job['source']}: none of its {len(job['files'])} files is UTF-8 text")
     if job["source"] == "tinystories":  # comes with a validation file
         documents[documents[:, 0] == 1, 3] |= VAL
     else:
@@ -633,13 +698,25 @@ def texts(job, rows):
 
 
 def jsonl_text(line, path, start):
-    """The text (UTF-8 bytes) in a line of a .jsonl file."""
+    """The text (UTF-8 bytes) in a line of a .jsonl file, which begins at byte `start`."""
     try:
         record = json.loads(line)
-        text = record["text"] if "text" in record else record["story"]
-        return text.encode()
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise Unfit(f'{path}: the line at byte {start} is not an object with a "text" or "story" that can be written as UTF-8')
+        key = "text" if isinstance(record, dict) and "text" in record else "story"
+        if not isinstance(record, dict):
+            found = f"no object but {line.decode().strip()[:40]}"
+        elif key not in record:
+            found = f"an object with the keys {listed(record)}" if record else "an object without keys"
+        elif not isinstance(record[key], str):
+            found = f'"{key}": {json.dumps(record[key])[:40]}'
+        else:
+            return record[key].encode()
+    except UnicodeEncodeError as e:
+        found = f"a character that UTF-8 can't write ({e.object[e.start]!r})"
+    except (ValueError, RecursionError) as e:
+        found = f"no JSON ({e})"
+    with open(path, "rb") as f:
+        number = 1 + sum(block.count(b"\n") for block in iter(lambda: f.read(min(BLOCK, start - f.tell())), b""))
+    raise Unfit(f'{path}: line {number} holds {found}; expected an object with a string under "text" or "story"')
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -820,14 +897,16 @@ def assemble(job, rows, partial, tokenizer):
 
 # ---- download ---------------------------------------------------------------------------------------------------
 
-def download(path, base_url):
+def download(path, base_url, size, expected):
     """
-    Fetch one file of TINYSTORIES to `path` from base_url/name, unless it is there. A broken download continues where
-    it stopped, in this call or a later one; only what has the recorded size and sha256 gets the file's name.
+    Fetch a file to `path` from base_url/name, unless it is there. A broken download continues where it stopped, in this
+    call or a later one; only what has that size and sha256 gets the file's name, or is taken where it lies.
     """
-    size, expected = TINYSTORIES[path.name]
     url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
     if path.exists():
+        if (digest := sha256(path)) != expected:
+            raise Unfit(f"{path}: {path.stat().st_size:,} bytes with sha256 {digest}, expected {size:,} with {expected}; "
+                        f"move it away, and the same command downloads it")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     part.touch()
@@ -848,16 +927,13 @@ def download(path, base_url):
             failures = 0 if have > reached and failures < 100 else failures + 1
             reached = max(reached, have)
             if have < size and failures > len(PATIENCE):
-                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues")
+                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues; or "
+                            f"put the file at {path}")
             if have < size and failures:
                 time.sleep(PATIENCE[failures - 1])
-    with open(part, "rb") as f:
-        digest = hashlib.sha256()
-        while block := f.read(BLOCK):
-            digest.update(block)
-    if digest.hexdigest() != expected:
+    if (digest := sha256(part)) != expected:
         part.unlink()
-        raise Unfit(f"{url}: {have:,} bytes with sha256 {digest.hexdigest()}, expected {size:,} with {expected}; "
+        raise Unfit(f"{url}: {have:,} bytes with sha256 {digest}, expected {size:,} with {expected}; "
              f"deleted, so the same command downloads it anew")
     publish(part, path)
 
@@ -881,7 +957,7 @@ def fetch(url, part, size, bar):
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
-    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers)
+    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad)
     print(prepared)
     if show:
         print_look(load(prepared))

@@ -56,11 +56,12 @@ wandb_job_type = "train"    # W&B job type
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
 # ---- data
-data = "stories"            # stories, stories:N, tinystories, a text file, a folder of .txt/.jsonl, or a prepared folder
+data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder of .txt/.jsonl, prepared data
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
 val_fraction = 0.1          # part of the data held out for validation
-cache = "cache"             # prepared data goes here
+skip_bad = False            # leave out files of a folder that can't be read as text, and count them
+cache = "cache"             # prepared data goes here; of processes on several machines, where all of them see it
 # ---- model
 depth = 0                   # derive all sizes, batch, rate and steps from this one number; 0: as they are set
 dim = 64                    # model width
@@ -518,7 +519,7 @@ def main(given):
         given = given | adopt()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache))
+    dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad))
     if depth:
         derive_from_depth(given, dataset.meta["vocab_size"])
     args = model_args(dataset)

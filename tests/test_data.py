@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -140,6 +141,49 @@ def test_folder_of_txt_and_jsonl(tmp_path):
     found = documents(d.train, d.tokenizer) + documents(d.val, d.tokenizer)
     assert sorted(found) == sorted([f"text {i}: {prose(50, i)}".strip() for i in range(40)]
                                    + [f"story \u2028 {i}" for i in range(40)] + ["alone in a file, kept as it is \n"])
+
+
+def test_what_is_no_text_of_a_folder_is_left_out_and_named(tmp_path, monkeypatch, capfd):
+    """Environments, hidden folders, runs, W&B's logs and the cache, which lie where people work; other kinds of files."""
+    monkeypatch.chdir(tmp_path)
+    texts = {"a.txt": "one " * 300, "deep/b.jsonl": json.dumps({"text": "two " * 300})}
+    foreign = [".git/info.txt", ".venv/pyvenv.cfg", ".venv/lib/x.txt", "env/pyvenv.cfg", "env/lib/python3/top_level.txt",
+               "deep/site-packages/y.txt", "node_modules/z.txt", "__pycache__/w.txt", "out/my/log.jsonl", "out/my/out.txt",
+               "wandb/run/files/requirements.txt", "llamac.egg-info/SOURCES.txt", "cache/tinyshakespeare/input.txt",
+               "notes.md", ".hidden.txt", "deep/table.csv"]
+    for name in [*texts, *foreign]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(texts.get(name, "foreign"))
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
+    d = data.load(data.prepare(".", "byte", cache="cache", workers=1))
+    assert "".join(documents(d.train, d.tokenizer) + documents(d.val, d.tokenizer)).strip("onetw ") == ""
+    line, = [line for line in capfd.readouterr().out.splitlines() if "left out" in line]
+    assert line.startswith("left out of .: 11 folder(s): ") and "; 3 file(s) hidden or of another kind: " in line
+    for name in ".git", ".venv", "env", "deep/table.csv", "notes.md", ".hidden.txt":
+        assert name in line
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/only.md").write_text("text")
+    assert "left out: 1 file(s) hidden or of another kind: only.md" in refused(capfd, lambda: data.prepare("docs"))
+
+
+def test_files_that_are_no_text_are_left_out_when_asked(tmp_path, capfd):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text(prose(3000))
+    (source / "empty.jsonl").write_text("")
+    (source / "latin.txt").write_bytes("déjà vu".encode("latin-1"))
+    (source / "z.txt").write_text(prose(2000, 1))
+    call = functools.partial(data.prepare, source, "byte", cache=tmp_path / "cache", workers=1)
+    line = refused(capfd, call)
+    assert "latin.txt: not UTF-8" in line and line.endswith("--skip_bad=True leaves such files out")
+    d = data.load(call(skip_bad=True))
+    train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    assert train[0] == prose(3000) and train[1] + " " + val[0] == prose(2000, 1)
+    assert "1 of 4 files, which are not UTF-8: " in capfd.readouterr().out
+    assert d.meta["skipped"] == [str(source / "latin.txt")]
+    for name in "a.txt", "z.txt":
+        (source / name).write_bytes(b"\xff\xfe")
+    assert "none of its 4 files is UTF-8 text" in refused(capfd, lambda: call(skip_bad=True))
 
 
 def test_few_documents_are_split_by_position(tmp_path):
@@ -348,13 +392,18 @@ def test_bad_text_is_refused_in_one_line(content, words, small, tmp_path, capfd)
     assert not list(tmp_path.glob("cache/[!.]*"))  # nothing is left behind
 
 
-@pytest.mark.parametrize("line, workers", [("{", 1), ('{"text": 5}', 1), ("[1]", 1), ('{"a": "b"}', 1), ("5", 1),
-                                           ('{"text": "\\ud800"}', 1), ("{", 2)])
-def test_bad_jsonl_is_refused_in_one_line(line, workers, tmp_path, capfd):
+@pytest.mark.parametrize("line, workers, found", [
+    ("{", 1, "no JSON (Expecting property name"), ('{"text": 5}', 1, '"text": 5'), ("[1]", 1, "no object but [1]"),
+    ('{"prompt": "b", "answer": "c"}', 1, "an object with the keys prompt, answer"), ("5", 1, "no object but 5"),
+    ('{"text": "\\ud800"}', 1, "a character that UTF-8 can't write"), ("{", 2, "no JSON"), ("[" * 99_999, 1, "no JSON"),
+    ('{"story": null}', 1, '"story": null'), ("{}", 1, "an object without keys"),
+])
+def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd):
     good = json.dumps({"text": prose(400_000)}) + "\n"
     (tmp_path / "a.jsonl").write_text(good * 12 + line)
     line = refused(capfd, lambda: data.prepare(tmp_path / "a.jsonl", "byte", cache=tmp_path / "cache", workers=workers))
-    assert f"the line at byte {12 * len(good.encode())}" in line
+    assert f'a.jsonl: line 13 holds {found}' in line
+    assert line.endswith('; expected an object with a string under "text" or "story"')
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -554,7 +603,9 @@ def test_splits_that_hold_no_window(capfd):
 # ---- download -----------------------------------------------------------------------------------------------------
 
 BODIES = {"TinyStoriesV2-GPT4-train.txt": "\n<|endoftext|>\n".join(prose(200, i) for i in range(400)).encode(),
-          "TinyStoriesV2-GPT4-valid.txt": "\n<|endoftext|>\n".join(prose(200, i) for i in range(500, 510)).encode()}
+          "TinyStoriesV2-GPT4-valid.txt": "\n<|endoftext|>\n".join(prose(200, i) for i in range(500, 510)).encode(),
+          "input.txt": prose(5000).encode()}
+STORIES = list(BODIES)[:2]
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -601,9 +652,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def hub(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setattr(data, "TINYSTORIES", {n: (len(b), hashlib.sha256(b).hexdigest()) for n, b in BODIES.items()})
+    sums = {name: (len(body), hashlib.sha256(body).hexdigest()) for name, body in BODIES.items()}
+    monkeypatch.setattr(data, "DOWNLOADS", {"tinystories": {name: sums[name] for name in STORIES},
+                                            "tinyshakespeare": {"input.txt": sums["input.txt"]}})
     monkeypatch.setattr(data, "PATIENCE", (0, 0, 0))
-    monkeypatch.setattr(data, "tinystories_url", f"http://127.0.0.1:{server.server_port}/base")
+    for source in data.DOWNLOADS:
+        monkeypatch.setattr(data, f"{source}_url", f"http://127.0.0.1:{server.server_port}/base")
     for name in "http_proxy", "HTTP_PROXY", "all_proxy":
         monkeypatch.delenv(name, raising=False)
     Hub.mood, Hub.requests = [], []
@@ -614,12 +668,34 @@ def hub(monkeypatch):
 
 def test_tinystories_from_download_to_tokens(hub, tmp_path):
     d = data.load(data.prepare("tinystories", "byte", cache=tmp_path, workers=1))
-    for split, body in zip((d.train, d.val), BODIES.values()):
-        assert documents(split, d.tokenizer) == [t.strip() for t in body.decode().split("\n<|endoftext|>\n")]
-    assert [path for path, _, _ in hub.requests] == [f"/base/{name}" for name in BODIES]
+    for split, name in zip((d.train, d.val), STORIES):
+        assert documents(split, d.tokenizer) == [t.strip() for t in BODIES[name].decode().split("\n<|endoftext|>\n")]
+    assert [path for path, _, _ in hub.requests] == [f"/base/{name}" for name in STORIES]
     for path in (tmp_path / "tinystories").iterdir():
         path.unlink()  # once prepared, the text is not needed
     assert data.prepare("tinystories", "byte", cache=tmp_path) == d.folder and len(hub.requests) == 2
+
+
+def test_tinyshakespeare_is_downloaded_or_taken_where_it_lies(hub, tmp_path, capfd):
+    text, first = BODIES["input.txt"].decode(), data.prepare("tinyshakespeare", "char", cache=tmp_path / "one", workers=1)
+    d = data.load(first)
+    (train,), (val,) = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    assert train + " " + val == text and abs(len(val) / len(text) - 0.1) < 0.01  # the last tenth
+    mine = tmp_path / "two/tinyshakespeare/input.txt"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(text[:-1])
+    line = refused(capfd, lambda: data.prepare("tinyshakespeare", "char", cache=tmp_path / "two", workers=1))
+    assert f"{mine}: {len(text.encode()) - 1:,} bytes with sha256" in line and "move it away" in line and mine.exists()
+    mine.write_text(text)
+    assert contents(data.prepare("tinyshakespeare", "char", cache=tmp_path / "two", workers=1)) == contents(first)
+    assert len(hub.requests) == 1
+
+
+def test_the_shakespeare_presets_train_on_shakespeare():
+    for name in "shakespeare", "shakespeare_short":
+        assert runpy.run_path(str(ROOT / f"config/{name}.py"))["data"] == "tinyshakespeare"
+    assert data.DOWNLOADS["tinyshakespeare"] == {
+        "input.txt": (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")}
 
 
 @pytest.mark.parametrize("mood", [["break"] * 5, ["hang up", "break", 503, "break"], ["redirect", "break"],
@@ -628,7 +704,7 @@ def test_tinystories_from_download_to_tokens(hub, tmp_path):
 def test_downloads_survive(mood, hub, tmp_path):
     name, body = next(iter(BODIES.items()))
     hub.mood = list(mood)
-    data.download(tmp_path / "deep" / name, data.tinystories_url)
+    data.download(tmp_path / "deep" / name, data.tinystories_url, *data.DOWNLOADS["tinystories"][name])
     assert (tmp_path / "deep" / name).read_bytes() == body and not hub.mood
     assert [p.name for p in (tmp_path / "deep").iterdir()] == [name]
     if mood == ["break"] * 5:  # every request asks for what is missing only
@@ -641,8 +717,9 @@ def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
     hub.mood = ["break"] + ["hang up"] * 4
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     tmp_path /= "tinystories"
-    assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line and not (tmp_path / name).exists()
-    data.download(tmp_path / name, data.tinystories_url)
+    assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line and f"put the file at {tmp_path / name}" in line
+    assert not (tmp_path / name).exists()
+    data.download(tmp_path / name, data.tinystories_url, *data.DOWNLOADS["tinystories"][name])
     assert (tmp_path / name).read_bytes() == body and hub.requests[-1][1] == f"bytes={len(body) // 2}-"
 
 
@@ -667,7 +744,7 @@ def test_a_server_that_is_not_there(hub, tmp_path, monkeypatch, capfd):
 
 
 def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(data.TINYSTORIES, "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
+    monkeypatch.setitem(data.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     assert "too little room" in line and not hub.requests
 
