@@ -15,7 +15,7 @@ VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help demo test test-long bench debug fuzz encode-long coverage clean
+.PHONY: help demo test test-long bench debug fuzz encode-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, R
 encode-long: .venv/test run ## run's encoder against sentencepiece's, a million strings; then the time both take
 	$(VENV) -m tests.test_encode ./run 1000000
 	$(VENV) -m tests.test_encode ./run
+
+odd-strings: .venv/test run ## odd strings in run, sentencepiece, transformers and, with LLAMA_CPP=folder, llama.cpp
+	LLAMA_CPP="$(LLAMA_CPP)" $(VENV) -m tests.odd_strings ./run
 
 coverage: .venv/test ## which branches of run's loaders and tokenizer the tests take (gcov)
 	rm -rf cache/coverage && mkdir -p cache/coverage

@@ -29,7 +29,7 @@ import torch
 
 import checkpoint
 from model import ModelArgs, Transformer
-from tokenizer import SPACE, Bytes, SentencePiece, Tokenizer
+from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Bytes, SentencePiece, Tokenizer
 
 out_dir = "out"    # what to export: a run's folder, one of its step folders, a GGUF file or a llama2.c file
 format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
@@ -58,6 +58,7 @@ LLAMA2C_V0 = [BY_NAME[n] for n in "tok_embeddings attention_norm wq wk wv wo ffn
 LLAMA2C_V1 = [BY_NAME[n] for n in "attention_norm ffn_norm norm tok_embeddings wq wk wv wo w1 w2 w3 output".split()]
 LLAMA2C_MAGIC, LLAMA2C_HEADER = 0x616b3432, 256
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of a GGUF file
+NO_BYTES = "llama-without-bytes"  # tokenizer.ggml.model is this, "llama" or "t5"; see gguf_tokenizer
 ALIGNMENT = 32
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
 
@@ -196,6 +197,24 @@ def gguf_value(value, in_list=False):
     return 8, gguf_string(value)
 
 
+def gguf_tokenizer(vocabulary):
+    """
+    The name of the encoder that llama.cpp shall use. "llama", its sentencepiece BPE, ends the program at a character
+    that is no piece where no byte pieces are; "t5", its unigram encoder, gives <unk> for a run of those, and for pieces
+    of one character, which nothing merges, it is the same otherwise. NO_BYTES is a name that llama.cpp refuses.
+    """
+    if any(kind == BYTE for _, _, kind in vocabulary.pieces()):
+        return "llama"
+    return "t5" if of_characters(vocabulary) else NO_BYTES
+
+
+def of_characters(vocabulary):
+    """Whether all pieces are specials or single characters, and no space is put before a text or taken out of it."""
+    plain = not vocabulary.add_dummy_prefix and not vocabulary.remove_extra_whitespaces
+    return plain and all(kind in (UNKNOWN, CONTROL) or kind == NORMAL and len(piece.decode()) == 1
+                         for piece, _, kind in vocabulary.pieces())
+
+
 def gguf_metadata(args, vocabulary, dtype, name, extra):
     pieces, scores, types = (list(column) for column in zip(*vocabulary.pieces()))
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float(args.rope_scaling)}
@@ -216,7 +235,7 @@ def gguf_metadata(args, vocabulary, dtype, name, extra):
         "llama.rope.dimension_count": args.head_dim,
         "llama.rope.freq_base": float(args.rope_theta),
         **(scaling if args.rope_scaling != 1 else {}),
-        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.model": gguf_tokenizer(vocabulary),
         "tokenizer.ggml.tokens": pieces,
         "tokenizer.ggml.scores": [float(score) for score in scores],
         "tokenizer.ggml.token_type": types,
@@ -348,7 +367,10 @@ def write_safetensors(path, state, args, dtype):
 
 
 def write_hf(path, state, args, vocabulary, dtype):
-    """A Hugging Face folder: model.safetensors, config.json and, for a sentencepiece vocabulary, its files."""
+    """
+    A Hugging Face folder: model.safetensors, config.json, generation_config.json and the tokenizer. A text that holds
+    "<s>" holds three letters, as everywhere here (split_special_tokens); generation ends where sample.py's does.
+    """
     folder = Path(path)
     folder.mkdir(exist_ok=True)
     write_safetensors(folder / "model.safetensors", state, args, dtype)
@@ -362,18 +384,37 @@ def write_hf(path, state, args, vocabulary, dtype):
         "bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id,
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
-    checkpoint.write_atomic(folder / "config.json", json.dumps(config, indent=1))
-    if vocabulary.kind != "sentencepiece":
-        print(f"{folder}: written without a tokenizer, Hugging Face has none like this {vocabulary.kind} vocabulary")
-        return
-    vocabulary.save(folder / "tokenizer.model")
+    stop = {"eos_token_id": [vocabulary.eos_id, vocabulary.bos_id], "pad_token_id": vocabulary.eos_id}
+    generation = {"bos_token_id": vocabulary.bos_id, **stop, "max_length": args.max_seq_len}
     name = [piece.decode() for piece, _, _ in vocabulary.pieces()]
-    config = {
-        "tokenizer_class": "LlamaTokenizer", "legacy": True, "model_max_length": args.max_seq_len,
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len,
         "unk_token": name[vocabulary.unk_id], "bos_token": name[vocabulary.bos_id], "eos_token": name[vocabulary.eos_id],
-        "add_bos_token": True, "add_eos_token": False, "add_prefix_space": vocabulary.add_dummy_prefix,
+        "split_special_tokens": True, "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
     }
-    checkpoint.write_atomic(folder / "tokenizer_config.json", json.dumps(config, indent=1))
+    for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),
+                         ("tokenizer", vocabulary.hugging_face())):
+        checkpoint.write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
+    if vocabulary.kind == "sentencepiece":
+        vocabulary.save(folder / "tokenizer.model")
+
+
+def differences(vocabulary, format):
+    """Yields, a line each, where the readers of a format will not encode a text as this vocabulary does."""
+    kinds = {kind for _, _, kind in vocabulary.pieces()}
+    if vocabulary.normalizer != "identity" and format != "hf":
+        yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and model files can't say that: "
+               "unusual characters of a prompt may be encoded otherwise")
+    if format == "gguf" and gguf_tokenizer(vocabulary) == NO_BYTES:
+        yield "the vocabulary has no byte pieces, without which llama.cpp can't encode: it will refuse this file, run reads it"
+    elif format == "gguf" and vocabulary.remove_extra_whitespaces:
+        yield "the vocabulary removes extra spaces, llama.cpp keeps them: it will encode such texts otherwise than run"
+    if format == "gguf" and USER_DEFINED in kinds and vocabulary.add_dummy_prefix:
+        yield "llama.cpp puts a space after each user-defined piece: it will encode texts with them otherwise than run"
+    if format in ("gguf", "hf") and UNUSED in kinds:
+        reader = "llama.cpp" if format == "gguf" else "transformers"
+        yield f"the vocabulary has unused pieces, which {reader} does not take apart: it may encode texts otherwise than run"
 
 
 def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64, name="llamac",
@@ -392,9 +433,8 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same")
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, or llama2.c's .bin)")
-    if vocabulary and vocabulary.normalizer != "identity":
-        print(f"the vocabulary rewrites text by {vocabulary.normalizer} and model files can't say that: "
-              "unusual characters of a prompt may be encoded otherwise")
+    for line in differences(vocabulary, format) if vocabulary else ():
+        print(line)
     if format == "gguf":
         return write_gguf(path, model_state, args, vocabulary, dtype, name, extra or {})
     if format == "hf":
@@ -593,14 +633,17 @@ def gguf_vocabulary(metadata, where):
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
     columns = [get("tokens"), get("scores"), get("token_type")]
-    if get("model") != "llama" or not all(type(c) is list and len(c) == len(columns[0]) for c in columns):
+    if get("model") not in ("llama", "t5", NO_BYTES) or not all(type(c) is list and len(c) == len(columns[0]) for c in columns):
         fail(f"{where}: tokenizer {get('model')!r}, expected 'llama' with tokens, scores and types of equal number")
     ids = [get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos"))]
     flags = get("add_space_prefix", True), get("remove_extra_whitespaces", False)
     kinds = [{bytes}, {int, float}, {int}, {int}, {bool}]
     if not all({type(v) for v in values} <= kind for values, kind in zip((*columns, ids, flags), kinds)):
         fail(f"{where}: a tokenizer with entries of the wrong type; it is damaged")
-    return vocabulary_of(list(zip(*columns)), *ids, *flags, where)
+    vocabulary = vocabulary_of(list(zip(*columns)), *ids, *flags, where)
+    if get("model") == "t5" and not of_characters(vocabulary):
+        fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or 'llama'")
+    return vocabulary
 
 
 def llama2c_vocabulary(path, vocab_size):

@@ -633,9 +633,18 @@ static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t
     return index_pieces(t);
 }
 
+static bool is_character(const char *s, size_t n) { // of a piece, which is UTF-8
+    size_t first_bytes = 0;
+    for (size_t i = 0; i < n; i++) first_bytes += (s[i] & 0xc0) != 0x80;
+    return first_bytes == 1;
+}
+
 // The tokenizer inside a GGUF file.
 static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
-    CHECK(equals(get_string(v, TOKENIZER), "llama"), "the tokenizer is not 'llama' (sentencepiece)");
+    String kind = get_string(v, TOKENIZER);
+    bool characters = equals(kind, "t5"); // what is written for llama.cpp where no piece is longer and none is a byte
+    CHECK(characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
+          "the tokenizer is not 'llama' (sentencepiece)");
     const struct { int key; uint32_t kind; } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
     for (int i = 0; i < 3; i++) {
         const Value *a = &v[arrays[i].key];
@@ -661,6 +670,8 @@ static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
         CHECK(type >= NORMAL && type <= BYTE, "token %d has type %u, expected 1 to 6", i, type);
         t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)type};
         memcpy(&t->pieces[i].score, &score, 4);
+        CHECK(!characters || type == UNKNOWN || type == CONTROL || (type == NORMAL && is_character(s.s, s.n)),
+              "the tokenizer is 't5' and token %d is no single character, expected 'llama' (sentencepiece)", i);
     }
     return index_pieces(t);
 }

@@ -9,6 +9,7 @@ Text ⇄ token ids. Three kinds of vocabulary behind one interface:
 it works in a program that knows sentencepiece alone. There a space is U+2581 (▁), and so it is here: a text that
 itself holds U+2581 is encoded as if it held a space, and decodes to one.
 """
+import base64
 import hashlib
 import json
 import re
@@ -21,7 +22,7 @@ from configurator import fail
 
 SPACE = "\u2581"  # sentencepiece's visible space
 SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
-NORMAL, BYTE = 1, 6  # types of piece, numbered as in sentencepiece's proto and in GGUF
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of piece, as in sentencepiece and GGUF
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 BPE, NEEDED_COVERAGE = 2, 0.9999
 
@@ -30,11 +31,11 @@ class Tokenizer:
     """
     What all kinds share. kind: "sentencepiece", "byte" or "char"; vocab_size, bos_id, eos_id, unk_id: int;
     add_dummy_prefix: a space is put before every text; remove_extra_whitespaces: runs of spaces are collapsed;
-    normalizer: "identity", or the name of the rules a loaded model rewrites its text by.
+    normalizer: "identity", or the name of the rules a loaded model rewrites its text by, compiled in charsmap.
     """
     unk_id, bos_id, eos_id = 0, 1, 2
     add_dummy_prefix = remove_extra_whitespaces = False
-    normalizer = "identity"
+    normalizer, charsmap = "identity", b""
 
     @staticmethod
     def load(path):
@@ -70,6 +71,27 @@ class Tokenizer:
             for piece, score in entries:
                 f.write(struct.pack("<fi", score, len(piece)) + piece)
 
+    def hugging_face(self):
+        """A tokenizer.json of Hugging Face's tokenizers, as a dict: the same ids for the same text, BOS before them."""
+        names = [piece.decode() for piece, _, _ in self.pieces()]
+        bos = names[self.bos_id]
+        return {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(self),
+            "normalizer": {"type": "Sequence", "normalizers": normalizers(self)}, "pre_tokenizer": None,
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+                         {"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}}},
+            "decoder": {"type": "Sequence", "decoders": decoders(self)},
+            "model": {
+                "type": "BPE", "dropout": None, "unk_token": names[self.unk_id], "continuing_subword_prefix": None,
+                "end_of_word_suffix": None, "fuse_unk": True, "ignore_merges": False,
+                "byte_fallback": any(kind == BYTE for _, _, kind in self.pieces()),
+                "vocab": {name: i for i, name in enumerate(names)}, "merges": merges(self.pieces())},
+        }
+
 
 class SentencePiece(Tokenizer):
     """A sentencepiece BPE model. data: the bytes of the file, path: its name in messages."""
@@ -94,7 +116,8 @@ class SentencePiece(Tokenizer):
             fail(f"{path}: has no <s> or no </s>, but every document must begin and end with one")
         self.add_dummy_prefix = bool(rules.get(3, 1))
         self.remove_extra_whitespaces = bool(rules.get(4, 1))
-        self.normalizer = rules[1].decode() if rules.get(2) else "identity"
+        self.charsmap = rules.get(2, b"")
+        self.normalizer = rules[1].decode() if self.charsmap else "identity"
 
     def _encode(self, text):
         return self.model.encode(text)
@@ -131,6 +154,16 @@ class Bytes(Tokenizer):
         letters = [(b"<0x%02X>" % b, 0.0, BYTE) for b in range(256)]
         letters[ord(" ")] = (SPACE.encode(), 0.0, NORMAL)
         return [(piece.encode(), 0.0, kind) for piece, kind in SPECIALS] + letters
+
+    def hugging_face(self):
+        """As above, but bytes are spelled as GPT-2 does: its decoder keeps what is UTF-8 beside what is not."""
+        made = super().hugging_face()
+        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these are their own letters
+        others = iter(range(0x100, 0x200))
+        names = [name for name, _ in SPECIALS] + [chr(b if b in plain else next(others)) for b in range(256)]
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        made["model"] |= {"byte_fallback": False, "vocab": {name: i for i, name in enumerate(names)}}
+        return made | {"normalizer": replace(SPACE, " "), "pre_tokenizer": level, "decoder": level}
 
 
 class Characters(Tokenizer):
@@ -170,6 +203,63 @@ def load_json(data, path):
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
     fail(f"{path}: not a vocabulary of ours, expected {{\"kind\": \"byte\"}} or {{\"kind\": \"char\", \"characters\": …}}")
+
+
+# ---- the parts of Hugging Face's tokenizer.json
+
+def replace(pattern, content, kind="String"):
+    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def merges(pieces):
+    """
+    ["left right"], best first: every way to make a piece of two, by the score of the whole. sentencepiece merges what
+    makes the best piece, whichever two it is made of.
+    """
+    normal = {piece.decode(): score for piece, score, kind in pieces if kind == NORMAL}
+    ranked = sorted(normal, key=normal.get, reverse=True)
+    return [f"{whole[:i]} {whole[i:]}" for whole in ranked for i in range(1, len(whole))
+            if whole[:i] in normal and whole[i:] in normal]
+
+
+def added_tokens(t):
+    """
+    The pieces that are never merged: specials, which text does not name, and user-defined ones, which it does. Those
+    that hold a space, or end with one where such are removed, can't be in a text that `normalizers` has gone over.
+    """
+    def named(piece, kind):
+        gone = b" " in piece or t.remove_extra_whitespaces and piece.endswith(SPACE.encode())
+        return kind == USER_DEFINED and not gone
+
+    return [{"id": i, "content": piece.decode(), "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": kind == USER_DEFINED, "special": kind != USER_DEFINED}
+            for i, (piece, _, kind) in enumerate(t.pieces()) if kind in (UNKNOWN, CONTROL) or named(piece, kind)]
+
+
+def normalizers(t):
+    """What becomes of a text before it is cut into pieces, step by step."""
+    symbols = [re.escape(token["content"]) for token in added_tokens(t) if token["normalized"]]
+    steps = []
+    if t.charsmap:
+        steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(t.charsmap).decode()})
+    if t.remove_extra_whitespaces:
+        steps += [replace("\\A +", "", "Regex"), replace("  +", " ", "Regex")]
+    if t.add_dummy_prefix:
+        steps.append({"type": "Prepend", "prepend": SPACE})
+    steps.append(replace(" ", SPACE))
+    if t.add_dummy_prefix and symbols:  # what is looked for is normalized like the text, and must not get a space
+        steps.append(replace(f"\\A{SPACE}(?=(?:{'|'.join(symbols)})\\z)", "", "Regex"))
+    if t.remove_extra_whitespaces:
+        steps.append(replace(f"{SPACE}+\\z", "", "Regex"))
+    return steps
+
+
+def decoders(t):
+    """How pieces become text again."""
+    steps = [replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if t.remove_extra_whitespaces:
+        return steps + [replace("\\A +", "", "Regex")]
+    return steps + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * t.add_dummy_prefix
 
 
 def train_tokenizer(texts, vocab_size, out_path, exact=True):

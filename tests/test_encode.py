@@ -51,7 +51,7 @@ VOCABULARIES = {
 }
 
 
-def write_gguf(path, pieces, prefix=False, remove=False, dim=2):
+def write_gguf(path, pieces, prefix=False, remove=False, dim=2, tokenizer="llama"):
     """The smallest model that carries the vocabulary: pieces as (bytes, score, type)."""
     w = gguf.GGUFWriter(path, "llama")
     w.add_context_length(8)
@@ -60,7 +60,7 @@ def write_gguf(path, pieces, prefix=False, remove=False, dim=2):
     w.add_feed_forward_length(1)
     w.add_head_count(1)
     w.add_layer_norm_rms_eps(1e-5)
-    w.add_tokenizer_model("llama")
+    w.add_tokenizer_model(tokenizer)
     w.add_token_list([p for p, _, _ in pieces])
     w.add_token_scores([s for _, s, _ in pieces])
     w.add_token_types([t for _, _, t in pieces])
@@ -171,9 +171,15 @@ def test_byte_and_character_vocabularies(run_bin, tmp_path):
     texts = ["hello  world", "été 日本 😀", "\t\x01"]
     assert tokenize(run_bin, [tmp_path / "byte.gguf"], [t.encode() for t in texts]) == \
         [[3 + b for b in t.encode()] for t in texts]
-    write_gguf(tmp_path / "char.gguf", special + [(c.encode(), 0.0, 1) for c in (SPACE, "a", "é", "日")])
-    assert tokenize(run_bin, [tmp_path / "char.gguf"], ["a é日".encode(), "xya zé".encode(), "zzz".encode(), b""]) == \
-        [[4, 3, 5, 6], [0, 4, 3, 0, 5], [0], []]
+    characters = special + [(c.encode(), 0.0, 1) for c in (SPACE, "a", "é", "日")]
+    for name in ("llama", "t5", "llama-without-bytes"):
+        write_gguf(tmp_path / "char.gguf", characters, tokenizer=name)
+        assert tokenize(run_bin, [tmp_path / "char.gguf"], ["a é日".encode(), "xya zé".encode(), "zzz".encode(), b""]) == \
+            [[4, 3, 5, 6], [0, 4, 3, 0, 5], [0], []]
+    for more in ((b"aa", 0.0, 1), (b"<0x41>", 0.0, 6), (b"b", 0.0, 4), (b"c", 0.0, 5)):  # t5 would take these otherwise
+        write_gguf(tmp_path / "t5.gguf", characters + [more], tokenizer="t5")
+        refused = subprocess.run([run_bin, tmp_path / "t5.gguf", "--tokenize"], input=b"", capture_output=True)
+        assert refused.returncode == 1 and b"token 7 is no single character" in refused.stderr
 
 
 def compare_many(run_bin, folder, count):

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 import torch
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import checkpoint
 import export
 from model import ModelArgs, Transformer
+from tests import odd_strings
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -278,6 +279,35 @@ def test_vocabulary_comes_back_from_a_gguf_file(kind, tmp_path, vocabulary):
         assert again.decode(again.encode(text)) == original.decode(original.encode(text))
 
 
+@pytest.mark.parametrize("options, model, said", [
+    (dict(byte_fallback=True, remove_extra_whitespaces=False), "llama", ""),
+    (dict(byte_fallback=True), "llama", "llama.cpp keeps them"),
+    (dict(remove_extra_whitespaces=False), "llama-without-bytes", "it will refuse this file"),
+    (dict(byte_fallback=True, remove_extra_whitespaces=False, user_defined_symbols=["<user>"]), "llama", "a space after"),
+    ("byte", "llama", ""), ("char", "t5", "")])
+def test_what_llama_cpp_will_do_with_a_vocabulary(options, model, said, tmp_path, run_bin, capsys):
+    """It takes its encoder from tokenizer.ggml.model; where that is none for the vocabulary, a line says so."""
+    if isinstance(options, str):
+        original = {"byte": Bytes(), "char": Characters(TEXT)}[options]
+    else:
+        with open(tmp_path / "m.model", "wb") as f:
+            spm.SentencePieceTrainer.train(
+                sentence_iterator=iter([TEXT] * 9), model_writer=f, vocab_size=300, model_type="bpe", minloglevel=5,
+                normalization_rule_name="identity", hard_vocab_limit=False, **options)
+        original = Tokenizer.load(tmp_path / "m.model")
+    built = build(original.vocab_size, **SHAPES["mha"])
+    export.export_model(built.state_dict(), built.args, original, tmp_path / "m.gguf")
+    lines = capsys.readouterr().out
+    assert said in lines and lines.count("\n") == bool(said)
+    assert scalars(gguf.GGUFReader(tmp_path / "m.gguf"))["tokenizer.ggml.model"] == model
+    again = export.read_model(tmp_path / "m.gguf")[2]
+    strings = ["Once upon", "ünknown ZZ  Ö", "girl  and "]
+    assert [again.encode(s) for s in strings] == [original.encode(s) for s in strings]
+    assert odd_strings.by_run(run_bin, tmp_path, strings) == [original.encode(s) for s in strings]
+    export.export_model(built.state_dict(), built.args, again, tmp_path / "again.gguf")  # it knows as much as the first
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+
+
 # ---- Hugging Face
 
 @pytest.mark.parametrize("sizes, dtype", [
@@ -296,6 +326,53 @@ def test_hugging_face_folder(sizes, dtype, tmp_path, vocabulary):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     for text in (TEXT, "naïve 日本 😀", "a\n\nb  c"):
         assert tokenizer.encode(text) == vocabulary.encode(text, bos=True)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
+def test_odd_strings_in_what_is_exported(kind, run_bin, tmp_path, capsys):
+    """Spaces in front, specials as text, controls, planes beyond the first: every reader gives the same ids."""
+    vocabulary = odd_strings.vocabularies()[kind]
+    odd_strings.export_both(vocabulary, tmp_path)
+    assert not capsys.readouterr().out
+    expected, strings = [vocabulary.encode(s) for s in odd_strings.STRINGS], odd_strings.STRINGS
+    assert len(set(strings)) >= 216
+    for found in odd_strings.by_run(run_bin, tmp_path), odd_strings.by_transformers(tmp_path):
+        assert [s for s, ids, theirs in zip(strings, expected, found, strict=True) if ids != theirs] == []
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    for s, ids in zip(strings, expected):
+        if vocabulary.unk_id not in ids:
+            assert tokenizer.encode(s) == [1, *ids] and tokenizer.decode([1, *ids, 2], skip_special_tokens=True) == \
+                vocabulary.decode(ids), s
+
+
+@pytest.fixture
+def one_thread():
+    """Models this small are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
+def test_transformers_generates_what_sample_does(kind, tmp_path, vocabulary, one_thread):
+    """With nothing said to `generate`: it goes on to the end of the text that the model has learnt, and stops there."""
+    vocabulary = {"sentencepiece": vocabulary, "byte": Bytes(), "char": Characters(TEXT)}[kind]
+    torch.manual_seed(0)
+    model = Transformer(ModelArgs(vocab_size=vocabulary.vocab_size, dim=32, n_layers=1, n_heads=2, max_seq_len=128))
+    ids = torch.tensor([vocabulary.encode(TEXT, bos=True, eos=True)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(80):
+        optimizer.zero_grad()
+        model(ids[:, :-1], ids[:, 1:])[1].backward()
+        optimizer.step()
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "hf", "hf")
+    llama, tokenizer = (auto.from_pretrained(tmp_path / "hf") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    start = tokenizer("Once upon", return_tensors="pt")
+    sample = model.eval().generate(start["input_ids"], 128, 0, 1.0, (vocabulary.bos_id, vocabulary.eos_id))[0].tolist()
+    written = llama.generate(start["input_ids"], attention_mask=start["attention_mask"])[0].tolist()
+    assert tokenizer.decode(written, skip_special_tokens=True) == vocabulary.decode(sample) == TEXT
+    assert written == ids[0].tolist()
 
 
 # ---- the command
@@ -492,6 +569,8 @@ def with_metadata(path, changed, tensors=None):
     ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
     ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
     ({"tokenizer.ggml.bos_token_id": 4}, "special ids"), ({"tokenizer.ggml.bos_token_id": True}, "wrong type"),
+    ({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "ab"],
+      "tokenizer.ggml.add_space_prefix": False}, "single characters"),
     ({"tokenizer.ggml.tokens": ["a"] * 4}, "sentencepiece"), ({"tokenizer.ggml.token_type": [2, 1, 1, 1]}, "no <s>"),
 ])
 def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):

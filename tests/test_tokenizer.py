@@ -1,10 +1,12 @@
 """Vocabularies against sentencepiece, its proto, and the byte layout of llama2.c's tokenizer.bin."""
 import hashlib
+import json
 import random
 import struct
 
 import pytest
 import sentencepiece as spm
+import tokenizers
 from sentencepiece import sentencepiece_model_pb2 as proto
 
 from tokenizer import SPACE, Bytes, Characters, Tokenizer, train_tokenizer
@@ -156,6 +158,34 @@ def test_a_char_vocabulary_encodes_as_sentencepiece_would(tmp_path):
     for text in HARD + random_texts(200) + ["the fox 日本 the", "ZZZ", "quick\n\n brown"]:
         assert made.encode(text) == oracle.encode(text)
         assert made.decode(made.encode(text)) == oracle.decode(oracle.encode(text))
+
+
+@pytest.mark.parametrize("options", [
+    {"normalization_rule_name": "identity"}, {"normalization_rule_name": "identity", "add_dummy_prefix": False},
+    {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": False,
+     "vocab_size": 250}, {},
+    {"normalization_rule_name": "nfkc_cf", "remove_extra_whitespaces": False}, {"unk_id": 2, "bos_id": 0, "eos_id": 1},
+    {"normalization_rule_name": "identity", "user_defined_symbols": ["<user>", "<us", "\u2581fox"], "control_symbols": ["<c>"]}])
+def test_hugging_faces_tokenizers_encodes_the_same(options, tmp_path):
+    """With every rule that a sentencepiece model can have. tokenizers sees no space before a text that is one symbol."""
+    path = trained(tmp_path / "m.model", **options)
+    oracle, loaded = spm.SentencePieceProcessor(model_file=str(path)), Tokenizer.load(path)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(loaded.hugging_face()))
+    theirs.encode_special_tokens = True
+    for text in HARD + random_texts(500) + ["<user>the <us\n fox <c> foxes", " <user><user>", "  the\u2581fox  \u2581 "]:
+        ids = oracle.encode(text)
+        assert theirs.encode(text).ids == [loaded.bos_id, *ids], text
+        if loaded.unk_id not in ids:
+            assert theirs.decode([loaded.bos_id, *ids, loaded.eos_id]) == oracle.decode(ids), text
+    assert theirs.get_vocab_size() == loaded.vocab_size
+
+
+def test_bytes_that_are_not_utf8_decode_the_same_in_hugging_faces_tokenizers():
+    ours, rng = Bytes(), random.Random(4)
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(ours.hugging_face()))
+    for _ in range(500):
+        ids = rng.choices(range(3, 259), k=rng.randrange(9)) + ours.encode("日€"[:rng.randrange(3)])[:-1]
+        assert theirs.decode(ids) == ours.decode(ids)
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
