@@ -403,11 +403,12 @@ def write_hf(path, state, args, vocabulary, dtype):
 def differences(vocabulary, format):
     """Yields, a line each, where the readers of a format will not encode a text as this vocabulary does."""
     kinds = {kind for _, _, kind in vocabulary.pieces()}
-    if vocabulary.normalizer != "identity" and format != "hf":
-        yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and model files can't say that: "
+    if vocabulary.normalizer != "identity":
+        problem = "transformers combines accents otherwise" if format == "hf" else "model files can't say that"
+        yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: "
                "unusual characters of a prompt may be encoded otherwise")
     if format == "gguf" and gguf_tokenizer(vocabulary) == NO_BYTES:
-        yield "the vocabulary has no byte pieces, without which llama.cpp can't encode: it will refuse this file, run reads it"
+        yield "the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this file, run reads it"
     elif format == "gguf" and vocabulary.remove_extra_whitespaces:
         yield "the vocabulary removes extra spaces, llama.cpp keeps them: it will encode such texts otherwise than run"
     if format == "gguf" and USER_DEFINED in kinds and vocabulary.add_dummy_prefix:
@@ -633,7 +634,8 @@ def gguf_vocabulary(metadata, where):
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
     columns = [get("tokens"), get("scores"), get("token_type")]
-    if get("model") not in ("llama", "t5", NO_BYTES) or not all(type(c) is list and len(c) == len(columns[0]) for c in columns):
+    same = all(type(c) is list and len(c) == len(columns[0]) for c in columns)
+    if get("model") not in ("llama", "t5", NO_BYTES) or not same:
         fail(f"{where}: tokenizer {get('model')!r}, expected 'llama' with tokens, scores and types of equal number")
     ids = [get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos"))]
     flags = get("add_space_prefix", True), get("remove_extra_whitespaces", False)

@@ -237,7 +237,10 @@ def added_tokens(t):
 
 
 def normalizers(t):
-    """What becomes of a text before it is cut into pieces, step by step."""
+    """
+    What becomes of a text before it is cut into pieces, step by step. The pieces of `added_tokens` go the same way before
+    they are looked for, and must not get a space; a text that is one of them and nothing else gets none either.
+    """
     symbols = [re.escape(token["content"]) for token in added_tokens(t) if token["normalized"]]
     steps = []
     if t.charsmap:
@@ -247,7 +250,7 @@ def normalizers(t):
     if t.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
     steps.append(replace(" ", SPACE))
-    if t.add_dummy_prefix and symbols:  # what is looked for is normalized like the text, and must not get a space
+    if t.add_dummy_prefix and symbols:
         steps.append(replace(f"\\A{SPACE}(?=(?:{'|'.join(symbols)})\\z)", "", "Regex"))
     if t.remove_extra_whitespaces:
         steps.append(replace(f"{SPACE}+\\z", "", "Regex"))
