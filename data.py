@@ -201,7 +201,8 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
 
 def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1, first=None):
     """
-    Inputs and targets of one step, each (batch_size / world, seq_len) int64: a pure function of the arguments.
+    Inputs and targets of one step, each (batch_size / world, seq_len) int64: a pure function of the arguments. Where
+    world is no divisor, it is rounded up, and the last ranks have rows of targets -1, which the loss leaves out.
     tokens: (n_tokens,); batch_size: sequences of all ranks together; first: as for gather. Sample step * batch_size + i
     of the run is one of epoch_windows, so every window comes once in an epoch; a rank takes its slice of the step's batch.
     """
@@ -209,13 +210,12 @@ def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1, first=None):
     if windows < 1:
         fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens; "
              f"use more text, a larger --val_fraction or a smaller --max_seq_len")
-    if batch_size % world:
-        fail(f"a batch of {batch_size} sequences cannot be shared by {world} processes, expected a multiple")
-    share = batch_size // world
-    epochs, places = np.divmod(step * batch_size + rank * share + np.arange(share), windows)
+    share = -(-batch_size // world)
+    rows = rank * share + np.arange(share)
+    epochs, places = np.divmod(step * batch_size + np.minimum(rows, batch_size - 1), windows)
     starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
                              for epoch in np.unique(epochs)])
-    return gather(tokens, starts, seq_len, first=first)
+    return gather(tokens, starts, seq_len, np.where(rows < batch_size, seq_len, 0), first)
 
 
 class Ahead:

@@ -147,9 +147,13 @@ def rotate(x, rope):
 
 
 def classifier_loss(x, weight, targets, dtype):
-    """The mean cross entropy, in nats, of the logits z = x W^T. x: (N, D), W: (V, D), targets: (N,) int64, -1 where none."""
+    """
+    The mean cross entropy, in nats, of the logits z = x W^T; 0 without any target. x: (N, D), W: (V, D), targets: (N,)
+    int64, -1 where none.
+    """
     if fuses(x):
-        return F.cross_entropy(F.linear(x.to(dtype), weight.to(dtype)).float(), targets, ignore_index=-1)
+        z = F.linear(x.to(dtype), weight.to(dtype)).float()
+        return F.cross_entropy(z, targets, ignore_index=-1, reduction="sum") / (targets >= 0).sum().clamp(min=1)
     return ClassifierLoss.apply(x, weight, targets, dtype, torch.is_grad_enabled())
 
 
@@ -169,7 +173,7 @@ class ClassifierLoss(torch.autograd.Function):
         """
         h, w = x.to(dtype), weight.to(dtype)
         most = ClassifierLoss.PIECE if on_cpu(x) else ClassifierLoss.GPU_PIECE
-        n, pieces = (targets >= 0).sum(), math.ceil(len(x) * len(w) / most)
+        n, pieces = (targets >= 0).sum().clamp(min=1), math.ceil(len(x) * len(w) / most)
         rows = math.ceil(len(x) / pieces)  # in a piece
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)

@@ -7,6 +7,7 @@ what the system tells a process to do.
 starts one process (rank) per GPU, or per group of cores; each takes its slice of every global batch.
 """
 import ctypes
+import inspect
 import math
 import os
 import re
@@ -66,6 +67,10 @@ def setup(device="auto", deterministic=False):
         device = "cuda" if torch.cuda.is_available() else "mps" if mps and mps.is_available() else "cpu"
     try:
         device = torch.device(device)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError("of no kind that trains")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("PyTorch finds no GPU")
         if device.type == "cuda":
             device = torch.device("cuda", local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
@@ -138,14 +143,18 @@ def is_slice(tensor):
 
 def wrap(model):
     """The model as training calls it: in many processes, gradients are averaged over them."""
-    return DistributedDataParallel(model, gradient_as_bucket_view=True) if world > 1 and not is_sharded(model) else model
+    if world == 1 or is_sharded(model):
+        return model
+    known = inspect.signature(DistributedDataParallel).parameters  # newer PyTorch warns of the older name
+    quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{quiet: False})  # the only one is the same in all
 
 
 def unsynced(model, last):
     """The context of one micro-batch: gradients travel between processes only with the last one of a step."""
-    if is_sharded(model):
+    if hasattr(model, "set_requires_gradient_sync"):  # sharded; a compiled one has it too, but another type
         model.set_requires_gradient_sync(last)
-    return model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext()
+    return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
 
 
 def whole(value):

@@ -131,14 +131,6 @@ def check_settings():
         fail(f"wandb_watch is {wandb_watch!r}, expected off, all, gradients or parameters")
     if sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
-    if not depth:
-        check_batch()
-
-
-def check_batch():
-    if batch_size * gradient_accumulation_steps % parallel.world:
-        fail(f"a step has {batch_size * gradient_accumulation_steps} sequences, not a multiple of the "
-             f"{parallel.world} processes; change batch_size or gradient_accumulation_steps")
 
 
 def derive_from_depth(given, vocab):
@@ -155,11 +147,10 @@ def derive_from_depth(given, vocab):
     compute = (6 * n + 12 * n_layers * dim * max_seq_len) * tokens
     sequences = max(1, round(0.05 * compute ** 0.3271 / max_seq_len))
     pieces = math.ceil(sequences / 32)
-    derive(given, batch_size=parallel.world * math.ceil(sequences / pieces / parallel.world),
-           gradient_accumulation_steps=pieces, learning_rate=float(f"{0.156 * compute ** -0.125:.1e}"))
+    derive(given, batch_size=math.ceil(sequences / pieces), gradient_accumulation_steps=pieces,
+           learning_rate=float(f"{0.156 * compute ** -0.125:.1e}"))
     derive(given, max_iters=math.ceil(tokens / (batch_size * gradient_accumulation_steps * max_seq_len)))
     derive(given, warmup_iters=max_iters // 50)
-    check_batch()
     say(f"depth {depth}: {dim=}, {n_layers=}, {n_heads=}, {batch_size=}, {gradient_accumulation_steps=}, {learning_rate=}, "
         f"{max_iters=}, {warmup_iters=}")
 
@@ -210,13 +201,14 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
     x, y = batches.take(step)
-    pieces = list(zip(x.split(batch_size), y.split(batch_size)))
+    pieces = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
+    sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
     total = torch.zeros((), device=device)
     for i, piece in enumerate(pieces):
         xb, yb = to_device(device, *piece)
         with parallel.unsynced(model, last=i == len(pieces) - 1):
             with amp:
-                loss = model(xb, yb)[1] * (len(xb) / len(x))
+                loss = model(xb, yb)[1] * ((piece[1] >= 0).any(1).sum().item() / sequences)
             loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
     norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
@@ -494,6 +486,10 @@ def describe(args, model, dataset, device, amp_dtype):
     say(f"train: {max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
         f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
         f"{peak / 1e12:.3g} TFLOP/s ({basis})")
+    sequences = batch_size * gradient_accumulation_steps
+    if sequences % parallel.world:
+        say(f"note: a step's {sequences} sequences are {math.ceil(sequences / parallel.world)} a process, the last ones of "
+            f"{parallel.world} have fewer; a multiple would use them all")
     return about
 
 
@@ -552,7 +548,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
     tracker, signals, writer = start_tracking(config, state), parallel.Signals(max_minutes), checkpoint.Writer()
     guard = Guard(spike_z, state.get("guard"))
     state["guard"] = guard.state
-    model = parallel.wrap(torch.compile(raw_model) if compile else raw_model)
+    model = parallel.wrap(raw_model)
+    model = torch.compile(model) if compile else model
     resumed, watch, look = state["step"], Stopwatch(device), Look(raw_model, wandb_watch)
     batches = corpus.Ahead(lambda step: batch_at(step, dataset, device))
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),

@@ -120,6 +120,14 @@ def test_classifier_loss_of_the_nearly_impossible():
     assert classifier_loss(x, w, torch.tensor([1, -1]), torch.float32).item() == 200
 
 
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(monkeypatch):
+    for plain in (False, True):
+        monkeypatch.setattr("model.fuses", lambda _, plain=plain: plain)
+        x, w = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+        loss = classifier_loss(x, w, torch.full((10,), -1), torch.float32)
+        assert loss.item() == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+
+
 def test_targets_of_minus_one_do_not_count():
     model = build(**SMALL)
     x, y = torch.randint(101, (2, 2, 20))

@@ -163,11 +163,22 @@ def test_a_changed_setting_is_not_continued(folder, reference):
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_many_processes_give_the_same_losses(folder):
-    args = ["--data=my.txt", "--max_iters=20", "--batch_size=8", "--warmup_iters=10"]
-    one, two = run(folder, *args, "--out_dir=one"), run(folder, *args, "--out_dir=two", torchrun=2)
-    assert one.returncode == 0 and two.returncode == 0, two.stderr
-    for (step, first), second in zip(losses(folder, "one").items(), losses(folder, "two").values()):
+@pytest.fixture(scope="module")
+def alone(folder):
+    """One process, whose curve many give too: a step has 6 sequences, of which the fourth of four processes gets none."""
+    args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10"]
+    done = run(folder, *args, "--out_dir=one")
+    assert done.returncode == 0, done.stderr
+    return args
+
+
+@pytest.mark.parametrize("processes, more", [(4, []), (2, ["--compile=True", "--sharded=True"])])
+def test_many_processes_give_the_same_losses(folder, alone, processes, more):
+    out = f"many{processes}"
+    done = run(folder, *alone, *more, f"--out_dir={out}", torchrun=processes)
+    assert done.returncode == 0, done.stderr
+    assert losses(folder, "one").keys() == losses(folder, out).keys()
+    for (step, first), second in zip(losses(folder, "one").items(), losses(folder, out).values()):
         for a, b in zip(first, second):
             assert a is b is None or abs(a - b) <= 1e-5 * a, step
 
@@ -293,13 +304,14 @@ def derived(monkeypatch, depth, vocab, given=(), world=1):
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8, 12, 32])
 def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
+    alone = derived(monkeypatch, depth, 1536)
     for world in (1, 3, 8):
         found = derived(monkeypatch, depth, 1536, world=world)
+        assert found == alone  # the number of processes changes no curve
         args = ModelArgs(**{k: v for k, v in found.items() if k in ModelArgs.__dataclass_fields__} | {"vocab_size": 1536})
         assert args.problem() is None and args.head_dim == 32
         sequences = found["batch_size"] * found["gradient_accumulation_steps"]
-        assert sequences % world == 0
-        assert found["batch_size"] <= 32 + world
+        assert sequences and found["batch_size"] <= 32
 
 
 def test_depth_counts_the_true_vocabulary(monkeypatch):
@@ -743,6 +755,8 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     (["--data=my.txt", "--schedule=sine"], ["'sine'"]),
     (["--data=my.txt", "--dtype=float8"], ["float8", "expected auto"]),
     (["--data=my.txt", "--device=gpu"], ["--device=gpu"]),
+    (["--data=my.txt", "--device=cuda:9"], ["--device=cuda:9", "expected auto, cpu, cuda or mps"]),
+    (["--data=my.txt", "--device=meta"], ["--device=meta", "expected auto, cpu, cuda or mps"]),
     (["--data=my.txt", "--out_dir=my.txt"], ["--out_dir=my.txt"]),
     (["--data=my.txt", "--init_from=resume", "--out_dir=nothing"], ["nothing holds no complete checkpoint"]),
     (["--data=my.txt", "--init_from=nowhere"], ["nowhere"]),
