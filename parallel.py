@@ -17,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from configurator import fail
 rank = int(os.environ.get("RANK", 0))              # this process among all
 world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
+local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many there are on it
 master = rank == 0                                 # the one that writes files and talks
 if world > 1:
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -275,6 +277,29 @@ def peak_memory(device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open("/proc/self/status") as f:  # Linux's ru_maxrss may be that of the process that started this one
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+
+
+def free_memory(device):
+    """
+    Bytes that a process can still have at most: of a GPU what is free, else what Linux can make available, swap too,
+    within the limits of this process's control groups; None where that is not known.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines()}
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except (OSError, ValueError, IndexError):
+        return None
+    limits = [found["MemAvailable"]]
+    for _, kind, path in groups:
+        if kind in ("", "memory"):  # version 2 of control groups, version 1
+            root, file = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if kind else ("/sys/fs/cgroup", "memory.max")
+            folder = Path(root, path.strip("/"))
+            for place in (folder, *folder.parents):  # a container may see its own group as the root
+                with suppress(OSError, ValueError):  # "max"
+                    limits.append(int((place / file).read_text()))
+    return min(limits) + found.get("SwapFree", 0)
 
 
 def published_flops(name, dtype, cores=0):

@@ -28,7 +28,7 @@ import checkpoint
 import data as corpus  # `data` is a knob
 import parallel
 from export import export_model
-from model import ModelArgs, Transformer
+from model import ModelArgs, Transformer, least_memory
 from optim import Guard, make_optimizer
 from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source_version
 
@@ -359,11 +359,22 @@ class Stopwatch:
         """The speed metrics, and start anew."""
         seconds = time.perf_counter() - self.start
         speed = self.steps * config["tokens_per_iter"] / seconds
+        check_peak(config, speed * config["flops_per_token"] / parallel.world, self.device)
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
                    "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20,
                    "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
         self.__init__(self.device)
         return metrics
+
+
+def check_peak(config, reached, device):
+    """A peak that training passes, in FLOP/s, was taken too low, as on a busy machine: measure it again, and say so."""
+    if reached <= config["peak_flops"]:
+        return
+    again = parallel.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
+    old, config["peak_flops"] = config["peak_flops"], max(again, reached)
+    say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} ({config['mfu_basis']}); "
+        f"a product measured again: {again / 1e12:.3g}; from here on mfu is against {config['peak_flops'] / 1e12:.3g}")
 
 
 def mean_loss(state):
@@ -471,6 +482,23 @@ def go_back(model, opt, guard, writer):
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
+def refuse_too_large(args, device, amp_dtype):
+    """End in one line where training needs more memory than there is, even by the least that can be said."""
+    sequences = min(batch_size, math.ceil(batch_size * gradient_accumulation_steps / parallel.world))
+    need = least_memory(args, sequences * max_seq_len, optimizer, amp_dtype != torch.float32,
+                        compile or activation_checkpointing, batch_size * gradient_accumulation_steps > sequences *
+                        parallel.world, parallel.world if sharded else 1)
+    total, free = sum(need.values()), parallel.free_memory(device)
+    here = 1 if device.type == "cuda" else parallel.local_world
+    if free is not None and total * here > free:
+        kinds = ", ".join(f"{kind} {size / 2 ** 30:.1f}" for kind, size in need.items())
+        batch = need.get("activations", 0) + need.get("logits", 0) > total / 2
+        fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory ({kinds})"
+             f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; "
+             + (f"lower --batch_size (now {batch_size}) and raise --gradient_accumulation_steps by as much" if batch else
+                f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or --depth"))
+
+
 def describe(args, model, dataset, device, amp_dtype):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
     peak, basis = parallel.peak_flops(device, amp_dtype, peak_tflops)
@@ -519,6 +547,8 @@ def main(given):
     if depth:
         derive_from_depth(given, dataset.meta["vocab_size"])
     args = model_args(dataset)
+    if not eval_only:
+        refuse_too_large(args, place, amp_dtype)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
     model.bos_id = dataset.tokenizer.bos_id if within_documents and dataset.meta["train_documents"] > 1 else None

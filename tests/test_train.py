@@ -21,7 +21,7 @@ import optim
 import parallel
 import track
 import train
-from model import ModelArgs
+from model import ModelArgs, least_memory
 from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -752,6 +752,9 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     (["--data=my.txt", "--n_heads=3"], ["n_heads=3"]),
     (["--data=my.txt", "--n_kv_heads=7"], ["n_kv_heads"]),
     (["--data=my.txt", "--batch_size=0"], ["batch_size is 0"]),
+    (["--data=my.txt", "--n_layers=10000000"], ["needs at least", "GiB", "smaller --dim (now 32), --n_layers (now 10000000)"]),
+    (["--data=my.txt", "--batch_size=100000000"], ["needs at least", "activations", "lower --batch_size (now 100000000)"]),
+    (["--data=my.txt", "--depth=300"], ["needs at least", "smaller --dim"]),
     (["--data=my.txt", "--schedule=sine"], ["'sine'"]),
     (["--data=my.txt", "--dtype=float8"], ["float8", "expected auto"]),
     (["--data=my.txt", "--device=gpu"], ["--device=gpu"]),
@@ -834,7 +837,70 @@ def test_too_large_a_batch_ends_in_one_line(folder):
                "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)\n"
                "sys.argv = sys.argv[1:]\n"
                "runpy.run_path(sys.argv[0], run_name='__main__')\n")
-    words = command("--data=my.txt", "--out_dir=large", "--batch_size=300000", "--max_iters=2")
+    words = command("--data=my.txt", "--out_dir=large", "--batch_size=30000", "--max_iters=2")
     done = subprocess.run([words[0], "-c", program, *words[1:]], cwd=folder, capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and "lower --batch_size (now 300000)" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "lower --batch_size (now 30000)" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("frugal, accumulating", [(False, False), (True, True)])
+def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accumulating):
+    """What tensors hold at most, as PyTorch's profiler counts it, is more; and not much more, as temporaries are few."""
+    torch.manual_seed(0)
+    args = ModelArgs(dim=96, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=500, max_seq_len=64)
+    model, x = train.Transformer(args), torch.randint(500, (2, 8, 64))
+    model.recompute = frugal
+    opt = optim.make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
+
+    def step():
+        for piece in x[:2 if accumulating else 1]:
+            model(piece, piece)[1].backward()
+        opt.step()
+        opt.zero_grad()
+
+    step()
+    before = sum(t.numel() * t.element_size() for t in (*model.parameters(), *opt.state_dict().values()))
+    with torch.profiler.profile(profile_memory=True) as watched:
+        step()
+    held, most = 0, 0
+    for event in watched.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    need = least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
+    assert need["weights"] == 4 * model.num_params() and need["weights"] + need["optimizer"] <= before
+    assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
+
+
+def test_a_peak_that_is_passed_is_measured_again(capsys):
+    config = {"peak_flops": 1e3, "compute_dtype": "float32", "mfu_basis": "matmul measured on this cpu"}
+    train.check_peak(config, 900.0, torch.device("cpu"))
+    assert config["peak_flops"] == 1e3 and not capsys.readouterr().out
+    train.check_peak(config, 2e3, torch.device("cpu"))
+    found = config["peak_flops"]
+    assert found > 1e8 and "measured again" in capsys.readouterr().out
+    train.check_peak(config, 1e30, torch.device("cpu"))
+    assert config["peak_flops"] == 1e30  # never below what was reached
+
+
+def test_free_memory_is_that_of_the_machine_within_its_limits(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 80 kB\nSwapFree: 1 kB\n", "/proc/self/cgroup": "0::/a/b\n"}
+    monkeypatch.setattr(parallel, "Path", lambda *parts: Fake(*parts))
+
+    class Fake(type(Path())):
+        def read_text(self):
+            if str(self) not in files:
+                raise FileNotFoundError
+            return files[str(self)]
+
+    def free():
+        return parallel.free_memory(torch.device("cpu"))
+
+    assert free() == 81 * 1024
+    files["/sys/fs/cgroup/a/b/memory.max"], files["/sys/fs/cgroup/a/memory.max"] = "max\n", "20480\n"
+    assert free() == 21 * 1024
+    files["/proc/self/cgroup"], files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "4:memory:/x\n0::/\n", "10240\n"
+    assert free() == 11 * 1024
+    del files["/proc/meminfo"]
+    assert free() is None
