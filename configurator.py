@@ -114,6 +114,8 @@ def end(kind, error, trace):
     sys.__excepthook__(kind, error, trace)
 
 
+if sys.platform == "win32":
+    fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for Linux")
 sys.excepthook = end
 
 

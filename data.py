@@ -34,7 +34,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import hashlib
 import http.client
@@ -495,6 +494,7 @@ def skipped(job, rows):
 @contextlib.contextmanager
 def locked(cache):
     """Keeps other processes that would prepare data in this cache waiting, until the block or its process ends."""
+    import fcntl  # here, since Windows lacks it, of which configurator.py tells
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".lock", "w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)

@@ -8,10 +8,10 @@ starts one process (rank) per GPU, or per group of cores; each takes its slice o
 """
 import ctypes
 import inspect
+import itertools
 import math
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -38,8 +38,8 @@ if world > 1:
 else:
     FSDPModule = DTensor = ()  # one process has none, and is spared half a second and 45 MB of imports
 apart = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
-# The others wait for as long as the master prepares data; a dead process is torchrun's to notice, not theirs.
-PATIENCE = timedelta(minutes=60)
+store, turns = None, itertools.count()  # of many processes: where they meet; how often they have waited for the master
+PATIENCE = timedelta(minutes=60)  # of messages; a dead process is torchrun's to notice, not theirs
 
 # Dense peak TFLOP/s (no sparsity, float32 accumulation), by words of the device's name, as (bfloat16, float32). NVIDIA's
 # float32 is TF32, as `setup` asks for. None: not computed in. Sources: the data sheets of each data-centre product;
@@ -81,9 +81,11 @@ def setup(device="auto", deterministic=False):
     except (RuntimeError, AssertionError) as e:
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
-        place = {"store": meeting_place(), "rank": rank, "world_size": world} if under_torchrun() else {}
-        place |= {"device_id": device} if device.type == "cuda" else {}  # else NCCL guesses it at the first message
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE, **place)
+        global store
+        store = meeting_place()
+        place = {"device_id": device} if device.type == "cuda" else {}  # else NCCL guesses it at the first message
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
+                                timeout=PATIENCE, **place)
     return device
 
 
@@ -108,8 +110,10 @@ def meeting_place():
     itself outlives a restart, with the addresses of dead processes in it (github.com/pytorch/pytorch/issues/135712).
     So the port found may be that of a dead master: try until one answers.
     """
-    host = os.environ["MASTER_ADDR"]
-    announced = dist.TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not under_torchrun():
+        return dist.TCPStore(host, port, world, is_master=master, timeout=PATIENCE)
+    announced = dist.TCPStore(host, port, is_master=False, timeout=PATIENCE)
     if master:
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
         announced.set("llamac", str(store.port))
@@ -214,10 +218,23 @@ def first(function, *args, **kwargs):
     """Call `function` in the master process while the others wait; its files are there for all when this returns."""
     result = function(*args, **kwargs) if master else None
     if world > 1:
+        await_master()
         shared = [result]
         dist.broadcast_object_list(shared, src=0)
         result = shared[0]
     return result
+
+
+def await_master():
+    """Returns when the master comes here too. That has no limit, as messages have: preparing a corpus may take a day."""
+    turn = f"turn {next(turns)}"
+    if master:
+        store.set(turn, "done")
+    while not master:
+        try:
+            return store.wait([turn], timedelta(seconds=10))  # no longer, so that signals are heard
+        except dist.DistStoreError:  # not yet
+            pass
 
 
 def everywhere(work):
@@ -274,6 +291,7 @@ def peak_memory(device):
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
+        import resource  # which Windows lacks, of which configurator.py tells
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with open("/proc/self/status") as f:  # Linux's ru_maxrss may be that of the process that started this one
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))

@@ -262,6 +262,16 @@ def write_samples(model, tokenizer, device):
     return rows
 
 
+def load_data(device):
+    """The Dataset of the settings, which the master prepares for all processes. All end where one does not see it."""
+    folder = parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
+    unseen = not folder.exists()
+    if parallel.any_true([unseen], device)[0]:
+        sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
+                                            f"{parallel.rank} does not see it; give a --cache that all machines share")
+    return corpus.load(folder)
+
+
 def model_args(dataset):
     """ModelArgs from the settings; the vocabulary is the data's."""
     known = {f.name: globals()[f.name] for f in fields(ModelArgs)}
@@ -543,7 +553,7 @@ def main(given):
         given = given | adopt()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    dataset = corpus.load(parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad))
+    dataset = load_data(place)
     if depth:
         derive_from_depth(given, dataset.meta["vocab_size"])
     args = model_args(dataset)

@@ -183,6 +183,29 @@ def test_many_processes_give_the_same_losses(folder, alone, processes, more):
             assert a is b is None or abs(a - b) <= 1e-5 * a, step
 
 
+def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_path):
+    """Longer than a message may take; and one that works elsewhere, as on another machine, does not find what was made."""
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    (tmp_path / "one/my.txt").write_text("words of a text " * 200)
+    script = tmp_path / "apart.py"
+    script.write_text(f"import os, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "from datetime import timedelta\n"
+                      "from pathlib import Path\n"
+                      "import train\n"
+                      "from configurator import configure\n"
+                      "prepare = train.corpus.prepare\n"
+                      "train.corpus.prepare = lambda *a, **k: (time.sleep(4), prepare(*a, **k))[1]\n"
+                      "train.parallel.PATIENCE = timedelta(seconds=3)\n"
+                      "os.chdir(['one', 'two'][train.parallel.rank])\n"
+                      "Path('ready').touch()\n"
+                      "while not (Path('../one/ready').exists() and Path('../two/ready').exists()): time.sleep(0.01)\n"
+                      "train.main(configure(vars(train)))\n")
+    words = [w if w != str(ROOT / "train.py") else str(script) for w in command("--data=my.txt", "--max_iters=1", torchrun=2)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    line, = [line for line in done.stderr.splitlines() if "error: " in line and "cache" in line]
+    assert done.returncode and "process 1 does not see it; give a --cache that all machines share" in line
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
     args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
