@@ -1,26 +1,36 @@
 """
 Checkpoints that survive whatever stops the writer. A checkpoint is a folder
 
-    out/checkpoints/step_00001000/
+    out/my/checkpoints/step_00001000/
         model.pt          {"args": ModelArgs as a dict, "model": {name: parameter}, a shared one once}
         train.pt          {"optimizer": state_dict, "state": step, tokens, best loss, tracker run id, ...}
         config.json       the resolved configuration of the run
         tokenizer.*       the vocabulary, so that a checkpoint is enough to sample from and to export
         checkpoint.json   version, step, size and sha256 of every file above; its presence means: complete
 
-written under a temporary name, synced to disk, and published by one atomic rename. `out/latest` and `out/best` are
-small files that name a step folder. Loading is weights_only: a checkpoint can't run code.
+written under a temporary name, synced to disk, and published by one atomic rename. `latest` and `best` in
+out/my are small files that name a step folder. Loading is weights_only: a checkpoint can't run code.
+
+`out/my/trainer.json` marks the folder as a run's and says who trains in it; that process holds a lock on the file. Without
+the mark, and under other names than those in OURS, nothing is removed, renamed or overwritten: it is the user's.
 
 Processes that share a model out (FSDP2) never hold it whole. Each writes its slices as shard-*.safetensors, by
 torch.distributed.checkpoint, in place of "model" and "optimizer" above. Its own file format would do the same, but has
 an index that is a pickle, which could run code; safetensors is tensors under a JSON header.
 """
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import math
 import os
+import re
 import shutil
+import socket
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,29 +38,21 @@ import torch
 
 import parallel
 from configurator import fail
+from track import to_disk, write_atomic  # there, because here they would bring torch to who follows another program
 
 VERSION = 2
+MARK = "trainer.json"
+# what a trainer writes into its out_dir, and into a checkpoint's folder
+OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "tensorboard", "model.gguf", "last.gguf", "latest", "best")
+PARTS = re.compile(r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
+STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
+held = None  # the open MARK of the folder that this process trains in
 
 
-def sync(path):
-    """Force a file, or a folder's list of names, to disk."""
-    # data.py does the same for itself: importing torch here would cost each of its processes seconds and memory.
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomic(path, text):
-    """Replace a small text file so that a reader sees the old content or the new, never a part."""
-    temporary = Path(f"{path}.tmp")
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-    sync(Path(path).parent)
+def why(error):
+    """What an OSError says to a user."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "the disk is full" if full else error.strerror or str(error).splitlines()[0]
 
 
 def sha256(path):
@@ -85,12 +87,13 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
         if not files:
             begin(temporary)
         write(temporary, files, step, model, train, config, tokenizer, metric)
-    except (OSError, RuntimeError) as e:  # torch reports a failed write as RuntimeError
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise OSError(str(e)) from e
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(temporary, final)
-    sync(folder)
+        if final.exists():  # saved twice: before and after the evaluation of a stop
+            remove(final)
+        os.rename(temporary, final)
+    except OSError:
+        discard(temporary)
+        raise
+    to_disk(folder)
     write_atomic(Path(out_dir, "latest"), final.name)
     ranked = by_metric(out_dir)
     if ranked:
@@ -100,22 +103,47 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
 
 
 def begin(folder):
-    """An empty folder, whatever lay there."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """An empty folder in place of what an interrupted writer has left."""
+    discard(folder)
     folder.mkdir(parents=True)
+
+
+def discard(folder):
+    """Delete an unfinished or renamed checkpoint, if nothing else lies in it."""
+    with contextlib.suppress(OSError):
+        if all(PARTS.fullmatch(name) for name in os.listdir(folder)):
+            shutil.rmtree(folder)
+
+
+def remove(folder):
+    """Delete a checkpoint. It is renamed first, so that a kill leaves none that looks damaged; a user's file keeps it."""
+    if (folder / "checkpoint.json").exists() and all(PARTS.fullmatch(name) for name in os.listdir(folder)):
+        doomed = folder.with_name(f".old_{folder.name[5:]}")
+        discard(doomed)
+        os.rename(folder, doomed)
+        discard(doomed)
+
+
+def store(content, path):
+    """torch.save, which ends in a RuntimeError where the disk fails; here it is the OSError behind it."""
+    with open(path, "wb") as f:
+        try:
+            torch.save(content, f)
+        except RuntimeError as e:
+            raise e.__context__ if isinstance(e.__context__, OSError) else OSError(str(e)) from e
 
 
 def write(folder, files, step, model, train, config, tokenizer, metric):
     """All that stands in a step folder but shards, whose {name: [size, sha256]} is `files`; the manifest last."""
-    torch.save(model, folder / "model.pt")
-    torch.save(train, folder / "train.pt")
+    store(model, folder / "model.pt")
+    store(train, folder / "train.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     shutil.copyfile(tokenizer, folder / Path(tokenizer).name)
     files = files | {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.name not in files}
     manifest = {"version": VERSION, "step": step, "metric": metric if math.isfinite(metric) else None, "files": files}
     (folder / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
-        sync(path)
+        to_disk(path)
 
 
 def write_shards(folder, parts):
@@ -164,13 +192,21 @@ class Shards(Mapping):
         return len(self.pieces)
 
 
+def manifest(folder):
+    """The content of a checkpoint.json; {} where there is none, or none that can be read."""
+    try:
+        found = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
+        return found if {"version", "files"} <= found.keys() else {}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
 def complete(folder):
     """Whether a step folder holds every file of its manifest at its full size."""
-    try:
-        manifest = json.loads((folder / "checkpoint.json").read_text(encoding="utf-8"))
-        return all((folder / name).stat().st_size == size for name, (size, _) in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    files = manifest(folder).get("files", {})
+    with contextlib.suppress(OSError):
+        return bool(files) and all(Path(folder, name).stat().st_size == size for name, (size, _) in files.items())
+    return False
 
 
 def steps(out_dir):
@@ -180,19 +216,8 @@ def steps(out_dir):
 
 def by_metric(out_dir):
     """The complete step folders whose metric was measured, the least first."""
-    def metric(folder):
-        return json.loads((folder / "checkpoint.json").read_text(encoding="utf-8")).get("metric")
-
-    found = [(metric(folder), folder) for folder in steps(out_dir)]
+    found = [(manifest(folder).get("metric"), folder) for folder in steps(out_dir)]
     return [folder for value, folder in sorted(pair for pair in found if pair[0] is not None)]
-
-
-def clean(out_dir):
-    """Remove what interrupted writers have left."""
-    leftovers = [*Path(out_dir, "checkpoints").glob(".tmp_*"), *Path(out_dir).glob("*.tmp")]
-    leftovers += [p for p in Path(out_dir, "checkpoints").glob("step_*") if not complete(p)]
-    for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def prune(out_dir, keep_last, keep):
@@ -200,7 +225,14 @@ def prune(out_dir, keep_last, keep):
     clean(out_dir)
     for old in steps(out_dir)[:-keep_last] if keep_last else []:
         if old not in keep:
-            shutil.rmtree(old, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(old)
+
+
+def clean(out_dir):
+    """Remove what interrupted writers of checkpoints have left."""
+    for folder in [*Path(out_dir, "checkpoints").glob(".tmp_*"), *Path(out_dir, "checkpoints").glob(".old_*")]:
+        discard(folder)
 
 
 def pointer(out_dir, name):
@@ -217,15 +249,156 @@ def newest(out_dir):
     return (steps(out_dir) or [None])[-1]
 
 
+def damage(folder):
+    """What is wrong with a step folder, all of which is read; None where every file is what its manifest says."""
+    found = manifest(folder)
+    if not found:
+        return "checkpoint.json cannot be read"
+    if found["version"] != VERSION:
+        fail(f"{folder}: checkpoint version {found['version']}, this program reads version {VERSION}")
+    for name, (size, digest) in found["files"].items():
+        path = folder / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size:,} bytes, expected {size:,}"
+        if sha256(path) != digest:
+            return f"{name} is not what was saved"
+    return None
+
+
+def recover(out_dir):
+    """
+    (the newest intact step folder, None where there is none; lines that name the damaged ones). Those that are newer
+    than it are renamed. For the process that has claimed out_dir.
+    """
+    finish(out_dir)
+    lines = []
+    for folder in reversed([p for p in all_steps(out_dir) if not p.suffix]):
+        wrong = damage(folder)
+        if not wrong:
+            return folder, lines
+        aside = unused(f"{folder}.damaged")
+        os.rename(folder, aside)
+        lines.append(f"{folder} is damaged ({wrong}) and was set aside as {aside.name}")
+    return None, lines or [f"{p} is damaged" for p in all_steps(out_dir)]
+
+
+def all_steps(out_dir):
+    """The step folders of a run, oldest first, damaged ones too."""
+    return sorted(p for p in Path(out_dir, "checkpoints").glob("step_*") if STEP.fullmatch(p.name))
+
+
+def finish(out_dir):
+    """Publish the checkpoints whose writers were killed in the last moment, remove what others have left."""
+    for folder in Path(out_dir, "checkpoints").glob(".tmp_*"):
+        final = folder.with_name(f"step_{folder.name[5:]}")
+        if STEP.fullmatch(final.name) and not final.exists() and damage(folder) is None:
+            os.rename(folder, final)
+    clean(out_dir)
+    for name in OURS:
+        Path(out_dir, f"{name}.tmp").unlink(missing_ok=True)
+
+
+def unused(name):
+    """`name`, or `name` with the first number behind it that nothing has yet."""
+    path, number = Path(name), 1
+    while path.exists():
+        path, number = Path(f"{name}{number}"), number + 1
+    return path
+
+
+def is_run(out_dir):
+    """Whether a trainer has worked in this folder: it left its mark there, or, before it set marks, checkpoints."""
+    try:
+        return json.loads(Path(out_dir, MARK).read_text(encoding="utf-8"))["made_by"] == "llamac"
+    except (OSError, ValueError, KeyError, TypeError):
+        return any(map(manifest, all_steps(out_dir)))
+
+
+def refuse_foreign(out_dir):
+    """One line if something in out_dir has a name of ours and isn't known to be ours."""
+    known = is_run(out_dir)
+    found = [folder for folder in all_steps(out_dir) if not (known and (folder / "checkpoint.json").exists())]
+    if not known:
+        found += [path for name in OURS if (path := Path(out_dir, name)).exists()]
+        found += [path for path in [Path(out_dir, MARK)] if path.exists() and path.stat().st_size]
+    if found:
+        fail(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not known to be a trainer's and would be "
+             f"in the way; move it elsewhere or choose another folder")
+
+
+def claim(out_dir):
+    """
+    Make a run's folder, or go on in one, and lock it for as long as this process lives: the system drops the lock of a
+    dead process. One line refuses a folder in which another process trains, or which holds what no trainer wrote.
+    Raises OSError when it can't be written.
+    """
+    global held
+    Path(out_dir).mkdir(parents=True, exist_ok=True)
+    if not is_run(out_dir):
+        refuse_foreign(out_dir)
+    Path(out_dir, MARK).touch()
+    held = open(Path(out_dir, MARK), "r+", encoding="utf-8")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.seek(0)
+        fail(f"--out_dir={out_dir}: another process trains there{described(held.read())}; wait for it, stop it, or choose "
+             f"another folder")
+    except OSError as e:  # some network file systems have no locks
+        print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
+    refuse_foreign(out_dir)
+    mark(held)
+
+
+def described(text):
+    """" (process 12 on HOST since TIME)" from a MARK's text."""
+    try:
+        found = json.loads(text)
+        return f" (process {found['pid']} on {found['host']} since {found['since']})"
+    except (ValueError, KeyError, TypeError):  # being written
+        return ""
+
+
+def mark(file):
+    """Write a MARK: in place, since a lock is on the file, and in one write, so that a kill leaves the old or the new."""
+    text = json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64],
+                       "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
+    new = not os.fstat(file.fileno()).st_size
+    try:
+        if os.pwrite(file.fileno(), text.encode().ljust(256), 0) < 256:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        if new:
+            os.unlink(file.name)
+        raise
+
+
+def release():
+    """Let others train in the folder that this process has claimed."""
+    global held
+    held = held.close()
+
+
 def set_aside(out_dir):
-    """Rename a run's folder to make place for a new one; return its new name, None when nothing stood there."""
-    log = Path(out_dir, "log.jsonl")
-    if not newest(out_dir) and not (log.exists() and log.stat().st_size):  # a run may have ended before its first save
+    """
+    Move what a run has written, and nothing else, to out_dir.old1 (.old2 ...), to make place for a new run in the folder
+    this process has claimed. Returns the new folder's name, None when there was no run. Checkpoints go last: were it
+    interrupted before, they could still be resumed.
+    """
+    finish(out_dir)
+    mine = [path for name in OURS if (path := Path(out_dir, name)).exists()] + all_steps(out_dir)
+    if not any(path.name != "log.jsonl" or path.stat().st_size for path in mine):
         return None
     number = 1
     while (aside := Path(f"{str(out_dir).rstrip('/')}.old{number}")).exists():
         number += 1
-    os.rename(out_dir, aside)
+    (aside / "checkpoints").mkdir(parents=True)
+    with open(aside / MARK, "w", encoding="utf-8") as f:
+        mark(f)
+    for path in mine:
+        os.rename(path, aside / path.relative_to(out_dir))
     return aside
 
 
@@ -238,6 +411,17 @@ def locate(path):
     if found is None:
         fail(f"{path}: holds no complete checkpoint; expected a run's out_dir or one of its step folders")
     return found
+
+
+def run_folder(path):
+    """The path of a model as it is, or, where it is a folder of runs rather than of one, its newest run."""
+    if Path(path).is_file() or complete(path) or newest(path):
+        return str(path)
+    runs = [(newest(folder).stat().st_mtime, str(folder)) for folder in Path(path).glob("*/") if newest(folder)]
+    if not runs:
+        return str(path)  # whoever reads it says what is wrong
+    print(f"{max(runs)[1]}: the newest run in {path}", file=sys.stderr)
+    return max(runs)[1]
 
 
 class Writer:
@@ -276,10 +460,10 @@ def snapshot(value):
     return [snapshot(v) for v in value] if isinstance(value, list) else value
 
 
-def load(folder, part="model"):
+def load(folder, part="model", check=True):
     """
     The dict of model.pt or train.pt of a step folder, checked against its sha256; a damaged one ends in one line. What
-    was saved as shards comes as a Shards; the processes check them together.
+    was saved as shards comes as a Shards; the processes check them together. check: False after `recover`, which did.
     """
     path, name = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     try:
@@ -287,14 +471,14 @@ def load(folder, part="model"):
         if manifest["version"] != VERSION:
             fail(f"{folder}: checkpoint version {manifest['version']}, this program reads version {VERSION}")
         shards = sorted(file for file in manifest["files"] if file.startswith("shard-"))
-        for path in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path]:
+        for path in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path] if check else []:
             if sha256(path) != manifest["files"][path.name][1]:
-                fail(f"{path}: damaged, its content is not what was saved; remove {folder} to use an older checkpoint")
+                fail(f"{path}: damaged, its content is not what was saved; use another checkpoint")
         content = torch.load(path, map_location="cpu", weights_only=True)
         return content | {name: Shards(folder, name)} if shards else content
     except Exception as e:  # whatever a file may hold that this program did not write
-        why = (str(e).splitlines() or [""])[0]
-        fail(f"{path}: cannot be read ({type(e).__name__}: {why}); remove {folder} to use an older checkpoint")
+        reason = (str(e).splitlines() or [""])[0]
+        fail(f"{path}: cannot be read ({type(e).__name__}: {reason}); use another checkpoint")
 
 
 def tokenizer_path(folder):

@@ -1,8 +1,8 @@
 """
 What a trained model is worth.
 
-    python evaluate.py out --perplexity=text.txt     how well it predicts a text; `run --perplexity` gives the same
-    python evaluate.py out --data=labelled.jsonl     how often it finds the answer among the classes
+    python evaluate.py out/my --perplexity=text.txt     how well it predicts a text; `run --perplexity` gives the same
+    python evaluate.py out/my --data=labelled.jsonl     how often it finds the answer among the classes
     python evaluate.py --make_intents=intents        write a small data set of labelled commands to try that on
 
 A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; without "classes" all that is expected
@@ -20,12 +20,13 @@ from configurator import configure, fail, settings  # first: it answers for pack
 import torch
 import torch.nn.functional as F
 
+import checkpoint
 import parallel
 from compare import pad, width
 from export import load_model
 from track import Wandb, new_run_id
 
-out_dir = "out"      # the model: a run's folder, one of its step folders, a GGUF file or a llama2.c file
+out_dir = "out"      # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 perplexity = ""      # a UTF-8 text to predict
 data = ""            # labelled prompts, .jsonl
@@ -236,7 +237,7 @@ def main():
     if not perplexity and not data:
         fail("nothing to evaluate; give --perplexity=FILE or --data=FILE")
     place = parallel.setup(device)
-    model, vocabulary = load_model(out_dir, tokenizer, place)
+    model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     if perplexity:
         print_perplexity(model, vocabulary, perplexity, place)
     if data:

@@ -1,10 +1,10 @@
 """
 Checkpoint ⇄ model file.
 
-    python export.py out                         the best checkpoint of a run as out/model.gguf
-    python export.py out --dtype=q8_0            ... in 8 bits
-    python export.py out --format=v2             out/model.bin and out/tokenizer.bin, for llama2.c and its ports
-    python export.py out --format=hf             out/hf, a Hugging Face folder
+    python export.py out/my                      the best checkpoint of a run as out/my/model.gguf
+    python export.py out/my --dtype=q8_0         ... in 8 bits
+    python export.py out/my --format=v2          out/my/model.bin and tokenizer.bin, for llama2.c and its ports
+    python export.py out/my --format=hf          out/my/hf, a Hugging Face folder
     python export.py model.gguf --dtype=q4_0 --path=small.gguf
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
 
@@ -14,6 +14,7 @@ export.py of https://github.com/karpathy/llama2.c. A file is written tensor by t
 import hashlib
 import json
 import math
+import mmap
 import os
 import re
 import struct
@@ -31,7 +32,7 @@ import checkpoint
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Bytes, SentencePiece, Tokenizer
 
-out_dir = "out"    # what to export: a run's folder, one of its step folders, a GGUF file or a llama2.c file
+out_dir = "out"    # what to export: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
 dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0 or q4_0; in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
@@ -59,6 +60,7 @@ LLAMA2C_V1 = [BY_NAME[n] for n in "attention_norm ffn_norm norm tok_embeddings w
 LLAMA2C_MAGIC, LLAMA2C_HEADER = 0x616b3432, 256
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of a GGUF file
 NO_BYTES = "llama-without-bytes"  # tokenizer.ggml.model is this, "llama" or "t5"; see gguf_tokenizer
+ITER = "llamac.iter"  # of which iteration of a run the model is
 ALIGNMENT = 32
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
 
@@ -529,6 +531,17 @@ def gguf_args(reader, metadata, tied):
     return args
 
 
+def exported_step(path):
+    """The iteration of the model that a GGUF file holds; None where there is no file, or one that doesn't say."""
+    try:
+        with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            key = gguf_string(ITER)
+            at = data.find(key)
+            return struct.unpack_from("<I", data, at + len(key) + 4)[0] if at >= 0 else None
+    except (OSError, ValueError, struct.error):  # ValueError: empty
+        return None
+
+
 def read_gguf(path):
     """(state_dict in float32, ModelArgs, {metadata key: value}) of a GGUF file; a damaged one ends in one line."""
     r = Reader(path)
@@ -673,6 +686,7 @@ def read_model(path, tokenizer=""):
         saved = checkpoint.load(folder)
         state, args = saved["model"], ModelArgs(**saved["args"])
         vocabulary = vocabulary or Tokenizer.load(checkpoint.tokenizer_path(folder))
+        extra = {ITER: checkpoint.manifest(folder)["step"]}
     elif Reader(path).data[:4].tobytes() == b"GGUF":
         state, args, metadata = read_gguf(path)
         vocabulary = vocabulary or gguf_vocabulary(metadata, path)
@@ -697,12 +711,13 @@ def load_model(path, tokenizer, device):
 
 
 def main():
-    source, name = Path(out_dir), "model.gguf" if format == "gguf" else "hf" if format == "hf" else "model.bin"
+    origin = checkpoint.run_folder(out_dir)
+    source, name = Path(origin), "model.gguf" if format == "gguf" else "hf" if format == "hf" else "model.bin"
     beside = source / name if source.is_dir() else source.with_name(name.replace("model", source.stem))
     target = Path(path or beside)
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
-    state, args, vocabulary, extra = read_model(out_dir, tokenizer)
+    state, args, vocabulary, extra = read_model(origin, tokenizer)
     try:
         export_model(state, args, vocabulary, target, format, dtype, group_size, source.resolve().stem, extra)
     except OSError as e:

@@ -1,16 +1,17 @@
 """
 Text from a trained model, in PyTorch. `run` does the same in C, faster.
 
-    python sample.py out --prompt="Once upon a time" --num_samples=3 --temperature=0.8
+    python sample.py out/my --prompt="Once upon a time" --num_samples=3 --temperature=0.8
 """
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import torch
 
+import checkpoint
 import parallel
 from export import load_model
 
-out_dir = "out"         # the model: a run's folder, one of its step folders, a GGUF file or a llama2.c file
+out_dir = "out"         # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 tokenizer = ""          # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 prompt = ""             # the text to continue
 num_samples = 1         # how many continuations
@@ -32,7 +33,7 @@ def check_settings():
 def main():
     check_settings()
     place = parallel.setup(device)
-    model, vocabulary = load_model(out_dir, tokenizer, place)
+    model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     ids = vocabulary.encode(prompt, bos=True)
     if len(ids) >= model.args.max_seq_len:
         fail(f"the prompt has {len(ids)} tokens and the model's context {model.args.max_seq_len}; shorten the prompt")

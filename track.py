@@ -1,7 +1,7 @@
 """
 Where the metrics go, and the looks into a model that are worth logging.
 
-    python track.py sync out          bring a run that was tracked offline, or in part, up to W&B, complete and in order
+    python track.py sync out/my       bring a run that was tracked offline, or in part, up to W&B, complete and in order
     python track.py -- CMD ...        run any program and track what it prints (--pattern='regex' before -- adds to it)
 
 Every run writes `log.jsonl` in its out folder, one row per logged step, whatever else happens; with wandb_log=True the
@@ -105,6 +105,30 @@ class Tee:
 
 # ---- destinations -----------------------------------------------------------------------------------------------
 
+def to_disk(path):
+    """Force a file, or a folder's list of names, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomic(path, text):
+    """Replace a small text file so that a reader sees the old content or the new, never a part."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as f:
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    to_disk(Path(path).parent)
+
+
 def read_rows(path):
     """The whole rows of a log.jsonl."""
     rows = []
@@ -125,12 +149,11 @@ class Jsonl:
 
     def __init__(self, out_dir, config, step):
         """Continue a file after iteration `step`: later rows, written before a crash, are dropped."""
-        path, kept = Path(out_dir, "log.jsonl"), ""
-        Path(out_dir, "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+        path = Path(out_dir, "log.jsonl")
+        write_atomic(Path(out_dir, "config.json"), json.dumps(config, indent=1))
         if step and path.exists():
-            kept = "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["iter"] <= step)
-        self.file, self.waiting, self.warned = open(path, "wb", buffering=0), kept.encode(), False
-        self.write()
+            write_atomic(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["iter"] <= step))
+        self.file, self.waiting, self.warned = open(path, "ab" if step else "wb", buffering=0), b"", False
 
     def write(self):
         try:

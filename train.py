@@ -11,6 +11,8 @@ The settings are the globals below; the loop is at the end.
 import importlib.util
 import math
 import os
+import re
+import shlex
 import sys
 import time
 from contextlib import contextmanager
@@ -27,13 +29,13 @@ from tqdm import tqdm
 import checkpoint
 import data as corpus  # `data` is a knob
 import parallel
-from export import export_model
+from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
 from optim import Guard, make_optimizer
 from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source_version
 
 # ---- output
-out_dir = "out"             # checkpoints, log.jsonl and model.gguf of the run
+out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
 eval_iters = 50             # an evaluation reads so many times 1024 tokens of each split, always the same; 0: as val has
 eval_only = False           # evaluate the checkpoint in out_dir, and end
@@ -290,36 +292,59 @@ def tuning():
     return init_from not in ("auto", "resume", "scratch")
 
 
+def settle_out_dir():
+    """A run that nobody has named is named after its data: stories:2000 goes to out/stories, texts/my.txt to out/my."""
+    if out_dir == "auto":
+        name = Path(data).resolve().stem if Path(data).is_file() else Path(data.partition(":")[0]).resolve().name
+        globals()["out_dir"] = "out/" + (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
+
+
 def find_start():
     """
     (the checkpoint folder this run starts from, None to start from nothing; whether it continues the run in it). What
     stands in out_dir goes before the path of init_from, so that a fine-tuning run too is resumed by its own command.
     """
-    origin = checkpoint.locate(init_from) if tuning() else None
-    if origin and Path(out_dir).resolve() in origin.resolve().parents:
+    if eval_only:
+        return find_evaluated()
+    if tuning() and Path(out_dir).resolve() in (Path(init_from).resolve(), *Path(init_from).resolve().parents):
         fail(f"--init_from={init_from} is the run in out_dir itself; give another --out_dir to fine-tune it, or "
              f"--init_from=resume to continue it")
-    checkpoint.clean(out_dir)
-    found = checkpoint.newest(out_dir)
-    if eval_only and (init_from == "scratch" or not (found or origin)):
+    found = take_out_dir()
+    if found or not tuning():
+        return found, found is not None
+    return checkpoint.locate(init_from), False
+
+
+def find_evaluated():
+    """What find_start returns where nothing is trained: the run in out_dir, or the checkpoint that init_from names."""
+    if tuning():
+        return checkpoint.locate(init_from), False
+    found = checkpoint.newest(out_dir) if init_from != "scratch" else None
+    if not found:
         fail(f"--eval_only=True with --init_from={init_from}: {out_dir} holds no checkpoint to evaluate; give the "
              f"--out_dir of a run that does, or the path of one with --init_from")
+    return found, True
+
+
+def take_out_dir():
+    """Claim the folder; the checkpoint in it that is to be resumed, or None. Damaged ones and an old run are set aside."""
+    try:
+        checkpoint.claim(out_dir)
+        if init_from == "scratch":
+            if aside := checkpoint.set_aside(out_dir):
+                say(f"the run that stood in {out_dir} is now {aside}")
+            return None
+        found, damaged = checkpoint.recover(out_dir)
+    except OSError as e:
+        fail(f"--out_dir={out_dir}: cannot be written ({checkpoint.why(e)}); make room or choose another folder")
+    if damaged and not found:
+        fail(f"{'; '.join(damaged)}; there is no other checkpoint in {out_dir}: put back a copy, or start anew with "
+             f"--init_from=scratch, which moves what is left to {out_dir}.old1")
+    for line in damaged:
+        say(f"error: {line}; resuming from the one before, {found.name}")
     if init_from == "resume" and found is None:
         fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with --init_from=scratch")
-    if init_from == "scratch":
-        aside = checkpoint.set_aside(out_dir)
-        if aside:
-            say(f"the run that stood in {out_dir} is now {aside}")
-        found = None
-    return found or origin, found is not None
-
-
-def make_out_dir():
-    try:
-        Path(out_dir).mkdir(parents=True, exist_ok=True)
-        Path(out_dir, "log.jsonl").touch()
-    except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); choose another folder")
+    return found
 
 
 def adopt():
@@ -344,7 +369,7 @@ SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"
 
 def restore(folder, now, opt):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
-    train = checkpoint.load(folder, "train")
+    train = checkpoint.load(folder, "train", check=eval_only)
     for name, old in train["state"]["fixed"].items():
         if now[name] != old and not (force_resume and name not in SHAPES):
             fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
@@ -406,6 +431,17 @@ def assess(model, dataset, device, amp):
             "samples": write_samples(model, dataset.tokenizer, device)} | probe(model, fixed_batches, dataset.tokenizer, amp)
 
 
+def assess_in_time(*args):
+    """The evaluation at a stop, which another Ctrl-C cuts short."""
+    try:
+        return assess(*args)
+    except KeyboardInterrupt:
+        if parallel.world > 1:  # the others would wait for this one
+            raise
+        say("interrupted again: the model is not evaluated")
+        return {}
+
+
 def refuse_nonsense(row, tracker):
     """A loss that is not a number ends the run, with the row on record; of the training loss only if no step is skipped."""
     for name in ("loss/val",) if spike_z else ("loss/val", "loss/train"):
@@ -427,31 +463,46 @@ def start_tracking(config, state):
     try:
         return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log)
     except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({e.strerror}); make room or choose another folder")
+        fail(f"--out_dir={out_dir}: cannot be written ({checkpoint.why(e)}); make room or choose another folder")
 
 
 def conclude(state, args, model, dataset, tracker, row):
-    """Export what the training ended with, hand the models to the tracker, say what to type next."""
-    origin = {"iter": state["step"], "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
+    """Export what the training ended with, hand the models to the tracker, say what is on disk and what to type next."""
+    best, last, step = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf"), state["step"]
+    wanted = step if state["best_step"] is None else state["best_step"]  # a run that was never evaluated
+    newest = checkpoint.newest(out_dir) if parallel.is_sharded(model) else None
+    weights = checkpoint.load(newest)["model"] if newest else model.state_dict()
+    origin = {"iter": step, "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
               "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
-    metrics = origin | {"loss/val": state["best"]}
-    best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     try:
-        if row.get("loss/val", -math.inf) > state["best"]:
-            saved = parallel.is_sharded(model) and checkpoint.newest(out_dir)
-            export_model(checkpoint.load(saved)["model"] if saved else model.state_dict(), args, dataset.tokenizer, last)
-            tracker.model(last, origin | {"loss/val": row["loss/val"]}, ["latest"])
-            tracker.model(best, metrics, ["best"])
-        elif best.exists():
-            tracker.model(best, metrics, ["best", "latest"])
+        if step == wanted != exported_step(best):
+            export_model(weights, args, dataset.tokenizer, best, extra={ITER: step})
+        if step != wanted:
+            export_model(weights, args, dataset.tokenizer, last, extra={ITER: step})
+            tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
     except OSError as e:
-        say(f"warning: {last} could not be written ({e.strerror})")
+        say(f"warning: the model of iter {step} could not be written to {out_dir} ({checkpoint.why(e)})")
+    there = exported_step(best)
+    if there == wanted:
+        tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
     tracker.finish()
-    prompt = sample_prompt.split("|")[0]
+    say(farewell(state, best, there, wanted))
+
+
+def farewell(state, best, there, wanted):
+    """The last line. there, wanted: the iteration whose model stands in the file `best`, and that which should."""
+    saved = [int(folder.name[5:]) for folder in checkpoint.steps(out_dir)]
+    text = f"finished: best validation loss {state['best']:.4f}"
     if state["step"] < max_iters:
-        say(f"stopped at iter {state['step']}; the same command continues from here")
-    else:
-        say(f"finished: best validation loss {state['best']:.4f}; write with it: ./run {best} -i '{prompt}'")
+        text = f"stopped at iter {state['step']}; the same command continues from "
+        text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
+    if there != wanted:
+        text += f"; the model of iter {wanted} could not be written"
+        text += f": make room, then: python export.py {out_dir}" if wanted in saved else " or saved"
+    if there is None:
+        return text
+    older = f"; {best} is that of iter {there}" if there != wanted else ""
+    return f"{text}{older}; write with it: ./run {best} -i {shlex.quote(sample_prompt.split('|')[0])}"
 
 
 def save(writer, state, args, model, opt, dataset, config, metric):
@@ -468,7 +519,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
                                  dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
         if metric <= best and parallel.master:
             whole = checkpoint.load(folder)["model"] if parallel.is_sharded(model) else weights
-            export_model(whole, args, dataset.tokenizer, Path(out_dir, "model.gguf"))
+            export_model(whole, args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
 
     if parallel.master or parallel.is_sharded(model):
         warn_of(writer.start(work))
@@ -476,7 +527,8 @@ def save(writer, state, args, model, opt, dataset, config, metric):
 
 def warn_of(error):
     if error:
-        say(f"warning: a checkpoint could not be saved ({error}); training goes on, and the next save tries again")
+        say(f"warning: a checkpoint could not be saved ({checkpoint.why(error)}); training goes on, and the next save tries "
+            f"again")
 
 
 def go_back(model, opt, guard, writer):
@@ -547,8 +599,8 @@ def main(given):
     place = parallel.setup(device, deterministic)
     if place.type == "cpu":
         parallel.keep_memory()
+    settle_out_dir()
     start, resuming = parallel.first(find_start)
-    parallel.first(make_out_dir)
     if tuning():
         given = given | adopt()
     amp_dtype = parallel.autocast_dtype(dtype, place)
@@ -566,11 +618,12 @@ def main(given):
     if sharded and parallel.world > 1:
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
-    state = {"step": 0, "best": math.inf, "run_id": "", "fixed": fixed(args, dataset), "loss_sum": 0.0, "loss_steps": 0}
+    state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "fixed": fixed(args, dataset), "loss_sum": 0.0,
+             "loss_steps": 0}
     if resuming:
         state |= restore(start, state["fixed"], opt)
     if start:
-        parallel.load_weights(model, checkpoint.load(start)["model"])
+        parallel.load_weights(model, checkpoint.load(start, check=eval_only or not resuming)["model"])
     if eval_only:
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
@@ -606,14 +659,17 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
         stop, save_now = signals.read(device) if step > resumed else (False, False)
         with watch.paused():
-            if due:
-                row |= assess(raw_model, dataset, device, amp)
-                state["best"] = min(state["best"], row["loss/val"])
+            if stop:
+                save(writer, state, args, raw_model, opt, dataset, config, math.inf)  # at once, whatever follows
+            if due or stop:
+                row |= assess(raw_model, dataset, device, amp) if not stop else assess_in_time(raw_model, dataset, device, amp)
+            if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
+                state |= {"best": row["loss/val"], "best_step": step}
             if len(row) > 2:
                 refuse_nonsense(row, tracker)
                 tracker.log(row)
                 show(row, bar)
-            if step > resumed and (due or stop or save_now):
+            if step > resumed and ("loss/val" in row or save_now):
                 metric = row.get("loss/val", math.inf)
                 save(writer, state, args, raw_model, opt, dataset, config, metric)
             if guard.state["in_a_row"] >= max_skips:
@@ -643,7 +699,9 @@ if __name__ == "__main__":
         if not supervise:
             main(overrides)
         elif parallel.world == 1:
+            settle_out_dir()
             find_start()  # where init_from=scratch sets the old run aside: once, not at every restart
+            checkpoint.release()
             parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:
             fail("--supervise=True is for one process; torchrun has --max-restarts")

@@ -1,7 +1,9 @@
 """Checkpoints under damage, interruption and full disks."""
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -136,19 +138,148 @@ def test_a_failing_disk_leaves_the_old_one(tmp_path, vocabulary, monkeypatch):
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
 
-def test_set_aside(tmp_path, vocabulary):
+def test_set_aside_moves_a_run_and_nothing_else(tmp_path, vocabulary):
     out = tmp_path / "out"
+    checkpoint.claim(out)
     assert checkpoint.set_aside(out) is None
-    save(out, 1, vocabulary)
-    assert checkpoint.set_aside(out).name == "out.old1" and not out.exists()
-    save(out, 2, vocabulary)
-    assert checkpoint.set_aside(out).name == "out.old2"
-    assert checkpoint.newest(tmp_path / "out.old1").name == "step_00000001"
-    out.mkdir()
+    (out / "demo").mkdir()
+    kept = [out / "notes.txt", out / "demo/model.gguf", out / "checkpoints/step_mine"]
+    for number in (1, 2):
+        save(out, number, vocabulary)
+        for path in kept:
+            path.write_text("mine")
+        assert checkpoint.set_aside(out).name == f"out.old{number}"
+        assert checkpoint.newest(tmp_path / f"out.old{number}").name == f"step_0000000{number}"
+        assert checkpoint.newest(out) is None and all(path.read_text() == "mine" for path in kept)
     (out / "log.jsonl").write_text("")
     assert checkpoint.set_aside(out) is None
     (out / "log.jsonl").write_text('{"iter": 0}\n')  # a run that was killed before its first checkpoint
     assert checkpoint.set_aside(out).name == "out.old3" and (tmp_path / "out.old3/log.jsonl").exists()
+    checkpoint.release()
+    checkpoint.claim(tmp_path / "out.old3")  # is a run, too
+    checkpoint.release()
+
+
+def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
+    """Beside checkpoints, inside one, and under a name that a writer of checkpoints uses."""
+    mine = [tmp_path / name for name in ("notes.tmp", "checkpoints/step_mine/model.bin", "checkpoints/step_1000/model.pt",
+                                         "checkpoints/.tmp_mine/a", "checkpoints/step_00000001/notes.txt",
+                                         "checkpoints/step_00000003.damaged/model.pt")]
+    save(tmp_path, 1, vocabulary)
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    for step in (2, 3):
+        save(tmp_path, step, vocabulary)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000001", "step_00000003"]
+    assert checkpoint.recover(tmp_path)[0].name == "step_00000003"
+    assert all(path.read_text() == "mine" for path in mine)
+
+
+@pytest.mark.parametrize("harm, words", [
+    (lambda f: os.truncate(f / "train.pt", 1000), "train.pt has 1,000 bytes, expected"),
+    (lambda f: (f / "train.pt").unlink(), "train.pt is missing"),
+    (lambda f: (f / "model.pt").write_bytes(b"x" * (f / "model.pt").stat().st_size), "model.pt is not what was saved"),
+    (lambda f: (f / "checkpoint.json").write_text("{"), "checkpoint.json cannot be read"),
+])
+def test_a_damaged_checkpoint_is_set_aside_and_named(tmp_path, vocabulary, harm, words):
+    for step in (1, 2):
+        save(tmp_path, step, vocabulary, keep_last=0)
+    harm(checkpoint.newest(tmp_path))
+    found, lines = checkpoint.recover(tmp_path)
+    assert found.name == "step_00000001" and len(lines) == 1
+    assert words in lines[0] and "set aside as step_00000002.damaged" in lines[0]
+    assert (tmp_path / "checkpoints/step_00000002.damaged").is_dir()
+    assert checkpoint.recover(tmp_path) == (found, [])
+    harm(found)
+    assert checkpoint.recover(tmp_path)[0] is None
+    assert checkpoint.recover(tmp_path)[1]  # told again as long as there is no other
+
+
+def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(tmp_path, vocabulary, monkeypatch):
+    save(tmp_path, 1, vocabulary, 1.0)
+    rename, calls = os.rename, []
+
+    def die(a, b):
+        calls.append(a)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        rename(a, b)
+    monkeypatch.setattr(os, "rename", die)
+    with pytest.raises(KeyboardInterrupt):  # between the renaming of the old one and of the new one
+        save(tmp_path, 1, vocabulary, 2.0)
+    monkeypatch.undo()
+    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.load(checkpoint.recover(tmp_path)[0])["model"]["w"][0, 0] == 2.0
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
+
+
+def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys):
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import checkpoint; "
+               f"checkpoint.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
+    other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    other.stdout.readline()
+    with pytest.raises(SystemExit) as end:
+        checkpoint.claim(tmp_path / "out")
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1
+    assert f"process {other.pid} on {socket.gethostname()} since 2" in err
+    other.kill()
+    other.wait()
+    checkpoint.claim(tmp_path / "out")
+    checkpoint.release()
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
+                                  "latest", "diff.patch", "checkpoints/step_00001000/model.pt"])
+def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, capsys):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("mine")
+    with pytest.raises(SystemExit) as end:
+        checkpoint.claim(tmp_path)
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and name.removesuffix("/mine").removesuffix("/model.pt") in err
+    assert path.read_text() == "mine" and [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+
+
+def test_a_run_from_before_the_mark_goes_on(tmp_path, vocabulary):
+    save(tmp_path, 1, vocabulary)
+    (tmp_path / "log.jsonl").write_text("")
+    checkpoint.claim(tmp_path)
+    checkpoint.release()
+    assert checkpoint.is_run(tmp_path)
+
+
+def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, capsys):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+    monkeypatch.setattr(checkpoint.fcntl, "flock", none)
+    checkpoint.claim(tmp_path)
+    checkpoint.release()
+    assert "cannot be locked (No locks available)" in capsys.readouterr().out
+
+
+def test_the_newest_run_of_a_folder(tmp_path, vocabulary, capsys):
+    for number, name in enumerate(["b", "a"]):
+        save(tmp_path / name, 1, vocabulary)
+        os.utime(checkpoint.newest(tmp_path / name), (number, number))
+    assert checkpoint.run_folder(tmp_path) == str(tmp_path / "a") and "the newest run" in capsys.readouterr().err
+    for path in (tmp_path / "b", checkpoint.newest(tmp_path / "b"), vocabulary):
+        assert checkpoint.run_folder(path) == str(path)
+    assert not capsys.readouterr().err
+    assert checkpoint.run_folder(tmp_path / "nowhere") == str(tmp_path / "nowhere")
+
+
+def test_a_kill_while_the_log_is_rewritten_loses_no_row(tmp_path):
+    """The kernel kills the process in the middle of a write that goes beyond the limit."""
+    rows = "".join(json.dumps({"iter": n, "tokens": n}) + "\n" for n in range(100))
+    (tmp_path / "log.jsonl").write_text(rows)
+    program = (f"import resource, signal, sys; sys.path.insert(0, {str(ROOT)!r}); import track\n"
+               "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
+               f"track.Jsonl({str(tmp_path)!r}, {{}}, 99)")
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGXFSZ
+    assert (tmp_path / "log.jsonl").read_text() == rows
 
 
 KILLED = """

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def run(folder, *args, program=ROOT / "train.py", **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
     tiny = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32",
-            "--batch_size=4", "--max_iters=20", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu"]
+            "--batch_size=4", "--max_iters=20", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu",
+            "--out_dir=out"]
     return subprocess.run([sys.executable, str(program), *tiny, *args], cwd=folder, env=clean | env,
                           capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
@@ -262,8 +263,8 @@ def test_the_service_killed_or_stopped_the_training_goes_on(tmp_path, tracked):
     trainer = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1",
          "--n_heads=2", "--max_seq_len=32", "--batch_size=4", "--max_iters=100000", "--log_interval=5", "--eval_iters=1",
-         "--eval_interval=100000", "--device=cpu", "--wandb_log=True"], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL, stderr=(tmp_path / "err").open("w"), text=True,
+         "--eval_interval=100000", "--device=cpu", "--wandb_log=True", "--out_dir=out"], cwd=tmp_path,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=(tmp_path / "err").open("w"), text=True,
         env=clean | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"})
     log, err = tmp_path / "out/log.jsonl", tmp_path / "err"
 

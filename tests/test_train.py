@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import checkpoint
+import export
 import optim
 import parallel
 import track
@@ -62,6 +63,17 @@ def rows(folder, out):
 def losses(folder, out):
     names = "loss/train", "loss/val", "loss/train_eval", "grad/norm"
     return {row["iter"]: tuple(row.get(name) for name in names) for row in rows(folder, out)}
+
+
+def same_losses(folder, out, reference):
+    """Whether the rows are those of the reference run, but for the evaluations at stops, which that one has not."""
+    found, expected = losses(folder, out), losses(folder, reference)
+    cut = {step: row for step, row in found.items() if step not in expected}
+    for step in expected:
+        if found.get(step) != expected[step]:
+            cut[step] = found.get(step)
+            found[step] = (found[step][0], expected[step][1], found[step][2])
+    return {step: found[step] for step in expected} == expected and all(row and row[1] for row in cut.values())
 
 
 def weights(folder, out):
@@ -118,12 +130,12 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     process.send_signal(signum)
     text = process.communicate()[0]
     if signum != signal.SIGKILL:
-        assert process.returncode == 0 and "the same command continues from here" in text
+        assert process.returncode == 0 and "the same command continues from here; write with it: ./run" in text
         assert checkpoint.load(checkpoint.newest(folder / out), "train")["state"]["step"] < 40
     done = run(folder, *args, f"--out_dir={out}")
     assert done.returncode == 0, done.stderr
-    assert losses(folder, out) == losses(folder, "whole")
-    assert len(rows(folder, out)) == len(rows(folder, "whole"))
+    assert same_losses(folder, out, "whole") if signum != signal.SIGKILL else losses(folder, out) == losses(folder, "whole")
+    assert len(rows(folder, out)) == len(losses(folder, out))
     for name, weight in weights(folder, "whole").items():
         assert torch.equal(weight, weights(folder, out)[name]), name
 
@@ -149,7 +161,7 @@ def test_the_wandb_run_is_one_across_offline_resumes(folder):
         logged.append({r["history"]["item"]["iter"]: r["history"]["item"] for r in records if r["type"] == "history"})
     assert ids == {noted["id"]}
     expected = {row["iter"]: row for row in rows(folder, "offline")}
-    assert set().union(*logged) == set(expected) == set(range(0, 41, 5))
+    assert set().union(*logged) == set(expected) > set(range(0, 41, 5)) and len(expected) <= 10  # one more: that of the stop
     assert not logged[0].keys() & logged[1].keys() and not logged[0].keys() & logged[2].keys()
     assert all(step > saved for step in logged[1].keys() & logged[2].keys())
     for step, item in [pair for log in logged for pair in log.items()]:
@@ -299,6 +311,33 @@ def test_a_run_is_not_fine_tuned_into_itself(folder, reference):
     assert (folder / "whole/log.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("data, name", [("stories:2000", "stories"), ("tinystories", "tinystories"), ("a/my.txt", "my"),
+                                        ("中文 故事.txt", "中文-故事"), ("a/texts.v2/", "texts.v2"), ("../..", "run")])
+def test_a_run_is_named_after_its_data(tmp_path, monkeypatch, data, name):
+    for file in ("a/my.txt", "中文 故事.txt", "a/texts.v2/b.txt"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "data", data)
+    monkeypatch.setattr(train, "out_dir", "auto")
+    train.settle_out_dir()
+    assert train.out_dir == f"out/{name}" or data == "../.." and Path(train.out_dir).parent == Path("out")
+
+
+def test_the_commands_of_a_first_evening(folder):
+    """Train, fine-tune into a folder of its own, evaluate, sample, export, without naming any folder but the origin."""
+    (folder / "tales.txt").write_text((folder / "my.txt").read_text()[:20_000])
+    assert run(folder, "--data=my.txt", "--max_iters=5").returncode == 0
+    done = run(folder, "--data=tales.txt", "--init_from=out/my", "--max_iters=5")
+    assert done.returncode == 0 and done.stdout.endswith("./run out/tales/model.gguf -i The\n"), done.stderr
+    assert "validation loss" in run(folder, "--data=tales.txt", "--eval_only=True").stdout
+    assert "validation loss" in run(folder, "--data=tales.txt", "--eval_only=True", "--init_from=out/my").stdout
+    for program, words in (("sample.py", "the"), ("export.py", "wrote out/tales/model.gguf")):
+        more = ["--prompt=the", "--device=cpu", "--max_new_tokens=2"] if program == "sample.py" else []
+        done = subprocess.run([sys.executable, ROOT / program, *more], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0 and words in done.stdout and "out/tales: the newest run in out" in done.stderr
+
+
 def test_scratch_sets_the_old_run_aside(folder):
     for _ in range(2):
         done = run(folder, "--data=my.txt", "--max_iters=2", "--init_from=scratch", "--out_dir=fresh")
@@ -359,6 +398,7 @@ def test_a_full_disk_costs_a_warning(folder):
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert done.stdout.count("warning: a checkpoint could not be saved") == 2
     assert rows(folder, "full")[-1]["iter"] == 20
+    assert done.stdout.splitlines()[-1].startswith("finished: best") and "./run" not in done.stdout.splitlines()[-1]
     assert list((folder / "full/checkpoints").iterdir()) == []
 
 
@@ -417,6 +457,67 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(folder):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--out_dir=none_left: cannot be written" in done.stderr
 
 
+def test_a_full_disk_is_named_and_the_last_line_is_true(folder, failing_disk):
+    """Sound for the checkpoint and model of iteration 10, full from then on."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": failing_disk, "DISK_FULL_AFTER": "2"}  # the first makes its folder twice
+    done = subprocess.run(command("--data=my.txt", "--max_iters=30", "--out_dir=filling"), cwd=folder, env=env,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("could not be saved (the disk is full)") == 2, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert "filling/model.gguf is that of iter 10" in last and "the model of iter 30 could not be written" in last
+    assert export.exported_step(folder / "filling/model.gguf") == 10
+    assert checkpoint.newest(folder / "filling").name == "step_00000010"
+
+
+def test_a_second_trainer_is_refused_until_the_first_is_dead(folder):
+    args = ["--data=my.txt", "--max_iters=100000", "--out_dir=taken"]
+    process = start(folder, *args)
+    wait_for_row(folder, "taken", 5, process)
+    done = run(folder, *args)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"process {process.pid} on " in done.stderr
+    process.kill()
+    process.communicate()
+    done = run(folder, *args, "--max_minutes=0.01")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_damaged_checkpoint_does_not_start_the_run_anew(folder):
+    """The only one: one error line, again at the next try. Where an older one is intact, that is resumed."""
+    args = ["--data=my.txt", "--out_dir=sick", "--always_save_checkpoint=True"]
+    assert run(folder, *args, "--max_iters=20").returncode == 0
+    steps = folder / "sick/checkpoints"
+    os.truncate(steps / "step_00000020/train.pt", 1000)
+    done = run(folder, *args, "--max_iters=20")
+    assert done.returncode == 0 and "step_00000020.damaged; resuming from the one before, step_00000010" in done.stdout
+    (steps / "step_00000020/train.pt").unlink()
+    os.truncate(steps / "step_00000010/train.pt", 1000)
+    for _ in range(2):
+        done = run(folder, *args, "--max_iters=20")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "step_00000010.damaged" in done.stderr
+        assert "--init_from=scratch" in done.stderr
+    assert sorted(os.listdir(steps)) == ["step_00000010.damaged", "step_00000020.damaged", "step_00000020.damaged1"]
+    assert all((folder / path / "model.pt").exists() for path in steps.iterdir())
+    assert rows(folder, "sick")[-1]["iter"] == 20
+
+
+def test_what_is_the_users_stays_in_a_runs_folder(folder):
+    mine = [folder / "shared" / name for name in ("notes.tmp", "checkpoints/step_mine/model.bin",
+                                                  "checkpoints/step_1000/model.pt", "other/log.jsonl")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    args = ["--data=my.txt", "--max_iters=10", "--eval_interval=5", "--out_dir=shared"]
+    for more in ([], ["--init_from=scratch"]):
+        assert run(folder, *args, *more).returncode == 0
+        assert all(path.read_text() == "mine" for path in mine)
+    assert sorted(os.listdir(folder / "shared.old1")) == sorted(set(os.listdir(folder / "shared")) - {"notes.tmp", "other"})
+    (folder / "theirs").mkdir()
+    (folder / "theirs/model.gguf").write_text("mine")
+    done = run(folder, "--data=my.txt", "--max_iters=1", "--out_dir=theirs")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "holds model.gguf" in done.stderr
+    assert os.listdir(folder / "theirs") == ["model.gguf"]
+
+
 def test_a_changed_setting_continues_when_forced(folder):
     args = ["--data=my.txt", "--out_dir=forced", "--decay_lr=False"]
     assert run(folder, *args, "--max_iters=5").returncode == 0
@@ -464,11 +565,15 @@ def test_a_time_limit_saves_and_ends(folder):
     assert done.returncode == 0 and "the same command continues from here" in done.stdout
     step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
     assert 0 < step < 100000
+    assert done.stdout.endswith("write with it: ./run limit/model.gguf -i The\n")
+    assert export.exported_step(folder / "limit/model.gguf") == step == rows(folder, "limit")[-1]["iter"]
+    assert rows(folder, "limit")[-1]["loss/val"] < rows(folder, "limit")[0]["loss/val"]
 
 
 def test_a_supervised_run_survives_kills(folder, reference):
     args = [*reference[0], "--out_dir=supervised"]
-    (folder / "supervised").mkdir()
+    checkpoint.claim(folder / "supervised")
+    checkpoint.release()
     (folder / "supervised/log.jsonl").write_text('{"iter": 7}\n')
     process = start(folder, *args, "--supervise=True", "--init_from=scratch")
     for step in (15, 25):

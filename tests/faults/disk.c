@@ -3,6 +3,8 @@
  * made; in every second one some call fails with ENOSPC, EIO or EACCES, or a write takes half of what it is given, and
  * what follows finds the disk full or not. The kinds of call take turns. Only paths that contain "/checkpoints",
  * "/latest" or "/best" count. What was done is appended to the file DISK_LOG.
+ *
+ * With DISK_FULL_AFTER=N in the environment it is sound for N saves, and then full for checkpoints and model files.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -26,6 +28,11 @@ static int saves, calls[KINDS], full;  /* saves begun, calls in this one, whethe
 
 /* What is to happen to this call: 0 nothing, an errno, or one of the above (writes of more than a byte only). */
 static int fault(const char *path, enum kind kind, size_t bytes) {
+    const char *sound = getenv("DISK_FULL_AFTER");
+    if (sound) {
+        saves += kind == MKDIR && strstr(path, "/.tmp_");
+        return saves > atoi(sound) && kind == WRITE && (strstr(path, "/.tmp_") || strstr(path, ".gguf")) ? ENOSPC : 0;
+    }
     if (!strstr(path, "/checkpoints") && !strstr(path, "/latest") && !strstr(path, "/best")) return 0;
     if (kind == MKDIR && strstr(path, "/.tmp_")) {
         saves++;
