@@ -24,7 +24,7 @@ import checkpoint
 import parallel
 from compare import pad, width
 from export import load_model
-from track import Wandb, new_run_id
+from track import Wandb, new_run_id, redact
 
 out_dir = "out"      # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
@@ -157,7 +157,8 @@ def log_to_wandb(rows, names):
     name = f"evaluate-{Path(out_dir).name}"
     run = {"id": new_run_id(name), "project": wandb_project, "name": name, "job_type": "evaluate"}
     try:
-        tracker = Wandb("", settings(globals()), run, "iter")
+        tracker = Wandb("", redact(settings(globals())), run, "iter")
+        print(tracker.said)
         wandb, place = tracker.wandb, {name: n for n, name in enumerate(names)}
         table = wandb.Table(columns=["Successful", "Expected", "Actual", "Score", "Prompt"], data=rows)
         matrix = wandb.plot.confusion_matrix(y_true=[place[row[1]] for row in rows], preds=[place[row[2]] for row in rows],

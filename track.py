@@ -6,8 +6,8 @@ Where the metrics go, and the looks into a model that are worth logging.
 
 Every run writes `log.jsonl` in its out folder, one row per logged step, whatever else happens; with wandb_log=True the
 same rows, texts and models go to Weights & Biases: online where a key is found and the server answers, offline
-otherwise; with tensorboard_log=True to TensorBoard. Those two work in threads of their own: whatever happens to a
-server, a service process or a disk, training neither stops nor waits. What fails costs one warning.
+otherwise; with tensorboard_log=True to TensorBoard. W&B's client works in a process of its own, TensorBoard in a thread:
+whatever happens to a server, a service process or a disk, training neither stops nor waits. What fails costs one warning.
 
 A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table (see TABLES), its dicts histograms,
 {"counts": N ints, "edges": N + 1 floats}.
@@ -34,6 +34,8 @@ import unicodedata
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tqdm import tqdm
+
 from configurator import fail
 
 TABLES = {
@@ -43,7 +45,9 @@ TABLES = {
 }
 START_SECONDS = 4      # the training waits for a tracker to start; after that the tracker goes on alone
 INIT_SECONDS = 15      # W&B waits for its server
-FINISH_SECONDS = 60    # for uploads at the end
+FINISH_SECONDS = 60    # at the end an upload is given up when nothing has moved for so long ...
+SLOWEST = 125_000      # ... and in any case after the time that a line of 1 Mbit/s needs, in bytes per second
+STIR = 1 << 16         # bytes that count as moved: more than a client writes that only waits
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
 LINE = 10_000          # characters that are kept of a line of the console
 
@@ -94,10 +98,19 @@ class Tee:
     def write(self, text):
         *lines, line = (self.line + text).split("\n")
         for whole in lines:
-            self.listen(redact(shown(whole)[:2 * LINE])[:LINE] + "\n")
-        # a secret across the cut at LINE is still whole, and redacted, within twice as much
+            self.tell(shown(whole))
         self.line = shown(line)[:2 * LINE] + "\r" * line.endswith("\r")
         return self.stream.write(text)
+
+    def tell(self, line):
+        """A secret that the cut at LINE would halve is still whole, and redacted, in twice as much."""
+        self.listen(redact(line[:2 * LINE])[:LINE] + "\n")
+
+    def end(self):
+        """Pass on the line that was begun; returns the stream."""
+        if shown(self.line):
+            self.tell(shown(self.line))
+        return self.stream
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -139,6 +152,11 @@ def read_rows(path):
         except (ValueError, TypeError):
             continue  # cut short when the writer was killed
     return rows
+
+
+def reason(error):
+    """An exception in a line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
 
 
 class Jsonl:
@@ -242,38 +260,39 @@ def about(out_dir):
 
 
 class Wandb:
-    """A Weights & Biases run. Charts have `tokens` as x axis, with `iter` beside it as the step."""
+    """
+    A Weights & Biases run. Charts have `tokens` as x axis, with `iter` beside it as the step; tables stand in a section of
+    their own, `tables/`, behind the charts.
+    """
 
-    def __init__(self, out_dir, config, run, x="tokens", mode=None, before=0):
+    def __init__(self, out_dir, config, run, x="tokens", mode=None, before=0, tables=True, **settings):
         """
         run: {"id", "project", "name", and where set "group", "tags", "notes", "job_type"}; out_dir: of the log.jsonl
-        that goes with it, if there is one, whose rows up to iteration `before` are to be in the run.
+        that goes with it, if there is one, whose rows up to iteration `before` are to be in the run; tables:
+        whether they are sent; settings: of the client's besides. `said` is what the user should read.
         """
         mode, why = mode or wandb_mode()
         # artifacts wait for their upload inside the run's folder, not somewhere in the home folder
         os.environ.setdefault("WANDB_DATA_DIR", os.path.join(os.environ.get("WANDB_DIR", "."), "wandb"))
         os.makedirs(os.environ["WANDB_DATA_DIR"], exist_ok=True)
         import wandb
-        self.wandb, self.tables = wandb, {}
+        self.wandb, self.tables = wandb, {} if tables else None
         sys.argv[1:] = redact(sys.argv[1:])  # W&B records it
-        self.run, mode, why = self.start(run, config, mode, why)
-        for name in ("iter", "tokens"):
-            self.run.define_metric(name, summary="last")
-        self.run.define_metric("*", step_metric=x)
-        self.run.define_metric("loss/val", step_metric=x, summary="min,last")
+        self.run, mode, why = self.start(run, config, mode, why, settings)
+        self.define(x)
         if out_dir:
             self.keep(Path(out_dir, "diff.patch"))
             self.fill(out_dir, mode, before)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
         later = f"; upload it later with: {f'python track.py sync {out_dir}' if out_dir else f'wandb sync {where}'}"
-        if mode != "disabled":
-            print(f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}", flush=True)
+        self.said = f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}" * (mode != "disabled")
 
-    def start(self, run, config, mode, why):
+    def start(self, run, config, mode, why, given):
         """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
-        settings = self.wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, finish_timeout=FINISH_SECONDS,
-                                       silent=True, console="off", x_transaction_log_flush_interval=1,
-                                       git_root=str(Path(__file__).resolve().parent))
+        usual = {"init_timeout": INIT_SECONDS, "login_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS,
+                 "silent": True, "console": "off", "x_transaction_log_flush_interval": 1,
+                 "git_root": str(Path(__file__).resolve().parent)}
+        settings = self.wandb.Settings(**usual | given)
         try:
             return self.wandb.init(mode=mode, resume="allow" if mode == "online" else None, config=config,
                                    settings=settings, **run), mode, why
@@ -283,6 +302,14 @@ class Wandb:
             self.wandb.teardown()  # else the id counts as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
+
+    def define(self, x):
+        for name in ("iter", "tokens"):
+            self.run.define_metric(name, summary="last")
+        for name in TABLES:  # the client counts the columns of a table as if they were a metric
+            self.run.define_metric(f"tables/{name}.*", hidden=True)
+        self.run.define_metric("*", step_metric=x)
+        self.run.define_metric("loss/val", step_metric=x, summary="min,last")
 
     def keep(self, path):
         """A small file that belongs to the run, if it exists."""
@@ -306,39 +333,163 @@ class Wandb:
     def log(self, row):
         row = dict(row)
         for name in TABLES.keys() & row.keys():
-            if name not in self.tables:
-                self.tables[name] = self.wandb.Table(columns=["iter", "tokens", *TABLES[name]], log_mode="INCREMENTAL")
-            for line in row[name]:
-                self.tables[name].add_data(row["iter"], row["tokens"], *line)
-            row[name] = self.tables[name]
+            lines = row.pop(name)
+            if self.tables is not None:
+                row[f"tables/{name}"] = self.table(name, [[row["iter"], row["tokens"], *line] for line in lines])
         for name, value in row.items():
             if isinstance(value, dict):
                 row[name] = self.wandb.Histogram(np_histogram=(value["counts"], value["edges"]))
         self.run.log(row, step=row["iter"])
 
+    def table(self, name, lines):
+        """The table of this name, which has grown by these lines."""
+        if name not in self.tables:
+            self.tables[name] = self.wandb.Table(columns=["iter", "tokens", *TABLES[name]], log_mode="INCREMENTAL")
+        for line in lines:
+            self.tables[name].add_data(*line)
+        return self.tables[name]
+
     def alert(self, title, text):
         self.run.alert(title, text, level="WARN")
 
     def console(self, stream, text):
-        """
-        A line the program printed. The client's own way to it (console="wrap") calls the service from inside print():
-        a service that hangs would stop the training. Hence its callback, from this thread.
-        """
-        self.run._console_raw_callback(stream, text)
+        """What the program printed: printed here, where the client takes it up."""
+        getattr(sys, stream).write(text)
 
     def model(self, path, metrics, aliases):
         """The file and the vocabulary beside it, with what it reached and its checksum as metadata."""
+        try:
+            artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metrics)
+            artifact.add_file(path, skip_cache=True)  # no copy of it stays behind
+            if metrics.get("tokenizer"):
+                artifact.add_file(metrics["tokenizer"], skip_cache=True)
+                artifact.metadata["tokenizer"] = Path(metrics["tokenizer"]).name
+            self.run.log_artifact(artifact, aliases=aliases)
+        except OSError as e:  # the run goes on without it
+            self.said += f"warning: {path} is not in W&B ({reason(e)})"
+
+    def finish(self, code=0):
+        self.run.finish(code)
+        self.wandb.teardown()  # only now is an offline run whole on disk
+
+
+def services(pid):
+    """What process `pid` has started, W&B's service. Only Linux says."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def kill(pids):
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def written(pids):
+    """The bytes that these processes have written so far, to files and servers. Only Linux says."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            total += int(re.search(r"wchar: (\d+)", Path(f"/proc/{pid}/io").read_text())[1])
+    return total
+
+
+class WandbProcess:
+    """
+    A Wandb in a process of its own, which can be killed whatever it waits for. It runs serve_wandb, whose stdin takes the
+    arguments of Wandb and then calls, [name, *arguments], a JSON line each, and whose stdout answers ["ready", text] or
+    ["error", text].
+    """
+
+    def __init__(self, **arguments):
+        """Arguments as Wandb takes them."""
+        self.arguments, self.child = arguments, None
+
+    def start(self):
+        """Returns itself when the run has begun."""
+        environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}  # a service that is not ours to kill
+        self.child = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "serve-wandb"], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
+                                      env=environment, start_new_session=True)
+        self.send(self.arguments | {"argv": redact(sys.argv), "pid": os.getpid()})
+        self.hear()
+        return self
+
+    def send(self, what):
+        try:
+            print(json.dumps(what), file=self.child.stdin, flush=True)
+        except BrokenPipeError:
+            self.hear()  # why
+            raise
+
+    def hear(self):
+        """Print what the child answers; RuntimeError: it has failed."""
+        kind, text = json.loads(self.child.stdout.readline() or '["error", "its process has ended"]')
+        if kind == "error":
+            raise RuntimeError(text)
+        if text:
+            print(text, flush=True)
+
+    def log(self, row):
+        self.send(["log", row])
+
+    def alert(self, title, text):
+        self.send(["alert", title, text])
+
+    def console(self, stream, text):
+        self.send(["console", stream, text])
+
+    def model(self, path, metrics, aliases):
         from checkpoint import sha256
-        artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metrics | {"sha256": sha256(path)})
-        artifact.add_file(str(path))
-        if metrics.get("tokenizer"):
-            artifact.add_file(metrics["tokenizer"])
-            artifact.metadata["tokenizer"] = Path(metrics["tokenizer"]).name
-        self.run.log_artifact(artifact, aliases=aliases)
+        try:
+            self.send(["model", str(path), metrics | {"sha256": sha256(path)}, aliases])
+        except FileNotFoundError:
+            print(f"warning: {path} is gone; it is not in W&B", file=sys.stderr)
 
     def finish(self):
-        self.run.finish()
-        self.wandb.teardown()  # only now is an offline run whole on disk
+        self.send(["finish"])
+        self.hear()
+        self.child.wait()
+
+    def family(self):
+        return [self.child.pid, *services(self.child.pid)] if self.child else []
+
+
+def serve_wandb():
+    """The other side of WandbProcess. Where the program ends without a word, it finishes the run, as failed."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is printed here is for the client alone
+
+    def answer(kind, text):
+        with contextlib.suppress(OSError):
+            print(json.dumps([kind, text]), file=answers, flush=True)
+
+    def end():  # the client's own would wait for its service
+        kill(services(os.getpid()))
+        os._exit(0)
+
+    try:
+        arguments = json.loads(sys.stdin.readline())
+        sys.argv[:], pid = arguments.pop("argv"), arguments.pop("pid")
+        run = Wandb(**arguments, console="wrap", finish_timeout=0, program=sys.argv[0], x_stats_pid=pid,
+                    stop_fn=lambda: os.kill(pid, signal.SIGINT))  # the stop button of the run's page
+        answer("ready", run.said)
+        run.said = ""
+        for line in filter(lambda line: line.endswith("\n"), sys.stdin):  # else cut short when the program was killed
+            name, *args = json.loads(line)
+            getattr(run, name)(*args)
+            if name == "finish":
+                answer("ready", run.said)
+                break
+        else:
+            threading.Timer(FINISH_SECONDS, end).start()
+            run.finish(1)
+    except Exception as e:
+        answer("error", reason(e))
+    end()
 
 
 class TensorBoard:
@@ -376,23 +527,17 @@ class TensorBoard:
         self.writer.close()
 
 
-def abandon_wandb():
-    """Kill the service process and take it off the program's end, which would wait for it, if need be for ever."""
-    with contextlib.suppress(Exception):
-        connection = sys.modules["wandb"].sdk.wandb_setup._singleton._connection
-        connection._finalizer.close()
-        connection._cleanup()
-        connection._proc._process.kill()
-
-
 class Background:
     """A destination in a thread of its own: no call waits for it, and what it raises ends it with one warning."""
 
-    def __init__(self, name, make, remedy="", console=False, abandon=lambda: None):
-        """console: it gets what the program prints, too; abandon: called when it is given up."""
-        self.name, self.remedy, self.abandon = name, remedy, abandon
+    def __init__(self, name, make, remedy="", process=None, models=True):
+        """
+        process: a WandbProcess, which gets what the program prints, too, and is killed when it is given up; models:
+        whether they are passed on.
+        """
+        self.name, self.remedy, self.process, self.models, self.size = name, remedy, process, models, 0
         self.calls, self.ended, self.ready = queue.SimpleQueue(), False, threading.Event()
-        if console:
+        if process:
             sys.stdout = Tee(sys.stdout, lambda text: self.call("console", "stdout", text))
             sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
@@ -409,14 +554,14 @@ class Background:
                 call, args = self.calls.get()
                 getattr(destination, call)(*args)
         except Exception as e:  # a tracker's failure is never the training's
-            self.give_up(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no reason given'}")
+            self.give_up(reason(e))
         self.ended = True
         self.ready.set()
 
     def give_up(self, why):
         if not self.ended:
             self.ended = True
-            self.abandon()
+            kill(self.process.family() if self.process else ())
             print(f"warning: tracking with {self.name} stopped ({redact(why)}); log.jsonl goes on{self.remedy}",
                   file=sys.stderr)
 
@@ -433,16 +578,40 @@ class Background:
         self.call("alert", title, text)
 
     def model(self, path, metrics, aliases):
-        self.call("model", path, metrics, aliases)
+        if self.models:
+            self.size += os.path.getsize(path)
+            self.call("model", path, metrics, aliases)
 
     def finish(self):
+        if self.process and isinstance(sys.stdout, Tee):
+            sys.stdout, sys.stderr = sys.stdout.end(), sys.stderr.end()
         self.call("finish")
         self.thread.join(0 if self.ended else 3)
         if self.thread.is_alive() and not self.ended:
-            print(f"tracking: {self.name} is uploading what is left, for {FINISH_SECONDS} s at most", flush=True)
-            self.thread.join(FINISH_SECONDS + 7)
-        if self.thread.is_alive():
-            self.give_up(f"it has not finished after {FINISH_SECONDS + 10} s")
+            print(f"tracking: {self.name} is uploading what is left; given up when nothing moves for {FINISH_SECONDS} s",
+                  flush=True)
+            self.wait()
+
+    def wait(self):
+        """Until the thread ends, as long as something moves and the whole time is not too long."""
+        process, size = self.process, self.size if self.process else 0
+        begin, since, seen, first = time.monotonic(), time.monotonic(), 0, None
+        with tqdm(total=size, desc="upload", unit="B", unit_scale=True, dynamic_ncols=True, disable=not size, miniters=1,
+                  mininterval=0.1 if sys.stderr.isatty() else 30) as bar:
+            while self.thread.is_alive() and not self.ended:
+                family, now = process.family() if process else [], time.monotonic()
+                sent, moved = written(family[1:]), written(family)
+                first = sent if first is None else first
+                bar.update(max(0, min(sent - first, size) - bar.n))
+                if moved - seen > STIR or not sys.platform.startswith("linux"):  # elsewhere nobody says
+                    seen, since = moved, now
+                if now - since > FINISH_SECONDS:
+                    self.give_up(f"nothing has moved for {FINISH_SECONDS} s")
+                elif now - begin > FINISH_SECONDS + size / SLOWEST:
+                    self.give_up(f"it has not finished after {now - begin:.0f} s")
+                self.thread.join(0.5)
+            if process and process.child and process.child.returncode == 0:
+                bar.update(size - bar.n)
 
 
 class Alarm:
@@ -495,7 +664,10 @@ class Tracker:
 
     def model(self, path, metrics, aliases):
         """An exported model file, with the metrics it reached and its aliases, "best" or "latest"."""
-        self.each("model", path, metrics, aliases)
+        if os.path.exists(path):
+            self.each("model", path, metrics, aliases)
+        elif self.destinations:
+            print(f"warning: {path} does not exist; no model is recorded", file=sys.stderr)
 
     def finish(self):
         self.each("finish")
@@ -529,8 +701,8 @@ def keep_diff(out_dir, config):
             Path(out_dir, "diff.patch").write_text(redact(git("diff", "HEAD")) + "\n", encoding="utf-8")
 
 
-def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens"):
-    """The tracker of the master process: JSONL always, the others when asked for. run: see Wandb."""
+def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens", tables=True, models=True):
+    """The tracker of the master process: JSONL always, the others when asked for. run, tables, models: see Wandb."""
     run = redact({k: v for k, v in run.items() if v})
     keep_diff(out_dir, config)
     destinations = [Jsonl(out_dir, config, step)]
@@ -540,9 +712,9 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
         Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
-        destinations.append(Background("W&B", lambda: Wandb(out_dir, config, run, x, before=step or -1),
-                                       f"; upload the run later with: python track.py sync {out_dir}",
-                                       console=True, abandon=abandon_wandb))
+        process = WandbProcess(out_dir=str(out_dir), config=config, run=run, x=x, before=step or -1, tables=tables)
+        remedy = f"; upload the run later with: python track.py sync {out_dir}"
+        destinations.append(Background("W&B", process.start, remedy, process, models))
     return Tracker(destinations)
 
 
@@ -566,6 +738,7 @@ def sync(out_dir):
         run = {k: v for k, v in noted.items() if k != "folders"}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
         rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
+        print(rest.said)
         rest.finish()
     print(f"{out_dir}: run {noted['id']} is complete up to iter {rows[-1]['iter'] if rows else 0}")
 
@@ -833,6 +1006,8 @@ def track_program(words):
 if __name__ == "__main__":
     if "--" in sys.argv:
         track_program(sys.argv[1:])
+    elif sys.argv[1:] == ["serve-wandb"]:  # started by WandbProcess
+        serve_wandb()
     elif len(sys.argv) == 3 and sys.argv[1] == "sync":
         sync(sys.argv[2])
     else:

@@ -55,6 +55,8 @@ wandb_group = ""            # W&B: runs that belong together
 wandb_tags = ""             # W&B tags, separated by commas
 wandb_notes = ""            # W&B: what this run is to find out
 wandb_job_type = "train"    # W&B job type
+wandb_tables = True         # documents, samples and predictions go to W&B as tables of text; False: numbers alone
+wandb_log_model = True      # the exported model goes to W&B as an artifact
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
 # ---- data
@@ -461,7 +463,8 @@ def start_tracking(config, state):
     run = {"id": state["run_id"], "project": wandb_project, "name": name, "group": wandb_group, "notes": wandb_notes,
            "tags": [tag.strip() for tag in wandb_tags.split(",") if tag.strip()], "job_type": wandb_job_type}
     try:
-        return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log)
+        return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log,
+                            tables=wandb_tables, models=wandb_log_model)
     except OSError as e:
         fail(f"--out_dir={out_dir}: cannot be written ({checkpoint.why(e)}); make room or choose another folder")
 

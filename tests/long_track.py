@@ -3,6 +3,7 @@ The long proof that tracking never stops a training (part of make test-long): fo
 figures that doc/tracking.md quotes.
 """
 import os
+import os
 import signal
 import socket
 import threading
@@ -12,7 +13,7 @@ import pytest
 
 from tests.test_track_online import TINY, folder, start  # noqa: F401 (folder is a fixture)
 from tests.wandb_server import Server
-from track import read_rows
+from track import read_rows, services
 
 ROUNDS = 10
 
@@ -32,11 +33,10 @@ def watch(process):
 
 
 def kill_service(pid):
-    """All children of the trainer: W&B's service process is one."""
-    for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children") as f:
-            for child in f.read().split():
-                os.kill(int(child), signal.SIGKILL)
+    """The service of W&B's client, which works in a process that the trainer has started."""
+    for child in services(pid):
+        for service in services(child):
+            os.kill(service, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fault", ["dead", "dies", "service", "hangs"])

@@ -52,7 +52,7 @@ def rows(tracked):
 
 
 def test_without_a_key_it_is_offline_and_says_how_to_upload(tracked):
-    line = next(line for line in tracked[1].stdout.splitlines() if line.startswith("tracking:"))
+    line = next(line for line in tracked[1].stdout.splitlines() if line.startswith("tracking: W&B o"))
     assert "offline (no API key)" in line and "python track.py sync out" in line
     assert tracked[1].stderr == "" or "warning" not in tracked[1].stderr
 
@@ -77,7 +77,8 @@ def test_every_number_of_the_jsonl_is_in_wandb_with_tokens_as_axis(tracked):
     for written, row in zip(rows(tracked), history(tracked), strict=True):
         numbers = {k: v for k, v in written.items() if type(v) in (int, float) and k != "time"}
         assert numbers == {k: row[k] for k in numbers}
-        assert all(f"{k}._type" in row for k, v in written.items() if isinstance(v, (list, dict)))
+        assert all(f"tables/{k}._type" in row for k, v in written.items() if isinstance(v, list))
+        assert all(f"{k}._type" in row for k, v in written.items() if isinstance(v, dict))
     metrics = {m.get("name", m.get("glob_name")): m for m in of_type(tracked, "metric")}
     assert metrics["*"]["step_metric"] == "tokens" and metrics["loss/val"]["summary"] == {"last": True, "min": True}
 
@@ -275,10 +276,9 @@ def test_the_service_killed_or_stopped_the_training_goes_on(tmp_path, tracked):
             time.sleep(0.1)
 
     wait_for(10, log, "\n")
-    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
-    service = [int(pid) for task in children.parents[1].glob("*/children") for pid in task.read_text().split()
-               if "wandb-core" in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert len(service) == 1
+    client = track.services(trainer.pid)
+    service = track.services(client[0])
+    assert len(client) == len(service) == 1 and "wandb-core" in Path(f"/proc/{service[0]}/cmdline").read_text()
     os.kill(service[0], signal.SIGKILL)
     wait_for(1, err, "warning: tracking with W&B stopped")
     wait_for(log.read_text().count("\n") + 50, log, "\n")

@@ -70,9 +70,16 @@ def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder)
     assert server.uploads[f"{models[0][0]}/model.gguf"] == (folder / "out/model.gguf").read_bytes()
     tables = [json.loads(data) for name, data in server.uploads.items() if name.startswith("A") and "samples" in name]
     assert sorted(row[0] for table in tables for row in table["data"]) == [0, 0, 20, 20]
-    finish(start(folder, server.url, "train.py", *TINY, "--max_iters=40"))
+    console = "\n".join(line.split(" ", 1)[1] for line in server.runs[run_id]["output"] if not line.startswith("ERROR"))
+    shown = [line for line in out.splitlines() if line.startswith("iter ")]
+    assert len(shown) == 5 and [line for line in console.splitlines() if line.startswith("iter ")] == shown
+    metrics = server.runs[run_id]["config"]["_wandb"]["value"]["m"]  # as the page reads it: 2 the name, 6 [2] hidden
+    assert {m["2"] for m in metrics if m.get("6") == [2]} == {f"tables/{name}.*" for name in track.TABLES}
+    sent = len(server.artifacts)
+    finish(start(folder, server.url, "train.py", *TINY, "--max_iters=40", "--wandb_tables=False", "--wandb_log_model=False"))
     assert [row["iter"] for row in uploaded(server, folder)] == list(range(0, 45, 5))
-    assert list(server.runs) == [run_id]
+    assert list(server.runs) == [run_id] and len(server.artifacts) == sent
+    assert sum(" iter     40 | " in line for line in server.runs[run_id]["output"][len(shown):]) == 1
     assert KEY not in "".join(p.read_text(errors="replace") for p in folder.rglob("*") if p.is_file())
 
 
@@ -113,21 +120,74 @@ def test_a_run_without_a_server_is_synced_complete_even_where_the_client_lost_ro
     assert "does not answer; try again later" in refused.communicate()[1] and refused.returncode == 2
 
 
-def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(server, folder, monkeypatch):
-    """They stand in log.jsonl when the client comes up, and wait in its queue, too."""
+@pytest.fixture()
+def online(server, folder, monkeypatch):
+    """This process as one whose user has a key."""
     for name, value in {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url, "WANDB_DIR": str(folder), "HOME": str(folder),
                         "WANDB_DATA_DIR": str(folder)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setattr(track, "START_SECONDS", 0)
     (folder / "out").mkdir()
+    return server
+
+
+def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
+    monkeypatch.setattr(track, "FINISH_SECONDS", 5)
+    model, family = folder / "model.gguf", []
+    model.write_bytes(os.urandom(12_000_000))
+
+    def track_one(name, speed):
+        tracker = track.make_tracker(folder / "out", {}, 0, {"id": name, "project": "p", "name": name}, True)
+        tracker.log({"iter": 0, "tokens": 0, "loss/val": 1.0})
+        tracker.model(folder / "none.gguf", {}, ["latest"])
+        online.speed = speed
+        tracker.model(model, {"loss/val": 1.0}, ["best"])
+        begin = time.monotonic()
+        family[:] = tracker.destinations[1].process.family()
+        tracker.finish()
+        return time.monotonic() - begin, capfd.readouterr().err
+
+    def state(pid):
+        stat = Path(f"/proc/{pid}/stat")
+        return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else "X"
+
+    seconds, err = track_one("slow", 1_500_000)
+    assert seconds > 7 and online.runs["slow"]["exit"] == 0 and model.read_bytes() in online.uploads.values()
+    assert "none.gguf does not exist; no model is recorded" in err and err.count("warning") == 1
+    assert "upload: 100%" in err
+    seconds, err = track_one("stuck", 0)
+    assert seconds < 30 and "nothing has moved for 5 s" in err and "track.py sync" in err
+    end = time.monotonic() + 20
+    while any(state(pid) not in "ZX" for pid in family):
+        assert len(family) == 2 and time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_program_that_dies_leaves_a_run_that_failed_with_its_last_words(online, folder):
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import track\n"
+               "tracker = track.make_tracker('out', {}, 0, {'id': 'x', 'project': 'p', 'name': 'x'}, True)\n"
+               "tracker.log({'iter': 0, 'tokens': 0})\nprint('bar 1\\rbar 2')\n1 / 0")
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
+    assert "ZeroDivisionError" in done.stderr and done.returncode == 1
+    end = time.monotonic() + 60
+    while online.runs["x"]["exit"] is None:
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    output = online.runs["x"]["output"]
+    assert online.runs["x"]["exit"] == 1 and len(online.runs["x"]["history"]) == 1
+    assert sum(line.endswith(" bar 2") for line in output) == 1 and "ZeroDivisionError" in output[-1]
+
+
+def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(online, folder, monkeypatch):
+    """They stand in log.jsonl when the client comes up, and wait in its queue, too."""
+    monkeypatch.setattr(track, "START_SECONDS", 0)
     tracker = track.make_tracker(folder / "out", {}, 0, {"id": "slow", "project": "p", "name": "slow"}, True)
     for i in range(3):
         tracker.log({"iter": i, "tokens": i, "loss/val": 1.0, "samples": [["once", "greedy", f"upon {i}"]]})
     tracker.finish()
-    tables = [json.loads(data) for name, data in server.uploads.items() if name.startswith("A") and "samples" in name]
+    tables = [json.loads(data) for name, data in online.uploads.items() if name.startswith("A") and "samples" in name]
     assert sorted(row[0] for table in tables for row in table["data"]) == [0, 1, 2]
-    assert [row["iter"] for row in server.runs["slow"]["history"]] == [0, 1, 2]
+    assert [row["iter"] for row in online.runs["slow"]["history"]] == [0, 1, 2]
 
 
 def wandb_tool(folder, url, *words):

@@ -3,23 +3,27 @@ import base64
 import gzip
 import json
 import re
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Server(ThreadingHTTPServer):
     """
-    runs: {id: {"history": [row, ...], "exit": code or None, "name": ...}}; uploads: {path: bytes}; artifacts: [input of
-    createArtifact]; keys: the API keys that came; operations: names of the GraphQL operations, in order; sweep: the text
-    of the sweep that was made; trials: [(run id, {setting: value})] for the sweep's agent.
+    runs: {id: {"history": [row, ...], "output": [line of the console, ...], "exit": code or None, "name": ..., "config":
+    {...}}}; uploads: {path: bytes}; artifacts: [input of createArtifact]; keys: the API keys that came; operations: names
+    of the GraphQL operations, in order; sweep: the text of the sweep that was made; trials: [(run id, {setting: value})]
+    for the sweep's agent. speed: bytes a second at which uploads of files are taken, 0 for not at all; None: no limit.
     """
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # what waits here counts as sent
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs, self.uploads, self.artifacts, self.keys, self.operations = {}, {}, [], set(), []
-        self.sweep, self.trials = None, []
+        self.sweep, self.trials, self.speed = None, [], None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -30,14 +34,17 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def stream(self, run_id, body):
-        """A piece of a run: lines of history, at their place in the file, or the exit code."""
-        run = self.runs.setdefault(run_id, {"history": [], "exit": None})
+        """A piece of a run: lines of history or of the console, at their place in the file, or the exit code."""
+        run = self.run(run_id)
         for name, chunk in (body.get("files") or {}).items():
-            if name == "wandb-history.jsonl":
-                rows = [json.loads(line) for line in chunk["content"]]
-                run["history"][chunk["offset"]:chunk["offset"] + len(rows)] = rows
+            if kind := {"wandb-history.jsonl": "history", "output.log": "output"}.get(name):
+                lines = [json.loads(line) if kind == "history" else line for line in chunk["content"]]
+                run[kind][chunk["offset"]:chunk["offset"] + len(lines)] = lines
         if body.get("complete"):
             run["exit"] = body["exitcode"]
+
+    def run(self, run_id):
+        return self.runs.setdefault(run_id, {"history": [], "output": [], "exit": None, "config": {}})
 
     def graphql(self, operation, v):
         answer = getattr(self, operation, lambda v: {})
@@ -52,13 +59,14 @@ class Server(ThreadingHTTPServer):
         if run:
             last = run["history"][-1:]
             bucket = {"name": v["name"], "id": "R", "summaryMetrics": json.dumps(last[0] if last else {}), "displayName": None,
-                      "logLineCount": 0, "historyLineCount": len(run["history"]), "eventsLineCount": 0,
+                      "logLineCount": len(run["output"]), "historyLineCount": len(run["history"]), "eventsLineCount": 0,
                       "historyTail": json.dumps([json.dumps(row) for row in last]), "eventsTail": "[]", "logTail": "[]",
                       "config": "{}", "tags": [], "wandbConfig": '{"t": 1}'}
         return {"model": {"id": "p", "name": v["project"], "entity": {"id": "e", "name": "me"}, "bucket": bucket}}
 
     def UpsertBucket(self, v):
-        run = self.runs.setdefault(v["name"], {"history": [], "exit": None})
+        run = self.run(v["name"])
+        run["config"] |= json.loads(v.get("config") or "{}")
         run["name"] = v.get("displayName") or run.get("name")
         project = {"id": "p", "name": v.get("project") or "p", "entity": {"id": "e", "name": "me"}}
         bucket = {"id": "R", "name": v["name"], "displayName": run["name"], "description": None, "config": "{}",
@@ -149,7 +157,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_PUT(self):
-        self.server.uploads[self.path[1:]] = self.body()
+        parts, length = [], int(self.headers.get("Content-Length") or 0)
+        while (left := length - sum(map(len, parts))) > 0:
+            time.sleep(min(left, 1 << 16) / self.server.speed if self.server.speed else 3600 * (self.server.speed == 0))
+            parts.append(self.rfile.read(min(left, 1 << 16)))
+        self.server.uploads[self.path[1:]] = b"".join(parts)
         self.answer({})
 
     def do_GET(self):
