@@ -336,7 +336,7 @@ class Transformer(nn.Module):
     def init_weights(self):
         """
         Normal with deviation 0.02; w2, which adds to the residual stream, less by the number of additions. wo begins as
-        the transpose of wv: a head first says what it looks at, and learns sooner where to look. doc/recipe.md
+        the transpose of wv: a head first says what it looks at, and learns sooner where to look. doc/lab/recipe.md
         """
         for name, p in self.named_parameters():
             if p.dim() == 2:

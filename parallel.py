@@ -92,7 +92,7 @@ def setup(device="auto", deterministic=False):
 def keep_memory():
     """
     Have glibc keep what is freed for the next step. By itself it hands the memory of large tensors back to the system,
-    which has to find and clear every page of it anew. doc/train.md
+    which has to find and clear every page of it anew. doc/lab/train_speed.md
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):

@@ -141,7 +141,7 @@ def derive_from_depth(given, vocab):
     """
     A run from `depth`, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and
     rate from compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.156 C^-0.125. What was tried stands
-    in doc/recipe.md. What is given explicitly stays. vocab: the data's.
+    in doc/lab/recipe.md. What is given explicitly stays. vocab: the data's.
     https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
     """
     derive(given, dim=32 * math.ceil(depth / 2), n_layers=depth)

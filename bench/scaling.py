@@ -1,5 +1,5 @@
 """
-Memory and communication of one process among many, from the model's own counts: the tables of doc/scaling.md.
+Memory and communication of one process among many, from the model's own counts: the tables of doc/lab/scaling.md.
 
     python bench/scaling.py                             shapes from 15M to 70B on 8 and 64 processes
     unshare -rn python bench/scaling.py --measure=True  a small shape, predicted and measured on this machine (Linux)

@@ -1,5 +1,5 @@
 """
-The long proofs that no step is lost (make test-long); doc/reliability.md shows the line that each prints. STOPS, KILLS,
+The long proofs that no step is lost (make test-long); doc/lab/reliability.md shows the line that each prints. STOPS, KILLS,
 RANK_KILLS and SAVES in the environment make them shorter or longer.
 """
 import collections

@@ -1,6 +1,6 @@
 """
 The long proof that tracking never stops a training (part of make test-long): four faults, ten times each. Prints the
-figures that doc/tracking.md quotes.
+figures that doc/lab/tracking.md quotes.
 """
 import os
 import os
