@@ -37,7 +37,7 @@ from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source
 # ---- output
 out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # an evaluation reads so many times 1024 tokens of each split, always the same; 0: as val has
+eval_iters = 50             # times 1024 tokens of each split an evaluation, always the same; 0: all of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, and end
 log_interval = 20           # steps between rows of the log
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
