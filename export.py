@@ -61,6 +61,17 @@ LLAMA2C_MAGIC, LLAMA2C_HEADER = 0x616b3432, 256
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of a GGUF file
 NO_BYTES = "llama-without-bytes"  # tokenizer.ggml.model is this, "llama" or "t5"; see gguf_tokenizer
 ITER = "llamac.iter"  # of which iteration of a run the model is
+# Of the names, shapes, types and places of the tensors: programs that write others keep metadata they don't know, and where
+# this one does not fit, CHECKSUM is about another file.
+LIST_CHECKSUM = "llamac.tensor_list.sha256"
+# Keys llama.* of a GGUF file: those that say something of the model or change nothing that it computes, and those that are
+# fine with one value. All others are refused, as in run.c, since they may change it.
+KNOWN_KEYS = set("""vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.sliding_window
+    attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor
+    rope.scale_linear rope.scaling.finetuned rope.scaling.original_context_length pooling_type tensor_data_layout""".split())
+FIXED_KEYS = {"attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "expert_count": 0,
+              "expert_used_count": 0, "rope.scaling.attn_factor": 1, "use_parallel_residual": 0}
 ALIGNMENT = 32
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
 
@@ -217,15 +228,17 @@ def of_characters(vocabulary):
                          for piece, _, kind in vocabulary.pieces())
 
 
-def gguf_metadata(args, vocabulary, dtype, name, extra):
+def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
     pieces, scores, types = (list(column) for column in zip(*vocabulary.pieces()))
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float(args.rope_scaling)}
     return {
         CHECKSUM: "0" * 64,  # first, so that its place in the file is known when the sum is
+        LIST_CHECKSUM: hashlib.sha256(infos).hexdigest(),
         "general.architecture": "llama",
         "general.name": name,
         "general.alignment": ALIGNMENT,
         "general.file_type": TYPES[dtype].file_type,
+        **({"general.quantization_version": 2} if TYPES[dtype].block > 1 else {}),
         "llama.vocab_size": args.vocab_size,
         "llama.context_length": args.max_seq_len,
         "llama.embedding_length": args.dim,
@@ -262,21 +275,27 @@ def gguf_type(name, shape, dtype):
     return "q8_0" if dtype == "q4_0" and name in ("tok_embeddings.weight", "output.weight") else dtype
 
 
-def write_gguf(path, state, args, vocabulary, dtype, name, extra):
-    """GGUF version 3: header, metadata, tensor infos, padding, then the tensors, each padded to the alignment."""
-    metadata = gguf_metadata(args, vocabulary, dtype, name, extra)
-    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)]
+def gguf_header(args, vocabulary, dtype, name, layout, extra):
+    """GGUF version 3: counts, metadata, names, shapes, types and places of the tensors, padding."""
+    infos, offset = b"", 0
+    for _, gguf, shape, kind in layout:
+        infos += gguf_string(gguf) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        infos += struct.pack("<IQ", TYPES[kind].number, offset)
+        offset += math.prod(shape) // TYPES[kind].block * TYPES[kind].size
+        offset += gap(offset, ALIGNMENT)
+    metadata = gguf_metadata(args, vocabulary, dtype, name, infos, extra)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(layout), len(metadata))
     for key, value in metadata.items():
         number, data = gguf_value(value)
         header += gguf_string(key) + struct.pack("<I", number) + data
-    offset = 0
-    for _, gguf, shape, kind in layout:
-        header += gguf_string(gguf) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        header += struct.pack("<IQ", TYPES[kind].number, offset)
-        offset += math.prod(shape) // TYPES[kind].block * TYPES[kind].size
-        offset += gap(offset, ALIGNMENT)
-    header += bytes(gap(len(header), ALIGNMENT))
+    header += infos
+    return header + bytes(gap(len(header), ALIGNMENT))
+
+
+def write_gguf(path, state, args, vocabulary, dtype, name, extra):
+    """The header, then the tensors, each padded to the alignment."""
+    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)]
+    header = gguf_header(args, vocabulary, dtype, name, layout, extra)
     digest = hashlib.sha256()
     with replacing(path) as f:
         f.write(header)
@@ -505,6 +524,38 @@ def checked(reader, args, note=""):
     return args
 
 
+def check_keys(reader, metadata):
+    """Refuses what may change the numbers, and we don't know or can't."""
+    for key, value in metadata.items():
+        name = key.removeprefix("llama.")
+        if name in FIXED_KEYS and name != key and value != FIXED_KEYS[name]:
+            reader.fail(f"{key} is {value!r}, expected {FIXED_KEYS[name]}")
+        if name != key and name not in KNOWN_KEYS and name not in FIXED_KEYS:
+            reader.fail(f"{key[:80]!r} is unknown, and may change what the model computes")
+    scale = metadata.get("llama.rope.scale_linear")
+    if scale is not None and metadata.get("llama.rope.scaling.factor", scale) != scale:
+        reader.fail(f"llama.rope.scale_linear is {scale!r}, but llama.rope.scaling.factor "
+                    f"{metadata['llama.rope.scaling.factor']!r}")
+    if metadata.get("general.quantization_version", 2) != 2:
+        reader.fail(f"general.quantization_version is {metadata['general.quantization_version']!r}, expected 2")
+
+
+def check_list(reader, infos, args):
+    """Each tensor of the list [(name, shape, type, offset)] must be the model's and appear once, and none may be missing."""
+    if args.n_layers > len(infos):
+        reader.fail(f"its {len(infos)} tensors are too few for {args.n_layers} layers")
+    kinds = {kind.number: name for name, kind in TYPES.items()}
+    listed, expected = {name: number for name, _, number, _ in infos}, {gguf: shape for _, gguf, _, shape in tensors(args)}
+    for name, number in listed.items():
+        if name not in expected:
+            reader.fail(f"tensor {name[:80]!r} ({kinds.get(number, f'type {number}')}) is no part of the model described")
+    for name, shape in expected.items():
+        if name not in listed:
+            reader.fail(f"tensor {name} {shape} is missing")
+    if len(listed) != len(infos):
+        reader.fail("one of its tensors appears twice")
+
+
 def gguf_args(reader, metadata, tied):
     """The ModelArgs that GGUF metadata describe."""
     def get(key, kind, default=None):
@@ -515,7 +566,9 @@ def gguf_args(reader, metadata, tied):
 
     if metadata.get("general.architecture") != "llama":
         reader.fail(f"architecture {metadata.get('general.architecture')!r}, expected 'llama'")
+    check_keys(reader, metadata)
     scaling, n_heads = metadata.get("llama.rope.scaling.type", "linear"), get("llama.attention.head_count", int)
+    scale = get("llama.rope.scale_linear", float, 1.0)  # the older name
     if scaling not in ("none", "linear"):
         reader.fail(f"rope scaling {scaling!r}, expected linear or none")
     args = checked(reader, ModelArgs(
@@ -524,10 +577,13 @@ def gguf_args(reader, metadata, tied):
         vocab_size=len(get("tokenizer.ggml.tokens", list)), hidden_dim=get("llama.feed_forward_length", int),
         max_seq_len=get("llama.context_length", int), norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
         rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling=get("llama.rope.scaling.factor", float, 1.0) if scaling == "linear" else 1.0))
+        rope_scaling=get("llama.rope.scaling.factor", float, scale) if scaling == "linear" else 1.0))
     for key in ("llama.rope.dimension_count", "llama.attention.key_length", "llama.attention.value_length"):
         if metadata.get(key, args.head_dim) != args.head_dim:
             reader.fail(f"{key} is {metadata[key]}, expected the head width {args.head_dim}")
+    window = metadata.get("llama.attention.sliding_window", 0)
+    if window != 0 and not (type(window) is int and window >= args.max_seq_len):
+        reader.fail(f"llama.attention.sliding_window is {window!r}, expected none or the context of {args.max_seq_len}")
     return args
 
 
@@ -549,17 +605,18 @@ def read_gguf(path):
     if magic != b"GGUF" or version not in (2, 3):
         r.fail(f"magic {magic!r} and version {version}, expected b'GGUF' and 2 or 3")
     metadata = {r.string().decode(errors="replace"): r.value(*r.unpack("<I")) for _ in range(n_metadata)}
+    before = r.at
     infos = [(r.string().decode(errors="replace"), r.unpack(f"<{min(*r.unpack('<I'), 4)}Q")[::-1], *r.unpack("<IQ"))
              for _ in range(n_tensors)]  # (name, shape, type, offset)
+    listed = LIST_CHECKSUM not in metadata or metadata[LIST_CHECKSUM] == hashlib.sha256(r.data[before:r.at]).hexdigest()
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         r.fail(f"alignment {alignment!r}, expected a positive number such as {ALIGNMENT}")
     args = gguf_args(r, metadata, tied="output.weight" not in [name for name, *_ in infos])
-    if args.n_layers > n_tensors or sorted(n for n, *_ in infos) != sorted(n for _, n, _, _ in tensors(args)):
-        r.fail(f"its {n_tensors} tensors are not those of a Llama of {args.n_layers} layers")
+    check_list(r, infos, args)
     r.take(gap(r.at, alignment))
     start, body = r.at, r.data[r.at:]
-    if CHECKSUM in metadata and metadata[CHECKSUM] != hashlib.sha256(body).hexdigest():
+    if CHECKSUM in metadata and listed and metadata[CHECKSUM] != hashlib.sha256(body).hexdigest():
         r.fail("damaged, its tensors are not what was exported (their checksum differs)")
     ours = {gguf: (name, shape) for name, gguf, _, shape in tensors(args)}
     kinds, state = {kind.number: kind for kind in TYPES.values()}, {}

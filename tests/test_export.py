@@ -253,7 +253,7 @@ def test_gguf_metadata(tmp_path, vocabulary):
     assert found.pop("tokenizer.ggml.scores") == [sp.get_score(i) for i in range(330)]
     assert found.pop("tokenizer.ggml.token_type") == types
     assert found.pop("llama.attention.layer_norm_rms_epsilon") == pytest.approx(1e-6)
-    assert len(found.pop("llamac.tensor_data.sha256")) == 64
+    assert len(found.pop("llamac.tensor_data.sha256")) == len(found.pop("llamac.tensor_list.sha256")) == 64
     assert found == {
         "general.architecture": "llama", "general.name": "tiny", "general.alignment": 32, "general.file_type": 0,
         "llama.context_length": 16, "llama.embedding_length": 96, "llama.block_count": 3, "llama.vocab_size": 330,
@@ -557,15 +557,19 @@ def with_metadata(path, changed, tensors=None):
 
 @pytest.mark.parametrize("changed, said", [
     ({"general.architecture": "gpt2"}, "architecture 'gpt2'"), ({"llama.block_count": None}, "block_count is None"),
-    ({"llama.block_count": 2}, "not those of a Llama of 2 layers"),
-    ({"llama.block_count": 4294967295}, "tensors are not"),
+    ({"llama.block_count": 2}, "tensor blk.1.attn_norm.weight (8,) is missing"),
+    ({"llama.block_count": 4294967295}, "too few for 4294967295 layers"),
     ({"llama.embedding_length": "8"}, "embedding_length is '8'"), ({"llama.embedding_length": 0}, "positive int"),
     ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
     ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
     ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
     ({"llama.rope.scaling.factor": 0.0}, "scaling.factor is 0.0"),  # linear is what a file means that names no type
-    ({"llama.rope.dimension_count": 2}, "head width 4"),
+    ({"llama.rope.dimension_count": 2}, "head width 4"), ({"llama.attention.value_length": 2}, "value_length is 2"),
+    ({"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}, "scale_linear is 2.0, but"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5, expected 1"), ({"llama.expert_count": 8}, "expert_count is 8"),
+    ({"llama.attention.causal": False}, "causal is False, expected 1"), ({"llama.logit_scale": 2.0}, "'llama.logit_scale' is unknown"),
+    ({"llama.attention.sliding_window": 4}, "sliding_window is 4"), ({"general.quantization_version": 1}, "version is 1, expected 2"),
     ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
     ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
     ({"tokenizer.ggml.bos_token_id": 4}, "special ids"), ({"tokenizer.ggml.bos_token_id": True}, "wrong type"),
@@ -579,7 +583,7 @@ def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changed, scaling", [
-    ({"llama.rope.scaling.factor": 2.5}, 2.5), ({"llama.rope.scaling.type": "linear"}, 1.0),
+    ({"llama.rope.scaling.factor": 2.5}, 2.5), ({"llama.rope.scale_linear": 2.5}, 2.5), ({"llama.rope.scaling.type": "linear"}, 1.0),
     ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.5}, 1.0)])
 def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
     """As llama.cpp and run read it."""
@@ -587,7 +591,8 @@ def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
 
 
 @pytest.mark.parametrize("tensors, said", [
-    ({"blk.0.attn_q.weight": None}, "not those of a Llama"), ({"rope_freqs.weight": (4,)}, "not those of a Llama"),
+    ({"blk.0.attn_q.weight": None}, "tensor blk.0.attn_q.weight (8, 8) is missing"),
+    ({"rope_freqs.weight": (4,)}, "tensor 'rope_freqs.weight' (f32) is no part of"),
     ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"),
     ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
 def test_tensors_that_cannot_be(tensors, said, tmp_path, capsys):
