@@ -379,13 +379,15 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
         """
-        Continue tokens (B, T) by up to max_new_tokens, as far as the context reaches; return (B, T + new). Temperature
-        0 is greedy; top_p samples from the smallest set of tokens whose probability exceeds it; ends early when
-        every sequence has produced a token of `stop`.
+        Continue tokens (B, T) by up to max_new_tokens; return (B, T + new). Temperature 0 is greedy; top_p samples from
+        the smallest set of tokens whose probability exceeds it; ends early when every sequence has produced a token of
+        `stop`. What is longer than the context is seen through a window, as `latest` moves it.
         """
         cache, new = self.new_cache(tokens.shape[0]), tokens
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
-        for _ in range(min(max_new_tokens, self.args.max_seq_len - tokens.shape[1])):
+        for _ in range(max_new_tokens):
+            if cache["pos"] + new.shape[1] > self.args.max_seq_len:
+                cache["pos"], new = 0, latest(tokens, self.args.max_seq_len)
             logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
             new = sample(logits, temperature, top_p, generator)  # (B, 1)
             tokens = torch.cat((tokens, new), dim=1)
@@ -406,6 +408,15 @@ class Transformer(nn.Module):
         a = self.args
         n = self.num_params() - (0 if a.tied else self.tok_embeddings.weight.numel())
         return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
+
+
+def latest(tokens, max_seq_len):
+    """
+    What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest, together half of it. As many
+    again come before it moves next, so that a token is evaluated twice, however long the text. `run` does the same.
+    """
+    half = max_seq_len // 2 if max_seq_len > 3 else 1
+    return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
 
 
 def sample(logits, temperature, top_p, generator=None):

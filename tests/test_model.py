@@ -160,14 +160,23 @@ def test_cache_filled_in_pieces():
             assert (last - whole[:, b - 1]).abs().max() <= 1e-5 * whole.abs().max()
 
 
-def test_generation_ends_at_a_stop_token_and_at_the_context():
+def test_generation_ends_at_a_stop_token_and_slides_over_long_texts():
+    """Beyond the context, here of 64, the model sees the first token and the 31 latest, and 32 more until it slides next."""
     model = build(**SMALL)
-    start = torch.randint(101, (1, 4))
-    free = model.generate(start, 1000, temperature=0)
-    assert free.shape[1] == 64
+    start = torch.randint(101, (2, 4))
+    free = model.generate(start, 150, temperature=0)
+    for prompt, n in ((free[:, :4], 4), (free[:, :90], 90)):  # from a prompt that fits, and one that does not
+        tokens, seen = prompt, prompt
+        while n < 154:
+            if seen.shape[1] > 64:
+                seen = torch.cat((tokens[:, :1], tokens[:, -31:]), dim=1)
+            with torch.no_grad():
+                new = model(seen)[0][:, -1].argmax(-1, keepdim=True)
+            tokens, seen, n = torch.cat((tokens, new), 1), torch.cat((seen, new), 1), n + 1
+        assert torch.equal(model.generate(prompt, 154 - prompt.shape[1], temperature=0), tokens)
     stop = free[0, 20].item()
     first = 4 + free[0, 4:].tolist().index(stop)
-    assert torch.equal(model.generate(start, 1000, temperature=0, stop=(stop,)), free[:, :first + 1])
+    assert torch.equal(model.generate(start[:1], 1000, temperature=0, stop=(stop,)), free[:1, :first + 1])
 
 
 def test_samples_are_reproducible_and_follow_the_seed():
