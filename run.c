@@ -117,10 +117,12 @@ static uint64_t bytes_of(const Mat *m) {
     }
 }
 
+enum { MOST_LAYERS = 1 << 12 };
+
 // The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
 static const char *check_config(Config *c) {
     const struct { const char *name; int value, most; } sizes[] = {
-        {"dim", c->dim, 1 << 20}, {"hidden_dim", c->hidden_dim, 1 << 22}, {"n_layers", c->n_layers, 1 << 12},
+        {"dim", c->dim, 1 << 20}, {"hidden_dim", c->hidden_dim, 1 << 22}, {"n_layers", c->n_layers, MOST_LAYERS},
         {"n_heads", c->n_heads, c->dim}, {"n_kv_heads", c->n_kv_heads, c->n_heads},
         {"vocab_size", c->vocab_size, 1 << 24}, {"seq_len", c->seq_len, 1 << 24},
     };
@@ -237,18 +239,34 @@ enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, STRING, ARRAY, U64, I64, DOUBLE,
 static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 enum { ARCHITECTURE, ALIGNMENT, CONTEXT_LENGTH, EMBEDDING_LENGTH, BLOCK_COUNT, FEED_FORWARD_LENGTH, HEAD_COUNT,
-       HEAD_COUNT_KV, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE, SCALING_FACTOR, VOCAB_SIZE,
-       TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, UNK_ID, ADD_BOS, SPACE_PREFIX, EXTRA_SPACES,
-       CHAT_TEMPLATE, CHECKSUM, N_KEYS };
+       HEAD_COUNT_KV, KEY_LENGTH, VALUE_LENGTH, SLIDING_WINDOW, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE,
+       SCALING_FACTOR, SCALE_LINEAR, VOCAB_SIZE, QUANTIZATION_VERSION,
+       TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, EOT_ID, UNK_ID, ADD_BOS, SPACE_PREFIX, EXTRA_SPACES,
+       CHAT_TEMPLATE, CHECKSUM, LIST_CHECKSUM, N_KEYS };
 static const char *const keys[N_KEYS] = {
     "general.architecture", "general.alignment", "llama.context_length", "llama.embedding_length",
     "llama.block_count", "llama.feed_forward_length", "llama.attention.head_count",
-    "llama.attention.head_count_kv", "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count",
-    "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.vocab_size",
+    "llama.attention.head_count_kv", "llama.attention.key_length", "llama.attention.value_length",
+    "llama.attention.sliding_window", "llama.attention.layer_norm_rms_epsilon", "llama.rope.dimension_count",
+    "llama.rope.freq_base", "llama.rope.scaling.type", "llama.rope.scaling.factor", "llama.rope.scale_linear",
+    "llama.vocab_size", "general.quantization_version",
     "tokenizer.ggml.model", "tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type",
-    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id",
+    "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.unknown_token_id",
     "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix", "tokenizer.ggml.remove_extra_whitespaces",
-    "tokenizer.chat_template", "llamac.tensor_data.sha256",
+    "tokenizer.chat_template", "llamac.tensor_data.sha256", "llamac.tensor_list.sha256",
+};
+
+// More of llama.*: keys that are fine with the one value that says what forward computes, and those that change nothing
+// that it computes. All others are refused, since they may.
+static const struct { const char *key; double value; } fixed_keys[] = {
+    {"llama.attention.causal", 1}, {"llama.attention.clamp_kqv", 0}, {"llama.attention.max_alibi_bias", 0},
+    {"llama.expert_count", 0}, {"llama.expert_used_count", 0}, {"llama.rope.scaling.attn_factor", 1},
+    {"llama.use_parallel_residual", 0},
+};
+static const char *const idle_keys[] = {
+    "llama.pooling_type", "llama.rope.scaling.finetuned", "llama.rope.scaling.original_context_length",
+    "llama.tensor_data_layout",
 };
 
 typedef struct {
@@ -275,27 +293,8 @@ static const char *take_value(Reader *r, Value *v) {
     return NULL;
 }
 
-static const char *take_metadata(Reader *r, uint64_t count, Value values[N_KEYS]) {
-    for (uint64_t i = 0; i < count; i++) {
-        String key = take_string(r);
-        Value v;
-        TRY(take_value(r, &v));
-        for (int k = 0; k < N_KEYS; k++)
-            if (equals(key, keys[k])) {
-                CHECK(!values[k].present, "metadata key %s appears twice", keys[k]);
-                values[k] = v;
-            }
-    }
-    return NULL;
-}
-
-// A number of any kind; the fallback when the key is absent, an error when it is absent and the fallback is NAN.
-static const char *get_number(const Value *values, int key, double fallback, double *out) {
-    Value v = values[key];
-    *out = fallback;
-    CHECK(v.present || !isnan(fallback), "metadata key %s is missing", keys[key]);
-    if (!v.present) return NULL;
-    CHECK(!v.is_array && v.kind != STRING, "metadata key %s is not a number", keys[key]);
+static const char *number_of(Value v, const char *key, double *out) {
+    CHECK(!v.is_array && v.kind != STRING, "metadata key %s is not a number", key);
     uint64_t bits = 0;
     memcpy(&bits, take(&v.data, kind_size[v.kind]), kind_size[v.kind]);
     switch (v.kind) {
@@ -308,6 +307,48 @@ static const char *get_number(const Value *values, int key, double fallback, dou
     default: *out = (double)bits;
     }
     return NULL;
+}
+
+// Refuses a key of llama.* that is none of `keys`, unless it is known to change nothing.
+static const char *check_other_key(String key, Value v) {
+    double value;
+    if (key.n < 6 || memcmp(key.s, "llama.", 6)) return NULL;
+    for (size_t i = 0; i < sizeof idle_keys / sizeof *idle_keys; i++)
+        if (equals(key, idle_keys[i])) return NULL;
+    for (size_t i = 0; i < sizeof fixed_keys / sizeof *fixed_keys; i++)
+        if (equals(key, fixed_keys[i].key)) {
+            TRY(number_of(v, fixed_keys[i].key, &value));
+            CHECK(value == fixed_keys[i].value, "metadata key %s is %g, expected %g", fixed_keys[i].key, value,
+                  fixed_keys[i].value);
+            return NULL;
+        }
+    return error("metadata key '%.*s' is unknown, and may change what the model computes",
+                 (int)(key.n < 80 ? key.n : 80), key.s);
+}
+
+static const char *take_metadata(Reader *r, uint64_t count, Value values[N_KEYS]) {
+    for (uint64_t i = 0; i < count; i++) {
+        String key = take_string(r);
+        Value v;
+        TRY(take_value(r, &v));
+        int k = 0;
+        while (k < N_KEYS && !equals(key, keys[k])) k++;
+        if (k == N_KEYS) {
+            TRY(check_other_key(key, v));
+            continue;
+        }
+        CHECK(!values[k].present, "metadata key %s appears twice", keys[k]);
+        values[k] = v;
+    }
+    return NULL;
+}
+
+// A number of any kind; the fallback when the key is absent, an error when it is absent and the fallback is NAN.
+static const char *get_number(const Value *values, int key, double fallback, double *out) {
+    Value v = values[key];
+    *out = fallback;
+    CHECK(v.present || !isnan(fallback), "metadata key %s is missing", keys[key]);
+    return v.present ? number_of(v, keys[key], out) : NULL;
 }
 
 static const char *get_int(const Value *values, int key, double fallback, int *out) {
@@ -326,8 +367,7 @@ static String get_string(const Value *values, int key) {
 
 static const char *gguf_config(const Value *values, Config *c) {
     String architecture = get_string(values, ARCHITECTURE), scaling = get_string(values, SCALING_TYPE);
-    double eps, theta, factor;
-    int rotated;
+    double eps, theta, factor, scale;
     CHECK(equals(architecture, "llama"), "the architecture is '%.*s', expected 'llama'",
           (int)(architecture.n < 40 ? architecture.n : 40), architecture.s);
     TRY(get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len));
@@ -339,14 +379,27 @@ static const char *gguf_config(const Value *values, Config *c) {
     TRY(get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size));
     TRY(get_number(values, NORM_EPS, NAN, &eps));
     TRY(get_number(values, ROPE_BASE, 10000, &theta));
-    TRY(get_number(values, SCALING_FACTOR, 1, &factor));
+    TRY(get_number(values, SCALE_LINEAR, 1, &scale));
+    TRY(get_number(values, SCALING_FACTOR, scale, &factor));
+    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", keys[SCALING_FACTOR], factor,
+          keys[SCALE_LINEAR], scale);
     CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"),
           "RoPE scaling '%.*s' is not supported, only linear", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
     c->norm_eps = (float)eps, c->rope_theta = (float)theta;
     c->rope_scaling = equals(scaling, "none") ? 1 : (float)factor;
     TRY(check_config(c));
-    TRY(get_int(values, ROPE_DIMENSION, c->head_dim, &rotated));
-    CHECK(rotated == c->head_dim, "%d numbers of a head are rotated, expected all %d", rotated, c->head_dim);
+    for (int key = KEY_LENGTH; key <= ROPE_DIMENSION; key++) {
+        int size;
+        if (key != KEY_LENGTH && key != VALUE_LENGTH && key != ROPE_DIMENSION) continue;
+        TRY(get_int(values, key, c->head_dim, &size));
+        CHECK(size == c->head_dim, "%s is %d, expected the head size %d", keys[key], size, c->head_dim);
+    }
+    int window, version;
+    TRY(get_int(values, SLIDING_WINDOW, 0, &window));
+    CHECK(!window || window >= c->seq_len, "%s is %d, expected none, or the whole context of %d", keys[SLIDING_WINDOW],
+          window, c->seq_len);
+    TRY(get_int(values, QUANTIZATION_VERSION, 2, &version));
+    CHECK(version == 2, "%s is %d, expected 2", keys[QUANTIZATION_VERSION], version);
     return NULL;
 }
 
@@ -366,24 +419,58 @@ static int find_tensor(String name, const Config *c, int *layer) {
     return tensor;
 }
 
-// Reads one entry of the tensor table. Offsets count from the start of the data and must follow each other without
+// A tensor's type for messages: ggml's name, or its number.
+static const char *type_name(uint32_t type, char text[12]) {
+    static const char *const names[] = {
+        "F32", "F16", "Q4_0", "Q4_1", [6] = "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K",
+        "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64",
+        "IQ1_M", "BF16", [34] = "TQ1_0", "TQ2_0", [39] = "MXFP4",
+    };
+    bool known = type < sizeof names / sizeof *names && names[type];
+    snprintf(text, 12, "%u", type);
+    return known ? names[type] : text;
+}
+
+// Reads the list of tensors over to its end: each must be known and appear once, and none but the output may be missing.
+static const char *check_list(Reader *r, const Config *c, uint64_t count) {
+    bool seen[MOST_LAYERS][N_TENSORS] = {0};
+    char text[32];
+    for (uint64_t i = 0; i < count; i++) {
+        String name = take_string(r);
+        uint32_t n_dims = take_u32(r);
+        int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, c, &layer);
+        CHECK(r->failed || (n_dims >= 1 && n_dims <= 4), "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
+        take(r, 8 * (uint64_t)n_dims);
+        const char *type = type_name(take_u32(r), text);
+        take_u64(r);
+        CHECK(!r->failed, "the list of tensors is cut off");
+        CHECK(tensor < N_TENSORS, "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
+        CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", shown, name.s, type);
+        seen[layer][tensor] = true;
+    }
+    for (int layer = 0; layer < c->n_layers; layer++)
+        for (int i = 0; i < OUTPUT; i++) {
+            if (seen[layer][i] || (layer && !tensors[i].per_layer)) continue;
+            Mat mat = shape_of(c, i, F32);
+            if (tensors[i].per_layer) snprintf(text, sizeof text, "blk.%d.", layer);
+            return error("tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows, mat.cols);
+        }
+    return NULL;
+}
+
+// Reads one entry of the list of tensors. Offsets count from the start of the data and must follow each other without
 // gaps but for alignment (as the format's writers do), so tensors cannot overlap. `end` is where the last one ended.
-static const char *take_tensor(Reader *r, Model *m, const uint8_t *data, size_t data_size, uint32_t alignment,
-                               uint64_t *end) {
+static const char *take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end) {
     String name = take_string(r);
     uint32_t n_dims = take_u32(r);
     uint64_t dims[4] = {1, 1, 1, 1};
-    CHECK(n_dims >= 1 && n_dims <= 4, "a tensor has %u dimensions, expected 1 to 4", n_dims);
     for (uint32_t i = 0; i < n_dims; i++) dims[i] = take_u64(r);
     uint32_t type = take_u32(r);
     uint64_t offset = take_u64(r);
-    CHECK(!r->failed, "the list of tensors is cut off");
-    if (!data) return NULL; // only where the list ends was asked
-
+    char text[12];
     int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
-    CHECK(tensor < N_TENSORS, "tensor '%.*s' is no part of the model described", shown, name.s);
     CHECK(is_norm(tensor) ? type == F32 : type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0,
-          "tensor %.*s has type %u, expected F32%s", shown, name.s, type,
+          "tensor %.*s has type %s, expected F32%s", shown, name.s, type_name(type, text),
           is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
@@ -395,32 +482,25 @@ static const char *take_tensor(Reader *r, Model *m, const uint8_t *data, size_t 
     CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
           (unsigned long long)expected);
     *end = offset + bytes_of(&mat);
-    CHECK(*end <= data_size, "tensor %.*s runs past the end of the file", shown, name.s);
-    CHECK(!place->data, "tensor %.*s appears twice", shown, name.s);
-    mat.data = data + offset;
+    CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", shown, name.s);
+    mat.data = m->data + offset;
     *place = mat;
     return NULL;
 }
 
 static const char *gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t alignment) {
-    uint64_t expected = 9 * (uint64_t)m->config.n_layers + 2;
-    CHECK(count == expected || count == expected + 1, "%llu tensors, expected %llu, or one more for an untied output",
-          (unsigned long long)count, (unsigned long long)expected);
     Reader list = *r;
     uint64_t end = 0;
-    for (uint64_t i = 0; i < count; i++) TRY(take_tensor(&list, m, NULL, 0, alignment, &end));
+    TRY(check_list(&list, &m->config, count));
     size_t start = (list.at + alignment - 1) / alignment * alignment;
     CHECK(start <= r->size, "the file ends before its data");
+    m->list = r->bytes + r->at, m->list_size = list.at - r->at;
     m->data = r->bytes + start, m->data_size = r->size - start;
     m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer));
-    memset(m->weights.layers, 0, m->config.n_layers * sizeof(Layer));
-    for (uint64_t i = 0; i < count; i++)
-        TRY(take_tensor(r, m, m->data, m->data_size, alignment, &end));
+    for (uint64_t i = 0; i < count; i++) TRY(take_tensor(r, m, alignment, &end));
     uint64_t padded = (end + alignment - 1) / alignment * alignment;
     CHECK(m->data_size == end || m->data_size == padded, "%llu bytes follow the last tensor",
           (unsigned long long)(m->data_size - end));
-    // None appears twice, so when their number is right only the output can be the one that lacks
-    CHECK(!m->weights.output.data || count == expected + 1, "a tensor is missing");
     if (!m->weights.output.data) m->weights.output = m->weights.token_embedding;
     return NULL;
 }
@@ -517,7 +597,7 @@ typedef struct {
     int vocab_size;
     int *table;                   // (table_size,) hash table of what merges can make: piece ids, -1 where empty
     uint32_t table_size;          // a power of two
-    const Piece **symbols;        // (n_symbols,) user-defined and control pieces, sorted by text
+    const Piece **symbols;        // (n_symbols,) user-defined pieces, sorted by text
     int n_symbols;
     int byte_ids[256];            // piece of each byte
     bool has_unused;              // some pieces are UNUSED: merges may pass through them, but they are no tokens
@@ -528,6 +608,7 @@ typedef struct {
     bool add_bos;
     const char *space;            // how pieces write a space
     int bos, eos, unk;
+    int eot;                      // ends an answer; -1: there is none
     String chat_template;
 } Tokenizer;
 
@@ -597,10 +678,10 @@ static const char *index_pieces(Tokenizer *t) {
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
         if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
         for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
-        if (p->type == USER_DEFINED || p->type == CONTROL) t->symbols[t->n_symbols++] = p;
+        if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
         if ((p->type == NORMAL || p->type == USER_DEFINED || p->type == UNUSED) && *slot < 0) *slot = i;
     }
-    CHECK(t->bos < n && t->eos < n && t->unk < n, "a special token is beyond the vocabulary of %d", n);
+    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
     qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
     return NULL;
 }
@@ -620,7 +701,7 @@ static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t
     CHECK(!r.failed, "the file ends inside a token");
     CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
     *t = (Tokenizer){.vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true,
-                     .bos = 1, .eos = 2, .unk = 0};
+                     .bos = 1, .eos = 2, .unk = 0, .eot = -1};
     CHECK(vocab_size > 2, "%d tokens, expected at least 3", vocab_size);
     t->pieces = resize(NULL, n, sizeof *t->pieces);
     for (uint32_t i = 0; i < n; i++) {
@@ -658,6 +739,8 @@ static const char *gguf_tokenizer(Tokenizer *t, Value *v, int vocab_size) {
     TRY(get_int(v, BOS_ID, 1, &t->bos));
     TRY(get_int(v, EOS_ID, 2, &t->eos));
     TRY(get_int(v, UNK_ID, 0, &t->unk));
+    t->eot = -1;
+    if (v[EOT_ID].present) TRY(get_int(v, EOT_ID, NAN, &t->eot));
     TRY(get_int(v, ADD_BOS, 1, &add_bos));
     TRY(get_int(v, SPACE_PREFIX, 1, &space_prefix));
     TRY(get_int(v, EXTRA_SPACES, 0, &extra_spaces_removed));
@@ -684,7 +767,7 @@ static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_
     uint32_t version = take_u32(&r);
     uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
     CHECK(!r.failed, "%zu bytes are too few for a header", size);
-    CHECK(version == 3, "GGUF version %u, expected 3", version);
+    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3", version); // 3 allows other orders of bytes
     TRY(take_metadata(&r, n_values, values));
     int alignment;
     TRY(get_int(values, ALIGNMENT, 32, &alignment));
@@ -692,9 +775,12 @@ static const char *load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_
           "the alignment is %d, expected a power of two from 8", alignment);
     TRY(gguf_config(values, &m->config));
     TRY(gguf_tensors(&r, m, n_tensors, alignment));
-    String checksum = get_string(values, CHECKSUM);
-    CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64", checksum.n);
-    m->sha256 = checksum.n ? checksum.s : NULL;
+    const char **places[] = {&m->sha256, &m->list_sha256};
+    for (int i = 0; i < 2; i++) {
+        String checksum = get_string(values, CHECKSUM + i);
+        CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64", checksum.n);
+        *places[i] = checksum.n ? checksum.s : NULL;
+    }
     return t && values[TOKENIZER].present ? gguf_tokenizer(t, values, m->config.vocab_size) : NULL;
 }
 
@@ -727,27 +813,26 @@ static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
     return lo;
 }
 
-// The longest user-defined piece that s (n bytes) begins with, or -1. With `markup`, control pieces count too.
-static int match_symbol(const Tokenizer *t, const char *s, size_t n, bool markup) {
+// The longest user-defined piece that s (n bytes) begins with, or -1.
+static int match_symbol(const Tokenizer *t, const char *s, size_t n) {
     int best = -1, lo = 0, hi = t->n_symbols;
     for (int d = 0; (size_t)d < n && lo < hi; d++) {
         lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
         hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
-        for (int i = lo; i < hi && t->symbols[i]->n == d + 1; i++)
-            if (markup || t->symbols[i]->type == USER_DEFINED) best = (int)(t->symbols[i] - t->pieces);
+        if (lo < hi && t->symbols[lo]->n == d + 1) best = (int)(t->symbols[lo] - t->pieces);
     }
     return best;
 }
 
 // What sentencepiece does before it cuts: bytes that are no UTF-8 become U+FFFD, spaces take the form they have in
-// pieces, a space goes in front, extra spaces are removed. User-defined pieces pass as they are.
-static Text normalize(const Tokenizer *t, const char *s, size_t n, bool markup) {
+// pieces, with `prefix` a space goes in front, extra spaces are removed. User-defined pieces pass as they are.
+static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) {
     Text out = {0};
     size_t space = strlen(t->space);
     bool remove = t->extra_spaces_removed, after_space = remove;
-    if (n && t->space_prefix) append(&out, t->space, space);
+    if (n && prefix) append(&out, t->space, space);
     for (size_t length; n; s += length, n -= length) {
-        int symbol = match_symbol(t, s, n, markup), valid = utf8_length(s, n);
+        int symbol = match_symbol(t, s, n), valid = utf8_length(s, n);
         length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
         if (symbol < 0 && !valid) append_string(&out, "\xef\xbf\xbd");
         else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0) append(&out, t->space, space);
@@ -792,7 +877,6 @@ static Merge pop(Heap *h) {
 
 typedef struct {
     const Tokenizer *t;
-    bool markup; // see encode
     Part *parts;
     int capacity;
     Heap heap;
@@ -844,7 +928,7 @@ static void emit(Encoder *e, const char *s, int n, int id) {
 static void encode_stretch(Encoder *e, const char *s, size_t n) {
     int n_parts = 0;
     for (; n; n_parts++) {
-        int symbol = match_symbol(e->t, s, n, e->markup), valid = utf8_length(s, n);
+        int symbol = match_symbol(e->t, s, n), valid = utf8_length(s, n);
         int length = symbol >= 0 ? e->t->pieces[symbol].n : valid ? valid : 1;
         if (n_parts == e->capacity) e->parts = resize(e->parts, e->capacity = 2 * e->capacity + 64, sizeof(Part));
         e->parts[n_parts] = (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol};
@@ -856,10 +940,11 @@ static void encode_stretch(Encoder *e, const char *s, size_t n) {
 }
 
 // The tokens of a text, in memory to be freed; their number in *n_tokens. With `bos`, the beginning token comes first.
-// With `markup`, control tokens written in the text are recognised. Time is O(n log n).
-static int *encode(const Tokenizer *t, const char *s, size_t n, bool bos, bool markup, int *n_tokens) {
-    Text text = normalize(t, s, n, markup);
-    Encoder e = {.t = t, .markup = markup, .tokens = resize(NULL, text.n + 1, sizeof(int))};
+// With `prefix`, the text begins as the vocabulary wants it: with a space or not. No text becomes a control token.
+// Time is O(n log n).
+static int *encode(const Tokenizer *t, const char *s, size_t n, bool bos, bool prefix, int *n_tokens) {
+    Text text = normalize(t, s, n, prefix && t->space_prefix);
+    Encoder e = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     if (t->has_unused) e.split = memset(resize(NULL, t->vocab_size, sizeof(int)), 0, t->vocab_size * sizeof(int));
     if (bos) e.tokens[e.n_tokens++] = t->bos;
     for (size_t start = 0, end = 1; start < text.n; start = end++) {
@@ -1046,23 +1131,50 @@ typedef struct {
     Sampler sampler;
     Printer printer;
     const char *device; // cpu, cuda or auto
-    int steps;     // tokens a text may have
+    int steps;     // tokens that a text, or an answer in a chat, may have
+    int context;   // tokens that the model sees at once, at most
     int n_threads;
+    int *window;   // (state.positions,) the tokens whose keys and values are cached
+    int pos;       // how many of them there are
+    bool slid;
 } Run;
 
 static void open_state(Run *r, int positions, bool all) {
     const char *wrong = state_open(&r->state, &r->model, r->device, positions, all, r->n_threads);
     if (wrong) die(strcmp(r->device, "cuda") ? "start" : "cuda", wrong);
+    r->window = resize(NULL, positions, sizeof(int));
 }
 
-// The prompt's tokens, at least one; refuses what does not fit into the context.
+// The prompt's tokens, at least one.
 static int *encode_prompt(const Run *r, Text prompt, int *n) {
     const Tokenizer *t = &r->tokenizer;
-    int *tokens = encode(t, prompt.s, prompt.n, t->add_bos || !prompt.n, false, n);
-    int most = r->model.config.seq_len;
-    if (*n > most) die("prompt", error("%d tokens, but the model's context is %d", *n, most));
+    int *tokens = encode(t, prompt.s, prompt.n, t->add_bos || !prompt.n, true, n);
     if (*n == 0) die("prompt", "it has no tokens");
     return tokens;
+}
+
+// Makes room in a full window for n more tokens: what stays is the first token, BOS, and the latest of all, together half
+// a window. As many again come before it slides next, so that a token is evaluated twice, however long the text.
+static int slide(Run *r, const int *tokens, int n) {
+    int half = r->state.positions > 3 ? r->state.positions / 2 : 1, first = r->pos ? r->window[0] : tokens[0];
+    int new = n < half ? n : half, old = half - new;
+    if (!r->slid) fprintf(stderr, "the context of %d tokens is full: it slides over the text\n", r->state.positions);
+    r->slid = true;
+    memmove(r->window, r->window + r->pos - old, old * sizeof(int));
+    memcpy(r->window + old, tokens + n - new, new * sizeof(int));
+    if (half > 1) r->window[0] = first;
+    return half;
+}
+
+// Evaluates n more tokens; returns the logits after the last.
+static float *feed(Run *r, const int *tokens, int n) {
+    if (n > r->state.positions - r->pos) {
+        n = slide(r, tokens, n);
+        tokens = r->window;
+        r->pos = 0;
+    } else memcpy(r->window + r->pos, tokens, n * sizeof(int));
+    r->pos += n;
+    return prefill(&r->model, &r->state, tokens, n, r->pos - n);
 }
 
 // The next token: the sampler's choice from the logits, or the backend's when they stayed with it.
@@ -1075,66 +1187,242 @@ static int choose(Run *r, float *logits) {
     return next;
 }
 
-// Continues after a prompt that ends with the token `last` and left these logits, until a token that ends the text
-// or the state is full. *pos counts the positions used. Returns the token that ended it, -1 if none did.
-static int continue_text(Run *r, float *logits, int last, int *pos, int stop) {
+// Prints tokens after a text that ends with the token *last and left these logits, until one that ends the text, or `most`.
+// Returns how many; *last is the latest of them, which has not been evaluated if they are `most`.
+static int continue_text(Run *r, float *logits, int *last, int most, int stop) {
     const Tokenizer *t = &r->tokenizer;
-    for (;;) {
+    for (int n = 0; ; logits = feed(r, last, 1)) {
         int next = choose(r, logits);
-        if (next == t->bos || next == t->eos || next == stop) return next;
-        print_token(&r->printer, t, last, next);
-        if (*pos == r->state.positions) return -1;
-        logits = forward(&r->model, &r->state, &next, 1, (*pos)++, false);
-        last = next;
+        if (next == t->bos || next == t->eos || next == t->eot || next == stop) return n;
+        print_token(&r->printer, t, *last, next);
+        *last = next;
+        if (++n == most) return n;
     }
 }
 
 // Prints the prompt and what the model makes of it, `steps` tokens together.
 static void generate(Run *r, Text prompt) {
     const Tokenizer *t = &r->tokenizer;
-    int n, pos;
+    int n, most, evaluated = 0;
     int *tokens = encode_prompt(r, prompt, &n);
     double start = 0, middle = 0, end;
     for (int i = 0; i < n && i <= r->steps; i++) print_token(&r->printer, t, i ? tokens[i - 1] : t->bos, tokens[i]);
-    if ((pos = n) <= r->steps) {
-        open_state(r, r->steps, false);
+    if ((most = r->steps - n + 1) > 0) {
+        open_state(r, r->steps < r->context ? r->steps : r->context, false);
         start = seconds();
-        float *logits = prefill(&r->model, &r->state, tokens, n, 0);
+        float *logits = feed(r, tokens, n);
         middle = seconds();
-        continue_text(r, logits, tokens[n - 1], &pos, -1);
+        evaluated = continue_text(r, logits, &tokens[n - 1], most, -1);
+        if (evaluated == most) evaluated--;
     }
     end = seconds();
     print_end(&r->printer);
-    if (n <= r->steps) {
-        fprintf(stderr, "achieved tok/s: %f\n", (pos - n) / (end - middle));
+    if (most > 0) {
+        fprintf(stderr, "achieved tok/s: %f\n", evaluated / (end - middle));
         fprintf(stderr, "prompt: %d tokens, tok/s: %f\n", n, n / (middle - start));
-    }
+    } else fprintf(stderr, "nothing was added: the prompt has %d tokens, and -n %d counts them too\n", n, r->steps);
     free(tokens);
 }
 
-// A turn is `open`, at the first turn the system prompt between its marks, the user's words between theirs.
-// `next` goes before every turn but the first.
+// What stands around the words of a chat. BOS and EOS are the vocabulary's own, whatever their text.
+#define BOS "\2"
+#define EOS "\3"
+
 typedef struct {
-    const char *mark;  // a model's chat template that contains this is of this family
-    const char *open, *system_open, *system_close, *user_open, *user_close, *next, *stop;
-    bool bos_each_turn, markup;
+    const char *name;
+    const char *sources[2]; // chat templates, in Jinja, that say this; how they are spelled does not matter
+    const char *marks[3];   // texts that are one token each, where the vocabulary has them
+    const char *stop;       // the mark that ends an answer, or NULL: EOS alone
+    const char *open, *system_open, *system_close, *user_open, *user_close; // the system prompt stands in the first turn
+    const char *answer_close; // before every other turn
+    bool bos, strip;          // the template itself says BOS; space around the words goes
 } Template;
 
-static const Template templates[] = {
-    {"<|im_start|>", "", "<|im_start|>system\n", "<|im_end|>\n", "<|im_start|>user\n",
-     "<|im_end|>\n<|im_start|>assistant\n", "\n", "<|im_end|>", false, true}, // ChatML
-    {"<|user|>", "", "<|system|>\n", "</s>\n", "<|user|>\n",
-     "</s>\n<|assistant|>\n", "\n", "</s>", false, true},                    // Zephyr
-    {"", "[INST] ", "<<SYS>>\n", "\n<</SYS>>\n\n", "",
-     " [/INST]", "", "</s>", true, false},                                   // Llama 2, the default
-};
+#define CHATML "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}" \
+               "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+#define ZEPHYR(end) "{% for message in messages %}" \
+    "{% if message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + eos_token " end \
+    "{% elif message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + eos_token " end \
+    "{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n' + message['content'] + eos_token " end \
+    "{% endif %}{% if loop.last and add_generation_prompt %}{{ '<|assistant|>"
+#define LLAMA2(check) "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}" \
+    "{% set system_message = messages[0]['content'] %}{% else %}{% set loop_messages = messages %}" \
+    "{% set system_message = false %}{% endif %}{% for message in loop_messages %}" check \
+    "{% if loop.index0 == 0 and system_message != false %}" \
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}" \
+    "{% else %}{% set content = message['content'] %}{% endif %}" \
+    "{% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}" \
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
 
-static const Template *find_template(String text) {
-    const Template *family = templates;
-    for (; *family->mark; family++)
-        for (size_t i = 0, n = strlen(family->mark); i + n <= text.n; i++)
-            if (memcmp(text.s + i, family->mark, n) == 0) return family;
-    return family;
+static const Template templates[] = {
+    {.name = "chatml", .marks = {"<|im_start|>", "<|im_end|>"}, .stop = "<|im_end|>",
+     .sources = {CHATML, "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}" CHATML},
+     .open = "", .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",
+     .user_open = "<|im_start|>user\n", .user_close = "<|im_end|>\n<|im_start|>assistant\n", .answer_close = "<|im_end|>\n"},
+    {.name = "zephyr", .marks = {"<|system|>", "<|user|>", "<|assistant|>"},
+     .sources = {ZEPHYR("}}\n") "' }}\n{% endif %}\n{% endfor %}", ZEPHYR("+ '\\n' }}") "\\n' }}{% endif %}{% endfor %}"},
+     .open = "", .system_open = "<|system|>\n", .system_close = EOS "\n",
+     .user_open = "<|user|>\n", .user_close = EOS "\n<|assistant|>\n", .answer_close = EOS "\n"},
+    {.name = "llama2", .bos = true, .strip = true,
+     .sources = {LLAMA2("{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+                        "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"), LLAMA2("")},
+     .open = BOS "[INST] ", .system_open = "<<SYS>>\n", .system_close = "\n<</SYS>>\n\n",
+     .user_open = "", .user_close = " [/INST]", .answer_close = EOS},
+};
+enum { N_TEMPLATES = sizeof templates / sizeof *templates };
+
+static const Template *template_named(const char *name) {
+    for (int i = 0; i < N_TEMPLATES; i++)
+        if (!strcmp(name, templates[i].name)) return &templates[i];
+    return NULL;
+}
+
+static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
+
+static void strip_end(Text *text, size_t start) {
+    while (text->n > start && is_space(text->s[text->n - 1])) text->n--;
+}
+
+// A Jinja template without its freedom of spelling: spaces inside of tags, kinds of quotes and of newlines, one text in
+// two strings or two tags, and the space around tags that trim_blocks, lstrip_blocks (which chat templates are made for)
+// and the minus sign remove.
+static Text plain_spelling(String source) {
+    Text out = {0};
+    const char *s = source.s, *end = s + source.n;
+    if (end > s && end[-1] == '\n') end--; // as Jinja does
+    char tag = 0, quote = 0;               // inside of which we are
+    size_t line = 0, text = 0;             // where in `out` the text of a line and the text outside of tags begin
+    for (; s < end; s++) {
+        bool two = end - s > 1;
+        if (quote) {
+            if (*s == '\n') append_string(&out, "\\n");
+            else append(&out, *s == quote ? "'" : s, 1);
+            if (*s == '\\' && two) append(&out, ++s, 1);
+            else if (*s == quote) quote = 0;
+        } else if (tag && two && (*s == tag || (*s == '-' && end - s > 2 && s[1] == tag)) && s[1 + (*s == '-')] == '}') {
+            bool minus = *s == '-';
+            append(&out, (char[]){tag, '}'}, 2);
+            for (s += 1 + minus; minus && s + 1 < end && is_space(s[1]);) s++;
+            bool newline = tag == '%' && s + 1 < end && s[1] == '\n';
+            s += newline, text = out.n, line = newline ? out.n : SIZE_MAX, tag = 0;
+        } else if (tag && (*s == '\'' || *s == '"')) {
+            quote = *s;
+            if (out.n > 1 && !memcmp(out.s + out.n - 2, "'+", 2)) out.n -= 2; // 'a' + 'b' is 'ab'
+            else append(&out, "'", 1);
+        } else if (tag) {
+            if (!is_space(*s)) append(&out, s, 1);
+        } else if (two && *s == '{' && (s[1] == '%' || s[1] == '{')) {
+            tag = s[1] == '{' ? '}' : '%';
+            size_t blanks = out.n;
+            while (blanks > line && (out.s[blanks - 1] == ' ' || out.s[blanks - 1] == '\t')) blanks--;
+            if (end - s > 2 && s[2] == '-') strip_end(&out, text), s++;
+            else if (tag == '%' && blanks == line) out.n = blanks;
+            if (tag == '}' && out.n > 1 && out.n == text && !memcmp(out.s + out.n - 2, "}}", 2)) {
+                out.n -= 2; // {{ a }}{{ b }} is {{ a + b }}
+                append(&out, "+", 1);
+            } else append(&out, (char[]){'{', tag == '}' ? '{' : '%'}, 2);
+            s++;
+        } else {
+            append(&out, s, 1);
+            if (*s == '\n') line = out.n;
+        }
+    }
+    return out;
+}
+
+// The template that a model file's Jinja source is, or NULL.
+static const Template *find_template(String source) {
+    const Template *found = NULL;
+    Text theirs = plain_spelling(source);
+    for (int i = 0; i < 2 * N_TEMPLATES && !found; i++) {
+        const char *known = templates[i / 2].sources[i % 2];
+        Text ours = plain_spelling((String){known, strlen(known)});
+        if (ours.n == theirs.n && !memcmp(ours.s, theirs.s, ours.n)) found = &templates[i / 2];
+        free(ours.s);
+    }
+    free(theirs.s);
+    return found;
+}
+
+// The control token with this text, or -1.
+static int control_token(const Tokenizer *t, const char *text) {
+    for (int i = 0; i < t->vocab_size; i++)
+        if (t->pieces[i].type == CONTROL && equals((String){t->pieces[i].s, t->pieces[i].n}, text)) return i;
+    return -1;
+}
+
+// Makes the template's marks control tokens, where the vocabulary has them as user-defined pieces: nobody's words may
+// become them.
+static const char *claim_marks(Tokenizer *t, const Template *f) {
+    bool changed = false;
+    for (int i = 0; i < t->n_symbols; i++)
+        for (int m = 0; m < 3; m++)
+            if (f->marks[m] && equals((String){t->symbols[i]->s, t->symbols[i]->n}, f->marks[m])) {
+                t->pieces[t->symbols[i] - t->pieces].type = CONTROL;
+                changed = true;
+            }
+    if (!changed) return NULL;
+    free(t->table);
+    free(t->symbols);
+    t->n_symbols = 0;
+    return index_pieces(t);
+}
+
+typedef struct { const Tokenizer *t; const Template *f; Text text; int *ids, n; bool begun; } Turn; // text: yet to be encoded
+
+// Encodes the text so far. It begins with a space only where nothing but BOS stands before it, as in transformers.
+static void end_text(Turn *turn) {
+    int n, *ids = encode(turn->t, turn->text.s, turn->text.n, false, !turn->begun, &n);
+    turn->ids = resize(turn->ids, turn->n + n + 1, sizeof(int));
+    memcpy(turn->ids + turn->n, ids, n * sizeof(int));
+    turn->n += n;
+    turn->begun |= turn->text.n > 0;
+    turn->text.n = 0;
+    free(ids);
+}
+
+static void add_token(Turn *turn, int token) {
+    end_text(turn);
+    turn->ids[turn->n++] = token;
+    turn->begun = token != turn->t->bos;
+}
+
+// Adds a part of the template, in which marks, BOS and EOS are tokens.
+static void add_part(Turn *turn, const char *s) {
+    while (*s) {
+        int token = *s == *BOS ? turn->t->bos : *s == *EOS ? turn->t->eos : -1;
+        size_t length = 1;
+        for (int m = 0; m < 3 && token < 0; m++) {
+            const char *mark = turn->f->marks[m];
+            if (mark && !strncmp(s, mark, strlen(mark)) && (token = control_token(turn->t, mark)) >= 0) length = strlen(mark);
+        }
+        if (token >= 0) add_token(turn, token);
+        else append(&turn->text, s, 1);
+        s += length;
+    }
+}
+
+// The tokens of a user's turn, up to where the answer begins, in memory to be freed; their number in *n. What is the
+// user's is text, whatever it says.
+static int *encode_turn(const Tokenizer *t, const Template *f, bool first, const char *system, Text words, int *n) {
+    Turn turn = {.t = t, .f = f, .ids = resize(NULL, 0, sizeof(int)), .begun = !first};
+    if (!first) add_part(&turn, f->answer_close);
+    else if (t->add_bos && !f->bos) add_token(&turn, t->bos);
+    add_part(&turn, f->open);
+    if (*system) {
+        add_part(&turn, f->system_open);
+        append_string(&turn.text, system);
+        add_part(&turn, f->system_close);
+    }
+    while (f->strip && words.n && is_space(words.s[words.n - 1])) words.n--;
+    while (f->strip && words.n && !*system && is_space(*words.s)) words.s++, words.n--;
+    add_part(&turn, f->user_open);
+    append(&turn.text, words.s, words.n);
+    add_part(&turn, f->user_close);
+    end_text(&turn);
+    free(turn.text.s);
+    *n = turn.n;
+    return turn.ids;
 }
 
 // Asks on stdout and reads a line, without its end, into *line. False at the end of the input.
@@ -1147,47 +1435,27 @@ static bool ask(const char *question, Text *line) {
     return c != EOF || line->n;
 }
 
-static void append_between(Text *text, const char *open, Text inner, const char *close) {
-    append_string(text, open);
-    append(text, inner.s, inner.n);
-    append_string(text, close);
-}
-
-// Turns of user and assistant until the input ends or the context is full. The first words may come from -i,
-// the system prompt from -y.
-static void chat(Run *r, Text words, bool has_words, const char *system) {
+// Turns of user and assistant until the input ends. The first words may come from -i, the system prompt from -y.
+static void chat(Run *r, const Template *f, Text words, bool has_words, const char *system) {
     const Tokenizer *t = &r->tokenizer;
-    const Template *f = find_template(t->chat_template);
-    int pos = 0, last = -1, stop = match_symbol(t, f->stop, strlen(f->stop), true);
-    Text line = {0}, turn = {0}, instruction = {0};
+    int last = -1, stop = f->stop ? control_token(t, f->stop) : -1;
+    Text line = {0}, instruction = {0};
     if (system) append_string(&instruction, system);
     else if (!ask("Enter system prompt (optional): ", &instruction)) has_words = false;
-    open_state(r, r->steps, false);
+    append(&instruction, "", 1);
+    open_state(r, r->context, false);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
-        if (!first || !has_words) words = line;
-        turn.n = 0;
-        if (!first) append_string(&turn, f->next);
-        append_string(&turn, f->open);
-        if (first && instruction.n) append_between(&turn, f->system_open, instruction, f->system_close);
-        append_between(&turn, f->user_open, words, f->user_close);
-
-        int n, room = r->steps - pos - (last >= 0);
-        int *tokens = encode(t, turn.s, turn.n, first ? t->add_bos : f->bos_each_turn, f->markup, &n);
-        if (n > room) die("prompt", error("%d tokens, but the context has room for %d (-n)", n, room > 0 ? room : 0));
-        if (last >= 0) forward(&r->model, &r->state, &last, 1, pos++, false);
-        float *logits = prefill(&r->model, &r->state, tokens, n, pos);
-        pos += n;
+        int n, *tokens = encode_turn(t, f, first, first ? instruction.s : "", first && has_words ? words : line, &n);
+        if (last >= 0) feed(r, &last, 1);
+        float *logits = feed(r, tokens, n);
         print_bytes("Assistant: ", 11);
-        last = continue_text(r, logits, tokens[n - 1], &pos, stop);
+        last = tokens[n - 1];
+        if (continue_text(r, logits, &last, r->steps, stop) < r->steps) last = -1;
+        else fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
         print_end(&r->printer);
         free(tokens);
-        if (last < 0) {
-            fprintf(stderr, "the context of %d tokens is full\n", r->steps);
-            break;
-        }
     }
     free(line.s);
-    free(turn.s);
     free(instruction.s);
 }
 
@@ -1196,7 +1464,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
 static void perplexity(Run *r, Text text) {
     const Config *c = &r->model.config;
     int n;
-    int *tokens = encode(&r->tokenizer, text.s, text.n, true, false, &n);
+    int *tokens = encode(&r->tokenizer, text.s, text.n, true, true, &n);
     int inputs = n - 1, window = inputs < c->seq_len ? inputs : c->seq_len;
     if (inputs < 1) die("perplexity", "the text has no tokens");
     open_state(r, window, true);
@@ -1221,6 +1489,7 @@ static void perplexity(Run *r, Text text) {
 static void dump_logits(Run *r, Text prompt) {
     int n, vocab_size = r->model.config.vocab_size;
     int *tokens = encode_prompt(r, prompt, &n);
+    if (n > r->context) die("prompt", error("%d tokens, but the context is %d", n, r->context));
     open_state(r, n, true);
     for (int at = 0, T; at < n; at += T) {
         T = n - at < r->state.chunk ? n - at : r->state.chunk;
@@ -1233,13 +1502,23 @@ static void dump_logits(Run *r, Text prompt) {
     free(tokens);
 }
 
-// Prints the token ids of a text, without BOS, on one line.
-static void print_ids(const Tokenizer *t, Text text) {
-    int n;
-    int *tokens = encode(t, text.s, text.n, false, false, &n);
+static void print_ids(const int *tokens, int n) {
     for (int i = 0; i < n; i++) printf("%s%d", i ? " " : "", tokens[i]);
     printf("\n");
-    free(tokens);
+}
+
+// Prints the token ids of the prompt, or of each line of the input: without BOS, or in a chat as a turn of the user's.
+static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, const Template *f) {
+    Text line = {0};
+    for (bool first = true; has_prompt ? first : ask("", &line); first = false) {
+        int n, *tokens;
+        Text words = has_prompt ? prompt : line;
+        if (f) tokens = encode_turn(&r->tokenizer, f, first, first && system ? system : "", words, &n);
+        else tokens = encode(&r->tokenizer, words.s, words.n, false, true, &n);
+        print_ids(tokens, n);
+        free(tokens);
+    }
+    free(line.s);
 }
 
 // Round constants of SHA-256: the first 32 bits of the fractions of the first 64 primes' cube roots.
@@ -1290,12 +1569,17 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
     for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
 }
 
-// Whether the weights are those that were exported.
+// Whether the weights are those that were exported. Programs that write other tensors keep metadata that they don't know,
+// so the list of tensors has a checksum too: if it is another list, the weights' checksum is not about this file.
 static const char *verify(const Model *m) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
+    if (m->list_sha256) sha256(m->list, m->list_size, found);
+    CHECK(!m->list_sha256 || !memcmp(found, m->list_sha256, 64), "its checksum is another file's: a program that wrote its "
+          "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
     sha256(m->data, m->data_size, found);
-    CHECK(memcmp(found, m->sha256, 64) == 0, "its weights are damaged: SHA-256 %.64s, expected %.64s", found, m->sha256);
+    CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
+          m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
     return NULL;
 }
 
@@ -1340,7 +1624,7 @@ static uint64_t weights_read(Model *m, const uint8_t **first) {
 // A prompt of up to 128 tokens, and up to -n tokens one by one from an empty cache: medians of some runs, fewer if slow.
 static Bench measure(Run *r, double start) {
     const Config *c = &r->model.config;
-    Bench b = {.prompt = c->seq_len < 128 ? c->seq_len : 128, .decoded = r->steps};
+    Bench b = {.prompt = c->seq_len < 128 ? c->seq_len : 128, .decoded = r->steps < r->context ? r->steps : r->context};
     double prompt[BENCH_RUNS], decode[BENCH_RUNS], reading[BENCH_RUNS], share[BENCH_RUNS];
     int runs = 0, tokens[128];
     const uint8_t *first;
@@ -1400,7 +1684,8 @@ static const char help[] =
     "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
     "  -p NUMBER        sample from the most likely tokens of this probability, 0 or 1 is all (0.9)\n"
     "  -s NUMBER        seed, 0 takes the time (0)\n"
-    "  -n NUMBER        tokens in all, prompt included; 0, or more than the context, is the context (256)\n"
+    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat; 0 is the context (256)\n"
+    "  -c NUMBER        context: tokens that the model sees at once, at most the model's own (that)\n"
     "  -i TEXT          prompt\n"
     "  -f FILE          prompt from a file\n"
     "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
@@ -1410,15 +1695,16 @@ static const char help[] =
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
-    "  --tokenize       print the token ids of the prompt, or of each line of the input\n"
+    "  --template NAME  what the chat puts around your words: chatml, zephyr or llama2 (as the model file says)\n"
+    "  --tokenize       print the token ids of the prompt, or of each line of the input; with -m chat those of your turns\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
     "  --bench          how fast the model runs here, -n tokens one by one; with --json for programs\n"
-    "  --help           this text\n";
+    "  -h, --help       this text\n";
 
 typedef struct {
-    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *perplexity, *device;
-    double temperature, topp, seed, steps, threads;
+    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *template, *perplexity, *device;
+    double temperature, topp, seed, steps, context, threads;
     bool raw, tokenize, logits, verify, bench, json;
 } Options;
 
@@ -1438,6 +1724,7 @@ static void parse_option(Options *o, const char *flag, const char *value) {
     else if (!strcmp(flag, "-p")) o->topp = parse_number(flag, value, 0, 1, false);
     else if (!strcmp(flag, "-s")) o->seed = parse_number(flag, value, 0, 9007199254740991, true);
     else if (!strcmp(flag, "-n")) o->steps = parse_number(flag, value, 0, INT_MAX, true);
+    else if (!strcmp(flag, "-c")) o->context = parse_number(flag, value, 1, INT_MAX, true);
     else if (!strcmp(flag, "-j")) o->threads = parse_number(flag, value, 1, 1024, true);
     else if (!strcmp(flag, "-i")) o->prompt = value;
     else if (!strcmp(flag, "-f")) o->prompt_file = value;
@@ -1446,6 +1733,7 @@ static void parse_option(Options *o, const char *flag, const char *value) {
     else if (!strcmp(flag, "-y")) o->system = value;
     else if (!strcmp(flag, "--perplexity")) o->perplexity = value;
     else if (!strcmp(flag, "--device")) o->device = value;
+    else if (!strcmp(flag, "--template")) o->template = value;
     else die(flag, "no such option; see run --help");
 }
 
@@ -1477,8 +1765,9 @@ static Options parse_options(int argc, char **argv) {
     Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
     o.threads = default_threads();
     for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--help")) exit(fputs(help, stdout) < 0);
-        else if (i == 1) o.model = argv[i];
+        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) exit(fputs(help, stdout) < 0);
+        else if (i == 1 && argv[i][0] != '-') o.model = argv[i];
+        else if (i == 1) break;
         else if (!strcmp(argv[i], "--raw")) o.raw = true;
         else if (!strcmp(argv[i], "--tokenize")) o.tokenize = true;
         else if (!strcmp(argv[i], "--logits")) o.logits = true;
@@ -1486,15 +1775,18 @@ static Options parse_options(int argc, char **argv) {
         else if (!strcmp(argv[i], "--bench")) o.bench = true;
         else if (!strcmp(argv[i], "--json")) o.json = true;
         else if (!strncmp(argv[i], "--device=", 9)) parse_option(&o, "--device", argv[i] + 9);
+        else if (!strncmp(argv[i], "--template=", 11)) parse_option(&o, "--template", argv[i] + 11);
         else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
-    if (!o.model) die("model", "expected a file; see run --help");
+    if (!o.model) die("no model given", "expected ./run model.gguf, options after it; see ./run --help");
     if (o.prompt && o.prompt_file) die("-f", "there is a prompt from -i already");
     if (o.tokenize + o.logits + o.verify + o.bench + (o.perplexity != NULL) > 1)
         die("options", "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
     if (o.json && !o.bench) die("--json", "expected --bench beside it");
     if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
         die("-m", error("'%s' is no mode, expected generate or chat", o.mode));
+    if (o.template && !template_named(o.template))
+        die("--template", error("'%s' is no template, expected chatml, zephyr or llama2", o.template));
     if (strcmp(o.device, "cpu") && strcmp(o.device, "cuda") && strcmp(o.device, "auto"))
         die("--device", error("'%s' is no device, expected cpu, cuda or auto", o.device));
     if (!strcmp(o.device, "cuda") && strcmp(default_device, "cuda"))
@@ -1517,6 +1809,7 @@ static Text read_file(const char *path) {
 static const char *map_file(const char *path, const uint8_t **bytes, size_t *size) {
     int file = open(path, O_RDONLY | O_NONBLOCK); // so that a pipe is refused rather than waited for
     struct stat info;
+    CHECK(file >= 0 || errno != ENOENT, "no such file");
     CHECK(file >= 0 && fstat(file, &info) == 0, "%s", strerror(errno));
     CHECK(S_ISREG(info.st_mode), "not a regular file");
     CHECK(info.st_size > 0, "the file is empty");
@@ -1551,6 +1844,19 @@ static void load(Run *r, const char *model, const char *tokenizer, bool to_verif
     if (wrong) die(tokenizer, wrong);
 }
 
+// The chat's template: the one named, else the model file's. llama2.c's formats name none and mean Llama 2's.
+static const Template *template_of(Run *r, const Options *o) {
+    String text = r->tokenizer.chat_template;
+    const Template *f = o->template ? template_named(o->template) : !r->model.data ? template_named("llama2") : find_template(text);
+    if (!f)
+        die(o->model, error("%s%.*s%s; known are chatml, zephyr and llama2: name the one it was trained with, such as "
+                            "--template=llama2", text.n ? "its chat template '" : "it has no chat template",
+                            (int)(text.n < 60 ? text.n : 60), text.s, text.n ? "...' is unknown" : ""));
+    const char *wrong = claim_marks(&r->tokenizer, f);
+    if (wrong) die(o->model, wrong);
+    return f;
+}
+
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a reader that leaves is an error of writing like any other
     signal(SIGBUS, file_shrank);
@@ -1562,33 +1868,37 @@ int main(int argc, char **argv) {
     r.n_threads = (int)o.threads;
     r.device = o.device;
     r.printer.raw = o.raw;
-    r.steps = o.steps == 0 || o.steps > c->seq_len ? c->seq_len : (int)o.steps;
+    if (o.context > c->seq_len) die("-c", error("%.0f tokens, but the model's context is %d", o.context, c->seq_len));
+    r.context = o.context ? (int)o.context : c->seq_len;
+    r.steps = o.steps ? (int)o.steps : r.context;
     r.sampler = (Sampler){c->vocab_size, (float)o.temperature, (float)o.topp,
                           o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL),
                           resize(NULL, c->vocab_size, sizeof(Candidate))};
 
     bool has_prompt = o.prompt || o.prompt_file;
-    Text prompt = {0}, line = {0};
+    bool chats = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
+    const Template *template = chats ? template_of(&r, &o) : NULL;
+    Text prompt = {0}, text = {0};
     if (o.prompt) append_string(&prompt, o.prompt);
     if (o.prompt_file) prompt = read_file(o.prompt_file);
     if (o.verify) printf("the weights are intact\n");
-    else if (o.perplexity) perplexity(&r, line = read_file(o.perplexity));
+    else if (o.perplexity) perplexity(&r, text = read_file(o.perplexity));
     else if (o.logits) dump_logits(&r, prompt);
     else if (o.bench) bench(&r, start, o.json);
-    else if (o.tokenize && has_prompt) print_ids(&r.tokenizer, prompt);
-    else if (o.tokenize) while (ask("", &line)) print_ids(&r.tokenizer, line);
-    else if (strcmp(o.mode, "chat") == 0) chat(&r, prompt, has_prompt, o.system);
+    else if (o.tokenize) tokenize(&r, prompt, has_prompt, o.system, template);
+    else if (chats) chat(&r, template, prompt, has_prompt, o.system);
     else generate(&r, prompt);
     flush();
 
     if (r.state.backend) r.state.backend->close(r.state.backend);
     free(r.state.logits);
+    free(r.window);
     free(r.model.weights.layers);
     free(r.tokenizer.pieces);
     free(r.tokenizer.table);
     free(r.tokenizer.symbols);
     free(r.sampler.candidates);
     free(prompt.s);
-    free(line.s);
+    free(text.s);
     return 0;
 }

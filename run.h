@@ -67,8 +67,11 @@ typedef struct {
     Weights weights;
     const uint8_t *data; // GGUF: the tensors of the file, to its end
     size_t data_size;    // bytes
+    const uint8_t *list; // GGUF: names, shapes, types and offsets of the tensors
+    size_t list_size;    // bytes
     bool mapped;         // the weights lie in a mapped file: pages that are dropped come back
     const char *sha256;  // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
+    const char *list_sha256; // the list's
 } Model;
 
 typedef struct Backend Backend;

@@ -3,6 +3,8 @@ Text from a trained model, in PyTorch. `run` does the same in C, faster.
 
     python sample.py out/my --prompt="Once upon a time" --num_samples=3 --temperature=0.8
 """
+import sys
+
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import torch
@@ -15,7 +17,7 @@ out_dir = "out"         # the model: the folder of a run, or of runs (the newest
 tokenizer = ""          # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 prompt = ""             # the text to continue
 num_samples = 1         # how many continuations
-max_new_tokens = 256    # tokens of each, at most; the model's context is another limit
+max_new_tokens = 256    # tokens of each, at most; beyond the model's context it sees the latest ones
 temperature = 1.0       # 0: always the likeliest token; above 1: wilder than what was learnt
 top_p = 0.9             # sample from the likeliest tokens that have this probability together; 1: from all
 seed = 1337             # of the samples
@@ -35,16 +37,16 @@ def main():
     place = parallel.setup(device)
     model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     ids = vocabulary.encode(prompt, bos=True)
-    if len(ids) >= model.args.max_seq_len:
-        fail(f"the prompt has {len(ids)} tokens and the model's context {model.args.max_seq_len}; shorten the prompt")
     start = torch.tensor([ids], device=place)
     generator = torch.Generator(device=place).manual_seed(seed)
-    stop = (vocabulary.bos_id, vocabulary.eos_id)
+    stop, slid = (vocabulary.bos_id, vocabulary.eos_id), False
     for n in range(num_samples):
         try:
             tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
         except RuntimeError as e:  # torch.multinomial, of probabilities that are NaN
             fail(f"{out_dir}: cannot be sampled from ({e}); its weights are broken")
+        if not slid and (slid := tokens.shape[1] > model.args.max_seq_len + 1):  # the last one has not been evaluated
+            print(f"the context of {model.args.max_seq_len} tokens is full: it slides over the text", file=sys.stderr)
         print("\n" * (n > 0) + vocabulary.decode(tokens[0].tolist()), flush=True)
 
 

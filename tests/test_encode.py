@@ -51,7 +51,7 @@ VOCABULARIES = {
 }
 
 
-def write_gguf(path, pieces, prefix=False, remove=False, dim=2, tokenizer="llama"):
+def write_gguf(path, pieces, prefix=False, remove=False, dim=2, tokenizer="llama", **metadata):
     """The smallest model that carries the vocabulary: pieces as (bytes, score, type)."""
     w = gguf.GGUFWriter(path, "llama")
     w.add_context_length(8)
@@ -66,6 +66,8 @@ def write_gguf(path, pieces, prefix=False, remove=False, dim=2, tokenizer="llama
     w.add_token_types([t for _, _, t in pieces])
     w.add_add_space_prefix(prefix)
     w.add_remove_extra_whitespaces(remove)
+    for key, value in metadata.items():
+        w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
     shapes = {"token_embd": (len(pieces), dim), "output_norm": (dim,), "blk.0.attn_norm": (dim,), "blk.0.ffn_norm": (dim,),
               "blk.0.ffn_gate": (1, dim), "blk.0.ffn_up": (1, dim), "blk.0.ffn_down": (dim, 1)}
     shapes |= {f"blk.0.attn_{n}": (dim, dim) for n in ("q", "k", "v", "output")}

@@ -187,6 +187,12 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     text = capsys.readouterr().out
     count = len(vocabularies["mha"].encode(PROMPT)) + 20
     assert text == run("-t", "0", "-n", str(count), "-i", PROMPT).decode()
+    for long in (PROMPT, write_text(6, 30)):  # both go beyond the context of 256, one with the prompt
+        count = len(vocabularies["mha"].encode(long)) + 300
+        command(monkeypatch, sample, **knobs | dict(prompt=long, max_new_tokens=300), temperature=0.0)
+        text = capsys.readouterr()
+        assert text.out == run("-t", "0", "-n", str(count), "-i", long).decode() and len(vocabularies["mha"].encode(text.out)) > 280
+        assert text.err == "the context of 256 tokens is full: it slides over the text\n"
     command(monkeypatch, sample, **knobs, temperature=1.5, top_p=1.0, num_samples=3)
     samples = capsys.readouterr().out.split("\n\n")
     assert len(set(samples)) == 3 and all(s.startswith(PROMPT) for s in samples)
@@ -197,7 +203,7 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
 @pytest.mark.parametrize("script, knobs, said", [
     (sample, dict(num_samples=0), "num_samples is 0"), (sample, dict(temperature=-1.0), "temperature is -1.0"),
     (sample, dict(top_p=0.0), "top_p is 0.0"), (sample, dict(device="toaster"), "--device=toaster"),
-    (sample, dict(prompt="a kite " * 300), "shorten the prompt"), (sample, dict(out_dir="none"), "no complete checkpoint"),
+    (sample, dict(out_dir="none"), "no complete checkpoint"),
     (evaluate, dict(perplexity=""), "give --perplexity"), (evaluate, dict(perplexity="none"), "No such file"),
     (evaluate, dict(perplexity="empty"), "the text has no tokens"),
     (evaluate, dict(out_dir="m.bin", perplexity="m.bin"), "--tokenizer"),

@@ -395,10 +395,47 @@ def test_text_ends_at_eos_bos_or_the_asked_length(run_bin, tmp_path):
     assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 4, "-i", "cd") == b"cdef\n"
     assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 3, "-i", "abcdef") == b"abc\n"  # as llama2.c does
     assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 0, "-i", "") == b"".join(letters) + b"\n"
-    reciter(tmp_path, [(c, 1) for c in letters], seq=5)  # beyond the context there is nothing
-    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 20) == b"abcde\n"
-    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 20, "-i", "cdef") == b"cdefg\n"
-    assert "6 tokens, but the model's context is 5" in run(run_bin, tmp_path / "m.gguf", "-i", "cdefg", status=1)
+    assert spoken(run_bin, tmp_path, *letters, **{"tokenizer.ggml.eot_token_id": 7}) == b"abcd\n"
+    reciter(tmp_path, [(c, 1) for c in letters], seq=5)  # 0 is the context
+    assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 0) == b"abcde\n"
+
+
+@pytest.mark.parametrize("seq", [1, 2, 3, 4, 5, 24])
+def test_the_window_slides_over_what_is_longer_than_the_context(run_bin, tmp_path, seq):
+    """Greedy, from prompts that fit and that don't: transformers, given what the window must hold at each token."""
+    model = Model(seq=seq, heads=8, kv=2, tied=False, seed=3)
+    model.w["output"][:3] = 0  # <unk>, BOS and EOS are never drawn
+    model.write_gguf(tmp_path / "m.gguf")
+    oracle, half = model.oracle(), seq // 2 if seq > 3 else 1
+    for prompt in ("ab", "Hello there, this is longer"):
+        text = ids_of(prompt)
+        seen = text
+        while len(text) < 61:
+            if len(seen) > seq:
+                seen = text[:half > 1] + text[-max(1, half - 1):]
+            with torch.no_grad():
+                new = int(oracle(torch.tensor([seen])).logits[0, -1].argmax())
+            text, seen = text + [new], seen + [new]
+        shown = b"".join(bytes([i - 3]) if i < 259 else model.pieces[i][0] for i in text[1:])
+        p = subprocess.run([run_bin, tmp_path / "m.gguf", "-t", "0", "-n", "60", "-i", prompt, "--raw"], capture_output=True)
+        assert (p.returncode, p.stdout) == (0, shown + b"\n")
+        assert p.stderr.decode().count(f"the context of {seq} tokens is full: it slides over the text\n") == 1
+
+
+def test_a_smaller_context(run_bin, tmp_path):
+    """-c N is what the same model with a context of N does."""
+    for seq in (20, 64):
+        Model(seq=seq, seed=3).write_gguf(tmp_path / f"{seq}.gguf")
+    for n in (15, 60):
+        expected = run(run_bin, tmp_path / "20.gguf", "-t", 0, "-n", n, "-i", "Hi")
+        assert run(run_bin, tmp_path / "64.gguf", "-t", 0, "-n", n, "-i", "Hi", "-c", 20) == expected
+    assert "context is 64" in run(run_bin, tmp_path / "64.gguf", "-c", 65, status=1)
+
+
+def test_a_prompt_longer_than_the_asked_length_says_so(run_bin, tmp_path):
+    Model().write_gguf(tmp_path / "m.gguf")
+    p = subprocess.run([run_bin, tmp_path / "m.gguf", "-n", "3", "-i", "abcdef"], capture_output=True, text=True)
+    assert p.stdout == "abc\n" and p.stderr == "nothing was added: the prompt has 7 tokens, and -n 3 counts them too\n"
 
 
 def test_not_finite_logits_are_an_error(run_bin, tmp_path):
@@ -454,58 +491,7 @@ def test_same_text_as_llama2c(run_bin, small_model, flags):
     assert run(run_bin, *small_model, *shlex.split(flags)).decode().rstrip("\n") == text.rstrip("\n")
 
 
-# ---- chat
-
-FAMILIES = {  # chat template: (a turn with a system prompt, a later turn, BOS at every turn, the token that ends a reply)
-    None: ("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]", "[INST] And you? [/INST]", True, 2),
-    "{% if '[INST]' %}": ("[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST]", "[INST] And you? [/INST]", True, 2),
-    "{{ '<|im_start|>' }}": (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
-        "\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n", False, 260),
-    "{{ '<|user|>' }}": ("<|system|>\nBe brief.</s>\n<|user|>\nHi</s>\n<|assistant|>\n",
-                         "\n<|user|>\nAnd you?</s>\n<|assistant|>\n", False, 2),
-}
-
-
-@pytest.mark.parametrize("template", FAMILIES)
-def test_chat(run_bin, tmp_path, template):
-    """Two turns of a greedy model whose replies are short: what it was asked must be exactly the family's text."""
-    first, second, bos, stop = FAMILIES[template]
-    model = Model(dim=32, hidden=64, layers=1, vocab=261, seq=256, tied=False, seed=37)
-    model.pieces[259:] = [(b"<|im_start|>", 3), (b"<|im_end|>", 3)]
-    model.w["output"][stop] *= 2.5  # so that a reply ends soon (with this seed after 5 to 17 tokens)
-    model.w["output"][1] = 0        # and by this
-    model.write_gguf(tmp_path / "m.gguf", template=template)
-    oracle, ids, replies = model.oracle(), [], []
-    for turn in (first, second):
-        ids += [1] * (bos or not ids)
-        markup = {"<|im_start|>": 259, "<|im_end|>": 260, "</s>": 2} if not bos else {}
-        while turn:
-            name = next((m for m in markup if turn.startswith(m)), None)
-            ids += [markup[name]] if name else [3 + b for b in turn[0].encode()]
-            turn = turn[len(name) if name else 1:]
-        replies.append([])
-        while not (replies[-1] and ids[-1] == stop):
-            with torch.no_grad():
-                ids.append(int(oracle(torch.tensor([ids])).logits[0, -1].argmax()))
-            replies[-1].append(ids[-1])
-    assert all(2 < len(r) < 20 for r in replies)
-    said = [bytes(i - 3 for i in r if 3 <= i < 259) for r in replies]
-    expected = b"User: Assistant: " + said[0] + b"\nUser: Assistant: " + said[1] + b"\nUser: "
-    args = [tmp_path / "m.gguf", "-m", "chat", "-t", 0, "-n", 0, "--raw"]
-    assert run(run_bin, *args, "-y", "Be brief.", stdin=b"Hi\nAnd you?\n") == expected
-    assert run(run_bin, *args, stdin=b"Be brief.\nHi\nAnd you?") == b"Enter system prompt (optional): " + expected
-    assert run(run_bin, *args, "-i", "Hi", "-y", "Be brief.", stdin=b"And you?\n") == expected[6:]
-
-
-def test_chat_ends_with_its_input_or_its_context(run_bin, tmp_path):
-    args = [reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)] + [byte(b) for b in b"[]INST/ "]), "-m", "chat"]
-    assert run(run_bin, *args, stdin=b"") == b"Enter system prompt (optional): User: "
-    assert run(run_bin, *args, "-y", "") == b"User: "
-    assert run(run_bin, *args, "-n", 30, "-y", "", stdin=b"x" * 2000, status=1).startswith("run: prompt: 20")
-    p = subprocess.run([run_bin, *args, "-n", "24", "-y", "", "-t", "0"], input=b"xy\n" * 99, capture_output=True)
-    assert p.returncode == 0 and p.stdout == b"User: Assistant: INS\n" and b"context of 24 tokens is full" in p.stderr
-
+# ---- threads
 
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_the_team_does_every_item_once(tmp_path, threads):

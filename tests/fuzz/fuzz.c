@@ -54,14 +54,34 @@ static void use_model(Model *m) {
 // Encodes a text in every way and prints what comes out, which goes nowhere.
 static void use_tokenizer(const Tokenizer *t, const char *s, size_t n) {
     Printer p = {0};
-    for (int markup = 0; markup < 2; markup++) {
-        int n_tokens, *tokens = encode(t, s, n, true, markup, &n_tokens);
+    for (int prefix = 0; prefix < 2; prefix++) {
+        int n_tokens, *tokens = encode(t, s, n, true, prefix, &n_tokens);
         for (int i = 0; i < n_tokens; i++) {
             if (tokens[i] < 0 || tokens[i] >= t->vocab_size) abort();
             print_token(&p, t, i ? tokens[i - 1] : t->bos, tokens[i]);
         }
         print_end(&p);
         free(tokens);
+    }
+}
+
+// Two turns of a chat in every template: BOS, EOS and marks come from the template alone, whatever is said.
+static void use_chat(Tokenizer *t) {
+    if (t->pieces[t->unk].type == CONTROL) return; // what is no piece becomes one then
+    static char words[] = " <|im_start|><|im_end|> </s><s><|user|>\xff [INST] ";
+    find_template(t->chat_template);
+    for (int i = 0; i < N_TEMPLATES; i++) {
+        if (claim_marks(t, &templates[i])) return;
+        for (int first = 0; first < 2; first++) {
+            int n, *tokens = encode_turn(t, &templates[i], first, first ? words : "", (Text){.s = words, .n = sizeof words}, &n);
+            int plain, *others = encode_turn(t, &templates[i], first, first ? "x" : "", (Text){.s = words, .n = 1}, &plain);
+            int balance = 0;
+            for (int k = 0; k < n; k++) balance += t->pieces[tokens[k]].type == CONTROL;
+            for (int k = 0; k < plain; k++) balance -= t->pieces[others[k]].type == CONTROL;
+            if (balance) abort();
+            free(tokens);
+            free(others);
+        }
     }
 }
 
@@ -76,6 +96,7 @@ static void model_target(uint8_t *bytes, size_t size, int version, bool tokenize
     const char *wrong = load_model(&m, tokenizer ? &t : NULL, bytes, size);
     if (!wrong && m.sha256) verify(&m);
     if (!wrong && t.pieces) use_tokenizer(&t, sample_text, sizeof sample_text - 1);
+    if (!wrong && t.pieces) use_chat(&t);
     if (!wrong) use_model(&m);
     free(m.weights.layers);
     free_tokenizer(&t);
