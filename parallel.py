@@ -205,13 +205,18 @@ def mean(value):
     return value
 
 
-def any_true(flags, device):
-    """For each flag, whether it is set in any process, so that all of them act at the same step."""
+def largest(values, device):
+    """For each number the largest that any process has, so that all of them act alike at the same step."""
     if world == 1:
-        return flags
-    values = torch.tensor(flags, dtype=torch.float32, device=device)
+        return values
+    values = torch.tensor(values, dtype=torch.float32, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return [bool(value) for value in values.tolist()]
+    return values.tolist()
+
+
+def any_true(flags, device):
+    """For each flag, whether it is set in any process."""
+    return [bool(value) for value in largest(flags, device)]
 
 
 def first(function, *args, **kwargs):
@@ -367,9 +372,10 @@ class Signals:
     The time limit is one more way to stop.
     """
 
-    def __init__(self, max_minutes):
+    def __init__(self, seconds, end):
+        """seconds: what the run's clock shows now; end: what it shows when the time is over."""
         self.stop = self.save = False
-        self.end = time.monotonic() + 60 * max_minutes if max_minutes else math.inf
+        self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
         signal.signal(signal.SIGTERM, self.on_stop)
         signal.signal(signal.SIGUSR1, self.on_save)
@@ -382,10 +388,10 @@ class Signals:
         self.save = True
 
     def read(self, device):
-        """(stop, save): whether any process was asked to, so that all act at the same step."""
-        asked = any_true([self.stop or time.monotonic() > self.end, self.save], device)
+        """(stop, save, seconds): whether any process was asked to, and the run's clock, the same in all of them."""
+        stop, save, seconds = largest([self.stop, self.save, time.monotonic() - self.start], device)
         self.save = False
-        return asked
+        return bool(stop) or seconds >= self.end, bool(save), seconds
 
 
 def supervise(max_restarts, *more):

@@ -41,6 +41,7 @@ from configurator import fail
 TABLES = {
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
     "samples": ["prompt", "how", "text"],
+    "settings": ["setting", "before", "now"],  # of a resumed run
     "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
 }
 START_SECONDS = 4      # the training waits for a tracker to start; after that the tracker goes on alone

@@ -9,6 +9,7 @@ Train a Llama from scratch.
 The settings are the globals below; the loop is at the end.
 """
 import importlib.util
+import json
 import math
 import os
 import re
@@ -45,7 +46,7 @@ keep_last = 1               # newest checkpoints kept
 keep_best = 1               # checkpoints with the least validation loss kept
 init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune
 force_resume = False        # continue even where batch, data, seed or context have changed; sizes can't
-max_minutes = 0.0           # save and end after so long; 0: no limit
+max_minutes = 0.0           # save and end after so long, with the rate at the end of its schedule; 0: no limit
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
@@ -170,12 +171,16 @@ def say(text):
             tqdm.write(text, file=sys.stdout)
 
 
-def learning_rate_at(step):
-    """The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr."""
+def learning_rate_at(step, spent=0.0):
+    """
+    The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr. It follows the steps or, where that is
+    further, the clock: spent is the part of max_minutes that has gone.
+    """
     if step < warmup_iters:
         return learning_rate * (step + 1) / warmup_iters
     if not decay_lr:
         return learning_rate
+    step = max(step, spent * max_iters)
     if schedule == "cosine":
         done = min(1.0, (step - warmup_iters) / max(1, max_iters - warmup_iters))
         return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
@@ -216,8 +221,6 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
             loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
     norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
-    for group in opt.param_groups:
-        group["lr"] = learning_rate_at(step)
     loss = parallel.mean(total)
     taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
     if taken:
@@ -349,18 +352,68 @@ def take_out_dir():
     return found
 
 
-def adopt():
-    """To fine-tune: architecture and vocabulary are those of the checkpoint that init_from names. The settings set by it."""
+def adopt(given):
+    """
+    To fine-tune: sizes and vocabulary are those of the checkpoint that init_from names; return the settings set by it. What
+    is `given` and says otherwise is refused.
+    """
     origin = checkpoint.locate(init_from)
-    args = checkpoint.load(origin)["args"]
+    args, before, vocabulary = checkpoint.load(origin)["args"], stored_settings(origin), checkpoint.tokenizer_path(origin)
     adopted = {k: v for k, v in args.items() if k in globals() and k not in ("dropout", "max_seq_len")}
-    globals().update(adopted, vocab_source=str(checkpoint.tokenizer_path(origin)))
+    for name in sorted(given & {*adopted, "vocab_source"}):
+        same = globals()[name] in (adopted.get(name), before.get(name))
+        if not same and not (name == "vocab_source" and same_file(vocab_source, vocabulary)):
+            fail(f"--{name}={globals()[name]}: fine-tuning keeps sizes and vocabulary of {init_from}, where {name} is "
+                 f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
+    globals().update(adopted, vocab_source=str(vocabulary))
     return set(adopted)
+
+
+def same_file(a, b):
+    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
+
+
+# settings of the place and of the day, which a resumed run does not take from the one before
+PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
+         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log"}
+
+
+def stored_settings(folder):
+    """The settings that a checkpoint was trained with."""
+    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    return {k: v for k, v in stored.items() if k in settings(globals())}
+
+
+def resume_settings(folder, given):
+    """
+    A resumed run keeps its settings, but for those `given` anew. Returns (the settings that no depth derives any more,
+    [[name, before, now]] of what was changed).
+    """
+    stored = stored_settings(folder)
+    begun = stored.get("init_from", "auto")
+    if tuning() and Path(begun).resolve() != Path(init_from).resolve():
+        fail(f"{out_dir} holds a run that began from {'nothing' if begun in ('auto', 'scratch', 'resume') else begun}, not from "
+             f"{init_from}; give another --out_dir, or --init_from=resume to continue it")
+    kept = {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
+    changes = [[k, str(v), str(globals()[k])] for k, v in kept.items() if k in given and globals()[k] != v]
+    globals().update({k: v for k, v in kept.items() if k not in given}, init_from=begun)
+    if "vocab_source" not in given and tuning():  # the vocabulary of a checkpoint that may have gone
+        globals().update(vocab_source=str(checkpoint.tokenizer_path(folder)))
+    say(f"{'evaluating' if eval_only else 'resuming'} {out_dir} at iteration {checkpoint.manifest(folder)['step']:,} of {max_iters:,}")
+    for name, before, now in changes:
+        say(f"{name}: {before} -> {now}")
+    return given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
+
+
+def data_files():
+    """[path, size, time of change] of every file of the data; [] where they are not the user's."""
+    path = Path(data)
+    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
 
 
 def fixed(args, dataset):
     """What may not differ between a run and its continuation."""
-    same = {k: v for k, v in asdict(args).items() if k != "multiple_of"}
+    same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
     same |= {k: globals()[k] for k in ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")}
     return same | {"data": dataset.meta["fingerprint"]}
 
@@ -372,12 +425,40 @@ SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim"
 def restore(folder, now, opt):
     """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
     train = checkpoint.load(folder, "train", check=eval_only)
-    for name, old in train["state"]["fixed"].items():
-        if now[name] != old and not (force_resume and name not in SHAPES):
-            fail(f"{out_dir} holds a run with {name}={old}, now it is {now[name]}; give the old value to resume it, "
-                 f"another --out_dir, or --init_from=scratch{'' if name in SHAPES else ', or --force_resume=True'}")
+    before = train["state"]["fixed"]
+    different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
+    never = [name for name in different if name in SHAPES]
+    if different and (never or not force_resume):
+        name = different[0]
+        what = other_data(folder) if name == "data" else f"holds a run with {name}={before[name]}, now it is {now[name]}"
+        fail(f"{out_dir} {what}; give the old value to resume it, another --out_dir, or --init_from=scratch"
+             f"{'' if never else ', or --force_resume=True'}")
     opt.load_state_dict(train["optimizer"])
     return train["state"]
+
+
+def other_data(folder):
+    """In words: how the data differ from those that a checkpoint was trained on."""
+    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
+        if stored.get(name) != globals()[name]:
+            return f"holds a run with {name}={stored.get(name)}, now it is {globals()[name]}"
+    before, now = ({path: rest for path, *rest in files} for files in (stored.get("data_files", []), data_files()))
+    changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
+    named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else data
+    return f"holds a run on another text: {named} changed since"
+
+
+def wind(clock):
+    """
+    The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}.
+    `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was
+    reached begins anew.
+    """
+    limit = 60 * max_minutes
+    if clock["limit"] == limit and clock["seconds"] < clock["end"]:
+        return clock
+    return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}
 
 
 class Stopwatch:
@@ -604,8 +685,12 @@ def main(given):
         parallel.keep_memory()
     settle_out_dir()
     start, resuming = parallel.first(find_start)
-    if tuning():
-        given = given | adopt()
+    changes = []
+    if resuming:
+        given, changes = resume_settings(start, given)
+        check_settings()
+    elif tuning():
+        given = given | adopt(given)
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     dataset = load_data(place)
@@ -622,7 +707,7 @@ def main(given):
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "fixed": fixed(args, dataset), "loss_sum": 0.0,
-             "loss_steps": 0}
+             "loss_steps": 0, "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
     if resuming:
         state |= restore(start, state["fixed"], opt)
     if start:
@@ -634,14 +719,18 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
-        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype))
-        train(config, state, dataset, args, model, opt, place, amp)
+        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype) | {"data_files": data_files()})
+        train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 
 
-def train(config, state, dataset, args, raw_model, opt, device, amp):
-    """The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}."""
-    tracker, signals, writer = start_tracking(config, state), parallel.Signals(max_minutes), checkpoint.Writer()
+def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
+    """
+    The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}; changes:
+    the settings given anew to a resumed run, which go into the log.
+    """
+    tracker, writer, clock = start_tracking(config, state), checkpoint.Writer(), wind(state["clock"])
+    signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = Guard(spike_z, state.get("guard"))
     state["guard"] = guard.state
     model = parallel.wrap(raw_model)
@@ -658,9 +747,10 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
             row["documents"] = corpus.look(dataset)
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
-                    "lr": learning_rate_at(step - 1)} | watch.read(config) | look.take()
+                    "lr": rate} | watch.read(config) | look.take()
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
-        stop, save_now = signals.read(device) if step > resumed else (False, False)
+        stop, save_now, seconds = signals.read(device) if step > resumed else (False, False, clock["seconds"])
+        state["clock"] = clock | {"seconds": seconds}
         with watch.paused():
             if stop:
                 save(writer, state, args, raw_model, opt, dataset, config, math.inf)  # at once, whatever follows
@@ -669,6 +759,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
             if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
                 state |= {"best": row["loss/val"], "best_step": step}
             if len(row) > 2:
+                row, changes = row | ({"settings": changes} if changes else {}), []
                 refuse_nonsense(row, tracker)
                 tracker.log(row)
                 show(row, bar)
@@ -680,6 +771,9 @@ def train(config, state, dataset, args, raw_model, opt, device, amp):
         if end or stop:
             break
         look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
+        rate = learning_rate_at(step, seconds / clock["end"])
+        for group in opt.param_groups:
+            group["lr"] = rate
         loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, look)
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1

@@ -79,6 +79,8 @@ def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder)
     finish(start(folder, server.url, "train.py", *TINY, "--max_iters=40", "--wandb_tables=False", "--wandb_log_model=False"))
     assert [row["iter"] for row in uploaded(server, folder)] == list(range(0, 45, 5))
     assert list(server.runs) == [run_id] and len(server.artifacts) == sent
+    assert server.runs[run_id]["config"]["max_iters"]["value"] == 40  # what was given anew
+    assert track.read_rows(folder / "out/log.jsonl")[5]["settings"] == [["max_iters", "20", "40"]]
     assert sum(" iter     40 | " in line for line in server.runs[run_id]["output"][len(shown):]) == 1
     assert KEY not in "".join(p.read_text(errors="replace") for p in folder.rglob("*") if p.is_file())
 

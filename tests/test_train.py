@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -170,9 +171,41 @@ def test_the_wandb_run_is_one_across_offline_resumes(folder):
 
 def test_a_changed_setting_is_not_continued(folder, reference):
     for change, words in [("--batch_size=8", "batch_size=4, now it is 8"), ("--seed=1", "seed=1337"),
-                          ("--dim=64", "dim=32"), ("--dropout=0.0", "dropout=0.2")]:
+                          ("--dim=64", "dim=32"), ("--vocab_source=char", "holds a run with vocab_source=byte, now it is char")]:
         done = run(folder, *reference[0], "--out_dir=whole", "--max_iters=50", change)
-        assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+        assert done.returncode == 2 and words in done.stderr and done.stderr.count("error:") == 1
+        assert "encoding:" in done.stderr or done.stderr.count("\n") == 1
+
+
+def bare(folder, *args):
+    """train.py without the settings of TINY."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(ROOT / "train.py"), *args], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
+    (folder / "texts").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (folder / "texts" / name).write_text((folder / "my.txt").read_text())
+    chosen = ["--dropout=0.1", "--schedule=cosine", "--warmup_iters=3", "--beta1=0.8", "--data=texts"]
+    assert run(folder, *chosen, "--max_iters=5", "--out_dir=kept").returncode == 0
+    before = json.loads((folder / "kept/config.json").read_text())
+    done = bare(folder, "--out_dir=kept", "--max_iters=10", "--learning_rate=0.001", "--dropout=0.3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "resuming kept at iteration 5 of 10"
+    assert sorted(lines[1:4]) == sorted(["max_iters: 5 -> 10", "dropout: 0.1 -> 0.3", "learning_rate: 0.003 -> 0.001"])
+    after = json.loads((folder / "kept/config.json").read_text())
+    told = {"learning_rate": 0.001, "dropout": 0.3, "max_iters": 10}
+    same = {k for k in train.settings(vars(train)) if k not in train.PLACE and not k.startswith("wandb_")}
+    assert {k: after[k] for k in same} == {k: before[k] for k in same} | told
+    assert rows(folder, "kept")[-1]["settings"] == [re.split(": | -> ", line) for line in lines[1:4]]
+    (folder / "texts/b.txt").write_text("other " * 5000)
+    done = bare(folder, "--out_dir=kept", "--max_iters=15")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].count("b.txt changed since") == 1
+    assert "fingerprint" not in done.stderr and len(done.stderr.splitlines()[-1]) < 400
+    done = bare(folder, "--out_dir=kept", "--max_iters=15", "--data=my.txt")
+    assert done.returncode == 2 and "holds a run with data=texts, now it is my.txt" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -284,16 +317,35 @@ def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, mo
 
 
 def test_fine_tuning_takes_architecture_and_vocabulary_from_the_checkpoint(folder, reference):
-    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned", "--dim=64", "--max_iters=10")
+    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned", "--max_iters=10")
     assert done.returncode == 0, done.stderr
     log = rows(folder, "tuned")
     best = min(row["loss/val"] for row in rows(folder, "whole") if "loss/val" in row)
     assert abs(log[0]["loss/val"] - best) < 1e-3
     assert checkpoint.load(checkpoint.newest(folder / "tuned"))["args"]["dim"] == 32
+    for change, words in [("--dim=64", "--dim=64: fine-tuning keeps"), ("--vocab_source=char", "where vocab_source is byte")]:
+        done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned_otherwise", change)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr
+    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=tuned_other_origin", "--max_iters=1")
+    done = run(folder, "--data=my.txt", "--init_from=tuned", "--out_dir=tuned_other_origin", "--max_iters=2")
+    assert done.returncode == 2 and "began from whole, not from tuned" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_run_that_never_improves_ends_with_a_trained_model_that_is_there(folder, reference):
+    """Steps so large that they harm: fine-tuning ends above where it began."""
+    done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=harmed", "--max_iters=20", "--learning_rate=0.9",
+               "--spike_z=0", "--wandb_log=True", "--warmup_iters=0")
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    losses = {row["iter"]: row["loss/val"] for row in rows(folder, "harmed") if "loss/val" in row}
+    assert losses[0] < min(losses[10], losses[20])
+    best = min((10, 20), key=losses.get)
+    assert f"best validation loss {losses[best]:.4f}; write with it: ./run harmed/model.gguf" in done.stdout
+    assert export.exported_step(folder / "harmed/model.gguf") == best
+    assert checkpoint.locate(folder / "harmed").name == f"step_{best:08d}"
 
 
 def test_fine_tuning_is_resumed_by_the_same_command(folder, reference):
-    args = ["--data=my.txt", "--init_from=whole", "--dim=64", "--decay_lr=False"]
+    args = ["--data=my.txt", "--init_from=whole", "--decay_lr=False"]
     assert run(folder, *args, "--out_dir=tuned_whole", "--max_iters=10").returncode == 0
     for steps in (5, 10):
         done = run(folder, *args, "--out_dir=tuned_parts", f"--max_iters={steps}")
@@ -568,6 +620,19 @@ def test_a_time_limit_saves_and_ends(folder):
     assert done.stdout.endswith("write with it: ./run limit/model.gguf -i The\n")
     assert export.exported_step(folder / "limit/model.gguf") == step == rows(folder, "limit")[-1]["iter"]
     assert rows(folder, "limit")[-1]["loss/val"] < rows(folder, "limit")[0]["loss/val"]
+    rates = [row["lr"] for row in rows(folder, "limit") if "lr" in row]  # the schedule follows the clock
+    assert rates[-1] < 0.3 * max(rates)
+
+
+def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins_anew(monkeypatch):
+    monkeypatch.setattr(train, "max_minutes", 1.0)
+    fresh = train.wind({"seconds": 0.0, "limit": 0.0, "end": float("inf")})
+    assert fresh == {"seconds": 0.0, "limit": 60.0, "end": 60.0}
+    assert train.wind(fresh | {"seconds": 20.0})["end"] == 60 and train.wind(fresh | {"seconds": 61.0})["end"] == 121
+    monkeypatch.setattr(train, "max_minutes", 2.0)
+    assert train.wind(fresh | {"seconds": 20.0})["end"] == 140
+    monkeypatch.setattr(train, "max_minutes", 0.0)
+    assert train.wind(fresh)["end"] == float("inf")
 
 
 def test_a_supervised_run_survives_kills(folder, reference):
@@ -923,6 +988,7 @@ def test_schedules(monkeypatch):
     monkeypatch.setattr(train, "schedule", "linear")
     monkeypatch.setattr(train, "decay_fraction", 0.5)
     assert rate(20) == rate(55) == 1.0 and abs(rate(110) - 0.1) < 1e-9
+    assert rate(20, 0.75) == rate(82.5) and rate(20, 1.0) == rate(110) and rate(5, 1.0) == 0.6  # further by the clock
     monkeypatch.setattr(train, "decay_lr", False)
     assert rate(109) == 1.0
 
