@@ -68,6 +68,10 @@ def draw_ends(axes, groups):
 
 def main(folders):
     found = compare.read_runs(compare.run_folders(folders))
+    others = [run["name"] for run in found if "model_args" not in run["config"]]
+    if others:
+        print(f"left out, since train.py did not make them: {', '.join(others)}", file=sys.stderr)
+    found = [run for run in found if run["name"] not in others]
     if not found:
         fail("no runs; expected their folders, as in: python bench/curves.py out/a out/b")
     groups = {}

@@ -1,0 +1,234 @@
+"""
+Each command of README.md and the other pages runs as it is written there, in order, in a fresh clone.
+
+bash runs the blocks of a page, one page after the other. What takes a while, or more than a machine without a network has,
+is replaced where bash looks for programs:
+
+- python forks from a process that has imported torch already, which takes longer than a tiny training does;
+- trainings get SHORT behind their own flags, a sweep two trials, and the built-in stories are fewer (STORIES);
+- what NOT_RUN names is read instead: its files must exist, its flags must be known and their values fit;
+- make builds what needs no GPU, and else shows that it knows the target; runcuda is run, whose flags it has.
+"""
+import array
+import contextlib
+import gc
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import configurator
+import stories
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md", "doc/**/*.md", "bench/*.md")
+                               for path in ROOT.glob(pages)} - {"README.md"})]
+STORIES = 400
+SHORT = {"train.py": ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--max_seq_len=64"],
+         "sweep.py": ["--count=2"]}
+NOT_RUN = {  # commands of which this is true are only read
+    r"config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",
+    r"--nnodes": "needs two machines",
+    r"^bench/(?!curves)": "measures for minutes, partly other programs",
+    r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
+}
+PROGRAMS = r"(python|make|torchrun|srun|for|cat|train|source|wandb|git|pip|\.venv/|\./)[ /(a-z]"
+FILES = ("my.txt", "input.txt", "file.txt", "wikitext2_valid.txt", "wikitext2_test.txt")  # what a reader has or gets
+STUBS = {
+    "make": 'case $1 in demo|run) exec {make} "$@";; esac; exec {make} -n "$@" > /dev/null',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NNODES=2 SLURM_JOB_ID=1 SLURM_JOB_NODELIST=one,two exec "$@"',
+    "scontrol": '[[ "$*" == "show hostnames one,two" ]] && printf "one\\ntwo\\n"',
+    "torchrun": 'exec python -m torch.distributed.run "$@"',
+    "wandb": 'exec {wandb} "$1" --help > /dev/null',  # leet is for eyes, sweep needs a server
+}
+CLIENT = """#!{python} -SE
+import array, json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect("{address}")
+    message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    server.sendmsg([len(message).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+    server.sendall(message)
+    sys.exit(int(server.recv(16) or 1))
+"""
+
+
+# ---- the pages ----------------------------------------------------------------------------------------------------
+
+def blocks(page):
+    """[(line, commands)] of a page's blocks that begin with a command; of a transcript the lines behind `$ `."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for match in re.finditer(r"^```.*\n((?s:.*?))^```", text, re.M):
+        lines = match[1].splitlines()
+        if lines[0].startswith("$ "):
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        if re.match(PROGRAMS, lines[0]):
+            yield text[:match.start()].count("\n") + 2, replace_placeholders("\n".join(lines))
+
+
+def replace_placeholders(command):
+    """What stands for what the reader chooses: `...` nothing, --knob=N a value that fits, here the knob's default."""
+    knobs = configurator.source_knobs(ROOT / "train.py")
+    command = re.sub(r" \.\.\.(?=['\s]|$)", "", command)
+    return re.sub(r"--(\w+)=(\d+/)?[A-Z](/\d+)?(?=\s|$)", lambda m: f"--{m[1]}={knobs[m[1]][0]}", command)
+
+
+def read_only(argv):
+    """Check a command that is not run: its script and presets exist, its flags are known."""
+    if argv[:2] == ["-m", "torch.distributed.run"]:
+        from torch.distributed.run import get_args_parser
+        args = get_args_parser().parse_args(argv[2:])
+        argv = [args.training_script, *args.training_script_args]
+    knobs = configurator.source_knobs(ROOT / argv[0])
+    if argv[0] != "track.py":
+        configurator.configure({"__file__": str(ROOT / argv[0])} | {name: knob[0] for name, knob in knobs.items()},
+                               "data" if argv[0] == "train.py" else [], argv[1:])
+
+
+# ---- python, forked --------------------------------------------------------------------------------------------------
+
+def serve(address):
+    """Run the commands of clients, each in a process of its own that has torch."""
+    import safetensors.torch  # noqa: F401
+    import sentencepiece  # noqa: F401
+    import torch  # noqa: F401
+    import torch.distributed.run  # noqa: F401
+    import tqdm  # noqa: F401
+    gc.collect()
+    gc.freeze()  # or each process would take as long to end as to import it
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen()
+        print("ready", flush=True)
+        while True:
+            client, _ = server.accept()
+            if not os.fork():
+                server.close()
+                return answer(client)
+            client.close()
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+
+
+def answer(client):
+    """In the child: its own child is the program, with the client's files, folder and environment."""
+    size, ancillary, _, _ = client.recvmsg(4, 1024)
+    files = array.array("i", ancillary[0][2])
+    message = b""
+    while len(message) < int.from_bytes(size, "big"):
+        message += client.recv(1 << 16)
+    argv, folder, environment = json.loads(message)
+    child = os.fork()
+    if child:
+        client.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+        os._exit(0)
+    client.close()
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = shutil.which("python")
+    run_command(argv)
+
+
+def run_command(argv):
+    argv = argv[1:] if argv[0] == "-u" else argv
+    if any(re.search(pattern, " ".join(argv)) for pattern in NOT_RUN):
+        return read_only(argv)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        return runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    sys.argv = [*argv, *SHORT.get(argv[0], [])]
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+# ---- the clone ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A fresh clone of the working tree, with what stands in for programs and what the reader has."""
+    folder = tmp_path_factory.mktemp("docs") / "llamac"
+    subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
+    changed = subprocess.check_output(["git", "ls-files", "-mo", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in changed.splitlines():
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True, parents=True)
+            shutil.copy(ROOT / name, folder / name)
+        else:
+            (folder / name).unlink()
+    fewer, count = re.subn(r"^STORIES = [\d_]+", f"STORIES = {STORIES}", (folder / "data.py").read_text(), flags=re.M)
+    assert count == 1
+    (folder / "data.py").write_text(fewer)
+    if subprocess.run(["make", "-q", "run"], cwd=ROOT).returncode == 0:  # as `make test` has it: no need to build it again
+        shutil.copy(ROOT / "run", folder / "run")
+    story = "\n<|endoftext|>\n".join(stories.write(0, number)[0] for number in range(150))
+    for name in FILES:
+        (folder / name).write_text(story)
+    (folder / "other_trainer.py").write_text("for step in 1, 2: print(f'step {step}: train loss {3 / step:.1f}')\n")
+    for name, text in {"program": "echo 'BLEU 12.5'", "runcuda": 'exec ./run "$@"'}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    add_programs(folder)
+    server = subprocess.Popen([sys.executable, "-m", "tests.test_docs", str(folder / "python.socket")], cwd=ROOT,
+                              stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert server.stdout.readline()
+    yield folder
+    server.terminate()
+    server.wait()
+
+
+def add_programs(folder):
+    """The environment that `make demo` would set up, and the programs in front of all others."""
+    programs = folder / ".venv/bin"
+    programs.mkdir(parents=True)
+    for stamp in "demo", "test":
+        (folder / ".venv" / stamp).touch()
+    (programs / "activate").write_text(f"PATH={programs}:$PATH\n")
+    (programs / "python").write_text(CLIENT.format(python=sys.executable, address=folder / "python.socket"))
+    where = {"make": shutil.which("make"), "wandb": Path(sys.executable).with_name("wandb")}
+    for name, text in STUBS.items():
+        (programs / name).write_text("#!/bin/bash\n" + text.format(**where) + "\n")
+    for path in programs.iterdir():
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_as_written(page, clone):
+    script = "set -Eo pipefail\ntrap 'code=$?; failed+=$at; echo \"==== $at: $BASH_COMMAND: exit code $code\"' ERR\n"
+    for line, commands in blocks(page):
+        script += f"at='{page}, line {line}'; echo \"---- $at\"\n{commands}\n"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTHON", "MAKE", "MFLAGS"))}
+    done = subprocess.run(["bash", "-c", script + "trap - ERR; [[ -z $failed ]]"], cwd=clone, text=True, stdin=subprocess.DEVNULL,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env=environment | {"PATH": f"{clone}/.venv/bin:{environment['PATH']}", "HOME": str(clone.parent),
+                                             "WANDB_MODE": "offline"})
+    assert done.returncode == 0, done.stdout
+
+
+def test_commands_within_sentences_are_known(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = subprocess.run(["grep", "-o", "-e", "--[a-z]*", "run.c"], capture_output=True, text=True).stdout.split()
+    for page in PAGES:
+        text = re.sub(r"^```(?s:.*?)^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M)
+        assert not re.search(rf"^    {PROGRAMS}", text, re.M), f"{page}: commands stand between lines of ```"
+        for program, words in re.findall(r"`(python|make|\./run) ([^`]+)`", text):
+            if program == "python":
+                read_only(shlex.split(replace_placeholders(words)))
+            elif program == "make":
+                subprocess.run(["make", "-n", *shlex.split(words)], check=True, stdout=subprocess.DEVNULL)
+            else:
+                assert {word for word in words.split() if word.startswith("--")} <= set(flags), f"{page}: run {words}"
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
