@@ -34,7 +34,7 @@ test: .venv/test run ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile tests
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, GPU kernels at 7 sizes of GPU (an hour)
-	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_cuda.py
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_cuda.py
 
 bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)
 	$(VENV) bench/run.py

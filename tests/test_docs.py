@@ -5,8 +5,9 @@ bash runs the blocks of a page, one page after the other. What takes a while, or
 is replaced where bash looks for programs:
 
 - python forks from a process that has imported torch already, which takes longer than a tiny training does;
-- trainings get SHORT behind their own flags, a sweep two trials, and the built-in stories are fewer (STORIES);
-- what NOT_RUN names is read instead: its files must exist, its flags must be known and their values fit;
+- trainings get SHORT behind their own flags, a sweep two trials; pytest lists its tests; the built-in stories are fewer;
+- what NOT_RUN names is read instead: its files must exist, its flags must be known and their values fit. So are the
+  experiments of doc/lab, which `make test-long` runs (long_docs.py);
 - make builds what needs no GPU, and else shows that it knows the target; runcuda is run, whose flags it has.
 """
 import array
@@ -33,7 +34,7 @@ PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md",
                                for path in ROOT.glob(pages)} - {"README.md"})]
 STORIES = 400
 SHORT = {"train.py": ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--max_seq_len=64"],
-         "sweep.py": ["--count=2"]}
+         "sweep.py": ["--count=2"], "pytest": ["--collect-only"]}
 NOT_RUN = {  # commands of which this is true are only read
     r"config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",
     r"--nnodes": "needs two machines",
@@ -142,10 +143,12 @@ def answer(client):
 
 def run_command(argv):
     argv = argv[1:] if argv[0] == "-u" else argv
-    if any(re.search(pattern, " ".join(argv)) for pattern in NOT_RUN):
+    if "ONLY_READ" in os.environ or any(re.search(pattern, " ".join(argv)) for pattern in NOT_RUN):
         return read_only(argv)
+    for name in "configurator", "stories", "tests":  # those in the clone are meant
+        del sys.modules[name]
     if argv[0] == "-m":
-        sys.argv = argv[1:]
+        sys.argv = [*argv[1:], *SHORT.get(argv[1], [])]
         return runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     sys.argv = [*argv, *SHORT.get(argv[0], [])]
     sys.path[0] = str(Path(argv[0]).resolve().parent)
@@ -202,17 +205,20 @@ def add_programs(folder):
         path.chmod(0o755)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_run_as_written(page, clone):
+def run_page(page, clone, **variables):
     script = "set -Eo pipefail\ntrap 'code=$?; failed+=$at; echo \"==== $at: $BASH_COMMAND: exit code $code\"' ERR\n"
     for line, commands in blocks(page):
         script += f"at='{page}, line {line}'; echo \"---- $at\"\n{commands}\n"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "PYTHON", "MAKE", "MFLAGS"))}
-    done = subprocess.run(["bash", "-c", script + "trap - ERR; [[ -z $failed ]]"], cwd=clone, text=True, stdin=subprocess.DEVNULL,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env=environment | {"PATH": f"{clone}/.venv/bin:{environment['PATH']}", "HOME": str(clone.parent),
-                                             "WANDB_MODE": "offline"})
+    environment |= {"PATH": f"{clone}/.venv/bin:{environment['PATH']}", "HOME": str(clone.parent), "WANDB_MODE": "offline"}
+    done = subprocess.run(["bash", "-c", script + "trap - ERR; [[ -z $failed ]]"], cwd=clone, env=environment | variables,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run_as_written(page, clone):
+    run_page(page, clone, **({"ONLY_READ": "1"} if page.startswith("doc/lab/") else {}))
 
 
 def test_commands_within_sentences_are_known(monkeypatch):
