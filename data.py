@@ -3,7 +3,7 @@ Any text → tokens on disk → batches.
 
     python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache] [--show=True]
 
-SOURCE is `stories` or `stories:N` (written by stories.py), `tinystories` or `tinyshakespeare` (downloaded), a text file,
+SOURCE is `stories` or `stories:N` (written by engine/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a text file,
 a folder of .txt and .jsonl files, or a folder prepared before. Of a folder are left out, and named: what is hidden or
 installed, runs, the cache, other files. What is prepared is a folder of
 
@@ -54,7 +54,7 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 from tqdm import tqdm
 
-import stories
+from engine import stories
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl

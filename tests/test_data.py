@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import data
-import stories
+from engine import stories
 from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 
 import configurator
-import stories
+from engine import stories
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md", "doc/**/*.md", "bench/*.md")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-import stories
+from engine import stories
 
 SOME = [stories.write(11, number) for number in range(3000)]
 
