@@ -23,8 +23,9 @@ import torch.nn.functional as F
 import checkpoint
 import parallel
 from compare import pad, width
+from engine.redact import redact
 from export import load_model
-from track import Wandb, new_run_id, redact
+from track import Wandb, new_run_id
 
 out_dir = "out"      # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin

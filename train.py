@@ -30,10 +30,11 @@ from tqdm import tqdm
 import checkpoint
 import data as corpus  # `data` is a knob
 import parallel
+from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
 from optim import Guard, make_optimizer
-from track import Look, Tracker, make_tracker, new_run_id, probe, redact, source_version
+from track import Look, Tracker, make_tracker, new_run_id, probe, source_version
 
 # ---- output
 out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import track
+from engine import follow
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -343,7 +344,7 @@ def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_
             return len(text)
 
     heard, seconds = [], []
-    tee = track.Tee(Nowhere(), heard.append)
+    tee = follow.Tee(Nowhere(), heard.append)
     for hour in range(12):
         begin = time.process_time()
         for i in range(36_000):
@@ -359,16 +360,16 @@ def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_
 def test_the_console_is_what_a_terminal_shows_in_the_end_and_no_line_is_endless(monkeypatch):
     monkeypatch.setenv("MY_TOKEN", "s3cret" * 5)
     heard, shown = [], io.StringIO()
-    tee = track.Tee(shown, heard.append)
+    tee = follow.Tee(shown, heard.append)
     for text in ("one\r\ntwo\r", "2\n", "bar 1\rbar 2\r\n", "no end", "\rnew\n", "\n"):
         tee.write(text)
     assert heard == ["one\n", "2\n", "bar 2\n", "new\n", "\n"] and shown.getvalue().startswith("one\r\ntwo\r2\n")
     for _ in range(1000):
         tee.write("." * 100)  # a program that shows its progress in dots
-        assert len(tee.line) <= 2 * track.LINE
+        assert len(tee.line) <= 2 * follow.LINE
     tee.write("\n")
-    tee.write("x" * (track.LINE - 7) + "s3cret" * 5 + "\n")  # a secret that the cut would halve
-    assert heard[-2:] == ["." * track.LINE + "\n", "x" * (track.LINE - 7) + "***\n"]
+    tee.write("x" * (follow.LINE - 7) + "s3cret" * 5 + "\n")  # a secret that the cut would halve
+    assert heard[-2:] == ["." * follow.LINE + "\n", "x" * (follow.LINE - 7) + "***\n"]
 
 
 KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 / i:.4f} - accuracy: 0.5000" for i in
@@ -377,11 +378,11 @@ KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 /
 
 
 def test_metrics_are_read_out_of_what_programs_print():
-    rows = track.Parser(interval=3600).feed(KERAS, end=True)
+    rows = follow.Parser(interval=3600).feed(KERAS, end=True)
     assert len(rows) == 3  # the first of the bar, and the ends of both
     assert rows[1] == {"iter": 199, "epoch": 1, "loss": 0.1, "accuracy": 0.9, "loss/val": 0.2}
     assert rows[2] == {"iter": 398, "epoch": 2, "loss": 0.05, "accuracy": 0.95}
-    read = track.Parser(patterns=[r"BLEU (?P<bleu>[0-9.]+)"]).feed
+    read = follow.Parser(patterns=[r"BLEU (?P<bleu>[0-9.]+)"]).feed
     assert read("step 10: train loss 2.1, val loss 2.2\n") == [{"iter": 10, "loss/train": 2.1, "loss/val": 2.2}]
     assert read("iter=20 lr=1e-4 \x1b[1mloss=3.5\x1b[0m\n") == [{"iter": 20, "lr": 1e-4, "loss": 3.5}]
     assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss": 0.25}]
