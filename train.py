@@ -631,19 +631,25 @@ def go_back(model, opt, guard, writer):
 
 def refuse_too_large(args, device, amp_dtype):
     """End in one line where training needs more memory than there is, even by the least that can be said."""
-    sequences = min(batch_size, math.ceil(batch_size * gradient_accumulation_steps / parallel.world))
-    need = least_memory(args, sequences * max_seq_len, optimizer, amp_dtype != torch.float32,
-                        compile or activation_checkpointing, batch_size * gradient_accumulation_steps > sequences *
-                        parallel.world, parallel.world if sharded else 1)
-    total, free = sum(need.values()), parallel.free_memory(device)
+    share = math.ceil(batch_size * gradient_accumulation_steps / parallel.world)  # of a process
     here = 1 if device.type == "cuda" else parallel.local_world
-    if free is not None and total * here > free:
-        kinds = ", ".join(f"{kind} {size / 2 ** 30:.1f}" for kind, size in need.items())
-        batch = need.get("activations", 0) + need.get("logits", 0) > total / 2
-        fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory ({kinds})"
-             f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; "
-             + (f"lower --batch_size (now {batch_size}) and raise --gradient_accumulation_steps by as much" if batch else
-                f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or --depth"))
+    free = parallel.free_memory(device)
+
+    def need(sequences):
+        return least_memory(args, sequences * max_seq_len, optimizer, amp_dtype != torch.float32,
+                            compile or activation_checkpointing, share > sequences, parallel.world if sharded else 1)
+
+    kinds = need(min(batch_size, share))
+    total = sum(kinds.values())
+    if free is None or total * here <= free:
+        return
+    if sum(need(1).values()) * here <= free:
+        advice = f"lower --batch_size (now {batch_size}) and raise --gradient_accumulation_steps by as much"
+    else:
+        advice = f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or --depth"
+    fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory "
+         f"({', '.join(f'{kind} {size / 2 ** 30:.1f}' for kind, size in kinds.items())})"
+         f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; {advice}")
 
 
 def describe(args, model, dataset, device, amp_dtype):
