@@ -425,7 +425,7 @@ def run_folder(path):
 
 
 class Writer:
-    """Does one piece of work after the other in a thread, so that training goes on while a disk is slow."""
+    """Does one piece of work after the other in a thread, so that training goes on meanwhile."""
 
     def __init__(self):
         self.thread, self.error = None, None
@@ -443,18 +443,25 @@ class Writer:
         except OSError as e:
             self.error = e
 
-    def wait(self):
-        """Returns when nothing is under way: the OSError that the last work ended with, or None."""
+    def join(self):
+        """Returns when nothing is under way."""
         if self.thread:
             self.thread.join()
+
+    def wait(self):
+        """Returns when nothing is under way: the OSError that the last work ended with, or None."""
+        self.join()
         error, self.thread, self.error = self.error, None, None
         return error
 
 
 def snapshot(value):
-    """A copy in the host's memory of the tensors in nested dicts and lists, which training may change meanwhile."""
+    """
+    Nested dicts and lists as they are now, their tensors in the host's memory: those of a GPU are copied, but those of a
+    CPU are the very same, and may not change before they are written (Writer.join). A copy would outweigh the weights.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return value.detach().to("cpu")
     if isinstance(value, dict):
         return {k: snapshot(v) for k, v in value.items()}
     return [snapshot(v) for v in value] if isinstance(value, list) else value

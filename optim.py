@@ -121,8 +121,10 @@ class Together:
         self.optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.names = {p: name for name, p in model.named_parameters()}
+        self.ready = lambda: None  # returns when the weights may change, which a checkpoint's writer may be reading
 
     def step(self, look=nullcontext):
+        self.ready()
         for optimizer in self.optimizers:
             optimizer.step(look)
 

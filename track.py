@@ -763,7 +763,7 @@ def spell(pieces, i):
     return chr(byte) if byte < 128 else piece.decode("utf-8", "replace").replace("\u2581", " ")
 
 
-PROBED = 1 << 23  # logits that probe holds at a time, in several copies: 32 MiB each
+PROBED = 1 << 22  # logits that probe holds at a time, in several copies: 16 MiB each
 
 
 def probe(model, batches, tokenizer, amp, places=6):

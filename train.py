@@ -740,6 +740,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = Guard(spike_z, state.get("guard"))
     state["guard"] = guard.state
+    if device.type == "cpu":
+        opt.ready = writer.join
     model = parallel.wrap(raw_model)
     model = torch.compile(model) if compile else model
     resumed, watch, look = state["step"], Stopwatch(device), Look(raw_model, wandb_watch)

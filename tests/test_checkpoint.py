@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import checkpoint
+import optim
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,11 +66,19 @@ def test_the_writer_reports_a_failing_disk_and_goes_on():
     assert writer.wait() is None and done == [1]
 
 
-def test_a_snapshot_does_not_follow_the_original():
-    live = {"a": [torch.ones(2)], "b": 3}
+def test_weights_do_not_change_while_they_are_written(tmp_path, vocabulary, monkeypatch):
+    """A snapshot follows no list or number; the tensors of a CPU are not copied, but an update waits for the writer."""
+    weight, writer, released = torch.nn.Parameter(torch.ones(2)), checkpoint.Writer(), threading.Event()
+    opt = optim.Together(torch.nn.ParameterList([weight]), optim.AdamW([{"params": [weight], "weight_decay": 0.1}], 1, 0.9, 0.9))
+    live = {"a": [weight], "b": 3}
     kept = checkpoint.snapshot(live)
-    live["a"][0].zero_()
-    assert torch.equal(kept["a"][0], torch.ones(2)) and kept["b"] == 3
+    live["a"][0], live["b"] = None, 4
+    assert kept["a"][0].data_ptr() == weight.data_ptr() and kept["b"] == 3
+    opt.ready, weight.grad, seen = writer.join, torch.ones(2), []
+    writer.start(lambda: (released.wait(10), seen.append(kept["a"][0].tolist())))
+    threading.Timer(0.2, released.set).start()
+    opt.step()
+    assert seen == [[1.0, 1.0]] and weight[0] < 1
 
 
 def test_keeps_all_when_asked(tmp_path, vocabulary):
@@ -321,12 +331,12 @@ from optim import make_optimizer
 parallel.setup("cpu")
 torch.manual_seed(0)
 model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=8))
-whole = {{k: v.clone() for k, v in model.state_dict().items()}}
+whole = {{k: v.detach().clone() for k, v in model.named_parameters()}}
 parallel.shard(model)
 opt = make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
 def save(step):
     train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
-    parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": model.state_dict()}}), checkpoint.snapshot(train)
+    parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)
     return checkpoint.save({out!r}, step, *parts, {{}}, {vocabulary!r}, metric=1.0)
 folder = save(1)
 parallel.everywhere(lambda: None)  # the first process publishes
@@ -356,7 +366,7 @@ def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
     sizes = {p.name[:11]: p.stat().st_size for p in folder.glob("*.*")}
     assert {"shard-00001", "shard-00002"} < set(sizes) and sizes["model.pt"] < 4000
     weights = checkpoint.load(folder)["model"]
-    assert weights["layers.0.feed_forward.w1.weight"].shape == (96, 32) and len(weights) == len(list(weights)) == 12
+    assert weights["layers.0.feed_forward.w1.weight"].shape == (96, 32) and len(weights) == len(list(weights)) == 11
     (folder / next(name for name in os.listdir(folder) if name.startswith("shard-00002"))).write_bytes(b"x" * sizes["shard-00002"])
     with pytest.raises(SystemExit):
         checkpoint.load(folder)
