@@ -20,9 +20,8 @@ from configurator import configure, fail, settings  # first: it answers for pack
 import torch
 import torch.nn.functional as F
 
-import checkpoint
-import parallel
 from compare import pad, width
+from engine import checkpoint, parallel
 from engine.redact import redact
 from export import load_model
 from track import Wandb, new_run_id

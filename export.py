@@ -28,7 +28,8 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 import torch
 
-import checkpoint
+from engine import checkpoint
+from engine.files import write_atomic
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Bytes, SentencePiece, Tokenizer
 
@@ -416,7 +417,7 @@ def write_hf(path, state, args, vocabulary, dtype):
     }
     for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),
                          ("tokenizer", vocabulary.hugging_face())):
-        checkpoint.write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
+        write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
     if vocabulary.kind == "sentencepiece":
         vocabulary.save(folder / "tokenizer.model")
 

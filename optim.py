@@ -15,7 +15,7 @@ from contextlib import nullcontext
 
 import torch
 
-import parallel
+from engine import parallel
 
 
 def orthogonalize(g, dtype=torch.float32, steps=5):

@@ -9,8 +9,7 @@ from configurator import configure, fail  # first: it answers for packages that 
 
 import torch
 
-import checkpoint
-import parallel
+from engine import checkpoint, parallel
 from export import load_model
 
 out_dir = "out"         # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file

@@ -36,6 +36,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from configurator import fail
+from engine.files import sha256, write_atomic
 from engine.follow import Parser, Tee, follow
 from engine.redact import redact
 
@@ -54,30 +55,6 @@ WAITING = 10_000       # rows that may wait for a slow tracker before it is give
 
 
 # ---- destinations -----------------------------------------------------------------------------------------------
-
-def to_disk(path):
-    """Force a file, or a folder's list of names, to disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_atomic(path, text):
-    """Replace a small text file so that a reader sees the old content or the new, never a part."""
-    temporary = Path(f"{path}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    to_disk(Path(path).parent)
-
 
 def read_rows(path):
     """The whole rows of a log.jsonl."""
@@ -380,7 +357,6 @@ class WandbProcess:
         self.send(["console", stream, text])
 
     def model(self, path, metrics, aliases):
-        from checkpoint import sha256
         try:
             self.send(["model", str(path), metrics | {"sha256": sha256(path)}, aliases])
         except FileNotFoundError:
@@ -735,7 +711,7 @@ class Look:
         """The norms of the tensors, which stay on their device until `take`, and the histograms that are watched."""
         import torch
 
-        import parallel
+        from engine import parallel
         self.norms += [(norm, layer_of(self.names[p]), n) for p, n in zip(params, torch._foreach_norm(tensors))]
         if kind and self.watch in ("all", kind):
             self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.whole(t)) for p, t in zip(params, tensors)}
@@ -744,7 +720,7 @@ class Look:
         """The metrics of the step that was looked at, once, with one wait for the device."""
         import torch
 
-        import parallel
+        from engine import parallel
         squares, found = collections.Counter(), self.histograms
         norms = torch.stack(parallel.whole([n for *_, n in self.norms])).tolist() if self.norms else []
         for (norm, layer, _), n in zip(self.norms, norms):

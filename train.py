@@ -27,9 +27,9 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-import checkpoint
 import data as corpus  # `data` is a knob
-import parallel
+from engine import checkpoint, parallel
+from engine.files import why
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
@@ -342,7 +342,7 @@ def take_out_dir():
             return None
         found, damaged = checkpoint.recover(out_dir)
     except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({checkpoint.why(e)}); make room or choose another folder")
+        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another folder")
     if damaged and not found:
         fail(f"{'; '.join(damaged)}; there is no other checkpoint in {out_dir}: put back a copy, or start anew with "
              f"--init_from=scratch, which moves what is left to {out_dir}.old1")
@@ -548,7 +548,7 @@ def start_tracking(config, state):
         return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log,
                             tables=wandb_tables, models=wandb_log_model)
     except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({checkpoint.why(e)}); make room or choose another folder")
+        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another folder")
 
 
 def conclude(state, args, model, dataset, tracker, row):
@@ -566,7 +566,7 @@ def conclude(state, args, model, dataset, tracker, row):
             export_model(weights, args, dataset.tokenizer, last, extra={ITER: step})
             tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
     except OSError as e:
-        say(f"warning: the model of iter {step} could not be written to {out_dir} ({checkpoint.why(e)})")
+        say(f"warning: the model of iter {step} could not be written to {out_dir} ({why(e)})")
     there = exported_step(best)
     if there == wanted:
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
@@ -612,7 +612,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
 
 def warn_of(error):
     if error:
-        say(f"warning: a checkpoint could not be saved ({checkpoint.why(error)}); training goes on, and the next save tries "
+        say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries "
             f"again")
 
 

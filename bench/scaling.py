@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
-import parallel
 from configurator import configure
+from engine import parallel
 from model import ModelArgs, Transformer
 from optim import Muon, make_optimizer
 

@@ -22,8 +22,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as train.py does; for all pro
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
-import parallel
 from configurator import configure, fail, read_file
+from engine import parallel
 
 preset = "config/stories15M.py"  # sizes of the model
 batch_size = 8      # sequences of a step

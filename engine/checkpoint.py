@@ -21,7 +21,6 @@ an index that is a pickle, which could run code; safetensors is tensors under a 
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import math
 import os
@@ -36,9 +35,9 @@ from pathlib import Path
 
 import torch
 
-import parallel
 from configurator import fail
-from track import to_disk, write_atomic  # there, because here they would bring torch to who follows another program
+from engine import parallel
+from engine.files import sha256, to_disk, write_atomic
 
 VERSION = 2
 MARK = "trainer.json"
@@ -47,20 +46,6 @@ OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "tensorboard", "
 PARTS = re.compile(r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
 STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
 held = None  # the open MARK of the folder that this process trains in
-
-
-def why(error):
-    """What an OSError says to a user."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "the disk is full" if full else error.strerror or str(error).splitlines()[0]
-
-
-def sha256(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def fingerprint(path):

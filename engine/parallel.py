@@ -9,7 +9,6 @@ starts one process (rank) per GPU, or per group of cores; each takes its slice o
 import ctypes
 import inspect
 import itertools
-import math
 import os
 import re
 import signal

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 import optim
+from engine import checkpoint, files
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -126,7 +126,7 @@ def test_cannot_run_code(tmp_path, vocabulary, capsys):
     folder = checkpoint.newest(tmp_path)
     torch.save(Evil(), folder / "model.pt")
     manifest = json.loads((folder / "checkpoint.json").read_text())
-    manifest["files"]["model.pt"] = [(folder / "model.pt").stat().st_size, checkpoint.sha256(folder / "model.pt")]
+    manifest["files"]["model.pt"] = [(folder / "model.pt").stat().st_size, files.sha256(folder / "model.pt")]
     (folder / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(SystemExit):
         checkpoint.load(folder)
@@ -225,7 +225,7 @@ def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
 
 
 def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys):
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import checkpoint; "
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine import checkpoint; "
                f"checkpoint.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
@@ -295,7 +295,7 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_row(tmp_path):
 KILLED = """
 import sys, torch
 sys.path.insert(0, {root!r})
-import checkpoint
+from engine import checkpoint
 for step in range(1, 10000):
     value = torch.full((400, 400), float(step))
     checkpoint.save({out!r}, step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}}, {{}},
@@ -325,7 +325,7 @@ SHARDED = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
 import torch
-import checkpoint, parallel
+from engine import checkpoint, parallel
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 parallel.setup("cpu")

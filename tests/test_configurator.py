@@ -176,6 +176,7 @@ def test_the_table_of_other_programs_names_only_what_exists():
 def test_outside_its_environment_a_command_says_how_to_get_in(tmp_path, monkeypatch):
     for path in ROOT.glob("*.py"):
         shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "engine", tmp_path / "engine")
 
     def start(name, cwd=tmp_path):  # -S: without any package
         done = subprocess.run([sys.executable, "-S", tmp_path / name], cwd=cwd, capture_output=True, text=True)

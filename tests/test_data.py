@@ -476,7 +476,7 @@ def test_windows_is_told_what_is_supported(script, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in "fcntl", "resource", "termios", "pwd":
         monkeypatch.setitem(sys.modules, name, None)
-    for name in "configurator", "parallel", "data", "track", "checkpoint":
+    for name in "configurator", "data", "track", "engine", "engine.checkpoint", "engine.parallel":
         monkeypatch.delitem(sys.modules, name, raising=False)
     line = refused(capfd, lambda: runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__"))
     assert "Linux and macOS" in line and "WSL" in line

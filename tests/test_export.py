@@ -17,8 +17,8 @@ import sentencepiece as spm
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-import checkpoint
 import export
+from engine import checkpoint
 from model import ModelArgs, Transformer
 from tests import odd_strings
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer

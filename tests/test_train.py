@@ -17,12 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import checkpoint
 import export
 import optim
-import parallel
 import track
 import train
+from engine import checkpoint, parallel
 from model import ModelArgs, least_memory
 from tests.conftest import compile_c
 
@@ -463,7 +462,8 @@ def failing_disk(tmp_path_factory):
 LOOKING = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
-import checkpoint, train
+import train
+from engine import checkpoint
 from configurator import configure
 warn_of = train.warn_of
 def look(error):  # called when no save is under way
@@ -693,7 +693,7 @@ def supervised(tmp_path):
                       "    time.sleep(0.5)\n"
                       "    sys.exit(3)\n"
                       f"sys.path.insert(0, {str(ROOT)!r})\n"
-                      "import parallel\n"
+                      "from engine import parallel\n"
                       "parallel.supervise(10, '--more')\n")
     process = subprocess.Popen([sys.executable, script, "--supervise=True"], stdout=subprocess.PIPE, text=True,
                                start_new_session=True)
@@ -843,7 +843,7 @@ def test_one_process_imports_neither_the_compiler_nor_sharding():
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
 def test_memory_once_used_is_not_asked_for_again():
-    code = ("import parallel, resource, torch; parallel.keep_memory(); "
+    code = ("import resource, torch; from engine import parallel; parallel.keep_memory(); "
             "pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
             "print([-pages() + (torch.ones(2 ** 24), pages())[1] for _ in range(30)][-1])")  # small things find their place first
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
