@@ -7,7 +7,8 @@ have, so one learning rate and one weight decay serve both. https://arxiv.org/ab
 
 Guard tells which steps had better not be taken.
 
-step(look) enters look(params), a context manager, around the update of some parameters at a time. track.py
+step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
+in engine/instruments.py.
 """
 import math
 from collections import defaultdict
@@ -53,7 +54,7 @@ def portions(params, most):
 # The two below are not torch.optim.Optimizer: making one of those imports PyTorch's compiler, a second and 70 MB.
 class AdamW:
     """One kernel for many parameters of a group. https://arxiv.org/abs/1711.05101"""
-    TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what `look` copies
+    TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what UpdateNorms copies
 
     def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
         self.param_groups = [group | {"lr": lr} for group in groups]
@@ -61,10 +62,10 @@ class AdamW:
         self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}
 
     @torch.no_grad()
-    def step(self, look=nullcontext):
+    def step(self, observe=nullcontext):
         for group in self.param_groups:
             for params in portions([p for p in group["params"] if p.grad is not None], self.TOGETHER):
-                with look(params):
+                with observe(params):
                     self.move(params, group)
 
     def move(self, params, group):
@@ -89,14 +90,14 @@ class Muon:
         self.half = parallel.has_bfloat16(params[0].device)
 
     @torch.no_grad()
-    def step(self, look=nullcontext):
+    def step(self, observe=nullcontext):
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
                 by_shape[p.shape].append(p)
             for shape, alike in by_shape.items():
                 for params in portions(alike, self.TOGETHER):
-                    with look(params):
+                    with observe(params):
                         self.move(params, shape, group)
 
     def move(self, params, shape, group):
@@ -123,10 +124,10 @@ class Together:
         self.names = {p: name for name, p in model.named_parameters()}
         self.ready = lambda: None  # returns when the weights may change, which a checkpoint's writer may be reading
 
-    def step(self, look=nullcontext):
+    def step(self, observe=nullcontext):
         self.ready()
         for optimizer in self.optimizers:
-            optimizer.step(look)
+            optimizer.step(observe)
 
     def zero_grad(self):
         for p in self.names:

@@ -30,11 +30,12 @@ from tqdm import tqdm
 import data as corpus  # `data` is a knob
 from engine import checkpoint, parallel
 from engine.files import why
+from engine.instruments import UpdateNorms, probe
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
 from optim import Guard, make_optimizer
-from track import Look, Tracker, make_tracker, new_run_id, probe, source_version
+from track import Tracker, make_tracker, new_run_id, source_version
 
 # ---- output
 out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data
@@ -204,7 +205,7 @@ def batch_at(step, dataset, device):
     return [t.pin_memory() for t in both] if device.type == "cuda" else both
 
 
-def train_step(step, model, opt, batches, device, amp, guard, look):
+def train_step(step, model, opt, batches, device, amp, guard, update_norms):
     """
     One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns (mean loss, gradient
     norm) of the global batch, scalar tensors on the device, and whether the step was taken.
@@ -225,7 +226,7 @@ def train_step(step, model, opt, batches, device, amp, guard, look):
     loss = parallel.mean(total)
     taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
     if taken:
-        opt.step(look)
+        opt.step(update_norms)
     opt.zero_grad()
     return loss, norm, taken
 
@@ -504,7 +505,7 @@ def mean_loss(state):
 
 
 def assess(model, dataset, device, amp):
-    """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, and what track.py says to look at."""
+    """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, samples, and what the instruments read."""
     losses, meta = evaluate(model, dataset, device, amp), dataset.meta
     predicted = meta["val_tokens"] - meta["val_documents"]  # all but BOS
     bits = losses["val"] / math.log(2) * predicted / meta["val_bytes"]
@@ -744,7 +745,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         opt.ready = writer.join
     model = parallel.wrap(raw_model)
     model = torch.compile(model) if compile else model
-    resumed, watch, look = state["step"], Stopwatch(device), Look(raw_model, wandb_watch)
+    resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
     batches = corpus.Ahead(lambda step: batch_at(step, dataset, device))
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
                dynamic_ncols=True)
@@ -756,7 +757,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
             row["documents"] = corpus.look(dataset)
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
-                    "lr": rate} | watch.read(config) | look.take()
+                    "lr": rate} | watch.read(config) | update_norms.take()
         due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
         stop, save_now, seconds = signals.read(device) if step > resumed else (False, False, clock["seconds"])
         state["clock"] = clock | {"seconds": seconds}
@@ -779,11 +780,11 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 go_back(raw_model, opt, guard, writer)
         if end or stop:
             break
-        look.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
+        update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
         rate = learning_rate_at(step, seconds / clock["end"])
         for group in opt.param_groups:
             group["lr"] = rate
-        loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, look)
+        loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, update_norms)
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
         if compile and step == resumed:

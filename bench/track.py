@@ -18,6 +18,7 @@ import torch
 
 import track
 from configurator import configure
+from engine.instruments import UpdateNorms
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 
@@ -46,7 +47,7 @@ def main():
     os.environ["WANDB_DIR"] = out_dir
     model = Transformer(ModelArgs(dim=288, n_layers=6, n_heads=6, vocab_size=32000, max_seq_len=256))
     opt = make_optimizer(model, "adamw", 5e-4, 0.1, 0.9, 0.95)
-    look, x = track.Look(model), torch.randint(3, 32000, (batch_size, 256))
+    norms, x = UpdateNorms(model), torch.randint(3, 32000, (batch_size, 256))
     run = {"id": track.new_run_id("cost"), "project": "llamac", "name": "cost"}
     tracker = track.make_tracker(out_dir, {}, 0, run, wandb_log=True)
 
@@ -61,12 +62,12 @@ def main():
     def logged(i):
         """Seconds that the training waits because a step is logged."""
         model(x[:1], x[:1])[1].backward()
-        look.wanted = True
+        norms.wanted = True
         inside = []  # seconds of the updates themselves
 
         @contextlib.contextmanager
         def timed(params):
-            with look(params):
+            with norms(params):
                 since = time.perf_counter()
                 yield
                 inside.append(time.perf_counter() - since)
@@ -74,7 +75,7 @@ def main():
         start = time.perf_counter()
         opt.step(timed)
         tracker.log({"iter": i, "tokens": i, "loss/train": 1.0, "grad/norm": 1.0, "lr": 1e-3, "mfu": 1.0,
-                     "perf/tokens_per_sec": 1.0, "perf/iter_ms": 1.0} | look.take())
+                     "perf/tokens_per_sec": 1.0, "perf/iter_ms": 1.0} | norms.take())
         opt.zero_grad()
         return time.perf_counter() - start - sum(inside)
 

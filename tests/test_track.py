@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import track
-from engine import follow
+from engine import follow, instruments
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -291,16 +291,16 @@ def test_norms_of_a_layer_are_those_of_its_tensors_together(monkeypatch, optimiz
     from optim import AdamW, make_optimizer
     monkeypatch.setattr(AdamW, "TOGETHER", 1000)  # several portions
     model = Transformer(ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8))
-    opt, look = make_optimizer(model, optimizer, 0.1, 0.1, 0.9, 0.95), track.Look(model)
+    opt, norms = make_optimizer(model, optimizer, 0.1, 0.1, 0.9, 0.95), instruments.UpdateNorms(model)
     model(torch.arange(8)[None], torch.arange(8)[None])[1].backward()
-    opt.step(look)
-    assert look.take() == {}  # not wanted
-    look.wanted = True
+    opt.step(norms)
+    assert norms.take() == {}  # not wanted
+    norms.wanted = True
     before = torch.cat([p.detach().flatten().clone() for p in model.layers[1].parameters()])
     gradient = torch.cat([p.grad.flatten().clone() for p in model.layers[1].parameters()])
-    opt.step(look)
+    opt.step(norms)
     after = torch.cat([p.detach().flatten() for p in model.layers[1].parameters()])
-    found = look.take()
+    found = norms.take()
     assert found["norm/grad/layers.1"] == pytest.approx(gradient.norm().item(), rel=1e-5)
     assert found["norm/weight/layers.1"] == pytest.approx(after.norm().item(), rel=1e-5)
     assert found["norm/update/layers.1"] == pytest.approx(((after - before).norm() / after.norm()).item(), rel=1e-4)
@@ -311,11 +311,11 @@ def test_a_probe_holds_few_logits_at_a_time(monkeypatch, held, every):
     """And says of the positions it takes what plain formulas do."""
     from model import ModelArgs, Transformer
     from tokenizer import Bytes
-    monkeypatch.setattr(track, "PROBED", held)
+    monkeypatch.setattr(instruments, "PROBED", held)
     torch.manual_seed(0)
     model = Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=20))
     x, y = torch.randint(3, 259, (2, 4, 20))
-    row = track.probe(model, {"train": (y, x), "val": (x, y)}, Bytes(), nullcontext())
+    row = instruments.probe(model, {"train": (y, x), "val": (x, y)}, Bytes(), nullcontext())
     with torch.no_grad():
         p = model(x, every=True)[0][:, ::every].softmax(-1)
     assert sum(row["logits/histogram"]["counts"]) == p.numel() <= held
