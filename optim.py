@@ -5,7 +5,7 @@ Muon replaces the momentum of a weight matrix by the nearest (semi-)orthogonal m
 gets the same length. https://kellerjordan.github.io/posts/muon. Its updates are scaled to the size that AdamW's
 have, so one learning rate and one weight decay serve both. https://arxiv.org/abs/2502.16982
 
-Guard tells which steps had better not be taken.
+SpikeDetector tells which steps had better not be taken.
 
 step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
 in engine/instruments.py.
@@ -163,11 +163,12 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
     return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)
 
 
-class Guard:
+class SpikeDetector:
     """
     Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
     mean. Each refusal in a row widens that, so that a new level is soon taken up and only what is far beyond the usual is
-    refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
+    refused for long. (track.Alerts judges the rows of the log, which nobody can refuse any more: fewer and noisier
+    values, and speeds among them, so it compares with a window of the last ones.) seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
     """
     WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
 

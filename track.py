@@ -527,14 +527,17 @@ class Background:
                 bar.update(size - bar.n)
 
 
-class Alarm:
-    """What a row says that somebody should hear now: no number, a value far above the usual, a speed far below."""
+class Alerts:
+    """
+    What a row says that somebody should hear now: no number, a value far above the last ones, a speed far below. This only
+    tells; optim.SpikeDetector judges each step before it is taken, by a running mean that a checkpoint keeps.
+    """
 
     def __init__(self, z=6, memory=50, least=10):
         self.z, self.least = z, least
         self.past = collections.defaultdict(lambda: collections.deque(maxlen=memory))
 
-    def look(self, row):
+    def check(self, row):
         """[(title, text)]"""
         found = []
         for name in ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec"):
@@ -561,7 +564,7 @@ class Tracker:
     """Sends everything to each of its destinations; without any it is the null object of the other processes."""
 
     def __init__(self, destinations=()):
-        self.destinations, self.alarm = list(destinations), Alarm()
+        self.destinations, self.alerts = list(destinations), Alerts()
 
     def each(self, call, *args):
         for destination in self.destinations:
@@ -571,7 +574,7 @@ class Tracker:
         """A row; iter grows from call to call."""
         row = redact(row) if self.destinations else row  # prompts are the user's own words
         self.each("log", row)
-        for title, text in self.alarm.look(row) if self.destinations else ():
+        for title, text in self.alerts.check(row) if self.destinations else ():
             print(f"warning: {title}: {text}", file=sys.stderr)
             self.each("alert", title, text)
 

@@ -34,7 +34,7 @@ from engine.instruments import UpdateNorms, probe
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
-from optim import Guard, make_optimizer
+from optim import SpikeDetector, make_optimizer
 from track import Tracker, make_tracker, new_run_id, source_version
 
 # ---- output
@@ -739,7 +739,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     """
     tracker, writer, clock = start_tracking(config, state), checkpoint.Writer(), wind(state["clock"])
     signals = parallel.Signals(clock["seconds"], clock["end"])
-    guard = Guard(spike_z, state.get("guard"))
+    guard = SpikeDetector(spike_z, state.get("guard"))
     state["guard"] = guard.state
     if device.type == "cpu":
         opt.ready = writer.join

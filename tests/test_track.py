@@ -327,14 +327,14 @@ def test_a_probe_holds_few_logits_at_a_time(monkeypatch, held, every):
     assert p_first == round(p[1, 3 * p.shape[1] // 12].max().item(), 4)
 
 
-def test_the_alarm_goes_off_for_what_is_far_from_the_usual_and_only_then():
-    alarm = track.Alarm()
+def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
+    alerts = track.Alerts()
     for i in range(30):
-        assert alarm.look({"iter": i, "loss/train": 3 - i / 30, "grad/norm": 1 + i % 3 / 10,
+        assert alerts.check({"iter": i, "loss/train": 3 - i / 30, "grad/norm": 1 + i % 3 / 10,
                            "perf/tokens_per_sec": 1000 + i}) == []
-    found = alarm.look({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
+    found = alerts.check({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
     assert [title for title, _ in found] == ["loss/train jumps", "grad/norm jumps", "the speed has collapsed"]
-    assert alarm.look({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
+    assert alerts.check({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
 
 
 def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_small():

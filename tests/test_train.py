@@ -906,7 +906,7 @@ def test_muon_moves_matrices_the_same_by_ones_and_together(monkeypatch):
 
 
 def quiet_guard():
-    guard, rng = optim.Guard(6.0), random.Random(0)
+    guard, rng = optim.SpikeDetector(6.0), random.Random(0)
     assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
     return guard
 
@@ -1022,7 +1022,7 @@ def test_gradients_are_made_out_of_autocast():
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
     batches = SimpleNamespace(take=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
     amp = torch.autocast("cpu", torch.bfloat16)
-    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.Guard(6.0), nullcontext)
+    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.SpikeDetector(6.0), nullcontext)
     assert seen == [False]
 
 
