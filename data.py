@@ -55,6 +55,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine import stories
+from engine.files import publish, replacing, sha256
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
@@ -167,16 +168,6 @@ def print_look(dataset):
 def fingerprint(folder):
     """Hex sha256 of train.bin followed by val.bin."""
     return sha256(folder / "train.bin", folder / "val.bin")
-
-
-def sha256(*paths):
-    """Hex sha256 of files, one behind the other."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as f:
-            while block := f.read(BLOCK):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def opening(dataset, seq_len):
@@ -506,26 +497,10 @@ def cores():
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def publish(temporary, final):
-    """Give a finished file or folder its name, once it is on disk."""
-    def sync(path):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-    sync(temporary)
-    os.replace(temporary, final)
-    sync(final.parent)
-
-
 def write(path, content):
     """Write bytes, or what the function `content` writes into the file it is given, so that it is there whole or not."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")  # nobody else's, even if we were killed and go on twice
-    with open(temporary, "wb") as f:
+    with replacing(path, f"{path}.{os.getpid()}.tmp") as f:  # nobody else's, even if we were killed and go on twice
         content(f) if callable(content) else f.write(content)
-    publish(temporary, path)
 
 
 # ---- rows: where the documents are ------------------------------------------------------------------------------

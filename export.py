@@ -19,7 +19,6 @@ import os
 import re
 import struct
 from collections import ChainMap
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -29,7 +28,7 @@ import numpy as np
 import torch
 
 from engine import checkpoint
-from engine.files import write_atomic
+from engine.files import replacing, write_atomic
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Bytes, SentencePiece, Tokenizer
 
@@ -171,21 +170,6 @@ def encoded(name, tensor, dtype):
 
 
 # ---- writing
-
-@contextmanager
-def replacing(path):
-    """A binary file open for writing that becomes `path` when all is on disk; after an error nothing is left of it."""
-    temporary = Path(f"{path}.tmp")
-    try:
-        with open(temporary, "wb", buffering=1 << 21) as f:  # written in large pieces, it lies in large pages
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
 
 def gap(position, alignment):
     """Bytes of padding from a position to the next multiple of the alignment."""

@@ -167,8 +167,8 @@ class SpikeDetector:
     """
     Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
     mean. Each refusal in a row widens that, so that a new level is soon taken up and only what is far beyond the usual is
-    refused for long. (track.Alerts judges the rows of the log, which nobody can refuse any more: fewer and noisier
-    values, and speeds among them, so it compares with a window of the last ones.) seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
+    refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
+    (track.Alerts judges rows of the log: few values, speeds among them, which it compares with a window of the last ones.)
     """
     WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
 

@@ -1,4 +1,5 @@
 """Files that a crash leaves whole, and what is said of them."""
+import contextlib
 import errno
 import hashlib
 import os
@@ -14,19 +15,33 @@ def to_disk(path):
         os.close(handle)
 
 
-def write_atomic(path, text):
-    """Replace a small text file so that a reader sees the old content or the new, never a part."""
-    temporary = Path(f"{path}.tmp")
+def publish(temporary, final):
+    """Give a finished file or folder its name, once it is on disk."""
+    to_disk(temporary)
+    os.replace(temporary, final)
+    to_disk(Path(final).parent)
+
+
+@contextlib.contextmanager
+def replacing(path, temporary=None):
+    """
+    A binary file open for writing that becomes `path` when all is on disk: a reader sees the old content or the new. After
+    an error nothing is left of it. temporary: its name until then.
+    """
+    temporary = Path(temporary or f"{path}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError:
+        with open(temporary, "wb", buffering=1 << 21) as f:  # written in large pieces, it lies in large pages
+            yield f
+        publish(temporary, path)
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    to_disk(Path(path).parent)
+
+
+def write_atomic(path, text):
+    """Replace a small text file so that a reader sees the old content or the new, never a part."""
+    with replacing(path) as f:
+        f.write(text.encode())
 
 
 def why(error):
@@ -35,9 +50,11 @@ def why(error):
     return "the disk is full" if full else error.strerror or str(error).splitlines()[0]
 
 
-def sha256(path):
+def sha256(*paths):
+    """Hex sha256 of files, one behind the other."""
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
+    for path in paths:
+        with open(path, "rb") as f:
+            while chunk := f.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()
