@@ -62,7 +62,8 @@ TARGET static inline __m256 block_q4_avx512(const uint8_t *q, const Block *x) {
 
 #include "kernels_simd.h"
 
-// The same with products of BF16: pairs of columns at once, each product exact, summed in float32.
+// The same with products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not know them.
+#if defined(__clang__) || __GNUC__ >= 10
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
 BF16_TARGET static void bf16s_avx512(uint16_t *out, const float *x, int n) {
@@ -111,3 +112,4 @@ static const Kernels *with_bf16(void) {
     kernels.name = "avx512bf16", kernels.bf16s = bf16s_avx512, kernels.tiles_bf16_pairs = tiles_bf16_pairs;
     return &kernels;
 }
+#endif

@@ -12,6 +12,9 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
 #include "run.h"
 #include "kernels_scalar.h"
 
@@ -19,13 +22,24 @@
 #include "kernels_avx2.h"
 #include "kernels_avx512.h"
 #define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
 #include "kernels_neon.h"
+#if defined(__ARM_FEATURE_DOTPROD) // the compiler takes it for granted, as on Apple's
+#define DOT_PRODUCT
+#elif defined(__linux__) && !defined(__clang__)
+#define DOT_PRODUCT __attribute__((target("arch=armv8.2-a+dotprod")))
+#elif defined(__linux__) && __clang_major__ >= 16 // older ones know the instruction only where it may be used everywhere
+#define DOT_PRODUCT __attribute__((target("dotprod")))
+#endif
+#ifdef DOT_PRODUCT
+#include "kernels_neon.h"
+#endif
 #endif
 #ifndef PAUSE
 #define PAUSE() (void)0
 #endif
 #include "kernels_team.h"
+#include "kernels_memory.h"
 
 // What this machine can run, the best first.
 static int find_kernels(const Kernels *found[5]) {
@@ -35,11 +49,18 @@ static int find_kernels(const Kernels *found[5]) {
     if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
         && __builtin_cpu_supports("avx512vnni")) {
+#ifdef BF16_TARGET
         if (__builtin_cpu_supports("avx512bf16")) found[n++] = with_bf16();
+#endif
         found[n++] = &kernels_avx512;
     }
     if (avx2) found[n++] = &kernels_avx2;
-#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#elif defined(__aarch64__)
+#if defined(__ARM_FEATURE_DOTPROD)
+    found[n++] = &kernels_neondot;
+#elif defined(DOT_PRODUCT)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found[n++] = &kernels_neondot;
+#endif
     found[n++] = &kernels_neon;
 #endif
     found[n++] = &kernels_scalar;
@@ -174,6 +195,12 @@ static bool is_quantised(const Mat *m) { return m->type == Q8_0 || m->type == Q4
 static int unit_size(const Mat *m) { return m->type == Q8_0 ? 34 : m->type == Q4_0 ? 18 : 4; }
 static int units(const Mat *m) { return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols; }
 
+// Where row r lies in the file; of no INT8_GROUPS, which have no rows there. Behind the last, where the matrix ends.
+static const uint8_t *row_of(const Mat *m, int r) {
+    size_t size = is_quantised(m) ? (size_t)units(m) * unit_size(m) : (m->type == F32 ? 4 : 2) * (size_t)m->cols;
+    return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
+}
+
 // Bytes of a row of tiles: of TILE rows of the matrix.
 static size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
 
@@ -284,22 +311,28 @@ static void put_rows(float *out, const float *y, int n, bool add) {
     for (int i = 0; i < n; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-static float row_times_token(const Kernels *k, const Mat *w, int r, const Activations *a, float *scratch) {
-    const uint8_t *data = w->data;
-    size_t first = (size_t)r * w->cols;
-    switch (w->type) {
-    case F32: return k->dot_f32(data + 4 * first, a->x, w->cols);
-    case F16: return k->dot_f16(data + 2 * first, a->x, w->cols);
-    case BF16: return k->dot_bf16(data + 2 * first, a->x, w->cols);
-    case Q8_0: return k->dot_q8(data + first / 32 * 34, a->blocks, w->cols / 32);
-    case Q4_0: return k->dot_q4(data + first / 32 * 18, a->blocks, w->cols / 32);
-    default: floats_of(k, scratch, w, r, 0, w->cols); return k->dot_f32(scratch, a->x, w->cols);
+// A row as it lies in the file, of INT8_GROUPS as floats, with token t.
+static float row_times_token(const Kernels *k, Type type, const uint8_t *row, const Activations *a, int t) {
+    const float *x = a->panels + (size_t)t * a->cols;
+    const Block *blocks = a->blocks + (size_t)t * (a->cols / 32);
+    switch (type) {
+    case F16: return k->dot_f16(row, x, a->cols);
+    case BF16: return k->dot_bf16(row, x, a->cols);
+    case Q8_0: return k->dot_q8(row, blocks, a->cols / 32);
+    case Q4_0: return k->dot_q4(row, blocks, a->cols / 32);
+    default: return k->dot_f32(row, x, a->cols);
     }
 }
 
-// Rows as they lie in the file.
-static void rows_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
-    for (; r < end; r++) put_rows(p->out + r, (float[]){row_times_token(k, p->w, r, a, scratch)}, 1, p->add);
+// Rows r..end-1 without tiles: with one token, or with any number by kernels that have no tiles, whose panels are rows of x.
+static void rows_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+    const Mat *w = p->w;
+    for (; r < end; r++) {
+        const uint8_t *row = w->type == INT8_GROUPS ? (uint8_t *)scratch : row_of(w, r);
+        if (w->type == INT8_GROUPS) floats_of(k, scratch, w, r, 0, w->cols);
+        for (int t = 0; t < a->T; t++)
+            put_rows(p->out + (size_t)t * w->rows + r, (float[]){row_times_token(k, w->type, row, a, t)}, 1, p->add);
+    }
 }
 
 // What is called for during the product of a panel: of kept tiles those that lie behind, with each panel its part, for the
@@ -376,7 +409,8 @@ static Activations prepared(Member *self, const MatmulArgs *a) {
 // Rows r..end-1 of one product; r is a multiple of TILE.
 static void some_rows(Member *self, const Product *p, const Activations *in, int r, int end) {
     const Kernels *k = self->cpu->kernels;
-    if (in->T == 1) (p->w->tiles ? tiles_times_token : rows_times_token)(k, p, in, r, end, self->scratch);
+    if (in->T == 1 && p->w->tiles) tiles_times_token(k, p, in, r, end, self->scratch);
+    else if (in->T == 1 || !k->tiles_f32) rows_times_tokens(k, p, in, r, end, self->scratch);
     else
         for (; r < end; r += ROWS) tiles_times_tokens(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
 }
@@ -689,13 +723,14 @@ static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
     for (int t = begin; t < end; t++) self->cpu->kernels->swiglu(a->h + t * n, a->h2 + t * n, (int)n);
 }
 
-// It becomes part of the step that makes h and h2.
+// It becomes part of the step that makes h and h2; of many tokens only in tiles.
 static void swiglu_op(Backend *b, float *h, const float *h2, int T) {
     Cpu *cpu = (Cpu *)b;
     catch_up(cpu);
     MatmulArgs *both = last_products(cpu, matmul_rows, 2);
     const Product *p = both ? both->products : NULL;
-    if (p && p[0].out == h && p[1].out == h2 && p[0].w->type == p[1].w->type) {
+    bool whole = T == 1 || cpu->kernels->tiles_f32;
+    if (whole && p && p[0].out == h && p[1].out == h2 && p[0].w->type == p[1].w->type) {
         Step *step = &cpu->team.steps[cpu->team.n_steps - 1];
         step->task = gated_rows, step->n = items_of(both->products), step->cost *= 2;
     } else add(cpu, swiglu_tokens, &(SwigluArgs){h, h2}, sizeof(SwigluArgs), T, 4 * cpu->config.hidden_dim);
@@ -722,6 +757,14 @@ static void read_chunks(Member *self, const void *args, int begin, int end) {
         for (int j = 1; j < 16; j++) sum[0] += sum[j];
         memcpy(self->scratch, sum, sizeof *sum);
     }
+}
+
+void use_large_pages(const void *p, size_t n) {
+#ifdef MADV_HUGEPAGE // in Linux alone
+    madvise((void *)p, n, MADV_HUGEPAGE);
+#else
+    (void)p, (void)n;
+#endif
 }
 
 double seconds(void) {
@@ -795,12 +838,6 @@ static void pack_rows(Member *self, const void *args, int begin, int end) {
         pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
-// Where a row lies in the file; behind the last, where the matrix ends.
-static const uint8_t *row_of(const Mat *m, int r) {
-    size_t row = m->type == BF16 ? 2 * (size_t)m->cols : (size_t)units(m) * unit_size(m);
-    return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * row;
-}
-
 // Gives back the memory of the whole pages of a mapped file from `begin` to `end`, and of those before, but not below
 // `lowest`, that the system may have brought back with the last ones read.
 static void drop_pages(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
@@ -838,12 +875,12 @@ static size_t keep_all(Cpu *cpu, uint8_t *tiles) {
 }
 
 // Puts the weights in tiles, in large pages. That takes as long as some tokens do, and makes the next ones faster; where it
-// would take more than half of the machine's memory, they stay as they are.
+// would take more than half of the memory that is free, they stay as they are: the file needs as much again.
 static void order_weights(Cpu *cpu) {
-    size_t n = keep_all(cpu, NULL), huge = 2 << 20, have = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
-    void *tiles = n > 0 && n < have / 2 ? allocate(cpu, n, 1, huge) : NULL;
+    size_t n = keep_all(cpu, NULL), huge = 2 << 20;
+    void *tiles = n > 0 && n < free_memory("") / 2 ? allocate(cpu, n, 1, huge) : NULL;
     if (!tiles) return;
-    madvise(tiles, (n / huge + 1) * huge, MADV_HUGEPAGE); // as much as allocate took
+    use_large_pages(tiles, (n / huge + 1) * huge); // as much as allocate took
     keep_all(cpu, tiles);
     cpu->tiles = tiles, cpu->tiles_size = n;
 }
@@ -853,7 +890,8 @@ static void order_weights(Cpu *cpu) {
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cpu *cpu = (Cpu *)b;
     cpu->precise = all;
-    if (T == 1 && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
+    bool wanted = cpu->kernels->tiles_f32 && !cpu->model->no_copy;
+    if (T == 1 && wanted && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
     if (T == 1 && cpu->recorded && pos % 64) {
         cpu->pos = pos;
         extend_rotations(cpu, pos + 1);
@@ -884,7 +922,7 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     const Config *c = &model->config;
     *backend = NULL;
     const Kernels *kernels = choose_kernels();
-    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16 or neon";
+    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16, neon or neondot";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
     cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm,

@@ -1,9 +1,21 @@
-// 64-bit ARM with the dot product of bytes: kernels_simd.h in vectors of 4 floats.
+// 64-bit ARM: kernels_simd.h in vectors of 4 floats. Every such processor has them; most since 2018 also have an instruction
+// for the dot product of bytes, used where DOT_PRODUCT is defined.
 #include <arm_neon.h>
 
+#ifdef DOT_PRODUCT
+#define NAME(x) x##_neondot
+#define NAME_STRING "neondot"
+#define TARGET DOT_PRODUCT
+#define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#else
 #define NAME(x) x##_neon
 #define NAME_STRING "neon"
 #define TARGET
+// Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
+#define DOT(c, w, x) vpadalq_s16(c, vpaddq_s16( \
+    vmull_s8(vget_low_s8(vreinterpretq_s8_s32(w)), vget_low_s8(vreinterpretq_s8_s32(x))), \
+    vmull_high_s8(vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))))
+#endif
 #define Q8_OFFSET 0
 #define N 4
 #define PANELS 1
@@ -39,8 +51,7 @@
 #define SUM_I(i) vaddvq_s32(i)
 #define MOST_OF_I(i) vmaxvq_s32(i)
 #define MAGNITUDE(v) vandq_s32(vreinterpretq_s32_f32(v), vdupq_n_s32(0x7fffffff))
-#define STORE_8(p, i) store_bytes_neon(p, i)
-#define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#define STORE_8(p, i) NAME(store_bytes)(p, i)
 #define DOT_SMALL(c, w, x) DOT(c, w, x)
 #define AND_15(w) vandq_s32(w, vdupq_n_s32(0x0f0f0f0f))
 #define SHIFT_4(w) vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4))
@@ -57,18 +68,18 @@
 #define S_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
 #define HALF(h) half_to_float(h)
 
-static inline void store_bytes_neon(int8_t *p, int32x4_t i) {
+TARGET static inline void NAME(store_bytes)(int8_t *p, int32x4_t i) {
     int16x4_t shorts = vmovn_s32(i);
     vst1_lane_s32((int32_t *)p, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(shorts, shorts))), 0);
 }
 
-static inline float32x4_t block_q8_neon(const uint8_t *q, const Block *x) {
+TARGET static inline float32x4_t NAME(block_q8)(const uint8_t *q, const Block *x) {
     int32x4_t sum = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I((const uint8_t *)x->q));
     return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I((const uint8_t *)x->q + 16)));
 }
 
 // The offset's correction stands in one lane, as all are summed in the end.
-static inline float32x4_t block_q4_neon(const uint8_t *q, const Block *x) {
+TARGET static inline float32x4_t NAME(block_q4)(const uint8_t *q, const Block *x) {
     int32x4_t w = LOAD_I(q), sum = vsetq_lane_s32(-8 * x->sum, vdupq_n_s32(0), 0);
     sum = DOT(sum, AND_15(w), LOAD_I((const uint8_t *)x->q));
     return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I((const uint8_t *)x->q + 16)));

@@ -36,7 +36,7 @@ static inline void call_for(Ahead *a, int turn) {
 // Kernels of one instruction set.
 typedef struct {
     const char *name;
-    int tokens; // most of a panel; other panels have 1, 2, 4 or 8
+    int tokens; // most of a panel; other panels have 1, 2, 4 or 8. Without tiles 1: a panel is a row of the activations
     // Sum of w (n,) x (n,), w in the type of the name
     float (*dot_f32)(const void *w, const float *x, int n);
     float (*dot_f16)(const void *w, const float *x, int n);
@@ -51,6 +51,7 @@ typedef struct {
     float (*dot_q4)(const uint8_t *row, const Block *x, int n_blocks);
     // out (n, rows) = in (rows, n) of words of 4 bytes; the rows of `in` lie `stride` bytes apart
     void (*transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n);
+    // From here to tiles_q4: NULL where the kernels have no use for tiles, and take rows as they lie in the file.
     // Makes tiles of TILE rows of n_blocks blocks as they are in files, `stride` bytes apart
     void (*pack_q8)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
     void (*pack_q4)(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks);
@@ -124,26 +125,31 @@ static void halves(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i++) out[i] = float_to_half(x[i]);
 }
 
+// Eight sums side by side, so that an addition need not wait for the one before, and a compiler may make vectors of them.
 static float dot_f32(const void *w, const float *x, int n) {
-    float sum = 0;
-    for (int i = 0; i < n; i++) sum += ((const float *)w)[i] * x[i];
+    float sums[8] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += ((const float *)w)[i + j] * x[i + j];
+    for (int j = 0; j < 8; j++) sum += sums[j];
+    for (; i < n; i++) sum += ((const float *)w)[i] * x[i];
     return sum;
 }
 
-static float dot_f16(const void *w, const float *x, int n) {
-    float sum = 0;
-    for (int i = 0; i < n; i++) sum += half_to_float(((const uint16_t *)w)[i]) * x[i];
-    return sum;
-}
-
-static float dot_bf16(const void *w, const float *x, int n) {
-    float sum = 0, f;
-    for (int i = 0; i < n; i++) {
-        floats_bf16(&f, (const uint16_t *)w + i, 1);
-        sum += f * x[i];
+// Part by part as floats.
+static float dot_halves(void (*floats)(float *, const void *, int), const uint16_t *w, const float *x, int n) {
+    float part[64], sum = 0;
+    for (int i = 0; i < n; i += 64) {
+        int m = n - i < 64 ? n - i : 64;
+        floats(part, w + i, m);
+        sum += dot_f32(part, x + i, m);
     }
     return sum;
 }
+
+static float dot_f16(const void *w, const float *x, int n) { return dot_halves(floats_f16, w, x, n); }
+
+static float dot_bf16(const void *w, const float *x, int n) { return dot_halves(floats_bf16, w, x, n); }
 
 // What is not finite stays so in the scale: magnitudes are compared as bits, in which order NaN is the largest.
 static void quantize(Block *out, const float *x, int n_blocks) {
@@ -198,87 +204,6 @@ static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, 
         for (int r = 0; r < rows; r++) memcpy(out + 4 * ((size_t)i * rows + r), in + r * stride + 4 * i, 4);
 }
 
-static void pack_blocks(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks, int groups) {
-    for (size_t size = 2 + 4 * groups; n_blocks > 0; n_blocks--, rows += size, tiles += size * TILE) {
-        for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * r, rows + r * stride, 2);
-        transpose(tiles + 2 * TILE, rows + 2, stride, TILE, groups);
-    }
-}
-
-static void pack_q8(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
-    pack_blocks(tiles, rows, stride, n_blocks, 8);
-}
-
-static void pack_q4(uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
-    pack_blocks(tiles, rows, stride, n_blocks, 4);
-}
-
-static void tiles_f32(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead) {
-    (void)ahead;
-    for (int r = 0; r < rows_of_tiles * TILE; r++)
-        for (int t = 0; t < T; t++) {
-            float sum = 0;
-            for (int c = 0; c < cols; c++) {
-                float w;
-                memcpy(&w, tiles + 4 * ((size_t)(r / TILE * cols + c) * TILE + r % TILE), 4);
-                sum += w * x[c * T + t];
-            }
-            y[t * 2 * TILE + r] = sum;
-        }
-}
-
-static void tiles_bf16(float *y, const uint8_t *tiles, int rows_of_tiles, const float *x, int cols, int T, Ahead ahead) {
-    (void)ahead;
-    int pairs = (cols + 1) / 2;
-    for (int r = 0; r < rows_of_tiles * TILE; r++)
-        for (int t = 0; t < T; t++) {
-            float sum = 0, w;
-            for (int c = 0; c < cols; c++) {
-                floats_bf16(&w, tiles + 4 * ((size_t)(r / TILE * pairs + c / 2) * TILE + r % TILE) + c % 2 * 2, 1);
-                sum += w * x[c * T + t];
-            }
-            y[t * 2 * TILE + r] = sum;
-        }
-}
-
-static void tiles_q8(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T) {
-    for (int r = 0; r < rows_of_tiles * TILE; r++)
-        for (int t = 0; t < T; t++) {
-            float sum = 0;
-            for (int b = 0; b < n_blocks; b++) {
-                const uint8_t *tile = tiles + (size_t)(r / TILE * n_blocks + b) * Q8_TILE;
-                const Block *block = &x[(size_t)t * n_blocks + b];
-                int32_t product = 0;
-                uint16_t scale;
-                memcpy(&scale, tile + 2 * (r % TILE), 2);
-                for (int c = 0; c < 32; c++)
-                    product += (int8_t)tile[2 * TILE + c / 4 * 4 * TILE + 4 * (r % TILE) + c % 4] * block->q[c];
-                sum += half_to_float(scale) * block->scale * product;
-            }
-            y[t * 2 * TILE + r] = sum;
-        }
-}
-
-static void tiles_q4(float *y, const uint8_t *tiles, int rows_of_tiles, const Block *x, int n_blocks, int T) {
-    for (int r = 0; r < rows_of_tiles * TILE; r++)
-        for (int t = 0; t < T; t++) {
-            float sum = 0;
-            for (int b = 0; b < n_blocks; b++) {
-                const uint8_t *tile = tiles + (size_t)(r / TILE * n_blocks + b) * Q4_TILE;
-                const Block *block = &x[(size_t)t * n_blocks + b];
-                int32_t product = -8 * block->sum;
-                uint16_t scale;
-                memcpy(&scale, tile + 2 * (r % TILE), 2);
-                for (int c = 0; c < 16; c++) {
-                    uint8_t nibbles = tile[2 * TILE + c / 4 * 4 * TILE + 4 * (r % TILE) + c % 4];
-                    product += (nibbles & 15) * block->q[c] + (nibbles >> 4) * block->q[16 + c];
-                }
-                sum += half_to_float(scale) * block->scale * product;
-            }
-            y[t * 2 * TILE + r] = sum;
-        }
-}
-
 static void swiglu(float *h, const float *h2, int n) {
     for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + expf(-h[i])) * h2[i];
 }
@@ -331,7 +256,6 @@ static void mix(float *out, const float *p, size_t p_stride, int Q, const void *
 }
 
 static const Kernels kernels_scalar = {
-    "scalar", 8, dot_f32, dot_f16, dot_bf16, floats_f16, floats_bf16, halves, quantize, dot_q8, dot_q4, transpose,
-    pack_q8, pack_q4, tiles_f32, tiles_bf16, tiles_q8, tiles_q4, swiglu, rotate, largest,
-    exponentials, scores, mix, NULL, NULL,
+    "scalar", 1, dot_f32, dot_f16, dot_bf16, floats_f16, floats_bf16, halves, quantize, dot_q8, dot_q4, transpose,
+    NULL, NULL, NULL, NULL, NULL, NULL, swiglu, rotate, largest, exponentials, scores, mix, NULL, NULL,
 };

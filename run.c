@@ -18,6 +18,7 @@
 #include <unistd.h>
 #include "run.h"
 
+_Static_assert(sizeof(size_t) == 8, "sizes of models are counted in 64 bits; 32-bit systems cannot run them");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "model files are little-endian and are used in place");
 
 // ----------------------------------------------------------------------------
@@ -1649,7 +1650,11 @@ static Bench measure(Run *r, double start) {
     }
     struct rusage used;
     getrusage(RUSAGE_SELF, &used);
+#ifdef __APPLE__
+    b.peak = used.ru_maxrss; // bytes there, KiB elsewhere
+#else
     b.peak = 1024.0 * used.ru_maxrss;
+#endif
     b.prompt_speed = b.prompt / median(prompt, runs), b.decode_speed = b.decoded / median(decode, runs);
     b.bandwidth = median(reading, runs), b.share = median(share, runs);
     return b;
@@ -1692,6 +1697,7 @@ static const char help[] =
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
     "  -j NUMBER        threads (as many as cores)\n"
+    "  --no-copy        compute from the file's own pages, which processes share; slower after the first tokens\n"
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
@@ -1705,7 +1711,7 @@ static const char help[] =
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *template, *perplexity, *device;
     double temperature, topp, seed, steps, context, threads;
-    bool raw, tokenize, logits, verify, bench, json;
+    bool raw, no_copy, tokenize, logits, verify, bench, json;
 } Options;
 
 // A number, whole if asked, written in decimal digits to its end.
@@ -1769,6 +1775,7 @@ static Options parse_options(int argc, char **argv) {
         else if (i == 1 && argv[i][0] != '-') o.model = argv[i];
         else if (i == 1) break;
         else if (!strcmp(argv[i], "--raw")) o.raw = true;
+        else if (!strcmp(argv[i], "--no-copy")) o.no_copy = true;
         else if (!strcmp(argv[i], "--tokenize")) o.tokenize = true;
         else if (!strcmp(argv[i], "--logits")) o.logits = true;
         else if (!strcmp(argv[i], "--verify")) o.verify = true;
@@ -1789,7 +1796,7 @@ static Options parse_options(int argc, char **argv) {
         die("--template", error("'%s' is no template, expected chatml, zephyr or llama2", o.template));
     if (strcmp(o.device, "cpu") && strcmp(o.device, "cuda") && strcmp(o.device, "auto"))
         die("--device", error("'%s' is no device, expected cpu, cuda or auto", o.device));
-    if (!strcmp(o.device, "cuda") && strcmp(default_device, "cuda"))
+    if (!strcmp(o.device, "cuda") && strcmp(default_device, "cuda") != 0)
         die("--device", "this program computes on the CPU; make runcuda builds the one for GPUs");
     return o;
 }
@@ -1816,7 +1823,7 @@ static const char *map_file(const char *path, const uint8_t **bytes, size_t *siz
     *size = info.st_size;
     *bytes = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
     CHECK(*bytes != MAP_FAILED, "%s", strerror(errno));
-    madvise((void *)*bytes, *size, MADV_HUGEPAGE); // who reads it from disk first keeps it in large pages for those after
+    use_large_pages(*bytes, *size); // who reads it from disk first keeps it in large pages for those after
     close(file);
     return NULL;
 }
@@ -1865,6 +1872,7 @@ int main(int argc, char **argv) {
     static Run r;
     load(&r, o.model, o.tokenizer, o.verify, !o.verify && !o.bench);
     const Config *c = &r.model.config;
+    r.model.no_copy = o.no_copy;
     r.n_threads = (int)o.threads;
     r.device = o.device;
     r.printer.raw = o.raw;

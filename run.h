@@ -3,6 +3,13 @@
 #ifndef RUN_H
 #define RUN_H
 
+// Not a number and infinity have to be seen where they come up, and small numbers must not become zero. The last of the
+// macros is 0 with any of GCC's flags that -ffast-math stands for.
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) \
+    || (defined(__GCC_IEC_559) && !__GCC_IEC_559)
+#error "compile with -O3 instead of -Ofast, -ffast-math or the like: they remove the checks for broken numbers"
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -70,6 +77,7 @@ typedef struct {
     const uint8_t *list; // GGUF: names, shapes, types and offsets of the tensors
     size_t list_size;    // bytes
     bool mapped;         // the weights lie in a mapped file: pages that are dropped come back
+    bool no_copy;        // the CPU is to leave them there, where processes share them
     const char *sha256;  // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
     const char *list_sha256; // the list's
 } Model;
@@ -138,6 +146,9 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
 // x = exp((x - most) * scale), of which the sum is returned
 float cpu_largest(const float *x, int n);
 float cpu_exponentials(float *x, float most, float scale, int n);
+
+// Asks the system to keep n bytes, of its own memory or a mapped file's, in large pages, where it has them.
+void use_large_pages(const void *p, size_t n);
 
 // Seconds on a clock that only goes forward.
 double seconds(void);

@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import subprocess
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -544,9 +545,15 @@ def faults(faults_bin, *args, stdin=None):
     return [int(word) for word in p.stdout.split() if word.isdigit()]  # failed, refused, endured
 
 
+def memory_files():
+    """How many kernels_memory.h reads at most: two, and five of each control group around this process."""
+    paths = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    return 2 + 5 * sum(1 + path.count("/") for path in paths)
+
+
 def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
-    """Every allocation, open, map, read, write and new thread, in each mode. Only threads, the two files that tell their
-    number, and room for tiles are not missed."""
+    """Every allocation, open, map, read, write and new thread, in each mode. Only threads, the files that tell how many there
+    may be and how much memory is free, and room for tiles are not missed."""
     model = Model(vocab=260, layers=1, seq=64, dim=8, hidden=8, heads=2, kv=1)
     model.write_llama2c(tmp_path / "m.bin")
     model.write_tokenizer(tmp_path / "t.bin")
@@ -559,7 +566,7 @@ def test_every_call_to_the_system_may_fail(faults_bin, tmp_path):
                         ([m, "--perplexity", text], None), ([m, "--logits", "-f", text], None), ([m, "--verify"], None),
                         ([m, "--bench"], None)):
         failed, refused, endured = faults(faults_bin, *args, stdin=stdin)
-        assert failed == refused + endured and failed >= 5 and endured <= 6, (args, failed, refused, endured)
+        assert failed == refused + endured and failed >= 5 and endured <= 6 + memory_files(), (args, failed, refused, endured)
 
 
 @pytest.fixture(scope="session")

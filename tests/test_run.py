@@ -193,7 +193,8 @@ def instruction_sets():
     """Those that this machine has."""
     flags = Path("/proc/cpuinfo").read_text().split()
     avx512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
-    known = {"avx2": {"avx2", "fma"}, "avx512": avx512, "avx512bf16": avx512 | {"avx512_bf16"}, "neon": {"asimddp"}}
+    known = {"avx2": {"avx2", "fma"}, "avx512": avx512, "avx512bf16": avx512 | {"avx512_bf16"}, "neon": {"asimd"},
+             "neondot": {"asimd", "asimddp"}}
     return ["scalar"] + [isa for isa, needed in known.items() if needed <= set(flags)]
 
 
@@ -222,6 +223,16 @@ def ids_of(text, dummy_prefix=False):
     return [1] + [3 + b for b in (" " * dummy_prefix + text).encode()]
 
 
+def assert_close(ours, expected, form):
+    """Logits (tokens, vocabulary) of a model file of this form, and transformers'."""
+    assert ours.shape == expected.shape
+    error = np.abs(ours - expected).max(axis=1) / np.abs(expected).max()
+    if form[0] == "q":  # a difference in the last bit may round an activation the other way, which changes all later ones
+        assert error.min() <= 1e-5 and error.max() <= 4e-2
+    else:
+        assert error.max() <= 1e-4
+
+
 # ---- the transformer
 
 SHAPES = {
@@ -245,13 +256,7 @@ def test_logits_equal_transformers(run_bin, tmp_path, shape, form):
     args, held = model.write(tmp_path, form)
     expected = model.logits(ids_of(TEXT, form[0] == "v"), held, form)
     for isa in ISAS:
-        ours = logits(run_bin, args, TEXT, model.vocab, isa)
-        assert ours.shape == expected.shape
-        error = np.abs(ours - expected).max(axis=1) / np.abs(expected).max()
-        if form[0] == "q":  # a difference in the last bit may round an activation the other way, which changes all later ones
-            assert error.min() <= 1e-5 and error.max() <= 4e-2
-        else:
-            assert error.max() <= 1e-4
+        assert_close(logits(run_bin, args, TEXT, model.vocab, isa), expected, form)
 
 
 def test_an_instruction_set_that_is_not_there(run_bin, tmp_path):
