@@ -596,7 +596,7 @@ enum { LONGEST_PIECE = (1 << 27) - 1, MOST_PROBES = 1000 };
 typedef struct {
     Piece *pieces;                // (vocab_size,) texts lie in the file
     int vocab_size;
-    int *table;                   // (table_size,) hash table of what merges can make: piece ids, -1 where empty
+    int *table;                   // (table_size,) hash table of the pieces: ids, -1 where empty
     uint32_t table_size;          // a power of two
     const Piece **symbols;        // (n_symbols,) user-defined pieces, sorted by text
     int n_symbols;
@@ -634,10 +634,11 @@ static int *slot_of(const Tokenizer *t, const char *s, int n) {
     return NULL;
 }
 
-// The piece with this text, or -1.
+// The piece with this text that merges can make, or -1.
 static int lookup(const Tokenizer *t, const char *s, int n) {
     const int *slot = slot_of(t, s, n);
-    return slot ? *slot : -1;
+    int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
+    return type == NORMAL || type == USER_DEFINED || type == UNUSED ? *slot : -1;
 }
 
 // The byte that "<0x41>" stands for, or -1.
@@ -661,6 +662,17 @@ static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) 
         && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
 }
 
+// A vocabulary has no byte pieces, and what is not in it is unknown; or it has one for each byte that text may have to fall
+// back to: sentencepiece wants all 256, but a character of one byte that is a piece itself does without.
+static const char *check_bytes(const Tokenizer *t) {
+    for (int byte = 0; t->byte_fallback && byte < 256; byte++) {
+        const char *s = byte == ' ' ? t->space : &(char){(char)byte};
+        bool character = byte < 128 && lookup(t, s, byte == ' ' ? (int)strlen(t->space) : 1) >= 0;
+        CHECK(t->byte_ids[byte] >= 0 || character, "it has byte pieces, but none for the byte 0x%02X", byte);
+    }
+    return NULL;
+}
+
 // Builds the tables over pieces that a loader has filled in.
 static const char *index_pieces(Tokenizer *t) {
     int n = t->vocab_size;
@@ -668,21 +680,23 @@ static const char *index_pieces(Tokenizer *t) {
     t->table = resize(NULL, t->table_size, sizeof *t->table);
     memset(t->table, -1, t->table_size * sizeof *t->table);
     t->symbols = resize(NULL, n, sizeof *t->symbols);
-    for (int i = 0; i < 256; i++) t->byte_ids[i] = t->unk;
+    memset(t->byte_ids, -1, sizeof t->byte_ids);
     for (int i = 0; i < n; i++) {
         const Piece *p = &t->pieces[i];
         CHECK(p->n > 0, "token %d is empty", i);
-        CHECK(!isnan(p->score), "token %d has no number as score", i);
+        CHECK(isfinite(p->score), "token %d has no finite number as score", i);
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
         CHECK(slot, "token %d is one of too many with the same hash", i);
+        CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant", *slot, i);
         CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
         if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
         for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
         if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
-        if ((p->type == NORMAL || p->type == USER_DEFINED || p->type == UNUSED) && *slot < 0) *slot = i;
+        *slot = i;
     }
     CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
+    TRY(check_bytes(t));
     qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
     return NULL;
 }
@@ -691,15 +705,17 @@ static const char *index_pieces(Tokenizer *t) {
 // It keeps no types: 0 is unknown, 1 begins and 2 ends a text, <0xNN> are bytes.
 static const char *load_tokenizer_bin(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size) {
     Reader r = {.bytes = bytes, .size = size}, start;
-    uint32_t longest = take_u32(&r), n = 0;
+    uint32_t longest = take_u32(&r), found = 0, n = 0;
     for (start = r; !r.failed && r.at < size; n++) {
         take(&r, 4);
         uint32_t length = take_u32(&r);
         CHECK(length <= longest && length <= LONGEST_PIECE, "token %u has %u bytes, the longest should have %u", n, length,
               longest);
         take(&r, length);
+        found = length > found ? length : found;
     }
     CHECK(!r.failed, "the file ends inside a token");
+    CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found, longest);
     CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
     *t = (Tokenizer){.vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true,
                      .bos = 1, .eos = 2, .unk = 0, .eot = -1};

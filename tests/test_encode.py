@@ -164,6 +164,61 @@ def test_one_megabyte_without_a_space_is_encoded_at_once(run_bin, tmp_path):
     assert encode_file(run_bin, tmp_path, text) == p.encode(text)
 
 
+SPECIAL = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+LETTERS = [("a", 0.0, 1), ("b", 0.0, 1), ("c", 0.0, 1), ("ab", -1.0, 1)]
+BYTES = [(f"<0x{b:02X}>", 0.0, 6) for b in range(256)]
+DOUBTFUL = {  # pieces, and what run must say of them; None: it takes them, and encodes as sentencepiece does
+    "one piece twice": ([*SPECIAL, *LETTERS, ("ab", -2.0, 1)], "tokens 6 and 7 have the same text"),
+    "also user-defined": ([*SPECIAL, *LETTERS, ("ab", 0.0, 4)], "tokens 6 and 7 have the same text"),
+    "also unused": ([*SPECIAL, *LETTERS, ("c", 0.0, 5)], "tokens 5 and 7 have the same text"),
+    "a control piece as text": ([*SPECIAL, *LETTERS, ("<s>", 0.0, 1)], "tokens 1 and 7 have the same text"),
+    "a byte twice": ([*SPECIAL, *BYTES, BYTES[65], *LETTERS], "tokens 68 and 259 have the same text"),
+    "some bytes": ([*SPECIAL, *BYTES[:100], *LETTERS], "none for the byte 0x64"),
+    "all but one": ([*SPECIAL, *BYTES[:10], *BYTES[11:], *LETTERS], "none for the byte 0x0A"),
+    "bytes in small digits": ([*SPECIAL, *((p.lower(), s, t) for p, s, t in BYTES), *LETTERS], "not written <0x00> to <0xFF>"),
+    "an empty piece": ([*SPECIAL, *LETTERS, ("", 0.0, 1)], "token 7 is empty"),
+    "all bytes": ([*SPECIAL, *BYTES, *LETTERS], None),
+    "no bytes": ([*SPECIAL, *LETTERS], None),
+    "what looks like a byte": ([*SPECIAL, *LETTERS, ("0x41", 0.0, 1), ("<0x41", 0.0, 1)], None),
+}
+
+
+@pytest.mark.parametrize("name", DOUBTFUL)
+def test_vocabularies_that_sentencepiece_refuses_are_refused(run_bin, tmp_path, name):
+    pieces, complaint = DOUBTFUL[name]
+    model = sentencepiece_model_pb2.ModelProto()
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, any(t == 6 for *_, t in pieces)
+    model.normalizer_spec.add_dummy_prefix = model.normalizer_spec.remove_extra_whitespaces = False
+    for text, score, kind in pieces:
+        model.pieces.add(piece=text, score=score, type=kind)
+    strings = ["abc", "xyz ab\tc", "<0x41>", "<s>é", ""]
+    if complaint:
+        with pytest.raises(RuntimeError):
+            write_model(tmp_path / "m.gguf", model)
+        refused = subprocess.run([run_bin, tmp_path / "m.gguf", "--tokenize"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert refused.returncode == 1 and complaint in refused.stderr
+    else:
+        expected = write_model(tmp_path / "m.gguf", model).encode(strings)
+        assert tokenize(run_bin, [tmp_path / "m.gguf"], [s.encode() for s in strings]) == expected
+
+
+def test_infinite_scores_and_a_wrong_longest_length_are_refused(run_bin, tmp_path):
+    """No trainer makes them; llama2.c's programs would never merge to a score of -infinity."""
+    def refusal(*args):
+        p = subprocess.run([run_bin, *args, "--tokenize"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        assert p.returncode == 1 and p.stderr.count("\n") == 1
+        return p.stderr
+    for score in (float("inf"), float("-inf"), float("nan")):
+        write_gguf(tmp_path / "m.gguf", [(p.encode(), s, t) for p, s, t in [*SPECIAL, *LETTERS, ("bc", score, 1)]])
+        assert "token 7 has no finite number as score" in refusal(tmp_path / "m.gguf")
+    args = write_bin(tmp_path, [(p.encode(), s, t) for p, s, t in [*SPECIAL, *LETTERS]])
+    data = args[2].read_bytes()
+    assert tokenize(run_bin, args, [b"abc"]) == [[0, 6, 5]]
+    for longest in (0, 5, 7, 2**31):
+        args[2].write_bytes(struct.pack("<I", longest) + data[4:])
+        assert "token" in refusal(*args) and f"{longest}" in refusal(*args)
+
+
 def test_byte_and_character_vocabularies(run_bin, tmp_path):
     """A vocabulary of bytes alone, and one of characters where a run of strangers is one <unk>."""
     special = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]

@@ -110,6 +110,12 @@ static void tokenizer_bin_target(const uint8_t *bytes, size_t size) {
     free_tokenizer(&t);
 }
 
+static bool among(const Piece *pieces, int n, const char *s, int length) {
+    for (int i = 0; i < n; i++)
+        if (pieces[i].n == length && !memcmp(pieces[i].s, s, length)) return true;
+    return false;
+}
+
 // The input is flags, a number of pieces, the pieces (length and type in one byte, score, text), and a text to encode.
 static void encode_target(const uint8_t *bytes, size_t size) {
     Reader r = {.bytes = bytes, .size = size};
@@ -132,6 +138,7 @@ static void encode_target(const uint8_t *bytes, size_t size) {
         const int types[] = {NORMAL, NORMAL, USER_DEFINED, UNUSED};
         const uint8_t *text = take(&r, length);
         if (!text) break;
+        if (among(t.pieces, n, (const char *)text, length)) { n--; continue; } // one that stands twice would be refused
         t.pieces[n] = (Piece){(const char *)text, piece[1], length, types[type]};
     }
     t.vocab_size = n;
