@@ -376,7 +376,7 @@ def test_characters_made_of_byte_tokens(run_bin, tmp_path):
 def test_bytes_that_are_no_utf8_become_replacement_characters(run_bin, tmp_path):
     for bad, good in (([0xff], "�"), ([0xc3], "�"), ([0xe6, 0x97], "��"), ([0x80, 0xbf], "��"),
                       ([0xed, 0xa0, 0x80], "���"), ([0xc0, 0x80], "��"), ([0xf0, 0x9f, 0x98], "���"),
-                      ([0xf4, 0x90, 0x80, 0x80], "����")):
+                      ([0xf4, 0x90, 0x80, 0x81], "����")):
         assert spoken(run_bin, tmp_path, b"a", *map(byte, bad), b"b") == f"a{good}b\n".encode()
         assert spoken(run_bin, tmp_path, b"a", *map(byte, bad)) == f"a{good}\n".encode()
 
