@@ -231,7 +231,7 @@ static uint64_t take_u64(Reader *r) {
 static String take_string(Reader *r) {
     uint64_t n = take_u64(r);
     const uint8_t *p = take(r, n);
-    return (String){(const char *)p, p ? n : 0};
+    return (String){p ? (const char *)p : "", p ? n : 0};
 }
 
 static bool equals(String a, const char *b) { return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0; }
