@@ -31,6 +31,7 @@ import data as corpus  # `data` is a knob
 from engine import checkpoint, parallel
 from engine.files import why
 from engine.instruments import UpdateNorms, probe
+from engine.prepare import source_files
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer, least_memory
@@ -407,12 +408,6 @@ def resume_settings(folder, given):
     return given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
 
 
-def data_files():
-    """[path, size, time of change] of every file of the data; [] where they are not the user's."""
-    path = Path(data)
-    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
-
-
 def fixed(args, dataset):
     """What may not differ between a run and its continuation."""
     same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
@@ -445,7 +440,8 @@ def other_data(folder):
     for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
         if stored.get(name) != globals()[name]:
             return f"holds a run with {name}={stored.get(name)}, now it is {globals()[name]}"
-    before, now = ({path: rest for path, *rest in files} for files in (stored.get("data_files", []), data_files()))
+    before, now = ({path: rest for path, *rest in files}
+                   for files in (stored.get("data_files", []), source_files(data, cache)))
     changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
     named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else data
     return f"holds a run on another text: {named} changed since"
@@ -727,7 +723,8 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
-        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype) | {"data_files": data_files()})
+        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype)
+                        | {"data_files": source_files(data, cache)})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 

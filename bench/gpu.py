@@ -196,8 +196,8 @@ def sampling():
 
 def random_data():
     """A prepared folder of random tokens in 32,000 kinds: what a step costs does not depend on what it reads."""
-    import data
     from bench.models import vocabulary
+    from engine import prepare
     folder, tokenizer = Path("cache/bench/random"), vocabulary(32000)
     if (folder / "meta.json").exists():
         return folder
@@ -207,10 +207,10 @@ def random_data():
         tokens = np.random.default_rng(0).integers(3, 32000, count, dtype=np.uint16)
         tokens[::512], tokens[511::512] = tokenizer.bos_id, tokenizer.eos_id
         tokens.tofile(folder / f"{split}.bin")
-    meta = {"version": data.VERSION, "vocab_size": 32000, "vocab_source": "custom", "tokenizer": "tokenizer.model",
+    meta = {"version": prepare.VERSION, "vocab_size": 32000, "vocab_source": "custom", "tokenizer": "tokenizer.model",
             "tokenizer_sha256": tokenizer.sha256(), "dtype": "uint16", "source": "random", "train_tokens": 1 << 23,
             "val_tokens": 1 << 18, "train_documents": 1 << 14, "val_documents": 1 << 9, "train_bytes": 1 << 25,
-            "val_bytes": 1 << 20, "fingerprint": data.fingerprint(folder)}
+            "val_bytes": 1 << 20, "fingerprint": prepare.fingerprint(folder)}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder
 

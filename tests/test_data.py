@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import data
-from engine import stories
+from engine import prepare, stories
 from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,7 +36,7 @@ def prose(n_bytes, seed=0):
 def small(monkeypatch):
     """Blocks, segments and parts so small that a short text has many of each."""
     for name, size in {"BLOCK": 4096, "SEGMENT": 512, "PART": 2048}.items():
-        monkeypatch.setattr(data, name, size)
+        monkeypatch.setattr(prepare, name, size)
 
 
 def refused(capfd, call):
@@ -112,7 +112,7 @@ def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeyp
     raw = text.encode()
     assert d.train.tolist() == d.tokenizer.encode(raw[:stop].decode(), bos=True, eos=True)
     assert d.val.tolist() == d.tokenizer.encode(raw[stop + 1:].decode(), bos=True, eos=True)
-    assert len(data.plan(json.loads(json.dumps({"stories": 0, "source": "a", "val_fraction": 0.1,
+    assert len(prepare.plan(json.loads(json.dumps({"stories": 0, "source": "a", "val_fraction": 0.1,
                                                 "files": [str(tmp_path / "a.txt")]})))) > 20
 
 
@@ -220,7 +220,7 @@ def some_stories(cache):
 def test_stories_and_their_floor(tmp_path_factory):
     d = some_stories(tmp_path_factory.getbasetemp() / "cache")
     train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
-    written = [stories.write(data.SEED, i) for i in range(300)]
+    written = [stories.write(prepare.SEED, i) for i in range(300)]
     assert train + val == [text for text, _ in written] and len(val) == 30 == d.meta["val_documents"]
     bits, size = sum(bits for _, bits in written[270:]), sum(len(text.encode()) for text, _ in written[270:])
     assert d.meta["floor_bpb"] == pytest.approx(bits / size, rel=1e-12) and d.meta["val_bytes"] == size
@@ -230,7 +230,7 @@ def test_stories_and_their_floor(tmp_path_factory):
 
 def test_stories_in_characters_know_them_all(tmp_path):
     d = data.load(data.prepare("stories:50", "char", cache=tmp_path / "cache", workers=1))
-    assert d.tokenizer.unk_id not in d.train and documents(d.val, d.tokenizer)[-1] == stories.write(data.SEED, 49)[0]
+    assert d.tokenizer.unk_id not in d.train and documents(d.val, d.tokenizer)[-1] == stories.write(prepare.SEED, 49)[0]
 
 
 # ---- the cache, workers and interruption ----------------------------------------------------------------------------
@@ -298,8 +298,8 @@ def test_killed_preparation_continues_to_the_same_bytes(tmp_path, monkeypatch):
         encode_parts(*arguments)
         after.append({p: p.stat().st_mtime_ns for p in done})
 
-    encode_parts = data.encode_parts
-    monkeypatch.setattr(data, "encode_parts", encode)
+    encode_parts = prepare.encode_parts
+    monkeypatch.setattr(prepare, "encode_parts", encode)
     cut = data.prepare("stories:12000", "byte", cache=tmp_path / "cut", workers=2)
     assert after == [done]  # what was there was not made again
     assert contents(cut) == contents(whole)
@@ -312,8 +312,8 @@ def test_what_gets_its_name_is_on_disk(tmp_path, monkeypatch):
         events.append((os.stat(a).st_ino, os.stat(Path(b).parent).st_ino))
         replace(a, b)
 
-    monkeypatch.setattr(data.os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
-    monkeypatch.setattr(data.os, "replace", note_replace)
+    monkeypatch.setattr(prepare.os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(prepare.os, "replace", note_replace)
     data.prepare("stories:20", "byte", cache=tmp_path, workers=1)
     renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
     assert len(renamed) == 8  # job, rows, vocabulary, a part, train.bin, val.bin, meta.json, and the folder
@@ -329,11 +329,11 @@ def test_interrupted_before_it_is_published(tmp_path, monkeypatch, capfd):
             raise KeyboardInterrupt
         publish(temporary, final)
 
-    publish = data.publish
+    publish = prepare.publish
     for _ in range(2):  # the second time the folder is complete but for its name
-        monkeypatch.setattr(data, "publish", stop)
+        monkeypatch.setattr(prepare, "publish", stop)
         assert "interrupted" in refused(capfd, lambda: data.prepare("stories:50", "byte", cache=tmp_path / "cut", workers=1))
-    monkeypatch.setattr(data, "publish", publish)
+    monkeypatch.setattr(prepare, "publish", publish)
     assert contents(data.prepare("stories:50", "byte", cache=tmp_path / "cut", workers=1)) == contents(whole)
 
 
@@ -352,7 +352,7 @@ def test_interrupted_by_ctrl_c(tmp_path):
 
 
 def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(data.sys, "executable", "/bin/false")
+    monkeypatch.setattr(prepare.sys, "executable", "/bin/false")
     line = refused(capfd, lambda: data.prepare("stories:9000", "byte", cache=tmp_path, workers=2))
     assert "ended with code 1" in line
 
@@ -431,14 +431,14 @@ def test_unreadable_folder(tmp_path, monkeypatch, capfd):
         onerror(PermissionError(errno.EACCES, "Permission denied", str(path)))
         return []
 
-    monkeypatch.setattr(data.os, "walk", walk)  # root, who may run this, can read all folders
+    monkeypatch.setattr(prepare.os, "walk", walk)  # root, who may run this, can read all folders
     assert "Permission denied" in refused(capfd, lambda: data.prepare(tmp_path / "in", cache=tmp_path / "cache"))
 
 
 def test_file_that_changes_while_it_is_read(tmp_path, monkeypatch, capfd):
     path = tmp_path / "a.txt"
     path.write_text(prose(3000))
-    monkeypatch.setattr(data, "vocabulary", lambda *a, real=data.vocabulary: (path.write_text(prose(3100)), real(*a))[1])
+    monkeypatch.setattr(prepare, "vocabulary", lambda *a, real=prepare.vocabulary: (path.write_text(prose(3100)), real(*a))[1])
     assert "changed" in refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
 
 
@@ -464,7 +464,7 @@ def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
     def full(path, content):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(data, "write", full)
+    monkeypatch.setattr(prepare, "write", full)
     line = refused(capfd, lambda: data.prepare("stories:10", "byte", cache=tmp_path, workers=1))
     assert "No space left on device; make room" in line
 
@@ -667,10 +667,10 @@ def hub(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     sums = {name: (len(body), hashlib.sha256(body).hexdigest()) for name, body in BODIES.items()}
-    monkeypatch.setattr(data, "DOWNLOADS", {"tinystories": {name: sums[name] for name in STORIES},
+    monkeypatch.setattr(prepare, "DOWNLOADS", {"tinystories": {name: sums[name] for name in STORIES},
                                             "tinyshakespeare": {"input.txt": sums["input.txt"]}})
-    monkeypatch.setattr(data, "PATIENCE", (0, 0, 0))
-    for source in data.DOWNLOADS:
+    monkeypatch.setattr(prepare, "PATIENCE", (0, 0, 0))
+    for source in prepare.DOWNLOADS:
         monkeypatch.setattr(data, f"{source}_url", f"http://127.0.0.1:{server.server_port}/base")
     for name in "http_proxy", "HTTP_PROXY", "all_proxy":
         monkeypatch.delenv(name, raising=False)
@@ -708,7 +708,7 @@ def test_tinyshakespeare_is_downloaded_or_taken_where_it_lies(hub, tmp_path, cap
 def test_the_shakespeare_presets_train_on_shakespeare():
     for name in "shakespeare", "shakespeare_short":
         assert runpy.run_path(str(ROOT / f"config/{name}.py"))["data"] == "tinyshakespeare"
-    assert data.DOWNLOADS["tinyshakespeare"] == {
+    assert prepare.DOWNLOADS["tinyshakespeare"] == {
         "input.txt": (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")}
 
 
@@ -718,7 +718,7 @@ def test_the_shakespeare_presets_train_on_shakespeare():
 def test_downloads_survive(mood, hub, tmp_path):
     name, body = next(iter(BODIES.items()))
     hub.mood = list(mood)
-    data.download(tmp_path / "deep" / name, data.tinystories_url, *data.DOWNLOADS["tinystories"][name])
+    prepare.download(tmp_path / "deep" / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
     assert (tmp_path / "deep" / name).read_bytes() == body and not hub.mood
     assert [p.name for p in (tmp_path / "deep").iterdir()] == [name]
     if mood == ["break"] * 5:  # every request asks for what is missing only
@@ -733,7 +733,7 @@ def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
     tmp_path /= "tinystories"
     assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line and f"put the file at {tmp_path / name}" in line
     assert not (tmp_path / name).exists()
-    data.download(tmp_path / name, data.tinystories_url, *data.DOWNLOADS["tinystories"][name])
+    prepare.download(tmp_path / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
     assert (tmp_path / name).read_bytes() == body and hub.requests[-1][1] == f"bytes={len(body) // 2}-"
 
 
@@ -758,7 +758,7 @@ def test_a_server_that_is_not_there(hub, tmp_path, monkeypatch, capfd):
 
 
 def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(data.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
+    monkeypatch.setitem(prepare.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     assert "too little room" in line and not hub.requests
 

@@ -169,9 +169,9 @@ def clone(tmp_path_factory):
             shutil.copy(ROOT / name, folder / name)
         else:
             (folder / name).unlink()
-    fewer, count = re.subn(r"^STORIES = [\d_]+", f"STORIES = {STORIES}", (folder / "data.py").read_text(), flags=re.M)
+    fewer, count = re.subn(r"^STORIES = [\d_]+", f"STORIES = {STORIES}", (folder / "engine/prepare.py").read_text(), flags=re.M)
     assert count == 1
-    (folder / "data.py").write_text(fewer)
+    (folder / "engine/prepare.py").write_text(fewer)
     if subprocess.run(["make", "-q", "run"], cwd=ROOT).returncode == 0:  # as `make test` has it: no need to build it again
         shutil.copy(ROOT / "run", folder / "run")
     story = "\n<|endoftext|>\n".join(stories.write(0, number)[0] for number in range(150))

@@ -1,0 +1,756 @@
+"""
+Any text → a prepared folder. data.py says which sources there are and what a document is; its Dataset reads the folder.
+
+Long documents are encoded in segments, cut at a single space between two words. No piece of a Llama-style vocabulary
+holds a space behind a letter, so the tokens are those of the whole text. (Where a file has no such space for BLOCK
+bytes, the cut falls behind a line, or between two characters; the tokens around it can then differ.)
+
+Worker processes encode a source part by part, and publish each part when it is on disk. What was interrupted
+continues with the parts that are missing.
+"""
+import array
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import http.client
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from configurator import fail  # first: it answers for packages that are missing
+
+import numpy as np
+from tqdm import tqdm
+
+from engine import stories
+from engine.files import publish, replacing, sha256
+from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
+
+VERSION = 1
+BLOCK = 1 << 22     # bytes of a file in memory at once
+SEGMENT = 1 << 16   # bytes of a long document encoded at once
+PART = 1 << 21      # bytes of text in a part, the unit of progress
+SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
+STORIES = 60_000    # how many stories "stories" is: about 34 MB
+STORY_BYTES = 560   # of an average story, for the progress bar
+SEED = 1337         # of the stories, and of the draw of validation documents
+SEPARATOR = b"<|endoftext|>"
+JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
+VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
+
+# Size and sha256 of the files of each source that is downloaded: those of TinyStories at the revision that tinystories_url
+# in data.py names, as public copies of them are listed. The downloads have only been tried against a server of the tests.
+DOWNLOADS = {
+    "tinystories": {
+        "TinyStoriesV2-GPT4-train.txt":
+            (2_227_753_162, "6418d412de72888f52b5142c761ac21a582f7d1166f0bfbdb5f03ccfdec90443"),
+        "TinyStoriesV2-GPT4-valid.txt":
+            (22_502_601, "6874bae9a4c1a4e7edcf0e53b86c17817e9cf881fc75ff2368da457b80c0585d"),
+    },
+    "tinyshakespeare": {
+        "input.txt": (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
+    },
+}
+PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after one, two, … failures in a row before a download goes on
+
+
+class Unfit(Exception):
+    """A source that cannot be prepared, and why, in one line. (Not `fail` at once: a progress bar has to end first.)"""
+
+
+# ---- a prepared folder ------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Prepared:
+    """A prepared folder. meta: dict of meta.json; train, val: 1-D memory maps of token ids; tokenizer: Tokenizer."""
+    folder: Path
+    meta: dict
+    train: np.memmap
+    val: np.memmap
+    tokenizer: Tokenizer
+
+
+def load(folder):
+    """
+    The Prepared of a folder. Sizes and the vocabulary's hash are always checked, and the hash of the tokens where they are
+    less than 256 MB (0.2 s); what disagrees is refused in one line.
+    """
+    folder = Path(folder)
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["version"] != VERSION:
+            fail(f"{folder}: prepared data of version {meta['version']}, expected {VERSION}; delete it to prepare anew")
+        size, width = 0, np.dtype(meta["dtype"]).itemsize
+        for split in ("train", "val"):
+            found, expected = (folder / f"{split}.bin").stat().st_size, width * meta[f"{split}_tokens"]
+            if found != expected:
+                fail(f"{folder}/{split}.bin: {found} bytes, expected {expected}; delete {folder} to prepare it anew")
+            size += found
+        tokenizer = Tokenizer.load(folder / meta["tokenizer"])
+        same = tokenizer.sha256() == meta["tokenizer_sha256"] and tokenizer.vocab_size == meta["vocab_size"]
+        if not same or (size < 1 << 28 and fingerprint(folder) != meta["fingerprint"]):
+            fail(f"{folder}: is not what its meta.json records (hashes differ); delete it to prepare it anew")
+        train, val = (np.memmap(folder / f"{split}.bin", meta["dtype"], "r") for split in ("train", "val"))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        fail(f"{folder}: not prepared data ({type(e).__name__}: {e}), expected a folder that data.py made")
+    return Prepared(folder, meta, train, val, tokenizer)
+
+
+def fingerprint(folder):
+    """Hex sha256 of train.bin followed by val.bin."""
+    return sha256(folder / "train.bin", folder / "val.bin")
+
+
+# ---- what to prepare --------------------------------------------------------------------------------------------
+
+def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache="cache", workers=0, skip_bad=False,
+            urls=None):
+    """
+    The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
+    (0: one for each core) with the same bytes. skip_bad: files of a folder that are no text are left out, not refused; urls:
+    {source: URL} of the folders that DOWNLOADS are in.
+    """
+    try:
+        if (Path(source) / "meta.json").is_file():
+            return Path(source)
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad)
+        folder = Path(cache) / job["name"]
+        if not folder.exists():
+            with locked(Path(cache)):  # who waits here finds the work done
+                if not folder.exists():
+                    build(job, folder, workers or cores(), urls)
+        return folder
+    except Unfit as e:
+        fail(e)
+    except BrokenPipeError:  # whoever read what is printed here has gone
+        raise
+    except OSError as e:
+        again = "; make room, then the same command continues" if e.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        fail(f"{e.filename or cache}: {e.strerror or e}{again}")
+    except KeyboardInterrupt:
+        fail(f"{source}: preparation was interrupted; the same command continues it")
+
+
+def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
+    """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
+    if not 0 < val_fraction < 1:
+        fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1")
+    if vocab_source == "custom" and vocab_size and vocab_size < 260:
+        fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
+             f"or --vocab_source=byte or char")
+    job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad,
+           "val_fraction": val_fraction,
+           "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
+    if source.split(":")[0] == "stories":
+        job["stories"] = count_stories(source)
+        name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
+        job["vocab_goal"] = vocab_size or stories.VOCAB_SIZE
+    elif source in DOWNLOADS:
+        files = DOWNLOADS[source]
+        job["files"] = [str(cache / source / file) for file in files]
+        name, depends_on, size = source, list(files.items()), sum(size for size, _ in files.values())
+    else:
+        files, job["left_out"] = text_files(Path(source), cache)
+        job["files"], job["changes"] = [str(path) for path in files], changes(files)
+        name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(p.stat().st_size for p in files)
+    if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
+        job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
+    if vocab_source not in ("custom", "byte", "char"):
+        job["vocab_file"] = vocabulary_file(vocab_source)
+        depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
+        vocab_source = Path(job["vocab_file"]).stem
+    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], val_fraction, *["skip_bad"] * skip_bad]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
+    words = [name, vocab_source + str(vocab_size or ""), digest]
+    job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
+    return job
+
+
+def vocabulary_file(vocab_source):
+    """The file of a vocabulary that is not made here: llama2's, that of other prepared data, or the path itself."""
+    path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
+    if (path / "meta.json").is_file():
+        path /= load(path).meta["tokenizer"]
+    if not path.is_file():
+        fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, byte, char, llama2 (tokenizer.model in "
+             f"the working directory) or the path of a tokenizer")
+    return str(path)
+
+
+def count_stories(source):
+    """N of "stories:N"."""
+    digits = source.partition(":")[2] if ":" in source else str(STORIES)
+    if not re.fullmatch("[0-9]{1,9}", digits) or int(digits) < 2:
+        fail(f"{source}: expected stories, or stories:N with N from 2 to 999999999")
+    return int(digits)
+
+
+def text_files(path, cache):
+    """
+    ([the file itself], ""), or the .txt and .jsonl files in a folder and the folders in it, in order of their names, and
+    what was left out there, as words.
+    """
+    files, left_out = walk(path, cache) if path.is_dir() else ([path], "")
+    if not files:
+        fail(f"{path}: a folder without .txt and .jsonl files, and not one that data.py prepared (no meta.json)"
+             + f"; left out: {left_out}" * bool(left_out))
+    if not path.exists():
+        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of .txt or .jsonl "
+             f"files")
+    for file in files:
+        if not file.is_file():
+            fail(f"{file}: not a regular file")
+        with open(file, "rb"):  # what can't be opened is told before any work is done
+            pass
+    if not any(file.stat().st_size for file in files):
+        fail(f"{path}: is empty, expected text")
+    return files, left_out
+
+
+def walk(path, cache):
+    """The text files below a folder, sorted, and what was left out, as words."""
+    def stop(e):
+        raise e
+
+    files, folders, others = [], [], []
+    for here, inside, names in os.walk(path, onerror=stop):
+        for name in sorted(inside):
+            if is_foreign(Path(here, name), cache):
+                inside.remove(name)
+                folders.append(Path(here, name))
+        for name in sorted(names):
+            is_text = name.endswith((".txt", ".jsonl")) and not name.startswith(".")
+            (files if is_text else others).append(Path(here, name))
+    left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}"
+                for some, what in ((folders, "folder(s)"), (others, "file(s) hidden or of another kind")) if some]
+    return sorted(files), "; ".join(left_out)
+
+
+def listed(words, most=8):
+    """The first words of a list, separated by commas."""
+    words = [str(word) for word in words]
+    return ", ".join(words[:most] + ["..."] * (len(words) > most))
+
+
+def is_foreign(folder, cache):
+    """Whether the text in a folder is none to learn from: hidden, linked, installed, a run's, or in the cache."""
+    return (folder.name.startswith(".") or folder.is_symlink() or folder.resolve() == cache
+            or folder.name in ("node_modules", "site-packages", "__pycache__", "wandb")
+            or folder.name.endswith((".egg-info", ".dist-info"))
+            or any((folder / sign).exists() for sign in ("pyvenv.cfg", "trainer.json", "log.jsonl")))
+
+
+def source_files(source, cache):
+    """What `changes` says of every file of a source, [] where they are not the user's."""
+    path = Path(source)
+    return changes(text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
+
+
+def changes(files):
+    """What tells whether files have changed: [[path, size, time of change in ns]]."""
+    return [[str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns] for p in map(Path, files)]
+
+
+# ---- preparing --------------------------------------------------------------------------------------------------
+
+def build(job, folder, workers, urls):
+    """Make a prepared folder, in folder.partial, where what is finished waits for another try if this one fails."""
+    partial = folder.with_name(folder.name + ".partial")
+    (partial / "parts").mkdir(parents=True, exist_ok=True)
+    if job["left_out"]:
+        print(f"left out of {job['source']}: {job['left_out']}")
+    for file, (size, digest) in DOWNLOADS.get(job["source"], {}).items():
+        download(folder.parent / job["source"] / file, urls[job["source"]], size, digest)
+    try:
+        if not (partial / "meta.json").exists():
+            write(partial / "job.json", json.dumps(job).encode())
+            if not (partial / "rows.npy").exists():
+                write(partial / "rows.npy", lambda f: np.save(f, plan(job)))
+            rows = np.load(partial / "rows.npy", mmap_mode="r")
+            tokenizer = vocabulary(job, rows, partial)
+            encode_parts(job, rows, partial, workers)
+            meta = assemble(job, rows, partial, tokenizer) | skipped(job, rows)
+            if job["changes"] and job["changes"] != changes(job["files"]):
+                raise Unfit(f"{job['source']}: changed while it was read; run the same command again")
+            write(partial / "meta.json", json.dumps(meta, indent=1).encode())
+    except (Unfit, SystemExit):  # nothing here is worth keeping
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    shutil.rmtree(partial / "parts", ignore_errors=True)
+    for path in [partial / "job.json", partial / "rows.npy", *partial.glob("*.tmp")]:
+        path.unlink(missing_ok=True)
+    publish(partial, folder)
+    meta = json.loads((folder / "meta.json").read_text())
+    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+          f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
+
+
+def skipped(job, rows):
+    """{"skipped": [file]} of what skip_bad has left out, for meta.json, told in a line as well; {} where nothing was."""
+    if not job["skip_bad"]:
+        return {}
+    good = set(rows[:, 0].tolist())
+    bad = [path for number, path in enumerate(job["files"]) if number not in good and os.path.getsize(path)]
+    if not bad:
+        return {}
+    print(f"left out of {job['source']}: {len(bad)} of {len(job['files'])} files, which are not UTF-8: {listed(bad)}")
+    return {"skipped": bad}
+
+
+@contextlib.contextmanager
+def locked(cache):
+    """Keeps other processes that would prepare data in this cache waiting, until the block or its process ends."""
+    import fcntl  # here, since Windows lacks it, of which configurator.py tells
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".lock", "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def cores():
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def write(path, content):
+    """Write bytes, or what the function `content` writes into the file it is given, so that it is there whole or not."""
+    with replacing(path, f"{path}.{os.getpid()}.tmp") as f:  # nobody else's, even if we were killed and go on twice
+        content(f) if callable(content) else f.write(content)
+
+
+# ---- rows: where the documents are ------------------------------------------------------------------------------
+
+def plan(job):
+    """
+    The documents as rows (file, start, end, flags) of int64, in order: bytes start to end of a file, or a segment of
+    them. Of stories, a row is the stories number start to end.
+    """
+    if job["stories"]:
+        n = job["stories"]
+        held_out = min(max(round(job["val_fraction"] * n), 1), 2000)
+        edges = [*range(0, n - held_out, 1000), *range(n - held_out, n, 1000), n]
+        return np.array([(0, a, b, FIRST | LAST | VAL * (a >= n - held_out)) for a, b in zip(edges, edges[1:])])
+    documents, cuts = [], []
+    for number, path in enumerate(job["files"]):
+        try:
+            found, where = scan(path)
+        except Unfit as e:
+            if len(job["files"]) == 1 or not job["skip_bad"]:
+                raise Unfit(f"{e}{'; --skip_bad=True leaves such files out' * (len(job['files']) > 1)}") from e
+            found, where = np.empty((0, 3), np.int64), []
+        documents.append(np.insert(found, 0, number, axis=1))
+        cuts.append(where)
+    documents = np.concatenate(documents)
+    if not len(documents):
+        raise Unfit(f"{job['source']}: none of its {len(job['files'])} files is UTF-8 text")
+    if job["source"] == "tinystories":  # comes with a validation file
+        documents[documents[:, 0] == 1, 3] |= VAL
+    else:
+        documents = split(documents, job)
+    return segments(documents, cuts)
+
+
+def scan(path):
+    """
+    The documents of a file, (n, 3) int64 of start, end and flags, and where long ones may be cut, (m,) int64, about
+    every SEGMENT bytes. Refuses a file that is not UTF-8.
+    """
+    found, cuts, jsonl, begin = array.array("q"), array.array("q"), path.endswith(".jsonl"), 0
+    for offset, block in blocks(path, jsonl):
+        if jsonl:
+            ends = offset + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+            ends = np.union1d(ends, offset + len(block))
+            starts = np.insert(ends, 0, offset)[:-1]
+            found.frombytes(np.stack([starts, ends, np.full_like(ends, FIRST | LAST | STRIP)], 1).tobytes())
+            continue
+        if block.startswith(b"\xef\xbb\xbf") and not offset:
+            begin = 3  # a byte order mark is no text
+        at = block.find(SEPARATOR)
+        while at >= 0:
+            end = at + len(SEPARATOR)
+            if block[at - 1:at] in (b"", b"\n") and block[end:end + 1] in (b"", b"\n", b"\r"):
+                found.extend((begin, offset + at, FIRST | LAST | STRIP))
+                begin = offset + end
+            at = block.find(SEPARATOR, end)
+        joints = [JOINT.search(block, at, at + SEGMENT) for at in range(0, len(block), SEGMENT)]
+        cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + len(block)])
+    if not jsonl:
+        found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * (len(found) > 0)))
+    return np.array(found, np.int64).reshape(-1, 3), np.array(cuts, np.int64)
+
+
+def blocks(path, whole_lines):
+    """
+    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line feed; in a line that is longer
+    than a block it ends behind a character, or, with whole_lines, grows.
+    """
+    offset, rest = 0, b""
+    with open(path, "rb") as f, tqdm(total=os.path.getsize(path), desc="reading", unit="B", unit_scale=True,
+                                     leave=False, delay=1, dynamic_ncols=True) as bar:
+        while True:
+            fresh = f.read(BLOCK)
+            block = rest + fresh
+            cut = block.rfind(b"\n") + 1
+            if fresh and not cut:
+                if whole_lines:
+                    rest = block
+                    continue
+                cut = character_start(block, max(0, len(block) - 4))
+            if not fresh:
+                cut = len(block)
+            try:
+                block[:cut].decode()
+            except UnicodeDecodeError as e:
+                raise Unfit(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text")
+            if cut:
+                yield offset, block[:cut]
+            if not fresh:
+                return
+            bar.update(cut)
+            offset, rest = offset + cut, block[cut:]
+
+
+def character_start(block, at):
+    """The first position from `at` on where a UTF-8 character starts (or the end)."""
+    while at < len(block) and block[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+def split(documents, job):
+    """`documents`, (n, 4), with the flag VAL on val_fraction of their bytes: whole documents, or the last ones."""
+    sizes = documents[:, 2] - documents[:, 1]
+    wanted = job["val_fraction"] * sizes.sum()
+    order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(documents))
+    drawn = order[np.cumsum(sizes[order]) <= wanted]
+    if sizes[drawn].sum() >= wanted / 2:
+        documents[drawn, 3] |= VAL
+        return documents
+    first = np.searchsorted(np.cumsum(sizes), sizes.sum() - wanted, "right")  # the document the boundary falls into
+    documents[first:, 3] |= VAL
+    file, start, end, _ = documents[first]
+    path = job["files"][file]
+    if path.endswith(".jsonl"):
+        if not first:
+            raise Unfit(f"{job['source']}: {len(documents)} document(s), the first one of which holds nearly all; "
+                 f"too few to hold some out for validation")
+        return documents
+    boundary = end - int(np.cumsum(sizes)[first] - (sizes.sum() - wanted))
+    with open(path, "rb") as f:
+        f.seek(boundary)
+        block = f.read(min(SEGMENT, end - boundary))
+    joint = JOINT.search(block)
+    stop = boundary + (joint.start() + 1 if joint else character_start(block, 0))
+    if not start < stop < end:
+        raise Unfit(f"{job['source']}: too short to hold out {job['val_fraction']:.0%} for validation")
+    documents = np.insert(documents, first, documents[first], axis=0)
+    documents[first, 2:] = stop, documents[first, 3] & ~VAL
+    documents[first + 1, 1] = stop + (joint is not None)  # the space between the two goes
+    return documents
+
+
+def segments(documents, cuts):
+    """`documents`, (n, 4), with a long one as several rows. cuts: for each file the places it may be cut at."""
+    rows, done = [], 0
+    for k in np.flatnonzero(documents[:, 2] - documents[:, 1] > 2 * SEGMENT):
+        file, start, end, flags = documents[k]
+        inside = cuts[file][(cuts[file] > start) & (cuts[file] < end)]
+        edges = np.concatenate([[start], inside, [end]])
+        pieces = np.stack([np.full(len(edges) - 1, file), edges[:-1], edges[1:],
+                           np.full(len(edges) - 1, flags & ~FIRST & ~LAST)], axis=1)
+        pieces[0, 3] |= FIRST
+        pieces[-1, 3] |= LAST
+        rows += [documents[done:k], pieces]
+        done = k + 1
+    return np.concatenate(rows + [documents[done:]])
+
+
+def texts(job, rows):
+    """Yields (text, bytes, flags, bits) of every document, segment or story of some rows; bits are those of stories."""
+    for file, group in itertools.groupby(rows.tolist(), key=lambda row: row[0]):
+        if job["stories"]:
+            for _, start, end, flags in group:
+                for text, bits in (stories.write(SEED, number) for number in range(start, end)):
+                    yield text, len(text.encode()), flags, bits
+            continue
+        path = job["files"][file]
+        with open(path, "rb") as f:
+            for _, start, end, flags in group:
+                f.seek(start)
+                raw = f.read(end - start)
+                if path.endswith(".jsonl") and raw.strip():
+                    raw = jsonl_text(raw, path, start)
+                if flags & STRIP:
+                    raw = raw.lstrip() if flags & FIRST else raw
+                    raw = raw.rstrip() if flags & LAST else raw
+                if raw:
+                    yield raw.decode(), len(raw), flags, 0.0
+
+
+def jsonl_text(line, path, start):
+    """The text (UTF-8 bytes) in a line of a .jsonl file, which begins at byte `start`."""
+    try:
+        record = json.loads(line)
+        key = "text" if isinstance(record, dict) and "text" in record else "story"
+        if not isinstance(record, dict):
+            found = f"no object but {line.decode().strip()[:40]}"
+        elif key not in record:
+            found = f"an object with the keys {listed(record)}" if record else "an object without keys"
+        elif not isinstance(record[key], str):
+            found = f'"{key}": {json.dumps(record[key])[:40]}'
+        else:
+            return record[key].encode()
+    except UnicodeEncodeError as e:
+        found = f"a character that UTF-8 can't write ({e.object[e.start]!r})"
+    except (ValueError, RecursionError) as e:
+        found = f"no JSON ({e})"
+    with open(path, "rb") as f:
+        number = 1 + sum(block.count(b"\n") for block in iter(lambda: f.read(min(BLOCK, start - f.tell())), b""))
+    raise Unfit(f'{path}: line {number} holds {found}; expected an object with a string under "text" or "story"')
+
+
+# ---- tokens -----------------------------------------------------------------------------------------------------
+
+def vocabulary(job, rows, partial):
+    """The Tokenizer of a preparation: what an earlier try stored in the folder, or made now and stored there."""
+    name = job["vocab_source"]
+    path = partial / tokenizer_name(job)
+    if path.exists():
+        return Tokenizer.load(path)
+    temporary = path.with_name("new_" + path.name)
+    if name == "custom":
+        train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, exact=bool(job["vocab_size"]))
+    elif name == "byte":
+        Bytes().save(temporary)
+    elif name == "char":
+        Characters(stories.CHARACTERS if job["stories"] else characters(job, rows)).save(temporary)
+    else:
+        Tokenizer.load(job["vocab_file"]).save(temporary)
+    size = Tokenizer.load(temporary).vocab_size
+    if job["vocab_size"] not in (0, size):
+        fail(f"--vocab_size={job['vocab_size']}: the vocabulary of --vocab_source={name} has {size}; "
+             f"leave --vocab_size out")
+    publish(temporary, path)
+    return Tokenizer.load(path)
+
+
+def tokenizer_name(job):
+    """The file name of a preparation's tokenizer."""
+    ours = job["vocab_source"] in ("byte", "char") or job["vocab_file"].endswith(".json")
+    return "tokenizer.json" if ours else "tokenizer.model"
+
+
+def sample(job, rows):
+    """Yields SAMPLE bytes of training text, from rows at equal distances."""
+    rows = rows[rows[:, 3] & VAL == 0]
+    limit = stories.SAMPLE if job["stories"] else SAMPLE
+    for text, *_ in texts(job, rows[::max(1, round(weights(job, rows).sum() / limit))]):
+        yield text
+
+
+def characters(job, rows):
+    """Every character of a source, as a str."""
+    found = set()
+    for text, *_ in tqdm(texts(job, rows), desc="characters", leave=False, delay=1, dynamic_ncols=True):
+        found.update(text)
+    return "".join(found)
+
+
+def weights(job, rows):
+    """Bytes of text in each row, (n,) int64; of stories, about."""
+    return (rows[:, 2] - rows[:, 1]) * (STORY_BYTES if job["stories"] else 1)
+
+
+def part_starts(job, rows):
+    """The first row of each part, and the number of rows at the end: (parts + 1,) int64."""
+    sizes = weights(job, rows)
+    part = (np.cumsum(sizes) - sizes) // PART
+    return np.append(np.flatnonzero(np.diff(part, prepend=-1)), len(rows))
+
+
+def part_encoder(partial):
+    """The function that encodes part number N of the preparation in a folder, and publishes it as parts/N.npz."""
+    job = json.loads((partial / "job.json").read_text())
+    rows = np.load(partial / "rows.npy", mmap_mode="r")
+    starts = part_starts(job, rows)
+    tokenizer = Tokenizer.load(partial / tokenizer_name(job))
+    dtype = token_type(tokenizer)
+
+    def encode(number):
+        ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
+        for text, size, flags, bits in texts(job, rows[starts[number]:starts[number + 1]]):
+            if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
+                text = text[1:]  # the tokenizer puts it back
+            ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST)))
+            counts[flags & VAL] += bool(flags & FIRST), size, bits
+        arrays = {"train": np.array(ids[0], dtype), "val": np.array(ids[1], dtype), "counts": counts}
+        write(partial / "parts" / f"{number}.npz", lambda f: np.savez(f, **arrays))
+
+    return encode
+
+
+def token_type(tokenizer):
+    """The dtype that token ids are stored in."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def encode_parts(job, rows, partial, workers):
+    """Encode the parts that are missing, each worker taking the next one when it is done with one."""
+    starts = part_starts(job, rows)
+    sizes = np.add.reduceat(weights(job, rows), starts[:-1])
+    missing = [n for n in range(len(sizes)) if not (partial / "parts" / f"{n}.npz").exists()]
+    workers = min(workers, len(missing))
+    with tqdm(total=int(sizes.sum()), initial=int(sizes.sum() - sizes[missing].sum()), desc="encoding", unit="B",
+              unit_scale=True, dynamic_ncols=True) as bar:
+        if workers == 1:
+            encode = part_encoder(partial)
+            for number in missing:
+                encode(number)
+                bar.update(int(sizes[number]))
+            return
+        todo = collections.deque(missing)
+        with concurrent.futures.ThreadPoolExecutor(max(workers, 1)) as pool:
+            try:
+                for done in [pool.submit(drive_worker, partial, todo, bar, sizes) for _ in range(workers)]:
+                    done.result()
+            finally:
+                todo.clear()  # after a failure nobody begins another part
+
+
+def drive_worker(partial, todo, bar, sizes):
+    """
+    Run one worker process on the parts in `todo` until there are none. It is a program of its own, not a fork or a
+    multiprocessing child (which would import train.py, and torch, anew), so it needs nothing of the script that called us.
+    Ctrl-C does not reach it; it ends when its input does, so none outlives us even if we are killed.
+    """
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from engine import prepare; prepare.serve(sys.argv[2])"
+    command = [sys.executable, "-c", program, str(Path(__file__).resolve().parents[1]), str(partial)]
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          start_new_session=True) as worker:
+        while todo:
+            try:
+                number = todo.popleft()
+            except IndexError:  # another worker was quicker
+                break
+            with contextlib.suppress(BrokenPipeError):  # if it died, the answer, which is none, tells
+                worker.stdin.write(b"%d\n" % number)
+            answer = worker.stdout.readline()
+            if not answer:
+                raise ChildProcessError(errno.ECHILD, f"a process that encodes ended with code {worker.wait()}")
+            problem = json.loads(answer)
+            if problem:
+                raise OSError(*problem) if isinstance(problem, list) else Unfit(problem)
+            bar.update(int(sizes[number]))
+
+
+def serve(partial):
+    """The worker: a part's number comes in on a line; null goes out, or what an OSError holds, or why it is Unfit."""
+    encode = part_encoder(Path(partial))
+    for line in sys.stdin:
+        problem = None
+        try:
+            encode(int(line))
+        except Unfit as e:
+            problem = str(e)
+        except OSError as e:
+            problem = [e.errno, e.strerror, e.filename]
+        print(json.dumps(problem), flush=True)
+
+
+def assemble(job, rows, partial, tokenizer):
+    """Join the parts to train.bin and val.bin; return what goes into meta.json."""
+    parts = [partial / "parts" / f"{n}.npz" for n in range(len(part_starts(job, rows)) - 1)]
+    dtype, tokens, counts = token_type(tokenizer), {}, np.zeros((2, 3))
+    for split in ("train", "val"):
+        def join(f):
+            for path in parts:
+                with np.load(path) as part:
+                    f.write(part[split].tobytes())
+
+        write(partial / f"{split}.bin", join)
+        tokens[split] = (partial / f"{split}.bin").stat().st_size // dtype.itemsize
+    for path in parts:
+        with np.load(path) as part:
+            counts += part["counts"]
+    if not counts[0, 0] or not counts[1, 0]:
+        raise Unfit(f"{job['source']}: no text to {'train on' if not counts[0, 0] else 'validate'}, expected more documents")
+    meta = {"version": VERSION, "vocab_size": tokenizer.vocab_size, "vocab_source": job["vocab_source"],
+            "tokenizer": tokenizer_name(job), "tokenizer_sha256": tokenizer.sha256(), "dtype": dtype.name,
+            "source": job["source"], "train_tokens": tokens["train"], "val_tokens": tokens["val"],
+            "train_documents": int(counts[0, 0]), "val_documents": int(counts[1, 0]),
+            "train_bytes": int(counts[0, 1]), "val_bytes": int(counts[1, 1]), "fingerprint": fingerprint(partial)}
+    if job["stories"]:
+        meta["floor_bpb"] = counts[1, 2] / counts[1, 1]
+        meta["entropy_bits_per_story"] = stories.entropy()
+    return meta
+
+
+# ---- download ---------------------------------------------------------------------------------------------------
+
+def download(path, base_url, size, expected):
+    """
+    Fetch a file to `path` from base_url/name, unless it is there. A broken download continues where it stopped, in this
+    call or a later one; only what has that size and sha256 gets the file's name, or is taken where it lies.
+    """
+    url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
+    if path.exists():
+        if (digest := sha256(path)) != expected:
+            raise Unfit(f"{path}: {path.stat().st_size:,} bytes with sha256 {digest}, expected {size:,} with {expected}; "
+                        f"move it away, and the same command downloads it")
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part.touch()
+    have = reached = part.stat().st_size
+    if shutil.disk_usage(path.parent).free < size - have:
+        raise Unfit(f"{path.parent}: too little room for {path.name}, {(size - have) / 1e9:.1f} GB more needed")
+    failures, problem = 0, "connection closed"
+    with tqdm(total=size, initial=have, desc=path.name, unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+        while have < size:
+            try:
+                fetch(url, part, size, bar)
+            except urllib.error.HTTPError as e:
+                problem = f"{e.code} {e.reason}"
+                failures += 100 * (400 <= e.code < 500 and e.code not in (408, 429))  # asking again won't help
+            except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as e:
+                problem = str(getattr(e, "reason", "") or e or type(e).__name__)
+            have = part.stat().st_size
+            failures = 0 if have > reached and failures < 100 else failures + 1
+            reached = max(reached, have)
+            if have < size and failures > len(PATIENCE):
+                raise Unfit(f"{url}: {problem}, {have:,} of {size:,} bytes are here; the same command continues; or "
+                            f"put the file at {path}")
+            if have < size and failures:
+                time.sleep(PATIENCE[failures - 1])
+    if (digest := sha256(part)) != expected:
+        part.unlink()
+        raise Unfit(f"{url}: {have:,} bytes with sha256 {digest}, expected {size:,} with {expected}; "
+             f"deleted, so the same command downloads it anew")
+    publish(part, path)
+
+
+def fetch(url, part, size, bar):
+    """One request: append to the file `part` what it still lacks of `size` bytes, or, if the server can't, begin anew."""
+    have = part.stat().st_size
+    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
+    with urllib.request.urlopen(request, timeout=30) as answer, open(part, "ab") as f:
+        if answer.status != 206 or not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+            if answer.status == 206:
+                raise http.client.HTTPException("the server sent another range than the one asked for")
+            f.truncate(0)
+            bar.reset()
+            have = 0
+        while have <= size and (block := answer.read(1 << 16)):  # more than `size` is wrong, and found by its hash
+            f.write(block)
+            have += len(block)
+            bar.update(len(block))
