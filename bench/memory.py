@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import parallel
 from configurator import configure, fail
+from engine import parallel
 
 vocab_source = "llama2"  # of the stories15M shapes: a vocabulary of 32,000
 steps = 6                # of a run, with an evaluation and a checkpoint at every second
@@ -33,7 +33,7 @@ SHAPES = {"the defaults": "", "stories15M, 8 x 256": f"{STORIES} --batch_size=8"
 
 
 class Blind:
-    """A Look that never looks."""
+    """UpdateNorms that measure nothing."""
 
     def __init__(self, model, watch):
         self.wanted, self.take = False, dict
@@ -46,7 +46,7 @@ def work(words):
     """Run train.py's main by its command line; the last line printed is the peak in bytes."""
     import train
     if worker == "steps":
-        train.assess, train.corpus.look, train.Look = lambda *_: {"loss/val": 0.0}, lambda _: [], Blind
+        train.assess, train.corpus.look, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: [], Blind
         train.save = train.conclude = lambda *_: None
     train.main(configure(vars(train), argv=words))
     print(parallel.peak_memory(parallel.setup(train.device)))
