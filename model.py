@@ -297,25 +297,6 @@ def within_documents(tokens, bos_id):
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
-def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating=False, shares=1):
-    """
-    {kind: bytes} that a training step holds at once at the very least, by arithmetic alone. tokens: of a forward pass;
-    half: matrix products in bfloat16; frugal: blocks are compiled or keep their inputs alone; accumulating: over several
-    passes; shares: processes that share weights and optimizer. Temporaries and what Python takes are not in it.
-    """
-    a, kv_dim = args, args.n_kv_heads * args.head_dim
-    blocks = a.n_layers * (2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim)
-    rest = (1 if a.tied else 2) * a.vocab_size * a.dim + (2 * a.n_layers + 1) * a.dim
-    weights, size = 4 * (blocks + rest) / shares, 2 if half else 4
-    states = 4 * ((1 if optimizer == "muon" else 2) * blocks + 2 * rest) / shares
-    kept = size * a.dim if frugal else 8 * a.dim + 2 * size * (a.dim + kv_dim + a.hidden_dim)  # norms' x; q k v, out, a b
-    inside = {"activations": tokens * a.n_layers * kept, "logits": 4 * min(tokens * a.vocab_size, ClassifierLoss.PIECE // 2)}
-    after = {"gradients": weights}  # when all of them are there, nothing is left of the last pass
-    if accumulating:
-        inside |= after
-    return {"weights": weights, "optimizer": states} | max(inside, after, key=lambda kinds: sum(kinds.values()))
-
-
 class Transformer(nn.Module):
     bos_id = None      # of training on packed documents: attention does not reach back over this token
     recompute = False  # in training keep only the blocks' inputs, and compute their insides again for the gradients

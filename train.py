@@ -8,8 +8,6 @@ Train a Llama from scratch.
 
 The settings are the globals below; the loop is at the end.
 """
-import importlib.util
-import json
 import math
 import os
 import re
@@ -19,8 +17,9 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
+from types import SimpleNamespace
 
-from configurator import configure, fail, settings, unread  # first: it answers for packages that are missing
+from configurator import configure, fail, settings  # first: it answers for packages that are missing
 
 if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
@@ -28,13 +27,14 @@ import torch
 from tqdm import tqdm
 
 import data as corpus  # `data` is a knob
-from engine import checkpoint, parallel
+from engine import checkpoint, parallel, sizes
+from engine.checks import check_settings
 from engine.files import why
 from engine.instruments import UpdateNorms, probe
-from engine.prepare import source_files
+from engine.parallel import say
 from engine.redact import redact
 from export import ITER, export_model, exported_step
-from model import ModelArgs, Transformer, least_memory
+from model import ModelArgs, Transformer
 from optim import SpikeDetector, make_optimizer
 from track import Tracker, make_tracker, new_run_id, source_version
 
@@ -117,61 +117,9 @@ seed = 1337                 # of initialisation, data order and dropout
 EVAL_TOKENS = 1024  # the unit of eval_iters; an evaluation's forward pass has about as many, or a training batch's
 
 
-def check_settings():
-    """Refuse, before anything is computed, what can't train."""
-    for name in ("eval_interval", "log_interval", "batch_size", "gradient_accumulation_steps", "max_iters"):
-        if globals()[name] < 1:
-            fail(f"{name} is {globals()[name]}, expected at least 1")
-    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "depth",
-                 "peak_tflops"):
-        if globals()[name] < 0:
-            fail(f"{name} is {globals()[name]}, expected 0 or more")
-    if not 0 < learning_rate < 1:
-        fail(f"learning_rate is {learning_rate}, expected above 0 and below 1; 1e-3 is a good start")
-    for name in ("beta1", "beta2"):
-        if not 0 <= globals()[name] < 1:
-            fail(f"{name} is {globals()[name]}, expected 0 <= {name} < 1")
-    if optimizer not in ("muon", "adamw"):
-        fail(f"optimizer is {optimizer!r}, expected muon or adamw")
-    if schedule not in ("cosine", "linear"):
-        fail(f"schedule is {schedule!r}, expected cosine or linear")
-    if wandb_watch not in ("off", "all", "gradients", "parameters"):
-        fail(f"wandb_watch is {wandb_watch!r}, expected off, all, gradients or parameters")
-    if sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
-        fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
-
-
-def derive_from_depth(given, vocab):
-    """
-    A run from `depth`, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter, and batch and
-    rate from compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.156 C^-0.125. What was tried stands
-    in doc/lab/recipe.md. What is given explicitly stays. vocab: the data's.
-    https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
-    """
-    derive(given, dim=32 * math.ceil(depth / 2), n_layers=depth)
-    derive(given, n_heads=max(1, dim // 32))
-    n = 12 * n_layers * dim ** 2 + dim * vocab  # parameters, near enough
-    tokens = 8 * n
-    compute = (6 * n + 12 * n_layers * dim * max_seq_len) * tokens
-    sequences = max(1, round(0.05 * compute ** 0.3271 / max_seq_len))
-    pieces = math.ceil(sequences / 32)
-    derive(given, batch_size=math.ceil(sequences / pieces), gradient_accumulation_steps=pieces,
-           learning_rate=float(f"{0.156 * compute ** -0.125:.1e}"))
-    derive(given, max_iters=math.ceil(tokens / (batch_size * gradient_accumulation_steps * max_seq_len)))
-    derive(given, warmup_iters=max_iters // 50)
-    say(f"depth {depth}: {dim=}, {n_layers=}, {n_heads=}, {batch_size=}, {gradient_accumulation_steps=}, {learning_rate=}, "
-        f"{max_iters=}, {warmup_iters=}")
-
-
-def derive(given, **values):
-    """Set the settings that nobody has given."""
-    globals().update({k: v for k, v in values.items() if k not in given})
-
-
-def say(text):
-    if parallel.master:
-        with unread():  # whoever stops reading does not stop the training
-            tqdm.write(text, file=sys.stdout)
+def knobs():
+    """The settings above as they stand, for engine/, which gives back what it changes."""
+    return SimpleNamespace(**settings(globals()))
 
 
 def learning_rate_at(step, spent=0.0):
@@ -295,11 +243,6 @@ def model_args(dataset):
     return args
 
 
-def tuning():
-    """Whether init_from is the path of a checkpoint to fine-tune."""
-    return init_from not in ("auto", "resume", "scratch")
-
-
 def settle_out_dir():
     """A run that nobody has named is named after its data: stories:2000 goes to out/stories, texts/my.txt to out/my."""
     if out_dir == "auto":
@@ -307,156 +250,10 @@ def settle_out_dir():
         globals()["out_dir"] = "out/" + (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
 
 
-def find_start():
-    """
-    (the checkpoint folder this run starts from, None to start from nothing; whether it continues the run in it). What
-    stands in out_dir goes before the path of init_from, so that a fine-tuning run too is resumed by its own command.
-    """
-    if eval_only:
-        return find_evaluated()
-    if tuning() and Path(out_dir).resolve() in (Path(init_from).resolve(), *Path(init_from).resolve().parents):
-        fail(f"--init_from={init_from} is the run in out_dir itself; give another --out_dir to fine-tune it, or "
-             f"--init_from=resume to continue it")
-    found = take_out_dir()
-    if found or not tuning():
-        return found, found is not None
-    return checkpoint.locate(init_from), False
-
-
-def find_evaluated():
-    """What find_start returns where nothing is trained: the run in out_dir, or the checkpoint that init_from names."""
-    if tuning():
-        return checkpoint.locate(init_from), False
-    found = checkpoint.newest(out_dir) if init_from != "scratch" else None
-    if not found:
-        fail(f"--eval_only=True with --init_from={init_from}: {out_dir} holds no checkpoint to evaluate; give the "
-             f"--out_dir of a run that does, or the path of one with --init_from")
-    return found, True
-
-
-def take_out_dir():
-    """Claim the folder; the checkpoint in it that is to be resumed, or None. Damaged ones and an old run are set aside."""
-    try:
-        checkpoint.claim(out_dir)
-        if init_from == "scratch":
-            if aside := checkpoint.set_aside(out_dir):
-                say(f"the run that stood in {out_dir} is now {aside}")
-            return None
-        found, damaged = checkpoint.recover(out_dir)
-    except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another folder")
-    if damaged and not found:
-        fail(f"{'; '.join(damaged)}; there is no other checkpoint in {out_dir}: put back a copy, or start anew with "
-             f"--init_from=scratch, which moves what is left to {out_dir}.old1")
-    for line in damaged:
-        say(f"error: {line}; resuming from the one before, {found.name}")
-    if init_from == "resume" and found is None:
-        fail(f"--init_from=resume: {out_dir} holds no complete checkpoint; start one with --init_from=scratch")
-    return found
-
-
-def adopt(given):
-    """
-    To fine-tune: sizes and vocabulary are those of the checkpoint that init_from names; return the settings set by it. What
-    is `given` and says otherwise is refused.
-    """
-    origin = checkpoint.locate(init_from)
-    args, before, vocabulary = checkpoint.load(origin)["args"], stored_settings(origin), checkpoint.tokenizer_path(origin)
-    adopted = {k: v for k, v in args.items() if k in globals() and k not in ("dropout", "max_seq_len")}
-    for name in sorted(given & {*adopted, "vocab_source"}):
-        same = globals()[name] in (adopted.get(name), before.get(name))
-        if not same and not (name == "vocab_source" and same_file(vocab_source, vocabulary)):
-            fail(f"--{name}={globals()[name]}: fine-tuning keeps sizes and vocabulary of {init_from}, where {name} is "
-                 f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
-    globals().update(adopted, vocab_source=str(vocabulary))
-    return set(adopted)
-
-
-def same_file(a, b):
-    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
-
-
-# settings of the place and of the day, which a resumed run does not take from the one before
-PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
-         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log"}
-
-
-def stored_settings(folder):
-    """The settings that a checkpoint was trained with."""
-    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-    return {k: v for k, v in stored.items() if k in settings(globals())}
-
-
-def resume_settings(folder, given):
-    """
-    A resumed run keeps its settings, but for those `given` anew. Returns (the settings that no depth derives any more,
-    [[name, before, now]] of what was changed).
-    """
-    stored = stored_settings(folder)
-    begun = stored.get("init_from", "auto")
-    if tuning() and Path(begun).resolve() != Path(init_from).resolve():
-        fail(f"{out_dir} holds a run that began from {'nothing' if begun in ('auto', 'scratch', 'resume') else begun}, not from "
-             f"{init_from}; give another --out_dir, or --init_from=resume to continue it")
-    kept = {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
-    changes = [[k, str(v), str(globals()[k])] for k, v in kept.items() if k in given and globals()[k] != v]
-    globals().update({k: v for k, v in kept.items() if k not in given}, init_from=begun)
-    if "vocab_source" not in given and tuning():  # the vocabulary of a checkpoint that may have gone
-        globals().update(vocab_source=str(checkpoint.tokenizer_path(folder)))
-    say(f"{'evaluating' if eval_only else 'resuming'} {out_dir} at iteration {checkpoint.manifest(folder)['step']:,} of {max_iters:,}")
-    for name, before, now in changes:
-        say(f"{name}: {before} -> {now}")
-    return given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
-
-
-def fixed(args, dataset):
-    """What may not differ between a run and its continuation."""
-    same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
-    same |= {k: globals()[k] for k in ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")}
-    return same | {"data": dataset.meta["fingerprint"]}
-
-
-# what weights and optimizer have their shape and meaning from
-SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
-
-
-def restore(folder, now, opt):
-    """Load the optimizer and the progress of a run that is to continue; refuse another run's."""
-    train = checkpoint.load(folder, "train", check=eval_only)
-    before = train["state"]["fixed"]
-    different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
-    never = [name for name in different if name in SHAPES]
-    if different and (never or not force_resume):
-        name = different[0]
-        what = other_data(folder) if name == "data" else f"holds a run with {name}={before[name]}, now it is {now[name]}"
-        fail(f"{out_dir} {what}; give the old value to resume it, another --out_dir, or --init_from=scratch"
-             f"{'' if never else ', or --force_resume=True'}")
-    opt.load_state_dict(train["optimizer"])
-    return train["state"]
-
-
-def other_data(folder):
-    """In words: how the data differ from those that a checkpoint was trained on."""
-    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
-    for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
-        if stored.get(name) != globals()[name]:
-            return f"holds a run with {name}={stored.get(name)}, now it is {globals()[name]}"
-    before, now = ({path: rest for path, *rest in files}
-                   for files in (stored.get("data_files", []), source_files(data, cache)))
-    changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
-    named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else data
-    return f"holds a run on another text: {named} changed since"
-
-
-def wind(clock):
-    """
-    The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}.
-    `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was
-    reached begins anew.
-    """
-    limit = 60 * max_minutes
-    if clock["limit"] == limit and clock["seconds"] < clock["end"]:
-        return clock
-    return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}
+def data_files():
+    """[path, size, time of change] of every file of the data; [] where they are not the user's."""
+    path = Path(data)
+    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
 
 
 class Stopwatch:
@@ -626,29 +423,6 @@ def go_back(model, opt, guard, writer):
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
-def refuse_too_large(args, device, amp_dtype):
-    """End in one line where training needs more memory than there is, even by the least that can be said."""
-    share = math.ceil(batch_size * gradient_accumulation_steps / parallel.world)  # of a process
-    here = 1 if device.type == "cuda" else parallel.local_world
-    free = parallel.free_memory(device)
-
-    def need(sequences):
-        return least_memory(args, sequences * max_seq_len, optimizer, amp_dtype != torch.float32,
-                            compile or activation_checkpointing, share > sequences, parallel.world if sharded else 1)
-
-    kinds = need(min(batch_size, share))
-    total = sum(kinds.values())
-    if free is None or total * here <= free:
-        return
-    if sum(need(1).values()) * here <= free:
-        advice = f"lower --batch_size (now {batch_size}) and raise --gradient_accumulation_steps by as much"
-    else:
-        advice = f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or --depth"
-    fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory "
-         f"({', '.join(f'{kind} {size / 2 ** 30:.1f}' for kind, size in kinds.items())})"
-         f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; {advice}")
-
-
 def describe(args, model, dataset, device, amp_dtype):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
     peak, basis = parallel.peak_flops(device, amp_dtype, peak_tflops)
@@ -683,26 +457,29 @@ def show(row, bar):
 
 
 def main(given):
-    check_settings()
+    check_settings(knobs())
     place = parallel.setup(device, deterministic)
     if place.type == "cpu":
         parallel.keep_memory()
     settle_out_dir()
-    start, resuming = parallel.first(find_start)
+    start, resuming = parallel.first(checkpoint.find_start, knobs())
     changes = []
     if resuming:
-        given, changes = resume_settings(start, given)
-        check_settings()
-    elif tuning():
-        given = given | adopt(given)
+        taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
+        globals().update(taken)
+        check_settings(knobs())
+    elif checkpoint.tuning(knobs()):
+        adopted = checkpoint.adopt(knobs(), given)
+        globals().update(adopted)
+        given = given | adopted.keys()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
     dataset = load_data(place)
     if depth:
-        derive_from_depth(given, dataset.meta["vocab_size"])
+        globals().update(sizes.derive_from_depth(knobs(), given, dataset.meta["vocab_size"]))
     args = model_args(dataset)
     if not eval_only:
-        refuse_too_large(args, place, amp_dtype)
+        sizes.refuse_too_large(knobs(), args, place, amp_dtype)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
     model.bos_id = dataset.tokenizer.bos_id if within_documents and dataset.meta["train_documents"] > 1 else None
@@ -710,10 +487,10 @@ def main(given):
     if sharded and parallel.world > 1:
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
-    state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "fixed": fixed(args, dataset), "loss_sum": 0.0,
-             "loss_steps": 0, "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
+    state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
+             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
     if resuming:
-        state |= restore(start, state["fixed"], opt)
+        state |= checkpoint.restore(knobs(), start, state["fixed"], opt, data_files)
     if start:
         parallel.load_weights(model, checkpoint.load(start, check=eval_only or not resuming)["model"])
     if eval_only:
@@ -723,8 +500,7 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
-        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype)
-                        | {"data_files": source_files(data, cache)})
+        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype) | {"data_files": data_files()})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 
@@ -734,7 +510,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}; changes:
     the settings given anew to a resumed run, which go into the log.
     """
-    tracker, writer, clock = start_tracking(config, state), checkpoint.Writer(), wind(state["clock"])
+    tracker, writer = start_tracking(config, state), checkpoint.Writer()
+    clock = checkpoint.wind(state["clock"], max_minutes)
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
     state["guard"] = guard.state
@@ -804,7 +581,7 @@ if __name__ == "__main__":
             main(overrides)
         elif parallel.world == 1:
             settle_out_dir()
-            find_start()  # where init_from=scratch sets the old run aside: once, not at every restart
+            checkpoint.find_start(knobs())  # where init_from=scratch sets the old run aside: once, not at every restart
             checkpoint.release()
             parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:

@@ -31,13 +31,15 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from configurator import fail
 from engine import parallel
-from engine.files import sha256, to_disk, write_atomic
+from engine.files import sha256, to_disk, why, write_atomic
 
 VERSION = 2
 MARK = "trainer.json"
@@ -476,3 +478,164 @@ def load(folder, part="model", check=True):
 def tokenizer_path(folder):
     """The vocabulary file inside a step folder."""
     return next(iter(sorted(Path(folder).glob("tokenizer.*"))))
+
+
+# ---- where a run starts; `s` has the settings of train.py as attributes -------------------------------------------
+
+# settings of the place and of the day, which a resumed run does not take from the one before
+PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
+         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log"}
+# what weights and optimizer have their shape and meaning from
+SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
+
+
+def tuning(s):
+    """Whether init_from is the path of a checkpoint to fine-tune."""
+    return s.init_from not in ("auto", "resume", "scratch")
+
+
+def find_start(s):
+    """
+    (the checkpoint folder this run starts from, None to start from nothing; whether it continues the run in it). What
+    stands in out_dir goes before the path of init_from, so that a fine-tuning run too is resumed by its own command.
+    """
+    if s.eval_only:
+        return find_evaluated(s)
+    if tuning(s) and Path(s.out_dir).resolve() in (Path(s.init_from).resolve(), *Path(s.init_from).resolve().parents):
+        fail(f"--init_from={s.init_from} is the run in out_dir itself; give another --out_dir to fine-tune it, or "
+             f"--init_from=resume to continue it")
+    found = take_out_dir(s)
+    if found or not tuning(s):
+        return found, found is not None
+    return locate(s.init_from), False
+
+
+def find_evaluated(s):
+    """What find_start returns where nothing is trained: the run in out_dir, or the checkpoint that init_from names."""
+    if tuning(s):
+        return locate(s.init_from), False
+    found = newest(s.out_dir) if s.init_from != "scratch" else None
+    if not found:
+        fail(f"--eval_only=True with --init_from={s.init_from}: {s.out_dir} holds no checkpoint to evaluate; give the "
+             f"--out_dir of a run that does, or the path of one with --init_from")
+    return found, True
+
+
+def take_out_dir(s):
+    """Claim the folder; the checkpoint in it that is to be resumed, or None. Damaged ones and an old run are set aside."""
+    try:
+        claim(s.out_dir)
+        if s.init_from == "scratch":
+            if aside := set_aside(s.out_dir):
+                parallel.say(f"the run that stood in {s.out_dir} is now {aside}")
+            return None
+        found, damaged = recover(s.out_dir)
+    except OSError as e:
+        fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another folder")
+    if damaged and not found:
+        fail(f"{'; '.join(damaged)}; there is no other checkpoint in {s.out_dir}: put back a copy, or start anew with "
+             f"--init_from=scratch, which moves what is left to {s.out_dir}.old1")
+    for line in damaged:
+        parallel.say(f"error: {line}; resuming from the one before, {found.name}")
+    if s.init_from == "resume" and found is None:
+        fail(f"--init_from=resume: {s.out_dir} holds no complete checkpoint; start one with --init_from=scratch")
+    return found
+
+
+def adopt(s, given):
+    """
+    To fine-tune: sizes and vocabulary are those of the checkpoint that init_from names; return these settings. What is
+    `given` and says otherwise is refused.
+    """
+    origin = locate(s.init_from)
+    args, before, vocabulary = load(origin)["args"], stored_settings(origin), tokenizer_path(origin)
+    adopted = {k: v for k, v in args.items() if k in vars(s) and k not in ("dropout", "max_seq_len")}
+    for name in sorted(given & {*adopted, "vocab_source"}):
+        now = getattr(s, name)
+        same = now in (adopted.get(name), before.get(name))
+        if not same and not (name == "vocab_source" and same_file(now, vocabulary)):
+            fail(f"--{name}={now}: fine-tuning keeps sizes and vocabulary of {s.init_from}, where {name} is "
+                 f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
+    return adopted | {"vocab_source": str(vocabulary)}
+
+
+def same_file(a, b):
+    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
+
+
+def stored_settings(folder):
+    """The config.json of a checkpoint: the settings that it was trained with, and what was derived from them."""
+    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+
+
+def resume_settings(s, folder, given):
+    """
+    A resumed run keeps its settings, but for those `given` anew. Returns (the settings to take, those that no depth
+    derives any more, [[name, before, now]] of what was changed).
+    """
+    stored = {k: v for k, v in stored_settings(folder).items() if k in vars(s)}
+    begun = stored.get("init_from", "auto")
+    if tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
+        fail(f"{s.out_dir} holds a run that began from {'nothing' if begun in ('auto', 'scratch', 'resume') else begun}, not "
+             f"from {s.init_from}; give another --out_dir, or --init_from=resume to continue it")
+    kept = {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
+    changes = [[k, str(v), str(getattr(s, k))] for k, v in kept.items() if k in given and getattr(s, k) != v]
+    taken = {k: v for k, v in kept.items() if k not in given} | {"init_from": begun}
+    now = SimpleNamespace(**vars(s) | taken)
+    if "vocab_source" not in given and tuning(now):  # the vocabulary of a checkpoint that may have gone
+        taken["vocab_source"] = str(tokenizer_path(folder))
+    parallel.say(f"{'evaluating' if s.eval_only else 'resuming'} {s.out_dir} at iteration {manifest(folder)['step']:,} of "
+                 f"{now.max_iters:,}")
+    for name, before, after in changes:
+        parallel.say(f"{name}: {before} -> {after}")
+    return taken, given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
+
+
+def resume_signature(s, args, dataset):
+    """What may not differ between a run and its continuation."""
+    same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
+    same |= {k: getattr(s, k) for k in ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")}
+    return same | {"data": dataset.meta["fingerprint"]}
+
+
+def restore(s, folder, now, opt, data_files):
+    """
+    Load the optimizer and return the state of a run that is to continue; refuse another run's. now: the resume signature;
+    data_files: a function that lists the files of the data.
+    """
+    train = load(folder, "train", check=s.eval_only)
+    before = train["state"]["fixed"]
+    different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
+    never = [name for name in different if name in SHAPES]
+    if different and (never or not s.force_resume):
+        name = different[0]
+        what = (other_data(s, folder, data_files()) if name == "data" else
+                f"holds a run with {name}={before[name]}, now it is {now[name]}")
+        fail(f"{s.out_dir} {what}; give the old value to resume it, another --out_dir, or --init_from=scratch"
+             f"{'' if never else ', or --force_resume=True'}")
+    opt.load_state_dict(train["optimizer"])
+    return train["state"]
+
+
+def other_data(s, folder, files):
+    """In words: how the data differ from those that a checkpoint was trained on. files: [path, size, time] of them now."""
+    stored = stored_settings(folder)
+    for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
+        if stored.get(name) != getattr(s, name):
+            return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
+    before, now = ({path: rest for path, *rest in these} for these in (stored.get("data_files", []), files))
+    changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
+    named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else s.data
+    return f"holds a run on another text: {named} changed since"
+
+
+def wind(clock, max_minutes):
+    """
+    The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}.
+    `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was
+    reached begins anew.
+    """
+    limit = 60 * max_minutes
+    if clock["limit"] == limit and clock["seconds"] < clock["end"]:
+        return clock
+    return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}

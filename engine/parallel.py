@@ -23,8 +23,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
-from configurator import fail
+from configurator import fail, unread
 
 rank = int(os.environ.get("RANK", 0))              # this process among all
 world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
@@ -263,6 +264,13 @@ def close():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def say(text):
+    """A line on stdout, above a progress bar, from the master alone."""
+    if master:
+        with unread():  # whoever stops reading does not stop the training
+            tqdm.write(text, file=sys.stdout)
 
 
 def has_bfloat16(device):

@@ -21,8 +21,8 @@ import export
 import optim
 import track
 import train
-from engine import checkpoint, parallel
-from model import ModelArgs, least_memory
+from engine import checkpoint, checks, parallel, sizes
+from model import ModelArgs
 from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -195,7 +195,7 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
     assert sorted(lines[1:4]) == sorted(["max_iters: 5 -> 10", "dropout: 0.1 -> 0.3", "learning_rate: 0.003 -> 0.001"])
     after = json.loads((folder / "kept/config.json").read_text())
     told = {"learning_rate": 0.001, "dropout": 0.3, "max_iters": 10}
-    same = {k for k in train.settings(vars(train)) if k not in train.PLACE and not k.startswith("wandb_")}
+    same = {k for k in train.settings(vars(train)) if k not in checkpoint.PLACE and not k.startswith("wandb_")}
     assert {k: after[k] for k in same} == {k: before[k] for k in same} | told
     assert rows(folder, "kept")[-1]["settings"] == [re.split(": | -> ", line) for line in lines[1:4]]
     (folder / "texts/b.txt").write_text("other " * 5000)
@@ -406,12 +406,10 @@ def test_depth_derives_the_rest(folder):
 
 def derived(monkeypatch, depth, vocab, given=(), world=1):
     """The settings that a depth gives, all others being the defaults."""
-    for name, value in train.settings(vars(train)).items():
-        monkeypatch.setattr(train, name, value)  # to be put back
     monkeypatch.setattr(parallel, "world", world)
-    monkeypatch.setattr(train, "depth", depth)
-    train.derive_from_depth(set(given), vocab)
-    return train.settings(vars(train))
+    s = train.knobs()
+    s.depth = depth
+    return vars(s) | sizes.derive_from_depth(s, set(given), vocab)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8, 12, 32])
@@ -646,15 +644,13 @@ def test_a_second_ctrl_c_leaves_out_the_evaluation_but_not_the_model(folder, tmp
     assert export.exported_step(folder / "hurried/model.gguf") == 1 and checkpoint.newest(folder / "hurried").name[-1] == "1"
 
 
-def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins_anew(monkeypatch):
-    monkeypatch.setattr(train, "max_minutes", 1.0)
-    fresh = train.wind({"seconds": 0.0, "limit": 0.0, "end": float("inf")})
+def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins_anew():
+    fresh = checkpoint.wind({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
     assert fresh == {"seconds": 0.0, "limit": 60.0, "end": 60.0}
-    assert train.wind(fresh | {"seconds": 20.0})["end"] == 60 and train.wind(fresh | {"seconds": 61.0})["end"] == 121
-    monkeypatch.setattr(train, "max_minutes", 2.0)
-    assert train.wind(fresh | {"seconds": 20.0})["end"] == 140
-    monkeypatch.setattr(train, "max_minutes", 0.0)
-    assert train.wind(fresh)["end"] == float("inf")
+    assert checkpoint.wind(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
+    assert checkpoint.wind(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
+    assert checkpoint.wind(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
+    assert checkpoint.wind(fresh, 0.0)["end"] == float("inf")
 
 
 def test_a_supervised_run_survives_kills(folder, reference):
@@ -1039,10 +1035,10 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
 def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setattr(train.parallel, "world", 2)
     monkeypatch.setattr(train, "sharded", True)
-    train.check_settings()
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    checks.check_settings(train.knobs())
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        train.check_settings()
+        checks.check_settings(train.knobs())
     assert "pip install safetensors" in capsys.readouterr().err
 
 
@@ -1084,7 +1080,7 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    need = least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
+    need = sizes.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
     assert need["weights"] == 4 * model.num_params() and need["weights"] + need["optimizer"] <= before
     assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
 
