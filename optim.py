@@ -192,3 +192,20 @@ class SpikeDetector:
             s["var"][i] = keep * (s["var"][i] + (1 - keep) * gap ** 2)
         s["seen"], s["in_a_row"] = s["seen"] + 1, 0
         return False
+
+
+def learning_rate_at(s, step, spent=0.0):
+    """
+    The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr. It follows the steps or, where that is
+    further, the clock: spent is the part of max_minutes that has gone.
+    """
+    if step < s.warmup_iters:
+        return s.learning_rate * (step + 1) / s.warmup_iters
+    if not s.decay_lr:
+        return s.learning_rate
+    step = max(step, spent * s.max_iters)
+    if s.schedule == "cosine":
+        done = min(1.0, (step - s.warmup_iters) / max(1, s.max_iters - s.warmup_iters))
+        return s.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (s.learning_rate - s.min_lr)
+    left = (s.max_iters - step) / max(1, s.decay_fraction * s.max_iters)
+    return s.min_lr + min(1.0, max(0.0, left)) * (s.learning_rate - s.min_lr)

@@ -10,11 +10,8 @@ The settings are the globals below; the loop is at the end.
 """
 import math
 import os
-import re
-import shlex
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +25,14 @@ from tqdm import tqdm
 
 import data as corpus  # `data` is a knob
 from engine import checkpoint, parallel, sizes
-from engine.checks import check_settings
+from engine.checks import check_length, check_settings, refuse_nonsense
 from engine.files import why
-from engine.instruments import UpdateNorms, probe
+from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer
-from optim import SpikeDetector, make_optimizer
+from optim import SpikeDetector, learning_rate_at, make_optimizer
 from track import Tracker, make_tracker, new_run_id, source_version
 
 # ---- output
@@ -122,30 +119,6 @@ def knobs():
     return SimpleNamespace(**settings(globals()))
 
 
-def learning_rate_at(step, spent=0.0):
-    """
-    The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr. It follows the steps or, where that is
-    further, the clock: spent is the part of max_minutes that has gone.
-    """
-    if step < warmup_iters:
-        return learning_rate * (step + 1) / warmup_iters
-    if not decay_lr:
-        return learning_rate
-    step = max(step, spent * max_iters)
-    if schedule == "cosine":
-        done = min(1.0, (step - warmup_iters) / max(1, max_iters - warmup_iters))
-        return min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (learning_rate - min_lr)
-    left = (max_iters - step) / max(1, decay_fraction * max_iters)
-    return min_lr + min(1.0, max(0.0, left)) * (learning_rate - min_lr)
-
-
-def to_device(device, *tensors):
-    """Batches travel to a GPU from pinned memory, while it computes."""
-    if device.type == "cuda":
-        return [t.pin_memory().to(device, non_blocking=True) for t in tensors]  # pinned already: as it is
-    return [t.to(device) for t in tensors]
-
-
 def batch_at(step, dataset, device):
     """This process's slice of the global batch of `step`, (x, y), on its way to a GPU already pinned."""
     sequences = batch_size * gradient_accumulation_steps
@@ -165,7 +138,7 @@ def train_step(step, model, opt, batches, device, amp, guard, update_norms):
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
     total = torch.zeros((), device=device)
     for i, piece in enumerate(pieces):
-        xb, yb = to_device(device, *piece)
+        xb, yb = parallel.to_device(device, *piece)
         with parallel.unsynced(model, last=i == len(pieces) - 1):
             with amp:
                 loss = model(xb, yb)[1] * ((piece[1] >= 0).any(1).sum().item() / sequences)
@@ -193,7 +166,7 @@ def evaluate(model, dataset, device, amp):
         total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
         for x, y, counts in corpus.eval_batches(dataset, split, max_seq_len, eval_iters * EVAL_TOKENS, rows,
                                                 parallel.rank, parallel.world):
-            x, y = to_device(device, x, y)
+            x, y = parallel.to_device(device, x, y)
             with amp:
                 loss = model(x, y)[1]
             predictions = (y >= 0).sum() * counts
@@ -202,22 +175,6 @@ def evaluate(model, dataset, device, amp):
         losses[split] = nats / predictions
     model.train()
     return losses
-
-
-def write_samples(model, tokenizer, device):
-    """Rows of the table: each prompt continued greedily and by sampling, which has its own random numbers."""
-    rows = []
-    model.eval()
-    for prompt in sample_prompt.split("|"):
-        ids = torch.tensor([tokenizer.encode(prompt, bos=True)], device=device)
-        if ids.shape[1] >= model.args.max_seq_len:
-            ids = ids[:, :1]
-        for how, temperature in (("greedy", 0), ("sampled", 0.8)):
-            generator = torch.Generator(device=device).manual_seed(seed)
-            out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
-            rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
-    model.train()
-    return rows
 
 
 def load_data(device):
@@ -236,65 +193,20 @@ def model_args(dataset):
     args = ModelArgs(**(known | {"vocab_size": dataset.meta["vocab_size"]}))
     if args.problem():
         fail(args.problem())
-    for split in ("train", "val"):
-        if len(getattr(dataset, split)) < max_seq_len:
-            fail(f"the {split} split of {data} has {len(getattr(dataset, split))} tokens, less than one context of "
-                 f"max_seq_len={max_seq_len}; use more text, a shorter context, or another val_fraction")
+    check_length(knobs(), dataset)
     return args
 
 
 def settle_out_dir():
-    """A run that nobody has named is named after its data: stories:2000 goes to out/stories, texts/my.txt to out/my."""
     if out_dir == "auto":
-        name = Path(data).resolve().stem if Path(data).is_file() else Path(data.partition(":")[0]).resolve().name
-        globals()["out_dir"] = "out/" + (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
+        globals()["out_dir"] = checkpoint.default_out_dir(data)
 
 
 def data_files():
     """[path, size, time of change] of every file of the data; [] where they are not the user's."""
     path = Path(data)
-    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
-
-
-class Stopwatch:
-    """Steps and seconds of training since the last reading; evaluation and saving are taken out."""
-
-    def __init__(self, device):
-        self.device, self.steps, self.start = device, 0, time.perf_counter()
-
-    @contextmanager
-    def paused(self):
-        since = time.perf_counter()
-        yield
-        self.start += time.perf_counter() - since
-
-    def read(self, config):
-        """The speed metrics, and start anew."""
-        seconds = time.perf_counter() - self.start
-        speed = self.steps * config["tokens_per_iter"] / seconds
-        check_peak(config, speed * config["flops_per_token"] / parallel.world, self.device)
-        metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
-                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20,
-                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
-        self.__init__(self.device)
-        return metrics
-
-
-def check_peak(config, reached, device):
-    """A peak that training passes, in FLOP/s, was taken too low, as on a busy machine: measure it again, and say so."""
-    if reached <= config["peak_flops"]:
-        return
-    again = parallel.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
-    old, config["peak_flops"] = config["peak_flops"], max(again, reached)
-    say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} ({config['mfu_basis']}); "
-        f"a product measured again: {again / 1e12:.3g}; from here on mfu is against {config['peak_flops'] / 1e12:.3g}")
-
-
-def mean_loss(state):
-    """The mean training loss of the steps taken since the last row, NaN where all were skipped; and start anew."""
-    total, steps = float(state["loss_sum"]), state["loss_steps"]
-    state["loss_sum"], state["loss_steps"] = 0.0, 0
-    return total / steps if steps else math.nan
+    own = path.exists() and not (path / "meta.json").is_file()
+    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if own else []
 
 
 def assess(model, dataset, device, amp):
@@ -303,10 +215,11 @@ def assess(model, dataset, device, amp):
     predicted = meta["val_tokens"] - meta["val_documents"]  # all but BOS
     bits = losses["val"] / math.log(2) * predicted / meta["val_bytes"]
     opening = corpus.opening(dataset, max_seq_len)
-    fixed_batches = {split: to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len, first=opening))
-                     for split in ("train", "val")}
+    probed = {split: parallel.to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len, first=opening))
+              for split in ("train", "val")}
+    samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
     return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": bits,
-            "samples": write_samples(model, dataset.tokenizer, device)} | probe(model, fixed_batches, dataset.tokenizer, amp)
+            "samples": samples} | probe(model, probed, dataset.tokenizer, amp)
 
 
 def assess_in_time(*args):
@@ -318,16 +231,6 @@ def assess_in_time(*args):
             raise
         say("interrupted again: the model is not evaluated")
         return {}
-
-
-def refuse_nonsense(row, tracker):
-    """A loss that is not a number ends the run, with the row on record; of the training loss only if no step is skipped."""
-    for name in ("loss/val",) if spike_z else ("loss/val", "loss/train"):
-        if not math.isfinite(row.get(name, 0.0)):
-            tracker.log(row)
-            tracker.finish()
-            fail(f"{name} is {row[name]} at iter {row['iter']}; lower the learning_rate (now {learning_rate}) and start "
-                 f"again from the last checkpoint in {out_dir}")
 
 
 def start_tracking(config, state):
@@ -365,23 +268,7 @@ def conclude(state, args, model, dataset, tracker, row):
     if there == wanted:
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
     tracker.finish()
-    say(farewell(state, best, there, wanted))
-
-
-def farewell(state, best, there, wanted):
-    """The last line. there, wanted: the iteration whose model stands in the file `best`, and that which should."""
-    saved = [int(folder.name[5:]) for folder in checkpoint.steps(out_dir)]
-    text = f"finished: best validation loss {state['best']:.4f}"
-    if state["step"] < max_iters:
-        text = f"stopped at iter {state['step']}; the same command continues from "
-        text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
-    if there != wanted:
-        text += f"; the model of iter {wanted} could not be written"
-        text += f": make room, then: python export.py {out_dir}" if wanted in saved else " or saved"
-    if there is None:
-        return text
-    older = f"; {best} is that of iter {there}" if there != wanted else ""
-    return f"{text}{older}; write with it: ./run {best} -i {shlex.quote(sample_prompt.split('|')[0])}"
+    say(checkpoint.farewell(knobs(), state, best, there, wanted))
 
 
 def save(writer, state, args, model, opt, dataset, config, metric):
@@ -421,39 +308,6 @@ def go_back(model, opt, guard, writer):
     opt.load_state_dict(checkpoint.load(folder, "train")["optimizer"])
     guard.state["in_a_row"] = 0
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
-
-
-def describe(args, model, dataset, device, amp_dtype):
-    """What was derived rather than set: shown at the start, and part of the recorded configuration."""
-    peak, basis = parallel.peak_flops(device, amp_dtype, peak_tflops)
-    name = parallel.device_name(device)
-    about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
-             "tokens_per_iter": batch_size * gradient_accumulation_steps * max_seq_len, "device_name": name,
-             "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
-             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta} | source_version()
-    say(f"data:  {data}: {dataset.meta['train_tokens']:,} tokens to train on, {dataset.meta['val_tokens']:,} to "
-        f"validate, vocabulary {args.vocab_size}")
-    say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
-        f"({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context {args.max_seq_len}")
-    say(f"train: {max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
-        f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
-        f"{peak / 1e12:.3g} TFLOP/s ({basis})")
-    sequences = batch_size * gradient_accumulation_steps
-    if sequences % parallel.world:
-        say(f"note: a step's {sequences} sequences are {math.ceil(sequences / parallel.world)} a process, the last ones of "
-            f"{parallel.world} have fewer; a multiple would use them all")
-    return about
-
-
-def show(row, bar):
-    """One row of the log on the progress bar, or, where nobody watches, as a line; evaluations always as a line."""
-    if "loss/train" in row:
-        bar.set_postfix_str(f"loss {row['loss/train']:.3f}, {row['perf/tokens_per_sec'] / 1e3:.1f}k tok/s", refresh=False)
-    if "loss/val" in row or bar.disable:
-        short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
-                 "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
-        say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | "
-            + " | ".join(text.format(row[name]) for name, text in short.items() if name in row))
 
 
 def main(given):
@@ -500,7 +354,8 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
-        config = redact(settings(globals()) | describe(args, model, dataset, place, amp_dtype) | {"data_files": data_files()})
+        about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
+        config = redact(settings(globals()) | about | {"data_files": data_files()})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 
@@ -510,7 +365,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}; changes:
     the settings given anew to a resumed run, which go into the log.
     """
-    tracker, writer = start_tracking(config, state), checkpoint.Writer()
+    s, tracker, writer = knobs(), start_tracking(config, state), checkpoint.Writer()
     clock = checkpoint.wind(state["clock"], max_minutes)
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
@@ -544,7 +399,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 state |= {"best": row["loss/val"], "best_step": step}
             if len(row) > 2:
                 row, changes = row | ({"settings": changes} if changes else {}), []
-                refuse_nonsense(row, tracker)
+                refuse_nonsense(s, row, tracker)
                 tracker.log(row)
                 show(row, bar)
             if step > resumed and ("loss/val" in row or save_now):
@@ -555,7 +410,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         if end or stop:
             break
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
-        rate = learning_rate_at(step, seconds / clock["end"])
+        rate = learning_rate_at(s, step, seconds / clock["end"])
         for group in opt.param_groups:
             group["lr"] = rate
         loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, update_norms)

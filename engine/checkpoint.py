@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -489,6 +490,12 @@ PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "ca
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
 
 
+def default_out_dir(data):
+    """A run that nobody has named is named after its data: stories:2000 goes to out/stories, texts/my.txt to out/my."""
+    name = Path(data).resolve().stem if Path(data).is_file() else Path(data.partition(":")[0]).resolve().name
+    return "out/" + (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
+
+
 def tuning(s):
     """Whether init_from is the path of a checkpoint to fine-tune."""
     return s.init_from not in ("auto", "resume", "scratch")
@@ -576,8 +583,9 @@ def resume_settings(s, folder, given):
     stored = {k: v for k, v in stored_settings(folder).items() if k in vars(s)}
     begun = stored.get("init_from", "auto")
     if tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
-        fail(f"{s.out_dir} holds a run that began from {'nothing' if begun in ('auto', 'scratch', 'resume') else begun}, not "
-             f"from {s.init_from}; give another --out_dir, or --init_from=resume to continue it")
+        origin = "nothing" if begun in ("auto", "scratch", "resume") else begun
+        fail(f"{s.out_dir} holds a run that began from {origin}, not from {s.init_from}; give another --out_dir, or "
+             f"--init_from=resume to continue it")
     kept = {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
     changes = [[k, str(v), str(getattr(s, k))] for k, v in kept.items() if k in given and getattr(s, k) != v]
     taken = {k: v for k, v in kept.items() if k not in given} | {"init_from": begun}
@@ -594,8 +602,8 @@ def resume_settings(s, folder, given):
 def resume_signature(s, args, dataset):
     """What may not differ between a run and its continuation."""
     same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
-    same |= {k: getattr(s, k) for k in ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")}
-    return same | {"data": dataset.meta["fingerprint"]}
+    names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")
+    return same | {name: getattr(s, name) for name in names} | {"data": dataset.meta["fingerprint"]}
 
 
 def restore(s, folder, now, opt, data_files):
@@ -639,3 +647,19 @@ def wind(clock, max_minutes):
     if clock["limit"] == limit and clock["seconds"] < clock["end"]:
         return clock
     return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}
+
+
+def farewell(s, state, best, there, wanted):
+    """The last line. there, wanted: the iteration whose model stands in the file `best`, and that which should."""
+    saved = [int(folder.name[5:]) for folder in steps(s.out_dir)]
+    text = f"finished: best validation loss {state['best']:.4f}"
+    if state["step"] < s.max_iters:
+        text = f"stopped at iter {state['step']}; the same command continues from "
+        text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
+    if there != wanted:
+        text += f"; the model of iter {wanted} could not be written"
+        text += f": make room, then: python export.py {s.out_dir}" if wanted in saved else " or saved"
+    if there is None:
+        return text
+    older = f"; {best} is that of iter {there}" if there != wanted else ""
+    return f"{text}{older}; write with it: ./run {best} -i {shlex.quote(s.sample_prompt.split('|')[0])}"

@@ -1,5 +1,6 @@
-"""What is refused before anything is computed. `s` has the settings of train.py as attributes."""
+"""What is refused rather than computed. `s` has the settings of train.py as attributes."""
 import importlib.util
+import math
 
 from configurator import fail
 from engine import parallel
@@ -27,3 +28,21 @@ def check_settings(s):
         fail(f"wandb_watch is {s.wandb_watch!r}, expected off, all, gradients or parameters")
     if s.sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
+
+
+def check_length(s, dataset):
+    """Refuse data that are shorter than one context."""
+    for split in ("train", "val"):
+        if len(getattr(dataset, split)) < s.max_seq_len:
+            fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "
+                 f"max_seq_len={s.max_seq_len}; use more text, a shorter context, or another val_fraction")
+
+
+def refuse_nonsense(s, row, tracker):
+    """A loss that is not a number ends the run, with the row on record; of the training loss only if no step is skipped."""
+    for name in ("loss/val",) if s.spike_z else ("loss/val", "loss/train"):
+        if not math.isfinite(row.get(name, 0.0)):
+            tracker.log(row)
+            tracker.finish()
+            fail(f"{name} is {row[name]} at iter {row['iter']}; lower the learning_rate (now {s.learning_rate}) and start "
+                 f"again from the last checkpoint in {s.out_dir}")

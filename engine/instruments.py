@@ -2,6 +2,7 @@
 import collections
 import contextlib
 import math
+import time
 
 import torch
 
@@ -111,3 +112,72 @@ def probe(model, batches, tokenizer, amp, places=6):
                 "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()
     return row | {"predictions": lines}
+
+
+def write_samples(model, tokenizer, device, prompts, seed):
+    """Rows of the table: each prompt continued greedily and by sampling, which has its own random numbers."""
+    rows = []
+    model.eval()
+    for prompt in prompts:
+        ids = torch.tensor([tokenizer.encode(prompt, bos=True)], device=device)
+        if ids.shape[1] >= model.args.max_seq_len:
+            ids = ids[:, :1]
+        for how, temperature in (("greedy", 0), ("sampled", 0.8)):
+            generator = torch.Generator(device=device).manual_seed(seed)
+            out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
+            rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
+    model.train()
+    return rows
+
+
+class Stopwatch:
+    """Steps and seconds of training since the last reading; evaluation and saving are taken out."""
+
+    def __init__(self, device):
+        self.device, self.steps, self.start = device, 0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self):
+        since = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - since
+
+    def read(self, config):
+        """The speed metrics, and start anew."""
+        seconds = time.perf_counter() - self.start
+        speed = self.steps * config["tokens_per_iter"] / seconds
+        check_peak(config, speed * config["flops_per_token"] / parallel.world, self.device)
+        metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
+                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20,
+                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
+        self.__init__(self.device)
+        return metrics
+
+
+def check_peak(config, reached, device):
+    """A peak that training passes, in FLOP/s, was taken too low, as on a busy machine: measure it again, and say so."""
+    if reached <= config["peak_flops"]:
+        return
+    again = parallel.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
+    old, config["peak_flops"] = config["peak_flops"], max(again, reached)
+    parallel.say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} "
+                 f"({config['mfu_basis']}); a product measured again: {again / 1e12:.3g}; from here on mfu is against "
+                 f"{config['peak_flops'] / 1e12:.3g}")
+
+
+def mean_loss(state):
+    """The mean training loss of the steps taken since the last row, NaN where all were skipped; and start anew."""
+    total, steps = float(state["loss_sum"]), state["loss_steps"]
+    state["loss_sum"], state["loss_steps"] = 0.0, 0
+    return total / steps if steps else math.nan
+
+
+def show(row, bar):
+    """One row of the log on the progress bar, or, where nobody watches, as a line; evaluations always as a line."""
+    if "loss/train" in row:
+        bar.set_postfix_str(f"loss {row['loss/train']:.3f}, {row['perf/tokens_per_sec'] / 1e3:.1f}k tok/s", refresh=False)
+    if "loss/val" in row or bar.disable:
+        short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
+                 "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
+        parallel.say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | "
+                     + " | ".join(text.format(row[name]) for name, text in short.items() if name in row))

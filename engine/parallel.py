@@ -196,6 +196,13 @@ def load_weights(model, weights):
             tensor.copy_(slice_like(weight, tensor))
 
 
+def to_device(device, *tensors):
+    """Batches travel to a GPU from pinned memory, while it computes."""
+    if device.type == "cuda":
+        return [t.pin_memory().to(device, non_blocking=True) for t in tensors]  # pinned already: as it is
+    return [t.to(device) for t in tensors]
+
+
 def mean(value):
     """The mean over all processes of a scalar tensor."""
     if world > 1:

@@ -3,6 +3,7 @@ Sizes of a training: all of them from one number, and the memory they need. `s` 
 """
 import copy
 import math
+from dataclasses import asdict
 
 import torch
 
@@ -82,3 +83,26 @@ def refuse_too_large(s, args, device, amp_dtype):
     fail(f"this training needs at least {total / 2 ** 30:.1f} GiB of memory "
          f"({', '.join(f'{kind} {size / 2 ** 30:.1f}' for kind, size in kinds.items())})"
          f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; {advice}")
+
+
+def describe(s, args, model, dataset, device, amp_dtype):
+    """What was derived rather than set: shown at the start, and part of the recorded configuration."""
+    peak, basis = parallel.peak_flops(device, amp_dtype, s.peak_tflops)
+    name = parallel.device_name(device)
+    about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
+             "tokens_per_iter": s.batch_size * s.gradient_accumulation_steps * s.max_seq_len, "device_name": name,
+             "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
+             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta}
+    meta = dataset.meta
+    parallel.say(f"data:  {s.data}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+                 f"vocabulary {args.vocab_size}")
+    parallel.say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
+                 f"({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context {args.max_seq_len}")
+    parallel.say(f"train: {s.max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
+                 f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
+                 f"{peak / 1e12:.3g} TFLOP/s ({basis})")
+    sequences = s.batch_size * s.gradient_accumulation_steps
+    if sequences % parallel.world:
+        parallel.say(f"note: a step's {sequences} sequences are {math.ceil(sequences / parallel.world)} a process, the last "
+                     f"ones of {parallel.world} have fewer; a multiple would use them all")
+    return about

@@ -21,7 +21,7 @@ import export
 import optim
 import track
 import train
-from engine import checkpoint, checks, parallel, sizes
+from engine import checkpoint, checks, instruments, parallel, sizes
 from model import ModelArgs
 from tests.conftest import compile_c
 
@@ -998,7 +998,9 @@ def test_help_names_every_knob(folder):
 def test_schedules(monkeypatch):
     for key, value in dict(learning_rate=1.0, warmup_iters=10, max_iters=110, min_lr=0.1, decay_lr=True).items():
         monkeypatch.setattr(train, key, value)
-    rate = train.learning_rate_at
+    def rate(*args):
+        return optim.learning_rate_at(train.knobs(), *args)
+
     monkeypatch.setattr(train, "schedule", "cosine")
     assert rate(0) == 0.1 and rate(9) == 1.0 and rate(10) == 1.0
     assert abs(rate(60) - 0.55) < 1e-9 and abs(rate(110) - 0.1) < 1e-9
@@ -1027,7 +1029,7 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
         rows = []
         log, finish = rows.append, lambda self: None
     with pytest.raises(SystemExit) as end:
-        train.refuse_nonsense({"iter": 7, "loss/val": float("nan")}, Log())
+        checks.refuse_nonsense(train.knobs(), {"iter": 7, "loss/val": float("nan")}, Log())
     err = capsys.readouterr().err
     assert end.value.code == 2 and "loss/val is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
 
@@ -1087,12 +1089,12 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
 
 def test_a_peak_that_is_passed_is_measured_again(capsys):
     config = {"peak_flops": 1e3, "compute_dtype": "float32", "mfu_basis": "matmul measured on this cpu"}
-    train.check_peak(config, 900.0, torch.device("cpu"))
+    instruments.check_peak(config, 900.0, torch.device("cpu"))
     assert config["peak_flops"] == 1e3 and not capsys.readouterr().out
-    train.check_peak(config, 2e3, torch.device("cpu"))
+    instruments.check_peak(config, 2e3, torch.device("cpu"))
     found = config["peak_flops"]
     assert found > 1e8 and "measured again" in capsys.readouterr().out
-    train.check_peak(config, 1e30, torch.device("cpu"))
+    instruments.check_peak(config, 1e30, torch.device("cpu"))
     assert config["peak_flops"] == 1e30  # never below what was reached
 
 
