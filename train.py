@@ -29,6 +29,7 @@ from engine.checks import check_length, check_settings, refuse_nonsense
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
+from engine.prepare import source_files
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer
@@ -202,13 +203,6 @@ def settle_out_dir():
         globals()["out_dir"] = checkpoint.default_out_dir(data)
 
 
-def data_files():
-    """[path, size, time of change] of every file of the data; [] where they are not the user's."""
-    path = Path(data)
-    own = path.exists() and not (path / "meta.json").is_file()
-    return corpus.changes(corpus.text_files(path, Path(cache).resolve())[0]) if own else []
-
-
 def assess(model, dataset, device, amp):
     """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, samples, and what the instruments read."""
     losses, meta = evaluate(model, dataset, device, amp), dataset.meta
@@ -342,9 +336,10 @@ def main(given):
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
+             "fixed": checkpoint.resume_signature(knobs(), args, dataset),
+             "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
     if resuming:
-        state |= checkpoint.restore(knobs(), start, state["fixed"], opt, data_files)
+        state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
         parallel.load_weights(model, checkpoint.load(start, check=eval_only or not resuming)["model"])
     if eval_only:
@@ -355,7 +350,7 @@ def main(given):
             f"raise --max_iters to go on, or --init_from=scratch for a new one")
     else:
         about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
-        config = redact(settings(globals()) | about | {"data_files": data_files()})
+        config = redact(settings(globals()) | about | {"data_files": source_files(data, cache)})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 

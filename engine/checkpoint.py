@@ -606,32 +606,30 @@ def resume_signature(s, args, dataset):
     return same | {name: getattr(s, name) for name in names} | {"data": dataset.meta["fingerprint"]}
 
 
-def restore(s, folder, now, opt, data_files):
-    """
-    Load the optimizer and return the state of a run that is to continue; refuse another run's. now: the resume signature;
-    data_files: a function that lists the files of the data.
-    """
+def restore(s, folder, now, opt):
+    """Load the optimizer and return the state of a run that is to continue; refuse another run's. now: its signature."""
     train = load(folder, "train", check=s.eval_only)
     before = train["state"]["fixed"]
     different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
     never = [name for name in different if name in SHAPES]
     if different and (never or not s.force_resume):
         name = different[0]
-        what = (other_data(s, folder, data_files()) if name == "data" else
-                f"holds a run with {name}={before[name]}, now it is {now[name]}")
+        what = other_data(s, folder) if name == "data" else f"holds a run with {name}={before[name]}, now it is {now[name]}"
         fail(f"{s.out_dir} {what}; give the old value to resume it, another --out_dir, or --init_from=scratch"
              f"{'' if never else ', or --force_resume=True'}")
     opt.load_state_dict(train["optimizer"])
     return train["state"]
 
 
-def other_data(s, folder, files):
-    """In words: how the data differ from those that a checkpoint was trained on. files: [path, size, time] of them now."""
+def other_data(s, folder):
+    """In words: how the data differ from those that a checkpoint was trained on."""
+    from engine.prepare import source_files  # here: it takes half a tenth of a second to import
     stored = stored_settings(folder)
     for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
         if stored.get(name) != getattr(s, name):
             return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
-    before, now = ({path: rest for path, *rest in these} for these in (stored.get("data_files", []), files))
+    before, now = ({path: rest for path, *rest in files}
+                   for files in (stored.get("data_files", []), source_files(s.data, s.cache)))
     changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
     named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else s.data
     return f"holds a run on another text: {named} changed since"
