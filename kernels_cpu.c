@@ -88,8 +88,7 @@ float cpu_largest(const float *x, int n) { return host_kernels()->largest(x, n);
 
 float cpu_exponentials(float *x, float most, float scale, int n) { return host_kernels()->exponentials(x, most, scale, n); }
 
-typedef struct { float *out; const float *x, *weight; int T; } NormArgs; // (T, dim)
-typedef struct { int layer; float *q, *k; const float *v; int T; } RopeArgs;
+typedef struct { int layer, T; } RopeArgs;
 
 struct Cpu {
     Backend ops;
@@ -106,6 +105,8 @@ struct Cpu {
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels_scalar.h
     Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that gated_rows makes, while it reads the others
     uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
+    float *q, *k, *v;               // (chunk, dim), (chunk, kv_dim) twice: of attention
+    float *h, *h2;                  // (chunk, hidden_dim): of feed_forward
     bool precise;                   // all logits are asked for: BF16 is multiplied in float32
     Model *model;                   // whose weights are put in tiles
     const void *tiles;              // where they are then; NULL before
@@ -120,8 +121,6 @@ struct Cpu {
     const Mat *table;               // where embed got that token's row from, and
     float *embedded;                // where it went
     int pos;                        // of the call's first token
-    NormArgs norm;                  // that the next products will do for themselves; out is NULL when none
-    RopeArgs turning;               // likewise what attention will rotate; q is NULL when nothing
 };
 
 enum {
@@ -251,49 +250,30 @@ static void normalize(const Cpu *cpu, float *out, const float *x, const float *w
     for (int i = 0; i < n; i++) out[i] = weight[i] * (scale * x[i]);
 }
 
-// Items are tokens.
-static void norm_tokens(Member *self, const void *args, int begin, int end) {
-    const NormArgs *a = args;
-    for (size_t t = begin, dim = self->cpu->config.dim; t < (size_t)end; t++)
-        normalize(self->cpu, a->out + t * dim, a->x + t * dim, a->weight);
-}
-
-static void rope_tokens(Member *self, const void *args, int begin, int end);
-
-// Does what was put off for the next step, if that turned out to be another than expected.
-static void catch_up(Cpu *cpu) {
-    NormArgs norm = cpu->norm;
-    RopeArgs turning = cpu->turning;
-    cpu->norm.out = NULL, cpu->turning.q = NULL;
-    if (norm.out) add(cpu, norm_tokens, &norm, sizeof norm, norm.T, cpu->config.dim);
-    if (turning.q) add(cpu, rope_tokens, &turning, sizeof turning, 1, 4 * cpu->config.dim);
-}
-
-// It is put off until the products that read it.
-static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, int T) {
-    Cpu *cpu = (Cpu *)b;
-    catch_up(cpu);
-    cpu->norm = (NormArgs){out, x, weight->data, T};
-    if (!cpu->collecting) catch_up(cpu);
-}
+// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
+typedef struct {
+    float *out;
+    const Mat *w;
+    bool add;
+} Product;
 
 // Items of a product are ROWS rows.
 enum { ROWS = 2 * TILE };
 
-// What products read: x (T, cols), and what was made of it where the products want that.
+// What products read: x (T, cols), or norm(x), and what was made of it where the products want that.
 typedef struct {
-    const float *x, *panels; // panels of one token are x
+    const float *x, *norm;   // norm: (cols,), the weights of an RMSNorm; NULL for none
+    const float *panels;     // of one token they are what is read
     const uint16_t *pairs;   // NULL: BF16 is multiplied in float32
     const Block *blocks;
     int cols, T;
-    NormArgs norm;           // what makes x; out is NULL when it is there
 } Activations;
 
 typedef struct {
     Product products[3];
     int n;
     Activations in;
-    bool quantised;      // some products want blocks
+    bool floats, quantised; // some products want x as it is, some as blocks; others in BF16
     bool made;           // what they read, by the step before
     bool blocks_wanted, pairs_wanted; // of gated_rows, by the step behind
 } MatmulArgs;
@@ -397,10 +377,10 @@ static void tiles_times_token(const Kernels *k, const Product *p, const Activati
 static Activations prepared(Member *self, const MatmulArgs *a) {
     Activations in = a->in;
     if (in.T > 1 || a->made) return in;
-    if (in.norm.out) in.x = in.panels = self->x;
+    if (in.norm) in.x = in.panels = self->x;
     in.blocks = self->blocks;
     if (self->prepared) return in;
-    if (in.norm.out) normalize(self->cpu, self->x, in.norm.x, in.norm.weight);
+    if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm);
     if (a->quantised) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
     self->prepared = true;
     return in;
@@ -481,8 +461,8 @@ static void gated_rows(Member *self, const void *args, int begin, int end) {
 // Rows t.. of what products read, for one of many tokens: as they are, or normalised into room (n, cols).
 static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *room) {
     size_t cols = a->cols;
-    if (!a->norm.out) return a->x + t * cols;
-    for (int i = 0; i < n; i++) normalize(cpu, room + i * cols, a->norm.x + (t + i) * cols, a->norm.weight);
+    if (!a->norm) return a->x + t * cols;
+    for (int i = 0; i < n; i++) normalize(cpu, room + i * cols, a->x + (t + i) * cols, a->norm);
     return room;
 }
 
@@ -525,34 +505,36 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
     }
 }
 
-// Those of the step before, if it is this task with n products.
-static MatmulArgs *last_products(Cpu *cpu, Task *task, int n) {
-    Step *last = cpu->collecting && cpu->team.n_steps ? &cpu->team.steps[cpu->team.n_steps - 1] : NULL;
-    return last && last->task == task && ((MatmulArgs *)last->args)->n == n ? (MatmulArgs *)last->args : NULL;
-}
-
-static void matmul(Backend *b, const Product *products, int n, const float *x, int T) {
-    Cpu *cpu = (Cpu *)b;
-    int items = 0, cols = products->w->cols, panels = (T + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
-    bool floats = false, bf16 = false, halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
-    MatmulArgs a = {.n = n, .in = {.x = x, .panels = T > 1 ? cpu->panels : x, .blocks = cpu->blocks, .cols = cols, .T = T}};
-    if (cpu->norm.out == x) a.in.norm = cpu->norm, cpu->norm.out = NULL;
-    catch_up(cpu);
+// n products of x (T, cols) or, where norm is given, of norm(x).
+static MatmulArgs products_of(const Cpu *cpu, const Product *products, int n, const Mat *norm, const float *x, int T) {
+    bool halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
+    MatmulArgs a = {.n = n, .in = {.x = x, .norm = norm ? norm->data : NULL, .panels = T > 1 ? cpu->panels : x,
+                                   .blocks = cpu->blocks, .cols = products->w->cols, .T = T}};
     for (int i = 0; i < n; i++) {
         a.products[i] = products[i];
-        items += items_of(&products[i]);
-        *(is_quantised(products[i].w) ? &a.quantised : halves && products[i].w->type == BF16 ? &bf16 : &floats) = true;
+        if (is_quantised(products[i].w)) a.quantised = true;
+        else if (halves && products[i].w->type == BF16) a.in.pairs = cpu->pairs;
+        else a.floats = true;
     }
-    if (bf16) a.in.pairs = cpu->pairs;
-    MatmulArgs *gated = last_products(cpu, gated_rows, 2);
-    if (gated && gated->products->out == x && n == 1 && !floats && (!bf16 || gated->products->w->type == BF16)) {
-        gated->blocks_wanted = a.quantised, gated->pairs_wanted = bf16, a.made = true;
-        a.in.blocks = cpu->gated_blocks, a.in.pairs = bf16 ? cpu->gated_pairs : NULL;
-    }
-    if (T > 1 && a.quantised && !a.made) add(cpu, quantize_tokens, &a.in, sizeof a.in, T, cols);
-    if (T > 1 && floats) add(cpu, pack_tokens, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
-    if (bf16 && !a.made) add(cpu, pack_pairs, &a.in, sizeof a.in, panels, (int64_t)cpu->kernels->tokens * cols);
-    add(cpu, matmul_rows, &a, sizeof a, items, (int64_t)ROWS * cols * T);
+    return a;
+}
+
+// Adds the steps that make of many tokens what products read, in the orders that they want.
+static void prepare(Cpu *cpu, const MatmulArgs *a) {
+    const Activations *in = &a->in;
+    int panels = (in->T + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
+    int64_t cost = (int64_t)cpu->kernels->tokens * in->cols;
+    if (in->T > 1 && a->quantised) add(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
+    if (in->T > 1 && a->floats) add(cpu, pack_tokens, in, sizeof *in, panels, cost);
+    if (in->pairs) add(cpu, pack_pairs, in, sizeof *in, panels, cost);
+}
+
+static int64_t cost_of_rows(const MatmulArgs *a) { return (int64_t)ROWS * a->in.cols * a->in.T; }
+
+static void multiply(Cpu *cpu, const MatmulArgs *a) {
+    int items = 0;
+    for (int i = 0; i < a->n; i++) items += items_of(&a->products[i]);
+    add(cpu, matmul_rows, a, sizeof *a, items, cost_of_rows(a));
 }
 
 // Fills the table of rotations up to `positions`: angle = position / rope_scaling * rope_theta^(-2i / head_dim),
@@ -603,10 +585,10 @@ static void turn(Cpu *cpu, const RopeArgs *a, int t, int h, float *scratch) {
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads;
     const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
-    float *q = a->q + (size_t)t * c->dim, *k = a->k + (size_t)t * c->kv_dim + h * c->head_dim;
+    float *q = cpu->q + (size_t)t * c->dim, *k = cpu->k + (size_t)t * c->kv_dim + h * c->head_dim;
     for (int i = h * shared; i < (h + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
     cpu->kernels->rotate(k, rotation, c->head_dim);
-    cache(cpu, a->layer, h, cpu->pos + t, k, a->v + (size_t)t * c->kv_dim + h * c->head_dim, scratch);
+    cache(cpu, a->layer, h, cpu->pos + t, k, cpu->v + (size_t)t * c->kv_dim + h * c->head_dim, scratch);
 }
 
 // Items are tokens. They go head by head, for the keys of TILE tokens share their places in the cache.
@@ -614,17 +596,6 @@ static void rope_tokens(Member *self, const void *args, int begin, int end) {
     const RopeArgs *a = args;
     for (int h = 0; h < self->cpu->config.n_kv_heads; h++)
         for (int t = begin; t < end; t++) turn(self->cpu, a, t, h, self->scratch);
-}
-
-// For one token, attention does it, head by head.
-static void rope(Backend *b, int layer, float *q, float *k, const float *v, int pos, int T) {
-    Cpu *cpu = (Cpu *)b;
-    RopeArgs a = {layer, q, k, v, T};
-    cpu->pos = pos;
-    extend_rotations(cpu, pos + T);
-    catch_up(cpu);
-    if (cpu->collecting && T == 1) cpu->turning = a;
-    else add(cpu, rope_tokens, &a, sizeof a, T, 4 * cpu->config.dim);
 }
 
 typedef struct { float *out; RopeArgs in; bool turned; } AttentionArgs;
@@ -668,7 +639,7 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
         size_t at = shared > 1 ? (size_t)t * c->dim + (kv_head * shared + first) * c->head_dim
                                : (size_t)first * c->dim + kv_head * c->head_dim;
         if (!a->turned) turn(cpu, &a->in, t, kv_head, self->scratch);
-        attend(cpu, a->in.layer, kv_head, a->out + at, a->in.q + at, shared > 1 ? c->head_dim : c->dim, Q,
+        attend(cpu, a->in.layer, kv_head, a->out + at, cpu->q + at, shared > 1 ? c->head_dim : c->dim, Q,
                cpu->pos + (shared > 1 ? t : first) + 1, shared == 1, self->scratch);
     }
 }
@@ -687,57 +658,75 @@ static void heads(Member *self, const void *args, int begin, int end) {
     attention_groups(self, &a->attention, begin, end);
 }
 
-// Joins the attention of one token to the step of its query, key and value, if that spares members waiting for each other
-// and gives each as many heads.
-static bool join_heads(Cpu *cpu, const AttentionArgs *a, int64_t cost) {
+// Whether one token's attention goes with its query, key and value: where that spares members waiting for each other and gives
+// each as many heads.
+static bool heads_join(const Cpu *cpu) {
     const Config *c = &cpu->config;
-    MatmulArgs *qkv = last_products(cpu, matmul_rows, 3);
-    if (!qkv || qkv->products[0].out != a->in.q || qkv->products[1].out != a->in.k || qkv->products[2].out != a->in.v) return false;
-    if (!qkv->in.norm.out || c->head_dim % TILE || cpu->team.n_threads == 1 || c->n_kv_heads % cpu->team.n_threads) return false;
-    HeadsArgs both = {*qkv, *a};
-    Step *step = &cpu->team.steps[cpu->team.n_steps - 1];
-    cost += step->n * step->cost / c->n_kv_heads;
-    *step = (Step){heads, c->n_kv_heads, cost, {0}};
-    memcpy(step->args, &both, sizeof both);
-    return true;
+    return c->head_dim % TILE == 0 && cpu->team.n_threads > 1 && c->n_kv_heads % cpu->team.n_threads == 0;
 }
 
-static void attention(Backend *b, int layer, float *out, const float *q, int pos, int T) {
+// Where the query heads of one token are few to a KV head, who attends also rotates them and fills the cache.
+static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos, int T) {
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
+    Product products[] = {{cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
+    MatmulArgs qkv = products_of(cpu, products, 3, &w->attention_norm, x, T);
+    int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1), n = 0;
     int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
-    int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1);
-    AttentionArgs a = {out, {layer, (float *)q, NULL, NULL, T}, true};
+    AttentionArgs a = {out, {layer, T}, T > 1 || groups > 1};
     cpu->pos = pos;
-    if (cpu->turning.q == q && T == 1 && groups == 1) a.in = cpu->turning, a.turned = false, cpu->turning.q = NULL;
-    catch_up(cpu);
-    if (a.turned || !join_heads(cpu, &a, cost)) add(cpu, attention_groups, &a, sizeof a, items, cost);
+    extend_rotations(cpu, pos + T);
+    prepare(cpu, &qkv);
+    if (!a.turned && heads_join(cpu)) {
+        for (int i = 0; i < 3; i++) n += items_of(&products[i]);
+        add(cpu, heads, &(HeadsArgs){qkv, a}, sizeof(HeadsArgs), c->n_kv_heads, cost + n * cost_of_rows(&qkv) / c->n_kv_heads);
+        return;
+    }
+    multiply(cpu, &qkv);
+    if (a.turned) add(cpu, rope_tokens, &a.in, sizeof a.in, T, 4 * c->dim);
+    add(cpu, attention_groups, &a, sizeof a, items, cost);
 }
 
-typedef struct { float *h; const float *h2; } SwigluArgs;
+static void add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
+    Cpu *cpu = (Cpu *)b;
+    MatmulArgs a = products_of(cpu, &(Product){x, w, true}, 1, NULL, y, T);
+    prepare(cpu, &a);
+    multiply(cpu, &a);
+}
 
 // Items are tokens.
 static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
-    const SwigluArgs *a = args;
-    size_t n = self->cpu->config.hidden_dim;
-    for (int t = begin; t < end; t++) self->cpu->kernels->swiglu(a->h + t * n, a->h2 + t * n, (int)n);
+    Cpu *cpu = self->cpu;
+    size_t n = cpu->config.hidden_dim;
+    (void)args;
+    for (int t = begin; t < end; t++) cpu->kernels->swiglu(cpu->h + t * n, cpu->h2 + t * n, (int)n);
 }
 
-// It becomes part of the step that makes h and h2; of many tokens only in tiles.
-static void swiglu_op(Backend *b, float *h, const float *h2, int T) {
+// Gate and up are multiplied side by side, and what swiglu makes of them goes where down reads it, in the order that it wants;
+// h and h2 stand in memory only where the kernels have no tiles, or the matrices are of two types.
+static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
     Cpu *cpu = (Cpu *)b;
-    catch_up(cpu);
-    MatmulArgs *both = last_products(cpu, matmul_rows, 2);
-    const Product *p = both ? both->products : NULL;
-    bool whole = T == 1 || cpu->kernels->tiles_f32;
-    if (whole && p && p[0].out == h && p[1].out == h2 && p[0].w->type == p[1].w->type) {
-        Step *step = &cpu->team.steps[cpu->team.n_steps - 1];
-        step->task = gated_rows, step->n = items_of(both->products), step->cost *= 2;
-    } else add(cpu, swiglu_tokens, &(SwigluArgs){h, h2}, sizeof(SwigluArgs), T, 4 * cpu->config.hidden_dim);
+    Product both[] = {{cpu->h, &w->w1, false}, {cpu->h2, &w->w3, false}};
+    MatmulArgs gated = products_of(cpu, both, 2, &w->ffn_norm, x, T);
+    MatmulArgs down = products_of(cpu, &(Product){x, &w->w2, true}, 1, NULL, cpu->h, T);
+    bool joined = w->w1.type == w->w3.type && (T == 1 || cpu->kernels->tiles_f32);
+    prepare(cpu, &gated);
+    if (joined && !down.floats && (!down.in.pairs || w->w1.type == BF16)) {
+        gated.blocks_wanted = down.quantised, gated.pairs_wanted = down.in.pairs != NULL, down.made = true;
+        down.in.blocks = cpu->gated_blocks;
+        if (down.in.pairs) down.in.pairs = cpu->gated_pairs;
+    }
+    if (joined) add(cpu, gated_rows, &gated, sizeof gated, items_of(both), 2 * cost_of_rows(&gated));
+    else multiply(cpu, &gated), add(cpu, swiglu_tokens, "", 1, T, 4 * cpu->config.hidden_dim);
+    if (!down.made) prepare(cpu, &down);
+    multiply(cpu, &down);
 }
 
-static void logits(Backend *b, float *out, const Mat *output, const float *x, int T) {
-    matmul(b, &(Product){.out = out, .w = output}, 1, x, T);
+static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x, int T) {
+    Cpu *cpu = (Cpu *)b;
+    MatmulArgs a = products_of(cpu, &(Product){out, output, false}, 1, norm, x, T);
+    prepare(cpu, &a);
+    multiply(cpu, &a);
 }
 
 typedef struct { const uint8_t *bytes; } ReadArgs;
@@ -904,7 +893,6 @@ static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
 
 static void end(Backend *b) {
     Cpu *cpu = (Cpu *)b;
-    catch_up(cpu);
     cpu->collecting = false;
     run_steps(&cpu->team);
 }
@@ -925,8 +913,8 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
     if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16, neon or neondot";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
-    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed, .rmsnorm = rmsnorm,
-                         .matmul = matmul, .rope = rope, .attention = attention, .swiglu = swiglu_op, .logits = logits,
+    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed,
+                         .attention = attention, .add_product = add_product, .feed_forward = feed_forward, .logits = logits,
                          .bandwidth = bandwidth, .close = cpu_close};
     cpu->config = *c;
     cpu->model = model;
@@ -945,6 +933,11 @@ const char *cpu_open(Backend **backend, Model *model, int positions, int n_threa
            && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
            && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
            && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
+           && (cpu->q = cpu_alloc(&cpu->ops, (size_t)chunk * c->dim))
+           && (cpu->k = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
+           && (cpu->v = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
+           && (cpu->h = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
+           && (cpu->h2 = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
            && (cpu->team.steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
            && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);

@@ -934,6 +934,7 @@ typedef struct {
     bool exact;                  // the cache holds float, else __half
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
+    float *y, *q, *k, *v, *h, *h2; // (rows, dim) twice, (rows, kv_dim) twice, (rows, hidden_dim) twice: inside of ops
     __half *x16;                 // (CHUNK, dim or hidden_dim): x in half precision for products on the tensor cores
     const float *copied;         // in a pass: the x whose copy is in x16, NULL for none
     float *pieces;               // of attention, or of tiles
@@ -1080,8 +1081,7 @@ static __half *copy_of(Cuda *c, const float *x, int T) {
     return wanted ? c->x16 : NULL;
 }
 
-static void rmsnorm(Backend *b, float *out, const float *x, const Mat *weight, int T) {
-    Cuda *c = (Cuda *)b;
+static void rmsnorm(Cuda *c, float *out, const float *x, const Mat *weight, int T) {
     launch(c, normalize, T, 512, 0, out, copy_of(c, out, T), x, (const float *)weight->data, weight->cols, c->config.norm_eps);
 }
 
@@ -1182,7 +1182,15 @@ static void launch_parts(Cuda *c, const Parts &parts, const float *x, int T) {
     launch(c, tiles_of(w->type), dim3(groups_of(parts, TILE), blocks_for(T, TILE)), 256, 0, parts, x, cols, T);
 }
 
-static void matmul(Backend *b, const Product *products, int n, const float *x, int T) {
+// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
+typedef struct {
+    float *out;
+    const Mat *w;
+    bool add;
+} Product;
+
+// In as few launches as their types allow.
+static void matmul(Cuda *c, const Product *products, int n, const float *x, int T) {
     for (int i = 0; i < n;) {
         Parts parts;
         const Mat *w = products[i].w;
@@ -1190,7 +1198,7 @@ static void matmul(Backend *b, const Product *products, int n, const float *x, i
             if (products[i].w->type != w->type || has_units(products[i].w) != has_units(w)) break;
             parts.part[parts.n++] = {products[i].out, *products[i].w, products[i].add};
         }
-        launch_parts((Cuda *)b, parts, x, T);
+        launch_parts(c, parts, x, T);
     }
 }
 
@@ -1199,14 +1207,6 @@ static Cache cache_of(const Cuda *c, int layer) {
     size_t at = (c->exact ? sizeof(float) : sizeof(__half)) * layer * cache.n_kv_heads * cache.positions * cache.width;
     cache.keys = (char *)cache.keys + at, cache.values = (char *)cache.values + at;
     return cache;
-}
-
-static void rope(Backend *b, int layer, float *q, float *k, const float *v, int pos, int T) {
-    Cuda *c = (Cuda *)b;
-    if (!c->in_pass) send_input(c, NULL, 0, pos);
-    size_t pairs = (c->config.dim + 2 * (size_t)c->config.kv_dim) / 2;
-    auto kernel = c->exact ? rotate<float> : rotate<__half>;
-    launch(c, kernel, dim3(blocks_for(pairs, 128), T), 128, 0, cache_of(c, layer), q, k, v, c->rotation);
 }
 
 template <typename Number> static void launch_attention(Cuda *c, Cache cache, float *out, const float *q, int T) {
@@ -1222,17 +1222,33 @@ template <typename Number> static void launch_attention(Cuda *c, Cache cache, fl
     }
 }
 
-static void attention(Backend *b, int layer, float *out, const float *q, int pos, int T) {
+static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos, int T) {
     Cuda *c = (Cuda *)b;
+    Cache cache = cache_of(c, layer);
+    Product qkv[] = {{c->q, &w->wq, false}, {c->k, &w->wk, false}, {c->v, &w->wv, false}};
+    size_t pairs = (c->config.dim + 2 * (size_t)c->config.kv_dim) / 2;
     if (!c->in_pass) send_input(c, NULL, 0, pos);
-    if (c->exact) launch_attention<float>(c, cache_of(c, layer), out, q, T);
-    else launch_attention<__half>(c, cache_of(c, layer), out, q, T);
+    rmsnorm(c, c->y, x, &w->attention_norm, T);
+    matmul(c, qkv, 3, c->y, T);
+    launch(c, c->exact ? rotate<float> : rotate<__half>, dim3(blocks_for(pairs, 128), T), 128, 0, cache, c->q, c->k, c->v,
+           c->rotation);
+    if (c->exact) launch_attention<float>(c, cache, out, c->q, T);
+    else launch_attention<__half>(c, cache, out, c->q, T);
 }
 
-static void swiglu(Backend *b, float *h, const float *h2, int T) {
+static void add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
+    Product product = {x, w, true};
+    matmul((Cuda *)b, &product, 1, y, T);
+}
+
+static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
     Cuda *c = (Cuda *)b;
+    Product both[] = {{c->h, &w->w1, false}, {c->h2, &w->w3, false}};
     size_t n = (size_t)T * c->config.hidden_dim;
-    launch(c, gate, blocks_for(n, 256), 256, 0, h, copy_of(c, h, T), h2, n);
+    rmsnorm(c, c->y, x, &w->ffn_norm, T);
+    matmul(c, both, 2, c->y, T);
+    launch(c, gate, blocks_for(n, 256), 256, 0, c->h, copy_of(c, c->h, T), c->h2, n);
+    add_product(b, x, &w->w2, c->h, T);
 }
 
 // Device memory that close frees; NULL when there is none.
@@ -1252,12 +1268,13 @@ static void pin(Cuda *c, void *bytes, size_t size) {
     c->pinned = done ? bytes : NULL, c->pinned_size = done ? size : 0;
 }
 
-static void logits(Backend *b, float *out, const Mat *output, const float *x, int T) {
+static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x, int T) {
     Cuda *c = (Cuda *)b;
     size_t bytes = sizeof(float) * T * output->rows;
     Product product = {c->logits, output, false};
     c->out = out;
-    matmul(b, &product, 1, x, T);
+    rmsnorm(c, c->y, x, norm, T);
+    matmul(c, &product, 1, c->y, T);
     if (out) {
         if (!c->recording) pin(c, out, bytes);
         CUDA(cudaMemcpyAsync(out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
@@ -1500,7 +1517,9 @@ static size_t pieces_of(const Cuda *c) {
 
 enum { KERNELS = 32 << 20 }; // bytes that their code may take, which the driver loads when they are first called
 
-// Takes all the memory but the activations', which it counts too; NULL or what is wrong.
+static bool take_floats(Cuda *c, float **p, size_t n) { return (*p = (float *)take(c, n * sizeof(float))); }
+
+// Takes all the memory but the activations of forward, which it counts too; NULL or what is wrong.
 static const char *take_memory(Cuda *c, Weights *w) {
     const Config *config = &c->config;
     size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
@@ -1508,7 +1527,7 @@ static const char *take_memory(Cuda *c, Weights *w) {
                 * c->cache.positions * c->cache.width; // of the cache: keys, and as much for values
     size_t n_counters = config->n_heads > 2 * c->multiprocessors ? config->n_heads : 2 * c->multiprocessors;
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
-    size_t activations = sizeof(float) * rows * (3 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
+    size_t activations = sizeof(float) * rows * (4 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
     activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
     for (Mat *m : matrices(w, config->n_layers))
@@ -1520,6 +1539,9 @@ static const char *take_memory(Cuda *c, Weights *w) {
            && (c->weights = (const uint4 *)take(c, c->weights_size))
            && (c->cache.keys = take(c, half)) && (c->cache.values = take(c, half))
            && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
+           && take_floats(c, &c->y, rows * config->dim) && take_floats(c, &c->q, rows * config->dim)
+           && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
+           && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
            && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
            && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
            && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
@@ -1672,8 +1694,8 @@ const char *cuda_open(Backend **backend, Model *model, int positions) {
 #endif
     CUDA(cudaDeviceSynchronize());
     Backend *b = &c->ops;
-    b->chunk = CHUNK, b->begin = begin, b->end = end, b->alloc = cuda_alloc, b->embed = embed, b->rmsnorm = rmsnorm;
-    b->matmul = matmul, b->rope = rope, b->attention = attention, b->swiglu = swiglu, b->logits = logits;
+    b->chunk = CHUNK, b->begin = begin, b->end = end, b->alloc = cuda_alloc, b->embed = embed;
+    b->attention = attention, b->add_product = add_product, b->feed_forward = feed_forward, b->logits = logits;
     b->choose = choose, b->bandwidth = bandwidth, b->close = cuda_close;
     *backend = b;
     return NULL;

@@ -518,20 +518,12 @@ static void compute(const Model *m, const State *s, const int *tokens, int T, in
     for (int l = 0; l < m->config.n_layers; l++) {
         const Layer *layer = &w->layers[l];
 
-        b->rmsnorm(b, s->xb, s->x, &layer->attention_norm, T);
-        b->matmul(b, (Product[]){{s->q, &layer->wq, 0}, {s->k, &layer->wk, 0}, {s->v, &layer->wv, 0}}, 3, s->xb, T);
-        b->rope(b, l, s->q, s->k, s->v, pos, T);
-        b->attention(b, l, s->xb, s->q, pos, T);
-        b->matmul(b, &(Product){s->x, &layer->wo, .add = true}, 1, s->xb, T);
-
-        b->rmsnorm(b, s->xb, s->x, &layer->ffn_norm, T);
-        b->matmul(b, (Product[]){{s->hb, &layer->w1, 0}, {s->hb2, &layer->w3, 0}}, 2, s->xb, T);
-        b->swiglu(b, s->hb, s->hb2, T);
-        b->matmul(b, &(Product){s->x, &layer->w2, .add = true}, 1, s->hb, T);
+        b->attention(b, l, layer, s->y, s->x, pos, T);
+        b->add_product(b, s->x, &layer->wo, s->y, T);
+        b->feed_forward(b, layer, s->x, T);
     }
-    float *last = all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
-    b->rmsnorm(b, last, last, &w->norm, all ? T : 1);
-    b->logits(b, s->logits, &w->output, last, all ? T : 1);
+    const float *last = all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
+    b->logits(b, s->logits, &w->norm, &w->output, last, all ? T : 1);
 }
 
 // Runs T tokens that stand at positions pos..pos+T-1 through the model, after which their keys and values are cached.
@@ -563,10 +555,7 @@ static const char *state_open_on(State *s, bool gpu, Model *m, int positions, bo
     Backend *b = s->backend;
     size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
-    bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->xb = b->alloc(b, T * c->dim))
-           && (s->q = b->alloc(b, T * c->dim))
-           && (s->k = b->alloc(b, T * c->kv_dim)) && (s->v = b->alloc(b, T * c->kv_dim))
-           && (s->hb = b->alloc(b, T * c->hidden_dim)) && (s->hb2 = b->alloc(b, T * c->hidden_dim));
+    bool ok = (s->x = b->alloc(b, T * c->dim)) && (s->y = b->alloc(b, T * c->dim));
     if (!ok) b->close(b), s->backend = NULL;
     CHECK(ok, "not enough memory for the activations");
     if (all || !b->choose) s->logits = resize(NULL, (all ? T : 1) * c->vocab_size, sizeof(float));

@@ -84,27 +84,19 @@ typedef struct {
 
 typedef struct Backend Backend;
 
-// Activations of one call of forward, in the backend's memory; the logits in the host's.
+// What one call of forward works on, in the backend's memory; the logits in the host's.
 typedef struct {
     Backend *backend;
     int chunk;      // most tokens of one call
     int positions;  // length of the KV cache
     float *x;       // (chunk, dim) residual stream
-    float *xb;      // (chunk, dim) inside a residual branch
-    float *q;       // (chunk, dim)
-    float *k, *v;   // (chunk, kv_dim)
-    float *hb, *hb2; // (chunk, hidden_dim)
+    float *y;       // (chunk, dim) what attention found
     float *logits;  // (1 or chunk, vocab_size); NULL when they stay with the backend, which chooses
 } State;
 
-// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += that.
-typedef struct {
-    float *out;
-    const Mat *w;
-    bool add;
-} Product;
-
-// The operations of a transformer. The KV cache belongs to the backend: its format and place are nobody else's business.
+// The operations of a transformer, as coarse as speed needs: each does what its comment says, in any order behind embed.
+// norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight, token by token. The KV cache and what stands between the products of an op
+// belong to the backend: their format and place are nobody else's business.
 struct Backend {
     int chunk; // most tokens in one call
     // Around the ops of one call of forward, where the backend has them (else NULL). begin returns whether the ops have
@@ -114,22 +106,19 @@ struct Backend {
     void (*end)(Backend *);
     // Uninitialised room for n floats that the ops below can work on, freed by close; NULL when there is none.
     float *(*alloc)(Backend *, size_t n);
-    // x (T, dim) = rows `tokens` (T,) of the table
+    // x (T, dim) = rows `tokens` (T,) of the table: the first op of a call of forward
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
-    // out (T, dim) = x / sqrt(mean(x^2) + norm_eps) * weight; out may be x
-    void (*rmsnorm)(Backend *, float *out, const float *x, const Mat *weight, int T);
-    // n products of the same x (T, cols), in one dispatch
-    void (*matmul)(Backend *, const Product *products, int n, const float *x, int T);
-    // Rotates q (T, dim) and k (T, kv_dim) in place for positions pos..pos+T-1, pairs (2i, 2i+1) of each head;
-    // stores k and v (T, kv_dim) in the layer's cache
-    void (*rope)(Backend *, int layer, float *q, float *k, const float *v, int pos, int T);
-    // out (T, dim): causal attention of q (T, dim) over the layer's cache, token t sees positions 0..pos+t
-    void (*attention)(Backend *, int layer, float *out, const float *q, int pos, int T);
-    // h (T, hidden_dim) = silu(h) * h2
-    void (*swiglu)(Backend *, float *h, const float *h2, int T);
-    // logits (T, vocab_size), in the host's memory = x (T, dim) output^T. Where the backend has choose (else NULL),
-    // logits may be NULL and T 1: they stay with the backend then
-    void (*logits)(Backend *, float *logits, const Mat *output, const float *x, int T);
+    // out (T, dim) = causal attention of q, k, v (T, dim or kv_dim) = norm(x) wq^T, norm(x) wk^T, norm(x) wv^T, where norm is
+    // attention_norm of x (T, dim). q and k are rotated for positions pos..pos+T-1, pairs (2i, 2i+1) of each head; k and v
+    // go to the layer's cache; token t sees positions 0..pos+t
+    void (*attention)(Backend *, int layer, const Layer *, float *out, const float *x, int pos, int T);
+    // x (T, w.rows) += y (T, w.cols) w^T
+    void (*add_product)(Backend *, float *x, const Mat *w, const float *y, int T);
+    // x (T, dim) += (silu(y w1^T) * (y w3^T)) w2^T, where y (T, dim) = ffn_norm of x
+    void (*feed_forward)(Backend *, const Layer *, float *x, int T);
+    // logits (T, vocab_size), in the host's memory = norm(x) output^T of x (T, dim). Where the backend has choose (else
+    // NULL), logits may be NULL and T 1: they stay with the backend then
+    void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x, int T);
     // The next token by the logits that stayed: the largest, the first of equals, where temperature is 0, else drawn as by
     // run.c's sampler, coin in [0, 1). -1 if one is not finite
     int (*choose)(Backend *, float temperature, float topp, float coin);

@@ -158,15 +158,13 @@ static void report(const char *op, double difference, double most) {
     if (!(difference <= most)) failures++, printf(" [%s: more than %.0e]", op, most);
 }
 
-// The ops of one call of forward, on the layer's weights, for T tokens from pos on.
+// The ops on the last layer's weights, in a random order, as calls of their own, for T tokens from pos on.
 static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
     int l = cf.n_layers - 1;
     Layer &gl = gw.layers[l], &cl = cw.layers[l];
-    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim), q(g, c, (size_t)T * cf.dim);
-    Array k(g, c, (size_t)T * cf.kv_dim), v(g, c, (size_t)T * cf.kv_dim);
-    Array h(g, c, (size_t)T * cf.hidden_dim), h2(g, c, (size_t)T * cf.hidden_dim);
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
     double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // the tensor cores take x in half precision
     std::vector<int> tokens(T);
     printf(" T=%d@%d", T, pos);
@@ -174,42 +172,32 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     g->embed(g, x.on_gpu, &gw.token_embedding, tokens.data(), T);
     c->embed(c, x.on_cpu, &cw.token_embedding, tokens.data(), T);
     report("embed", x.difference(), 1e-7);
-    g->rmsnorm(g, y.on_gpu, x.on_gpu, &gl.ffn_norm, T);
-    c->rmsnorm(c, y.on_cpu, x.on_cpu, &cl.ffn_norm, T);
-    report("rmsnorm", y.difference(), exact);
-
+    for (int i = 0, op = random_below(3); i < 3; i++, op = (op + 1) % 3) {
+        x.fill(), y.fill();
+        if (op == 0) {
+            g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T);
+            c->add_product(c, x.on_cpu, &cl.wo, y.on_cpu, T);
+            report("add product", x.difference(), product);
+        } else if (op == 1) {
+            g->feed_forward(g, &gl, x.on_gpu, T);
+            c->feed_forward(c, &cl, x.on_cpu, T);
+            report("feed forward", x.difference(), product);
+        } else {
+            g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T);
+            c->attention(c, l, &cl, y.on_cpu, x.on_cpu, pos, T);
+            bool plain = gl.wk.type == F32 && gl.wv.type == F32; // else keys and values, or what makes them, in half precision
+            report("attention", y.difference(), plain ? exact : 1e-3);
+        }
+    }
     y.fill();
-    Product gp[] = {{q.on_gpu, &gl.wq, false}, {k.on_gpu, &gl.wk, false}, {v.on_gpu, &gl.wv, false}};
-    Product cp[] = {{q.on_cpu, &cl.wq, false}, {k.on_cpu, &cl.wk, false}, {v.on_cpu, &cl.wv, false}};
-    g->matmul(g, gp, 3, y.on_gpu, T);
-    c->matmul(c, cp, 3, y.on_cpu, T);
-    report("qkv", fmax(q.difference(), fmax(k.difference(), v.difference())), product);
-    h.fill(), x.fill();
-    Product ga = {x.on_gpu, &gl.w2, true}, ca = {x.on_cpu, &cl.w2, true};
-    g->matmul(g, &ga, 1, h.on_gpu, T);
-    c->matmul(c, &ca, 1, h.on_cpu, T);
-    report("w2", x.difference(), product);
-    h.fill(), h2.fill();
-    g->swiglu(g, h.on_gpu, h2.on_gpu, T);
-    c->swiglu(c, h.on_cpu, h2.on_cpu, T);
-    report("swiglu", h.difference(), exact);
-
-    q.fill(), k.fill(), v.fill();
-    g->rope(g, l, q.on_gpu, k.on_gpu, v.on_gpu, pos, T);
-    c->rope(c, l, q.on_cpu, k.on_cpu, v.on_cpu, pos, T);
-    report("rope", fmax(q.difference(), k.difference()), exact);
-    g->attention(g, l, y.on_gpu, q.on_gpu, pos, T);
-    c->attention(c, l, y.on_cpu, q.on_cpu, pos, T);
-    report("attention", y.difference(), gl.wk.type == F32 ? exact : 1e-3); // keys and values in half precision
 
     size_t n = (size_t)T * cf.vocab_size;
     std::vector<float> expected(n);
-    y.fill();
-    g->logits(g, found, &gw.output, y.on_gpu, T);
-    c->logits(c, expected.data(), &cw.output, y.on_cpu, T);
+    g->logits(g, found, &gw.norm, &gw.output, y.on_gpu, T);
+    c->logits(c, expected.data(), &cw.norm, &cw.output, y.on_cpu, T);
     report("logits", Array::compare(found, expected.data(), n), product);
     if (T > 1) return;
-    g->logits(g, NULL, &gw.output, y.on_gpu, 1);
+    g->logits(g, NULL, &gw.norm, &gw.output, y.on_gpu, 1);
     int best = g->choose(g, 0, 0, 0), largest = 0;
     for (int i = 1; i < cf.vocab_size; i++)
         if (found[i] > found[largest]) largest = i;
@@ -217,7 +205,7 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     float bad = random_below(2) ? NAN : INFINITY;
     cudaMemcpy(y.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
     cudaDeviceSynchronize();
-    g->logits(g, NULL, &gw.output, y.on_gpu, 1);
+    g->logits(g, NULL, &gw.norm, &gw.output, y.on_gpu, 1);
     if (g->choose(g, 0, 0, 0) != -1) failures++, printf(" choose does not see what is not finite");
 }
 
@@ -226,19 +214,16 @@ static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
     const Config &cf = p.model[0].config;
     for (int l = 0; l < cf.n_layers; l++)
         for (int pos = 0, T; pos < n; pos += T) {
-            T = n - pos < 200 ? n - pos : 200;
-            Array q(g, c, (size_t)T * cf.dim), k(g, c, (size_t)T * cf.kv_dim), v(g, c, (size_t)T * cf.kv_dim);
-            g->rope(g, l, q.on_gpu, k.on_gpu, v.on_gpu, pos, T);
-            c->rope(c, l, q.on_cpu, k.on_cpu, v.on_cpu, pos, T);
+            T = n - pos < 100 ? n - pos : 100;
+            Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
+            g->attention(g, l, &p.model[0].weights.layers[l], y.on_gpu, x.on_gpu, pos, T);
+            c->attention(c, l, &p.model[1].weights.layers[l], y.on_cpu, x.on_cpu, pos, T);
         }
 }
 
 struct Activations {
-    float *x, *xb, *q, *k, *v, *hb, *hb2;
-    Activations(Backend *b, const Config &c) {
-        x = b->alloc(b, c.dim), xb = b->alloc(b, c.dim), q = b->alloc(b, c.dim), k = b->alloc(b, c.kv_dim);
-        v = b->alloc(b, c.kv_dim), hb = b->alloc(b, c.hidden_dim), hb2 = b->alloc(b, c.hidden_dim);
-    }
+    float *x, *y;
+    Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.dim); }
 };
 
 // One token through the model; the logits go to `out`, the same in all calls. Returns whether the ops were called.
@@ -249,21 +234,11 @@ static bool forward(Backend *b, const Model &m, const Activations &a, int token,
         b->embed(b, a.x, &w.token_embedding, &token, 1);
         for (int l = 0; l < m.config.n_layers; l++) {
             const Layer &layer = w.layers[l];
-            Product qkv[] = {{a.q, &layer.wq, false}, {a.k, &layer.wk, false}, {a.v, &layer.wv, false}};
-            Product o = {a.x, &layer.wo, true}, up[] = {{a.hb, &layer.w1, false}, {a.hb2, &layer.w3, false}};
-            Product down = {a.x, &layer.w2, true};
-            b->rmsnorm(b, a.xb, a.x, &layer.attention_norm, 1);
-            b->matmul(b, qkv, 3, a.xb, 1);
-            b->rope(b, l, a.q, a.k, a.v, pos, 1);
-            b->attention(b, l, a.xb, a.q, pos, 1);
-            b->matmul(b, &o, 1, a.xb, 1);
-            b->rmsnorm(b, a.xb, a.x, &layer.ffn_norm, 1);
-            b->matmul(b, up, 2, a.xb, 1);
-            b->swiglu(b, a.hb, a.hb2, 1);
-            b->matmul(b, &down, 1, a.hb, 1);
+            b->attention(b, l, &layer, a.y, a.x, pos, 1);
+            b->add_product(b, a.x, &layer.wo, a.y, 1);
+            b->feed_forward(b, &layer, a.x, 1);
         }
-        b->rmsnorm(b, a.x, a.x, &w.norm, 1);
-        b->logits(b, out, &w.output, a.x, 1);
+        b->logits(b, out, &w.norm, &w.output, a.x, 1);
     }
     if (b->end) b->end(b);
     return by_ops;

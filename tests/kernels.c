@@ -168,15 +168,15 @@ static void gated_of(const Kernels *k, Type type) {
     Activations apart = {.x = xb, .panels = cpu.panels, .blocks = cpu.blocks, .cols = cols, .T = T};
     if (pairs) apart.pairs = cpu.pairs;
     MatmulArgs a = {.products = {{joined, &w, false}, {h2, &w2, false}}, .n = 2, .in = apart};
-    a.in.norm = (NormArgs){xb, x, weight, T};
+    a.in.x = x, a.in.norm = weight, cpu.h = h, cpu.h2 = h2;
     a.pairs_wanted = pairs, a.blocks_wanted = !pairs && rows % 32 == 0 && below(2);
     Task *make = quantised ? quantize_tokens : pairs ? pack_pairs : pack_tokens;
     make(&me, &a.in, 0, quantised ? T : panels);
     gated_rows(&me, &a, 0, (rows + ROWS - 1) / ROWS);
-    norm_tokens(&me, &a.in.norm, 0, T);
+    for (int t = 0; t < T; t++) normalize(&cpu, xb + (size_t)t * cols, x + (size_t)t * cols, weight);
     make(&me, &apart, 0, quantised ? T : panels);
     some_rows(&me, &(Product){h, &w, false}, &apart, 0, rows), some_rows(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
-    swiglu_tokens(&me, &(SwigluArgs){h, h2}, 0, T);
+    swiglu_tokens(&me, NULL, 0, T);
     Activations next = {.x = h, .cols = rows, .T = T};
     if (a.pairs_wanted) {
         pack_pairs(&me, &next, 0, panels);

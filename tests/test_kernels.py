@@ -28,6 +28,13 @@ def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
         assert set(found.stdout.split()) == {*ISAS, "agree"}
 
 
+def test_ops_in_any_order_give_what_plain_c_gives(tmp_path):
+    """Random programs over the backend's ops, on models of mixed types, by each instruction set and 1 to 3 threads."""
+    program = compile_c(tmp_path / "programs", *SANITIZE, "tests/programs.c")
+    found = subprocess.run([program, "3", "25"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
 # ---- ARM, by an emulator
 
 @needs_arm

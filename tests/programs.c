@@ -1,0 +1,167 @@
+// Runs random programs over the ops of the backend: an embedding and then any op after any other, inside and outside of a call of forward, on random
+// models with remainders everywhere and mixed types, with each instruction set and number of threads beside the scalar one on
+// one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding.
+//   programs SEED ROUNDS; exit code 1 if one differs.
+#include "../kernels_cpu.c"
+
+enum { POSITIONS = 40, OPS = 12 };
+
+static uint32_t state;
+
+static int below(int n) { return (int)((state = state * 1664525 + 1013904223) >> 8) % n; }
+static float number(void) { return (below(1 << 20) - (1 << 19)) * 0x1p-19f; }
+
+static Mat matrix(Type type, int rows, int cols) {
+    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = BF16;
+    Mat m = {.type = type, .rows = rows, .cols = cols, .group = 16};
+    size_t n = (size_t)rows * cols, size = is_quantised(&m) ? n / 32 * unit_size(&m) : type == F32 ? 4 * n : type == INT8_GROUPS ? n : 2 * n;
+    uint8_t *bytes = malloc(size);
+    float *scales = malloc((n / 16 + 1) * sizeof *scales), small = 1 / sqrtf(cols);
+    for (size_t i = 0; i < n / 16 + 1; i++) scales[i] = small * 0x1p-7f;
+    for (size_t i = 0; i < size; i++) bytes[i] = below(256);
+    for (size_t i = 0; i < n && !is_quantised(&m) && type != INT8_GROUPS; i++) {
+        float f = number() * small;
+        uint16_t half = float_to_half(f);
+        if (type == F32) memcpy(bytes + 4 * i, &f, 4);
+        else memcpy(bytes + 2 * i, type == F16 ? (char *)&half : (char *)&f + 2, 2);
+    }
+    for (size_t i = 0; is_quantised(&m) && i < size; i += unit_size(&m)) {
+        uint16_t scale = float_to_half(small * (type == Q8_0 ? 0x1p-7f : 0x1p-3f));
+        memcpy(bytes + i, &scale, 2);
+    }
+    m.data = bytes, m.scales = scales;
+    return m;
+}
+
+static Type any_type(Type usual) {
+    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+    return below(3) ? usual : types[below(6)];
+}
+
+static Model random_model(void) {
+    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+    Type type = types[below(6)];
+    int heads = 1 + below(3), groups = 1 + below(6), head_dim = below(3) ? 16 * (1 + below(2)) : 2 * (1 + below(12));
+    Config c = {.n_layers = 1 + below(2), .n_heads = heads * groups, .n_kv_heads = heads, .head_dim = head_dim,
+                .dim = heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
+                .hidden_dim = below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f, .rope_theta = 10000, .rope_scaling = 1};
+    Model m = {.config = c, .weights = {.token_embedding = matrix(any_type(type), c.vocab_size, c.dim), .norm = matrix(F32, 1, c.dim),
+                                        .output = matrix(any_type(type), c.vocab_size, c.dim),
+                                        .layers = malloc(c.n_layers * sizeof(Layer))}};
+    for (int l = 0; l < c.n_layers; l++)
+        m.weights.layers[l] = (Layer){
+            .attention_norm = matrix(F32, 1, c.dim), .wq = matrix(any_type(type), c.dim, c.dim),
+            .wk = matrix(any_type(type), c.kv_dim, c.dim), .wv = matrix(any_type(type), c.kv_dim, c.dim),
+            .wo = matrix(any_type(type), c.dim, c.dim), .ffn_norm = matrix(F32, 1, c.dim),
+            .w1 = matrix(any_type(type), c.hidden_dim, c.dim), .w3 = matrix(any_type(type), c.hidden_dim, c.dim),
+            .w2 = matrix(any_type(type), c.dim, c.hidden_dim)};
+    return m;
+}
+
+static void free_model(Model *m) {
+    Weights *w = &m->weights;
+    for (int l = 0; l < m->config.n_layers; l++) {
+        Layer *a = &w->layers[l];
+        Mat *all[] = {&a->attention_norm, &a->wq, &a->wk, &a->wv, &a->wo, &a->ffn_norm, &a->w1, &a->w3, &a->w2};
+        for (int i = 0; i < 9; i++) free((void *)all[i]->data), free((void *)all[i]->scales);
+    }
+    Mat *all[] = {&w->token_embedding, &w->norm, &w->output};
+    for (int i = 0; i < 3; i++) free((void *)all[i]->data), free((void *)all[i]->scales);
+    free(w->layers);
+}
+
+typedef struct { Backend *b; float *x, *y, *logits; } Machine;
+
+static Machine open_machine(Model *m, const char *isa, int threads) {
+    Machine a = {0};
+    setenv("LLAMAC_ISA", isa, 1);
+    const char *wrong = cpu_open(&a.b, m, POSITIONS, threads);
+    if (wrong) printf("%s: %s\n", isa, wrong), exit(2);
+    a.x = a.b->alloc(a.b, POSITIONS * m->config.dim), a.y = a.b->alloc(a.b, POSITIONS * m->config.dim);
+    memset(a.x, 0, POSITIONS * m->config.dim * sizeof(float)), memset(a.y, 0, POSITIONS * m->config.dim * sizeof(float));
+    a.logits = a.b->alloc(a.b, POSITIONS * m->config.vocab_size);
+    return a;
+}
+
+typedef struct { int op, layer, pos, T, tokens[POSITIONS]; } Call;
+
+static void call(const Machine *a, const Model *m, const Call *c) {
+    Backend *b = a->b;
+    const Weights *w = &m->weights;
+    const Layer *layer = &w->layers[c->layer];
+    switch (c->op) {
+    case 0: b->embed(b, a->x, &w->token_embedding, c->tokens, c->T); break;
+    case 1: b->attention(b, c->layer, layer, a->y, a->x, c->pos, c->T); break;
+    case 2: b->add_product(b, a->x, &layer->wo, a->y, c->T); break;
+    case 3: b->feed_forward(b, layer, a->x, c->T); break;
+    case 4: b->add_product(b, a->y, &layer->wo, a->x, c->T); break;
+    default: b->logits(b, a->logits, &w->norm, &w->output, a->x, c->T);
+    }
+}
+
+// A program: T tokens at `pos`, whose keys and values before are in every layer's cache already.
+static int random_program(Call *calls, const Model *m, int pos, int T) {
+    int n = 1 + below(OPS);
+    for (int i = 0; i < n; i++) {
+        calls[i] = (Call){i ? 1 + below(5) : 0, below(m->config.n_layers), pos, T, {0}};
+        for (int t = 0; t < T; t++) calls[i].tokens[t] = below(m->config.vocab_size);
+    }
+    for (int l = 0; l < m->config.n_layers; l++) calls[n++] = (Call){1, l, pos, T, {0}}; // so that the next finds them
+    return n;
+}
+
+static void run(const Machine *a, const Model *m, const Call *calls, int n, bool together) {
+    int none[2] = {0};
+    if (together) a->b->begin(a->b, none, 2, 0, true), a->b->end(a->b); // forgets the steps of the program before
+    if (together) a->b->begin(a->b, calls->tokens, calls->T, calls->pos, below(2));
+    for (int i = 0; i < n; i++) call(a, m, &calls[i]);
+    if (together) a->b->end(a->b);
+}
+
+static bool differ(const char *what, const float *found, const float *expected, size_t n, double most) {
+    double worst = 0, largest = 1e-3;
+    for (size_t i = 0; i < n; i++) {
+        double d = fabs((double)found[i] - expected[i]);
+        worst = d <= worst ? worst : isnan(d) ? INFINITY : d;
+        largest = fmax(largest, fabs(expected[i]));
+    }
+    if (worst > most * largest) printf("%s: %g of %g\n", what, worst, largest);
+    return worst > most * largest;
+}
+
+int main(int argc, char **argv) {
+    const Kernels *found[8];
+    int kinds = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
+    state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
+    for (int round = 0; round < rounds; round++) {
+        Model m = random_model();
+        Machine scalar = open_machine(&m, "scalar", 1);
+        Machine others[24];
+        for (int i = 0; i < kinds; i++)
+            for (int j = 0; j < 3; j++) others[3 * i + j] = open_machine(&m, found[i]->name, 1 + j);
+        for (int pos = 0, T; pos < POSITIONS; pos += T) {
+            Call calls[OPS + 4];
+            T = below(2) ? 1 : 1 + below(POSITIONS - pos);
+            int n = random_program(calls, &m, pos, T), together = below(2);
+            run(&scalar, &m, calls, n, false);
+            for (int i = 0; i < 3 * kinds; i++) {
+                const Machine *a = &others[i];
+                size_t wide = (size_t)T * m.config.dim, vocab = (size_t)T * m.config.vocab_size;
+                run(a, &m, calls, n, together);
+                bool logits = false;
+                for (int k = 0; k < n; k++) logits |= calls[k].op == 5;
+                // a number in 8 bits that lies half-way between two may be rounded to either, which the next ops carry on
+                double most = 3e-2;
+                int wrong = differ("x", a->x, scalar.x, wide, most) + differ("y", a->y, scalar.y, wide, most)
+                          + (logits && differ("logits", a->logits, scalar.logits, vocab, most));
+                if (wrong) failed = 1, printf("%s, %d threads, round %d, T=%d at %d\n", found[i / 3]->name, 1 + i % 3, round, T, pos);
+                memcpy(a->x, scalar.x, wide * sizeof(float)), memcpy(a->y, scalar.y, wide * sizeof(float));
+            }
+        }
+        scalar.b->close(scalar.b);
+        for (int i = 0; i < 3 * kinds; i++) others[i].b->close(others[i].b);
+        free_model(&m);
+    }
+    puts(failed ? "differ" : "agree");
+    return failed;
+}
