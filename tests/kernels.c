@@ -101,7 +101,7 @@ static Mat matrix(Type type, int rows, int cols) {
 }
 
 // A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
-static void products_of(const Kernels *k, const Kernels *s, Type type) {
+static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
     int blocks = type == Q8_0 || type == Q4_0, n = 1 + below(9), cols = blocks ? n * 32 : 1 + below(150);
     int rows = 1 + below(70), T = 1 + below(40);
     Mat m = matrix(type, rows, cols);
@@ -219,7 +219,7 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {
             rows_of_floats(found[i], &kernels_scalar);
-            for (int j = 0; j < 6; j++) products_of(found[i], &kernels_scalar, types[j]);
+            for (int j = 0; j < 6; j++) matrix_products(found[i], &kernels_scalar, types[j]);
             for (int half = 0; half < 2; half++) attention_ops(found[i], &kernels_scalar, half);
         }
     for (int i = 0; i < n; i++)
