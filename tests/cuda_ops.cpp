@@ -186,7 +186,7 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
             g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T);
             c->attention(c, l, &cl, y.on_cpu, x.on_cpu, pos, T);
             bool plain = gl.wk.type == F32 && gl.wv.type == F32; // else keys and values, or what makes them, in half precision
-            report("attention", y.difference(), plain ? exact : 1e-3);
+            report("attention", y.difference(), plain ? exact : 3e-3); // 2e-3 of its products, 1e-3 of its own
         }
     }
     y.fill();
