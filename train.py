@@ -140,12 +140,12 @@ def train_step(step, model, opt, batches, device, amp, guard, update_norms):
     total = torch.zeros((), device=device)
     for i, piece in enumerate(pieces):
         xb, yb = parallel.to_device(device, *piece)
-        with parallel.unsynced(model, last=i == len(pieces) - 1):
+        with parallel.accumulate(model, last=i == len(pieces) - 1):
             with amp:
                 loss = model(xb, yb)[1] * ((piece[1] >= 0).any(1).sum().item() / sequences)
             loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
-    norm = parallel.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    norm = parallel.unshard(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
     loss = parallel.mean(total)
     taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
     if taken:
@@ -180,7 +180,7 @@ def evaluate(model, dataset, device, amp):
 
 def load_data(device):
     """The Dataset of the settings, which the master prepares for all processes. All end where one does not see it."""
-    folder = parallel.first(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
+    folder = parallel.on_master(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
     unseen = not folder.exists()
     if parallel.any_true([unseen], device)[0]:
         sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
@@ -293,8 +293,8 @@ def warn_of(error):
 
 def go_back(model, opt, guard, writer):
     """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
-    warn_of(parallel.first(writer.wait))
-    folder = parallel.first(checkpoint.newest, out_dir)
+    warn_of(parallel.on_master(writer.wait))
+    folder = parallel.on_master(checkpoint.newest, out_dir)
     if folder is None:
         fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
              f"back to; lower the learning_rate (now {learning_rate})")
@@ -310,13 +310,13 @@ def main(given):
     if place.type == "cpu":
         parallel.keep_memory()
     settle_out_dir()
-    start, resuming = parallel.first(checkpoint.find_start, knobs())
+    start, resuming = parallel.on_master(checkpoint.find_start, knobs())
     changes = []
     if resuming:
         taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
         globals().update(taken)
         check_settings(knobs())
-    elif checkpoint.tuning(knobs()):
+    elif checkpoint.fine_tuning(knobs()):
         adopted = checkpoint.adopt(knobs(), given)
         globals().update(adopted)
         given = given | adopted.keys()
@@ -361,7 +361,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     the settings given anew to a resumed run, which go into the log.
     """
     s, tracker, writer = knobs(), start_tracking(config, state), checkpoint.Writer()
-    clock = checkpoint.wind(state["clock"], max_minutes)
+    clock = checkpoint.session_clock(state["clock"], max_minutes)
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
     state["guard"] = guard.state
@@ -420,7 +420,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         bar.update()
     bar.close()
     warn_of(writer.wait())
-    parallel.first(conclude, state, args, raw_model, dataset, tracker, row)
+    parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)
 
 
 if __name__ == "__main__":

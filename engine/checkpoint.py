@@ -67,7 +67,7 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     temporary, final = folder / f".tmp_{step:08d}", folder / f"step_{step:08d}"
     try:
         files = {}
-        if any(map(parallel.is_slice, model.get("model", {}).values())):
+        if any(map(parallel.is_shard, model.get("model", {}).values())):
             files = write_shards(temporary, {"model": model["model"], "optimizer": train["optimizer"]})
             model, train = ({k: v for k, v in part.items() if k not in ("model", "optimizer")} for part in (model, train))
         if not parallel.master:
@@ -141,14 +141,14 @@ def write_shards(folder, parts):
     """
     import torch.distributed.checkpoint as dcp  # takes a tenth of a second that only sharded runs need
     tensors = {f"{part}.{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-    parallel.everywhere(lambda: begin(folder) if parallel.master else None)
+    parallel.gather(lambda: begin(folder) if parallel.master else None)
     try:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
-                 process_group=parallel.apart)
+                 process_group=parallel.writers)
     except dcp.CheckpointException as e:
         raise OSError("; ".join(f"process {rank}: {error}" for rank, (error, _) in e.failures.items())) from e
     mine = folder.glob(f"shard-{parallel.rank + 1:05d}-*")
-    found = parallel.everywhere(lambda: {path.name: fingerprint(path) for path in mine})
+    found = parallel.gather(lambda: {path.name: fingerprint(path) for path in mine})
     return {name: what for files in found for name, what in files.items()}
 
 
@@ -496,7 +496,7 @@ def default_out_dir(data):
     return "out/" + (re.sub(r"[^\w.-]+", "-", name).strip(".-") or "run")
 
 
-def tuning(s):
+def fine_tuning(s):
     """Whether init_from is the path of a checkpoint to fine-tune."""
     return s.init_from not in ("auto", "resume", "scratch")
 
@@ -508,18 +508,18 @@ def find_start(s):
     """
     if s.eval_only:
         return find_evaluated(s)
-    if tuning(s) and Path(s.out_dir).resolve() in (Path(s.init_from).resolve(), *Path(s.init_from).resolve().parents):
+    if fine_tuning(s) and Path(s.out_dir).resolve() in (Path(s.init_from).resolve(), *Path(s.init_from).resolve().parents):
         fail(f"--init_from={s.init_from} is the run in out_dir itself; give another --out_dir to fine-tune it, or "
              f"--init_from=resume to continue it")
     found = take_out_dir(s)
-    if found or not tuning(s):
+    if found or not fine_tuning(s):
         return found, found is not None
     return locate(s.init_from), False
 
 
 def find_evaluated(s):
     """What find_start returns where nothing is trained: the run in out_dir, or the checkpoint that init_from names."""
-    if tuning(s):
+    if fine_tuning(s):
         return locate(s.init_from), False
     found = newest(s.out_dir) if s.init_from != "scratch" else None
     if not found:
@@ -582,7 +582,7 @@ def resume_settings(s, folder, given):
     """
     stored = {k: v for k, v in stored_settings(folder).items() if k in vars(s)}
     begun = stored.get("init_from", "auto")
-    if tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
+    if fine_tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
         origin = "nothing" if begun in ("auto", "scratch", "resume") else begun
         fail(f"{s.out_dir} holds a run that began from {origin}, not from {s.init_from}; give another --out_dir, or "
              f"--init_from=resume to continue it")
@@ -590,7 +590,7 @@ def resume_settings(s, folder, given):
     changes = [[k, str(v), str(getattr(s, k))] for k, v in kept.items() if k in given and getattr(s, k) != v]
     taken = {k: v for k, v in kept.items() if k not in given} | {"init_from": begun}
     now = SimpleNamespace(**vars(s) | taken)
-    if "vocab_source" not in given and tuning(now):  # the vocabulary of a checkpoint that may have gone
+    if "vocab_source" not in given and fine_tuning(now):  # the vocabulary of a checkpoint that may have gone
         taken["vocab_source"] = str(tokenizer_path(folder))
     parallel.say(f"{'evaluating' if s.eval_only else 'resuming'} {s.out_dir} at iteration {manifest(folder)['step']:,} of "
                  f"{now.max_iters:,}")
@@ -635,7 +635,7 @@ def other_data(s, folder):
     return f"holds a run on another text: {named} changed since"
 
 
-def wind(clock, max_minutes):
+def session_clock(clock, max_minutes):
     """
     The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}.
     `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was

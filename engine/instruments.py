@@ -60,12 +60,12 @@ class UpdateNorms:
         """The norms of the tensors, which stay on their device until `take`, and the histograms that are watched."""
         self.norms += [(norm, layer_of(self.names[p]), n) for p, n in zip(params, torch._foreach_norm(tensors))]
         if kind and self.watch in ("all", kind):
-            self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.whole(t)) for p, t in zip(params, tensors)}
+            self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.unshard(t)) for p, t in zip(params, tensors)}
 
     def take(self):
         """The metrics of the step that was measured, once, with one wait for the device."""
         squares, found = collections.Counter(), self.histograms
-        norms = torch.stack(parallel.whole([n for *_, n in self.norms])).tolist() if self.norms else []
+        norms = torch.stack(parallel.unshard([n for *_, n in self.norms])).tolist() if self.norms else []
         for (norm, layer, _), n in zip(self.norms, norms):
             squares[norm, layer] += n * n
         found |= {f"norm/{norm}/{layer}": math.sqrt(square) for (norm, layer), square in squares.items()}

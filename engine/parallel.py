@@ -37,8 +37,8 @@ if world > 1:
     from torch.distributed.tensor import DTensor, distribute_tensor
 else:
     FSDPModule = DTensor = ()  # one process has none, and is spared half a second and 45 MB of imports
-apart = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
-store, turns = None, itertools.count()  # of many processes: where they meet; how often they have waited for the master
+writers = None  # of sharded processes: the group for the messages of their writers, which may not mix with training's
+store, waits = None, itertools.count()  # of many processes: where they meet; how often they have waited for the master
 PATIENCE = timedelta(minutes=60)  # of messages; a dead process is torchrun's to notice, not theirs
 
 # Dense peak TFLOP/s (no sparsity, float32 accumulation), by words of the device's name, as (bfloat16, float32). NVIDIA's
@@ -82,7 +82,7 @@ def setup(device="auto", deterministic=False):
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
     if world > 1:
         global store
-        store = meeting_place()
+        store = rendezvous()
         place = {"device_id": device} if device.type == "cuda" else {}  # else NCCL guesses it at the first message
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 timeout=PATIENCE, **place)
@@ -104,7 +104,7 @@ def under_torchrun():
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def meeting_place():
+def rendezvous():
     """
     The store in which processes find each other: the master's, at a port that it announces in torchrun's. That one
     itself outlives a restart, with the addresses of dead processes in it (github.com/pytorch/pytorch/issues/135712).
@@ -132,18 +132,18 @@ def shard(model):
     FSDP2: from here on each process holds a slice of every parameter (a DTensor), and gathers the parameters of one
     block when it comes to compute it. https://arxiv.org/abs/2304.11277
     """
-    global apart
+    global writers
     for block in model.layers:
         fully_shard(block)
     fully_shard(model)
-    apart = dist.new_group(backend="gloo", timeout=PATIENCE)
+    writers = dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def is_sharded(model):
     return isinstance(model, FSDPModule)
 
 
-def is_slice(tensor):
+def is_shard(tensor):
     return isinstance(tensor, DTensor)
 
 
@@ -156,23 +156,23 @@ def wrap(model):
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **{quiet: False})  # the only one is the same in all
 
 
-def unsynced(model, last):
+def accumulate(model, last):
     """The context of one micro-batch: gradients travel between processes only with the last one of a step."""
     if hasattr(model, "set_requires_gradient_sync"):  # sharded; a compiled one has it too, but another type
         model.set_requires_gradient_sync(last)
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
 
 
-def whole(value):
+def unshard(value):
     """Nested dicts and lists with every sharded tensor put together. All processes have to call it."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, dict):
-        return {k: whole(v) for k, v in value.items()}
-    return [whole(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: unshard(v) for k, v in value.items()}
+    return [unshard(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def slice_like(tensor, like):
+def shard_like(tensor, like):
     """A whole tensor as this process holds it: the slice that `like` has, if `like` is sharded."""
     if not isinstance(like, DTensor):
         return tensor
@@ -193,7 +193,7 @@ def load_weights(model, weights):
             if weight.shape != tensor.shape:
                 fail(f"the checkpoint's parameter {name} is {tuple(weight.shape)}, its own settings imply "
                      f"{tuple(tensor.shape)}; it was changed after it was written")
-            tensor.copy_(slice_like(weight, tensor))
+            tensor.copy_(shard_like(weight, tensor))
 
 
 def to_device(device, *tensors):
@@ -212,7 +212,7 @@ def mean(value):
     return value
 
 
-def largest(values, device):
+def all_max(values, device):
     """For each number the largest that any process has, so that all of them act alike at the same step."""
     if world == 1:
         return values
@@ -223,10 +223,10 @@ def largest(values, device):
 
 def any_true(flags, device):
     """For each flag, whether it is set in any process."""
-    return [bool(value) for value in largest(flags, device)]
+    return [bool(value) for value in all_max(flags, device)]
 
 
-def first(function, *args, **kwargs):
+def on_master(function, *args, **kwargs):
     """Call `function` in the master process while the others wait; its files are there for all when this returns."""
     result = function(*args, **kwargs) if master else None
     if world > 1:
@@ -239,24 +239,24 @@ def first(function, *args, **kwargs):
 
 def await_master():
     """Returns when the master comes here too. That has no limit, as messages have: preparing a corpus may take a day."""
-    turn = f"turn {next(turns)}"
+    wait = f"wait {next(waits)}"
     if master:
-        store.set(turn, "done")
+        store.set(wait, "done")
     while not master:
         try:
-            return store.wait([turn], timedelta(seconds=10))  # no longer, so that signals are heard
+            return store.wait([wait], timedelta(seconds=10))  # no longer, so that signals are heard
         except dist.DistStoreError:  # not yet
             pass
 
 
-def everywhere(work):
+def gather(work):
     """[what `work()` returned in each process], in all of them; an OSError in one is raised in all. For writers."""
     try:
         mine = work()
     except OSError as e:
         mine = e
     results = [None] * world
-    dist.all_gather_object(results, mine, group=apart)
+    dist.all_gather_object(results, mine, group=writers)
     for result in results:
         if isinstance(result, OSError):
             raise result
@@ -403,7 +403,7 @@ class Signals:
 
     def read(self, device):
         """(stop, save, seconds): whether any process was asked to, and the run's clock, the same in all of them."""
-        stop, save, seconds = largest([self.stop, self.save, time.monotonic() - self.start], device)
+        stop, save, seconds = all_max([self.stop, self.save, time.monotonic() - self.start], device)
         self.save = False
         return bool(stop) or seconds >= self.end, bool(save), seconds
 

@@ -339,7 +339,7 @@ def save(step):
     parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)
     return checkpoint.save({out!r}, step, *parts, {{}}, {vocabulary!r}, metric=1.0)
 folder = save(1)
-parallel.everywhere(lambda: None)  # the first process publishes
+parallel.gather(lambda: None)  # the first process publishes
 loaded = checkpoint.load(folder)["model"]
 assert loaded.keys() == whole.keys() and all(torch.equal(loaded[k], v) for k, v in whole.items())
 if parallel.rank == 1:

@@ -645,12 +645,12 @@ def test_a_second_ctrl_c_leaves_out_the_evaluation_but_not_the_model(folder, tmp
 
 
 def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins_anew():
-    fresh = checkpoint.wind({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
+    fresh = checkpoint.session_clock({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
     assert fresh == {"seconds": 0.0, "limit": 60.0, "end": 60.0}
-    assert checkpoint.wind(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
-    assert checkpoint.wind(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
-    assert checkpoint.wind(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
-    assert checkpoint.wind(fresh, 0.0)["end"] == float("inf")
+    assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
+    assert checkpoint.session_clock(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
+    assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
+    assert checkpoint.session_clock(fresh, 0.0)["end"] == float("inf")
 
 
 def test_a_supervised_run_survives_kills(folder, reference):
