@@ -270,7 +270,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
     that fails costs a warning, and the next save tries again. Sharded processes each write their slices.
     """
-    weights = checkpoint.snapshot(dict(model.named_parameters()))  # a tied one once
+    weights = checkpoint.snapshot(dict(model.named_parameters()), copy=parallel.is_sharded(model))  # a tied one once
     train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
     step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
 

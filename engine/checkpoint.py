@@ -443,16 +443,17 @@ class Writer:
         return error
 
 
-def snapshot(value):
+def snapshot(value, copy=False):
     """
     Nested dicts and lists as they are now, their tensors in the host's memory: those of a GPU are copied, but those of a
     CPU are the very same, and may not change before they are written (Writer.join). A copy would outweigh the weights.
+    copy: those of a CPU too, since FSDP frees the storage of weights it has gathered.
     """
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu")
+        return value.detach().to("cpu", copy=copy)
     if isinstance(value, dict):
-        return {k: snapshot(v) for k, v in value.items()}
-    return [snapshot(v) for v in value] if isinstance(value, list) else value
+        return {k: snapshot(v, copy) for k, v in value.items()}
+    return [snapshot(v, copy) for v in value] if isinstance(value, list) else value
 
 
 def load(folder, part="model", check=True):
