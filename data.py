@@ -23,13 +23,14 @@ compared with the context (LONG windows or more on average), every window begins
 """
 import concurrent.futures
 import functools
+import math
 
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import numpy as np
 
 from engine import prepare as preparation
-from engine.prepare import SEED, load
+from engine.prepare import SEED, Prepared, load
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
@@ -42,6 +43,7 @@ show = False             # print some documents with their tokens, as a run's ta
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
+EVAL_TOKENS = 1024  # of a forward pass of an evaluation, about, or a training's
 EXCERPT = 1 << 22   # tokens of a larger split that an evaluation draws from
 LONG = 8            # windows that a document fills on average, from which on all windows begin with BOS
 
@@ -52,37 +54,77 @@ def prepare(*arguments, **named):
     return preparation.prepare(*arguments, urls=urls, **named)
 
 
-def look(dataset, count=3, longest=40):
+class Dataset(Prepared):
     """
-    The first documents of each split as rows of the table `documents`: split, text, tokens (of both the beginning,
-    `longest` tokens), length in tokens, share of <unk>, share of bytes that stand for what the vocabulary lacks.
+    A prepared folder as a training reads it: nothing about that has to be saved to resume. seq_len: tokens of context;
+    micro_batch, global_batch: sequences of a forward pass of one process, and of a step of all; rank, world: this process,
+    of how many; pinned: whether batches lie in memory that a GPU reads from while it computes.
     """
-    pieces, rows = dataset.tokenizer.pieces(), []
-    fallback = 6 if dataset.tokenizer.kind == "sentencepiece" else -1  # in a byte vocabulary bytes are all there is
-    for split in ("train", "val"):
-        tokens = np.asarray(getattr(dataset, split)[:1 << 18])
-        starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
-        for start, end in list(zip(starts, [*starts[1:], len(tokens)]))[:count]:
-            ids = tokens[start:end].tolist()
-            kinds = [pieces[i][2] for i in ids]
-            spelled = "|".join(pieces[i][0].decode("utf-8", "replace") for i in ids[:longest])
-            rows.append([split, dataset.tokenizer.decode(ids[:longest]), spelled, len(ids),
-                         round(kinds.count(2) / len(ids), 4), round(kinds.count(fallback) / len(ids), 4)])
-    return rows
+
+    def __init__(self, prepared, seq_len, micro_batch, global_batch, seed, rank=0, world=1, pinned=False):
+        super().__init__(**vars(prepared))
+        self.seq_len, self.micro_batch, self.global_batch, self.seed = seq_len, micro_batch, global_batch, seed
+        self.rank, self.world, self.pinned, self.prefetch = rank, world, pinned, Prefetch(self.make_batch)
+
+    def batch(self, step):
+        """This process's slice of the global batch of `step`, (x, y); the next one is made in the meantime."""
+        return self.prefetch.get(step)
+
+    def make_batch(self, step):
+        both = batch_slice(self.train, self.seed, step, self.global_batch, self.seq_len, self.rank, self.world, self.opening)
+        return [t.pin_memory() for t in both] if self.pinned else both
+
+    def eval_batches(self, split, limit):
+        """
+        Yields (x, y, counts) of an evaluation: inputs and targets as from read_windows, and whether they count; a process
+        that has nothing left repeats what does not. Of either split as many tokens are predicted as the validation split
+        has, `limit` at most (0: no limit), and never a BOS. A forward pass has about EVAL_TOKENS, or a micro-batch.
+        """
+        rows = max(self.micro_batch, EVAL_TOKENS // self.seq_len)
+        count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
+        tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len, min(count, limit or count))
+        for at in range(0, len(starts), self.world * rows):
+            mine = slice(at + self.rank * rows, at + (self.rank + 1) * rows)
+            counts = len(starts[mine]) > 0
+            some = mine if counts else slice(at, at + 1)  # sharded processes compute together, needed or not
+            yield *read_windows(tokens, starts[some], int(lengths[at]), lengths[some], self.opening), counts
+
+    def probe_batches(self, sequences=4):
+        """{"train", "val"}: (x, y) of some windows, always the same ones."""
+        return {split: batch_slice(getattr(self, split), 0, 0, sequences, self.seq_len, first=self.opening)
+                for split in ("train", "val")}
+
+    @property
+    def opening(self):
+        """
+        The token that every window begins with, in training and evaluation: BOS where documents fill LONG windows or more
+        on average, since a model would hardly see there how texts begin, and every prompt does; else None.
+        """
+        long = self.meta["train_tokens"] >= LONG * self.seq_len * self.meta["train_documents"]
+        return self.tokenizer.bos_id if long else None
+
+    @property
+    def separator(self):
+        """The token that begins each document, None where there is only one document."""
+        return self.tokenizer.bos_id if self.meta["train_documents"] > 1 else None
+
+    def bits_per_byte(self, loss):
+        """A validation loss in nats per token as bits per byte of text."""
+        predicted = self.meta["val_tokens"] - self.meta["val_documents"]  # all but BOS
+        return loss / math.log(2) * predicted / self.meta["val_bytes"]
 
 
-def print_look(dataset):
-    for split, text, tokens, length, unknown, bytes_ in look(dataset):
-        print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {bytes_:.2%} byte fallback\n  {text!r}\n  {tokens}")
+class Prefetch:
+    """make(step) for one step after the other; a thread makes the next while the last is used. make: a pure function."""
 
+    def __init__(self, make):
+        self.make, self.thread = make, concurrent.futures.ThreadPoolExecutor(1)
+        self.step, self.coming = -1, None
 
-def opening(dataset, seq_len):
-    """
-    The token that every window of a corpus begins with, in training and evaluation: BOS where documents fill LONG
-    windows or more on average, since a model would hardly see there how texts begin, and every prompt does; else None.
-    """
-    meta = dataset.meta
-    return dataset.tokenizer.bos_id if meta["train_tokens"] >= LONG * seq_len * meta["train_documents"] else None
+    def get(self, step):
+        made = self.coming.result() if step == self.step else self.make(step)
+        self.step, self.coming = step + 1, self.thread.submit(self.make, step + 1)
+        return made
 
 
 @functools.lru_cache(maxsize=8)
@@ -95,36 +137,23 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
     return (rng.integers(seq_len) + seq_len * rng.permutation(n_tokens // seq_len)) % n_tokens
 
 
-def batch(tokens, seed, step, batch_size, seq_len, rank=0, world=1, first=None):
+def batch_slice(tokens, seed, step, global_batch, seq_len, rank=0, world=1, first=None):
     """
-    Inputs and targets of one step, each (batch_size / world, seq_len) int64: a pure function of the arguments. Where
-    world is no divisor, it is rounded up, and the last ranks have rows of targets -1, which the loss leaves out.
-    tokens: (n_tokens,); batch_size: sequences of all ranks together; first: as for gather. Sample step * batch_size + i
-    of the run is one of epoch_windows, so every window comes once in an epoch; a rank takes its slice of the step's batch.
+    A rank's slice of the global batch of a step: inputs and targets, each (global_batch / world, seq_len) int64, a pure
+    function of the arguments. Where world is no divisor, it is rounded up, and the last ranks have rows of targets -1,
+    which the loss leaves out. tokens: (n_tokens,); global_batch: sequences of all ranks together; first: as for
+    read_windows. Sequence step * global_batch + i of the run is one of epoch_windows: every window comes once in an epoch.
     """
     windows = len(tokens) // seq_len
     if windows < 1:
         fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens; "
              f"use more text, a larger --val_fraction or a smaller --max_seq_len")
-    share = -(-batch_size // world)
+    share = -(-global_batch // world)
     rows = rank * share + np.arange(share)
-    epochs, places = np.divmod(step * batch_size + np.minimum(rows, batch_size - 1), windows)
+    epochs, places = np.divmod(step * global_batch + np.minimum(rows, global_batch - 1), windows)
     starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
                              for epoch in np.unique(epochs)])
-    return gather(tokens, starts, seq_len, np.where(rows < batch_size, seq_len, 0), first)
-
-
-class Ahead:
-    """make(step) for one step after the other; a thread makes the next while the last is used. make: a pure function."""
-
-    def __init__(self, make):
-        self.make, self.thread = make, concurrent.futures.ThreadPoolExecutor(1)
-        self.step, self.coming = -1, None
-
-    def take(self, step):
-        made = self.coming.result() if step == self.step else self.make(step)
-        self.step, self.coming = step + 1, self.thread.submit(self.make, step + 1)
-        return made
+    return read_windows(tokens, starts, seq_len, np.where(rows < global_batch, seq_len, 0), first)
 
 
 def passages(tokens, bos_id, seq_len):
@@ -167,26 +196,11 @@ def eval_windows(tokens, bos_id, seq_len, count):
     return tokens, starts[drawn][order], lengths[order]
 
 
-def eval_batches(dataset, split, seq_len, limit, rows, rank=0, world=1):
-    """
-    Yields (x, y, counts) of an evaluation: inputs and targets as from gather, and whether they count; a process that has
-    nothing left repeats what does not. Of either split as many tokens are predicted as the validation split has, `limit`
-    at most (0: no limit), and never a BOS. rows: sequences in a batch.
-    """
-    count, bos_id = dataset.meta["val_tokens"] - dataset.meta["val_documents"], dataset.tokenizer.bos_id
-    tokens, starts, lengths = eval_windows(getattr(dataset, split), bos_id, seq_len, min(count, limit or count))
-    for at in range(0, len(starts), world * rows):
-        mine = slice(at + rank * rows, at + (rank + 1) * rows)
-        counts = len(starts[mine]) > 0
-        some = mine if counts else slice(at, at + 1)  # sharded processes compute together, needed or not
-        yield *gather(tokens, starts[some], int(lengths[at]), lengths[some], opening(dataset, seq_len)), counts
-
-
-def gather(tokens, starts, seq_len, lengths=None, first=None):
+def read_windows(tokens, starts, seq_len, lengths=None, first=None):
     """
     Inputs and targets, each (n, seq_len) int64, of the windows that begin at `starts` (n,). Behind `lengths` (n,), where
     given, targets are -1, which the loss leaves out. first: the token that stands in place of the first input (see
-    opening), but for a window that predicts it there; None: the text's own.
+    Dataset.opening), but for a window that predicts it there; None: the text's own.
     """
     import torch  # here: preparing, and the processes that do it, start without it
     places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
@@ -200,9 +214,34 @@ def gather(tokens, starts, seq_len, lengths=None, first=None):
     return x, y
 
 
+def document_rows(dataset, count=3, longest=40):
+    """
+    The first documents of each split as rows of the table `documents`: split, text, tokens (of both the beginning,
+    `longest` tokens), length in tokens, share of <unk>, share of bytes that stand for what the vocabulary lacks.
+    """
+    pieces, rows = dataset.tokenizer.pieces(), []
+    fallback = 6 if dataset.tokenizer.kind == "sentencepiece" else -1  # in a byte vocabulary bytes are all there is
+    for split in ("train", "val"):
+        tokens = np.asarray(getattr(dataset, split)[:1 << 18])
+        starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
+        for start, end in list(zip(starts, [*starts[1:], len(tokens)]))[:count]:
+            ids = tokens[start:end].tolist()
+            kinds = [pieces[i][2] for i in ids]
+            spelled = "|".join(pieces[i][0].decode("utf-8", "replace") for i in ids[:longest])
+            rows.append([split, dataset.tokenizer.decode(ids[:longest]), spelled, len(ids),
+                         round(kinds.count(2) / len(ids), 4), round(kinds.count(fallback) / len(ids), 4)])
+    return rows
+
+
+def show_documents(dataset):
+    """Print what the table `documents` has."""
+    for split, text, tokens, length, unknown, bytes_ in document_rows(dataset):
+        print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {bytes_:.2%} byte fallback\n  {text!r}\n  {tokens}")
+
+
 if __name__ == "__main__":
     configure(globals(), positional="source")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad)
     print(prepared)
     if show:
-        print_look(load(prepared))
+        show_documents(load(prepared))

@@ -23,13 +23,13 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-import data as corpus  # `data` is a knob
+from data import EVAL_TOKENS, Dataset, document_rows, prepare
 from engine import checkpoint, parallel, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
-from engine.prepare import source_files
+from engine.prepare import load, source_files
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import ModelArgs, Transformer
@@ -112,29 +112,19 @@ max_skips = 10              # steps skipped in a row before the weights go back 
 deterministic = False       # on a GPU: the same bits every time, by slower kernels
 seed = 1337                 # of initialisation, data order and dropout
 
-EVAL_TOKENS = 1024  # the unit of eval_iters; an evaluation's forward pass has about as many, or a training batch's
-
 
 def knobs():
     """The settings above as they stand, for engine/, which gives back what it changes."""
     return SimpleNamespace(**settings(globals()))
 
 
-def batch_at(step, dataset, device):
-    """This process's slice of the global batch of `step`, (x, y), on its way to a GPU already pinned."""
-    sequences = batch_size * gradient_accumulation_steps
-    both = corpus.batch(dataset.train, seed, step, sequences, max_seq_len, parallel.rank, parallel.world,
-                        corpus.opening(dataset, max_seq_len))
-    return [t.pin_memory() for t in both] if device.type == "cuda" else both
-
-
-def train_step(step, model, opt, batches, device, amp, guard, update_norms):
+def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     """
     One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns (mean loss, gradient
     norm) of the global batch, scalar tensors on the device, and whether the step was taken.
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
-    x, y = batches.take(step)
+    x, y = dataset.batch(step)
     pieces = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
     total = torch.zeros((), device=device)
@@ -162,11 +152,9 @@ def evaluate(model, dataset, device, amp):
     """
     model.eval()
     wide, losses = torch.float32 if device.type == "mps" else torch.float64, {}  # which Apple's GPUs lack
-    rows = max(batch_size, EVAL_TOKENS // max_seq_len)
     for split in ("train", "val"):
         total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
-        for x, y, counts in corpus.eval_batches(dataset, split, max_seq_len, eval_iters * EVAL_TOKENS, rows,
-                                                parallel.rank, parallel.world):
+        for x, y, counts in dataset.eval_batches(split, eval_iters * EVAL_TOKENS):
             x, y = parallel.to_device(device, x, y)
             with amp:
                 loss = model(x, y)[1]
@@ -179,13 +167,13 @@ def evaluate(model, dataset, device, amp):
 
 
 def load_data(device):
-    """The Dataset of the settings, which the master prepares for all processes. All end where one does not see it."""
-    folder = parallel.on_master(corpus.prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
+    """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
+    folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
     unseen = not folder.exists()
     if parallel.any_true([unseen], device)[0]:
         sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
                                             f"{parallel.rank} does not see it; give a --cache that all machines share")
-    return corpus.load(folder)
+    return load(folder)
 
 
 def model_args(dataset):
@@ -205,14 +193,10 @@ def settle_out_dir():
 
 def assess(model, dataset, device, amp):
     """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, samples, and what the instruments read."""
-    losses, meta = evaluate(model, dataset, device, amp), dataset.meta
-    predicted = meta["val_tokens"] - meta["val_documents"]  # all but BOS
-    bits = losses["val"] / math.log(2) * predicted / meta["val_bytes"]
-    opening = corpus.opening(dataset, max_seq_len)
-    probed = {split: parallel.to_device(device, *corpus.batch(getattr(dataset, split), 0, 0, 4, max_seq_len, first=opening))
-              for split in ("train", "val")}
+    losses = evaluate(model, dataset, device, amp)
+    probed = {split: parallel.to_device(device, *both) for split, both in dataset.probe_batches().items()}
     samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
-    return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": bits,
+    return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": dataset.bits_per_byte(losses["val"]),
             "samples": samples} | probe(model, probed, dataset.tokenizer, amp)
 
 
@@ -322,15 +306,17 @@ def main(given):
         given = given | adopted.keys()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    dataset = load_data(place)
+    prepared = load_data(place)
     if depth:
-        globals().update(sizes.derive_from_depth(knobs(), given, dataset.meta["vocab_size"]))
-    args = model_args(dataset)
+        globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
+    args = model_args(prepared)
+    dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
+                      parallel.world, pinned=place.type == "cuda")
     if not eval_only:
         sizes.refuse_too_large(knobs(), args, place, amp_dtype)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
-    model.bos_id = dataset.tokenizer.bos_id if within_documents and dataset.meta["train_documents"] > 1 else None
+    model.bos_id = dataset.separator if within_documents else None
     model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
         parallel.shard(model)
@@ -370,7 +356,6 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     model = parallel.wrap(raw_model)
     model = torch.compile(model) if compile else model
     resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
-    batches = corpus.Ahead(lambda step: batch_at(step, dataset, device))
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
                dynamic_ncols=True)
     while True:
@@ -378,7 +363,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         end = step == max_iters
         row = {"iter": step, "tokens": step * config["tokens_per_iter"]}
         if step == 0:
-            row["documents"] = corpus.look(dataset)
+            row["documents"] = document_rows(dataset)
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
                     "lr": rate} | watch.read(config) | update_norms.take()
@@ -408,7 +393,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         rate = learning_rate_at(s, step, seconds / clock["end"])
         for group in opt.param_groups:
             group["lr"] = rate
-        loss, norm, taken = train_step(step, model, opt, batches, device, amp, guard, update_norms)
+        loss, norm, taken = train_step(step, model, opt, dataset, device, amp, guard, update_norms)
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
         if compile and step == resumed:

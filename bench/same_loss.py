@@ -67,7 +67,7 @@ def train(dataset, seed, model, opt, loss_of, half=False):
     """([loss of each step], loss on 100 sequences of the validation split)"""
     losses, amp = [], torch.autocast("cpu", torch.bfloat16, enabled=half)
     for step in range(steps):
-        x, y = corpus.batch(dataset.train, seed, step, batch_size, max_seq_len)
+        x, y = corpus.batch_slice(dataset.train, seed, step, batch_size, max_seq_len)
         with amp:
             loss = loss_of(x, y)
         loss.backward()
@@ -78,7 +78,7 @@ def train(dataset, seed, model, opt, loss_of, half=False):
         opt.zero_grad()
         losses.append(loss.item())
     with torch.no_grad(), amp:
-        x, y = corpus.batch(dataset.val, 0, 0, 100, max_seq_len)
+        x, y = corpus.batch_slice(dataset.val, 0, 0, 100, max_seq_len)
         return losses, loss_of(x, y).item()
 
 

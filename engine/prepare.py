@@ -254,7 +254,9 @@ def is_foreign(folder, cache):
 def source_files(source, cache):
     """What `changes` says of every file of a source, [] where they are not the user's."""
     path = Path(source)
-    return changes(text_files(path, Path(cache).resolve())[0]) if path.exists() and not (path / "meta.json").is_file() else []
+    if not path.exists() or (path / "meta.json").is_file():
+        return []
+    return changes(text_files(path, Path(cache).resolve())[0])
 
 
 def changes(files):

@@ -513,7 +513,7 @@ def test_an_epoch_covers_every_window_once(n_tokens, batch_size, seq_len):
     windows = n_tokens // seq_len
     epochs, orders = 3, []
     steps = -(-epochs * windows // batch_size)
-    rows = torch.cat([data.batch(tokens, 7, step, batch_size, seq_len)[0] for step in range(steps)])
+    rows = torch.cat([data.batch_slice(tokens, 7, step, batch_size, seq_len)[0] for step in range(steps)])
     for epoch in range(epochs):
         starts = rows[epoch * windows:(epoch + 1) * windows, 0].numpy()
         along = np.sort((starts - starts[0]) % n_tokens)  # from one of them around the text
@@ -529,20 +529,20 @@ def test_windows_move_over_the_whole_context():
     for n_tokens in 131, 128:
         starts = np.concatenate([data.epoch_windows(3, epoch, n_tokens, 64) for epoch in range(600)])
         assert set((starts % 64).tolist()) == set(range(64))
-    rows = torch.cat([data.batch(np.arange(131, dtype=np.uint16), 3, step, 2, 64)[0] for step in range(40)])
+    rows = torch.cat([data.batch_slice(np.arange(131, dtype=np.uint16), 3, step, 2, 64)[0] for step in range(40)])
     assert (rows[:, -1] < rows[:, 0]).any() and rows.unique().tolist() == list(range(131))
 
 
 def test_targets_are_the_next_tokens():
     tokens = np.arange(5000, dtype=np.uint16)
-    x, y = data.batch(tokens, 1, 3, 6, 32)
+    x, y = data.batch_slice(tokens, 1, 3, 6, 32)
     assert x.shape == y.shape == (6, 32) and x.dtype == y.dtype == torch.int64 and x.is_contiguous() and y.is_contiguous()
     assert torch.equal(y, (x + 1) % 5000) and torch.equal(x[:, 1:], y[:, :-1])
 
 
 def test_a_single_window_keeps_inputs_and_targets_apart():
     tokens = np.arange(100, 200, dtype=np.uint16)
-    x, y = data.gather(tokens, np.array([3]), 4, np.array([2]), first=1)
+    x, y = data.read_windows(tokens, np.array([3]), 4, np.array([2]), first=1)
     assert x.tolist() == [[1, 104, 105, 106]] and y.tolist() == [[104, 105, -1, -1]]
 
 
@@ -552,10 +552,11 @@ def test_windows_of_long_documents_begin_with_bos(tmp_path):
     (tmp_path / "short.txt").write_text("\n<|endoftext|>\n".join(prose(40, i) for i in range(100)))
     for name in "long", "short":
         d = data.load(data.prepare(tmp_path / f"{name}.txt", "byte", cache=tmp_path / "cache", workers=1))
-        opening = data.opening(d, 16)
+        d = data.Dataset(d, 16, 4, 4, seed=1)
+        opening = d.opening
         assert opening == (d.tokenizer.bos_id if name == "long" else None)
         for step in range(90):
-            plain, x = data.batch(d.train, 1, step, 4, 16), data.batch(d.train, 1, step, 4, 16, first=opening)
+            plain, x = data.batch_slice(d.train, 1, step, 4, 16), d.batch(step)
             assert torch.equal(plain[1], x[1]) and torch.equal(plain[0][:, 1:], x[0][:, 1:])
             if name == "short":
                 assert torch.equal(plain[0], x[0])
@@ -581,9 +582,9 @@ def test_an_evaluation_draws_from_all_of_a_large_split(monkeypatch):
 
 def test_processes_share_an_evaluation(tmp_path):
     d = some_stories(tmp_path / "cache")
-    whole = [t for x, y, _ in data.eval_batches(d, "val", 64, 3000, 4) for t in y[y >= 0].tolist()]
-    shares = [[(y[y >= 0].tolist(), counts) for x, y, counts in data.eval_batches(d, "val", 64, 3000, 4, rank, 3)]
-              for rank in range(3)]
+    whole = [t for x, y, _ in data.Dataset(d, 64, 18, 18, 1).eval_batches("val", 3000) for t in y[y >= 0].tolist()]
+    shares = [[(y[y >= 0].tolist(), counts) for x, y, counts in
+               data.Dataset(d, 64, 18, 54, 1, rank, 3).eval_batches("val", 3000)] for rank in range(3)]
     assert len(whole) == 3000 and len({len(share) for share in shares}) == 1  # they go on together
     assert sorted(whole) == sorted(t for share in shares for ids, counts in share if counts for t in ids)
 
@@ -592,8 +593,8 @@ def test_processes_share_an_evaluation(tmp_path):
 def test_ranks_share_the_batch_of_one_process(world):
     tokens = np.random.default_rng(0).integers(0, 60000, 3000).astype(np.uint16)
     for step in 0, 1, 17, 400:
-        whole = data.batch(tokens, 5, step, 12, 16)
-        shares = [data.batch(tokens, 5, step, 12, 16, rank, world) for rank in range(world)]
+        whole = data.batch_slice(tokens, 5, step, 12, 16)
+        shares = [data.batch_slice(tokens, 5, step, 12, 16, rank, world) for rank in range(world)]
         assert len({x.shape for x, _ in shares}) == 1  # they go on together; what one has too many is blank
         assert torch.equal(whole[0], torch.cat([x[y[:, 0] >= 0] for x, y in shares]))
         assert torch.equal(whole[1], torch.cat([y[y[:, 0] >= 0] for x, y in shares]))
@@ -602,16 +603,16 @@ def test_ranks_share_the_batch_of_one_process(world):
 
 def test_a_batch_depends_on_its_arguments_alone():
     tokens = np.arange(4000, dtype=np.uint16)
-    first = data.batch(tokens, 5, 9, 8, 16)[0]
+    first = data.batch_slice(tokens, 5, 9, 8, 16)[0]
     data.epoch_windows.cache_clear()
-    assert torch.equal(first, data.batch(tokens, 5, 9, 8, 16)[0])
-    assert not torch.equal(first, data.batch(tokens, 6, 9, 8, 16)[0])
-    assert not torch.equal(first, data.batch(tokens, 5, 10, 8, 16)[0])
-    assert data.batch(tokens, 5, 9, 4, 16)[0][:, 0].tolist() == [970, 1786, 650, 1066]  # on every platform
+    assert torch.equal(first, data.batch_slice(tokens, 5, 9, 8, 16)[0])
+    assert not torch.equal(first, data.batch_slice(tokens, 6, 9, 8, 16)[0])
+    assert not torch.equal(first, data.batch_slice(tokens, 5, 10, 8, 16)[0])
+    assert data.batch_slice(tokens, 5, 9, 4, 16)[0][:, 0].tolist() == [970, 1786, 650, 1066]  # on every platform
 
 
 def test_splits_that_hold_no_window(capfd):
-    assert "holds no window of 64" in refused(capfd, lambda: data.batch(np.zeros(63, np.uint16), 0, 0, 1, 64))
+    assert "holds no window of 64" in refused(capfd, lambda: data.batch_slice(np.zeros(63, np.uint16), 0, 0, 1, 64))
 
 
 # ---- download -----------------------------------------------------------------------------------------------------
@@ -763,9 +764,9 @@ def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
     assert "too little room" in line and not hub.requests
 
 
-def test_batches_ahead_are_those_asked_for():
+def test_prefetched_batches_are_those_asked_for():
     made = []
-    ahead = data.Ahead(lambda step: made.append(step) or 10 * step)
-    assert [ahead.take(step) for step in (5, 6, 7, 3, 4)] == [50, 60, 70, 30, 40]
-    ahead.thread.shutdown()
+    prefetch = data.Prefetch(lambda step: made.append(step) or 10 * step)
+    assert [prefetch.get(step) for step in (5, 6, 7, 3, 4)] == [50, 60, 70, 30, 40]
+    prefetch.thread.shutdown()
     assert sorted(made) == [3, 4, 5, 5, 6, 7, 8]

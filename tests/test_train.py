@@ -236,8 +236,8 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
                       "from pathlib import Path\n"
                       "import train\n"
                       "from configurator import configure\n"
-                      "prepare = train.corpus.prepare\n"
-                      "train.corpus.prepare = lambda *a, **k: (time.sleep(4), prepare(*a, **k))[1]\n"
+                      "prepare = train.prepare\n"
+                      "train.prepare = lambda *a, **k: (time.sleep(4), prepare(*a, **k))[1]\n"
                       "train.parallel.PATIENCE = timedelta(seconds=3)\n"
                       "os.chdir(['one', 'two'][train.parallel.rank])\n"
                       "Path('ready').touch()\n"
@@ -288,7 +288,7 @@ def test_accumulation_gives_the_same_losses_and_a_row_their_mean(folder):
 def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, monkeypatch):
     """Both splits alike: the same number of tokens of each, no BOS among them, the same loss for every batch_size."""
     source = folder / "my.txt" if name == "one_long_text" else "stories:300"
-    dataset = train.corpus.load(train.corpus.prepare(source, "byte", cache=tmp_path, workers=1))
+    prepared = train.load(train.prepare(source, "byte", cache=tmp_path, workers=1))
     for key, value in dict(max_seq_len=64, eval_iters=2, device="cpu").items():
         monkeypatch.setattr(train, key, value)
     torch.manual_seed(1)
@@ -297,7 +297,7 @@ def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, mo
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda x, y: (read.append((x, y)), forward(x, y))[1])
     for size in (1, 6, 50):
-        monkeypatch.setattr(train, "batch_size", size)
+        dataset = train.Dataset(prepared, 64, size, size, seed=1)
         read.clear()
         found.append(train.evaluate(model, dataset, torch.device("cpu"), nullcontext()))
         targets = torch.cat([y.flatten() for _, y in read])
@@ -933,15 +933,15 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch, train\n"
                       "from configurator import configure\n"
-                      "take, bad = train.corpus.Ahead.take, {int(x) for x in sys.argv.pop(1).split(',')}\n"
+                      "batch, bad = train.Dataset.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
                       "class Poisoned(train.Transformer):\n"
                       "    def forward(self, *args, **more):\n"
                       "        logits, loss = super().forward(*args, **more)\n"
                       "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
-                      "def marked(batches, step):\n"
+                      "def marked(dataset, step):\n"
                       "    Poisoned.step = step\n"
-                      "    return take(batches, step)\n"
-                      "train.Transformer, train.corpus.Ahead.take = Poisoned, marked\n"
+                      "    return batch(dataset, step)\n"
+                      "train.Transformer, train.Dataset.batch = Poisoned, marked\n"
                       "train.main(configure(vars(train)))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
     done = subprocess.run([sys.executable, script, "4,22,23,24", *args], cwd=folder, capture_output=True, text=True)
@@ -1018,9 +1018,9 @@ def test_gradients_are_made_out_of_autocast():
     model, seen = train.Transformer(train.ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)), []
     model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
-    batches = SimpleNamespace(take=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
+    dataset = SimpleNamespace(batch=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
     amp = torch.autocast("cpu", torch.bfloat16)
-    train.train_step(0, model, opt, batches, torch.device("cpu"), amp, optim.SpikeDetector(6.0), nullcontext)
+    train.train_step(0, model, opt, dataset, torch.device("cpu"), amp, optim.SpikeDetector(6.0), nullcontext)
     assert seen == [False]
 
 
