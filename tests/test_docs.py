@@ -145,8 +145,8 @@ def run_command(argv):
     argv = argv[1:] if argv[0] == "-u" else argv
     if "ONLY_READ" in os.environ or any(re.search(pattern, " ".join(argv)) for pattern in NOT_RUN):
         return read_only(argv)
-    for name in "configurator", "stories", "tests":  # those in the clone are meant
-        del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("configurator", "engine", "tests")]:
+        del sys.modules[name]  # those in the clone are meant
     if argv[0] == "-m":
         sys.argv = [*argv[1:], *SHORT.get(argv[1], [])]
         return runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
