@@ -374,7 +374,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
             if stop:
                 save(writer, state, args, raw_model, opt, dataset, config, math.inf)  # at once, whatever follows
             if due or stop:
-                row |= assess(raw_model, dataset, device, amp) if not stop else assess_in_time(raw_model, dataset, device, amp)
+                row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
             if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
                 state |= {"best": row["loss/val"], "best_step": step}
             if len(row) > 2:
