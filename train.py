@@ -120,19 +120,20 @@ def knobs():
 
 def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     """
-    One step on this process's slice of the global batch of `step`, in pieces of batch_size. Returns (mean loss, gradient
-    norm) of the global batch, scalar tensors on the device, and whether the step was taken.
+    One step on this process's slice of the global batch of `step`, in micro-batches of batch_size. Returns (mean loss,
+    gradient norm) of the global batch, scalar tensors on the device, and whether the step was taken.
     """
     torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
     x, y = dataset.batch(step)
-    pieces = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
+    micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
     total = torch.zeros((), device=device)
-    for i, piece in enumerate(pieces):
-        xb, yb = parallel.to_device(device, *piece)
-        with parallel.accumulate(model, last=i == len(pieces) - 1):
+    for i, (xb, yb) in enumerate(micro_batches):
+        share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding
+        xb, yb = parallel.to_device(device, xb, yb)
+        with parallel.accumulate(model, last=i == len(micro_batches) - 1):
             with amp:
-                loss = model(xb, yb)[1] * ((piece[1] >= 0).any(1).sum().item() / sequences)
+                loss = model(xb, yb)[1] * share
             loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
     norm = parallel.unshard(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
