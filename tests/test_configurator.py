@@ -227,8 +227,8 @@ def test_other_pipes_that_break_are_faults_still(tmp_path):
 def test_ctrl_c_is_no_traceback(tmp_path):
     program = "import configurator, time\nprint('ready', flush=True)\ntime.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as p:
-        p.stdout.readline()
+                          text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as p:
+        p.stdout.readline()  # a shell's job in the background would ignore SIGINT
         p.send_signal(signal.SIGINT)
         assert (p.communicate()[1], p.returncode) == ("interrupted\n", 130)
 
