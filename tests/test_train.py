@@ -809,7 +809,7 @@ def test_attention_across_documents_is_another_run(folder):
         assert done.returncode == 0, done.stderr
         assert rows(folder, out)[-1]["loss/val"] < 5.5
     assert losses(folder, "apart") != losses(folder, "across")
-    done = run(folder, *args, "--out_dir=across", "--max_iters=12")
+    done = run(folder, *args, "--out_dir=across", "--max_iters=12", "--within_documents=True")
     assert done.returncode == 2 and "within_documents=False" in done.stderr
 
 
