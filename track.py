@@ -12,6 +12,7 @@ whatever happens to a server, a service process or a disk, training neither stop
 A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table (see TABLES), its dicts histograms,
 {"counts": N ints, "edges": N + 1 floats}.
 """
+import atexit
 import collections
 import contextlib
 import json
@@ -455,6 +456,7 @@ class Background:
             sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
         self.thread.start()
+        atexit.register(self.last_words)
         if not self.ready.wait(START_SECONDS):
             print(f"tracking: {name} is still starting; training goes on without waiting", flush=True)
 
@@ -462,10 +464,10 @@ class Background:
         try:
             destination = make()
             self.ready.set()
-            call = ""
-            while call != "finish":
-                call, args = self.calls.get()
+            for call, args in iter(self.calls.get, None):
                 getattr(destination, call)(*args)
+                if call == "finish":
+                    break
         except Exception as e:  # a tracker's failure is never the training's
             self.give_up(reason(e))
         self.ended = True
@@ -483,6 +485,12 @@ class Background:
             self.give_up(f"it has not taken {WAITING} rows")
         if not self.ended:
             self.calls.put((name, args))
+
+    def last_words(self):
+        """What still waits when the program ends without finish(): it has died, and this says of what."""
+        if not self.ended:
+            self.calls.put(None)
+            self.thread.join(3)
 
     def log(self, row):
         self.call("log", row)

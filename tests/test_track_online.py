@@ -168,17 +168,19 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
 def test_a_program_that_dies_leaves_a_run_that_failed_with_its_last_words(online, folder):
     program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import track\n"
                "tracker = track.make_tracker('out', {}, 0, {'id': 'x', 'project': 'p', 'name': 'x'}, True)\n"
-               "tracker.log({'iter': 0, 'tokens': 0})\nprint('bar 1\\rbar 2')\n1 / 0")
+               "tracker.log({'iter': 0, 'tokens': 0})\nprint('bar 1\\rbar 2')\n"
+               "for i in range(5000): print(i)\n1 / 0")
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
     assert "ZeroDivisionError" in done.stderr and done.returncode == 1
     end = time.monotonic() + 60
     run = online.runs["x"]
-    while run["exit"] is None or not run["history"]:  # which of the two comes first is the client's affair
+    while run["exit"] is None or not run["history"] or "Zero" not in run["output"][-1]:  # in whichever order
         assert time.monotonic() < end
         time.sleep(0.1)
     output = run["output"]
     assert run["exit"] == 1 and len(run["history"]) == 1
-    assert sum(line.endswith(" bar 2") for line in output) == 1 and "ZeroDivisionError" in output[-1]
+    assert sum(line.endswith(" bar 2") for line in output) == 1
+    assert [line.split()[1] for line in output if line[-1].isdigit() and " bar" not in line] == [str(i) for i in range(5000)]
 
 
 def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(online, folder, monkeypatch):
