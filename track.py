@@ -652,13 +652,14 @@ def sync(out_dir):
     if not answers(wandb_server()):
         fail(f"{wandb_server()} does not answer; try again later")
     folders = [f for f in noted.get("folders", []) if Path(f).exists()]
+    last = recorded(folders)  # before the upload: the client of a trainer that was just killed may still be writing
     if folders:
         tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
                 "--project", noted["project"], *folders]
         if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
             fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
     rows = read_rows(Path(out_dir, "log.jsonl"))
-    if rows and rows[-1]["iter"] > recorded(folders):
+    if rows and rows[-1]["iter"] > last:
         run = {k: v for k, v in noted.items() if k != "folders"}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
         rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
