@@ -9,8 +9,9 @@ HIPCC   ?= hipcc
 # Compute capabilities without the dot: all that this nvcc knows, from Volta (70) on. ARCH=90 compiles for Hopper alone.
 ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70' | sort -n)
 PYTHON  ?= python3
-SOURCES := run.c kernels_cpu.c
-HEADERS := run.h $(wildcard kernels_*.h)
+LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
+SOURCES := run.c $(LIBRARY)
+HEADERS := $(wildcard runtime/*.h runtime/*/*.h)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
@@ -42,18 +43,16 @@ bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (
 run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
 
-runcuda: $(SOURCES) kernels_cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
-	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runcuda-run.o run.c
-	$(CC) $(WARN) $(CFLAGS) -c -o runcuda-cpu.o kernels_cpu.c
+runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
+	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)
 	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
-	    -o $@ kernels_cuda.cu runcuda-run.o runcuda-cpu.o -lm -lpthread
+	    -o $@ runtime/cuda/cuda.cu $(patsubst %.c,cache/cuda/%.o,$(notdir $(SOURCES))) -lm -lpthread
 
-runhip: $(SOURCES) kernels_cuda.cu $(HEADERS) ## the same for AMD GPUs (needs hipcc; never run on one yet)
-	$(CC) $(WARN) $(CFLAGS) -DCUDA -c -o runhip-run.o run.c
-	$(CC) $(WARN) $(CFLAGS) -c -o runhip-cpu.o kernels_cpu.c
-	$(HIPCC) -std=c++17 -O3 -x hip -c -o runhip-gpu.o kernels_cuda.cu
-	$(HIPCC) -o $@ runhip-gpu.o runhip-run.o runhip-cpu.o -lm -lpthread
+runhip: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for AMD GPUs (needs hipcc; never run on one yet)
+	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)
+	$(HIPCC) -std=c++17 -O3 -x hip -c -o cache/cuda/cuda.o runtime/cuda/cuda.cu
+	$(HIPCC) -o $@ $(patsubst %.c,cache/cuda/%.o,cuda.c $(notdir $(SOURCES))) -lm -lpthread
 
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
@@ -61,7 +60,7 @@ debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitiz
 fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, RUNS inputs for each target
 	mkdir -p cache/fuzz
 	clang -std=gnu11 -g -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c kernels_cpu.c -lm -pthread
+	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c $(LIBRARY) -lm -pthread
 	$(VENV) tests/fuzz/seeds.py cache/fuzz/seeds
 	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && TARGET=$$target cache/fuzz/fuzz -runs=$(RUNS) \
 	    -max_len=16384 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \

@@ -16,7 +16,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#include "run.h"
+#include "runtime/backend.h"
 
 _Static_assert(sizeof(size_t) == 8, "sizes of models are counted in 64 bits; 32-bit systems cannot run them");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "model files are little-endian and are used in place");

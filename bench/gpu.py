@@ -81,16 +81,17 @@ VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
 def build():
     """./runcuda, its variants and the op tests."""
     arch = "".join(map(str, torch.cuda.get_device_capability()))
-    nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "kernels_cuda.cu", "-lm", "-lpthread"]
+    nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "runtime/cuda/cuda.cu", "-lm", "-lpthread"]
     began = time.monotonic()
-    Path("cache/bench").mkdir(parents=True, exist_ok=True)
+    Path("cache/bench/objects").mkdir(parents=True, exist_ok=True)
     call("make", "run")
-    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-DCUDA", "-c", "run.c", "-o", "cache/bench/run.o")
-    call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-c", "kernels_cpu.c", "-o", "cache/bench/kernels_cpu.o")
-    objects = ["cache/bench/run.o", "cache/bench/kernels_cpu.o"]
+    sources = [Path("run.c"), *Path("runtime").glob("**/*.c")]
+    for source in sources:
+        call("cc", "-std=c11", "-D_GNU_SOURCE", "-O3", "-DCUDA", "-c", source, "-o", f"cache/bench/objects/{source.stem}.o")
+    objects = [f"cache/bench/objects/{source.stem}.o" for source in sources]
     commands = [[*nvcc, "-O3", *flags.split(), *objects, "-o", f"cache/bench/runcuda-{name}"] for name, flags in VARIANTS.items()]
     commands += [["make", "-B", "runcuda", f"ARCH={arch}"],
-                 [*nvcc, "-O2", "-lineinfo", "tests/cuda_ops.cpp", objects[1], "-o", "cache/bench/cuda_ops"]]
+                 [*nvcc, "-O2", "-lineinfo", "tests/cuda_ops.cpp", *objects[1:], "-o", "cache/bench/cuda_ops"]]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda command: call(*command), commands))
     return {"seconds": round(time.monotonic() - began, 1)}

@@ -8,6 +8,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+LIBRARY = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("runtime/**/*.c"))
+PROGRAM = ["run.c", *LIBRARY]
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 
 
@@ -22,29 +24,30 @@ def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")
 
 @pytest.fixture(scope="session")
 def run_bin(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("bin") / "run", "-O3", "run.c", "kernels_cpu.c")
+    return compile_c(tmp_path_factory.mktemp("bin") / "run", "-O3", *PROGRAM)
 
 
 @pytest.fixture(scope="session")
 def run_debug_bin(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("debug") / "debug", *SANITIZE, "run.c", "kernels_cpu.c")
+    return compile_c(tmp_path_factory.mktemp("debug") / "debug", *SANITIZE, *PROGRAM)
 
 
 @pytest.fixture(scope="session")
 def faults_bin(tmp_path_factory):
     """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
     folder = tmp_path_factory.mktemp("faults")
-    for source in ("run.c", "kernels_cpu.c"):
-        compile_c(folder / f"{source}.o", *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
-    objects = [Path(COVERAGE or folder, f"{source}.o") for source in ("run.c", "kernels_cpu.c")]
-    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *objects, standard="gnu11")
+    names = [f"{Path(source).stem}.o" for source in PROGRAM]
+    for source, name in zip(PROGRAM, names):
+        compile_c(folder / name, *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
+    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *(Path(COVERAGE or folder, name) for name in names),
+                     standard="gnu11")
 
 
 @pytest.fixture(scope="session")
 def mutate_bin(tmp_path_factory):
     """The fuzz targets driven by fuzz/mutate.c."""
     return compile_c(tmp_path_factory.mktemp("mutate") / "mutate", *SANITIZE, FUZZ / "fuzz.c", FUZZ / "mutate.c",
-                     "kernels_cpu.c", standard="gnu11")
+                     *LIBRARY, standard="gnu11")
 
 
 @pytest.fixture(scope="session")
@@ -52,5 +55,7 @@ def libfuzzer_bin(tmp_path_factory):
     """The same driven by clang's libFuzzer. With all three sanitizers clang 14 takes minutes to optimise the kernels."""
     folder = tmp_path_factory.mktemp("libfuzzer")
     flags = ["-g", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all", "-Qunused-arguments"]
-    compile_c(folder / "kernels.o", "-O0", *flags, "-c", "kernels_cpu.c", standard="gnu11", compiler="clang")
-    return compile_c(folder / "fuzz", "-O1", *flags, FUZZ / "fuzz.c", folder / "kernels.o", standard="gnu11", compiler="clang")
+    objects = [folder / f"{Path(source).stem}.o" for source in LIBRARY]
+    for source, name in zip(LIBRARY, objects):
+        compile_c(name, "-O0", *flags, "-c", source, standard="gnu11", compiler="clang")
+    return compile_c(folder / "fuzz", "-O1", *flags, FUZZ / "fuzz.c", *objects, standard="gnu11", compiler="clang")

@@ -1,4 +1,4 @@
-// Compares every op of kernels_cuda.cu with the CPU's on random models, whose sizes leave remainders everywhere.
+// Compares every op of runtime/cuda/cuda.cu with the CPU's on random models, whose sizes leave remainders everywhere.
 // The CPU gets the very numbers that the GPU's weights stand for, in float32. Prints one line for each model and type:
 // the largest difference of each op, relative to the largest number expected. Exit code 1 if one is too large.
 // Usage: cuda_ops SEED MODELS, or cuda_ops SHAPES: whole tokens of the first so many of a list of shapes
@@ -10,7 +10,7 @@
 #include <map>
 #include <string>
 #include <vector>
-#include "../run.h"
+#include "../runtime/backend.h"
 
 static uint32_t state;
 

@@ -1,6 +1,6 @@
 // Compares the kernels of each instruction set that this machine has with the scalar ones, op by op, on random sizes that
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
-#include "../kernels_cpu.c"
+#include "../runtime/cpu/cpu.c"
 
 enum { MOST = 700 };
 

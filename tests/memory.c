@@ -1,4 +1,4 @@
-// Prints how many bytes kernels_memory.h finds free, with the system's files below a folder.
+// Prints how many bytes runtime/cpu/memory.h finds free, with the system's files below a folder.
 //   memory FOLDER
 #define _DEFAULT_SOURCE
 #include <stdbool.h>
@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
-#include "../kernels_memory.h"
+#include "../runtime/cpu/memory.h"
 
 int main(int argc, char **argv) {
     printf("%llu\n", (unsigned long long)free_memory(argc > 1 ? argv[1] : ""));

@@ -38,7 +38,7 @@ TESTS = {
     "instruments.py": "test_track test_train", "redact.py": "test_track", "follow.py": "test_track",
     "track.py": "test_track test_track_online test_train", "compare.py": "test_compare", "sweep.py": "test_sweep",
     "evaluate.py": "test_evaluate", "sample.py": "test_export test_evaluate", "train.py": "test_train test_checkpoint",
-    ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "_token.h": "test_cuda",
+    ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "token.h": "test_cuda",
     ".h": "test_kernels test_run test_parity",
 }
 
@@ -114,7 +114,7 @@ def guards(source):
     return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
 
 
-KINDS = {"py": (("*.py", "engine/*.py"), python_changes), "c": (("*.c", "kernels_[!c]*.h"), c_changes), "cuda": (("*.cu", "kernels_cuda*.h"), guards)}
+KINDS = {"py": (("*.py", "engine/*.py"), python_changes), "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes), "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
 
 
 def tests_of(path):

@@ -2,7 +2,7 @@
 // models with remainders everywhere and mixed types, with each instruction set and number of threads beside the scalar one on
 // one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding.
 //   programs SEED ROUNDS; exit code 1 if one differs.
-#include "../kernels_cpu.c"
+#include "../runtime/cpu/cpu.c"
 
 enum { POSITIONS = 40, OPS = 12 };
 

@@ -1,7 +1,7 @@
-// Gives the team of kernels_team.h many lists of steps, one right after the other, and counts how often each item is done; and
+// Gives the team of runtime/cpu/team.h many lists of steps, one right after the other, and counts how often each item is done; and
 // whether all items of a step are, before one of the next begins.
 //   team THREADS ROUNDS
-#include "../kernels_cpu.c"
+#include "../runtime/cpu/cpu.c"
 
 enum { STEPS = 5, ITEMS = 4096 };
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from .conftest import ROOT, SANITIZE
+from .conftest import LIBRARY, ROOT, SANITIZE
 from .test_run import TEXT, Model
 
 CXX = os.environ.get("CXX", "c++")
@@ -34,7 +34,7 @@ def build(folder, *sources, gpu=False, emulated=SANITIZE, watched=()):
     sources that are `watched`, ThreadSanitizer sees all accesses.
     """
     objects = []
-    for source in (*sources, "kernels_cpu.c", "kernels_cuda.cu", *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
+    for source in (*sources, *LIBRARY, "runtime/cuda/cuda.cu", *["tests/cuda_on_cpu/fibers.cpp"] * (not gpu)):
         name = folder / f"{source.replace('/', '-')}.o"
         objects.append(name)
         if name.exists():
@@ -104,7 +104,7 @@ def races_bin(tmp_path_factory):
     folder = tmp_path_factory.mktemp("races")
 
     def make(source):
-        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "kernels_cuda.cu"))
+        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "runtime/cuda/cuda.cu"))
         if b"unexpected memory mapping" in subprocess.run([binary, "0", "0"], capture_output=True).stderr:
             pytest.skip("this compiler's ThreadSanitizer does not run on this kernel")
         return binary

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import export
-from tests.conftest import FUZZ, compile_c
+from tests.conftest import FUZZ, LIBRARY, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
 from tests.test_encode import write_gguf
 from tests.test_run import LAYER, MAGIC, TEXT, Model, reciter, run
@@ -526,7 +526,7 @@ def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin):
     """10,000 flips of one bit each, anywhere in the tensors, by the function behind --verify; a few by the program."""
     path, rng = tmp_path / "m.gguf", random.Random(0)
     start = sealed(path, dim=8, hidden=8, heads=2, kv=1)
-    flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", "kernels_cpu.c", standard="gnu11")
+    flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", *LIBRARY, standard="gnu11")
     assert subprocess.run([flips, path, "10000"], capture_output=True, check=True).stdout == b"10000 of 10000 flips found\n"
     data = path.read_bytes()
     for _ in range(20):
@@ -546,7 +546,7 @@ def faults(faults_bin, *args, stdin=None):
 
 
 def memory_files():
-    """How many kernels_memory.h reads at most: two, and five of each control group around this process."""
+    """How many runtime/cpu/memory.h reads at most: two, and five of each control group around this process."""
     paths = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
     return 2 + 5 * sum(1 + path.count("/") for path in paths)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, SANITIZE, compile_c
+from .conftest import PROGRAM, ROOT, SANITIZE, compile_c
 from .test_run import FORMS, ISAS, TEXT, Model, assert_close, ids_of, logits, run
 
 ARM = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
@@ -50,8 +50,9 @@ def test_arm_kernels_compute_what_plain_c_does(tmp_path):
 def arm_runs(tmp_path_factory):
     """run as `make run` makes it for ARM, and a program for each processor that emulates it."""
     folder = tmp_path_factory.mktemp("arm")
-    for file in ["Makefile", "run.c", "run.h", "kernels_cpu.c", *(h.name for h in ROOT.glob("kernels_*.h"))]:
+    for file in "Makefile", "run.c":
         shutil.copy(ROOT / file, folder)
+    shutil.copytree(ROOT / "runtime", folder / "runtime")
     subprocess.run(["make", "-s", "-C", folder, "run", f"CC={ARM[0]}"], check=True)
     for cpu in ARM_CPUS:
         (folder / cpu).write_text(f'#!/bin/sh\nexec {" ".join(QEMU)} {cpu} {folder}/run "$@"\n')
@@ -92,7 +93,7 @@ HEADERS = ("errno.h fcntl.h limits.h math.h pthread.h sched.h signal.h stdatomic
 def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
     """A stand-in for macOS and the BSDs: what only Linux has is an error to mention."""
     write_names_away(tmp_path / "other.h", HEADERS, LINUX_MACROS, LINUX_NAMES)
-    compile_c(tmp_path / "run", "-O1", "-U__linux__", "-U__linux", "-include", tmp_path / "other.h", "run.c", "kernels_cpu.c",
+    compile_c(tmp_path / "run", "-O1", "-U__linux__", "-U__linux", "-include", tmp_path / "other.h", *PROGRAM,
               compiler=compiler)
     if compiler == "cc":
         Model().write_gguf(tmp_path / "m.gguf")
@@ -103,7 +104,7 @@ def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
 def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
     """A stand-in for GCC 9, which has neither the intrinsics nor the processor's feature by name."""
     write_names_away(tmp_path / "gcc9.h", "immintrin.h", "", "_mm512_dpbf16_ps _mm512_cvtneps_pbh __m512bh")
-    compile_c(tmp_path / "run", "-O1", "-U__GNUC__", "-D__GNUC__=9", "-include", tmp_path / "gcc9.h", "run.c", "kernels_cpu.c",
+    compile_c(tmp_path / "run", "-O1", "-U__GNUC__", "-D__GNUC__=9", "-include", tmp_path / "gcc9.h", *PROGRAM,
               compiler="gcc")
     Model().write_gguf(tmp_path / "m.gguf")
     assert "LLAMAC_ISA" in run(tmp_path / "run", tmp_path / "m.gguf", status=1, isa="avx512bf16")
@@ -112,7 +113,7 @@ def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
 @pytest.mark.parametrize("flags", ["-Ofast", "-O3 -ffast-math", "-O3 -ffinite-math-only"])
 def test_arithmetic_that_hides_nan_is_refused(tmp_path, flags):
     for compiler in {"cc", *filter(shutil.which, ["gcc", "clang"])}:
-        for source in ("run.c", "kernels_cpu.c"):
+        for source in PROGRAM:
             done = subprocess.run([compiler, "-std=c11", *flags.split(), "-c", source, "-o", tmp_path / "x.o"], cwd=ROOT,
                                   capture_output=True, text=True)
             assert done.returncode and "compile with -O3 instead" in done.stderr and done.stderr.count("error:") == 1

@@ -1,4 +1,4 @@
-// As much of CUDA as kernels_cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
+// As much of CUDA as runtime/cuda/cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
 // Threads are fibers that take turns (fibers.cpp), so a race can't crash, but the order of the turns can be changed
 // (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but all of
 // them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.

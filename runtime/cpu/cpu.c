@@ -1,6 +1,6 @@
-// The Backend of the CPU. Work is handed to threads (kernels_team.h) by rows, and every number is computed by one thread in one
-// order, so results do not depend on how many threads there are. The arithmetic is in kernels_scalar.h, and in vectors in
-// kernels_simd.h, which is compiled for each instruction set; the best one that the machine has is taken at the start.
+// The Backend of the CPU. Work is handed to threads (team.h) by rows, and every number is computed by one thread in one
+// order, so results do not depend on how many threads there are. The arithmetic is in kernels.h, and in vectors in
+// simd.h, which is compiled for each instruction set; the best one that the machine has is taken at the start.
 #define _DEFAULT_SOURCE // POSIX beside C11
 #include <math.h>
 #include <pthread.h>
@@ -15,15 +15,15 @@
 #ifdef __linux__
 #include <sys/auxv.h>
 #endif
-#include "run.h"
-#include "kernels_scalar.h"
+#include "../backend.h"
+#include "kernels.h"
 
 #if defined(__x86_64__)
-#include "kernels_avx2.h"
-#include "kernels_avx512.h"
+#include "avx2.h"
+#include "avx512.h"
 #define PAUSE() __builtin_ia32_pause()
 #elif defined(__aarch64__)
-#include "kernels_neon.h"
+#include "neon.h"
 #if defined(__ARM_FEATURE_DOTPROD) // the compiler takes it for granted, as on Apple's
 #define DOT_PRODUCT
 #elif defined(__linux__) && !defined(__clang__)
@@ -32,14 +32,14 @@
 #define DOT_PRODUCT __attribute__((target("dotprod")))
 #endif
 #ifdef DOT_PRODUCT
-#include "kernels_neon.h"
+#include "neon.h"
 #endif
 #endif
 #ifndef PAUSE
 #define PAUSE() (void)0
 #endif
-#include "kernels_team.h"
-#include "kernels_memory.h"
+#include "team.h"
+#include "memory.h"
 
 // What this machine can run, the best first.
 static int find_kernels(const Kernels *found[5]) {
@@ -102,7 +102,7 @@ struct Cpu {
     double *frequencies;            // (head_dim / 2,)
     float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
     int rotations;                  // positions of it computed so far
-    float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels_scalar.h
+    float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels.h
     Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that gated_rows makes, while it reads the others
     uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
     float *q, *k, *v;               // (chunk, dim), (chunk, kv_dim) twice: of attention
@@ -236,7 +236,7 @@ static void pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
 }
 
 // ----------------------------------------------------------------------------
-// The operations; run.h says what each computes
+// The operations; backend.h says what each computes
 
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cpu *cpu = (Cpu *)b;

@@ -1,4 +1,4 @@
-// The arithmetic of kernels_scalar.h in vectors, written once and included for each instruction set with these defined:
+// The arithmetic of kernels.h in vectors, written once and included for each instruction set with these defined:
 //   NAME(x)              x with the set's name
 //   TARGET               attribute of functions that use the set
 //   N, V, I              lanes of a vector; vectors of N floats, and of N int32 or 4 N bytes

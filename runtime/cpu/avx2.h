@@ -1,4 +1,4 @@
-// AVX2 with FMA and half precision: kernels_simd.h in vectors of 8 floats.
+// AVX2 with FMA and half precision: simd.h in vectors of 8 floats.
 #include <immintrin.h>
 
 #define NAME(x) x##_avx2
@@ -89,4 +89,4 @@ TARGET static inline __m256 block_q4_avx2(const uint8_t *q, const Block *x) {
     return _mm256_cvtepi32_ps(DOT_SMALL(offset, w, LOAD_I(x->q)));
 }
 
-#include "kernels_simd.h"
+#include "simd.h"

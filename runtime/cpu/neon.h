@@ -1,4 +1,4 @@
-// 64-bit ARM: kernels_simd.h in vectors of 4 floats. Every such processor has them; most since 2018 also have an instruction
+// 64-bit ARM: simd.h in vectors of 4 floats. Every such processor has them; most since 2018 also have an instruction
 // for the dot product of bytes, used where DOT_PRODUCT is defined.
 #include <arm_neon.h>
 
@@ -85,4 +85,4 @@ TARGET static inline float32x4_t NAME(block_q4)(const uint8_t *q, const Block *x
     return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I((const uint8_t *)x->q + 16)));
 }
 
-#include "kernels_simd.h"
+#include "simd.h"

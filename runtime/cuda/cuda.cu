@@ -1,7 +1,7 @@
 // The Backend of NVIDIA GPUs. Everything runs on one stream. Kernels read position and tokens from the device's memory,
 // so the ops of a call of forward are the same for every token: they are recorded once as a CUDA graph and replayed.
 //
-// Decoding (T = 1) reads every weight once, in one kernel where kernels_cuda_token.h can, else by ops like all other calls:
+// Decoding (T = 1) reads every weight once, in one kernel where token.h can, else by ops like all other calls:
 // warps stream rows in 16-byte loads. A prompt's matrix products multiply
 // tiles on the tensor cores in half precision, float32 matrices in float32. Keys and values are kept in half precision
 // as well, but for models in float32.
@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <vector>
 #ifdef __HIPCC__
-#include "kernels_hip.h"
+#include "hip.h"
 #else
 #include <cuda_fp16.h>
 #include <cuda_pipeline.h>
@@ -21,7 +21,7 @@
 #include <mma.h>
 #define TENSOR_CORES
 #endif
-#include "run.h"
+#include "../backend.h"
 
 #ifndef WARPS
 #define WARPS 8 // of the blocks of matvec and attention: at least 8, a thread for each number of a head
@@ -896,7 +896,7 @@ static __global__ void read_all(const uint4 *words, size_t n, int *out) {
 }
 
 #if FUSED
-#include "kernels_cuda_token.h"
+#include "token.h"
 #endif
 
 // ----------------------------------------------------------------------------
@@ -955,7 +955,7 @@ static const char *format(const char *text, double a, double b, double c, double
 static void check(cudaError_t e, const char *call, int line) {
     if (e == cudaSuccess) return;
     fflush(stdout);
-    fprintf(stderr, "run: cuda: %s (kernels_cuda.cu:%d: %.60s)\n", cudaGetErrorString(e), line, call);
+    fprintf(stderr, "run: cuda: %s (cuda.cu:%d: %.60s)\n", cudaGetErrorString(e), line, call);
     _exit(1);
 }
 
@@ -1062,7 +1062,7 @@ static void end(Backend *b) {
 }
 
 // ----------------------------------------------------------------------------
-// The operations; run.h says what each computes
+// The operations; backend.h says what each computes
 
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI: kernels_simd.h in vectors of 16 floats. The instruction for bytes wants one side unsigned.
+// AVX-512 with VNNI: simd.h in vectors of 16 floats. The instruction for bytes wants one side unsigned.
 #include <immintrin.h>
 
 #define NAME(x) x##_avx512
@@ -60,7 +60,7 @@ TARGET static inline __m256 block_q4_avx512(const uint8_t *q, const Block *x) {
     return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(offset, w, _mm256_loadu_si256((const __m256i *)x->q)));
 }
 
-#include "kernels_simd.h"
+#include "simd.h"
 
 // The same with products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not know them.
 #if defined(__clang__) || __GNUC__ >= 10

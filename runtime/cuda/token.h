@@ -1,4 +1,4 @@
-// Decoding in one kernel: its blocks stay for a whole token and meet at barriers of the grid. Part of kernels_cuda.cu, whose
+// Decoding in one kernel: its blocks stay for a whole token and meet at barriers of the grid. Part of cuda.cu, whose
 // ops do the same one by one.
 //
 // A token needs every weight once, in an order that is known from the start; only what they multiply has to be waited

@@ -1,4 +1,4 @@
-// kernels_cuda.cu's calls under the names of HIP, for AMD GPUs; see doc/lab/gpu.md for how far this was tried.
+// cuda.cu's calls under the names of HIP, for AMD GPUs; see doc/lab/gpu.md for how far this was tried.
 // Lanes work in groups of 32 on hardware with 32 or 64 of them. There are no tensor cores here: all products of prompts
 // are computed in float32.
 #pragma once

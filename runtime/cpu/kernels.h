@@ -1,5 +1,5 @@
 // The arithmetic of the CPU in plain C: what is computed, one number after the other. It runs where no vector
-// instructions are known, and is what kernels_simd.h is tested against. kernels_cpu.c includes it.
+// instructions are known, and is what simd.h is tested against. cpu.c includes it.
 
 // Quantised products are sums of products of bytes: the activations are rounded to 8 bits, each 32 with one scale,
 // once for all matrices that they are multiplied with.

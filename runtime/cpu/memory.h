@@ -1,5 +1,5 @@
 // How much memory a process may still take: of the machine, and of the control groups (containers, services, jobs) around it.
-// Linux says both in files; elsewhere the machine's whole memory has to do. kernels_cpu.c includes it.
+// Linux says both in files; elsewhere the machine's whole memory has to do. cpu.c includes it.
 
 enum { LONGEST_PATH = 4096 }; // as in Linux, its end included
 

@@ -1,7 +1,7 @@
 // The contract between run.c (files, tokenizer, forward, command line) and the kernels (all the arithmetic).
 // Sizes stand on every field: (rows, columns), row-major; T is the number of tokens a call works on.
-#ifndef RUN_H
-#define RUN_H
+#ifndef BACKEND_H
+#define BACKEND_H
 
 // Not a number and infinity have to be seen where they come up, and small numbers must not become zero. The last of the
 // macros is 0 with any of GCC's flags that -ffast-math stands for.

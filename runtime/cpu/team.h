@@ -2,7 +2,7 @@
 // into pieces; who is through with its own takes what is left of the others', so nobody waits for a member that the system
 // has put aside, only for pieces begun. When all pieces of a step are finished, every member goes on to the next by itself,
 // without a word from the caller: that costs one cache line's way from one core to another. Between two lists members look for
-// work for a while before they sleep, because the next one mostly comes within microseconds. kernels_cpu.c includes it.
+// work for a while before they sleep, because the next one mostly comes within microseconds. cpu.c includes it.
 
 typedef struct Cpu Cpu;
 typedef struct Team Team;
