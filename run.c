@@ -545,13 +545,13 @@ static float *prefill(const Model *m, const State *s, const int *tokens, int n, 
 enum { HAS_GPU = true };
 #else
 enum { HAS_GPU = false };
-const char *cuda_open(Backend **b, Model *m, int positions) { return (void)b, (void)m, (void)positions, "no GPU"; }
+const char *llamac_cuda_open(Backend **b, Model *m, int positions) { return (void)b, (void)m, (void)positions, "no GPU"; }
 #endif
 
 // The state on one of the two; nothing is left open where that fails.
 static const char *state_open_on(State *s, bool gpu, Model *m, int positions, bool all, int n_threads) {
     const Config *c = &m->config;
-    TRY(gpu ? cuda_open(&s->backend, m, positions) : cpu_open(&s->backend, m, positions, n_threads));
+    TRY(gpu ? llamac_cuda_open(&s->backend, m, positions) : llamac_cpu_open(&s->backend, m, positions, n_threads));
     Backend *b = s->backend;
     size_t T = s->chunk = positions < b->chunk ? positions : b->chunk;
     s->positions = positions;
@@ -1215,13 +1215,13 @@ static void generate(Run *r, Text prompt) {
     for (int i = 0; i < n && i <= r->steps; i++) print_token(&r->printer, t, i ? tokens[i - 1] : t->bos, tokens[i]);
     if ((most = r->steps - n + 1) > 0) {
         open_state(r, r->steps < r->context ? r->steps : r->context, false);
-        start = seconds();
+        start = llamac_seconds();
         float *logits = feed(r, tokens, n);
-        middle = seconds();
+        middle = llamac_seconds();
         evaluated = continue_text(r, logits, &tokens[n - 1], most, -1);
         if (evaluated == most) evaluated--;
     }
-    end = seconds();
+    end = llamac_seconds();
     print_end(&r->printer);
     if (most > 0) {
         fprintf(stderr, "achieved tok/s: %f\n", evaluated / (end - middle));
@@ -1639,17 +1639,17 @@ static Bench measure(Run *r, double start) {
     r->sampler.temperature = 0;
     open_state(r, b.prompt > b.decoded ? b.prompt : b.decoded, false);
     choose(r, forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false));
-    b.first = seconds() - start;
+    b.first = llamac_seconds() - start;
     for (int i = 0; i < WARM; i++) forward(&r->model, &r->state, &r->tokenizer.bos, 1, 0, false);
     prefill(&r->model, &r->state, tokens, b.prompt, 0);
-    for (double begin = seconds(); runs < BENCH_RUNS && (runs == 0 || seconds() - begin < BENCH_SECONDS); runs++) {
-        double before = seconds();
+    for (double begin = llamac_seconds(); runs < BENCH_RUNS && (!runs || llamac_seconds() - begin < BENCH_SECONDS); runs++) {
+        double before = llamac_seconds();
         prefill(&r->model, &r->state, tokens, b.prompt, 0);
-        double middle = seconds();
+        double middle = llamac_seconds();
         for (int token = r->tokenizer.bos, pos = 0; pos < b.decoded; pos++)
             token = choose(r, forward(&r->model, &r->state, &token, 1, pos, false));
         prompt[runs] = middle - before;
-        decode[runs] = seconds() - middle;
+        decode[runs] = llamac_seconds() - middle;
         reading[runs] = r->state.backend->bandwidth(r->state.backend, first, b.bytes);
         share[runs] = reading[runs] > 0 ? b.decoded / decode[runs] * b.bytes / reading[runs] : 0;
     }
@@ -1828,7 +1828,7 @@ static const char *map_file(const char *path, const uint8_t **bytes, size_t *siz
     *size = info.st_size;
     *bytes = mmap(NULL, *size, PROT_READ, MAP_PRIVATE, file, 0);
     CHECK(*bytes != MAP_FAILED, "%s", strerror(errno));
-    use_large_pages(*bytes, *size); // who reads it from disk first keeps it in large pages for those after
+    llamac_use_large_pages(*bytes, *size); // who reads it from disk first keeps it in large pages for those after
     close(file);
     return NULL;
 }
@@ -1872,7 +1872,7 @@ static const Template *template_of(Run *r, const Options *o) {
 int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN); // a reader that leaves is an error of writing like any other
     signal(SIGBUS, file_shrank);
-    double start = seconds();
+    double start = llamac_seconds();
     Options o = parse_options(argc, argv);
     static Run r;
     load(&r, o.model, o.tokenizer, o.verify, !o.verify && !o.bench);

@@ -129,7 +129,7 @@ struct Backend {
 
 // Opens the CPU with a KV cache for `positions` tokens and a team of n_threads. May move weights to its own memory.
 // Returns NULL or what is wrong.
-const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads);
+const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
 // On numbers in the host's memory, in vectors: the largest of x (n,), NaN if one is not finite; and
 // x = exp((x - most) * scale), of which the sum is returned
@@ -137,14 +137,14 @@ float cpu_largest(const float *x, int n);
 float cpu_exponentials(float *x, float most, float scale, int n);
 
 // Asks the system to keep n bytes, of its own memory or a mapped file's, in large pages, where it has them.
-void use_large_pages(const void *p, size_t n);
+void llamac_use_large_pages(const void *p, size_t n);
 
 // Seconds on a clock that only goes forward.
-double seconds(void);
+double llamac_seconds(void);
 
 // Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
 // wrong; the weights are then where they were.
-const char *cuda_open(Backend **backend, Model *model, int positions);
+const char *llamac_cuda_open(Backend **backend, Model *model, int positions);
 
 #ifdef __cplusplus
 }

@@ -266,8 +266,8 @@ static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
 }
 
 static void open_both(Pair &p, int positions, Backend **gpu, Backend **cpu) {
-    const char *wrong = cuda_open(gpu, &p.model[0], positions);
-    if (!wrong) wrong = cpu_open(cpu, &p.model[1], positions, 1);
+    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions);
+    if (!wrong) wrong = llamac_cpu_open(cpu, &p.model[1], positions, 1);
     if (wrong) printf("%s\n", wrong), exit(2);
 }
 

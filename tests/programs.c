@@ -75,7 +75,7 @@ typedef struct { Backend *b; float *x, *y, *logits; } Machine;
 static Machine open_machine(Model *m, const char *isa, int threads) {
     Machine a = {0};
     setenv("LLAMAC_ISA", isa, 1);
-    const char *wrong = cpu_open(&a.b, m, POSITIONS, threads);
+    const char *wrong = llamac_cpu_open(&a.b, m, POSITIONS, threads);
     if (wrong) printf("%s: %s\n", isa, wrong), exit(2);
     a.x = a.b->alloc(a.b, POSITIONS * m->config.dim), a.y = a.b->alloc(a.b, POSITIONS * m->config.dim);
     memset(a.x, 0, POSITIONS * m->config.dim * sizeof(float)), memset(a.y, 0, POSITIONS * m->config.dim * sizeof(float));

@@ -748,7 +748,7 @@ static void read_chunks(Member *self, const void *args, int begin, int end) {
     }
 }
 
-void use_large_pages(const void *p, size_t n) {
+void llamac_use_large_pages(const void *p, size_t n) {
 #ifdef MADV_HUGEPAGE // in Linux alone
     madvise((void *)p, n, MADV_HUGEPAGE);
 #else
@@ -756,7 +756,7 @@ void use_large_pages(const void *p, size_t n) {
 #endif
 }
 
-double seconds(void) {
+double llamac_seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec + now.tv_nsec * 1e-9;
@@ -767,11 +767,11 @@ static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
     if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
     int chunks = (int)(n / READ_CHUNK);
-    double best = 0, start = seconds();
-    for (int pass = 0; chunks && (pass < 5 || seconds() - start < 0.1); pass++) {
-        double begin = seconds();
+    double best = 0, start = llamac_seconds();
+    for (int pass = 0; chunks && (pass < 5 || llamac_seconds() - start < 0.1); pass++) {
+        double begin = llamac_seconds();
         add(cpu, read_chunks, &(ReadArgs){bytes}, sizeof(ReadArgs), chunks, READ_CHUNK);
-        double speed = (double)chunks * READ_CHUNK / (seconds() - begin);
+        double speed = (double)chunks * READ_CHUNK / (llamac_seconds() - begin);
         best = speed > best ? speed : best;
     }
     return best;
@@ -869,7 +869,7 @@ static void order_weights(Cpu *cpu) {
     size_t n = keep_all(cpu, NULL), huge = 2 << 20;
     void *tiles = n > 0 && n < free_memory("") / 2 ? allocate(cpu, n, 1, huge) : NULL;
     if (!tiles) return;
-    use_large_pages(tiles, (n / huge + 1) * huge); // as much as allocate took
+    llamac_use_large_pages(tiles, (n / huge + 1) * huge); // as much as allocate took
     keep_all(cpu, tiles);
     cpu->tiles = tiles, cpu->tiles_size = n;
 }
@@ -906,7 +906,7 @@ static size_t scratch_size(const Cpu *cpu, size_t cols) {
     return (most + 15) / 16 * 16;
 }
 
-const char *cpu_open(Backend **backend, Model *model, int positions, int n_threads) {
+const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads) {
     const Config *c = &model->config;
     *backend = NULL;
     const Kernels *kernels = choose_kernels();

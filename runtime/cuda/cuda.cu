@@ -1666,7 +1666,7 @@ static bool can_record(Cuda *c) {
     return ok;
 }
 
-const char *cuda_open(Backend **backend, Model *model, int positions) {
+const char *llamac_cuda_open(Backend **backend, Model *model, int positions) {
     const Config *config = &model->config;
     if (config->head_dim > HEAD_MAX) return format("heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
