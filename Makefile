@@ -6,6 +6,7 @@ WARN    := -std=c11 -Wall -Wextra
 NVCC    ?= nvcc
 NVCCFLAGS ?= -O3
 HIPCC   ?= hipcc
+OBJCOPY ?= objcopy
 # Compute capabilities without the dot: all that this nvcc knows, from Volta (70) on. ARCH=90 compiles for Hopper alone.
 ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70' | sort -n)
 PYTHON  ?= python3
@@ -16,7 +17,7 @@ VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help demo test test-long bench debug fuzz encode-long odd-strings coverage clean
+.PHONY: help lib demo test test-long bench debug fuzz encode-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -43,6 +44,18 @@ bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (
 run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
 	$(CC) $(WARN) $(CFLAGS) -o $@ $(SOURCES) -lm -pthread
 
+lib: libllamac.a libllamac.so ## the library alone, for other programs: runtime/llamac.h, examples/embed.c
+
+# One object of all units: what one of them calls in another is no business of who links it.
+libllamac.a: $(LIBRARY) $(HEADERS)
+	mkdir -p cache/lib && cd cache/lib && $(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -c $(LIBRARY:%=$(CURDIR)/%)
+	$(LD) -r -o cache/lib/llamac.o $(patsubst %.c,cache/lib/%.o,$(notdir $(LIBRARY)))
+	-$(OBJCOPY) --localize-hidden cache/lib/llamac.o
+	rm -f $@ && $(AR) rcs $@ cache/lib/llamac.o
+
+libllamac.so: $(LIBRARY) $(HEADERS)
+	$(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -shared -o $@ $(LIBRARY) -lm -pthread
+
 runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
 	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)
 	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
@@ -60,7 +73,7 @@ debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitiz
 fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, RUNS inputs for each target
 	mkdir -p cache/fuzz
 	clang -std=gnu11 -g -O2 -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
-	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c $(LIBRARY) -lm -pthread
+	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c tests/fuzz/printer.c runtime/cpu/*.c -lm -pthread
 	$(VENV) tests/fuzz/seeds.py cache/fuzz/seeds
 	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && TARGET=$$target cache/fuzz/fuzz -runs=$(RUNS) \
 	    -max_len=16384 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
@@ -73,7 +86,7 @@ encode-long: .venv/test run ## run's encoder against sentencepiece's, a million 
 odd-strings: .venv/test run ## odd strings in run, sentencepiece, transformers and, with LLAMA_CPP=folder, llama.cpp
 	LLAMA_CPP="$(LLAMA_CPP)" $(VENV) -m tests.odd_strings ./run
 
-coverage: .venv/test ## which branches of run's loaders and tokenizer the tests take (gcov)
+coverage: .venv/test ## which branches of the library's loaders and tokenizer the tests take (gcov)
 	rm -rf cache/coverage && mkdir -p cache/coverage
 	COVERAGE=$(CURDIR)/cache/coverage $(VENV) -m pytest -q tests/test_run.py tests/test_encode.py tests/test_hostile.py
 	$(VENV) tests/fuzz/coverage.py cache/coverage

@@ -84,16 +84,6 @@ typedef struct {
 
 typedef struct Backend Backend;
 
-// What one call of forward works on, in the backend's memory; the logits in the host's.
-typedef struct {
-    Backend *backend;
-    int chunk;      // most tokens of one call
-    int positions;  // length of the KV cache
-    float *x;       // (chunk, dim) residual stream
-    float *y;       // (chunk, dim) what attention found
-    float *logits;  // (1 or chunk, vocab_size); NULL when they stay with the backend, which chooses
-} State;
-
 // The operations of a transformer, as coarse as speed needs: each does what its comment says, in any order behind embed.
 // norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight, token by token. The KV cache and what stands between the products of an op
 // belong to the backend: their format and place are nobody else's business.

@@ -1,4 +1,4 @@
-"""The encoder of run.c against sentencepiece itself, on random strings, for vocabularies of every option."""
+"""The encoder of run against sentencepiece itself, on random strings, for vocabularies of every option."""
 import io
 import random
 import resource

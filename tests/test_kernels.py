@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import PROGRAM, ROOT, SANITIZE, compile_c
+from .conftest import LIBRARY, PROGRAM, ROOT, SANITIZE, compile_c
 from .test_run import FORMS, ISAS, TEXT, Model, assert_close, ids_of, logits, run
 
 ARM = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
@@ -113,7 +113,7 @@ def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
 @pytest.mark.parametrize("flags", ["-Ofast", "-O3 -ffast-math", "-O3 -ffinite-math-only"])
 def test_arithmetic_that_hides_nan_is_refused(tmp_path, flags):
     for compiler in {"cc", *filter(shutil.which, ["gcc", "clang"])}:
-        for source in PROGRAM:
+        for source in LIBRARY:
             done = subprocess.run([compiler, "-std=c11", *flags.split(), "-c", source, "-o", tmp_path / "x.o"], cwd=ROOT,
                                   capture_output=True, text=True)
             assert done.returncode and "compile with -O3 instead" in done.stderr and done.stderr.count("error:") == 1
@@ -123,8 +123,9 @@ def test_arithmetic_that_hides_nan_is_refused(tmp_path, flags):
 def test_systems_of_32_bits_are_refused(tmp_path):
     (tmp_path / "gnu").mkdir()
     (tmp_path / "gnu" / "stubs-32.h").write_text("")  # all that the usual headers lack
-    done = subprocess.run(["cc", "-m32", "-std=c11", "-fsyntax-only", "-I", tmp_path, "-I", "/usr/include/x86_64-linux-gnu", "run.c"],
-                          cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["cc", "-m32", "-std=c11", "-fsyntax-only", "-I", tmp_path, "-I", "/usr/include/x86_64-linux-gnu",
+                           "runtime/model.c"], cwd=ROOT,
+                          capture_output=True, text=True)
     assert done.returncode and "32-bit systems" in done.stderr
 
 

@@ -1,26 +1,29 @@
 // flips FILE NUMBER flips single bits of a GGUF file's tensors, one at a time, and counts those that verify finds.
-#define main run_main
-#include "../../run.c"
-#undef main
+#define _DEFAULT_SOURCE 1
+#include "../../runtime/model.h"
 
 int main(int argc, char **argv) {
-    if (argc != 3) return 1;
-    Text file = read_file(argv[1]);
-    Model m = {0};
-    const char *wrong = load_model(&m, NULL, (uint8_t *)file.s, file.n);
-    if (!wrong) wrong = verify(&m);
-    if (wrong) die(argv[1], wrong);
+    llamac_error error;
+    FILE *file = argc == 3 ? fopen(argv[1], "rb") : NULL;
+    if (!file || fseek(file, 0, SEEK_END)) return 1;
+    size_t size = ftell(file);
+    uint8_t *bytes = malloc(size);
+    rewind(file);
+    if (!bytes || fread(bytes, 1, size, file) != size) return 1;
+    fclose(file);
+    llamac_model *m = llamac_open_memory(bytes, size, LLAMAC_NO_TOKENIZER, &error);
+    if (!m || !llamac_verify(m, &error)) return fprintf(stderr, "%s: %s\n", argv[1], error.text), 1;
     int found = 0, flips = atoi(argv[2]);
-    Sampler random = {.state = 1};
+    srandom(1);
     for (int i = 0; i < flips; i++) {
-        uint64_t bit = (uint64_t)(random_float(&random) * m.data_size * 8);
-        uint8_t *byte = (uint8_t *)m.data + bit / 8, mask = (uint8_t)(1 << bit % 8);
+        uint64_t bit = (uint64_t)random() % (m->weights.data_size * 8);
+        uint8_t *byte = (uint8_t *)m->weights.data + bit / 8, mask = (uint8_t)(1 << bit % 8);
         *byte ^= mask;
-        found += verify(&m) != NULL;
+        found += !llamac_verify(m, NULL);
         *byte ^= mask;
     }
     printf("%d of %d flips found\n", found, flips);
-    free(m.weights.layers);
-    free(file.s);
+    llamac_close(m);
+    free(bytes);
     return 0;
 }

@@ -1,7 +1,7 @@
-// Fuzz targets over the loaders and the encoder of run.c: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
+// Fuzz targets over the library's loaders, encoder and chat templates, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
 // The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin or encode.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
-#define _GNU_SOURCE 1 // as run.c does, before the first header
+#define _GNU_SOURCE 1 // as llama.c does, before the first header
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -13,17 +13,16 @@ static void *limited_realloc(void *p, size_t size) {
     return realloc(p, size);
 }
 
-#define main run_main
 #define realloc limited_realloc
-#include "../../run.c"
+#include "../../runtime/gguf.c"
+#include "../../runtime/model.c"
+#include "../../runtime/tokenizer.c"
+#include "../../runtime/chat.c"
+#include "../../runtime/llama.c"
+#include "../../runtime/bench.c"
 #undef realloc
-#undef main
 
-static void free_tokenizer(Tokenizer *t) {
-    free(t->pieces);
-    free(t->table);
-    free(t->symbols);
-}
+void print_bytes_of_model(const char *s, size_t n); // printer.c
 
 // Every byte of a tensor, which the sanitizer follows.
 static void read_tensor(const Mat *m) {
@@ -38,43 +37,46 @@ static void read_tensor(const Mat *m) {
     (void)sink;
 }
 
-static void use_model(Model *m) {
+static void use_model(const llamac_model *model) {
+    const Model *m = &model->weights;
     for (int i = 0; i < N_TENSORS; i++)
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++)
-            read_tensor(place_of(&m->weights, i, layer));
+            read_tensor(place_of((Weights *)&m->weights, i, layer));
     if (m->config.dim > 64 || m->config.hidden_dim > 256 || m->config.n_layers > 4 || m->config.vocab_size > 512) return;
-    State s;
     int T = m->config.seq_len < 2 ? 1 : 2, tokens[2] = {0, m->config.vocab_size - 1};
     allowed = SIZE_MAX; // activations are no matter of the file
-    if (!state_open(&s, m, "cpu", T, true, 1)) forward(m, &s, tokens, T, 0, true);
-    s.backend->close(s.backend);
-    free(s.logits);
+    llamac_session *s = llamac_start(model, &(llamac_options){.positions = T, .n_threads = 1, .logits = LLAMAC_ALL_LOGITS}, NULL);
+    if (s) llamac_forward(s, tokens, T, 0, NULL);
+    llamac_stop(s);
 }
 
 // Encodes a text in every way and prints what comes out, which goes nowhere.
-static void use_tokenizer(const Tokenizer *t, const char *s, size_t n) {
-    Printer p = {0};
+static void use_tokenizer(const llamac_model *m, const char *s, size_t n) {
+    const Tokenizer *t = &m->tokenizer;
     for (int prefix = 0; prefix < 2; prefix++) {
-        int n_tokens, *tokens = encode(t, s, n, true, prefix, &n_tokens);
+        int n_tokens, *tokens = llamac_encode_text(t, s, n, true, prefix, &n_tokens, NULL);
         for (int i = 0; i < n_tokens; i++) {
             if (tokens[i] < 0 || tokens[i] >= t->vocab_size) abort();
-            print_token(&p, t, i ? tokens[i - 1] : t->bos, tokens[i]);
+            char text[64];
+            size_t length = llamac_decode(m, i ? tokens[i - 1] : t->bos, tokens[i], text, sizeof text);
+            if (length > 1 && length > (size_t)t->pieces[tokens[i]].n) abort();
+            print_bytes_of_model(text, length < sizeof text ? length : sizeof text);
         }
-        print_end(&p);
         free(tokens);
     }
 }
 
 // Two turns of a chat in every template: BOS, EOS and marks come from the template alone, whatever is said.
-static void use_chat(Tokenizer *t) {
+static void use_chat(llamac_model *m) {
+    Tokenizer *t = &m->tokenizer;
     if (t->pieces[t->unk].type == CONTROL) return; // what is no piece becomes one then
     static char words[] = " <|im_start|><|im_end|> </s><s><|user|>\xff [INST] ";
-    find_template(t->chat_template);
+    llamac_use_template(m, NULL, NULL);
     for (int i = 0; i < N_TEMPLATES; i++) {
-        if (claim_marks(t, &templates[i])) return;
+        if (!llamac_use_template(m, templates[i].name, NULL)) return;
         for (int first = 0; first < 2; first++) {
-            int n, *tokens = encode_turn(t, &templates[i], first, first ? words : "", (Text){.s = words, .n = sizeof words}, &n);
-            int plain, *others = encode_turn(t, &templates[i], first, first ? "x" : "", (Text){.s = words, .n = 1}, &plain);
+            int n, *tokens = llamac_encode_turn(m, first, words, words, sizeof words, &n, NULL);
+            int plain, *others = llamac_encode_turn(m, first, "x", words, 1, &plain, NULL);
             int balance = 0;
             for (int k = 0; k < n; k++) balance += t->pieces[tokens[k]].type == CONTROL;
             for (int k = 0; k < plain; k++) balance -= t->pieces[others[k]].type == CONTROL;
@@ -91,23 +93,22 @@ static void model_target(uint8_t *bytes, size_t size, int version, bool tokenize
     const uint32_t magic[2] = {0x616b3432, (uint32_t)version};
     if (version > 0 && size >= 8) memcpy(bytes, magic, 8); // mutations of these lead nowhere
     if (version < 0 && size >= 4) memcpy(bytes, "GGUF", 4);
-    Model m = {0};
-    Tokenizer t = {0};
-    const char *wrong = load_model(&m, tokenizer ? &t : NULL, bytes, size);
-    if (!wrong && m.sha256) verify(&m);
-    if (!wrong && t.pieces) use_tokenizer(&t, sample_text, sizeof sample_text - 1);
-    if (!wrong && t.pieces) use_chat(&t);
-    if (!wrong) use_model(&m);
-    free(m.weights.layers);
-    free_tokenizer(&t);
+    llamac_model *m = llamac_open_memory(bytes, size, tokenizer ? 0 : LLAMAC_NO_TOKENIZER, NULL);
+    if (!m) return;
+    if (m->weights.sha256) llamac_verify(m, NULL);
+    if (m->tokenizer.pieces) use_tokenizer(m, sample_text, sizeof sample_text - 1);
+    if (m->tokenizer.pieces) use_chat(m);
+    use_model(m);
+    llamac_close(m);
 }
 
 // The input is a vocabulary's size and a tokenizer.bin.
 static void tokenizer_bin_target(const uint8_t *bytes, size_t size) {
-    Tokenizer t = {0};
+    llamac_model m = {0};
     if (!size) return;
-    if (!load_tokenizer_bin(&t, bytes + 1, size - 1, bytes[0])) use_tokenizer(&t, sample_text, sizeof sample_text - 1);
-    free_tokenizer(&t);
+    bool read = llamac_bin_tokenizer(&m.tokenizer, bytes + 1, size - 1, bytes[0], NULL);
+    if (read) use_tokenizer(&m, sample_text, sizeof sample_text - 1);
+    llamac_free_tokenizer(&m.tokenizer);
 }
 
 static bool among(const Piece *pieces, int n, const char *s, int length) {
@@ -121,6 +122,7 @@ static void encode_target(const uint8_t *bytes, size_t size) {
     Reader r = {.bytes = bytes, .size = size};
     const uint8_t *head = take(&r, 2);
     if (!head) return;
+    llamac_model m = {.stop = -1};
     Tokenizer t = {.space = head[0] & 1 ? " " : LOWER_BLOCK, .space_prefix = head[0] & 2, .unk = 0, .bos = 1, .eos = 2,
                    .extra_spaces_removed = head[0] & 4, .vocab_size = 3 + head[1] % 64 + (head[0] & 8 ? 256 : 0)};
     t.pieces = resize(NULL, t.vocab_size, sizeof *t.pieces);
@@ -142,8 +144,9 @@ static void encode_target(const uint8_t *bytes, size_t size) {
         t.pieces[n] = (Piece){(const char *)text, piece[1], length, types[type]};
     }
     t.vocab_size = n;
-    if (!index_pieces(&t)) use_tokenizer(&t, (const char *)bytes + r.at, size - r.at);
-    free_tokenizer(&t);
+    m.tokenizer = t;
+    if (llamac_index_pieces(&m.tokenizer, NULL)) use_tokenizer(&m, (const char *)bytes + r.at, size - r.at);
+    llamac_free_tokenizer(&m.tokenizer);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
@@ -151,10 +154,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const char *target;
     if (!target) {
         target = getenv("TARGET");
-        if (!target || !freopen("/dev/null", "w", stdout)) die("TARGET", "expected the name of a target");
+        if (!target || !freopen("/dev/null", "w", stdout)) exit(fprintf(stderr, "TARGET: expected the name of a target\n"));
     }
     uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
-    if (!bytes) die("memory", "none left");
+    if (!bytes) abort();
     if (size) memcpy(bytes, data, size);
     allowed = strcmp(target, "encode") ? size + ROOM : SIZE_MAX;
     for (int version = 0; version < 3; version++)

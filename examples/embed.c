@@ -1,0 +1,32 @@
+// Continues a text: the library inside another program.
+//     make lib && cc -O3 -Iruntime examples/embed.c libllamac.a -lm -pthread -o embed && ./embed model.gguf "Once upon a time"
+#include <stdio.h>
+#include <string.h>
+#include "llamac.h"
+
+int main(int argc, char **argv) {
+    llamac_error error = {""};
+    llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
+    llamac_session *session = model ? llamac_start(model, NULL, &error) : NULL;
+    int n, *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), true, &n, &error) : NULL;
+    if (!tokens) return fprintf(stderr, "embed MODEL TEXT: %s\n", error.text), 1;
+
+    llamac_sampler sampler = {.temperature = 0}; // the likeliest token each time
+    bool ok = llamac_forward(session, tokens, n, 0, &error);
+    for (int last = tokens[n - 1]; ok; n++) {
+        char text[64];
+        int next = llamac_sample(session, &sampler, &error);
+        if (!(ok = next >= 0) || llamac_ends(model, next)) break;
+        size_t length = llamac_decode(model, last, next, text, sizeof text);
+        fwrite(text, 1, length < sizeof text ? length : sizeof text, stdout);
+        if (n == llamac_positions(session)) break; // the model has seen all that it can
+        ok = llamac_forward(session, &next, 1, n, &error);
+        last = next;
+    }
+    if (!ok) fprintf(stderr, "embed: %s\n", error.text);
+    puts("");
+    llamac_free(tokens);
+    llamac_stop(session);
+    llamac_close(model);
+    return !ok;
+}

@@ -1,0 +1,273 @@
+// Sessions: the transformer's forward over a backend, and the sampler.
+#define _GNU_SOURCE 1 // which processors may be used
+#include <math.h>
+#include <sched.h>
+#include <unistd.h>
+#include "model.h"
+
+typedef struct { float (*largest)(const float *, int); float (*exponentials)(float *, float, float, int); } Kernels;
+static const Kernels host_math = {cpu_largest, cpu_exponentials};
+static const Kernels *llamac_cpu_kernels(void) { return &host_math; }
+
+typedef struct { float p; int token; } Candidate;
+
+struct llamac_session {
+    Model model;             // as the file has it, or where the backend moved its weights
+    Backend *backend;
+    const Kernels *kernels;  // of the CPU, for logits in the host's memory
+    int chunk;               // most tokens of one call of the backend
+    int positions;           // length of the KV cache
+    int n_threads;
+    bool all;                // logits of all tokens are kept
+    float *x;                // (chunk, dim) residual stream, in the backend's memory
+    float *y;                // (chunk, dim) what attention found
+    float *logits;           // (1 or chunk, vocab_size) in the host's; NULL when they stay with the backend, which chooses
+    int rows;                // of the logits that the last call left
+    Candidate *candidates;   // (vocab_size,) the sampler's
+    Error note;
+};
+
+// ----------------------------------------------------------------------------
+// The transformer
+
+// The ops of one call: T tokens at positions pos..pos+T-1.
+static void compute(const llamac_session *s, const int *tokens, int T, int pos) {
+    const Model *m = &s->model;
+    const Weights *w = &m->weights;
+    Backend *b = s->backend;
+
+    b->embed(b, s->x, &w->token_embedding, tokens, T);
+    for (int l = 0; l < m->config.n_layers; l++) {
+        const Layer *layer = &w->layers[l];
+
+        b->attention(b, l, layer, s->y, s->x, pos, T);
+        b->add_product(b, s->x, &layer->wo, s->y, T);
+        b->feed_forward(b, layer, s->x, T);
+    }
+    const float *last = s->all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
+    b->logits(b, s->logits, &w->norm, &w->output, last, s->all ? T : 1);
+}
+
+static void forward(llamac_session *s, const int *tokens, int T, int pos) {
+    Backend *b = s->backend;
+    if (!b->begin || b->begin(b, tokens, T, pos, s->all)) compute(s, tokens, T, pos);
+    if (b->end) b->end(b);
+    s->rows = s->all ? T : 1;
+}
+
+bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
+    int vocab_size = s->model.config.vocab_size;
+    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos, "%d tokens at position %d, but there is room for %d", n, pos, s->positions);
+    CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
+    for (int i = 0; i < n; i++)
+        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d", tokens[i], vocab_size);
+    for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(s, tokens, T, pos);
+    forward(s, tokens, n, pos);
+    return true;
+}
+
+const float *llamac_logits(const llamac_session *s) { return s->logits; }
+
+// ----------------------------------------------------------------------------
+// Sessions
+
+#ifdef CUDA
+static const char default_device[] = "cuda";
+#else
+static const char default_device[] = "cpu";
+const char *llamac_cuda_open(Backend **b, Model *m, int positions) { return (void)b, (void)m, (void)positions, "no GPU"; }
+#endif
+
+// One for each core that the process may use: of two processors that share one, the second only waits for the same units.
+// A container's share of time may be smaller than its processors are many.
+static int default_threads(void) {
+    long processors = sysconf(_SC_NPROCESSORS_ONLN), quota = 0, period = 0;
+#ifdef __linux__
+    cpu_set_t allowed;
+    if (!sched_getaffinity(0, sizeof allowed, &allowed)) processors = CPU_COUNT(&allowed);
+#endif
+    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
+    if (file && getc(file) == '1') processors = (processors + 1) / 2;
+    if (file) fclose(file);
+    file = fopen("/sys/fs/cgroup/cpu.max", "r");
+    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0 && quota / period < processors)
+        processors = quota / period;
+    if (file) fclose(file);
+    return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
+}
+
+// The backend, and what forward works on; nothing of it is left open where that fails.
+static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
+    Model *m = &s->model;
+    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions)
+                            : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
+    CHECK(!wrong, "%s", wrong);
+    Backend *b = s->backend;
+    size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
+    bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose;
+    bool ok = (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.dim))
+           && (!here || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
+    if (!ok) b->close(b), s->backend = NULL;
+    CHECK(ok, "not enough memory for the activations");
+    return true;
+}
+
+static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
+    const Config *c = &s->model.config;
+    const char *device = o->device ? o->device : default_device;
+    bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
+    CHECK(cpu || automatic || !strcmp(device, "cuda"), "'%.40s' is no device, expected cpu, cuda or auto", device);
+    CHECK(cpu || automatic || !strcmp(default_device, "cuda"),
+          "this program computes on the CPU; make runcuda builds the one for GPUs");
+    CHECK(o->positions >= 0 && o->positions <= c->seq_len, "%d positions, but the model's context is %d", o->positions, c->seq_len);
+    s->positions = o->positions ? o->positions : c->seq_len;
+    s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
+    s->all = o->logits == LLAMAC_ALL_LOGITS;
+    s->kernels = llamac_cpu_kernels();
+    size_t layers = c->n_layers * sizeof(Layer);
+    const Layer *shared = s->model.weights.layers;
+    CHECK((s->model.weights.layers = malloc(layers)), no_memory);
+    memcpy(s->model.weights.layers, shared, layers);
+    CHECK((s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate))), no_memory);
+    if (!cpu && !strcmp(default_device, "cuda")) {
+        Error wrong;
+        if (open_backend(s, true, o->logits, &wrong)) return true;
+        CHECK(automatic, "%s", wrong.text);
+        fail(&s->note, "on the CPU, for the GPU cannot be used: %s", wrong.text);
+    }
+    return open_backend(s, false, o->logits, e);
+}
+
+// What bench.c asks.
+double llamac_bandwidth(const llamac_session *s, const uint8_t *bytes, size_t n) { return s->backend->bandwidth(s->backend, bytes, n); }
+
+int llamac_threads(const llamac_session *s) { return s->n_threads; }
+
+llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
+    llamac_session *s = calloc(1, sizeof *s);
+    if (!s) return fail(e, no_memory), NULL;
+    s->model = model->weights;
+    if (options) s->model.no_copy = options->no_copy;
+    bool ok = open_session(s, options ? options : &(llamac_options){0}, e);
+    if (!ok && s->model.weights.layers == model->weights.weights.layers) s->model.weights.layers = NULL; // not its own yet
+    if (!ok) llamac_stop(s), s = NULL;
+    return s;
+}
+
+void llamac_stop(llamac_session *s) {
+    if (!s) return;
+    if (s->backend) s->backend->close(s->backend);
+    free(s->logits);
+    free(s->candidates);
+    free(s->model.weights.layers);
+    free(s);
+}
+
+const char *llamac_note(const llamac_session *s) { return s->note.text; }
+
+int llamac_chunk(const llamac_session *s) { return s->chunk; }
+
+int llamac_positions(const llamac_session *s) { return s->positions; }
+
+// ----------------------------------------------------------------------------
+// The sampler: llama2.c's, so a seed gives the same text
+
+// Uniform in [0, 1), 24 bits (Marsaglia 2003, Vigna 2014).
+static float random_float(llamac_sampler *s) {
+    s->state ^= s->state >> 12;
+    s->state ^= s->state << 25;
+    s->state ^= s->state >> 27;
+    return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
+}
+
+// The first of the largest; -1 if one is not finite. Only the part that it stands in is searched for its place.
+static int argmax(const Kernels *k, const float *x, int n) {
+    enum { PART = 1024 };
+    float most = -INFINITY;
+    int best = 0;
+    for (int i = 0; i < n; i += PART) {
+        float largest = k->largest(x + i, n - i < PART ? n - i : PART);
+        if (isnan(largest)) return -1;
+        if (largest > most) most = largest, best = i;
+    }
+    while (x[best] != most) best++;
+    return best;
+}
+
+static bool likelier(const Candidate *a, const Candidate *b) { return a->p > b->p || (a->p == b->p && a->token < b->token); }
+
+// Moves candidate i of a heap, whose first is the likeliest, down to its place.
+static void sink(Candidate *c, int n, int i) {
+    Candidate moved = c[i];
+    for (int child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && likelier(&c[child + 1], &c[child])) child++;
+        if (!likelier(&c[child], &moved)) break;
+        c[i] = c[child];
+    }
+    c[i] = moved;
+}
+
+// From the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
+static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
+    int n = 0, vocab_size = s->model.config.vocab_size;
+    const float cutoff = (1.0f - topp) / (vocab_size - 1); // what is less likely cannot be in the set
+    for (int i = 0; i < vocab_size; i++)
+        if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
+    if (n == 0) return argmax(s->kernels, p, vocab_size);
+    Candidate *c = s->candidates; // a heap; what is taken from it stands behind it, the likeliest last
+    for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
+    int left = n;
+    float total = 0, cdf = 0;
+    do {
+        Candidate likeliest = c[0];
+        c[0] = c[--left];
+        sink(c, left, 0);
+        c[left] = likeliest;
+        total += likeliest.p;
+    } while (left > 0 && total <= topp);
+    for (int i = n - 1; i > left; i--) {
+        cdf += c[i].p;
+        if (coin * total < cdf) return c[i].token;
+    }
+    return c[left].token;
+}
+
+static const char not_finite[] = "its logits are not finite; the weights are broken";
+
+static bool is_greedy(const llamac_sampler *s) { return s->temperature == 0 || isinf(1 / s->temperature); }
+
+// By the logits (vocab_size,) in the host's memory, which become probabilities.
+static int sample(const llamac_session *s, llamac_sampler *how, float *logits) {
+    int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
+    if (best < 0 || is_greedy(how)) return best;
+    float sum = s->kernels->exponentials(logits, logits[best], 1 / how->temperature, n), cdf = 0;
+    for (int i = 0; i < n; i++) logits[i] /= sum;
+    float coin = random_float(how);
+    if (how->topp > 0 && how->topp < 1) return sample_topp(s, logits, how->topp, coin);
+    for (int i = 0; i < n; i++) {
+        cdf += logits[i];
+        if (coin < cdf) return i;
+    }
+    return n - 1;
+}
+
+int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
+    Backend *b = s->backend;
+    int next;
+    if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
+    if (s->logits) next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
+    else if (is_greedy(how)) next = b->choose(b, 0, 0, 0);
+    else next = b->choose(b, how->temperature, how->topp, random_float(how));
+    if (next < 0) fail(e, not_finite);
+    return next;
+}
+
+bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
+    int n = s->model.config.vocab_size;
+    CHECK(s->logits && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d", row, s->logits ? s->rows : 0);
+    CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
+    float *logits = s->logits + (size_t)row * n, most = s->kernels->largest(logits, n), it = logits[token];
+    CHECK(!isnan(most), not_finite);
+    *nll = log(s->kernels->exponentials(logits, most, 1, n)) + most - it;
+    return true;
+}

@@ -1,0 +1,469 @@
+// Model files: GGUF and llama2.c's formats. A loader is a pure function of bytes: it fills a struct that points into them, or says
+// what is wrong. It reads nothing it has not checked, and allocates only after the size of everything is known.
+#define _DEFAULT_SOURCE 1 // POSIX beside C11
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include "model.h"
+
+enum { TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT, N_TENSORS };
+
+// The name in GGUF (per layer behind "blk.<layer>."), the place in Layer or Weights, and the shape:
+// V vocab_size, D dim, K kv_dim, F hidden_dim; the norms have one row.
+static const struct { const char *name; bool per_layer; size_t place; char rows, cols; } tensors[N_TENSORS] = {
+    [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding), 'V', 'D'},
+    [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm), '1', 'D'},
+    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq), 'D', 'D'},
+    [WK] = {"attn_k.weight", true, offsetof(Layer, wk), 'K', 'D'},
+    [WV] = {"attn_v.weight", true, offsetof(Layer, wv), 'K', 'D'},
+    [WO] = {"attn_output.weight", true, offsetof(Layer, wo), 'D', 'D'},
+    [FFN_NORM] = {"ffn_norm.weight", true, offsetof(Layer, ffn_norm), '1', 'D'},
+    [W1] = {"ffn_gate.weight", true, offsetof(Layer, w1), 'F', 'D'},
+    [W2] = {"ffn_down.weight", true, offsetof(Layer, w2), 'D', 'F'},
+    [W3] = {"ffn_up.weight", true, offsetof(Layer, w3), 'F', 'D'},
+    [NORM] = {"output_norm.weight", false, offsetof(Weights, norm), '1', 'D'},
+    [OUTPUT] = {"output.weight", false, offsetof(Weights, output), 'V', 'D'},
+};
+
+static bool is_norm(int tensor) { return tensors[tensor].rows == '1'; }
+
+static Mat *place_of(Weights *w, int tensor, int layer) {
+    char *base = tensors[tensor].per_layer ? (char *)&w->layers[layer] : (char *)w;
+    return (Mat *)(base + tensors[tensor].place);
+}
+
+// The tensor's shape, without data.
+static Mat shape_of(const Config *c, int tensor, Type type) {
+    const int size[] = {['1'] = 1, ['V'] = c->vocab_size, ['D'] = c->dim, ['K'] = c->kv_dim, ['F'] = c->hidden_dim};
+    return (Mat){.type = type, .rows = size[(int)tensors[tensor].rows], .cols = size[(int)tensors[tensor].cols]};
+}
+
+static uint64_t bytes_of(const Mat *m) {
+    uint64_t n = (uint64_t)m->rows * m->cols; // below 2^44 by check_config
+    switch (m->type) {
+    case F32: return 4 * n;
+    case F16: case BF16: return 2 * n;
+    case Q8_0: return n / 32 * 34;
+    case Q4_0: return n / 32 * 18;
+    default: return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
+    }
+}
+
+enum { MOST_LAYERS = 1 << 12 };
+
+// The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
+static bool check_config(Config *c, Error *e) {
+    const struct { const char *name; int value, most; } sizes[] = {
+        {"dim", c->dim, 1 << 20}, {"hidden_dim", c->hidden_dim, 1 << 22}, {"n_layers", c->n_layers, MOST_LAYERS},
+        {"n_heads", c->n_heads, c->dim}, {"n_kv_heads", c->n_kv_heads, c->n_heads},
+        {"vocab_size", c->vocab_size, 1 << 24}, {"seq_len", c->seq_len, 1 << 24},
+    };
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most,
+              "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value, sizes[i].most);
+    CHECK(c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
+    CHECK(c->dim / c->n_heads % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->dim / c->n_heads);
+    CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
+    CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
+    CHECK(c->rope_theta > 0 && isfinite(c->rope_theta), "rope_theta is %g, expected more than 0", c->rope_theta);
+    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0",
+          c->rope_scaling);
+    c->head_dim = c->dim / c->n_heads;
+    c->kv_dim = c->n_kv_heads * c->head_dim;
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// llama2.c's formats
+// v0: 7 ints, float32 tensors. v1, v2: "ak42", version, 7 ints, flag of a tied classifier, in v2 the group size,
+// zeros up to byte 256, tensors; v2's matrices are int8 groups, each followed by its scales.
+
+// v0's order is that of the enum, the others' this:
+static const int order_v1[] = {ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
+
+// Lays the tensors out one after the other from bytes + at; returns where they end. With layers NULL it only measures.
+static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group, bool tied) {
+    for (int i = 0; i < N_TENSORS; i++) {
+        int tensor = version ? order_v1[i] : i;
+        Mat mat = shape_of(&m->config, tensor, version == 2 && !is_norm(tensor) ? INT8_GROUPS : F32);
+        mat.group = mat.type == INT8_GROUPS ? group : 0;
+        if (tensor == OUTPUT && version == 0)
+            at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim; // tables of cosines and sines, not needed
+        if (tensor == OUTPUT && tied) continue;
+        for (int layer = 0; layer < (tensors[tensor].per_layer ? m->config.n_layers : 1); layer++) {
+            if (m->weights.layers) {
+                mat.data = bytes + at;
+                mat.scales = group ? bytes + at + (uint64_t)mat.rows * mat.cols : NULL;
+                *place_of(&m->weights, tensor, layer) = mat;
+            }
+            at += bytes_of(&mat);
+        }
+    }
+    return at;
+}
+
+static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) {
+    int32_t version = 0, header[7], group = 0;
+    uint32_t magic = 0;
+    if (size >= 4) memcpy(&magic, bytes, 4);
+    size_t at = magic == 0x616b3432 ? 8 : 0, start = at ? 256 : sizeof header;
+    CHECK(size >= start, "%zu bytes are too few for a header", size);
+    if (at) memcpy(&version, bytes + 4, 4);
+    CHECK(!at || version == 1 || version == 2, "version %d of llama2.c's format, expected 1 or 2", version);
+    memcpy(header, bytes + at, sizeof header);
+    bool tied = header[5] > 0; // v0 marks an untied classifier by a negative vocabulary
+    if (version == 0 && header[5] < 0 && header[5] > INT_MIN) header[5] = -header[5];
+    if (version) tied = bytes[36];
+    CHECK(!version || bytes[36] <= 1, "the flag of a tied classifier is %d, expected 0 or 1", bytes[36]);
+    if (version == 2) memcpy(&group, bytes + 37, 4);
+    CHECK(version != 2 || group > 0, "the group size is %d, expected 1 or more", group);
+
+    m->config = (Config){.dim = header[0], .hidden_dim = header[1], .n_layers = header[2], .n_heads = header[3],
+                         .n_kv_heads = header[4], .vocab_size = header[5], .seq_len = header[6],
+                         .norm_eps = 1e-5f, .rope_theta = 10000, .rope_scaling = 1};
+    Error wrong;
+    CHECK(check_config(&m->config, &wrong), "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ", wrong.text);
+    uint64_t end = lay_out(m, bytes, start, version, group, tied);
+    CHECK(end == size, "the file has %zu bytes, its header makes %llu", size, (unsigned long long)end);
+    CHECK((m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer))), no_memory);
+    lay_out(m, bytes, start, version, group, tied);
+    if (tied) m->weights.output = m->weights.token_embedding;
+    return true;
+}
+
+// GGUF ---------------------------------------------------------------------------
+// "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data.
+
+// ----------------------------------------------------------------------------
+// GGUF: "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data
+
+static bool gguf_config(const Value *values, Config *c, Error *e) {
+    String architecture = llamac_get_string(values, ARCHITECTURE), scaling = llamac_get_string(values, SCALING_TYPE);
+    double eps, theta, factor, scale;
+    CHECK(equals(architecture, "llama"), "the architecture is '%.*s', expected 'llama'",
+          (int)(architecture.n < 40 ? architecture.n : 40), architecture.s);
+    TRY(llamac_get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len, e));
+    TRY(llamac_get_int(values, EMBEDDING_LENGTH, NAN, &c->dim, e));
+    TRY(llamac_get_int(values, BLOCK_COUNT, NAN, &c->n_layers, e));
+    TRY(llamac_get_int(values, FEED_FORWARD_LENGTH, NAN, &c->hidden_dim, e));
+    TRY(llamac_get_int(values, HEAD_COUNT, NAN, &c->n_heads, e));
+    TRY(llamac_get_int(values, HEAD_COUNT_KV, c->n_heads, &c->n_kv_heads, e));
+    TRY(llamac_get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size, e));
+    TRY(llamac_get_number(values, NORM_EPS, NAN, &eps, e));
+    TRY(llamac_get_number(values, ROPE_BASE, 10000, &theta, e));
+    TRY(llamac_get_number(values, SCALE_LINEAR, 1, &scale, e));
+    TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
+    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", llamac_key(SCALING_FACTOR), factor,
+          llamac_key(SCALE_LINEAR), scale);
+    CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"),
+          "RoPE scaling '%.*s' is not supported, only linear", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
+    c->norm_eps = (float)eps, c->rope_theta = (float)theta;
+    c->rope_scaling = equals(scaling, "none") ? 1 : (float)factor;
+    TRY(check_config(c, e));
+    for (int key = KEY_LENGTH; key <= ROPE_DIMENSION; key++) {
+        int size;
+        if (key != KEY_LENGTH && key != VALUE_LENGTH && key != ROPE_DIMENSION) continue;
+        TRY(llamac_get_int(values, key, c->head_dim, &size, e));
+        CHECK(size == c->head_dim, "%s is %d, expected the head size %d", llamac_key(key), size, c->head_dim);
+    }
+    int window, version;
+    TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &window, e));
+    CHECK(!window || window >= c->seq_len, "%s is %d, expected none, or the whole context of %d", llamac_key(SLIDING_WINDOW),
+          window, c->seq_len);
+    TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
+    CHECK(version == 2, "%s is %d, expected 2", llamac_key(QUANTIZATION_VERSION), version);
+    return true;
+}
+
+// Which tensor a name means, and of which layer; N_TENSORS when the name is none of ours.
+static int find_tensor(String name, const Config *c, int *layer) {
+    *layer = 0;
+    size_t at = 0;
+    bool per_layer = name.n > 4 && memcmp(name.s, "blk.", 4) == 0;
+    if (per_layer) {
+        for (at = 4; at < name.n && name.s[at] >= '0' && name.s[at] <= '9' && *layer < c->n_layers; at++)
+            *layer = 10 * *layer + name.s[at] - '0';
+        if (at == 4 || at == name.n || name.s[at++] != '.' || *layer >= c->n_layers) return N_TENSORS;
+    }
+    int tensor = 0;
+    while (tensor < N_TENSORS && (tensors[tensor].per_layer != per_layer
+                                  || !equals((String){name.s + at, name.n - at}, tensors[tensor].name))) tensor++;
+    return tensor;
+}
+
+// A tensor's type for messages: ggml's name, or its number.
+static const char *type_name(uint32_t type, char text[12]) {
+    static const char *const names[] = {
+        "F32", "F16", "Q4_0", "Q4_1", [6] = "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K",
+        "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64",
+        "IQ1_M", "BF16", [34] = "TQ1_0", "TQ2_0", [39] = "MXFP4",
+    };
+    bool known = type < sizeof names / sizeof *names && names[type];
+    snprintf(text, 12, "%u", type);
+    return known ? names[type] : text;
+}
+
+// Reads the list of tensors over to its end: each must be known and appear once, and none but the output may be missing.
+static bool check_list(Reader *r, const Config *c, uint64_t count, Error *e) {
+    bool seen[MOST_LAYERS][N_TENSORS] = {0};
+    char text[32];
+    for (uint64_t i = 0; i < count; i++) {
+        String name = take_string(r);
+        uint32_t n_dims = take_u32(r);
+        int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, c, &layer);
+        CHECK(r->failed || (n_dims >= 1 && n_dims <= 4), "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
+        take(r, 8 * (uint64_t)n_dims);
+        const char *type = type_name(take_u32(r), text);
+        take_u64(r);
+        CHECK(!r->failed, "the list of tensors is cut off");
+        CHECK(tensor < N_TENSORS, "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
+        CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", shown, name.s, type);
+        seen[layer][tensor] = true;
+    }
+    for (int layer = 0; layer < c->n_layers; layer++)
+        for (int i = 0; i < OUTPUT; i++) {
+            if (seen[layer][i] || (layer && !tensors[i].per_layer)) continue;
+            Mat mat = shape_of(c, i, F32);
+            if (tensors[i].per_layer) snprintf(text, sizeof text, "blk.%d.", layer);
+            return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows, mat.cols);
+        }
+    return true;
+}
+
+// Reads one entry of the list of tensors. Offsets count from the start of the data and must follow each other without
+// gaps but for alignment (as the format's writers do), so tensors cannot overlap. `end` is where the last one ended.
+static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, Error *e) {
+    String name = take_string(r);
+    uint32_t n_dims = take_u32(r);
+    uint64_t dims[4] = {1, 1, 1, 1};
+    for (uint32_t i = 0; i < n_dims; i++) dims[i] = take_u64(r);
+    uint32_t type = take_u32(r);
+    uint64_t offset = take_u64(r);
+    char text[12];
+    int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
+    CHECK(is_norm(tensor) ? type == F32 : type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0,
+          "tensor %.*s has type %s, expected F32%s", shown, name.s, type_name(type, text),
+          is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
+    Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
+    CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
+          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1],
+          (unsigned long long)dims[0], mat.rows, mat.cols);
+    CHECK((type != Q8_0 && type != Q4_0) || mat.cols % 32 == 0, "tensor %.*s: rows of %d numbers do not split into "
+          "blocks of 32", shown, name.s, mat.cols);
+    uint64_t expected = (*end + alignment - 1) / alignment * alignment;
+    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
+          (unsigned long long)expected);
+    *end = offset + bytes_of(&mat);
+    CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", shown, name.s);
+    mat.data = m->data + offset;
+    *place = mat;
+    return true;
+}
+
+static bool gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t alignment, Error *e) {
+    Reader list = *r;
+    uint64_t end = 0;
+    TRY(check_list(&list, &m->config, count, e));
+    size_t start = (list.at + alignment - 1) / alignment * alignment;
+    CHECK(start <= r->size, "the file ends before its data");
+    m->list = r->bytes + r->at, m->list_size = list.at - r->at;
+    m->data = r->bytes + start, m->data_size = r->size - start;
+    CHECK((m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer))), no_memory);
+    for (uint64_t i = 0; i < count; i++) TRY(take_tensor(r, m, alignment, &end, e));
+    uint64_t padded = (end + alignment - 1) / alignment * alignment;
+    CHECK(m->data_size == end || m->data_size == padded, "%llu bytes follow the last tensor",
+          (unsigned long long)(m->data_size - end));
+    if (!m->weights.output.data) m->weights.output = m->weights.token_embedding;
+    return true;
+}
+
+// A GGUF file: the model, and its tokenizer if it has one and it is wanted (t not NULL).
+static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size, Error *e) {
+    Reader r = {.bytes = bytes, .size = size};
+    Value values[N_KEYS] = {0};
+    take(&r, 4); // "GGUF", by which the caller knew it
+    uint32_t version = take_u32(&r);
+    uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
+    CHECK(!r.failed, "%zu bytes are too few for a header", size);
+    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3", version); // 3 allows other orders of bytes
+    TRY(llamac_take_metadata(&r, n_values, values, e));
+    int alignment;
+    TRY(llamac_get_int(values, ALIGNMENT, 32, &alignment, e));
+    CHECK(alignment >= 8 && alignment <= 1 << 16 && (alignment & (alignment - 1)) == 0,
+          "the alignment is %d, expected a power of two from 8", alignment);
+    TRY(gguf_config(values, &m->config, e));
+    TRY(gguf_tensors(&r, m, n_tensors, alignment, e));
+    const char **places[] = {&m->sha256, &m->list_sha256};
+    for (int i = 0; i < 2; i++) {
+        String checksum = llamac_get_string(values, CHECKSUM + i);
+        CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64", checksum.n);
+        *places[i] = checksum.n ? checksum.s : NULL;
+    }
+    return !t || !values[TOKENIZER].present || llamac_gguf_tokenizer(t, values, m->config.vocab_size, e);
+}
+
+// Any model file, told apart by its first bytes.
+bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, Error *e) {
+    Tokenizer *t = flags & LLAMAC_NO_TOKENIZER ? NULL : &m->tokenizer;
+    bool gguf = size >= 4 && memcmp(bytes, "GGUF", 4) == 0;
+    m->stop = -1;
+    return gguf ? load_gguf(&m->weights, t, bytes, size, e) : load_llama2c(&m->weights, bytes, size, e);
+}
+
+// ----------------------------------------------------------------------------
+// Checksums
+
+// Round constants of SHA-256: the first 32 bits of the fractions of the first 64 primes' cube roots.
+static const uint32_t sha256_rounds[64] = {
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+};
+
+static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
+    uint32_t w[64], h[8];
+    for (int i = 0; i < 16; i++)
+        w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8 | block[4 * i + 3];
+    for (int i = 16; i < 64; i++)
+        w[i] = w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3)
+             + w[i - 7] + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
+    memcpy(h, state, sizeof h);
+    for (int i = 0; i < 64; i++) {
+        uint32_t a = h[0], e = h[4];
+        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25))
+                     + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
+        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
+                     + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
+        for (int k = 7; k > 0; k--) h[k] = h[k - 1];
+        h[4] += one;
+        h[0] = one + two;
+    }
+    for (int i = 0; i < 8; i++) state[i] += h[i];
+}
+
+// SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
+static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
+    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    size_t whole = n / 64 * 64, rest = n - whole, padded = rest < 56 ? 64 : 128;
+    uint8_t last[128] = {0};
+    for (size_t at = 0; at < whole; at += 64) sha256_block(state, bytes + at);
+    memcpy(last, bytes + whole, rest);
+    last[rest] = 0x80;
+    for (int i = 0; i < 8; i++) last[padded - 1 - i] = (uint8_t)((uint64_t)n * 8 >> 8 * i);
+    for (size_t at = 0; at < padded; at += 64) sha256_block(state, last + at);
+    for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
+}
+
+// Programs that write other tensors keep metadata that they don't know, so the list of tensors has a checksum too: if it is another
+// list, the weights' checksum is not about this file.
+bool llamac_verify(const llamac_model *model, Error *e) {
+    const Model *m = &model->weights;
+    char found[65];
+    CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
+    if (m->list_sha256) sha256(m->list, m->list_size, found);
+    CHECK(!m->list_sha256 || !memcmp(found, m->list_sha256, 64), "its checksum is another file's: a program that wrote its "
+          "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
+    sha256(m->data, m->data_size, found);
+    CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
+          m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// Opening and closing
+
+static bool map_file(const char *path, File *mapped, Error *e) {
+    int file = open(path, O_RDONLY | O_NONBLOCK); // so that a pipe is refused rather than waited for
+    struct stat info;
+    CHECK(file >= 0 || errno != ENOENT, "no such file");
+    CHECK(file >= 0, "%s", strerror(errno));
+    bool ok = fstat(file, &info) == 0;
+    if (!ok) fail(e, "%s", strerror(errno));
+    else if (!(ok = S_ISREG(info.st_mode))) fail(e, "not a regular file");
+    else if (!(ok = info.st_size > 0)) fail(e, "the file is empty");
+    void *bytes = ok ? mmap(NULL, info.st_size, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
+    if (bytes == MAP_FAILED) ok = fail(e, "%s", strerror(errno));
+    close(file);
+    if (!ok) return false;
+    *mapped = (File){bytes, info.st_size};
+    llamac_use_large_pages(bytes, info.st_size); // who reads it from disk first keeps it in large pages for those after
+    return true;
+}
+
+static void unmap(File *file) {
+    if (file->bytes) munmap((void *)file->bytes, file->size);
+    *file = (File){0};
+}
+
+llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
+    llamac_model *m = calloc(1, sizeof *m);
+    if (!m) fail(e, no_memory);
+    else if (!llamac_load(m, bytes, size, flags, e)) llamac_close(m), m = NULL;
+    return m;
+}
+
+llamac_model *llamac_open(const char *path, int flags, Error *e) {
+    File file;
+    if (!map_file(path, &file, e)) return NULL;
+    llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
+    if (!m) return unmap(&file), NULL;
+    m->file = file, m->weights.mapped = true;
+    return m;
+}
+
+bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
+    File file;
+    Tokenizer t = {0};
+    TRY(map_file(path, &file, e));
+    if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->weights.config.vocab_size, e)) {
+        llamac_free_tokenizer(&t);
+        unmap(&file);
+        return false;
+    }
+    llamac_free_tokenizer(&m->tokenizer);
+    unmap(&m->tokenizer_file);
+    m->tokenizer = t, m->tokenizer_file = file, m->chat = NULL;
+    return true;
+}
+
+void llamac_close(llamac_model *m) {
+    if (!m) return;
+    llamac_free_tokenizer(&m->tokenizer);
+    free(m->weights.weights.layers);
+    unmap(&m->tokenizer_file);
+    unmap(&m->file);
+    free(m);
+}
+
+llamac_info llamac_describe(const llamac_model *m) {
+    const Config *c = &m->weights.config;
+    const Tokenizer *t = &m->tokenizer;
+    llamac_info info = {.dim = c->dim, .hidden_dim = c->hidden_dim, .n_layers = c->n_layers, .n_heads = c->n_heads,
+                        .n_kv_heads = c->n_kv_heads, .vocab_size = c->vocab_size, .seq_len = c->seq_len,
+                        .has_tokenizer = t->pieces, .bos = -1, .eos = -1, .eot = -1};
+    if (t->pieces) info.add_bos = t->add_bos, info.bos = t->bos, info.eos = t->eos, info.eot = t->eot;
+    return info;
+}
+
+uint64_t llamac_weights_read(const Model *m, const uint8_t **first) {
+    uint64_t n = 0;
+    *first = m->weights.output.data;
+    for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
+        for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
+            const Mat *mat = place_of((Weights *)&m->weights, i, layer);
+            n += bytes_of(mat);
+            if ((const uint8_t *)mat->data < *first) *first = mat->data;
+        }
+    return n;
+}

@@ -1,0 +1,400 @@
+// The tokenizer: sentencepiece's BPE.
+#include <math.h>
+#include "model.h"
+
+enum { LONGEST_PIECE = (1 << 27) - 1, MOST_PROBES = 1000 };
+
+static const char LOWER_BLOCK[] = "\xe2\x96\x81"; // U+2581, sentencepiece's space
+
+static uint32_t hash(const char *s, int n) { // FNV-1a
+    uint32_t h = 2166136261u;
+    for (int i = 0; i < n; i++) h = (h ^ (unsigned char)s[i]) * 16777619u;
+    return h;
+}
+
+// The slot of the table that holds the piece with this text, or the empty one where it would go; NULL when it is not
+// found soon, because the vocabulary was built to make the search long.
+static int *slot_of(const Tokenizer *t, const char *s, int n) {
+    uint32_t i = hash(s, n);
+    for (int probes = 0; probes < MOST_PROBES; probes++, i++) {
+        int *slot = &t->table[i & (t->table_size - 1)];
+        if (*slot < 0) return slot;
+        const Piece *p = &t->pieces[*slot];
+        if (p->n == n && memcmp(p->s, s, n) == 0) return slot;
+    }
+    return NULL;
+}
+
+// The piece with this text that merges can make, or -1.
+static int lookup(const Tokenizer *t, const char *s, int n) {
+    const int *slot = slot_of(t, s, n);
+    int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
+    return type == NORMAL || type == USER_DEFINED || type == UNUSED ? *slot : -1;
+}
+
+// The byte that "<0x41>" stands for, or -1.
+static int byte_of(const Piece *p) {
+    static const char digits[] = "0123456789ABCDEF";
+    if (p->n != 6 || memcmp(p->s, "<0x", 3) || p->s[5] != '>') return -1;
+    const char *high = memchr(digits, p->s[3], 16), *low = memchr(digits, p->s[4], 16);
+    return high && low ? (int)(16 * (high - digits) + (low - digits)) : -1;
+}
+
+static int compare_symbols(const void *a, const void *b) {
+    const Piece *x = *(const Piece *const *)a, *y = *(const Piece *const *)b;
+    int order = memcmp(x->s, y->s, x->n < y->n ? x->n : y->n);
+    return order ? order : x->n - y->n;
+}
+
+// Whether a space stands at s[at], and none before it.
+static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) {
+    size_t space = strlen(t->space);
+    return at + space <= n && memcmp(s + at, t->space, space) == 0
+        && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
+}
+
+// A vocabulary has no byte pieces, and what is not in it is unknown; or it has one for each byte that text may have to fall
+// back to: sentencepiece wants all 256, but a character of one byte that is a piece itself does without.
+static bool check_bytes(const Tokenizer *t, Error *e) {
+    for (int byte = 0; t->byte_fallback && byte < 256; byte++) {
+        const char *s = byte == ' ' ? t->space : &(char){(char)byte};
+        bool character = byte < 128 && lookup(t, s, byte == ' ' ? (int)strlen(t->space) : 1) >= 0;
+        CHECK(t->byte_ids[byte] >= 0 || character, "it has byte pieces, but none for the byte 0x%02X", byte);
+    }
+    return true;
+}
+
+// Builds the tables over pieces that a loader has filled in.
+bool llamac_index_pieces(Tokenizer *t, Error *e) {
+    int n = t->vocab_size;
+    for (t->table_size = 16; t->table_size < 2u * n; t->table_size *= 2) {}
+    free(t->table);
+    free(t->symbols);
+    t->table = resize(NULL, t->table_size, sizeof *t->table);
+    t->symbols = resize(NULL, n, sizeof *t->symbols);
+    t->n_symbols = 0;
+    CHECK(t->table && t->symbols, no_memory);
+    memset(t->table, -1, t->table_size * sizeof *t->table);
+    memset(t->byte_ids, -1, sizeof t->byte_ids);
+    for (int i = 0; i < n; i++) {
+        const Piece *p = &t->pieces[i];
+        CHECK(p->n > 0, "token %d is empty", i);
+        CHECK(isfinite(p->score), "token %d has no finite number as score", i);
+        int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
+        CHECK(slot, "token %d is one of too many with the same hash", i);
+        CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant", *slot, i);
+        CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
+        if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
+        if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
+        for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
+        if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
+        *slot = i;
+    }
+    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
+    TRY(check_bytes(t, e));
+    qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
+    return true;
+}
+
+// llama2.c's tokenizer.bin: longest length, then score, length and text of each piece, spaces written as spaces.
+// It keeps no types: 0 is unknown, 1 begins and 2 ends a text, <0xNN> are bytes.
+bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size, Error *e) {
+    Reader r = {.bytes = bytes, .size = size}, start;
+    uint32_t longest = take_u32(&r), found = 0, n = 0;
+    for (start = r; !r.failed && r.at < size; n++) {
+        take(&r, 4);
+        uint32_t length = take_u32(&r);
+        CHECK(length <= longest && length <= LONGEST_PIECE, "token %u has %u bytes, the longest should have %u", n, length,
+              longest);
+        take(&r, length);
+        found = length > found ? length : found;
+    }
+    CHECK(!r.failed, "the file ends inside a token");
+    CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found, longest);
+    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
+    *t = (Tokenizer){.vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true,
+                     .bos = 1, .eos = 2, .unk = 0, .eot = -1};
+    CHECK(vocab_size > 2, "%d tokens, expected at least 3", vocab_size);
+    CHECK((t->pieces = resize(NULL, n, sizeof *t->pieces)), no_memory);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t score = take_u32(&start), length = take_u32(&start);
+        Piece *p = &t->pieces[i];
+        *p = (Piece){.s = (const char *)take(&start, length), .n = (int)length};
+        memcpy(&p->score, &score, 4);
+        p->type = i == 0 ? UNKNOWN : i <= 2 ? CONTROL : byte_of(p) >= 0 ? BYTE : NORMAL;
+    }
+    return llamac_index_pieces(t, e);
+}
+
+static bool is_character(const char *s, size_t n) { // of a piece, which is UTF-8
+    size_t first_bytes = 0;
+    for (size_t i = 0; i < n; i++) first_bytes += (s[i] & 0xc0) != 0x80;
+    return first_bytes == 1;
+}
+
+// The tokenizer inside a GGUF file.
+bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *e) {
+    String kind = llamac_get_string(v, TOKENIZER);
+    bool characters = equals(kind, "t5"); // what is written for llama.cpp where no piece is longer and none is a byte
+    CHECK(characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
+          "the tokenizer is not 'llama' (sentencepiece)");
+    const struct { int key; uint32_t kind; } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
+    for (int i = 0; i < 3; i++) {
+        const Value *a = &v[arrays[i].key];
+        CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
+              llamac_key(arrays[i].key));
+        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens",
+              llamac_key(arrays[i].key), (unsigned long long)a->count, vocab_size);
+    }
+    int space_prefix, extra_spaces_removed, add_bos;
+    *t = (Tokenizer){.vocab_size = vocab_size, .space = LOWER_BLOCK, .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
+    TRY(llamac_get_int(v, BOS_ID, 1, &t->bos, e));
+    TRY(llamac_get_int(v, EOS_ID, 2, &t->eos, e));
+    TRY(llamac_get_int(v, UNK_ID, 0, &t->unk, e));
+    t->eot = -1;
+    if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e));
+    TRY(llamac_get_int(v, ADD_BOS, 1, &add_bos, e));
+    TRY(llamac_get_int(v, SPACE_PREFIX, 1, &space_prefix, e));
+    TRY(llamac_get_int(v, EXTRA_SPACES, 0, &extra_spaces_removed, e));
+    t->add_bos = add_bos, t->space_prefix = space_prefix, t->extra_spaces_removed = extra_spaces_removed;
+    CHECK((t->pieces = resize(NULL, vocab_size, sizeof *t->pieces)), no_memory);
+    Reader texts = v[TOKENS].data, scores = v[SCORES].data, types = v[TOKEN_TYPES].data;
+    for (int i = 0; i < vocab_size; i++) {
+        String s = take_string(&texts);
+        uint32_t score = take_u32(&scores), type = take_u32(&types);
+        CHECK(s.n <= LONGEST_PIECE, "token %d is too long", i);
+        CHECK(type >= NORMAL && type <= BYTE, "token %d has type %u, expected 1 to 6", i, type);
+        t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)type};
+        memcpy(&t->pieces[i].score, &score, 4);
+        CHECK(!characters || type == UNKNOWN || type == CONTROL || (type == NORMAL && is_character(s.s, s.n)),
+              "the tokenizer is 't5' and token %d is no single character, expected 'llama' (sentencepiece)", i);
+    }
+    return llamac_index_pieces(t, e);
+}
+
+// ----------------------------------------------------------------------------
+// Encoding
+
+// Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
+int llamac_utf8(const char *s, size_t n) {
+    const unsigned char *u = (const unsigned char *)s;
+    int length = u[0] < 0x80 ? 1 : u[0] < 0xc2 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf5 ? 4 : 0;
+    if ((size_t)length > n) return 0;
+    for (int i = 1; i < length; i++)
+        if ((u[i] & 0xc0) != 0x80) return 0;
+    bool overlong = (u[0] == 0xe0 && u[1] < 0xa0) || (u[0] == 0xf0 && u[1] < 0x90);
+    bool outside = (u[0] == 0xed && u[1] >= 0xa0) || (u[0] == 0xf4 && u[1] >= 0x90); // surrogates, above U+10FFFF
+    return overlong || outside ? 0 : length;
+}
+
+// The first of symbols lo..hi-1 (which agree in their first d bytes) whose byte d is at least `byte`.
+static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
+    while (lo < hi) {
+        int middle = lo + (hi - lo) / 2;
+        const Piece *p = t->symbols[middle];
+        if (p->n <= d || (unsigned char)p->s[d] < byte) lo = middle + 1;
+        else hi = middle;
+    }
+    return lo;
+}
+
+// The longest user-defined piece that s (n bytes) begins with, or -1.
+static int match_symbol(const Tokenizer *t, const char *s, size_t n) {
+    int best = -1, lo = 0, hi = t->n_symbols;
+    for (int d = 0; (size_t)d < n && lo < hi; d++) {
+        lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
+        hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
+        if (lo < hi && t->symbols[lo]->n == d + 1) best = (int)(t->symbols[lo] - t->pieces);
+    }
+    return best;
+}
+
+// What sentencepiece does before it cuts: bytes that are no UTF-8 become U+FFFD, spaces take the form they have in
+// pieces, with `prefix` a space goes in front, extra spaces are removed. User-defined pieces pass as they are.
+static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) {
+    Text out = {0};
+    size_t space = strlen(t->space);
+    bool remove = t->extra_spaces_removed, after_space = remove;
+    if (n && prefix) append(&out, t->space, space);
+    for (size_t length; n; s += length, n -= length) {
+        int symbol = match_symbol(t, s, n), valid = llamac_utf8(s, n);
+        length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
+        if (symbol < 0 && !valid) append_string(&out, "\xef\xbf\xbd");
+        else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0) append(&out, t->space, space);
+        else
+            for (size_t i = 0; i < length; i++) {
+                if (s[i] != ' ') append(&out, &s[i], 1);
+                else if (!after_space) append(&out, t->space, space);
+                if (s[i] != ' ') after_space = false;
+            }
+        after_space = remove && (s[length - 1] == ' ');
+    }
+    while (remove && out.n >= space && memcmp(out.s + out.n - space, t->space, space) == 0) out.n -= space;
+    return out;
+}
+
+typedef struct { const char *s; int n, previous, next, symbol; } Part; // of the text; symbol: a fixed piece, or -1
+typedef struct { float score; int left, right, n; } Merge;             // of two parts into one of n bytes
+typedef struct { Merge *merges; int n, capacity; bool failed; } Heap;  // the best first
+
+static bool better(const Merge *a, const Merge *b) {
+    return a->score > b->score || (a->score == b->score && a->left < b->left);
+}
+
+static void push(Heap *h, Merge merge) {
+    if (h->n == h->capacity) {
+        Merge *larger = resize(h->merges, 2 * h->capacity + 64, sizeof(Merge));
+        if (!larger) { h->failed = true; return; }
+        h->merges = larger, h->capacity = 2 * h->capacity + 64;
+    }
+    int i = h->n++;
+    for (; i > 0 && better(&merge, &h->merges[(i - 1) / 2]); i = (i - 1) / 2) h->merges[i] = h->merges[(i - 1) / 2];
+    h->merges[i] = merge;
+}
+
+static Merge pop(Heap *h) {
+    Merge top = h->merges[0], last = h->merges[--h->n];
+    int i = 0;
+    for (int child; (child = 2 * i + 1) < h->n; i = child) {
+        if (child + 1 < h->n && better(&h->merges[child + 1], &h->merges[child])) child++;
+        if (!better(&h->merges[child], &last)) break;
+        h->merges[i] = h->merges[child];
+    }
+    h->merges[i] = last;
+    return top;
+}
+
+typedef struct {
+    const Tokenizer *t;
+    Part *parts;
+    int capacity;
+    Heap heap;
+    int *split;  // (vocab_size,) how many bytes of an unused piece are the left part of its latest merge; 0: never made
+    int *tokens;
+    int n_tokens;
+    bool after_unknown;
+} Encoder;
+
+static void try_merge(Encoder *e, int left, int right) {
+    if (left < 0 || right < 0) return;
+    const Part *a = &e->parts[left], *b = &e->parts[right];
+    if (a->symbol >= 0 || b->symbol >= 0) return;
+    int id = lookup(e->t, a->s, a->n + b->n);
+    if (id < 0) return;
+    push(&e->heap, (Merge){e->t->pieces[id].score, left, right, a->n + b->n});
+    if (e->t->pieces[id].type == UNUSED) e->split[id] = a->n;
+}
+
+static void merge_parts(Encoder *e) {
+    while (e->heap.n) {
+        Merge m = pop(&e->heap);
+        Part *a = &e->parts[m.left], *b = &e->parts[m.right];
+        if (!a->n || !b->n || a->n + b->n != m.n) continue; // one of them has been merged since
+        a->n = m.n;
+        a->next = b->next;
+        if (b->next >= 0) e->parts[b->next].previous = m.left;
+        b->n = 0;
+        try_merge(e, a->previous, m.left);
+        try_merge(e, m.left, a->next);
+    }
+}
+
+// Appends the tokens of one part: its piece; an unused piece's parts; bytes, or one <unk> for a run of unknown ones.
+static void emit(Encoder *e, const char *s, int n, int id) {
+    if (id < 0) id = lookup(e->t, s, n);
+    if (id >= 0 && e->t->pieces[id].type == UNUSED && e->split[id]) {
+        int left = e->split[id];
+        emit(e, s, left, -1);
+        emit(e, s + left, n - left, -1);
+        return;
+    }
+    if (id < 0 && e->t->byte_fallback)
+        for (int i = 0; i < n; i++) e->tokens[e->n_tokens++] = e->t->byte_ids[(unsigned char)s[i]];
+    else if (id >= 0 || !e->after_unknown) e->tokens[e->n_tokens++] = id >= 0 ? id : e->t->unk;
+    e->after_unknown = id < 0;
+}
+
+// Appends the tokens of a stretch of text; false if memory was missing.
+static bool encode_stretch(Encoder *e, const char *s, size_t n) {
+    int n_parts = 0;
+    for (; n; n_parts++) {
+        int symbol = match_symbol(e->t, s, n), valid = llamac_utf8(s, n);
+        int length = symbol >= 0 ? e->t->pieces[symbol].n : valid ? valid : 1;
+        if (n_parts == e->capacity) {
+            Part *larger = resize(e->parts, 2 * e->capacity + 64, sizeof(Part));
+            if (!larger) return false;
+            e->parts = larger, e->capacity = 2 * e->capacity + 64;
+        }
+        e->parts[n_parts] = (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol};
+        s += length, n -= length;
+    }
+    for (int i = 1; i < n_parts; i++) try_merge(e, i - 1, i);
+    merge_parts(e);
+    for (int i = 0; i >= 0; i = e->parts[i].next) emit(e, e->parts[i].s, e->parts[i].n, e->parts[i].symbol);
+    return !e->heap.failed;
+}
+
+// Time is O(n log n).
+int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *error) {
+    Text text = normalize(t, s, n, prefix && t->space_prefix);
+    Encoder e = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
+    if (t->has_unused) e.split = calloc(t->vocab_size, sizeof(int));
+    bool ok = !text.failed && e.tokens && (e.split || !t->has_unused);
+    if (ok && bos) e.tokens[e.n_tokens++] = t->bos;
+    for (size_t start = 0, end = 1; ok && start < text.n; start = end++) {
+        while (end < text.n && (t->words_join || !begins_word(t, text.s, end, text.n))) end++;
+        ok = encode_stretch(&e, text.s + start, end - start);
+    }
+    if (!ok) {
+        fail(error, "a text of %zu bytes is longer than %d, or there is not enough memory for it", n, LONGEST_TEXT);
+        free(e.tokens);
+        e.tokens = NULL;
+    }
+    free(text.s);
+    free(e.parts);
+    free(e.split);
+    free(e.heap.merges);
+    *n_tokens = e.n_tokens;
+    return e.tokens;
+}
+
+int *llamac_encode(const llamac_model *m, const char *text, size_t n, bool bos, int *n_tokens, Error *e) {
+    if (!m->tokenizer.pieces) return fail(e, "it has no tokenizer"), NULL;
+    return llamac_encode_text(&m->tokenizer, text, n, bos, true, n_tokens, e);
+}
+
+void llamac_free_tokenizer(Tokenizer *t) {
+    free(t->pieces);
+    free(t->table);
+    free(t->symbols);
+    *t = (Tokenizer){0};
+}
+
+void llamac_free(void *p) { free(p); }
+
+// ----------------------------------------------------------------------------
+// Decoding
+
+size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, size_t room) {
+    const Tokenizer *t = &m->tokenizer;
+    if (token < 0 || token >= t->vocab_size) return 0;
+    const Piece *piece = &t->pieces[token];
+    const char *s = piece->s;
+    size_t n = piece->n, space = strlen(t->space), length = 0;
+    if (piece->type == CONTROL) return 0;
+    if (piece->type == BYTE) {
+        if (room) *out = (char)byte_of(piece);
+        return 1;
+    }
+    bool drop = previous == t->bos && (t->space_prefix || t->extra_spaces_removed);
+    for (bool first = true; n; first = false) {
+        bool is_space = n >= space && memcmp(s, t->space, space) == 0;
+        if (!is_space || !first || !drop) {
+            if (length < room) out[length] = is_space ? ' ' : *s;
+            length++;
+        }
+        s += is_space ? space : 1;
+        n -= is_space ? space : 1;
+    }
+    return length;
+}

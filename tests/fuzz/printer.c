@@ -1,0 +1,10 @@
+// What run prints of a model's bytes, for fuzz.c.
+#define main run_main
+#include "../../run.c"
+#undef main
+
+void print_bytes_of_model(const char *s, size_t n) {
+    Printer p = {0};
+    for (size_t half = n / 2; n; s += half, n -= half, half = n) print(&p, s, half);
+    print_end(&p);
+}

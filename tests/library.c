@@ -1,0 +1,107 @@
+// The library from outside: `library twice MODEL OTHER` writes with both by turns, from two threads; `library often MODEL N` opens
+// and closes N times, with a session each fourth time; `library wrong MODEL` calls everything wrongly.
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "../runtime/llamac.h"
+
+enum { TOKENS = 48 };
+
+typedef struct { llamac_model *model; char text[4096]; } Writer;
+
+static void give_up(const llamac_error *error) {
+    fprintf(stderr, "%s\n", error->text);
+    exit(1);
+}
+
+static void *write_text(void *argument) {
+    Writer *w = argument;
+    llamac_error error;
+    llamac_session *s = llamac_start(w->model, &(llamac_options){.n_threads = 2}, &error);
+    if (!s) give_up(&error);
+    llamac_sampler sampler = {.temperature = 0.9f, .topp = 0.9f, .state = 7};
+    int n, *tokens = llamac_encode(w->model, "One", 3, true, &n, &error), last = tokens[n - 1];
+    size_t length = 0;
+    if (!llamac_forward(s, tokens, n, 0, &error)) give_up(&error);
+    for (int i = 0; i < TOKENS; i++) {
+        int next = llamac_sample(s, &sampler, &error);
+        if (next < 0) give_up(&error);
+        length += llamac_decode(w->model, last, next, w->text + length, sizeof w->text - 1 - length);
+        if (!llamac_forward(s, &next, 1, n + i, &error)) give_up(&error);
+        last = next;
+    }
+    llamac_free(tokens);
+    llamac_stop(s);
+    return NULL;
+}
+
+static llamac_model *open_model(const char *path) {
+    llamac_error error;
+    llamac_model *m = llamac_open(path, 0, &error);
+    if (!m) give_up(&error);
+    return m;
+}
+
+// Each alone, then both at once, from two threads, each model by both.
+static int twice(const char *one, const char *other) {
+    Writer alone[2] = {{.model = open_model(one)}, {.model = open_model(other)}};
+    Writer beside[4] = {{.model = alone[0].model}, {.model = alone[1].model}, {.model = alone[1].model}, {.model = alone[0].model}};
+    pthread_t threads[4];
+    for (int i = 0; i < 2; i++) write_text(&alone[i]);
+    for (int i = 0; i < 4; i++) pthread_create(&threads[i], NULL, write_text, &beside[i]);
+    for (int i = 0; i < 4; i++) pthread_join(threads[i], NULL);
+    for (int i = 0; i < 4; i++)
+        if (strcmp(beside[i].text, alone[i == 1 || i == 2].text)) return fprintf(stderr, "%d wrote another text\n", i), 1;
+    if (!strcmp(alone[0].text, alone[1].text)) return fprintf(stderr, "both wrote the same\n"), 1;
+    for (int i = 0; i < 2; i++) llamac_close(alone[i].model);
+    return 0;
+}
+
+static int often(const char *path, int times) {
+    llamac_error error;
+    for (int i = 0; i < times; i++) {
+        llamac_model *m = open_model(path);
+        llamac_session *s = i % 4 ? NULL : llamac_start(m, &(llamac_options){.positions = 4, .n_threads = 1 + i % 3}, &error);
+        int n, *tokens = llamac_encode(m, "One day", 7, true, &n, &error);
+        if (s && !llamac_forward(s, tokens, 2, 0, &error)) give_up(&error);
+        llamac_free(tokens);
+        llamac_stop(s);
+        llamac_close(m);
+        if (llamac_open("/dev/null", 0, &error) || llamac_open_memory("GGUF", 4, 0, NULL)) return 1;
+    }
+    return 0;
+}
+
+// Prints what each mistake is answered with.
+static int wrong(const char *path) {
+    llamac_error e;
+    llamac_model *m = open_model(path);
+    int token = 1, beyond = llamac_describe(m).vocab_size, n;
+    llamac_session *s = llamac_start(m, NULL, &e);
+    llamac_sampler greedy = {0};
+    double nll;
+    if (!s) give_up(&e);
+#define REFUSED(call) do { strcpy(e.text, "-"); if (call) return fprintf(stderr, "taken: %s\n", #call), 1; puts(e.text); } while (0)
+    REFUSED(llamac_sample(s, &greedy, &e) >= 0);
+    REFUSED(llamac_forward(s, &token, 1, llamac_positions(s), &e));
+    REFUSED(llamac_forward(s, &token, 1, -1, &e));
+    REFUSED(llamac_forward(s, &token, 0, 0, &e));
+    REFUSED(llamac_forward(s, &beyond, 1, 0, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.positions = 1 << 20}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.device = "abacus"}, &e));
+    REFUSED(llamac_encode_turn(m, true, NULL, "a", 1, &n, &e));
+    REFUSED(llamac_use_template(m, "vicuna", &e));
+    REFUSED(llamac_open("no such file", 0, &e));
+    REFUSED(llamac_open_tokenizer(m, path, &e));
+    REFUSED(llamac_nll(s, 0, 0, &nll, &e));
+    llamac_stop(s);
+    llamac_close(m);
+    return 0;
+}
+
+int main(int argc, char **argv) {
+    if (argc == 4 && !strcmp(argv[1], "twice")) return twice(argv[2], argv[3]);
+    if (argc == 4 && !strcmp(argv[1], "often")) return often(argv[2], atoi(argv[3]));
+    return argc == 3 ? wrong(argv[2]) : 2;
+}

@@ -1,0 +1,69 @@
+"""The C library from outside: two models in one process, opens and closes, what it exports, the example."""
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.conftest import LIBRARY, ROOT, SANITIZE, compile_c
+from tests.test_run import Model, run
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    return compile_c(tmp_path_factory.mktemp("library") / "library", *SANITIZE, "tests/library.c", *LIBRARY)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    Model(heads=8, kv=2, tied=False).write_gguf(folder / "one.gguf")
+    Model(seed=5).write_gguf(folder / "other.gguf", "q8_0")
+    return folder / "one.gguf", folder / "other.gguf"
+
+
+def call(*command):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_two_models_used_by_threads_write_their_own_texts(program, models):
+    call(program, "twice", *models)
+
+
+def test_a_thousand_opens_and_closes_leak_nothing(program, models):
+    call(program, "often", models[0], 1000)
+
+
+def test_mistakes_are_answered_in_one_line(program, models):
+    said = call(program, "wrong", models[0]).splitlines()
+    assert len(said) == 12 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert "room for" in said[1] and "none of the vocabulary" in said[4] and "no such file" in said[9]
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """A folder with what `make lib` makes."""
+    folder = tmp_path_factory.mktemp("lib")
+    shutil.copy(ROOT / "Makefile", folder)
+    for name in "runtime", "examples":
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.o"))
+    call("make", "-s", "-C", folder, "lib", "CFLAGS=-O1")
+    return folder
+
+
+def test_only_the_interface_is_exported(libraries):
+    declared = set(re.findall(r"LLAMAC_API [^;(]*?\b(llamac_\w+)\(", (ROOT / "runtime/llamac.h").read_text()))
+    for file, flags in ("libllamac.so", ["-D"]), ("libllamac.a", ["-g"]):
+        listed = call("nm", *flags, "--defined-only", libraries / file).splitlines()
+        assert {line.split()[2] for line in listed if len(line.split()) == 3} == declared
+
+
+def test_the_example_writes_what_run_writes(libraries, models, run_bin):
+    call("cc", "-O1", f"-I{ROOT}/runtime", ROOT / "examples/embed.c", libraries / "libllamac.a", "-lm", "-pthread",
+         "-o", libraries / "embed")
+    text = subprocess.run([libraries / "embed", models[0], "One"], capture_output=True).stdout
+    assert b"One" + text == run(run_bin, models[0], "-t", 0, "-n", 0, "--raw", "-i", "One")
+    refused = subprocess.run([libraries / "embed", "none.gguf", "One"], capture_output=True, text=True)
+    assert refused.returncode == 1 and refused.stderr == "embed MODEL TEXT: no such file\n"
