@@ -12,12 +12,13 @@ ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70
 PYTHON  ?= python3
 LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
 SOURCES := run.c $(LIBRARY)
+FORMATTED = run.c $(wildcard runtime/*.[ch] examples/*.c)
 HEADERS := $(wildcard runtime/*.h runtime/*/*.h)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help lib demo test test-long bench debug fuzz encode-long odd-strings coverage clean
+.PHONY: help lib demo test lint test-long bench debug fuzz encode-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -34,6 +35,11 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 
 test: .venv/test run ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile tests
+
+lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compiler's warnings
+	$(VENV) -m ruff check .
+	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
+	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, GPU kernels at 7 sizes of GPU (an hour)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_cuda.py

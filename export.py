@@ -15,12 +15,12 @@ import hashlib
 import json
 import math
 import mmap
-import os
 import re
 import struct
 from collections import ChainMap
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
+from collections.abc import Callable
 
 from configurator import configure, fail  # first: it answers for packages that are missing
 

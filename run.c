@@ -17,8 +17,7 @@
 // Errors, memory, texts
 
 // Ends the program: run: <what>: <message>
-__attribute__((format(printf, 2, 3), noreturn))
-static void die(const char *what, const char *format, ...) {
+__attribute__((format(printf, 2, 3), noreturn)) static void die(const char *what, const char *format, ...) {
     char message[600];
     va_list args;
     va_start(args, format);
@@ -39,7 +38,10 @@ static void *resize(void *p, size_t n, size_t size) {
     return p;
 }
 
-typedef struct { char *s; size_t n, capacity; } Text; // a string that grows; may hold zero bytes
+typedef struct {
+    char *s;
+    size_t n, capacity;
+} Text; // a string that grows; may hold zero bytes
 
 enum { LONGEST_TEXT = 1 << 27 }; // bytes; what comes from an endless stream ends here
 
@@ -56,7 +58,7 @@ static Text read_file(const char *path) {
     char buffer[1 << 16];
     FILE *file = fopen(path, "rb");
     if (!file) die(path, "%s", strerror(errno));
-    for (size_t n; (n = fread(buffer, 1, sizeof buffer, file)); ) append(&text, buffer, n);
+    for (size_t n; (n = fread(buffer, 1, sizeof buffer, file));) append(&text, buffer, n);
     if (ferror(file)) die(path, "%s", strerror(errno));
     fclose(file);
     return text;
@@ -72,7 +74,11 @@ static double seconds(void) {
 // ----------------------------------------------------------------------------
 // Printing: whole UTF-8 characters, and none that a terminal could take for a command
 
-typedef struct { bool raw; char held[4]; int n; } Printer; // held: the beginning of a character yet to be completed
+typedef struct {
+    bool raw;
+    char held[4];
+    int n;
+} Printer; // held: the beginning of a character yet to be completed
 
 static void print_bytes(const char *s, size_t n) {
     if (n && fwrite(s, 1, n, stdout) != n) die("stdout", "%s", strerror(errno));
@@ -191,7 +197,7 @@ static void print_token(Run *r, int previous, int token) {
 // `most`. Returns how many; *last is the latest of them, which has not been evaluated if they are `most`.
 static int continue_text(Run *r, int *last, int most) {
     llamac_error error;
-    for (int n = 0; ; feed(r, last, 1)) {
+    for (int n = 0;; feed(r, last, 1)) {
         int next = llamac_sample(r->session, &r->sampler, &error);
         if (next < 0) die("model", "%s", error.text);
         if (llamac_ends(r->model, next)) return n;
@@ -299,8 +305,8 @@ static void perplexity(Run *r, Text text) {
         for (int t = 0; t < T; t++) nll += nll_of(r, t, tokens[at + t + 1]);
         if (isatty(2)) fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
     }
-    printf("perplexity %.4f (%d tokens, %.6f nats per token, %.6f bits per byte)\n", exp(nll / inputs), inputs,
-           nll / inputs, nll / log(2) / (double)text.n);
+    printf("perplexity %.4f (%d tokens, %.6f nats per token, %.6f bits per byte)\n", exp(nll / inputs), inputs, nll / inputs,
+           nll / log(2) / (double)text.n);
     llamac_free(tokens);
 }
 
@@ -348,8 +354,8 @@ static void bench(const Run *r, double began, bool json) {
                   "only reading them      %12.2f GB/s\n"
                   "share                  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
-           b.n_threads, b.first * 1e3, b.prompt, b.prompt_speed, b.decoded, b.decode_speed, b.bytes,
-           b.bytes * b.decode_speed / 1e9, b.bandwidth / 1e9, b.share, b.peak / (1 << 20));
+           b.n_threads, b.first * 1e3, b.prompt, b.prompt_speed, b.decoded, b.decode_speed, b.bytes, b.bytes * b.decode_speed / 1e9,
+           b.bandwidth / 1e9, b.share, b.peak / (1 << 20));
 }
 
 // ----------------------------------------------------------------------------
@@ -442,8 +448,7 @@ static Options parse_options(int argc, char **argv) {
     if (o.tokenize + o.logits + o.verify + o.bench + (o.perplexity != NULL) > 1)
         die("options", "expected only one of --tokenize, --logits, --verify, --bench and --perplexity");
     if (o.json && !o.bench) die("--json", "expected --bench beside it");
-    if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat"))
-        die("-m", "'%s' is no mode, expected generate or chat", o.mode);
+    if (strcmp(o.mode, "generate") && strcmp(o.mode, "chat")) die("-m", "'%s' is no mode, expected generate or chat", o.mode);
     if (strcmp(o.device, "cpu") && strcmp(o.device, "cuda") && strcmp(o.device, "auto"))
         die("--device", "'%s' is no device, expected cpu, cuda or auto", o.device);
     if (!strcmp(o.device, "cuda") && strcmp(default_device, "cuda") != 0)
@@ -477,10 +482,11 @@ int main(int argc, char **argv) {
     Options o = parse_options(argc, argv);
     Run r = {0};
     load(&r, &o, !o.verify && !o.bench);
-    if (o.context > r.info.seq_len)
-        die("-c", "%.0f tokens, but the model's context is %d", o.context, r.info.seq_len);
-    r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len, .n_threads = (int)o.threads,
-                                 .device = o.device, .no_copy = o.no_copy};
+    if (o.context > r.info.seq_len) die("-c", "%.0f tokens, but the model's context is %d", o.context, r.info.seq_len);
+    r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len,
+                                 .n_threads = (int)o.threads,
+                                 .device = o.device,
+                                 .no_copy = o.no_copy};
     r.printer.raw = o.raw;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL)};

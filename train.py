@@ -357,6 +357,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     model = parallel.wrap(raw_model)
     model = torch.compile(model) if compile else model
     resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
+    norm, rate = None, None  # of the last step
     bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
                dynamic_ncols=True)
     while True:

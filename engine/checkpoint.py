@@ -467,9 +467,9 @@ def load(folder, part="model", check=True):
         if manifest["version"] != VERSION:
             fail(f"{folder}: checkpoint version {manifest['version']}, this program reads version {VERSION}")
         shards = sorted(file for file in manifest["files"] if file.startswith("shard-"))
-        for path in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path] if check else []:
-            if sha256(path) != manifest["files"][path.name][1]:
-                fail(f"{path}: damaged, its content is not what was saved; use another checkpoint")
+        for file in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path] if check else []:
+            if sha256(file) != manifest["files"][file.name][1]:
+                fail(f"{file}: damaged, its content is not what was saved; use another checkpoint")
         content = torch.load(path, map_location="cpu", weights_only=True)
         return content | {name: Shards(folder, name)} if shards else content
     except Exception as e:  # whatever a file may hold that this program did not write

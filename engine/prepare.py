@@ -414,7 +414,8 @@ def blocks(path, whole_lines):
             try:
                 block[:cut].decode()
             except UnicodeDecodeError as e:
-                raise Unfit(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text")
+                raise Unfit(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text"
+                            ) from e
             if cut:
                 yield offset, block[:cut]
             if not fresh:
@@ -675,7 +676,7 @@ def assemble(job, rows, partial, tokenizer):
     parts = [partial / "parts" / f"{n}.npz" for n in range(len(part_starts(job, rows)) - 1)]
     dtype, tokens, counts = token_type(tokenizer), {}, np.zeros((2, 3))
     for split in ("train", "val"):
-        def join(f):
+        def join(f, split=split):
             for path in parts:
                 with np.load(path) as part:
                     f.write(part[split].tobytes())

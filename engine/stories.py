@@ -134,7 +134,7 @@ def derive_one(symbol, text, at, kept):
                 yield end, {**known, rule: text[at:end]} if kind == "{" else known, bits + BITS[rule]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def measure(sequence, kept=frozenset()):
     """
     Everything `sequence` derives once the rules in `kept` are settled, as {kept after it: (probability, number of

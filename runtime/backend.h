@@ -5,8 +5,7 @@
 
 // Not a number and infinity have to be seen where they come up, and small numbers must not become zero. The last of the
 // macros is 0 with any of GCC's flags that -ffast-math stands for.
-#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) \
-    || (defined(__GCC_IEC_559) && !__GCC_IEC_559)
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) || (defined(__GCC_IEC_559) && !__GCC_IEC_559)
 #error "compile with -O3 instead of -Ofast, -ffast-math or the like: they remove the checks for broken numbers"
 #endif
 

@@ -12,8 +12,7 @@ typedef llamac_error Error;
 
 // Writes the message to e (if it is not NULL) and returns false. Text may come from a stranger's file, so whatever a terminal
 // could take for a command becomes a question mark.
-__attribute__((format(printf, 2, 3)))
-static inline bool fail(Error *e, const char *format, ...) {
+__attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const char *format, ...) {
     if (!e) return false;
     char text[sizeof e->text]; // apart, because an argument may be an earlier message
     va_list args;
@@ -27,8 +26,14 @@ static inline bool fail(Error *e, const char *format, ...) {
 }
 
 // In functions that return whether all is well and have an Error *e
-#define CHECK(condition, ...) do { if (!(condition)) return fail(e, __VA_ARGS__); } while (0)
-#define TRY(call) do { if (!(call)) return false; } while (0)
+#define CHECK(condition, ...) \
+    do { \
+        if (!(condition)) return fail(e, __VA_ARGS__); \
+    } while (0)
+#define TRY(call) \
+    do { \
+        if (!(call)) return false; \
+    } while (0)
 
 static const char no_memory[] = "not enough memory";
 
@@ -37,7 +42,11 @@ static inline void *resize(void *p, size_t n, size_t size) {
     return n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // one more than asked, so that none is not zero bytes
 }
 
-typedef struct { char *s; size_t n, capacity; bool failed; } Text; // a string that grows; may hold zero bytes
+typedef struct {
+    char *s;
+    size_t n, capacity;
+    bool failed;
+} Text; // a string that grows; may hold zero bytes
 
 enum { LONGEST_TEXT = 1 << 27 }; // bytes
 
@@ -56,8 +65,15 @@ static inline void append(Text *text, const char *s, size_t n) {
 
 static inline void append_string(Text *text, const char *s) { append(text, s, strlen(s)); }
 
-typedef struct { const uint8_t *bytes; size_t size, at; bool failed; } Reader;
-typedef struct { const char *s; size_t n; } String;
+typedef struct {
+    const uint8_t *bytes;
+    size_t size, at;
+    bool failed;
+} Reader;
+typedef struct {
+    const char *s;
+    size_t n;
+} String;
 
 // The next n bytes, or NULL past the end; the reader remembers that it failed.
 static inline const uint8_t *take(Reader *r, uint64_t n) {

@@ -15,6 +15,7 @@ struct Template {
     bool bos, strip;          // the template itself says BOS; space around the words goes
 };
 
+// clang-format off
 #define CHATML "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}" \
                "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 #define ZEPHYR(end) "{% for message in messages %}" \
@@ -46,6 +47,7 @@ static const Template templates[] = {
      .open = BOS "[INST] ", .system_open = "<<SYS>>\n", .system_close = "\n<</SYS>>\n\n",
      .user_open = "", .user_close = " [/INST]", .answer_close = EOS},
 };
+// clang-format on
 enum { N_TEMPLATES = sizeof templates / sizeof *templates };
 
 static const Template *template_named(const char *name) {

@@ -43,13 +43,18 @@ static const char *const keys[N_KEYS] = {
 
 // More of llama.*: keys that are fine with the one value that says what forward computes, and those that change nothing
 // that it computes. All others are refused, since they may.
-static const struct { const char *key; double value; } fixed_keys[] = {
-    {"llama.attention.causal", 1}, {"llama.attention.clamp_kqv", 0}, {"llama.attention.max_alibi_bias", 0},
-    {"llama.expert_count", 0}, {"llama.expert_used_count", 0}, {"llama.rope.scaling.attn_factor", 1},
+static const struct {
+    const char *key;
+    double value;
+} fixed_keys[] = {
+    {"llama.attention.causal", 1},      {"llama.attention.clamp_kqv", 0}, {"llama.attention.max_alibi_bias", 0},
+    {"llama.expert_count", 0},          {"llama.expert_used_count", 0},   {"llama.rope.scaling.attn_factor", 1},
     {"llama.use_parallel_residual", 0},
 };
 static const char *const idle_keys[] = {
-    "llama.pooling_type", "llama.rope.scaling.finetuned", "llama.rope.scaling.original_context_length",
+    "llama.pooling_type",
+    "llama.rope.scaling.finetuned",
+    "llama.rope.scaling.original_context_length",
     "llama.tensor_data_layout",
 };
 
@@ -66,8 +71,7 @@ static bool take_value(Reader *r, Value *v, Error *e) {
     v->data = *r;
     if (v->kind == STRING)
         for (uint64_t i = 0; i < v->count && !r->failed; i++) take_string(r);
-    else
-        take(r, v->count > r->size ? UINT64_MAX : v->count * kind_size[v->kind]);
+    else take(r, v->count > r->size ? UINT64_MAX : v->count * kind_size[v->kind]);
     CHECK(!r->failed, "metadata runs past the end of the file");
     return true;
 }
@@ -81,7 +85,12 @@ static bool number_of(Value v, const char *key, double *out, Error *e) {
     case I16: *out = (int16_t)bits; break;
     case I32: *out = (int32_t)bits; break;
     case I64: *out = (double)(int64_t)bits; break;
-    case FLOAT: { float f; memcpy(&f, &bits, 4); *out = f; break; }
+    case FLOAT: {
+        float f;
+        memcpy(&f, &bits, 4);
+        *out = f;
+        break;
+    }
     case DOUBLE: memcpy(out, &bits, 8); break;
     default: *out = (double)bits;
     }
@@ -101,8 +110,7 @@ static bool check_other_key(String key, Value v, Error *e) {
                   fixed_keys[i].value);
             return true;
         }
-    return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes",
-                (int)(key.n < 80 ? key.n : 80), key.s);
+    return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes", (int)(key.n < 80 ? key.n : 80), key.s);
 }
 
 bool llamac_take_metadata(Reader *r, uint64_t count, Value values[N_KEYS], Error *e) {
@@ -132,8 +140,8 @@ bool llamac_get_number(const Value *values, int key, double fallback, double *ou
 bool llamac_get_int(const Value *values, int key, double fallback, int *out, Error *e) {
     double number;
     TRY(llamac_get_number(values, key, fallback, &number, e));
-    CHECK(number >= 0 && number <= INT_MAX && number == floor(number),
-          "metadata key %s is %g, expected a whole number", keys[key], number);
+    CHECK(number >= 0 && number <= INT_MAX && number == floor(number), "metadata key %s is %g, expected a whole number", keys[key],
+          number);
     *out = (int)number;
     return true;
 }
@@ -142,4 +150,3 @@ String llamac_get_string(const Value *values, int key) {
     Value v = values[key];
     return v.present && v.kind == STRING && !v.is_array ? take_string(&v.data) : (String){"", 0};
 }
-

@@ -5,11 +5,17 @@
 #include <unistd.h>
 #include "model.h"
 
-typedef struct { float (*largest)(const float *, int); float (*exponentials)(float *, float, float, int); } Kernels;
+typedef struct {
+    float (*largest)(const float *, int);
+    float (*exponentials)(float *, float, float, int);
+} Kernels;
 static const Kernels host_math = {cpu_largest, cpu_exponentials};
 static const Kernels *llamac_cpu_kernels(void) { return &host_math; }
 
-typedef struct { float p; int token; } Candidate;
+typedef struct {
+    float p;
+    int token;
+} Candidate;
 
 struct llamac_session {
     Model model;             // as the file has it, or where the backend moved its weights
@@ -57,7 +63,8 @@ static void forward(llamac_session *s, const int *tokens, int T, int pos) {
 
 bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
     int vocab_size = s->model.config.vocab_size;
-    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos, "%d tokens at position %d, but there is room for %d", n, pos, s->positions);
+    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos, "%d tokens at position %d, but there is room for %d", n, pos,
+          s->positions);
     CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
     for (int i = 0; i < n; i++)
         CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d", tokens[i], vocab_size);
@@ -99,14 +106,14 @@ static int default_threads(void) {
 // The backend, and what forward works on; nothing of it is left open where that fails.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
-    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions)
-                            : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
+    const char *wrong =
+        gpu ? llamac_cuda_open(&s->backend, m, s->positions) : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
     bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose;
     bool ok = (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.dim))
-           && (!here || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
+              && (!here || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
     if (!ok) b->close(b), s->backend = NULL;
     CHECK(ok, "not enough memory for the activations");
     return true;
@@ -139,7 +146,9 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
 }
 
 // What bench.c asks.
-double llamac_bandwidth(const llamac_session *s, const uint8_t *bytes, size_t n) { return s->backend->bandwidth(s->backend, bytes, n); }
+double llamac_bandwidth(const llamac_session *s, const uint8_t *bytes, size_t n) {
+    return s->backend->bandwidth(s->backend, bytes, n);
+}
 
 int llamac_threads(const llamac_session *s) { return s->n_threads; }
 

@@ -81,8 +81,8 @@ LLAMAC_API int llamac_utf8(const char *s, size_t n);
 LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_error *);
 
 // The tokens of a user's turn, up to where the answer begins; like llamac_encode. `system` (NULL: none) counts in the first turn.
-LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system, const char *words, size_t n,
-                                   int *n_tokens, llamac_error *);
+LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system, const char *words, size_t n, int *n_tokens,
+                                   llamac_error *);
 
 // Whether a token ends a text, or an answer by the chat template in use.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
@@ -151,7 +151,8 @@ typedef struct {
 
 // How fast a model runs here: a prompt of up to 128 tokens, and up to `decoded` tokens one by one from an empty cache.
 // began: a time by CLOCK_MONOTONIC, in seconds, from which the first token is timed.
-LLAMAC_API bool llamac_bench(const llamac_model *, const llamac_options *, int decoded, double began, llamac_speed *, llamac_error *);
+LLAMAC_API bool llamac_bench(const llamac_model *, const llamac_options *, int decoded, double began, llamac_speed *,
+                             llamac_error *);
 
 #ifdef __cplusplus
 }

@@ -14,7 +14,12 @@ enum { TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NO
 
 // The name in GGUF (per layer behind "blk.<layer>."), the place in Layer or Weights, and the shape:
 // V vocab_size, D dim, K kv_dim, F hidden_dim; the norms have one row.
-static const struct { const char *name; bool per_layer; size_t place; char rows, cols; } tensors[N_TENSORS] = {
+static const struct {
+    const char *name;
+    bool per_layer;
+    size_t place;
+    char rows, cols;
+} tensors[N_TENSORS] = {
     [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding), 'V', 'D'},
     [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm), '1', 'D'},
     [WQ] = {"attn_q.weight", true, offsetof(Layer, wq), 'D', 'D'},
@@ -46,7 +51,8 @@ static uint64_t bytes_of(const Mat *m) {
     uint64_t n = (uint64_t)m->rows * m->cols; // below 2^44 by check_config
     switch (m->type) {
     case F32: return 4 * n;
-    case F16: case BF16: return 2 * n;
+    case F16:
+    case BF16: return 2 * n;
     case Q8_0: return n / 32 * 34;
     case Q4_0: return n / 32 * 18;
     default: return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
@@ -57,21 +63,23 @@ enum { MOST_LAYERS = 1 << 12 };
 
 // The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
 static bool check_config(Config *c, Error *e) {
-    const struct { const char *name; int value, most; } sizes[] = {
-        {"dim", c->dim, 1 << 20}, {"hidden_dim", c->hidden_dim, 1 << 22}, {"n_layers", c->n_layers, MOST_LAYERS},
-        {"n_heads", c->n_heads, c->dim}, {"n_kv_heads", c->n_kv_heads, c->n_heads},
-        {"vocab_size", c->vocab_size, 1 << 24}, {"seq_len", c->seq_len, 1 << 24},
+    const struct {
+        const char *name;
+        int value, most;
+    } sizes[] = {
+        {"dim", c->dim, 1 << 20},         {"hidden_dim", c->hidden_dim, 1 << 22},    {"n_layers", c->n_layers, MOST_LAYERS},
+        {"n_heads", c->n_heads, c->dim},  {"n_kv_heads", c->n_kv_heads, c->n_heads}, {"vocab_size", c->vocab_size, 1 << 24},
+        {"seq_len", c->seq_len, 1 << 24},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most,
-              "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value, sizes[i].most);
+        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most, "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value,
+              sizes[i].most);
     CHECK(c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
     CHECK(c->dim / c->n_heads % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->dim / c->n_heads);
     CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
     CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
     CHECK(c->rope_theta > 0 && isfinite(c->rope_theta), "rope_theta is %g, expected more than 0", c->rope_theta);
-    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0",
-          c->rope_scaling);
+    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0", c->rope_scaling);
     c->head_dim = c->dim / c->n_heads;
     c->kv_dim = c->n_kv_heads * c->head_dim;
     return true;
@@ -122,11 +130,19 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
     if (version == 2) memcpy(&group, bytes + 37, 4);
     CHECK(version != 2 || group > 0, "the group size is %d, expected 1 or more", group);
 
-    m->config = (Config){.dim = header[0], .hidden_dim = header[1], .n_layers = header[2], .n_heads = header[3],
-                         .n_kv_heads = header[4], .vocab_size = header[5], .seq_len = header[6],
-                         .norm_eps = 1e-5f, .rope_theta = 10000, .rope_scaling = 1};
+    m->config = (Config){.dim = header[0],
+                         .hidden_dim = header[1],
+                         .n_layers = header[2],
+                         .n_heads = header[3],
+                         .n_kv_heads = header[4],
+                         .vocab_size = header[5],
+                         .seq_len = header[6],
+                         .norm_eps = 1e-5f,
+                         .rope_theta = 10000,
+                         .rope_scaling = 1};
     Error wrong;
-    CHECK(check_config(&m->config, &wrong), "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ", wrong.text);
+    CHECK(check_config(&m->config, &wrong), "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ",
+          wrong.text);
     uint64_t end = lay_out(m, bytes, start, version, group, tied);
     CHECK(end == size, "the file has %zu bytes, its header makes %llu", size, (unsigned long long)end);
     CHECK((m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer))), no_memory);
@@ -159,8 +175,8 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
     CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", llamac_key(SCALING_FACTOR), factor,
           llamac_key(SCALE_LINEAR), scale);
-    CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"),
-          "RoPE scaling '%.*s' is not supported, only linear", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
+    CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"), "RoPE scaling '%.*s' is not supported, only linear",
+          (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
     c->norm_eps = (float)eps, c->rope_theta = (float)theta;
     c->rope_scaling = equals(scaling, "none") ? 1 : (float)factor;
     TRY(check_config(c, e));
@@ -190,17 +206,18 @@ static int find_tensor(String name, const Config *c, int *layer) {
         if (at == 4 || at == name.n || name.s[at++] != '.' || *layer >= c->n_layers) return N_TENSORS;
     }
     int tensor = 0;
-    while (tensor < N_TENSORS && (tensors[tensor].per_layer != per_layer
-                                  || !equals((String){name.s + at, name.n - at}, tensors[tensor].name))) tensor++;
+    while (tensor < N_TENSORS
+           && (tensors[tensor].per_layer != per_layer || !equals((String){name.s + at, name.n - at}, tensors[tensor].name)))
+        tensor++;
     return tensor;
 }
 
 // A tensor's type for messages: ggml's name, or its number.
 static const char *type_name(uint32_t type, char text[12]) {
     static const char *const names[] = {
-        "F32", "F16", "Q4_0", "Q4_1", [6] = "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K",
-        "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64",
-        "IQ1_M", "BF16", [34] = "TQ1_0", "TQ2_0", [39] = "MXFP4",
+        "F32",  "F16",  "Q4_0", "Q4_1",    [6] = "Q5_0", "Q5_1",    "Q8_0",  "Q8_1",         "Q2_K",  "Q3_K",         "Q4_K",
+        "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS",     "IQ3_XXS", "IQ1_S", "IQ4_NL",       "IQ3_S", "IQ2_S",        "IQ4_XS",
+        "I8",   "I16",  "I32",  "I64",     "F64",        "IQ1_M",   "BF16",  [34] = "TQ1_0", "TQ2_0", [39] = "MXFP4",
     };
     bool known = type < sizeof names / sizeof *names && names[type];
     snprintf(text, 12, "%u", type);
@@ -229,7 +246,8 @@ static bool check_list(Reader *r, const Config *c, uint64_t count, Error *e) {
             if (seen[layer][i] || (layer && !tensors[i].per_layer)) continue;
             Mat mat = shape_of(c, i, F32);
             if (tensors[i].per_layer) snprintf(text, sizeof text, "blk.%d.", layer);
-            return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows, mat.cols);
+            return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows,
+                        mat.cols);
         }
     return true;
 }
@@ -250,10 +268,12 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
           is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
-          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1],
-          (unsigned long long)dims[0], mat.rows, mat.cols);
-    CHECK((type != Q8_0 && type != Q4_0) || mat.cols % 32 == 0, "tensor %.*s: rows of %d numbers do not split into "
-          "blocks of 32", shown, name.s, mat.cols);
+          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1], (unsigned long long)dims[0],
+          mat.rows, mat.cols);
+    CHECK((type != Q8_0 && type != Q4_0) || mat.cols % 32 == 0,
+          "tensor %.*s: rows of %d numbers do not split into "
+          "blocks of 32",
+          shown, name.s, mat.cols);
     uint64_t expected = (*end + alignment - 1) / alignment * alignment;
     CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
           (unsigned long long)expected);
@@ -319,14 +339,13 @@ bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, 
 
 // Round constants of SHA-256: the first 32 bits of the fractions of the first 64 primes' cube roots.
 static const uint32_t sha256_rounds[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
-    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
-    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
-    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
-    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
-    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
-    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01,
+    0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc,
+    0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147,
+    0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08,
+    0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208,
+    0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
@@ -336,15 +355,14 @@ static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
     for (int i = 0; i < 16; i++)
         w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8 | block[4 * i + 3];
     for (int i = 16; i < 64; i++)
-        w[i] = w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3)
-             + w[i - 7] + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
+        w[i] = w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7]
+               + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
     memcpy(h, state, sizeof h);
     for (int i = 0; i < 64; i++) {
         uint32_t a = h[0], e = h[4];
-        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25))
-                     + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
-        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
-                     + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
+        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) + ((e & h[5]) ^ (~e & h[6]))
+                       + sha256_rounds[i] + w[i];
+        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
         for (int k = 7; k > 0; k--) h[k] = h[k - 1];
         h[4] += one;
         h[0] = one + two;
@@ -372,7 +390,8 @@ bool llamac_verify(const llamac_model *model, Error *e) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
     if (m->list_sha256) sha256(m->list, m->list_size, found);
-    CHECK(!m->list_sha256 || !memcmp(found, m->list_sha256, 64), "its checksum is another file's: a program that wrote its "
+    CHECK(!m->list_sha256 || !memcmp(found, m->list_sha256, 64),
+          "its checksum is another file's: a program that wrote its "
           "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
     sha256(m->data, m->data_size, found);
     CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
@@ -449,9 +468,17 @@ void llamac_close(llamac_model *m) {
 llamac_info llamac_describe(const llamac_model *m) {
     const Config *c = &m->weights.config;
     const Tokenizer *t = &m->tokenizer;
-    llamac_info info = {.dim = c->dim, .hidden_dim = c->hidden_dim, .n_layers = c->n_layers, .n_heads = c->n_heads,
-                        .n_kv_heads = c->n_kv_heads, .vocab_size = c->vocab_size, .seq_len = c->seq_len,
-                        .has_tokenizer = t->pieces, .bos = -1, .eos = -1, .eot = -1};
+    llamac_info info = {.dim = c->dim,
+                        .hidden_dim = c->hidden_dim,
+                        .n_layers = c->n_layers,
+                        .n_heads = c->n_heads,
+                        .n_kv_heads = c->n_kv_heads,
+                        .vocab_size = c->vocab_size,
+                        .seq_len = c->seq_len,
+                        .has_tokenizer = t->pieces,
+                        .bos = -1,
+                        .eos = -1,
+                        .eot = -1};
     if (t->pieces) info.add_bos = t->add_bos, info.bos = t->bos, info.eos = t->eos, info.eot = t->eot;
     return info;
 }

@@ -14,11 +14,42 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "model files are littl
 enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, STRING, ARRAY, U64, I64, DOUBLE, N_KINDS };
 
 // Keys that are read; gguf.c has their names.
-enum { ARCHITECTURE, ALIGNMENT, CONTEXT_LENGTH, EMBEDDING_LENGTH, BLOCK_COUNT, FEED_FORWARD_LENGTH, HEAD_COUNT,
-       HEAD_COUNT_KV, KEY_LENGTH, VALUE_LENGTH, SLIDING_WINDOW, NORM_EPS, ROPE_DIMENSION, ROPE_BASE, SCALING_TYPE,
-       SCALING_FACTOR, SCALE_LINEAR, VOCAB_SIZE, QUANTIZATION_VERSION,
-       TOKENIZER, TOKENS, SCORES, TOKEN_TYPES, BOS_ID, EOS_ID, EOT_ID, UNK_ID, ADD_BOS, SPACE_PREFIX, EXTRA_SPACES,
-       CHAT_TEMPLATE, CHECKSUM, LIST_CHECKSUM, N_KEYS };
+enum {
+    ARCHITECTURE,
+    ALIGNMENT,
+    CONTEXT_LENGTH,
+    EMBEDDING_LENGTH,
+    BLOCK_COUNT,
+    FEED_FORWARD_LENGTH,
+    HEAD_COUNT,
+    HEAD_COUNT_KV,
+    KEY_LENGTH,
+    VALUE_LENGTH,
+    SLIDING_WINDOW,
+    NORM_EPS,
+    ROPE_DIMENSION,
+    ROPE_BASE,
+    SCALING_TYPE,
+    SCALING_FACTOR,
+    SCALE_LINEAR,
+    VOCAB_SIZE,
+    QUANTIZATION_VERSION,
+    TOKENIZER,
+    TOKENS,
+    SCORES,
+    TOKEN_TYPES,
+    BOS_ID,
+    EOS_ID,
+    EOT_ID,
+    UNK_ID,
+    ADD_BOS,
+    SPACE_PREFIX,
+    EXTRA_SPACES,
+    CHAT_TEMPLATE,
+    CHECKSUM,
+    LIST_CHECKSUM,
+    N_KEYS
+};
 
 typedef struct {
     bool present, is_array;
@@ -43,7 +74,11 @@ String llamac_get_string(const Value *values, int key); // "" when it is absent,
 
 enum { NORMAL = 1, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE }; // sentencepiece's and GGUF's numbers
 
-typedef struct { const char *s; float score; signed n : 28, type : 4; } Piece; // no larger than its entry in a file
+typedef struct {
+    const char *s;
+    float score;
+    signed n : 28, type : 4;
+} Piece; // no larger than its entry in a file
 
 typedef struct {
     Piece *pieces;                // (vocab_size,) texts lie in the file
@@ -81,7 +116,10 @@ int *llamac_encode_text(const Tokenizer *, const char *s, size_t n, bool bos, bo
 // ----------------------------------------------------------------------------
 // Models (model.c)
 
-typedef struct { const uint8_t *bytes; size_t size; } File; // mapped; NULL: none
+typedef struct {
+    const uint8_t *bytes;
+    size_t size;
+} File; // mapped; NULL: none
 
 typedef struct Template Template; // of a chat (chat.c)
 

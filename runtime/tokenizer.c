@@ -50,7 +50,7 @@ static int compare_symbols(const void *a, const void *b) {
 static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) {
     size_t space = strlen(t->space);
     return at + space <= n && memcmp(s + at, t->space, space) == 0
-        && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
+           && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
 }
 
 // A vocabulary has no byte pieces, and what is not in it is unknown; or it has one for each byte that text may have to fall
@@ -112,8 +112,8 @@ bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int v
     CHECK(!r.failed, "the file ends inside a token");
     CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found, longest);
     CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
-    *t = (Tokenizer){.vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true,
-                     .bos = 1, .eos = 2, .unk = 0, .eot = -1};
+    *t = (Tokenizer){
+        .vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true, .bos = 1, .eos = 2, .unk = 0, .eot = -1};
     CHECK(vocab_size > 2, "%d tokens, expected at least 3", vocab_size);
     CHECK((t->pieces = resize(NULL, n, sizeof *t->pieces)), no_memory);
     for (uint32_t i = 0; i < n; i++) {
@@ -138,13 +138,16 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     bool characters = equals(kind, "t5"); // what is written for llama.cpp where no piece is longer and none is a byte
     CHECK(characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
           "the tokenizer is not 'llama' (sentencepiece)");
-    const struct { int key; uint32_t kind; } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
+    const struct {
+        int key;
+        uint32_t kind;
+    } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
     for (int i = 0; i < 3; i++) {
         const Value *a = &v[arrays[i].key];
         CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
               llamac_key(arrays[i].key));
-        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens",
-              llamac_key(arrays[i].key), (unsigned long long)a->count, vocab_size);
+        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens", llamac_key(arrays[i].key),
+              (unsigned long long)a->count, vocab_size);
     }
     int space_prefix, extra_spaces_removed, add_bos;
     *t = (Tokenizer){.vocab_size = vocab_size, .space = LOWER_BLOCK, .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
@@ -233,18 +236,29 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
     return out;
 }
 
-typedef struct { const char *s; int n, previous, next, symbol; } Part; // of the text; symbol: a fixed piece, or -1
-typedef struct { float score; int left, right, n; } Merge;             // of two parts into one of n bytes
-typedef struct { Merge *merges; int n, capacity; bool failed; } Heap;  // the best first
+typedef struct {
+    const char *s;
+    int n, previous, next, symbol;
+} Part; // of the text; symbol: a fixed piece, or -1
+typedef struct {
+    float score;
+    int left, right, n;
+} Merge;             // of two parts into one of n bytes
+typedef struct {
+    Merge *merges;
+    int n, capacity;
+    bool failed;
+} Heap;  // the best first
 
-static bool better(const Merge *a, const Merge *b) {
-    return a->score > b->score || (a->score == b->score && a->left < b->left);
-}
+static bool better(const Merge *a, const Merge *b) { return a->score > b->score || (a->score == b->score && a->left < b->left); }
 
 static void push(Heap *h, Merge merge) {
     if (h->n == h->capacity) {
         Merge *larger = resize(h->merges, 2 * h->capacity + 64, sizeof(Merge));
-        if (!larger) { h->failed = true; return; }
+        if (!larger) {
+            h->failed = true;
+            return;
+        }
         h->merges = larger, h->capacity = 2 * h->capacity + 64;
     }
     int i = h->n++;

@@ -3,7 +3,6 @@ The long proof that tracking never stops a training (part of make test-long): fo
 figures that doc/lab/tracking.md quotes.
 """
 import os
-import os
 import signal
 import socket
 import threading

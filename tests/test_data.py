@@ -21,7 +21,7 @@ import torch
 
 import data
 from engine import prepare, stories
-from tokenizer import Tokenizer, train_tokenizer
+from tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = "the quick brown fox jumps over a lazy dog while naïve cats watch from high walls 12 times\n".split(" ")

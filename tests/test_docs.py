@@ -99,7 +99,7 @@ def serve(address):
     """Run the commands of clients, each in a process of its own that has torch."""
     import safetensors.torch  # noqa: F401
     import sentencepiece  # noqa: F401
-    import torch  # noqa: F401
+    import torch
     import torch.distributed.run  # noqa: F401
     import tqdm  # noqa: F401
     gc.collect()

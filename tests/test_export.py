@@ -1,6 +1,5 @@
 """Model files: the bytes of llama2.c's formats, GGUF as the gguf package reads it, Hugging Face folders, and damage."""
 import hashlib
-import json
 import random
 import resource
 import struct

@@ -1,6 +1,5 @@
 """Sweep files, run here with a trainer that only pretends, and read the way `wandb agent` does."""
 import importlib.util
-import json
 import random
 import subprocess
 import sys

@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+import torch
 
-from export import export_model, vocabulary_of  # noqa: E402
-from model import ModelArgs, Transformer  # noqa: E402
+from export import export_model, vocabulary_of
+from model import ModelArgs, Transformer
 
 SPACE = "▁"
 TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode"]
