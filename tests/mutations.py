@@ -1,43 +1,48 @@
 """
 Do the tests notice? Changes one operator, constant or condition of the program at a time, in a copy of it, and runs the tests
-of that file. Prints every change with what noticed it, and the share that was noticed; the survivors are to be read one by one.
+that run the changed line. Prints every change with what noticed it, and the share that was noticed; the survivors are to be
+read one by one.
 
+    python -m tests.mutations map             which tests run which line of Python, and whether all pass unchanged; first of all
     python -m tests.mutations 200 py          200 changes of Python files, drawn with a seed
     python -m tests.mutations 100 c           of the C program
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
---seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone.
+--seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that, --part=2/7 the
+second seventh of the draw.
+`map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
 """
 import ast
+import ctypes
+import hashlib
+import itertools
+import json
 import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from configurator import configure
 
 ROOT = Path(__file__).resolve().parents[1]
+MAP = ROOT / "cache" / "mutations"
 seed = 1          # of the draw
-workers = 2       # changes tried at a time
-limit = 400       # seconds for the tests of one change; more counts as noticed, for the suite would hang
-files = ""        # only these, separated by commas
+workers = 1       # changes tried at a time
+budget = 30       # seconds of tests for one change of Python, by the map: the quick ones first
+files = ""        # only these, separated by commas; with a minus before the first: all but these
+part = "1/1"      # this part of the draw alone
 
-# The tests that guard a file, the quick ones first: pytest ends at the first that fails.
+# The tests of Python, each module mapped alone; the tests of C files, the quick ones first: pytest ends at the first that fails.
+PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_data test_checkpoint
+    test_model test_chat test_export test_track test_track_online test_train"""
 TESTS = {
-    "model.py": "test_model test_parity test_train", "optim.py": "test_model test_train", "ops.py": "test_model test_train",
-    "configurator.py": "test_configurator", "tokenizer.py": "test_tokenizer test_encode test_export",
-    "data.py": "test_data test_train", "prepare.py": "test_data test_train", "stories.py": "test_stories test_data",
-    "export.py": "test_export test_parity", "checkpoint.py": "test_checkpoint test_train", "files.py": "test_data test_checkpoint",
-    "parallel.py": "test_train test_checkpoint", "sizes.py": "test_model test_train", "checks.py": "test_train",
-    "instruments.py": "test_track test_train", "redact.py": "test_track", "follow.py": "test_track",
-    "track.py": "test_track test_track_online test_train", "compare.py": "test_compare", "sweep.py": "test_sweep",
-    "evaluate.py": "test_evaluate", "sample.py": "test_export test_evaluate", "train.py": "test_train test_checkpoint",
     ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "token.h": "test_cuda",
     ".h": "test_kernels test_run test_parity",
 }
@@ -117,45 +122,172 @@ def guards(source):
 KINDS = {"py": (("*.py", "engine/*.py"), python_changes), "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes), "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
 
 
-def tests_of(path):
-    name = path.name if path.name in TESTS else next(key for key in TESTS if key.startswith((".", "_")) and path.name.endswith(key))
-    return [f"tests/{test}.py" for test in TESTS[name].split() if (ROOT / f"tests/{test}.py").exists()]
-
-
-def attempt(number, path, change, folder):
-    """Run the tests with one change; the name of the first that failed, or None: a survivor."""
-    copy = folder / str(number)
+def copy_to(folder):
+    """A copy of the program as it stands here."""
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
     for name in filter(None, tracked):
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, copy / name)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
+def children():
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+def pytest(folder, *words, limit, **env):
+    """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")} | env
+    (folder.parent / "tmp").mkdir()
+    with open(folder.parent / "output", "w+") as output:
+        process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=folder, env=env,
+                                   stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            while found := children():  # a subreaper's children are all orphans of its descendants, too
+                for pid in found:
+                    os.kill(pid, signal.SIGKILL)
+                    try:
+                        os.waitpid(pid, 0)
+                    except ChildProcessError:  # pytest itself, reaped by wait
+                        pass
+        output.seek(0)
+        return code, output.read()
+
+
+def adopt():
+    """Whatever the tests leave behind becomes this process's child; a signal ends it in good order."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    os.nice(5)
+
+
+def work():
+    """The start of a worker, which ends with the main program."""
+    adopt()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def digest(name):
+    return hashlib.sha256((ROOT / name).read_bytes()).hexdigest()
+
+
+def read_map(names):
+    """{test: its seconds and lines} of all tests that pass where nothing is changed; the files named are as they were mapped."""
+    found = {}
+    for path in sorted(MAP.glob("*.json")):
+        stored = json.loads(path.read_text())
+        for name in (f"tests/{path.name[:-5]}.py", *names):
+            if digest(name) != stored["files"].get(name):
+                sys.exit(f"{path.name}: {name} has changed since; run: python -m tests.mutations map {path.stem}")
+        found |= {name: test for name, test in stored["tests"].items() if test["passed"]}
+    return found or sys.exit("no map of the tests; run: python -m tests.mutations map")
+
+
+def make_map(names):
+    """Run the tests where nothing is changed, and note which lines each runs."""
+    MAP.mkdir(parents=True, exist_ok=True)
+    sources = [str(path.relative_to(ROOT)) for pattern in KINDS["py"][0] for path in ROOT.glob(pattern)]
+    for name in names or PYTHON_TESTS.split():
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder, "llamac").resolve()
+            copy_to(copy)
+            shutil.copy(ROOT / "tests/line_map.py", copy / "sitecustomize.py")
+            (copy / "line_map").mkdir()
+            code, output = pytest(copy, "-p", "sitecustomize", f"tests/{name}.py", limit=3600, PYTHONPATH=str(copy))
+            tests = json.loads((copy / "line_map.json").read_text())
+        files = {path: digest(path) for path in [*sources, f"tests/{name}.py"]}
+        (MAP / f"{name}.json").write_text(json.dumps({"files": files, "tests": tests}))
+        failed = [test for test, what in tests.items() if not what["passed"]]
+        print(f"{name}: {len(tests)} tests, {sum(t['seconds'] for t in tests.values()):.0f} s", flush=True)
+        if failed:
+            print(output, "\nThese do not pass and guard nothing:", *failed, sep="\n  ", flush=True)
+
+
+def lines_of(source, change):
+    """The lines whose tests notice a change, or None: those of every test that runs anything of the file.
+
+    In a function these are the lines of its statement, up to the change; a module's own lines run once, at the import."""
+    first, last = (source.encode()[:place].count(b"\n") + 1 for place in change[:2])
+    around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno]
+    functions = [node for node in around if isinstance(node, ast.FunctionDef) and first >= node.body[0].lineno]
+    return range(around[-1].lineno, last + 1) if functions else None
+
+
+def tests_of(path, change, tests):
+    """The tests that run what is changed, the quick ones, module after module, or the list in TESTS."""
+    name = str(path.relative_to(ROOT))
+    if not tests:
+        key = path.name if path.name in TESTS else path.suffix
+        return [f"tests/{test}.py" for test in TESTS[key].split()]
+    lines = lines_of(path.read_text(encoding="utf-8"), change)
+    wanted = lines and {f"{name}:{line}" for line in lines}
+    touching = {test: what["seconds"] for test, what in tests.items()
+                if (not wanted.isdisjoint(what["lines"]) if wanted else any(line.startswith(f"{name}:") for line in what["lines"]))}
+    chosen, total = [], 0.0
+    for test in sorted(touching, key=touching.get):
+        total += touching[test]
+        if chosen and total > budget:
+            break
+        chosen.append(test)
+    modules = {}
+    for test in chosen:
+        modules.setdefault(test.split("::")[0], []).append(test)
+    return [test for module in sorted(modules, key=lambda m: sum(touching[t] for t in modules[m])) for test in modules[module]]
+
+
+def attempt(path, change, tests, every):
+    """Run the tests with one change; the name of the first that failed, or None: a survivor."""
     begin, end, new = change
-    text = (copy / path.relative_to(ROOT)).read_bytes()
-    (copy / path.relative_to(ROOT)).write_bytes(text[:begin] + new.encode() + text[end:])
-    started = time.monotonic()
-    try:
-        done = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests_of(path)], cwd=copy,
-                              capture_output=True, text=True, timeout=limit, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
-        who = noticed[1] if noticed else None if done.returncode == 0 else f"exit code {done.returncode}"
-    except subprocess.TimeoutExpired:
-        who = f"no end within {limit} s"
-    shutil.rmtree(copy, ignore_errors=True)
+    limit = 60 + 4 * sum(every[test]["seconds"] for test in tests) if every else 600  # more is a hang, and noticed
+    name, text, started = path.relative_to(ROOT), path.read_bytes(), time.monotonic()
+    who = None
+    if tests:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            copy = Path(folder, "llamac").resolve()
+            copy_to(copy)
+            (copy / name).write_bytes(text[:begin] + new.encode() + text[end:])
+            code, output = pytest(copy, "-x", *tests, limit=limit)
+        noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
+        who = f"no end within {limit:.0f} s" if code is None else None if code == 0 else noticed[1] if noticed else f"exit code {code}"
     line = text[:begin].count(b"\n") + 1
-    old = text[begin:end].decode()
-    print(f"{'noticed ' if who else 'SURVIVED'} {path.relative_to(ROOT)}:{line} {old!r} -> {new!r}"
-          f"  [{who or ', '.join(tests_of(path))}; {time.monotonic() - started:.0f} s]", flush=True)
+    print(f"{'noticed ' if who else 'SURVIVED'} {name}:{line} {text[begin:end].decode()!r} -> {new!r}"
+          f"  [{who or f'{len(tests)} tests'}; {time.monotonic() - started:.0f} s]", flush=True)
     return who
+
+
+def is_a_change(source, change):
+    """Whether the file is still a program, and another one: in an f-string Python before 3.12 gives wrong places."""
+    begin, end, new = change
+    text = source.encode()
+    try:
+        return ast.dump(ast.parse(text[:begin] + new.encode() + text[end:])) != ast.dump(ast.parse(source))
+    except SyntaxError:
+        return False
 
 
 def main(count, kind):
     patterns, find = KINDS[kind]
-    wanted = {name for name in files.split(",") if name}
-    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern) if not wanted or path.name in wanted})
-    changes = [(path, change) for path in paths for change in find(path.read_text(encoding="utf-8"))]
-    drawn = random.Random(seed).sample(changes, min(count or len(changes), len(changes)))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
-        found = list(pool.map(lambda job: attempt(job[0], *job[1], Path(folder)), enumerate(drawn)))
+    named = set(files.removeprefix("-").split(","))
+    wanted = lambda path: not files or (path.name in named) != files.startswith("-")
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern) if wanted(path)})
+    sources = {path: path.read_text(encoding="utf-8") for path in paths}
+    changes = [(path, change) for path in paths for change in find(sources[path])]
+    random.Random(seed).shuffle(changes)
+    sound = (job for job in changes if kind != "py" or is_a_change(sources[job[0]], job[1]))
+    this, parts = map(int, part.split("/"))
+    drawn = sorted(itertools.islice(sound, count or None))
+    drawn = drawn[len(drawn) * (this - 1) // parts:len(drawn) * this // parts]
+    tests = read_map({str(path.relative_to(ROOT)) for path, _ in drawn}) if kind == "py" else None
+    with ProcessPoolExecutor(workers, initializer=work) as pool:
+        jobs = [pool.submit(attempt, path, change, tests_of(path, change, tests), tests) for path, change in drawn]
+        found = [job.result() for job in jobs]
+    for path in paths:
+        results = [who for who, (where, _) in zip(found, drawn) if where == path]
+        if results:
+            print(f"{path.relative_to(ROOT)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
     print(f"{noticed} of {len(drawn)} changes were noticed ({100 * noticed / len(drawn):.0f} %), of {len(changes)} that there are")
 
@@ -163,4 +295,8 @@ def main(count, kind):
 if __name__ == "__main__":
     words = []
     configure(globals(), positional=words)
-    main(int(words[0]), words[1])
+    if words[0] == "map":
+        adopt()
+        make_map(words[1:])
+    else:
+        main(int(words[0]), words[1])
