@@ -41,7 +41,7 @@ part = "1/1"      # this part of the draw alone
 
 # The tests of Python, each module mapped alone; the tests of C files, the quick ones first: pytest ends at the first that fails.
 PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_data test_checkpoint
-    test_model test_chat test_export test_track test_track_online test_train"""
+    test_model test_chat test_export test_parity test_track test_track_online test_train"""
 TESTS = {
     ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "token.h": "test_cuda",
     ".h": "test_kernels test_run test_parity",
@@ -217,7 +217,7 @@ def lines_of(source, change):
 
 
 def tests_of(path, change, tests):
-    """The tests that run what is changed, the quick ones, module after module, or the list in TESTS."""
+    """The tests that run what is changed, the quick ones, module after module, the file's own first; or the list in TESTS."""
     name = str(path.relative_to(ROOT))
     if not tests:
         key = path.name if path.name in TESTS else path.suffix
@@ -235,7 +235,8 @@ def tests_of(path, change, tests):
     modules = {}
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
-    return [test for module in sorted(modules, key=lambda m: sum(touching[t] for t in modules[m])) for test in modules[module]]
+    order = sorted(modules, key=lambda m: (path.stem not in m, sum(touching[test] for test in modules[m])))
+    return [test for module in order for test in modules[module]]
 
 
 def attempt(path, change, tests, every):
