@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import compare as program
+
 ROOT = Path(__file__).resolve().parents[1]
 LOSS = {2: [5.0, 3.0, 2.5], 4: [5.0, 2.0, 1.5], 16: [5.0, 4.0, 4.5]}
 
@@ -85,7 +87,35 @@ def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
     assert [round((line[-1][0] - 50) / (validation[2][-1][0] - 50), 3) for line in validation] == [0.125, 0.25, 1]
     assert min(y for line in validation for _, y in line) > 20  # within the frame
     assert validation[1][2][1] > validation[0][2][1]  # a lower loss lies lower
-    assert {t.firstChild.data for t in svg.getElementsByTagName("text")} >= {"b2", "b4", "b16", "minutes"}
+    words = svg.getElementsByTagName("text")
+    assert {t.firstChild.data for t in words} >= {"b2", "b4", "b16", "minutes"}
+    wide, high = map(float, svg.documentElement.getAttribute("viewBox").split()[2:])
+    places = [(float(t.getAttribute("x")), float(t.getAttribute("y"))) for t in words]
+    assert all(0 < x < wide and 0 < y < high for x, y in places) and len(set(places)) == len(places)  # none over another
+    at = {t.firstChild.data: x for t, (x, _) in zip(words, places) if t.getAttribute("text-anchor") == "middle"}
+    assert at["0.0003"] == pytest.approx(50 + 400 * 300 / 320, abs=0.1)  # of 320 tokens
+    lines, dots = svg.getElementsByTagName("polyline"), svg.getElementsByTagName("circle")
+    assert len(dots) == 2 * 9 and {dot.getAttribute("fill") for dot in dots} == {line.getAttribute("stroke") for line in lines}
+
+
+def test_ticks_are_round_and_within():
+    for low, high in (0, 7), (0, 0.00032), (2, 3), (0.1, 0.11), (0, 1e6):
+        found = program.ticks(low, high)
+        step = found[1] - found[0]
+        assert 3 <= len(found) <= 7 and low <= found[0] < low + step and high - step < found[-1] <= high * (1 + 1e-12)
+        assert f"{step:.0e}"[0] in "125" and float(f"{step:.0e}") == pytest.approx(step)
+    assert program.log_ticks(0.9, 12) == [1, 1.5, 2, 3, 5, 7, 10] and program.log_ticks(0.02, 0.03) == [0.02, 0.03]
+
+
+def test_values_as_the_table_shows_and_sorts_them():
+    for value, shown in ((0.00099, "0.00099"), (0.001, "0.0010"), (99.99, "99.9900"), (100.0, "100"), (12345.6, "1.235e+04"),
+                         (-0.5, "-0.5000"), (1234567, "1,234,567"), (True, "True"), (None, ""), ("a" * 40, "a" * 10),
+                         ("a" * 39, "a" * 39)):
+        assert program.text(value) == shown
+    assert sorted([None, "b", 2, "a", 1.5], key=program.rank) == [1.5, 2, "a", "b", None]
+    assert program.pad("运e\u0301", 5) == "运e\u0301  " and program.pad("ab", 4, right=True) == "  ab"
+    pauses = [{"time": t} for t in (0, 2, 4, 6, 55, 105, 106)]  # a gap above 20 usual ones and 10 s is a pause
+    assert program.seconds(pauses) == [0, 2, 4, 6, 55, 57, 58]
 
 
 def test_the_page_stands_alone_and_holds_the_values_to_sort_by(folders):
@@ -111,8 +141,12 @@ def test_the_clients_logs_read_the_same(folders):
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "out: not a run"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
+    ([], "out: not a run"), (["odd"], "its config.json is not {key"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
     (["b2", "--plot=c.png"], ".html or .svg"), (["b2", "--plot=no/c.svg"], "cannot be written")])
 def test_mistakes_end_in_one_line(folders, words, message):
+    for name, config, row in ("odd", [], {"iter": 1}), ("bare", {}, {"iter": 1, "time": 0, "loss/val": float("nan")}):
+        (folders / name).mkdir()
+        (folders / name / "config.json").write_text(json.dumps(config))
+        (folders / name / "log.jsonl").write_text(json.dumps(row) + "\n")
     done = compare(folders, *words)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1

@@ -49,15 +49,25 @@ def test_the_report_counts_per_class_and_shows_what_went_wrong():
     table = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line[:2] in ("a ", "b ", "c ")}
     assert table == {"a": ["0.5000", "1", "1", "0", "[0]"], "b": ["1.0000", "0", "1", "0", "[1]"],
                      "c": ["-", "0", "0", "0", "[2]"]}
+    few, many = ("\n".join(evaluate.report([[False, "a", "b", 0.6, "p"]] * n, ["a", "b"])) for n in (20, 21))
+    assert few.count("wrong: ") == many.count("wrong: ") == 20
+    assert "more" not in few and many.endswith("\n... and 1 more") and "accuracy 0.0000 (0 of 21)" in many
 
 
-def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tmp_path):
-    for name in ("one", "two"):
-        assert command(tmp_path, "evaluate.py", f"--make_intents={name}").returncode == 0
+def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tmp_path, capsys):
+    assert command(tmp_path, "evaluate.py", "--make_intents=one").returncode == 0
+    evaluate.write_intents(tmp_path / "two")
     assert (tmp_path / "one/train.jsonl").read_bytes() == (tmp_path / "two/train.jsonl").read_bytes()
     tests = [json.loads(line) for line in (tmp_path / "one/test.jsonl").read_text().splitlines()]
-    assert {t["expected"] for t in tests} == set(evaluate.INTENTS) and len(tests) > 100
     trained = (tmp_path / "one/train.jsonl").read_text()
+    assert {t["expected"] for t in tests} == set(evaluate.INTENTS) and len(tests) == (len(tests) + trained.count("\n")) // 10
+    (tmp_path / "file").touch()
+    for wrong, message in ((lambda: evaluate.write_intents(tmp_path / "file"), "File exists"), (evaluate.main, "nothing to"),
+                           (lambda: evaluate.read_labelled(tmp_path / "none"), "No such file")):
+        with pytest.raises(SystemExit) as e:
+            wrong()
+        err = capsys.readouterr().err
+        assert e.value.code == 2 and message in err and err.count("\n") == 1
     assert not any(json.dumps(t["prompt"] + evaluate.between)[:-1] in trained for t in tests)
 
 

@@ -18,6 +18,8 @@ TRAINER = """
 import json, os, sys
 from pathlib import Path
 given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+if given.get("stop") == given["x"]:
+    sys.exit(130)
 folder = Path(given["out_dir"])
 if (folder / "log.jsonl").exists():
     sys.exit(0)
@@ -71,12 +73,39 @@ def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
     assert set(draws(distribution="q_uniform", min=0, max=30, q=10)) == {0, 10, 20, 30}
     assert set(draws(min=2, max=4)) == {2, 3, 4} and {type(v) for v in draws(min=2, max=4)} == {int}
     assert 0.85 < draws(values=["a", "b"], probabilities=[0.9, 0.1]).count("a") / 2000 < 0.95
+    assert set(draws(distribution="q_uniform", min=0.0, max=1.0, q=0.5)) == {0.0, 0.5, 1.0}
+    assert set(draws(distribution="int_log_uniform_values", min=1, max=3)) == {1, 2, 3}
+    assert set(draws(value=7)) == {7}
+
+
+def test_what_optuna_is_asked_for_keeps_to_the_file():
+    class Trial:
+        suggest_categorical = suggest_int = suggest_float = lambda self, *words, **more: (words, more)
+
+    wide = {"min": 1, "max": 9}
+    assert sweep.suggest("x", {"value": 3}, Trial()) == 3
+    assert sweep.suggest("x", {"values": [4, 5]}, Trial()) == (("x", [4, 5]), {})
+    assert sweep.suggest("x", wide, Trial()) == (("x", 1, 9), {"log": False})
+    assert sweep.suggest("x", wide | {"distribution": "int_log_uniform_values"}, Trial()) == (("x", 1, 9), {"log": True})
+    assert sweep.suggest("x", wide | {"distribution": "log_uniform_values"}, Trial()) == (("x", 1, 9), {"log": True})
 
 
 def test_a_trial_that_fails_does_not_end_the_sweep(tmp_path):
     done = run(tmp_path, {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2, 0.3]}, "fail": {"value": 0.2}}})
     assert done.returncode == 0 and "trial 1 failed with code 2" in done.stdout
     assert [t["x"] for t in tried(tmp_path)] == ["0.1", "0.3"]
+
+
+def test_a_trial_that_is_stopped_stops_the_sweep(tmp_path):
+    done = run(tmp_path, {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2, 0.3]}, "stop": {"value": 0.2}}})
+    assert done.returncode == 2 and "trial 1 was stopped" in done.stderr and "trial 2" not in done.stdout
+    assert "trial 1: x=0.2\n" in done.stdout  # what all have in common is left out
+
+
+def test_the_best_value_is_the_goals():
+    rows = [{"acc": 0.1, "loss/val": 3.0}, {"acc": 0.4, "loss/val": "nan"}, {"acc": 0.2, "loss/val": 2.0}]
+    assert sweep.best({"metric": {"name": "acc", "goal": "maximize"}}, rows) == 0.4
+    assert sweep.best({"metric": {"name": "acc"}}, rows) == 0.1 and sweep.best({}, rows) == 2.0
 
 
 def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path):
@@ -86,7 +115,9 @@ def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path)
             (grid | {"program": "train.py", "parameters": {"lr": {"value": 1}}}, [], "'lr'; here it is 'learning_rate'"),
             (grid | {"program": "nowhere.py"}, [], "no program nowhere.py"),
             (grid, ["t.yaml"], "s.yaml and t.yaml: expected one sweep"),
-            (grid, ["--counts=3"], "did you mean 'count'?")]:
+            (grid, ["--counts=3"], "did you mean 'count'?"),
+            ({"method": "grid", "metric": {"name": "acc"}, "parameters": {"x": {"value": 0.1}}}, ["--out_dir=p"],
+             "no run has the metric 'acc'; expected one of iter")]:
         done = run(tmp_path, content, *words)
         assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -119,6 +150,7 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name, monkeypa
     ({"parameters": {"x": {"min": 1, "max": 2}}}, "a grid needs values"), ({"parameters": {"x": 3}}, "x is 3"),
     ({"method": "random", "parameters": {"x": {"min": 2, "max": 1}}}, "expected min <= max"),
     ({"method": "random", "parameters": {"x": {"min": 1.0, "max": 2.0, "distribution": "odd"}}}, "'odd'"),
+    ({"method": "random", "parameters": {"x": {"min": 0, "max": 2.0, "distribution": "log_uniform_values"}}}, "expected above 0"),
     ({"method": "bayes"}, "bayes needs a metric")])
 def test_mistakes_end_in_one_line(change, message, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "file", "s.yaml")
