@@ -130,6 +130,7 @@ def test_mistakes_are_one_line(script, args, words):
 def test_help_lists_every_knob_with_default_type_and_comment(script):
     code, out, err = script("--help")
     assert code == 0 and err == "" and out.startswith("What the script is for.")
+    assert "a word by itself is name" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["--rate=0.001", "float", "peak", "rate"] in lines
     assert ["--log=False", "bool", "whether"] in lines

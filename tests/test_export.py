@@ -586,7 +586,8 @@ def test_metadata_that_cannot_be(changed, said, tmp_path, capsys):
     ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.5}, 1.0)])
 def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
     """As llama.cpp and run read it."""
-    assert read(with_metadata(tmp_path / "m", changed))[1].rope_scaling == scaling
+    args = read(with_metadata(tmp_path / "m", changed))[1]
+    assert args.rope_scaling == scaling and args.rope_theta == 10_000  # GGUF's, where the file has none
 
 
 @pytest.mark.parametrize("tensors, said", [

@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,6 +328,31 @@ def test_a_probe_holds_few_logits_at_a_time(monkeypatch, held, every):
     assert p_first == round(p[1, 3 * p.shape[1] // 12].max().item(), 4)
 
 
+def test_histograms_layers_and_tokens_as_rows_show_them():
+    assert instruments.histogram(torch.tensor([0.0, 1.0, 2.0, math.nan, math.inf]), 2) == {"counts": [1, 2], "edges": [0, 1, 2]}
+    assert instruments.histogram(torch.tensor([math.nan])) == {"counts": [0], "edges": [0.0, 1.0]}
+    for value in (3.0, 0.0, -200.0):  # all alike
+        found = instruments.histogram(torch.full((5,), value))
+        assert sum(found["counts"]) == 5 and value == found["edges"][0] < found["edges"][-1] <= value + 1e-6 * max(1, abs(value))
+    assert [instruments.layer_of(name) for name in ("layers.3.attention.wq.weight", "norm.weight")] == ["layers.3", "norm"]
+    pieces = [(b"<0x41>", 0.0, 6), (b"<0x7F>", 0.0, 6), (b"<0x80>", 0.0, 6), ("▁the".encode(), 0.0, 1), (b"<0x41>", 0.0, 4)]
+    assert [instruments.spell(pieces, i) for i in range(5)] == ["A", "\x7f", "<0x80>", " the", "<0x41>"]
+    state = {"loss_sum": 6.0, "loss_steps": 4}
+    assert instruments.mean_loss(state) == 1.5 and math.isnan(instruments.mean_loss(state))
+
+
+def test_a_row_is_a_line_or_stands_on_the_bar(capsys):
+    on_bar = []
+    row = {"iter": 20, "tokens": 1_230_000, "loss/train": 2.5, "perf/tokens_per_sec": 31_400.0, "mfu": 45.56, "lr": 1e-4}
+    for disable, more in (False, {}), (True, {}), (False, {"loss/val": 2.25, "bpb/val": 0.5}):
+        bar = SimpleNamespace(disable=disable, set_postfix_str=lambda text, refresh: on_bar.append(text))
+        instruments.show(row | more, bar)
+    instruments.show({"iter": 20, "tokens": 0}, SimpleNamespace(disable=False))
+    line = "iter     20 | tokens 1.23M | loss 2.5000 | {}lr 1.00e-04 | 31,400 tok/s | mfu 45.6%\n"
+    assert capsys.readouterr().out == line.format("") + line.format("val loss 2.2500 | bits/byte 0.5000 | ")
+    assert on_bar == ["loss 2.500, 31.4k tok/s"] * 3
+
+
 def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
     alerts = track.Alerts()
     for i in range(30):
@@ -335,6 +361,10 @@ def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
     found = alerts.check({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
     assert [title for title, _ in found] == ["loss/train jumps", "grad/norm jumps", "the speed has collapsed"]
     assert alerts.check({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
+    for before, after, said in (9, 9.0, 0), (10, 9.0, 1), (10, 1.11, 0), (10, 1.13, 1):  # 10 rows; 6 deviations of 2 %
+        alerts = track.Alerts()
+        assert not any(alerts.check({"iter": i, "loss/val": 1.0}) for i in range(before))
+        assert len(alerts.check({"iter": 99, "loss/val": after})) == said
 
 
 def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_small():
