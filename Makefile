@@ -18,7 +18,7 @@ VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help lib demo test lint test-long bench debug fuzz encode-long odd-strings coverage clean
+.PHONY: help lib demo test lint test-long mutations bench debug fuzz encode-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -43,6 +43,10 @@ lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compi
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, GPU kernels at 7 sizes of GPU (an hour)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_cuda.py
+
+mutations: .venv/test ## do the tests notice 200 changed operators, constants and conditions of Python? (two hours)
+	$(VENV) -m tests.mutations map
+	$(VENV) -m tests.mutations 200 py
 
 bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)
 	$(VENV) bench/run.py

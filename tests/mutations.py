@@ -9,7 +9,7 @@ read one by one.
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
 --seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that, --part=2/7 the
-second seventh of the draw.
+second seventh of the draw, --again=output.txt what survived in that run.
 `map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
 """
 import ast
@@ -38,6 +38,7 @@ workers = 1       # changes tried at a time
 budget = 30       # seconds of tests for one change of Python, by the map: the quick ones first
 files = ""        # only these, separated by commas; with a minus before the first: all but these
 part = "1/1"      # this part of the draw alone
+again = ""        # what an earlier run printed, a file: its survivors alone
 
 # The tests of Python, each module mapped alone; the tests of C files, the quick ones first: pytest ends at the first that fails.
 PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_data test_checkpoint
@@ -239,6 +240,14 @@ def tests_of(path, change, tests):
     return [test for module in order for test in modules[module]]
 
 
+def title(path, change):
+    """A change as it is printed."""
+    begin, end, new = change
+    text = path.read_bytes()
+    line = text[:begin].count(b"\n") + 1
+    return f"{path.relative_to(ROOT)}:{line} {text[begin:end].decode()!r} -> {new!r}"
+
+
 def attempt(path, change, tests, every):
     """Run the tests with one change; the name of the first that failed, or None: a survivor."""
     begin, end, new = change
@@ -253,8 +262,7 @@ def attempt(path, change, tests, every):
             code, output = pytest(copy, "-x", *tests, limit=limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         who = f"no end within {limit:.0f} s" if code is None else None if code == 0 else noticed[1] if noticed else f"exit code {code}"
-    line = text[:begin].count(b"\n") + 1
-    print(f"{'noticed ' if who else 'SURVIVED'} {name}:{line} {text[begin:end].decode()!r} -> {new!r}"
+    print(f"{'noticed ' if who else 'SURVIVED'} {title(path, change)}"
           f"  [{who or f'{len(tests)} tests'}; {time.monotonic() - started:.0f} s]", flush=True)
     return who
 
@@ -281,6 +289,9 @@ def main(count, kind):
     this, parts = map(int, part.split("/"))
     drawn = sorted(itertools.islice(sound, count or None))
     drawn = drawn[len(drawn) * (this - 1) // parts:len(drawn) * this // parts]
+    if again:
+        survivors = Path(again).read_text()
+        drawn = [job for job in drawn if f"SURVIVED {title(*job)}  [" in survivors]
     tests = read_map({str(path.relative_to(ROOT)) for path, _ in drawn}) if kind == "py" else None
     with ProcessPoolExecutor(workers, initializer=work) as pool:
         jobs = [pool.submit(attempt, path, change, tests_of(path, change, tests), tests) for path, change in drawn]
