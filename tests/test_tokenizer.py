@@ -178,6 +178,10 @@ def test_hugging_faces_tokenizers_encodes_the_same(options, tmp_path):
         if loaded.unk_id not in ids:
             assert theirs.decode([loaded.bos_id, *ids, loaded.eos_id]) == oracle.decode(ids), text
     assert theirs.get_vocab_size() == loaded.vocab_size
+    pair = theirs.encode("the", "fox")
+    first = len(theirs.encode("the").ids)
+    assert pair.ids[first] == loaded.bos_id and pair.type_ids == [0] * first + [1] * (len(pair) - first)
+    assert set(theirs.encode("the").type_ids) == {0}
 
 
 def test_bytes_that_are_not_utf8_decode_the_same_in_hugging_faces_tokenizers():

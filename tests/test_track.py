@@ -367,6 +367,21 @@ def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
         assert len(alerts.check({"iter": 99, "loss/val": after})) == said
 
 
+def test_rows_are_redacted_and_alerts_told_where_anybody_hears_them(monkeypatch, capsys):
+    class Destination:
+        def __init__(self):
+            self.rows, self.alerts = [], []
+            self.log, self.alert = self.rows.append, lambda title, text: self.alerts.append(title)
+
+    monkeypatch.setenv("MY_TOKEN", "s3cret" * 5)
+    row, heard = {"iter": 1, "loss/val": math.nan, "samples": [["my " + "s3cret" * 5, "greedy", "fine"]]}, Destination()
+    track.Tracker().log(row)
+    assert capsys.readouterr().err == ""
+    track.Tracker([heard]).log(row)
+    assert heard.rows[0]["samples"] == [["my ***", "greedy", "fine"]] and heard.alerts == ["loss/val is nan"]
+    assert "loss/val is nan" in capsys.readouterr().err
+
+
 def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_small():
     """12 hours of a progress bar at 10 refreshes a second, which ends its line once, as tqdm does on stderr."""
     class Nowhere:
