@@ -16,6 +16,7 @@ extern "C" {
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include "llamac.h"
 
 // How the numbers of a matrix are stored. The values are GGUF's, but for llama2.c's int8 groups, unknown to it.
 typedef enum {
@@ -132,8 +133,8 @@ void llamac_use_large_pages(const void *p, size_t n);
 double llamac_seconds(void);
 
 // Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
-// wrong; the weights are then where they were.
-const char *llamac_cuda_open(Backend **backend, Model *model, int positions);
+// wrong, as a constant or in the last argument; the weights are then where they were.
+const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *);
 
 #ifdef __cplusplus
 }

@@ -82,7 +82,10 @@ const float *llamac_logits(const llamac_session *s) { return s->logits; }
 static const char default_device[] = "cuda";
 #else
 static const char default_device[] = "cpu";
-const char *llamac_cuda_open(Backend **b, Model *m, int positions) { return (void)b, (void)m, (void)positions, "no GPU"; }
+const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
+    (void)b, (void)m, (void)positions, (void)e;
+    return "no GPU";
+}
 #endif
 
 // One for each core that the process may use: of two processors that share one, the second only waits for the same units.
@@ -106,8 +109,9 @@ static int default_threads(void) {
 // The backend, and what forward works on; nothing of it is left open where that fails.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
+    Error told;
     const char *wrong =
-        gpu ? llamac_cuda_open(&s->backend, m, s->positions) : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
+        gpu ? llamac_cuda_open(&s->backend, m, s->positions, &told) : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;

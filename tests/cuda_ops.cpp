@@ -266,7 +266,8 @@ static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
 }
 
 static void open_both(Pair &p, int positions, Backend **gpu, Backend **cpu) {
-    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions);
+    llamac_error told;
+    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions, &told);
     if (!wrong) wrong = llamac_cpu_open(cpu, &p.model[1], positions, 1);
     if (wrong) printf("%s\n", wrong), exit(2);
 }

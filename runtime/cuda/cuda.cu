@@ -945,10 +945,9 @@ typedef struct {
 #endif
 } Cuda;
 
-static const char *format(const char *text, double a, double b, double c, double d) {
-    static char message[512];
-    snprintf(message, sizeof message, text, a, b, c, d);
-    return message;
+static const char *format(llamac_error *e, const char *text, double a, double b, double c, double d) {
+    snprintf(e->text, sizeof e->text, text, a, b, c, d);
+    return e->text;
 }
 
 // An error in the middle of the work comes from a fault of the machine or of this file; there is no going on.
@@ -1481,9 +1480,8 @@ static void cuda_close(Backend *b) {
     free(c);
 }
 
-// Whether there is a GPU that this program was compiled for. Returns NULL or what is wrong.
-static const char *find_device(Cuda *c) {
-    static char message[512];
+// Whether there is a GPU that this program was compiled for. Returns NULL or what is wrong, as a constant or in `wrong`.
+static const char *find_device(Cuda *c, llamac_error *wrong) {
     cudaDeviceProp device;
     cudaFuncAttributes code;
     int n = 0;
@@ -1494,13 +1492,13 @@ static const char *find_device(Cuda *c) {
     if (e != cudaSuccess) {
         const char *why = e == cudaErrorInsufficientDriver ? "no driver, or too old a one for this program's CUDA"
                                                            : cudaGetErrorString(e);
-        snprintf(message, sizeof message, "no GPU can be used here (%s); --device=cpu computes without", why);
-        return message;
+        snprintf(wrong->text, sizeof wrong->text, "no GPU can be used here (%s); --device=cpu computes without", why);
+        return wrong->text;
     }
     if (cudaFuncGetAttributes(&code, (const void *)normalize) != cudaSuccess) {
-        snprintf(message, sizeof message, "this program was not compiled for a %.200s; make runcuda ARCH=%d%d does it",
+        snprintf(wrong->text, sizeof wrong->text, "this program was not compiled for a %.200s; make runcuda ARCH=%d%d does it",
                  device.name, device.major, device.minor);
-        return message;
+        return wrong->text;
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
@@ -1520,7 +1518,7 @@ enum { KERNELS = 32 << 20 }; // bytes that their code may take, which the driver
 static bool take_floats(Cuda *c, float **p, size_t n) { return (*p = (float *)take(c, n * sizeof(float))); }
 
 // Takes all the memory but the activations of forward, which it counts too; NULL or what is wrong.
-static const char *take_memory(Cuda *c, Weights *w) {
+static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
     size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
     size_t half = (c->exact ? sizeof(float) : sizeof(__half)) * config->n_layers * config->n_kv_heads
@@ -1548,7 +1546,7 @@ static const char *take_memory(Cuda *c, Weights *w) {
            && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters))
            && (c->input = (Input *)take(c, sizeof(Input)));
     if (!ok)
-        return format("the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
+        return format(e, "the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
                       "ask for fewer tokens with -n, or for --device=cpu", needed / gib, c->weights_size / gib,
                       2 * half / gib, free_bytes / gib);
     CUDA(cudaMemset(c->cache.keys, 0, half)); // the room between head_dim and width stays zero
@@ -1666,9 +1664,9 @@ static bool can_record(Cuda *c) {
     return ok;
 }
 
-const char *llamac_cuda_open(Backend **backend, Model *model, int positions) {
+const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *e) {
     const Config *config = &model->config;
-    if (config->head_dim > HEAD_MAX) return format("heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
+    if (config->head_dim > HEAD_MAX) return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
     if (!c) return "out of memory";
     c->blocks = new std::vector<void *>, c->moved = new std::vector<Moved>;
@@ -1678,8 +1676,8 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions) {
     c->splits = splits < 16 ? splits : 16;
     c->cache.positions = positions, c->cache.width = width, c->cache.head_dim = config->head_dim;
     c->cache.n_heads = config->n_heads, c->cache.n_kv_heads = config->n_kv_heads;
-    const char *wrong = find_device(c);
-    if (!wrong) wrong = take_memory(c, &model->weights);
+    const char *wrong = find_device(c, e);
+    if (!wrong) wrong = take_memory(c, &model->weights, e);
     if (!wrong && !((c->input_host = (Input *)take_pinned(sizeof(Input))) && (c->best = (int *)take_pinned(sizeof(int)))))
         wrong = NOT_PINNED;
     if (wrong) return cuda_close(&c->ops), wrong;
