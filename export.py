@@ -18,14 +18,15 @@ import mmap
 import re
 import struct
 from collections import ChainMap
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from collections.abc import Callable
 
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import numpy as np
 import torch
+from sentencepiece import sentencepiece_model_pb2
 
 from engine import checkpoint
 from engine.files import replacing, write_atomic
@@ -655,17 +656,6 @@ def read_llama2c(path):
     return state, args
 
 
-def protobuf(number, value):
-    """A field of a protobuf message: an int (or bool) as varint, a float as 4 bytes, bytes with their length."""
-    def varint(n):
-        return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
 def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra_whitespaces, where):
     """A Tokenizer of the [(bytes, score, type)] in a model file, by way of the sentencepiece model they came from."""
     if pieces == Bytes().pieces():
@@ -676,12 +666,15 @@ def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra
     for i, (piece, score, kind) in enumerate(pieces):
         if piece.decode(errors="ignore").encode() != piece or not math.isfinite(score) or not 1 <= kind <= 6:
             fail(f"{where}: piece {i} is {piece!r} with score {score} and type {kind}, expected UTF-8, a number, 1 to 6")
-    message = b"".join(protobuf(1, protobuf(1, piece) + protobuf(2, float(score)) + protobuf(3, kind))
-                       for piece, score, kind in pieces)
-    trainer = protobuf(3, 2) + protobuf(35, any(kind == 6 for _, _, kind in pieces))  # BPE, byte fallback
-    trainer += b"".join(protobuf(40 + n, i) + protobuf(45 + n, pieces[i][0]) for n, i in enumerate(ids))
-    rules = protobuf(1, b"identity") + protobuf(3, add_dummy_prefix) + protobuf(4, remove_extra_whitespaces)
-    return SentencePiece(message + protobuf(2, trainer) + protobuf(3, rules), where)
+    proto = sentencepiece_model_pb2.ModelProto()
+    for piece, score, kind in pieces:
+        proto.pieces.add(piece=piece.decode(), score=score, type=kind)
+    trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type, trainer.byte_fallback = trainer.BPE, any(kind == BYTE for _, _, kind in pieces)
+    trainer.unk_id, trainer.bos_id, trainer.eos_id = ids
+    trainer.unk_piece, trainer.bos_piece, trainer.eos_piece = (pieces[i][0].decode() for i in ids)
+    rules.name, rules.add_dummy_prefix, rules.remove_extra_whitespaces = "identity", add_dummy_prefix, remove_extra_whitespaces
+    return SentencePiece(proto.SerializeToString(), where)
 
 
 def gguf_vocabulary(metadata, where):

@@ -17,6 +17,7 @@ import struct
 from pathlib import Path
 
 import sentencepiece as spm
+from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
 
@@ -24,7 +25,7 @@ SPACE = "\u2581"  # sentencepiece's visible space
 SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of piece, as in sentencepiece and GGUF
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
-BPE, NEEDED_COVERAGE = 2, 0.9999
+NEEDED_COVERAGE = 0.9999
 
 
 class Tokenizer:
@@ -104,20 +105,19 @@ class SentencePiece(Tokenizer):
         except RuntimeError:
             fail(f"{path}: not a sentencepiece model, expected a Llama-style tokenizer.model")
         self.data = data
-        proto = list(fields(data))
-        self._pieces = [read_piece(value) for number, value in proto if number == 1]
-        trainer = dict(fields(b"".join(value for number, value in proto if number == 2)))
-        rules = dict(fields(b"".join(value for number, value in proto if number == 3)))
-        if trainer.get(3, 1) != BPE:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(data)
+        self._pieces = [(piece.piece.encode(), piece.score, piece.type) for piece in proto.pieces]
+        rules = proto.normalizer_spec
+        if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
             fail(f"{path}: not a BPE model, expected a Llama-style one (run and llama.cpp merge pairs, as BPE does)")
         self.vocab_size = self.model.vocab_size()
         self.unk_id, self.bos_id, self.eos_id = self.model.unk_id(), self.model.bos_id(), self.model.eos_id()
         if self.bos_id < 0 or self.eos_id < 0:
             fail(f"{path}: has no <s> or no </s>, but every document must begin and end with one")
-        self.add_dummy_prefix = bool(rules.get(3, 1))
-        self.remove_extra_whitespaces = bool(rules.get(4, 1))
-        self.charsmap = rules.get(2, b"")
-        self.normalizer = rules[1].decode() if self.charsmap else "identity"
+        self.add_dummy_prefix = rules.add_dummy_prefix
+        self.remove_extra_whitespaces = rules.remove_extra_whitespaces
+        self.charsmap = rules.precompiled_charsmap
+        self.normalizer = rules.name if self.charsmap else "identity"
 
     def _encode(self, text):
         return self.model.encode(text)
@@ -306,36 +306,3 @@ def attempt(lines, vocab_size, exact):
         return None, int(low[1]) if low else 0, int(high[1]) if high else 0
     return b"".join(model), 0, 0
 
-
-def fields(message):
-    """
-    Yields (field number, value) of a protobuf message, the format of a sentencepiece model: an int for a varint,
-    bytes for the rest. https://protobuf.dev/programming-guides/encoding
-    """
-    at = 0
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(message):
-        number, wire = divmod(varint(), 8)
-        if wire == 0:
-            yield number, varint()
-        else:
-            length = varint() if wire == 2 else 4 if wire == 5 else 8
-            yield number, message[at:at + length]
-            at += length
-
-
-def read_piece(message):
-    """(bytes, score, type) of the proto's SentencePiece: 1 piece, 2 score, 3 type."""
-    piece = dict(fields(message))
-    return piece[1], struct.unpack("<f", piece.get(2, bytes(4)))[0], piece.get(3, NORMAL)
