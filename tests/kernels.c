@@ -1,6 +1,7 @@
-// Compares the kernels of each instruction set that this machine has with the scalar ones, op by op, on random sizes that
+// Compares the kernels of each instruction set that this machine has with the reference, op by op, on random sizes that
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
 #include "../runtime/cpu/cpu.c"
+#include <stdio.h>
 
 enum { MOST = 700 };
 
@@ -16,12 +17,18 @@ static float *floats(size_t n) { // exactly as many, so that the sanitizer sees 
     return x;
 }
 
+static uint16_t half_of(float f) {
+    uint16_t half;
+    llamac_reference.halves(&half, &f, 1);
+    return half;
+}
+
 static uint16_t *shorts(size_t n, bool bf16) {
     uint16_t *x = malloc(n * sizeof *x);
     for (size_t i = 0; i < n; i++) {
         float f = number();
         memcpy(&x[i], (char *)&f + 2, 2);
-        if (!bf16) x[i] = float_to_half(f);
+        if (!bf16) x[i] = half_of(f);
     }
     return x;
 }
@@ -29,7 +36,7 @@ static uint16_t *shorts(size_t n, bool bf16) {
 static uint8_t *blocks_of(int rows, int n_blocks, int size) { // rows of Q8_0 or Q4_0
     uint8_t *bytes = malloc((size_t)rows * n_blocks * size);
     for (int i = 0; i < rows * n_blocks * size; i++) {
-        uint16_t scale = float_to_half(number());
+        uint16_t scale = half_of(number());
         bytes[i] = i % size < 2 ? scale >> 8 * (i % size) : below(256);
         if (i % size == 1) bytes[i] = scale >> 8, bytes[i - 1] = (uint8_t)scale;
     }
@@ -72,10 +79,11 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
     int n = 1 + below(MOST);
     float *x = floats(n), *w = floats(n), *y = floats(n), *z = floats(n);
     uint16_t *f16 = shorts(n, false), *bf16 = shorts(n, true), *narrow = shorts(n, false), *narrow2 = shorts(n, false);
-    float found[] = {k->dot_f32(w, x, n), k->dot_f16(f16, x, n), k->dot_bf16(bf16, x, n)};
-    float expected[] = {s->dot_f32(w, x, n), s->dot_f16(f16, x, n), s->dot_bf16(bf16, x, n)};
-    for (int i = 0; i < 3; i++) // a sum of n products below 1, of either sign
-        if (!(fabs(found[i] - expected[i]) <= 1e-6 * sqrt(n))) failed = true, printf("%s dot %d\n", k->name, i);
+    const void *rows[] = {[F32] = w, [F16] = f16, [BF16] = bf16};
+    for (int type = 0; type <= BF16; type += type == F16 ? BF16 - F16 : 1) { // a sum of n products below 1, of either sign
+        float found = k->types[type].dot(rows[type], x, n), expected = s->types[type].dot(rows[type], x, n);
+        if (!(fabs(found - expected) <= 1e-6 * sqrt(n))) failed = true, printf("%s dot of type %d\n", k->name, type);
+    }
     k->floats_f16(y, f16, n), s->floats_f16(z, f16, n), compare(k, "floats_f16", y, z, n, 0);
     k->floats_bf16(y, bf16, n), s->floats_bf16(z, bf16, n), compare(k, "floats_bf16", y, z, n, 0);
     for (int i = 0; i < n; i++) x[i] *= ldexpf(1, below(50) - 30); // subnormal halves and infinity among them
@@ -122,19 +130,19 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
         int panels = (T + used->tokens - 1) / used->tokens;
         Member me = {.cpu = &cpu, .scratch = scratch};
         Activations a = {.x = x, .panels = T > 1 ? cpu.panels : x, .blocks = b, .cols = cols, .T = T};
-        pack_tokens(&me, &a, 0, panels);
+        pack_panels(&me, &a, 0, panels);
         float *out = floats((size_t)T * rows), *first = malloc((size_t)T * rows * sizeof *out);
         memcpy(first, out, (size_t)T * rows * sizeof *out);
         uint8_t *tiles = malloc((rows + TILE - 1) / TILE * tiles_size(&m));
-        int kept = below(2) && used->tiles_f32, as_file = !kept && (T == 1 || !used->tiles_f32);
-        for (int r = 0; kept && r < rows; r += TILE) pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
+        int kept = below(2) && has_tiles(used), as_file = !kept && (T == 1 || !has_tiles(used));
+        for (int r = 0; kept && r < rows; r += TILE) llamac_pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
         m.tiles = kept ? tiles : NULL;
         Product p = {out, &m, true};
         bool pairs = used->bf16s && T >= LEAST_PAIRS && below(2);
         if (pairs) pack_pairs(&me, &a, 0, panels), a.pairs = cpu.pairs;
-        some_rows(&me, &p, &a, 0, rows);
+        multiply_some(&me, &p, &a, 0, rows);
         for (int r = 0; r < rows; r++) {
-            floats_of(s, row, &m, r, 0, cols);
+            llamac_floats(s, row, &m, r, 0, cols);
             for (int t = 0; t < T; t++) {
                 double exact = first[t * rows + r], magnitude = fabs(exact);
                 for (int c = 0; c < cols; c++) {
@@ -152,7 +160,7 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
     free(x), free(row), free(b), free((void *)m.data), free((void *)m.scales);
 }
 
-// What gated_rows makes of many tokens, their norm taken on the way, beside the same one step after the other: the very same.
+// What swiglu_rows makes of many tokens, their norm taken on the way, beside the same one step after the other: the very same.
 static void gated_of(const Kernels *k, Type type) {
     int quantised = type == Q8_0 || type == Q4_0, cols = quantised ? 32 * (1 + below(4)) : 1 + below(150);
     int rows = below(2) ? 32 * (1 + below(3)) : 1 + below(100), T = 2 + below(40), most = cols > rows ? cols : rows;
@@ -169,19 +177,19 @@ static void gated_of(const Kernels *k, Type type) {
     if (pairs) apart.pairs = cpu.pairs;
     MatmulArgs a = {.products = {{joined, &w, false}, {h2, &w2, false}}, .n = 2, .in = apart};
     a.in.x = x, a.in.norm = weight, cpu.h = h, cpu.h2 = h2;
-    a.pairs_wanted = pairs, a.blocks_wanted = !pairs && rows % 32 == 0 && below(2);
-    Task *make = quantised ? quantize_tokens : pairs ? pack_pairs : pack_tokens;
+    a.to_pairs = pairs, a.to_blocks = !pairs && rows % 32 == 0 && below(2);
+    Task *make = quantised ? quantize_tokens : pairs ? pack_pairs : pack_panels;
     make(&me, &a.in, 0, quantised ? T : panels);
-    gated_rows(&me, &a, 0, (rows + ROWS - 1) / ROWS);
+    swiglu_rows(&me, &a, 0, (rows + ROWS - 1) / ROWS);
     for (int t = 0; t < T; t++) normalize(&cpu, xb + (size_t)t * cols, x + (size_t)t * cols, weight);
     make(&me, &apart, 0, quantised ? T : panels);
-    some_rows(&me, &(Product){h, &w, false}, &apart, 0, rows), some_rows(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
+    multiply_some(&me, &(Product){h, &w, false}, &apart, 0, rows), multiply_some(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
     swiglu_tokens(&me, NULL, 0, T);
     Activations next = {.x = h, .cols = rows, .T = T};
-    if (a.pairs_wanted) {
+    if (a.to_pairs) {
         pack_pairs(&me, &next, 0, panels);
         compare_bytes(k, "pairs of swiglu", cpu.gated_pairs, cpu.pairs, n / T / 2 * 2 * T * 2);
-    } else if (a.blocks_wanted) {
+    } else if (a.to_blocks) {
         quantize_tokens(&me, &next, 0, T);
         compare_bytes(k, "blocks of swiglu", cpu.gated_blocks, cpu.blocks, n / 32 * sizeof(Block));
     } else compare_bytes(k, "swiglu of products", joined, h, n * sizeof *h);
@@ -196,7 +204,10 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
     float *y = floats(4 * width), *z = floats(4 * width);
     void *keys = half ? (void *)shorts((size_t)room * head_dim, false) : floats((size_t)room * head_dim);
     void *values = half ? (void *)shorts((size_t)n * width, false) : floats((size_t)n * width);
-    k->scores(p, room, q, head_dim, Q, keys, half, head_dim, n), s->scores(p2, room, q, head_dim, Q, keys, half, head_dim, n);
+    Attention a = {.q = q, .p = p, .out = y, .keys = keys, .values = values, .q_stride = head_dim, .p_stride = room,
+                   .n_queries = Q, .head_dim = head_dim, .width = width, .n = n, .half = half}, b = a;
+    b.p = p2, b.out = z;
+    k->scores(&a), s->scores(&b);
     for (int i = 0; i < Q; i++) {
         compare(k, "scores", p + i * room, p2 + i * room, n, 2e-6);
         memcpy(p + i * room, p2 + i * room, n * sizeof *p); // small differences would grow
@@ -206,25 +217,37 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
         compare(k, "exponentials", p + i * room, p2 + i * room, n, 1e-6);
         compare(k, "sum of exponentials", &sum, &sum2, 1, 2e-6);
     }
-    k->mix(y, p, room, Q, values, half, width, n), s->mix(z, p, room, Q, values, half, width, n);
+    b.p = p;
+    k->mix(&a), s->mix(&b);
     compare(k, "mix", y, z, Q * width, 2e-6);
     free(q), free(p), free(p2), free(y), free(z), free(keys), free(values);
 }
 
+// The example of kernels.h: where row 18, column 37 of a Q8_0 matrix with 64 columns and its scale are.
+static void example_of_a_tile(const Kernels *k) {
+    Mat m = {.type = Q8_0, .rows = 32, .cols = 64, .data = calloc(32 * 2, 34)};
+    uint8_t *tiles = malloc(2 * tiles_size(&m)), *block = (uint8_t *)row_of(&m, 18) + 34;
+    block[0] = 7, block[2 + 5] = 99;
+    for (int r = 0; r < 32; r += TILE) llamac_pack(k, tiles + r / TILE * tiles_size(&m), &m, r);
+    if (tiles[1636] != 7 || (tiles[1737] & 127) != 99) failed = true, printf("%s: not the tile that kernels.h shows\n", k->name);
+    free((void *)m.data), free(tiles);
+}
+
 int main(int argc, char **argv) {
-    const Kernels *found[5];
+    const Kernels *found[MOST_KERNELS];
     Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
     int n = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {
-            rows_of_floats(found[i], &kernels_scalar);
-            for (int j = 0; j < 6; j++) matrix_products(found[i], &kernels_scalar, types[j]);
-            for (int half = 0; half < 2; half++) attention_ops(found[i], &kernels_scalar, half);
+            rows_of_floats(found[i], &llamac_reference);
+            for (int j = 0; j < 6; j++) matrix_products(found[i], &llamac_reference, types[j]);
+            for (int half = 0; half < 2; half++) attention_ops(found[i], &llamac_reference, half);
         }
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++)
-            for (int j = 0; j < 6 && found[i]->tiles_f32; j++) gated_of(found[i], types[j]);
+            for (int j = 0; j < 6 && has_tiles(found[i]); j++) gated_of(found[i], types[j]);
+    for (int i = 0; i < n && has_tiles(found[i]); i++) example_of_a_tile(found[i]);
     for (int i = 0; i < n; i++) printf("%s ", found[i]->name);
     printf("%s\n", failed ? "differ" : "agree");
     return failed;

@@ -3,6 +3,7 @@
 // one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding.
 //   programs SEED ROUNDS; exit code 1 if one differs.
 #include "../runtime/cpu/cpu.c"
+#include <stdio.h>
 
 enum { POSITIONS = 40, OPS = 12 };
 
@@ -10,6 +11,12 @@ static uint32_t state;
 
 static int below(int n) { return (int)((state = state * 1664525 + 1013904223) >> 8) % n; }
 static float number(void) { return (below(1 << 20) - (1 << 19)) * 0x1p-19f; }
+
+static uint16_t half_of(float f) {
+    uint16_t half;
+    llamac_reference.halves(&half, &f, 1);
+    return half;
+}
 
 static Mat matrix(Type type, int rows, int cols) {
     if ((type == Q8_0 || type == Q4_0) && cols % 32) type = BF16;
@@ -21,12 +28,12 @@ static Mat matrix(Type type, int rows, int cols) {
     for (size_t i = 0; i < size; i++) bytes[i] = below(256);
     for (size_t i = 0; i < n && !is_quantised(&m) && type != INT8_GROUPS; i++) {
         float f = number() * small;
-        uint16_t half = float_to_half(f);
+        uint16_t half = half_of(f);
         if (type == F32) memcpy(bytes + 4 * i, &f, 4);
         else memcpy(bytes + 2 * i, type == F16 ? (char *)&half : (char *)&f + 2, 2);
     }
     for (size_t i = 0; is_quantised(&m) && i < size; i += unit_size(&m)) {
-        uint16_t scale = float_to_half(small * (type == Q8_0 ? 0x1p-7f : 0x1p-3f));
+        uint16_t scale = half_of(small * (type == Q8_0 ? 0x1p-7f : 0x1p-3f));
         memcpy(bytes + i, &scale, 2);
     }
     m.data = bytes, m.scales = scales;
@@ -130,7 +137,7 @@ static bool differ(const char *what, const float *found, const float *expected, 
 }
 
 int main(int argc, char **argv) {
-    const Kernels *found[8];
+    const Kernels *found[MOST_KERNELS];
     int kinds = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int round = 0; round < rounds; round++) {

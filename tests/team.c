@@ -2,6 +2,7 @@
 // whether all items of a step are, before one of the next begins.
 //   team THREADS ROUNDS
 #include "../runtime/cpu/cpu.c"
+#include <stdio.h>
 
 enum { STEPS = 5, ITEMS = 4096 };
 
@@ -22,7 +23,7 @@ int main(int argc, char **argv) {
     if (argc != 3) return 2;
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu || !(cpu->team.steps = allocate(cpu, STEPS, sizeof(Step), 64)) || !make_members(cpu, atoi(argv[1]), 32, 16)) return 2;
-    start_team(&cpu->team, atoi(argv[1]));
+    llamac_team_start(&cpu->team, atoi(argv[1]));
     unsigned random = 1;
     for (int round = 0; round < atoi(argv[2]); round++) {
         int n[STEPS], steps = 1 + round % STEPS;
@@ -33,7 +34,7 @@ int main(int argc, char **argv) {
             add(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
         }
         cpu->collecting = false;
-        run_steps(&cpu->team);
+        llamac_team_run(&cpu->team);
         if (early) return puts("a step began before the one before was finished"), 1;
         for (int s = 0; s < steps; s++, done[s - 1] = 0)
             for (int i = 0; i < n[s]; i++) {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import LIBRARY, PROGRAM, ROOT, SANITIZE, compile_c
+from .conftest import KERNELS, LIBRARY, PROGRAM, ROOT, SANITIZE, compile_c
 from .test_run import FORMS, ISAS, TEXT, Model, assert_close, ids_of, logits, run
 
 ARM = ["aarch64-linux-gnu-gcc", "qemu-aarch64"]
@@ -21,7 +21,7 @@ ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", 
 
 @pytest.mark.parametrize("flags", [SANITIZE, ["-O3"]], ids=["sanitizers", "optimised"])
 def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
-    program = compile_c(tmp_path / "kernels", *flags, "tests/kernels.c")
+    program = compile_c(tmp_path / "kernels", *flags, "tests/kernels.c", *KERNELS)
     for seed in range(3):
         found = subprocess.run([program, str(seed), "40"], capture_output=True, text=True)
         assert found.returncode == 0, found.stdout + found.stderr
@@ -30,7 +30,7 @@ def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
 
 def test_ops_in_any_order_give_what_plain_c_gives(tmp_path):
     """Random programs over the backend's ops, on models of mixed types, by each instruction set and 1 to 3 threads."""
-    program = compile_c(tmp_path / "programs", *SANITIZE, "tests/programs.c")
+    program = compile_c(tmp_path / "programs", *SANITIZE, "tests/programs.c", *KERNELS)
     found = subprocess.run([program, "3", "25"], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
@@ -40,7 +40,7 @@ def test_ops_in_any_order_give_what_plain_c_gives(tmp_path):
 @needs_arm
 def test_arm_kernels_compute_what_plain_c_does(tmp_path):
     """As a plain compiler makes them, which may use no instruction that not all 64-bit ARM processors have."""
-    program = compile_c(tmp_path / "kernels", "-O3", "tests/kernels.c", compiler=ARM[0])
+    program = compile_c(tmp_path / "kernels", "-O3", "tests/kernels.c", *KERNELS, compiler=ARM[0])
     for cpu, isas in ARM_CPUS.items():
         found = subprocess.run([*QEMU, cpu, program, "1", "10"], capture_output=True, text=True)
         assert found.stdout.split() == [*reversed(isas), "agree"], found.stdout + found.stderr  # the best first
@@ -150,7 +150,7 @@ def group(folder, version, limit=None, used=0, files=0, high="max"):
 
 def test_memory_that_is_free(tmp_path):
     """What the system and the control groups leave, in files as Linux writes them."""
-    program = compile_c(tmp_path / "memory", *SANITIZE, "tests/memory.c")
+    program = compile_c(tmp_path / "memory", *SANITIZE, "tests/memory.c", "runtime/cpu/memory.c")
     cgroup, groups = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
     cgroup.parent.mkdir(parents=True)
 

@@ -1,75 +1,30 @@
 // The Backend of the CPU. Work is handed to threads (team.h) by rows, and every number is computed by one thread in one
-// order, so results do not depend on how many threads there are. The arithmetic is in kernels.h, and in vectors in
-// simd.h, which is compiled for each instruction set; the best one that the machine has is taken at the start.
+// order, so results do not depend on how many threads there are. The arithmetic is in kernels.h; the best instruction set that
+// the machine has is chosen when the backend is opened.
 #define _DEFAULT_SOURCE // POSIX beside C11
 #include <math.h>
-#include <pthread.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
-#ifdef __linux__
-#include <sys/auxv.h>
-#endif
-#include "../backend.h"
-#include "kernels.h"
-
-#if defined(__x86_64__)
-#include "avx2.h"
-#include "avx512.h"
-#define PAUSE() __builtin_ia32_pause()
-#elif defined(__aarch64__)
-#include "neon.h"
-#if defined(__ARM_FEATURE_DOTPROD) // the compiler takes it for granted, as on Apple's
-#define DOT_PRODUCT
-#elif defined(__linux__) && !defined(__clang__)
-#define DOT_PRODUCT __attribute__((target("arch=armv8.2-a+dotprod")))
-#elif defined(__linux__) && __clang_major__ >= 16 // older ones know the instruction only where it may be used everywhere
-#define DOT_PRODUCT __attribute__((target("dotprod")))
-#endif
-#ifdef DOT_PRODUCT
-#include "neon.h"
-#endif
-#endif
-#ifndef PAUSE
-#define PAUSE() (void)0
-#endif
-#include "team.h"
 #include "memory.h"
+#include "team.h"
+#include "weights.h"
 
-// What this machine can run, the best first.
-static int find_kernels(const Kernels *found[5]) {
+// What this machine can run, the best first. Returns how many.
+enum { MOST_KERNELS = 6 };
+static int find_kernels(const Kernels *found[MOST_KERNELS]) {
+    static const Kernels *const known[MOST_KERNELS] = {&llamac_avx512bf16, &llamac_avx512, &llamac_avx2,
+                                                       &llamac_neondot, &llamac_neon, &llamac_reference};
     int n = 0;
-#if defined(__x86_64__)
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); // all such have f16c
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-        && __builtin_cpu_supports("avx512vnni")) {
-#ifdef BF16_TARGET
-        if (__builtin_cpu_supports("avx512bf16")) found[n++] = with_bf16();
-#endif
-        found[n++] = &kernels_avx512;
-    }
-    if (avx2) found[n++] = &kernels_avx2;
-#elif defined(__aarch64__)
-#if defined(__ARM_FEATURE_DOTPROD)
-    found[n++] = &kernels_neondot;
-#elif defined(DOT_PRODUCT)
-    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found[n++] = &kernels_neondot;
-#endif
-    found[n++] = &kernels_neon;
-#endif
-    found[n++] = &kernels_scalar;
+    for (int i = 0; i < MOST_KERNELS; i++)
+        if (known[i]->supported && known[i]->supported()) found[n++] = known[i];
     return n;
 }
 
-// The best kernels, or those that the environment variable LLAMAC_ISA names; NULL if the machine has them not.
+// The best kernels, or those that the environment variable LLAMAC_ISA names; NULL if the machine does not have them.
 static const Kernels *choose_kernels(void) {
-    const Kernels *found[5];
+    const Kernels *found[MOST_KERNELS];
     const char *name = getenv("LLAMAC_ISA");
     int n = find_kernels(found);
     for (int i = 0; i < n; i++)
@@ -77,18 +32,16 @@ static const Kernels *choose_kernels(void) {
     return NULL;
 }
 
-// For one thread of the program.
-static const Kernels *host_kernels(void) {
-    static const Kernels *chosen;
-    if (!chosen) chosen = choose_kernels();
-    return chosen ? chosen : (chosen = &kernels_scalar);
+const Kernels *llamac_cpu_kernels(void) {
+    const Kernels *chosen = choose_kernels();
+    return chosen ? chosen : &llamac_reference;
 }
 
-float cpu_largest(const float *x, int n) { return host_kernels()->largest(x, n); }
+float cpu_largest(const float *x, int n) { return llamac_cpu_kernels()->largest(x, n); }
 
-float cpu_exponentials(float *x, float most, float scale, int n) { return host_kernels()->exponentials(x, most, scale, n); }
-
-typedef struct { int layer, T; } RopeArgs;
+float cpu_exponentials(float *x, float most, float scale, int n) {
+    return llamac_cpu_kernels()->exponentials(x, most, scale, n);
+}
 
 struct Cpu {
     Backend ops;
@@ -103,7 +56,7 @@ struct Cpu {
     float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
     int rotations;                  // positions of it computed so far
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels.h
-    Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that gated_rows makes, while it reads the others
+    Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that swiglu_rows makes, while it reads the others
     uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
     float *q, *k, *v;               // (chunk, dim), (chunk, kv_dim) twice: of attention
     float *h, *h2;                  // (chunk, hidden_dim): of feed_forward
@@ -136,117 +89,15 @@ static void add(Cpu *cpu, Task *task, const void *args, size_t size, int n, int6
     Step *step = &cpu->team.steps[cpu->team.n_steps++];
     *step = (Step){task, n, cost, {0}};
     memcpy(step->args, args, size);
-    if (!cpu->collecting) run_steps(&cpu->team), cpu->team.n_steps = 0;
+    if (!cpu->collecting) llamac_team_run(&cpu->team), cpu->team.n_steps = 0;
 }
 
 // ----------------------------------------------------------------------------
-// Rows of any type
-
-static void floats_q8_0(float *out, const uint8_t *row, int n) {
-    for (; n > 0; n -= 32, row += 34, out += 32) {
-        uint16_t scale;
-        memcpy(&scale, row, 2);
-        float d = half_to_float(scale);
-        for (int i = 0; i < 32; i++) out[i] = d * (int8_t)row[2 + i];
-    }
-}
-
-static void floats_q4_0(float *out, const uint8_t *row, int n) {
-    for (; n > 0; n -= 32, row += 18, out += 32) {
-        uint16_t scale;
-        memcpy(&scale, row, 2);
-        float d = half_to_float(scale);
-        for (int i = 0; i < 16; i++) out[i] = d * ((row[2 + i] & 15) - 8);
-        for (int i = 0; i < 16; i++) out[16 + i] = d * ((row[2 + i] >> 4) - 8);
-    }
-}
-
-// Groups run over the whole matrix: a row may begin and end inside one.
-static void floats_int8_groups(float *out, const Mat *m, int64_t first, int n) {
-    const int8_t *q = (const int8_t *)m->data + first;
-    for (int i = 0; i < n;) {
-        int64_t group = (first + i) / m->group;
-        int64_t left = (group + 1) * m->group - (first + i); // numbers of the row's part in this group
-        int end = left < n - i ? i + (int)left : n;
-        float scale;
-        memcpy(&scale, (const char *)m->scales + 4 * group, 4);
-        for (; i < end; i++) out[i] = scale * q[i];
-    }
-}
-
-// n numbers of row r, from column c on, as floats. Blocks begin at c.
-static void floats_of(const Kernels *k, float *out, const Mat *m, int64_t r, int c, int n) {
-    const uint8_t *data = m->data;
-    int64_t first = r * m->cols + c;
-    switch (m->type) {
-    case F32: memcpy(out, data + 4 * first, n * sizeof(float)); break;
-    case F16: k->floats_f16(out, data + 2 * first, n); break;
-    case BF16: k->floats_bf16(out, data + 2 * first, n); break;
-    case Q8_0: floats_q8_0(out, data + first / 32 * 34, n); break;
-    case Q4_0: floats_q4_0(out, data + first / 32 * 18, n); break;
-    case INT8_GROUPS: floats_int8_groups(out, m, first, n); break;
-    }
-}
-
-static bool is_quantised(const Mat *m) { return m->type == Q8_0 || m->type == Q4_0; }
-
-// What is packed as one: a block, two numbers of BF16, or a float, which other types become. Its bytes; how many a row has.
-static int unit_size(const Mat *m) { return m->type == Q8_0 ? 34 : m->type == Q4_0 ? 18 : 4; }
-static int units(const Mat *m) { return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols; }
-
-// Where row r lies in the file; of no INT8_GROUPS, which have no rows there. Behind the last, where the matrix ends.
-static const uint8_t *row_of(const Mat *m, int r) {
-    size_t size = is_quantised(m) ? (size_t)units(m) * unit_size(m) : (m->type == F32 ? 4 : 2) * (size_t)m->cols;
-    return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
-}
-
-// Bytes of a row of tiles: of TILE rows of the matrix.
-static size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
-
-// n units of row r, from unit u on.
-static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
-    const uint8_t *data = m->data;
-    size_t size = unit_size(m), bytes = n * size;
-    if (m->type == BF16) {
-        size_t left = 2 * ((size_t)m->cols - 2 * u); // of the row; an odd number of columns ends in half a unit
-        memset(out, 0, bytes);
-        memcpy(out, data + 2 * ((size_t)r * m->cols + 2 * u), bytes < left ? bytes : left);
-    } else if (m->type == F32 || is_quantised(m)) memcpy(out, data + ((size_t)r * units(m) + u) * size, bytes);
-    else floats_of(k, (float *)out, m, r, u, n);
-}
-
-// A row of tiles: of up to TILE rows from r on; rows beyond the last are zero.
-static void pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    enum { STRIP = 64 }; // units
-    void (*pack_rows)(uint8_t *, const uint8_t *, size_t, int) =
-        m->type == Q8_0 ? k->pack_q8 : m->type == Q4_0 ? k->pack_q4 : NULL;
-    int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
-    size_t size = unit_size(m), stride = n * size;
-    if (rows == TILE && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
-        const uint8_t *data = (const uint8_t *)m->data + r * stride;
-        pack_rows ? pack_rows(tiles, data, stride, n) : k->transpose(tiles, data, stride, TILE, n);
-        return;
-    }
-    _Alignas(64) uint8_t strip[TILE * STRIP * 34] = {0};
-    for (int u = 0; u < n; u += STRIP, tiles += TILE * STRIP * size) {
-        int part = n - u < STRIP ? n - u : STRIP;
-        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP * size, m, r + i, u, part);
-        pack_rows ? pack_rows(tiles, strip, STRIP * size, part) : k->transpose(tiles, strip, STRIP * size, TILE, part);
-    }
-}
-
-// ----------------------------------------------------------------------------
-// The operations; backend.h says what each computes
-
-static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
-    Cpu *cpu = (Cpu *)b;
-    cpu->table = table, cpu->embedded = x;
-    for (int t = 0; t < T; t++) floats_of(cpu->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
-}
+// Products
 
 static void normalize(const Cpu *cpu, float *out, const float *x, const float *weight) {
     int n = cpu->config.dim;
-    float scale = 1.0f / sqrtf(cpu->kernels->dot_f32(x, x, n) / n + cpu->config.norm_eps);
+    float scale = 1.0f / sqrtf(cpu->kernels->types[F32].dot(x, x, n) / n + cpu->config.norm_eps);
     for (int i = 0; i < n; i++) out[i] = weight[i] * (scale * x[i]);
 }
 
@@ -260,10 +111,10 @@ typedef struct {
 // Items of a product are ROWS rows.
 enum { ROWS = 2 * TILE };
 
-// What products read: x (T, cols), or norm(x), and what was made of it where the products want that.
+// What products read: x (T, cols), or norm(x), and the forms of it that the types of the weights want.
 typedef struct {
     const float *x, *norm;   // norm: (cols,), the weights of an RMSNorm; NULL for none
-    const float *panels;     // of one token they are what is read
+    const float *panels;     // of one token, x itself
     const uint16_t *pairs;   // NULL: BF16 is multiplied in float32
     const Block *blocks;
     int cols, T;
@@ -273,126 +124,131 @@ typedef struct {
     Product products[3];
     int n;
     Activations in;
-    bool floats, quantised; // some products want x as it is, some as blocks; others in BF16
-    bool made;           // what they read, by the step before
-    bool blocks_wanted, pairs_wanted; // of gated_rows, by the step behind
+    bool needs_floats, needs_blocks; // some products read panels, some blocks; others pairs
+    bool ready;                      // the step before has made what they read
+    bool to_blocks, to_pairs;        // swiglu_rows makes these, for the step behind
 } MatmulArgs;
 _Static_assert(sizeof(MatmulArgs) <= ARGS, "room in a step");
 
-// Tokens of the next panel when T are left: a panel has as many as the kernels take at once, or 1, 2, 4 or 8; of pairs
-// at least 4.
-static int panel_width(const Kernels *k, int T, bool pairs) {
-    int width = pairs ? 4 : 1;
-    while (width < T && width < k->tokens) width *= 2;
-    return width < k->tokens ? width : k->tokens;
+// Tokens t..t+width-1 of a prompt, of which `left` are there.
+typedef struct { int t, width, left; } Panel;
+
+// The panel that begins with token t of T. It has as many tokens as the kernels take at once, or 1, 2, 4 or 8; of pairs at
+// least 4.
+static Panel panel_at(const Kernels *k, int t, int T, bool pairs) {
+    int left = T - t, width = pairs ? 4 : 1;
+    while (width < left && width < k->tokens) width *= 2;
+    width = width < k->tokens ? width : k->tokens;
+    return (Panel){t, width, left < width ? left : width};
 }
 
-static void put_rows(float *out, const float *y, int n, bool add) {
+static void put_row(float *out, const float *y, int n, bool add) {
     for (int i = 0; i < n; i++) out[i] = add ? out[i] + y[i] : y[i];
 }
 
-// A row as it lies in the file, of INT8_GROUPS as floats, with token t.
-static float row_times_token(const Kernels *k, Type type, const uint8_t *row, const Activations *a, int t) {
-    const float *x = a->panels + (size_t)t * a->cols;
-    const Block *blocks = a->blocks + (size_t)t * (a->cols / 32);
-    switch (type) {
-    case F16: return k->dot_f16(row, x, a->cols);
-    case BF16: return k->dot_bf16(row, x, a->cols);
-    case Q8_0: return k->dot_q8(row, blocks, a->cols / 32);
-    case Q4_0: return k->dot_q4(row, blocks, a->cols / 32);
-    default: return k->dot_f32(row, x, a->cols);
-    }
-}
-
 // Rows r..end-1 without tiles: with one token, or with any number by kernels that have no tiles, whose panels are rows of x.
-static void rows_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+static void multiply_rows(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
+    const TypeKernels *kernels = row_kernels(k, w);
     for (; r < end; r++) {
-        const uint8_t *row = w->type == INT8_GROUPS ? (uint8_t *)scratch : row_of(w, r);
-        if (w->type == INT8_GROUPS) floats_of(k, scratch, w, r, 0, w->cols);
-        for (int t = 0; t < a->T; t++)
-            put_rows(p->out + (size_t)t * w->rows + r, (float[]){row_times_token(k, w->type, row, a, t)}, 1, p->add);
+        const void *row = w->type == INT8_GROUPS ? (const void *)scratch : row_of(w, r);
+        if (w->type == INT8_GROUPS) llamac_floats(k, scratch, w, r, 0, w->cols);
+        for (int t = 0; t < a->T; t++) {
+            const void *x = is_quantised(w) ? (const void *)(a->blocks + (size_t)t * (a->cols / 32))
+                                            : (const void *)(a->panels + (size_t)t * a->cols);
+            put_row(p->out + (size_t)t * w->rows + r, (float[]){kernels->dot(row, x, a->cols)}, 1, p->add);
+        }
     }
 }
 
-// What is called for during the product of a panel: of kept tiles those that lie behind, with each panel its part, for the
-// next products; and where the results go, `stride` bytes from token to token.
-static Ahead ahead_of(const Mat *w, const uint8_t *tiles, int n, int T, int t, int width, const void *out, size_t stride) {
-    size_t size = n * tiles_size(w);
-    Ahead ahead = {tiles, 0, out, (int64_t)stride - 128, 0};
-    if (w->tiles) ahead.at = tiles + size + size / T * t, ahead.step = (int)(size * width / T / ((w->cols + 1) / 2));
-    while (2 * width * 2 * (ahead.mask + 1) <= (w->cols + 1) / 2) ahead.mask = 2 * ahead.mask + 1;
-    return ahead;
-}
-
-// y (width, ROWS) = tokens t.. of x, a panel of them, times n <= 2 rows of tiles; for one token y (n TILE,), and n may be any
-// number.
-static void times_tiles(const Kernels *k, float *y, const Mat *w, const uint8_t *tiles, int n, const Activations *a, int t,
-                        int width, Ahead ahead) {
-    int blocks = w->cols / 32, left = a->T - t < width ? a->T - t : width;
-    if (w->type == Q8_0) { k->tiles_q8(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
-    if (w->type == Q4_0) { k->tiles_q4(y, tiles, n, a->blocks + (size_t)t * blocks, blocks, left); return; }
-    size_t first = (size_t)t * w->cols;
-    if (w->type != BF16) k->tiles_f32(y, tiles, n, a->panels + first, w->cols, width, ahead);
-    else if (!a->pairs) k->tiles_bf16(y, tiles, n, a->panels + first, w->cols, width, ahead);
-    else k->tiles_bf16_pairs(y, tiles, n, a->pairs + (size_t)t * 2 * ((w->cols + 1) / 2), w->cols, width, ahead);
-}
+// Some rows of tiles of a matrix.
+typedef struct {
+    const Mat *w;
+    const uint8_t *tiles;
+    int n;
+} TileRows;
 
 // Rows r..end-1 in tiles: those kept, or made in `room`.
-static const uint8_t *tiles_of(const Kernels *k, const Mat *w, int r, int end, uint8_t *room) {
-    if (w->tiles) return (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
-    for (uint8_t *tiles = room; r < end; r += TILE, tiles += tiles_size(w)) pack(k, tiles, w, r);
-    return room;
+static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *room) {
+    TileRows rows = {w, room, (end - r + TILE - 1) / TILE};
+    if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
+    else for (int i = 0; i < rows.n; i++) llamac_pack(k, room + i * tiles_size(w), w, r + i * TILE);
+    return rows;
+}
+
+// What the product of a panel prefetches: of kept tiles those that lie behind, each of the panels a part, for the next
+// products; and where the results go, `stride` bytes from token to token.
+static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, const void *out, size_t stride) {
+    size_t size = rows->n * tiles_size(rows->w);
+    int steps = (rows->w->cols + 1) / 2;
+    Prefetch prefetch = {rows->tiles, 0, out, (int64_t)stride - 128, 0};
+    if (rows->w->tiles) {
+        prefetch.weights = rows->tiles + size + size / T * panel.t;
+        prefetch.step = (int)(size * panel.width / T / steps);
+    }
+    while (2 * panel.width * 2 * (prefetch.mask + 1) <= steps) prefetch.mask = 2 * prefetch.mask + 1;
+    return prefetch;
+}
+
+// y (width, ROWS) = a panel times one or two rows of tiles; of one token y (n TILE,), and n may be any number.
+static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Prefetch prefetch) {
+    const Mat *w = rows->w;
+    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width, .prefetch = prefetch};
+    if (is_quantised(w)) p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
+    else p.x = a->panels + (size_t)panel.t * w->cols;
+    if (w->type != BF16 || !a->pairs) { tile_kernels(k, w)->product(&p); return; }
+    p.x = a->pairs + (size_t)panel.t * 2 * ((w->cols + 1) / 2);
+    k->pairs_product(&p);
 }
 
 // Up to ROWS rows with many tokens.
-static void tiles_times_tokens(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
-    int n = (end - r + TILE - 1) / TILE;
     float *y = scratch; // (tokens of a panel, ROWS)
-    const uint8_t *tiles = tiles_of(k, w, r, end, (uint8_t *)(y + k->tokens * ROWS));
-    for (int t = 0, width; t < a->T; t += width) {
-        width = panel_width(k, a->T - t, w->type == BF16 && a->pairs);
+    TileRows rows = tile_rows(k, w, r, end, (uint8_t *)(y + k->tokens * ROWS));
+    for (int t = 0; t < a->T;) {
+        Panel panel = panel_at(k, t, a->T, w->type == BF16 && a->pairs);
         float *out = p->out + (size_t)t * w->rows + r;
-        int left = a->T - t < width ? a->T - t : width;
-        for (int i = 0; i < left && is_quantised(w); i++)
+        for (int i = 0; i < panel.left && is_quantised(w); i++)
             for (int j = 0; j < end - r; j += TILE) __builtin_prefetch(out + (size_t)i * w->rows + j, 1);
-        Ahead ahead = ahead_of(w, tiles, n, a->T, t, width, out, w->rows * sizeof(float));
-        times_tiles(k, y, w, tiles, n, a, t, width, ahead);
-        for (int i = 0; i < left; i++) put_rows(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
+        multiply_panel(k, y, &rows, a, panel, prefetch_of(&rows, a->T, panel, out, w->rows * sizeof(float)));
+        for (int i = 0; i < panel.left; i++) put_row(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
+        t += panel.width;
     }
 }
 
-// Rows r..end-1 in kept tiles: one long stream of memory. What fills its tiles goes to its place without a detour.
-static void tiles_times_token(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
-    const uint8_t *tiles = (uint8_t *)p->w->tiles + r / TILE * tiles_size(p->w);
-    int whole = p->add ? 0 : (end - r) / TILE, rest = (end - r + TILE - 1) / TILE - whole;
-    if (whole) times_tiles(k, p->out + r, p->w, tiles, whole, a, 0, 1, (Ahead){0});
-    if (!rest) return;
-    times_tiles(k, scratch, p->w, tiles + whole * tiles_size(p->w), rest, a, 0, 1, (Ahead){0});
-    put_rows(p->out + r + whole * TILE, scratch, end - r - whole * TILE, p->add);
+// Rows r..end-1 in kept tiles with one token: one long stream of memory. Full tiles are written in place, without scratch.
+static void stream_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
+    const Panel token = {0, 1, 1};
+    TileRows rows = tile_rows(k, p->w, r, end, NULL), full = rows;
+    full.n = p->add ? 0 : (end - r) / TILE;
+    if (full.n) multiply_panel(k, p->out + r, &full, a, token, (Prefetch){0});
+    if (full.n == rows.n) return;
+    rows.tiles += full.n * tiles_size(p->w), rows.n -= full.n;
+    multiply_panel(k, scratch, &rows, a, token, (Prefetch){0});
+    put_row(p->out + r + full.n * TILE, scratch, end - r - full.n * TILE, p->add);
 }
 
-// What the products of one token read, every member makes for itself: it takes no longer than waiting for another that does.
-static Activations prepared(Member *self, const MatmulArgs *a) {
+// What the products of one token read, every member makes for itself: that takes no longer than to wait for another one's.
+static Activations inputs(Member *self, const MatmulArgs *a) {
     Activations in = a->in;
-    if (in.T > 1 || a->made) return in;
+    if (in.T > 1 || a->ready) return in;
     if (in.norm) in.x = in.panels = self->x;
     in.blocks = self->blocks;
     if (self->prepared) return in;
     if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm);
-    if (a->quantised) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
+    if (a->needs_blocks) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
     self->prepared = true;
     return in;
 }
 
 // Rows r..end-1 of one product; r is a multiple of TILE.
-static void some_rows(Member *self, const Product *p, const Activations *in, int r, int end) {
+static void multiply_some(Member *self, const Product *p, const Activations *in, int r, int end) {
     const Kernels *k = self->cpu->kernels;
-    if (in->T == 1 && p->w->tiles) tiles_times_token(k, p, in, r, end, self->scratch);
-    else if (in->T == 1 || !k->tiles_f32) rows_times_tokens(k, p, in, r, end, self->scratch);
+    if (in->T == 1 && p->w->tiles) stream_tiles(k, p, in, r, end, self->scratch);
+    else if (in->T == 1 || !has_tiles(k)) multiply_rows(k, p, in, r, end, self->scratch);
     else
-        for (; r < end; r += ROWS) tiles_times_tokens(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
+        for (; r < end; r += ROWS) multiply_tiles(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
 }
 
 static int items_of(const Product *p) { return (p->w->rows + ROWS - 1) / ROWS; }
@@ -400,65 +256,18 @@ static int items_of(const Product *p) { return (p->w->rows + ROWS - 1) / ROWS; }
 // Items are the rows of all products, ROWS at a time, one product after the other.
 static void matmul_rows(Member *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
-    Activations in = prepared(self, a);
+    Activations in = inputs(self, a);
     for (const Product *p = a->products; p < a->products + a->n; p++) {
         int items = items_of(p), first = begin > 0 ? begin * ROWS : 0, last = end < items ? end * ROWS : p->w->rows;
-        if (first < last) some_rows(self, p, &in, first, last);
+        if (first < last) multiply_some(self, p, &in, first, last);
         begin -= items, end -= items;
     }
 }
 
-// Of one token, rows r..end-1 of h and h2, and what swiglu makes of them.
-static void gated_token(Member *self, const MatmulArgs *a, const Activations *in, int r, int end) {
-    const Kernels *k = self->cpu->kernels;
-    float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
-    for (int i = 0; i < 2; i++) some_rows(self, &a->products[i], in, r, end);
-    k->swiglu(h, h2, end - r);
-    if (a->blocks_wanted) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
-}
+// ----------------------------------------------------------------------------
+// What products read: panels, pairs, blocks
 
-// Swiglu of y and y2 (width, ROWS), columns r..end-1 of tokens t.. of h and h2, goes where the next product wants it.
-static void put_gated(Member *self, const MatmulArgs *a, float *y, const float *y2, int t, int width, int r, int end) {
-    Cpu *cpu = self->cpu;
-    const Kernels *k = cpu->kernels;
-    int rows = a->products->w->rows, left = a->in.T - t < width ? a->in.T - t : width, pairs = (end - r + 1) / 2;
-    uint16_t narrow[16][ROWS] = {0}; // of a panel
-    for (int i = 0; i < left; i++, y += ROWS, y2 += ROWS) {
-        k->swiglu(y, y2, end - r);
-        if (a->pairs_wanted) k->bf16s(narrow[i], y, end - r);
-        else if (a->blocks_wanted) k->quantize(cpu->gated_blocks + ((size_t)(t + i) * rows + r) / 32, y, (end - r) / 32);
-        else put_rows(a->products->out + (size_t)(t + i) * rows + r, y, end - r, false);
-    }
-    uint16_t *out = cpu->gated_pairs + (size_t)t * 2 * ((rows + 1) / 2) + r * width;
-    if (a->pairs_wanted) k->transpose((uint8_t *)out, (uint8_t *)narrow, sizeof *narrow, width, pairs);
-}
-
-// The same of many tokens, up to ROWS rows: h and h2 never stand in memory.
-static void gated_tokens(Member *self, const MatmulArgs *a, int r, int end) {
-    const Kernels *k = self->cpu->kernels;
-    const Mat *w = a->products[0].w, *w2 = a->products[1].w;
-    int n = (end - r + TILE - 1) / TILE;
-    float *y = self->scratch, *y2 = y + k->tokens * ROWS; // (tokens of a panel, ROWS)
-    uint8_t *room = (uint8_t *)(y2 + k->tokens * ROWS);
-    const uint8_t *tiles = tiles_of(k, w, r, end, room), *tiles2 = tiles_of(k, w2, r, end, room + n * tiles_size(w));
-    for (int t = 0, width; t < a->in.T; t += width) {
-        width = panel_width(k, a->in.T - t, w->type == BF16 && a->in.pairs);
-        times_tiles(k, y, w, tiles, n, &a->in, t, width, ahead_of(w, tiles, n, a->in.T, t, width, y, 128));
-        times_tiles(k, y2, w2, tiles2, n, &a->in, t, width, ahead_of(w2, tiles2, n, a->in.T, t, width, y2, 128));
-        put_gated(self, a, y, y2, t, width, r, end);
-    }
-}
-
-// h and h2 and what swiglu makes of them. Items are ROWS rows of both.
-static void gated_rows(Member *self, const void *args, int begin, int end) {
-    const MatmulArgs *a = args;
-    Activations in = prepared(self, a);
-    int rows = a->products->w->rows, last = end * ROWS < rows ? end * ROWS : rows;
-    if (in.T == 1) { gated_token(self, a, &in, begin * ROWS, last); return; }
-    for (int r = begin * ROWS; r < last; r += ROWS) gated_tokens(self, a, r, r + ROWS < last ? r + ROWS : last);
-}
-
-// Rows t.. of what products read, for one of many tokens: as they are, or normalised into room (n, cols).
+// Tokens t..t+n-1 of x, one of many: as they are, or normalised into room (n, cols).
 static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *room) {
     size_t cols = a->cols;
     if (!a->norm) return a->x + t * cols;
@@ -475,17 +284,17 @@ static void quantize_tokens(Member *self, const void *args, int begin, int end) 
 }
 
 // Items are panels; a token that is missing in the last is zero.
-static void pack_tokens(Member *self, const void *args, int begin, int end) {
+static void pack_panels(Member *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
     for (int i = begin; i < end; i++) {
-        int t = i * k->tokens, width = panel_width(k, a->T - t, false), left = a->T - t < width ? a->T - t : width;
-        float *panel = self->cpu->panels + (size_t)t * a->cols; // (cols, width)
-        const float *x = read_tokens(self->cpu, a, t, left, self->scratch);
-        if (left == width) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, width, a->cols);
+        Panel p = panel_at(k, i * k->tokens, a->T, false);
+        float *panel = self->cpu->panels + (size_t)p.t * a->cols; // (cols, width)
+        const float *x = read_tokens(self->cpu, a, p.t, p.left, self->scratch);
+        if (p.left == p.width) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, p.width, a->cols);
         else
             for (int c = 0; c < a->cols; c++)
-                for (int j = 0; j < width; j++) panel[(size_t)c * width + j] = j < left ? x[(size_t)j * a->cols + c] : 0;
+                for (int j = 0; j < p.width; j++) panel[(size_t)c * p.width + j] = j < p.left ? x[(size_t)j * a->cols + c] : 0;
     }
 }
 
@@ -497,35 +306,35 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
     float *room = self->scratch;                        // (cols,)
     uint16_t *rows = (uint16_t *)(room + a->cols);      // (width, 2 pairs)
     for (int i = begin; i < end; i++) {
-        int t = i * k->tokens, width = panel_width(k, a->T - t, true);
-        memset(rows, 0, (size_t)width * pairs * 4);
-        for (int j = 0; j < width && t + j < a->T; j++)
-            k->bf16s(rows + (size_t)j * 2 * pairs, read_tokens(self->cpu, a, t + j, 1, room), a->cols);
-        k->transpose((uint8_t *)(self->cpu->pairs + (size_t)t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, width, pairs);
+        Panel p = panel_at(k, i * k->tokens, a->T, true);
+        memset(rows, 0, (size_t)p.width * pairs * 4);
+        for (int j = 0; j < p.left; j++)
+            k->bf16s(rows + (size_t)j * 2 * pairs, read_tokens(self->cpu, a, p.t + j, 1, room), a->cols);
+        k->transpose((uint8_t *)(self->cpu->pairs + (size_t)p.t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, p.width, pairs);
     }
 }
 
 // n products of x (T, cols) or, where norm is given, of norm(x).
 static MatmulArgs products_of(const Cpu *cpu, const Product *products, int n, const Mat *norm, const float *x, int T) {
-    bool halves = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
+    bool pairs = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
     MatmulArgs a = {.n = n, .in = {.x = x, .norm = norm ? norm->data : NULL, .panels = T > 1 ? cpu->panels : x,
                                    .blocks = cpu->blocks, .cols = products->w->cols, .T = T}};
     for (int i = 0; i < n; i++) {
         a.products[i] = products[i];
-        if (is_quantised(products[i].w)) a.quantised = true;
-        else if (halves && products[i].w->type == BF16) a.in.pairs = cpu->pairs;
-        else a.floats = true;
+        if (is_quantised(products[i].w)) a.needs_blocks = true;
+        else if (pairs && products[i].w->type == BF16) a.in.pairs = cpu->pairs;
+        else a.needs_floats = true;
     }
     return a;
 }
 
-// Adds the steps that make of many tokens what products read, in the orders that they want.
+// Adds the steps that make what products of many tokens read.
 static void prepare(Cpu *cpu, const MatmulArgs *a) {
     const Activations *in = &a->in;
     int panels = (in->T + cpu->kernels->tokens - 1) / cpu->kernels->tokens;
     int64_t cost = (int64_t)cpu->kernels->tokens * in->cols;
-    if (in->T > 1 && a->quantised) add(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
-    if (in->T > 1 && a->floats) add(cpu, pack_tokens, in, sizeof *in, panels, cost);
+    if (in->T > 1 && a->needs_blocks) add(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
+    if (in->T > 1 && a->needs_floats) add(cpu, pack_panels, in, sizeof *in, panels, cost);
     if (in->pairs) add(cpu, pack_pairs, in, sizeof *in, panels, cost);
 }
 
@@ -536,6 +345,73 @@ static void multiply(Cpu *cpu, const MatmulArgs *a) {
     for (int i = 0; i < a->n; i++) items += items_of(&a->products[i]);
     add(cpu, matmul_rows, a, sizeof *a, items, cost_of_rows(a));
 }
+
+// ----------------------------------------------------------------------------
+// Gate, up and SwiGLU in one step: h = silu(norm(x) w1^T) * (norm(x) w3^T), products 0 and 1
+
+// One token: rows r..end-1.
+static void swiglu_token(Member *self, const MatmulArgs *a, const Activations *in, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
+    for (int i = 0; i < 2; i++) multiply_some(self, &a->products[i], in, r, end);
+    k->swiglu(h, h2, end - r);
+    if (a->to_blocks) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
+}
+
+// Columns r..end-1 of a panel of gate and up, each (tokens of a panel, ROWS), become those of h, in the form that the product
+// behind reads.
+static void put_swiglu(Member *self, const MatmulArgs *a, float *gate, Panel panel, int r, int end) {
+    Cpu *cpu = self->cpu;
+    const Kernels *k = cpu->kernels;
+    int rows = a->products->w->rows, n = end - r;
+    uint16_t narrow[16][ROWS] = {0}; // of a panel
+    for (int i = 0; i < panel.left; i++) {
+        float *h = gate + i * ROWS, *up = h + k->tokens * ROWS;
+        k->swiglu(h, up, n);
+        if (a->to_pairs) k->bf16s(narrow[i], h, n);
+        else if (a->to_blocks) k->quantize(cpu->gated_blocks + ((size_t)(panel.t + i) * rows + r) / 32, h, n / 32);
+        else put_row(a->products->out + (size_t)(panel.t + i) * rows + r, h, n, false);
+    }
+    uint16_t *out = cpu->gated_pairs + (size_t)panel.t * 2 * ((rows + 1) / 2) + r * panel.width;
+    if (a->to_pairs) k->transpose((uint8_t *)out, (uint8_t *)narrow, sizeof *narrow, panel.width, (n + 1) / 2);
+}
+
+// Many tokens, up to ROWS rows: gate and up never stand in memory.
+static void swiglu_tiles(Member *self, const MatmulArgs *a, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    const Mat *w = a->products[0].w;
+    float *gate = self->scratch, *up = gate + k->tokens * ROWS; // (tokens of a panel, ROWS)
+    uint8_t *room = (uint8_t *)(up + k->tokens * ROWS);
+    TileRows gates = tile_rows(k, w, r, end, room);
+    TileRows ups = tile_rows(k, a->products[1].w, r, end, room + gates.n * tiles_size(w));
+    for (int t = 0; t < a->in.T;) {
+        Panel panel = panel_at(k, t, a->in.T, w->type == BF16 && a->in.pairs);
+        multiply_panel(k, gate, &gates, &a->in, panel, prefetch_of(&gates, a->in.T, panel, gate, sizeof(float) * ROWS));
+        multiply_panel(k, up, &ups, &a->in, panel, prefetch_of(&ups, a->in.T, panel, up, sizeof(float) * ROWS));
+        put_swiglu(self, a, gate, panel, r, end);
+        t += panel.width;
+    }
+}
+
+// Items are ROWS rows of both matrices.
+static void swiglu_rows(Member *self, const void *args, int begin, int end) {
+    const MatmulArgs *a = args;
+    Activations in = inputs(self, a);
+    int rows = a->products->w->rows, last = end * ROWS < rows ? end * ROWS : rows;
+    if (in.T == 1) { swiglu_token(self, a, &in, begin * ROWS, last); return; }
+    for (int r = begin * ROWS; r < last; r += ROWS) swiglu_tiles(self, a, r, r + ROWS < last ? r + ROWS : last);
+}
+
+// Where gate and up stand in memory. Items are tokens.
+static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
+    Cpu *cpu = self->cpu;
+    size_t n = cpu->config.hidden_dim;
+    (void)args;
+    for (int t = begin; t < end; t++) cpu->kernels->swiglu(cpu->h + t * n, cpu->h2 + t * n, (int)n);
+}
+
+// ----------------------------------------------------------------------------
+// Attention
 
 // Fills the table of rotations up to `positions`: angle = position / rope_scaling * rope_theta^(-2i / head_dim),
 // in double precision, because a float angle is off by 1e-4 at position 2000.
@@ -564,9 +440,17 @@ static char *values_of(const Cpu *cpu, int layer, int head) {
     return (char *)cpu->values + (layer * (size_t)cpu->config.n_kv_heads + head) * numbers * (cpu->half ? 2 : 4);
 }
 
-// Stores one head's key and value (head_dim,) of a position.
-static void cache(Cpu *cpu, int layer, int head, int pos, const float *k, const float *v, float *scratch) {
-    int n = cpu->config.head_dim;
+typedef struct {
+    float *out;
+    int layer, T;
+    bool rotated; // a step before rotates the queries and keys, and fills the cache
+} AttentionArgs;
+
+// Stores the key and the value of a KV head of token t in the cache.
+static void cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
+    const Config *c = &cpu->config;
+    int n = c->head_dim, pos = cpu->pos + t;
+    const float *k = cpu->k + (size_t)t * c->kv_dim + head * n, *v = cpu->v + (size_t)t * c->kv_dim + head * n;
     char *key = keys_of(cpu, layer, head), *value = values_of(cpu, layer, head);
     size_t at = (size_t)pos / TILE * TILE * n + pos % TILE;
     if (cpu->half) {
@@ -580,48 +464,41 @@ static void cache(Cpu *cpu, int layer, int head, int pos, const float *k, const 
     }
 }
 
-// Of one token: the query heads of KV head h, and its key, are rotated; its key and value go to the cache.
-static void turn(Cpu *cpu, const RopeArgs *a, int t, int h, float *scratch) {
+// RoPE of the query heads that share a KV head, and of its key, of token t; key and value go to the cache.
+static void rope_and_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads;
     const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
-    float *q = cpu->q + (size_t)t * c->dim, *k = cpu->k + (size_t)t * c->kv_dim + h * c->head_dim;
-    for (int i = h * shared; i < (h + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
-    cpu->kernels->rotate(k, rotation, c->head_dim);
-    cache(cpu, a->layer, h, cpu->pos + t, k, cpu->v + (size_t)t * c->kv_dim + h * c->head_dim, scratch);
+    float *q = cpu->q + (size_t)t * c->dim;
+    for (int i = head * shared; i < (head + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
+    cpu->kernels->rotate(cpu->k + (size_t)t * c->kv_dim + head * c->head_dim, rotation, c->head_dim);
+    cache(cpu, layer, head, t, scratch);
 }
 
 // Items are tokens. They go head by head, for the keys of TILE tokens share their places in the cache.
 static void rope_tokens(Member *self, const void *args, int begin, int end) {
-    const RopeArgs *a = args;
-    for (int h = 0; h < self->cpu->config.n_kv_heads; h++)
-        for (int t = begin; t < end; t++) turn(self->cpu, a, t, h, self->scratch);
+    const AttentionArgs *a = args;
+    for (int head = 0; head < self->cpu->config.n_kv_heads; head++)
+        for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a->layer, head, t, self->scratch);
 }
 
-typedef struct { float *out; RopeArgs in; bool turned; } AttentionArgs;
-
-// Up to 4 queries of a KV head at once share what is loaded: of heads that share it, or, when each has its own, of tokens.
-enum { QUERIES = 4 };
-
-// Attention of Q queries, q_stride numbers apart: `first` positions are seen by the first of them, `more` more by each next.
-static void attend(Cpu *cpu, int layer, int kv_head, float *out, const float *q, size_t q_stride, int Q, int first, int more,
-                   float *scratch) {
-    int head_dim = cpu->config.head_dim, n = first + more * (Q - 1);
-    size_t room = round_up(cpu->positions);
-    float *p = scratch, *mixed = scratch + QUERIES * room, sums[QUERIES];
-    cpu->kernels->scores(p, room, q, q_stride, Q, keys_of(cpu, layer, kv_head), cpu->half, head_dim, n);
-    for (int i = 0; i < Q; i++) {
-        int seen = first + more * i;
-        float most = cpu->kernels->largest(p + i * room, seen);
-        sums[i] = cpu->kernels->exponentials(p + i * room, most, 1 / sqrtf(head_dim), seen);
-        for (int j = seen; j < n; j++) p[i * room + j] = 0;
+// Attention of queries to positions: the first query sees `seen` of them, and each next `more` more. The results go to `out`,
+// q_stride numbers apart like the queries.
+static void attend(const Kernels *k, const Attention *a, int seen, int more, float *out) {
+    float sums[QUERIES];
+    k->scores(a);
+    for (int i = 0; i < a->n_queries; i++, seen += more) {
+        float *p = a->p + i * a->p_stride;
+        sums[i] = k->exponentials(p, k->largest(p, seen), 1 / sqrtf(a->head_dim), seen);
+        for (int j = seen; j < a->n; j++) p[j] = 0;
     }
-    cpu->kernels->mix(mixed, p, room, Q, values_of(cpu, layer, kv_head), cpu->half, cpu->value_width, n);
-    for (int i = 0; i < Q; i++)
-        for (int j = 0; j < head_dim; j++) out[i * q_stride + j] = mixed[i * cpu->value_width + j] / sums[i];
+    k->mix(a);
+    for (int i = 0; i < a->n_queries; i++)
+        for (int j = 0; j < a->head_dim; j++) out[i * a->q_stride + j] = a->out[i * a->width + j] / sums[i];
 }
 
-// Groups of queries that one KV head has.
+// Up to QUERIES queries of a KV head at once share what is loaded: of heads that share it, or, when each has its own, of
+// tokens. So many groups of them has a KV head.
 static int query_groups(const Cpu *cpu, int T) {
     int shared = cpu->config.n_heads / cpu->config.n_kv_heads; // query heads of a KV head
     return shared > 1 ? (shared + QUERIES - 1) / QUERIES : (T + QUERIES - 1) / QUERIES;
@@ -632,40 +509,56 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
     const AttentionArgs *a = args;
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->in.T), tokens = shared > 1 ? a->in.T : 1;
+    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), tokens = shared > 1 ? a->T : 1;
+    size_t room = round_up(cpu->positions);
     for (int item = begin; item < end; item++) {
-        int first = item % groups * QUERIES, t = item / groups % tokens, kv_head = item / groups / tokens;
-        int left = (shared > 1 ? shared : a->in.T) - first, Q = left < QUERIES ? left : QUERIES;
-        size_t at = shared > 1 ? (size_t)t * c->dim + (kv_head * shared + first) * c->head_dim
-                               : (size_t)first * c->dim + kv_head * c->head_dim;
-        if (!a->turned) turn(cpu, &a->in, t, kv_head, self->scratch);
-        attend(cpu, a->in.layer, kv_head, a->out + at, cpu->q + at, shared > 1 ? c->head_dim : c->dim, Q,
-               cpu->pos + (shared > 1 ? t : first) + 1, shared == 1, self->scratch);
+        int first = item % groups * QUERIES, t = item / groups % tokens, head = item / groups / tokens;
+        int left = (shared > 1 ? shared : a->T) - first, n = left < QUERIES ? left : QUERIES;
+        int more = shared == 1, seen = cpu->pos + (shared > 1 ? t : first) + 1;
+        size_t at = shared > 1 ? (size_t)t * c->dim + (head * shared + first) * c->head_dim
+                               : (size_t)first * c->dim + head * c->head_dim;
+        if (!a->rotated) rope_and_cache(cpu, a->layer, head, t, self->scratch);
+        Attention queries = {.q = cpu->q + at, .q_stride = shared > 1 ? c->head_dim : c->dim, .n_queries = n,
+                             .p = self->scratch, .p_stride = room, .out = self->scratch + QUERIES * room,
+                             .keys = keys_of(cpu, a->layer, head), .values = values_of(cpu, a->layer, head), .half = cpu->half,
+                             .head_dim = c->head_dim, .width = cpu->value_width, .n = seen + more * (n - 1)};
+        attend(cpu->kernels, &queries, seen, more, a->out + at);
     }
 }
 
-typedef struct { MatmulArgs qkv; AttentionArgs attention; } HeadsArgs;
-_Static_assert(sizeof(HeadsArgs) <= ARGS, "room in a step");
+typedef struct { MatmulArgs qkv; AttentionArgs attention; } QkvAttentionArgs;
+_Static_assert(sizeof(QkvAttentionArgs) <= ARGS, "room in a step");
 
-// Of one token, query, key and value and the attention of those heads: who makes them needs nobody else's. Items are KV heads.
-static void heads(Member *self, const void *args, int begin, int end) {
-    const HeadsArgs *a = args;
-    Activations in = prepared(self, &a->qkv);
+// Of one token, query, key, value and attention of some KV heads: a member that makes them needs nobody else's. Items are KV
+// heads.
+static void qkv_attention_heads(Member *self, const void *args, int begin, int end) {
+    const QkvAttentionArgs *a = args;
+    Activations in = inputs(self, &a->qkv);
     for (const Product *p = a->qkv.products; p < a->qkv.products + 3; p++) {
         int rows = p->w->rows / self->cpu->config.n_kv_heads; // of a KV head
-        some_rows(self, p, &in, begin * rows, end * rows);
+        multiply_some(self, p, &in, begin * rows, end * rows);
     }
     attention_groups(self, &a->attention, begin, end);
 }
 
-// Whether one token's attention goes with its query, key and value: where that spares members waiting for each other and gives
-// each as many heads.
-static bool heads_join(const Cpu *cpu) {
+// Whether one token's query, key and value are made in the step of its attention: where that spares members waiting for each
+// other and gives each as many heads.
+static bool by_heads(const Cpu *cpu) {
     const Config *c = &cpu->config;
     return c->head_dim % TILE == 0 && cpu->team.n_threads > 1 && c->n_kv_heads % cpu->team.n_threads == 0;
 }
 
-// Where the query heads of one token are few to a KV head, who attends also rotates them and fills the cache.
+// ----------------------------------------------------------------------------
+// The operations; backend.h says what each computes
+
+static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
+    Cpu *cpu = (Cpu *)b;
+    cpu->table = table, cpu->embedded = x;
+    for (int t = 0; t < T; t++)
+        llamac_floats(cpu->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
+}
+
+// Of one token with few query heads to a KV head, the member that attends also rotates them and fills the cache.
 static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos, int T) {
     Cpu *cpu = (Cpu *)b;
     const Config *c = &cpu->config;
@@ -673,17 +566,18 @@ static void attention(Backend *b, int layer, const Layer *w, float *out, const f
     MatmulArgs qkv = products_of(cpu, products, 3, &w->attention_norm, x, T);
     int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1), n = 0;
     int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
-    AttentionArgs a = {out, {layer, T}, T > 1 || groups > 1};
+    AttentionArgs a = {out, layer, T, T > 1 || groups > 1};
     cpu->pos = pos;
     extend_rotations(cpu, pos + T);
     prepare(cpu, &qkv);
-    if (!a.turned && heads_join(cpu)) {
+    if (!a.rotated && by_heads(cpu)) {
         for (int i = 0; i < 3; i++) n += items_of(&products[i]);
-        add(cpu, heads, &(HeadsArgs){qkv, a}, sizeof(HeadsArgs), c->n_kv_heads, cost + n * cost_of_rows(&qkv) / c->n_kv_heads);
+        cost += n * cost_of_rows(&qkv) / c->n_kv_heads;
+        add(cpu, qkv_attention_heads, &(QkvAttentionArgs){qkv, a}, sizeof(QkvAttentionArgs), c->n_kv_heads, cost);
         return;
     }
     multiply(cpu, &qkv);
-    if (a.turned) add(cpu, rope_tokens, &a.in, sizeof a.in, T, 4 * c->dim);
+    if (a.rotated) add(cpu, rope_tokens, &a, sizeof a, T, 4 * c->dim);
     add(cpu, attention_groups, &a, sizeof a, items, cost);
 }
 
@@ -694,31 +588,23 @@ static void add_product(Backend *b, float *x, const Mat *w, const float *y, int 
     multiply(cpu, &a);
 }
 
-// Items are tokens.
-static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
-    Cpu *cpu = self->cpu;
-    size_t n = cpu->config.hidden_dim;
-    (void)args;
-    for (int t = begin; t < end; t++) cpu->kernels->swiglu(cpu->h + t * n, cpu->h2 + t * n, (int)n);
-}
-
-// Gate and up are multiplied side by side, and what swiglu makes of them goes where down reads it, in the order that it wants;
-// h and h2 stand in memory only where the kernels have no tiles, or the matrices are of two types.
+// The step of gate and up writes h in the form that down reads. Gate and up stand in memory only where the kernels have no
+// tiles, or the matrices are of two types.
 static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
     Cpu *cpu = (Cpu *)b;
-    Product both[] = {{cpu->h, &w->w1, false}, {cpu->h2, &w->w3, false}};
-    MatmulArgs gated = products_of(cpu, both, 2, &w->ffn_norm, x, T);
+    Product gate_up[] = {{cpu->h, &w->w1, false}, {cpu->h2, &w->w3, false}};
+    MatmulArgs gated = products_of(cpu, gate_up, 2, &w->ffn_norm, x, T);
     MatmulArgs down = products_of(cpu, &(Product){x, &w->w2, true}, 1, NULL, cpu->h, T);
-    bool joined = w->w1.type == w->w3.type && (T == 1 || cpu->kernels->tiles_f32);
+    bool joined = w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels));
     prepare(cpu, &gated);
-    if (joined && !down.floats && (!down.in.pairs || w->w1.type == BF16)) {
-        gated.blocks_wanted = down.quantised, gated.pairs_wanted = down.in.pairs != NULL, down.made = true;
+    if (joined && !down.needs_floats && (!down.in.pairs || w->w1.type == BF16)) {
+        gated.to_blocks = down.needs_blocks, gated.to_pairs = down.in.pairs != NULL, down.ready = true;
         down.in.blocks = cpu->gated_blocks;
         if (down.in.pairs) down.in.pairs = cpu->gated_pairs;
     }
-    if (joined) add(cpu, gated_rows, &gated, sizeof gated, items_of(both), 2 * cost_of_rows(&gated));
+    if (joined) add(cpu, swiglu_rows, &gated, sizeof gated, items_of(gate_up), 2 * cost_of_rows(&gated));
     else multiply(cpu, &gated), add(cpu, swiglu_tokens, "", 1, T, 4 * cpu->config.hidden_dim);
-    if (!down.made) prepare(cpu, &down);
+    if (!down.ready) prepare(cpu, &down);
     multiply(cpu, &down);
 }
 
@@ -746,14 +632,6 @@ static void read_chunks(Member *self, const void *args, int begin, int end) {
         for (int j = 1; j < 16; j++) sum[0] += sum[j];
         memcpy(self->scratch, sum, sizeof *sum);
     }
-}
-
-void llamac_use_large_pages(const void *p, size_t n) {
-#ifdef MADV_HUGEPAGE // in Linux alone
-    madvise((void *)p, n, MADV_HUGEPAGE);
-#else
-    (void)p, (void)n;
-#endif
 }
 
 double llamac_seconds(void) {
@@ -793,7 +671,7 @@ static float *cpu_alloc(Backend *b, size_t n) { return allocate((Cpu *)b, n, siz
 
 static void cpu_close(Backend *b) {
     Cpu *cpu = (Cpu *)b;
-    end_team(&cpu->team);
+    llamac_team_end(&cpu->team);
     for (int i = 0; i < cpu->n_memory; i++) free(cpu->memory[i]);
     free(cpu->memory);
     free(cpu);
@@ -824,7 +702,7 @@ typedef struct { const Mat *m; uint8_t *tiles; int first; } PackArgs;
 static void pack_rows(Member *self, const void *args, int begin, int end) {
     const PackArgs *a = args;
     for (int i = a->first + begin; i < a->first + end; i++)
-        pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
+        llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
 // Gives back the memory of the whole pages of a mapped file from `begin` to `end`, and of those before, but not below
@@ -867,7 +745,7 @@ static size_t keep_all(Cpu *cpu, uint8_t *tiles) {
 // would take more than half of the memory that is free, they stay as they are: the file needs as much again.
 static void order_weights(Cpu *cpu) {
     size_t n = keep_all(cpu, NULL), huge = 2 << 20;
-    void *tiles = n > 0 && n < free_memory("") / 2 ? allocate(cpu, n, 1, huge) : NULL;
+    void *tiles = n > 0 && n < llamac_free_memory("") / 2 ? allocate(cpu, n, 1, huge) : NULL;
     if (!tiles) return;
     llamac_use_large_pages(tiles, (n / huge + 1) * huge); // as much as allocate took
     keep_all(cpu, tiles);
@@ -879,7 +757,7 @@ static void order_weights(Cpu *cpu) {
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     Cpu *cpu = (Cpu *)b;
     cpu->precise = all;
-    bool wanted = cpu->kernels->tiles_f32 && !cpu->model->no_copy;
+    bool wanted = has_tiles(cpu->kernels) && !cpu->model->no_copy;
     if (T == 1 && wanted && ++cpu->decoded == PATIENT_TOKENS) order_weights(cpu);
     if (T == 1 && cpu->recorded && pos % 64) {
         cpu->pos = pos;
@@ -894,7 +772,7 @@ static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
 static void end(Backend *b) {
     Cpu *cpu = (Cpu *)b;
     cpu->collecting = false;
-    run_steps(&cpu->team);
+    llamac_team_run(&cpu->team);
 }
 
 // What any operation needs for itself, in floats.
@@ -942,7 +820,7 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
            && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
-    if (ok) start_team(&cpu->team, n_threads);
+    if (ok) llamac_team_start(&cpu->team, n_threads);
     if (ok) return NULL;
     cpu_close(&cpu->ops);
     *backend = NULL;

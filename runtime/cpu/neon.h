@@ -1,28 +1,13 @@
-// 64-bit ARM: simd.h in vectors of 4 floats. Every such processor has them; most since 2018 also have an instruction
-// for the dot product of bytes, used where DOT_PRODUCT is defined.
+// What neon.c and neondot.c share: vectors of 4 floats, in the terms of simd.h. They define TARGET and DOT before.
 #include <arm_neon.h>
 
-#ifdef DOT_PRODUCT
-#define NAME(x) x##_neondot
-#define NAME_STRING "neondot"
-#define TARGET DOT_PRODUCT
-#define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
-#else
-#define NAME(x) x##_neon
-#define NAME_STRING "neon"
-#define TARGET
-// Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
-#define DOT(c, w, x) vpadalq_s16(c, vpaddq_s16( \
-    vmull_s8(vget_low_s8(vreinterpretq_s8_s32(w)), vget_low_s8(vreinterpretq_s8_s32(x))), \
-    vmull_high_s8(vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))))
-#endif
-#define Q8_OFFSET 0
-#define N 4
-#define PANELS 1
+#define LANES 4
+#define TILE_ROWS 1
 #define TOKENS 6
 #define TOKENS_Q 3
-#define V float32x4_t
-#define I int32x4_t
+#define Q8_OFFSET 0
+
+typedef float32x4_t Floats;
 #define LOAD(p) vld1q_f32(p)
 #define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
 #define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
@@ -36,11 +21,13 @@
 #define MIN(a, b) vminq_f32(a, b)
 #define FMA(a, b, c) vfmaq_f32(c, a, b)
 #define SUM(v) vaddvq_f32(v)
-#define MOST_OF(v) vmaxvq_f32(v)
+#define LARGEST(v) vmaxvq_f32(v)
 #define ROUND(v) vrndnq_f32(v)
 #define SWAP(v) vrev64q_f32(v)
 #define POW2(n) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
-#define LOAD_I(p) vreinterpretq_s32_u8(vld1q_u8(p))
+
+typedef int32x4_t Ints;
+#define LOAD_I(p) vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)(p)))
 #define BF16_LOW(i) vreinterpretq_f32_s32(vshlq_n_s32(i, 16))
 #define BF16_HIGH(i) vreinterpretq_f32_s32(vandq_s32(i, vdupq_n_s32((int)0xffff0000)))
 #define SET_I(x) vdupq_n_s32(x)
@@ -49,40 +36,42 @@
 #define ADD_I(a, b) vaddq_s32(a, b)
 #define MAX_I(a, b) vmaxq_s32(a, b)
 #define SUM_I(i) vaddvq_s32(i)
-#define MOST_OF_I(i) vmaxvq_s32(i)
+#define LARGEST_I(i) vmaxvq_s32(i)
 #define MAGNITUDE(v) vandq_s32(vreinterpretq_s32_f32(v), vdupq_n_s32(0x7fffffff))
-#define STORE_8(p, i) NAME(store_bytes)(p, i)
+#define STORE_8(p, i) store_4_bytes(p, i)
 #define DOT_SMALL(c, w, x) DOT(c, w, x)
 #define AND_15(w) vandq_s32(w, vdupq_n_s32(0x0f0f0f0f))
 #define SHIFT_4(w) vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(w), 4))
-#define Q uint32x4_t
-#define LOAD_Q(p) vreinterpretq_u32_u8(vld1q_u8(p))
-#define STORE_Q(p, v) vst1q_u8(p, vreinterpretq_u8_u32(v))
-#define SET_Q(x) vdupq_n_u32(x)
-#define XOR_Q(a, b) veorq_u32(a, b)
+
+typedef uint32x4_t Quad;
+#define LOAD_QUAD(p) vreinterpretq_u32_u8(vld1q_u8(p))
+#define STORE_QUAD(p, v) vst1q_u8(p, vreinterpretq_u8_u32(v))
+#define SET_QUAD(x) vdupq_n_u32(x)
+#define XOR_QUAD(a, b) veorq_u32(a, b)
 #define LOW_32(a, b) vzip1q_u32(a, b)
 #define HIGH_32(a, b) vzip2q_u32(a, b)
-#define S float32x4_t
-#define S_SET(x) vdupq_n_f32(x)
-#define S_FMA(a, b, c) vfmaq_f32(c, a, b)
-#define S_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
+
+typedef float32x4_t Partial;
+#define PARTIAL_SET(x) vdupq_n_f32(x)
+#define PARTIAL_FMA(a, b, c) vfmaq_f32(c, a, b)
+#define PARTIAL_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
 #define HALF(h) half_to_float(h)
 
-TARGET static inline void NAME(store_bytes)(int8_t *p, int32x4_t i) {
+TARGET static inline void store_4_bytes(int8_t *p, int32x4_t i) {
     int16x4_t shorts = vmovn_s32(i);
     vst1_lane_s32((int32_t *)p, vreinterpret_s32_s8(vmovn_s16(vcombine_s16(shorts, shorts))), 0);
 }
 
-TARGET static inline float32x4_t NAME(block_q8)(const uint8_t *q, const Block *x) {
-    int32x4_t sum = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I((const uint8_t *)x->q));
-    return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I((const uint8_t *)x->q + 16)));
+TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
+    int32x4_t sum = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I(x->q));
+    return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I(x->q + 16)));
 }
 
 // The offset's correction stands in one lane, as all are summed in the end.
-TARGET static inline float32x4_t NAME(block_q4)(const uint8_t *q, const Block *x) {
+TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     int32x4_t w = LOAD_I(q), sum = vsetq_lane_s32(-8 * x->sum, vdupq_n_s32(0), 0);
-    sum = DOT(sum, AND_15(w), LOAD_I((const uint8_t *)x->q));
-    return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I((const uint8_t *)x->q + 16)));
+    sum = DOT(sum, AND_15(w), LOAD_I(x->q));
+    return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I(x->q + 16)));
 }
 
 #include "simd.h"

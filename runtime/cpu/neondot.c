@@ -1,0 +1,26 @@
+// NEON with the instruction for the dot product of bytes, which most 64-bit ARM processors since 2018 have.
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#include "kernels.h"
+
+#if defined(__ARM_FEATURE_DOTPROD) // the compiler takes it for granted, as on Apple's
+#define TARGET
+static bool supported(void) { return true; }
+#elif defined(__aarch64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 16)
+#ifdef __clang__ // older ones know the instruction only where it may be used everywhere
+#define TARGET __attribute__((target("dotprod")))
+#else
+#define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+#endif
+static bool supported(void) { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+#endif
+
+#ifdef TARGET
+#define DOT(c, w, x) vdotq_s32(c, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
+#include "neon.h"
+
+const Kernels llamac_neondot = {.name = "neondot", .supported = supported, SIMD_KERNELS};
+#else
+const Kernels llamac_neondot = {.name = "neondot"};
+#endif

@@ -1,0 +1,189 @@
+// Each kernel in plain C: what is computed, one number after the other.
+#include <math.h>
+#include "kernels.h"
+
+// To the nearest half, ties to even; infinity beyond the largest.
+static uint16_t float_to_half(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    uint16_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    memcpy(&f, &bits, 4);
+    if (bits > 0x7f800000) return sign | 0x7e00; // NaN
+    if (f >= 65520) return sign | 0x7c00;
+    if (f < 0x1p-14f) { // subnormal: a sum with 0.5 rounds at 2^-24
+        f += 0.5f;
+        memcpy(&bits, &f, 4);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    bits += 0xfff + (bits >> 13 & 1);
+    return sign | (uint16_t)((bits >> 13) - (112 << 10));
+}
+
+static void floats_f16(float *out, const void *w, int n) {
+    for (int i = 0; i < n; i++) out[i] = half_to_float(((const uint16_t *)w)[i]);
+}
+
+static void floats_bf16(float *out, const void *w, int n) {
+    for (int i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)((const uint16_t *)w)[i] << 16;
+        memcpy(&out[i], &bits, 4);
+    }
+}
+
+static void halves(uint16_t *out, const float *x, int n) {
+    for (int i = 0; i < n; i++) out[i] = float_to_half(x[i]);
+}
+
+// Eight sums side by side, so that an addition need not wait for the one before, and a compiler may make vectors of them.
+static float dot_f32(const void *row, const void *x, int n) {
+    const float *w = row, *y = x;
+    float sums[8] = {0}, sum = 0;
+    int i = 0;
+    for (; i + 8 <= n; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += w[i + j] * y[i + j];
+    for (int j = 0; j < 8; j++) sum += sums[j];
+    for (; i < n; i++) sum += w[i] * y[i];
+    return sum;
+}
+
+// 64 numbers at a time, as floats.
+static float dot_halves(void (*floats)(float *, const void *, int), const uint16_t *w, const float *x, int n) {
+    float part[64], sum = 0;
+    for (int i = 0; i < n; i += 64) {
+        int m = n - i < 64 ? n - i : 64;
+        floats(part, w + i, m);
+        sum += dot_f32(part, x + i, m);
+    }
+    return sum;
+}
+
+static float dot_f16(const void *row, const void *x, int n) { return dot_halves(floats_f16, row, x, n); }
+
+static float dot_bf16(const void *row, const void *x, int n) { return dot_halves(floats_bf16, row, x, n); }
+
+// A NaN or infinity stays one in the scale: magnitudes are compared as bits, in which order NaN is the largest.
+static void quantize(Block *out, const float *x, int n_blocks) {
+    for (; n_blocks > 0; n_blocks--, x += 32, out++) {
+        uint32_t largest = 0, bits;
+        for (int i = 0; i < 32; i++) {
+            memcpy(&bits, &x[i], 4);
+            bits &= 0x7fffffff;
+            largest = bits > largest ? bits : largest;
+        }
+        float most, rounded;
+        memcpy(&most, &largest, 4);
+        float inverse = most > 1e-30f ? 127 / most : 0;
+        int32_t sum = 0;
+        for (int i = 0; i < 32; i++) {
+            rounded = x[i] * inverse + 0x1.8p23f; // so large that the last bits of the mantissa are the integer
+            memcpy(&bits, &rounded, 4);
+            out->q[i] = (int8_t)bits;
+            sum += (int8_t)bits;
+        }
+        out->scale = most / 127;
+        out->sum = sum;
+    }
+}
+
+static float dot_q8(const void *row, const void *x, int cols) {
+    const uint8_t *w = row;
+    float sum = 0;
+    for (const Block *b = x, *end = b + cols / 32; b < end; b++, w += 34) {
+        int32_t product = 0;
+        uint16_t scale;
+        memcpy(&scale, w, 2);
+        for (int c = 0; c < 32; c++) product += (int8_t)w[2 + c] * b->q[c];
+        sum += half_to_float(scale) * b->scale * product;
+    }
+    return sum;
+}
+
+static float dot_q4(const void *row, const void *x, int cols) {
+    const uint8_t *w = row;
+    float sum = 0;
+    for (const Block *b = x, *end = b + cols / 32; b < end; b++, w += 18) {
+        int32_t product = -8 * b->sum;
+        uint16_t scale;
+        memcpy(&scale, w, 2);
+        for (int c = 0; c < 16; c++) product += (w[2 + c] & 15) * b->q[c] + (w[2 + c] >> 4) * b->q[16 + c];
+        sum += half_to_float(scale) * b->scale * product;
+    }
+    return sum;
+}
+
+static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
+    for (int i = 0; i < n; i++)
+        for (int r = 0; r < rows; r++) memcpy(out + 4 * ((size_t)i * rows + r), in + r * stride + 4 * i, 4);
+}
+
+static void swiglu(float *h, const float *h2, int n) {
+    for (int i = 0; i < n; i++) h[i] = h[i] / (1.0f + expf(-h[i])) * h2[i];
+}
+
+static void rotate(float *x, const float *rotation, int head_dim) {
+    for (int i = 0; i < head_dim; i += 2) {
+        float a = x[i], b = x[i + 1];
+        x[i] = a * rotation[i] + b * rotation[head_dim + i];
+        x[i + 1] = b * rotation[i + 1] + a * rotation[head_dim + i + 1];
+    }
+}
+
+static float largest(const float *x, int n) {
+    float most = -INFINITY, poison = 0; // 0 times NaN or infinity is NaN
+    for (int i = 0; i < n; i++) most = x[i] > most ? x[i] : most, poison += 0 * x[i];
+    return most + poison;
+}
+
+static float exponentials(float *x, float most, float scale, int n) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] = expf((x[i] - most) * scale);
+    return sum;
+}
+
+static float number(const void *x, size_t i, bool half) {
+    return half ? half_to_float(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+}
+
+static void scores(const Attention *a) {
+    for (int query = 0; query < a->n_queries; query++)
+        for (int i = 0; i < a->n; i++) {
+            float sum = 0;
+            for (int d = 0; d < a->head_dim; d++) {
+                size_t at = (size_t)i / TILE * TILE * a->head_dim + d * TILE + i % TILE;
+                sum += a->q[query * a->q_stride + d] * number(a->keys, at, a->half);
+            }
+            a->p[query * a->p_stride + i] = sum;
+        }
+}
+
+static void mix(const Attention *a) {
+    for (int query = 0; query < a->n_queries; query++)
+        for (int d = 0; d < a->width; d++) {
+            float sum = 0;
+            for (int i = 0; i < a->n; i++)
+                sum += a->p[query * a->p_stride + i] * number(a->values, (size_t)i * a->width + d, a->half);
+            a->out[query * a->width + d] = sum;
+        }
+}
+
+static bool always(void) { return true; }
+
+const Kernels llamac_reference = {
+    .name = "scalar",
+    .supported = always,
+    .tokens = 1,
+    .types = {[F32] = {.dot = dot_f32}, [F16] = {.dot = dot_f16}, [BF16] = {.dot = dot_bf16},
+              [Q8_0] = {.dot = dot_q8}, [Q4_0] = {.dot = dot_q4}},
+    .floats_f16 = floats_f16,
+    .floats_bf16 = floats_bf16,
+    .halves = halves,
+    .quantize = quantize,
+    .transpose = transpose,
+    .swiglu = swiglu,
+    .rotate = rotate,
+    .largest = largest,
+    .exponentials = exponentials,
+    .scores = scores,
+    .mix = mix,
+};
