@@ -121,11 +121,6 @@ struct Backend {
 // Returns NULL or what is wrong.
 const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
-// On numbers in the host's memory, in vectors: the largest of x (n,), NaN if one is not finite; and
-// x = exp((x - most) * scale), of which the sum is returned
-float cpu_largest(const float *x, int n);
-float cpu_exponentials(float *x, float most, float scale, int n);
-
 // Asks the system to keep n bytes, of its own memory or a mapped file's, in large pages, where it has them.
 void llamac_use_large_pages(const void *p, size_t n);
 

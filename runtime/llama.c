@@ -3,14 +3,8 @@
 #include <math.h>
 #include <sched.h>
 #include <unistd.h>
+#include "cpu/kernels.h"
 #include "model.h"
-
-typedef struct {
-    float (*largest)(const float *, int);
-    float (*exponentials)(float *, float, float, int);
-} Kernels;
-static const Kernels host_math = {cpu_largest, cpu_exponentials};
-static const Kernels *llamac_cpu_kernels(void) { return &host_math; }
 
 typedef struct {
     float p;

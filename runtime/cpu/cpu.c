@@ -37,12 +37,6 @@ const Kernels *llamac_cpu_kernels(void) {
     return chosen ? chosen : &llamac_reference;
 }
 
-float cpu_largest(const float *x, int n) { return llamac_cpu_kernels()->largest(x, n); }
-
-float cpu_exponentials(float *x, float most, float scale, int n) {
-    return llamac_cpu_kernels()->exponentials(x, most, scale, n);
-}
-
 struct Cpu {
     Backend ops;
     Config config;
