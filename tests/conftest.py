@@ -11,7 +11,7 @@ SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=
 LIBRARY = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("runtime/**/*.c"))
 PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
-KERNELS = [source for source in LIBRARY if source.startswith("runtime/cpu/") and not source.endswith("/cpu.c")]  # of what includes it
+KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name != "cpu.c"]  # of tests that include cpu.c
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 
 

@@ -56,7 +56,8 @@ TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
 }
 
 TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
-    return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(minus_offset(8, x), nibbles(q), _mm256_loadu_si256((const __m256i *)x->q)));
+    __m256i activations = _mm256_loadu_si256((const __m256i *)x->q);
+    return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(minus_offset(8, x), nibbles(q), activations));
 }
 
 #include "simd.h"
@@ -74,6 +75,7 @@ const Kernels llamac_avx512 = {.name = "avx512"};
 // Products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not know them.
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#define BF16_INLINE BF16_TARGET __attribute__((always_inline)) static inline
 
 BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i += 16) {
@@ -83,7 +85,7 @@ BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
 }
 
 // T is at least 4, so that an addition need not wait for the one before.
-BF16_TARGET __attribute__((always_inline)) static inline void pair_tiles(const TileProduct *p, const int T, const int tile_rows) {
+BF16_INLINE void pair_tiles(const TileProduct *p, const int T, const int tile_rows) {
     const int pairs = (p->cols + 1) / 2;
     const size_t next = (size_t)pairs * 4 * TILE; // bytes from one row of tiles to the other
     const uint8_t *tiles = p->tiles;

@@ -1,6 +1,6 @@
 // The Backend of the CPU. Work is handed to threads (team.h) by rows, and every number is computed by one thread in one
-// order, so results do not depend on how many threads there are. The arithmetic is in kernels.h; the best instruction set that
-// the machine has is chosen when the backend is opened.
+// order, so results do not depend on how many threads there are. The arithmetic is in kernels (kernels.h); the best
+// instruction set that the machine has is chosen when the backend is opened.
 #define _DEFAULT_SOURCE // POSIX beside C11
 #include <math.h>
 #include <stdlib.h>
@@ -50,7 +50,7 @@ struct Cpu {
     float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
     int rotations;                  // positions of it computed so far
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels.h
-    Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; those that swiglu_rows makes, while it reads the others
+    Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; swiglu_rows reads the first and makes the second
     uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
     float *q, *k, *v;               // (chunk, dim), (chunk, kv_dim) twice: of attention
     float *h, *h2;                  // (chunk, hidden_dim): of feed_forward
@@ -143,10 +143,11 @@ static void put_row(float *out, const float *y, int n, bool add) {
 // Rows r..end-1 without tiles: with one token, or with any number by kernels that have no tiles, whose panels are rows of x.
 static void multiply_rows(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
-    const TypeKernels *kernels = row_kernels(k, w);
+    const bool direct = has_dot(k, w);
+    const TypeKernels *kernels = &k->types[direct ? w->type : F32];
     for (; r < end; r++) {
-        const void *row = w->type == INT8_GROUPS ? (const void *)scratch : row_of(w, r);
-        if (w->type == INT8_GROUPS) llamac_floats(k, scratch, w, r, 0, w->cols);
+        const void *row = direct ? (const void *)row_of(w, r) : scratch;
+        if (!direct) llamac_floats(k, scratch, w, r, 0, w->cols);
         for (int t = 0; t < a->T; t++) {
             const void *x = is_quantised(w) ? (const void *)(a->blocks + (size_t)t * (a->cols / 32))
                                             : (const void *)(a->panels + (size_t)t * a->cols);
@@ -185,9 +186,11 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, const void
 }
 
 // y (width, ROWS) = a panel times one or two rows of tiles; of one token y (n TILE,), and n may be any number.
-static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Prefetch prefetch) {
+static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel,
+                           Prefetch prefetch) {
     const Mat *w = rows->w;
-    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width, .prefetch = prefetch};
+    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width,
+                     .prefetch = prefetch};
     if (is_quantised(w)) p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
     else p.x = a->panels + (size_t)panel.t * w->cols;
     if (w->type != BF16 || !a->pairs) { tile_kernels(k, w)->product(&p); return; }
@@ -287,8 +290,8 @@ static void pack_panels(Member *self, const void *args, int begin, int end) {
         const float *x = read_tokens(self->cpu, a, p.t, p.left, self->scratch);
         if (p.left == p.width) k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * a->cols, p.width, a->cols);
         else
-            for (int c = 0; c < a->cols; c++)
-                for (int j = 0; j < p.width; j++) panel[(size_t)c * p.width + j] = j < p.left ? x[(size_t)j * a->cols + c] : 0;
+            for (size_t c = 0; c < (size_t)a->cols; c++)
+                for (int j = 0; j < p.width; j++) panel[c * p.width + j] = j < p.left ? x[j * (size_t)a->cols + c] : 0;
     }
 }
 
@@ -304,7 +307,8 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
         memset(rows, 0, (size_t)p.width * pairs * 4);
         for (int j = 0; j < p.left; j++)
             k->bf16s(rows + (size_t)j * 2 * pairs, read_tokens(self->cpu, a, p.t + j, 1, room), a->cols);
-        k->transpose((uint8_t *)(self->cpu->pairs + (size_t)p.t * 2 * pairs), (const uint8_t *)rows, 4 * pairs, p.width, pairs);
+        uint16_t *panel = self->cpu->pairs + (size_t)p.t * 2 * pairs; // (pairs, width, 2)
+        k->transpose((uint8_t *)panel, (const uint8_t *)rows, 4 * pairs, p.width, pairs);
     }
 }
 
@@ -352,8 +356,8 @@ static void swiglu_token(Member *self, const MatmulArgs *a, const Activations *i
     if (a->to_blocks) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
 }
 
-// Columns r..end-1 of a panel of gate and up, each (tokens of a panel, ROWS), become those of h, in the form that the product
-// behind reads.
+// Columns r..end-1 of a panel of gate and up, each (tokens of a panel, ROWS), become those of h, in the form that the next
+// product reads.
 static void put_swiglu(Member *self, const MatmulArgs *a, float *gate, Panel panel, int r, int end) {
     Cpu *cpu = self->cpu;
     const Kernels *k = cpu->kernels;
@@ -464,7 +468,8 @@ static void rope_and_cache(Cpu *cpu, int layer, int head, int t, float *scratch)
     int shared = c->n_heads / c->n_kv_heads;
     const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
     float *q = cpu->q + (size_t)t * c->dim;
-    for (int i = head * shared; i < (head + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
+    for (int i = head * shared; i < (head + 1) * shared; i++)
+        cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
     cpu->kernels->rotate(cpu->k + (size_t)t * c->kv_dim + head * c->head_dim, rotation, c->head_dim);
     cache(cpu, layer, head, t, scratch);
 }
@@ -476,8 +481,8 @@ static void rope_tokens(Member *self, const void *args, int begin, int end) {
         for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a->layer, head, t, self->scratch);
 }
 
-// Attention of queries to positions: the first query sees `seen` of them, and each next `more` more. The results go to `out`,
-// q_stride numbers apart like the queries.
+// Attention of queries to positions: the first query sees `seen` of them, and each next one `more` more. The results go to
+// `out`, q_stride numbers apart like the queries.
 static void attend(const Kernels *k, const Attention *a, int seen, int more, float *out) {
     float sums[QUERIES];
     k->scores(a);
@@ -514,8 +519,9 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
         if (!a->rotated) rope_and_cache(cpu, a->layer, head, t, self->scratch);
         Attention queries = {.q = cpu->q + at, .q_stride = shared > 1 ? c->head_dim : c->dim, .n_queries = n,
                              .p = self->scratch, .p_stride = room, .out = self->scratch + QUERIES * room,
-                             .keys = keys_of(cpu, a->layer, head), .values = values_of(cpu, a->layer, head), .half = cpu->half,
-                             .head_dim = c->head_dim, .width = cpu->value_width, .n = seen + more * (n - 1)};
+                             .keys = keys_of(cpu, a->layer, head), .values = values_of(cpu, a->layer, head),
+                             .half = cpu->half, .head_dim = c->head_dim, .width = cpu->value_width,
+                             .n = seen + more * (n - 1)};
         attend(cpu->kernels, &queries, seen, more, a->out + at);
     }
 }
@@ -782,7 +788,8 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     const Config *c = &model->config;
     *backend = NULL;
     const Kernels *kernels = choose_kernels();
-    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; expected scalar, avx2, avx512, avx512bf16, neon or neondot";
+    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; "
+                         "expected scalar, avx2, avx512, avx512bf16, neon or neondot";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
     cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed,

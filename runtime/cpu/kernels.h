@@ -15,10 +15,10 @@ typedef struct {
     int8_t q[32];  // round(x / scale)
 } Block;
 
-// Tiles: the weights of TILE rows of a matrix, reordered so that the numbers which one instruction multiplies lie side by side.
+// Tiles: the weights of TILE rows of a matrix, reordered so that the numbers that one instruction multiplies lie together.
 // Rows 0..15 of the matrix become its first row of tiles, rows 16..31 its second; what is missing at the end is zero. Each
-// tile has one unit of all 16 rows: a column of F32, two columns of BF16, a block of 32 columns of Q8_0 or Q4_0. With w[r][c]
-// for row r and column c, the first row of tiles is
+// tile has one unit of all 16 rows: a column of F32, two columns of BF16, a block of 32 columns of Q8_0 or Q4_0. If w[r][c]
+// is row r, column c, the first row of tiles is
 //
 //         tile 0, 64 bytes                            tile 1
 //   F32   w[0][0]   w[1][0]   ... w[15][0]          | w[0][1]   w[1][1]   ... w[15][1]   | ...
@@ -42,9 +42,9 @@ typedef struct {
 // (64 bytes), in row 2's four bytes (2 * 4), number 5 % 4 = 1 of them: 1632 + 32 + 64 + 8 + 1 = 1737.
 enum { TILE = 16, Q8_TILE = 34 * TILE, Q4_TILE = 18 * TILE };
 
-// What a product of floats prefetches while it computes: in each step of two columns, the next weights; and in each step whose
-// number has no bit of `mask`, a cache line of the output, where two lines side by side belong to one token. All of them at
-// once would delay what the product reads itself.
+// What a product of floats prefetches while it computes: in each step of two columns, the next weights; and in each step
+// whose number has no bit of `mask`, a cache line of the output, where two lines side by side belong to one token. All of
+// them at once would delay what the product reads itself.
 typedef struct {
     const uint8_t *weights;
     int step;        // bytes of weights for each step

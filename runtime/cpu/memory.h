@@ -1,4 +1,5 @@
-// How much memory a process may still take: of the machine, and of the control groups (containers, services, jobs) around it.
+// How much memory a process may still take: of the machine, and of the control groups (containers, services, jobs) around
+// it.
 #ifndef MEMORY_H
 #define MEMORY_H
 

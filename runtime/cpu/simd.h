@@ -139,7 +139,8 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
 
 // Transposes a 4 by 4 matrix of words of four bytes; the rows lie `stride` bytes apart, those of the result `out_stride`.
 INLINE void transpose_4x4(uint8_t *out, size_t out_stride, const uint8_t *rows, size_t stride, Quad offset) {
-    Quad a = LOAD_QUAD(rows), b = LOAD_QUAD(rows + stride), c = LOAD_QUAD(rows + 2 * stride), d = LOAD_QUAD(rows + 3 * stride);
+    Quad a = LOAD_QUAD(rows), b = LOAD_QUAD(rows + stride);
+    Quad c = LOAD_QUAD(rows + 2 * stride), d = LOAD_QUAD(rows + 3 * stride);
     Quad ac = LOW_32(a, c), bd = LOW_32(b, d), ac2 = HIGH_32(a, c), bd2 = HIGH_32(b, d);
     STORE_QUAD(out, XOR_QUAD(LOW_32(ac, bd), offset));
     STORE_QUAD(out + out_stride, XOR_QUAD(HIGH_32(ac, bd), offset));
@@ -196,7 +197,8 @@ INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const fl
 }
 
 // One or two columns of weights; `next` bytes from one row of tiles to the other.
-INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next, const int tile_rows, const bool two) {
+INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next, const int tile_rows,
+                         const bool two) {
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
         const uint8_t *here = tiles + v / VECTORS * next + v % VECTORS * 4 * LANES;
         if (type == F32) w[0][v] = LOAD((const float *)here), w[1][v] = two ? LOAD((const float *)here + TILE) : w[0][v];
@@ -241,7 +243,8 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
         }
 }
 
-// Few tokens take one row of tiles after the other, for memory is read fastest at one place; many share what is loaded of two.
+// Few tokens take one row of tiles after the other, for memory is read fastest at one place; many share what is loaded of
+// two.
 INLINE void product_of_floats(Type type, TileProduct p) {
     enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
     const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE; // bytes of a row of tiles

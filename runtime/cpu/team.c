@@ -20,8 +20,8 @@ static void share_of(int n, int n_threads, int i, int *begin, int *end) {
     *begin = (int)((int64_t)n * i / n_threads), *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
 
-// Where a piece of items begin..end-1 begins. Each is three quarters of what is left, and the last all of it: so the last ones
-// are small, and all members end at nearly the same time.
+// Where a piece of items begin..end-1 begins. Each is three quarters of what is left, and the last all of it: so the last
+// ones are small, and all members end at nearly the same time.
 static int piece_at(int begin, int end, int piece) { return piece < PIECES ? end - ((end - begin) >> 2 * piece) : end; }
 
 // Takes pieces of share i of the present step while there are any. Once one is taken, the list stays as it is until that
@@ -113,9 +113,9 @@ void llamac_team_run(Team *team) {
 void llamac_team_start(Team *team, int n_threads) {
     pthread_mutex_init(&team->lock, NULL);
     pthread_cond_init(&team->wake, NULL);
-    int started = 1;
-    while (started < n_threads && !pthread_create(&team->members[started].thread, NULL, member, &team->members[started])) started++;
-    team->n_threads = started;
+    Member *m = team->members + 1;
+    while (m < team->members + n_threads && !pthread_create(&m->thread, NULL, member, m)) m++;
+    team->n_threads = (int)(m - team->members);
 }
 
 void llamac_team_end(Team *team) {

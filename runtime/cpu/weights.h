@@ -15,17 +15,16 @@ static inline int units(const Mat *m) {
 // Bytes of a row of tiles: of TILE rows of the matrix.
 static inline size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
 
-// Where row r lies in the file, of any type but INT8_GROUPS, which has no rows there; the end of the matrix if r is beyond the last.
+// Where row r of a type with has_dot lies in the file; the end of the matrix if r is beyond the last.
 static inline const uint8_t *row_of(const Mat *m, int r) {
     size_t size = is_quantised(m) ? (size_t)units(m) * unit_size(m) : (m->type == F32 ? 4 : 2) * (size_t)m->cols;
     return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
 }
 
-// The kernels for rows of a matrix as they lie in the file, and for its tiles: F32's, where its type has none of its own.
-static inline const TypeKernels *row_kernels(const Kernels *k, const Mat *m) {
-    return &k->types[m->type <= BF16 && k->types[m->type].dot ? m->type : F32];
-}
+// Whether kernels multiply rows of a matrix as they lie in the file; else they become floats before.
+static inline bool has_dot(const Kernels *k, const Mat *m) { return m->type <= BF16 && k->types[m->type].dot; }
 
+// The kernels for tiles of a matrix: F32's, where its type has none of its own.
 static inline const TypeKernels *tile_kernels(const Kernels *k, const Mat *m) {
     return &k->types[m->type <= BF16 && k->types[m->type].product ? m->type : F32];
 }

@@ -35,7 +35,7 @@ AVX2 static inline __m256i nibbles(const uint8_t *q) {
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(low, 4), low), _mm256_set1_epi8(15));
 }
 
-// What the offset of the weights adds to a block's product, to begin with. It stands in one lane, as all are summed in the end.
+// What corrects a block's product for the offset of its weights. It stands in one lane, as all are summed in the end.
 AVX2 static inline __m256i minus_offset(int offset, const Block *x) {
     return _mm256_castsi128_si256(_mm_cvtsi32_si128(-offset * x->sum));
 }
