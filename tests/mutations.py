@@ -208,13 +208,13 @@ def make_map(names):
 
 
 def lines_of(source, change):
-    """The lines whose tests notice a change, or None: those of every test that runs anything of the file.
+    """(the lines of a change's statement, up to the change; whether they stand in a function).
 
-    In a function these are the lines of its statement, up to the change; a module's own lines run once, at the import."""
+    A module's own lines run once in a process, at the import, so every test that runs anything of the file guards them."""
     first, last = (source.encode()[:place].count(b"\n") + 1 for place in change[:2])
     around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno]
     functions = [node for node in around if isinstance(node, ast.FunctionDef) and first >= node.body[0].lineno]
-    return range(around[-1].lineno, last + 1) if functions else None
+    return range(around[-1].lineno, last + 1), bool(functions)
 
 
 def tests_of(path, change, tests):
@@ -223,12 +223,12 @@ def tests_of(path, change, tests):
     if not tests:
         key = path.name if path.name in TESTS else path.suffix
         return [f"tests/{test}.py" for test in TESTS[key].split()]
-    lines = lines_of(path.read_text(encoding="utf-8"), change)
-    wanted = lines and {f"{name}:{line}" for line in lines}
+    lines, in_function = lines_of(path.read_text(encoding="utf-8"), change)
+    exact = {test for test, what in tests.items() if not {f"{name}:{line}" for line in lines}.isdisjoint(what["lines"])}
     touching = {test: what["seconds"] for test, what in tests.items()
-                if (not wanted.isdisjoint(what["lines"]) if wanted else any(line.startswith(f"{name}:") for line in what["lines"]))}
+                if test in exact or not in_function and any(line.startswith(f"{name}:") for line in what["lines"])}
     chosen, total = [], 0.0
-    for test in sorted(touching, key=touching.get):
+    for test in sorted(touching, key=lambda test: (test not in exact, touching[test])):
         total += touching[test]
         if chosen and total > budget:
             break
@@ -250,6 +250,13 @@ def title(path, change):
 
 def attempt(path, change, tests, every):
     """Run the tests with one change; the name of the first that failed, or None: a survivor."""
+    try:
+        return try_change(path, change, tests, every)
+    except SystemExit:  # by a signal; the pool would take it for this change's result and go on
+        os._exit(1)
+
+
+def try_change(path, change, tests, every):
     begin, end, new = change
     limit = 60 + 4 * sum(every[test]["seconds"] for test in tests) if every else 600  # more is a hang, and noticed
     name, text, started = path.relative_to(ROOT), path.read_bytes(), time.monotonic()

@@ -204,6 +204,13 @@ def test_byte_order_mark_and_line_ends(tmp_path):
     assert documents(d.train, d.tokenizer)[0].startswith("one two\r\none")
 
 
+def test_stories_are_counted_from_two_and_text_in_bytes(capfd):
+    assert prepare.count_stories("stories:2") == 2 and prepare.count_stories("stories:999999999") == 999_999_999
+    for source in ("stories:1", "stories:1000000000", "stories:", "stories:two"):
+        assert "expected stories, or stories:N" in refused(capfd, lambda: prepare.count_stories(source))
+    assert prepare.weights({"stories": 0}, np.array([[0, 5, 12, 0]])).tolist() == [7]
+
+
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     (tmp_path / "a.txt").write_text("".join(map(chr, range(0x4E00, 0x9FA5))) + "".join(map(chr, range(0x10000, 0x1D000))))
     d = data.load(data.prepare(tmp_path / "a.txt", "char", cache=tmp_path / "cache", workers=1))
@@ -269,7 +276,8 @@ def test_chosen_vocabulary_sizes(tmp_path):
     assert data.load(data.prepare(tmp_path / "b.txt", cache=tmp_path / "cache", workers=1)).meta["vocab_size"] > 1159
 
 
-def test_one_worker_and_two_give_the_same_bytes(tmp_path):
+def test_one_worker_and_two_give_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a worker finds the program from anywhere
     one = data.prepare("stories:9000", "byte", cache=tmp_path / "one", workers=1)
     two = data.prepare("stories:9000", "byte", cache=tmp_path / "two", workers=2)
     assert contents(one) == contents(two) and one.name == two.name

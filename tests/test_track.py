@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -382,6 +383,14 @@ def test_rows_are_redacted_and_alerts_told_where_anybody_hears_them(monkeypatch,
     assert "loss/val is nan" in capsys.readouterr().err
 
 
+def test_without_a_program_the_usage_is_shown(monkeypatch, capsys):
+    for words, code in ([], 2), (["sync"], 2), (["--help"], 0):
+        monkeypatch.setattr(sys, "argv", ["track.py", *words])
+        with pytest.raises(SystemExit) as e:
+            runpy.run_path(str(ROOT / "track.py"), run_name="__main__")
+        assert e.value.code == code and "track.py" in capsys.readouterr().out
+
+
 def test_a_days_console_costs_per_refresh_what_its_first_minutes_cost_and_stays_small():
     """12 hours of a progress bar at 10 refreshes a second, which ends its line once, as tqdm does on stderr."""
     class Nowhere:
@@ -432,6 +441,7 @@ def test_metrics_are_read_out_of_what_programs_print():
     assert read("iter=20 lr=1e-4 \x1b[1mloss=3.5\x1b[0m\n") == [{"iter": 20, "lr": 1e-4, "loss": 3.5}]
     assert read('{"step": 30, "loss": 0.25, "note": "x"}\n') == [{"iter": 30, "loss": 0.25}]
     assert read("translated, BLEU 31.5\n") == [{"iter": 31, "bleu": 31.5}]
+    assert follow.Parser().feed("epoch 2: loss=0.5\n") == [{"iter": 1, "epoch": 2, "loss": 0.5}]  # without a bar
     assert read("loading 5 files at 10:30:15, took 12s, 98% done\n") == []
     assert read("." * 10_000_000) == [] and read("\n") == []  # an endless line costs neither memory nor time
     assert read("loss=1.") == [] and read("5\n")[0]["loss"] == 1.5  # a line in two pieces

@@ -103,6 +103,10 @@ def test_learns_and_records(folder, reference):
     assert all(abs(row["loss/train_eval"] - row["loss/val"]) < 0.2 for row in evaluated)  # words drawn by chance
     assert all("bpb/val" in row and row["samples"][0][0] == "The" for row in evaluated)
     assert (folder / "whole/model.gguf").read_bytes()[:4] == b"GGUF"
+    there = {path.name for path in (folder / "whole").iterdir()}
+    assert there - {"diff.patch"} == {"best", "checkpoints", "config.json", "latest", "log.jsonl", "model.gguf", "trainer.json"}
+    kept = {path.name for path in (folder / "whole/checkpoints").iterdir()}  # the newest and the best
+    assert kept == {"step_00000040", f"step_{min(evaluated[1:], key=lambda row: row['loss/val'])['iter']:08d}"}
     assert "finished: best validation loss" in done.stdout
 
 
@@ -424,6 +428,15 @@ def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
         assert sequences and found["batch_size"] <= 32
 
 
+def test_depth_gives_the_sizes_of_the_table(monkeypatch):
+    """That of doc/training.md: batch and rate from compute, iterations from parameters."""
+    for depth, batch, pieces, rate, iters in (2, 2, 1, 5.6e-3, 1536), (4, 4, 1, 4e-3, 3072), (8, 12, 1, 2.6e-3, 6144):
+        found = derived(monkeypatch, depth, 1536)
+        assert (found["dim"], found["n_layers"], found["n_heads"]) == (16 * depth, depth, depth // 2)
+        assert (found["batch_size"], found["gradient_accumulation_steps"], found["learning_rate"]) == (batch, pieces, rate)
+        assert (found["max_iters"], found["warmup_iters"]) == (iters, iters // 50)
+
+
 def test_depth_counts_the_true_vocabulary(monkeypatch):
     tokens = []
     for vocab in (96, 32000):
@@ -648,6 +661,7 @@ def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins
     fresh = checkpoint.session_clock({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
     assert fresh == {"seconds": 0.0, "limit": 60.0, "end": 60.0}
     assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
+    assert checkpoint.session_clock(fresh | {"seconds": 60.0}, 1.0)["end"] == 120
     assert checkpoint.session_clock(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
     assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
     assert checkpoint.session_clock(fresh, 0.0)["end"] == float("inf")
@@ -928,7 +942,7 @@ def test_the_guard_takes_up_a_new_level_but_no_ruin():
 
 
 def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, tmp_path):
-    """A run in which some steps have no loss: it skips and counts them; after three in a row it takes old weights."""
+    """A run in which some steps have no loss: it skips and counts them; after three in a row it takes old weights, and counts anew."""
     script = tmp_path / "poisoned.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch, train\n"
@@ -944,11 +958,12 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
                       "train.Transformer, train.Dataset.batch = Poisoned, marked\n"
                       "train.main(configure(vars(train)))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
-    done = subprocess.run([sys.executable, script, "4,22,23,24", *args], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "4,22,23,24,25,26", *args], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     log = {row["iter"]: row for row in rows(folder, "poisoned")}
-    assert log[4]["grad/skipped"] == 0 and log[5]["grad/skipped"] == 1 and log[40]["grad/skipped"] == 4
-    assert log[5]["loss/train"] == "nan" and "3 steps in a row were skipped" in done.stdout and "step_00000020" in done.stdout
+    assert log[4]["grad/skipped"] == 0 and log[5]["grad/skipped"] == 1 and log[40]["grad/skipped"] == 6
+    assert log[5]["loss/train"] == "nan" and done.stdout.count("3 steps in a row were skipped") == 1
+    assert "step_00000020" in done.stdout
     assert log[40]["loss/val"] < log[0]["loss/val"]
 
 
@@ -1085,6 +1100,26 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
     need = sizes.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
     assert need["weights"] == 4 * model.num_params() and need["weights"] + need["optimizer"] <= before
     assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
+
+
+def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypatch, capsys):
+    args = ModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=500, max_seq_len=64)
+    s, cpu = SimpleNamespace(**train.knobs().__dict__), torch.device("cpu")
+    s.batch_size, s.max_seq_len = 8, 64
+    assert sizes.least_memory(args, 10 ** 9, "muon")["logits"] == 32 << 20  # a piece of them at a time
+    for pieces, at_once in (1, False), (2, True):  # gradients stay over several passes alone
+        s.gradient_accumulation_steps = pieces
+        need = sum(sizes.least_memory(args, 8 * 64, s.optimizer, accumulating=at_once).values())
+        monkeypatch.setattr(parallel, "free_memory", lambda device: need)
+        sizes.refuse_too_large(s, args, cpu, torch.float32)
+        monkeypatch.setattr(parallel, "free_memory", lambda device: need - 1)
+        with pytest.raises(SystemExit):
+            sizes.refuse_too_large(s, args, cpu, torch.float32)
+        assert "lower --batch_size (now 8)" in capsys.readouterr().err
+    monkeypatch.setattr(parallel, "free_memory", lambda device: 1)
+    with pytest.raises(SystemExit):
+        sizes.refuse_too_large(s, args, cpu, torch.float32)
+    assert "choose a smaller --dim (now 64)" in capsys.readouterr().err
 
 
 def test_a_peak_that_is_passed_is_measured_again(capsys):
