@@ -1,4 +1,5 @@
 """The C program, compiled once for all tests: as users have it, under sanitizers, and with calls that fail."""
+import fcntl
 import os
 import subprocess
 from pathlib import Path
@@ -24,14 +25,26 @@ def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")
     return str(target)
 
 
+def compile_once(tmp_path_factory, name, *what):
+    """The program, compiled by the first of pytest's workers that asks for it."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder / f"{name}.done"
+        program = done.read_text() if done.exists() else compile_c(folder / name, *what)
+        done.write_text(program)
+    return program
+
+
 @pytest.fixture(scope="session")
 def run_bin(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("bin") / "run", "-O3", *PROGRAM)
+    return compile_once(tmp_path_factory, "run", "-O3", *PROGRAM)
 
 
 @pytest.fixture(scope="session")
 def run_debug_bin(tmp_path_factory):
-    return compile_c(tmp_path_factory.mktemp("debug") / "debug", *SANITIZE, *PROGRAM)
+    return compile_once(tmp_path_factory, "debug", *SANITIZE, *PROGRAM)
 
 
 @pytest.fixture(scope="session")
