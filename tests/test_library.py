@@ -60,6 +60,12 @@ def test_only_the_interface_is_exported(libraries):
         assert {line.split()[2] for line in listed if len(line.split()) == 3} == declared
 
 
+def test_there_is_no_static_state(libraries):
+    """Nothing that is written to stands in the library: models and sessions have all of it."""
+    sections = dict(re.findall(r"^(\.(?:bss|data|tbss|tdata))\s+(\d+)", call("size", "-A", libraries / "libllamac.a"), re.M))
+    assert sections and set(sections.values()) == {"0"}, call("objdump", "-t", libraries / "libllamac.a")
+
+
 def test_the_example_writes_what_run_writes(libraries, models, run_bin):
     call("cc", "-O1", f"-I{ROOT}/runtime", ROOT / "examples/embed.c", libraries / "libllamac.a", "-lm", "-pthread",
          "-o", libraries / "embed")

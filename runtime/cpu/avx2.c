@@ -14,8 +14,7 @@
 typedef __m256 Floats;
 #define LOAD(p) _mm256_loadu_ps(p)
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define LOAD_BF16(p) _mm256_castsi256_ps(_mm256_slli_epi32( \
-    _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define LOAD_BF16(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define STORE_F16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, 0))
 #define SET(x) _mm256_set1_ps(x)
@@ -29,8 +28,7 @@ typedef __m256 Floats;
 #define LARGEST(v) largest_of_8(v)
 #define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define SWAP(v) _mm256_permute_ps(v, 0xb1)
-#define POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32( \
-    _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
+#define POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
 
 typedef __m256i Ints;
 #define LOAD_I(p) _mm256_loadu_si256((const __m256i *)(p))

@@ -15,8 +15,7 @@
 typedef __m512 Floats;
 #define LOAD(p) _mm512_loadu_ps(p)
 #define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define LOAD_BF16(p) _mm512_castsi512_ps(_mm512_slli_epi32( \
-    _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define LOAD_BF16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define STORE_F16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, 0))
 #define SET(x) _mm512_set1_ps(x)
@@ -64,7 +63,7 @@ TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
 
 static bool supported(void) {
     return llamac_avx2.supported() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-        && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+           && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
 const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KERNELS};
@@ -118,8 +117,8 @@ BF16_TARGET static void pairs_product(const TileProduct *p) {
 
 static bool supported_with_bf16(void) { return supported() && __builtin_cpu_supports("avx512bf16"); }
 
-const Kernels llamac_avx512bf16 = {.name = "avx512bf16", .supported = supported_with_bf16, SIMD_KERNELS,
-                                   .bf16s = bf16s, .pairs_product = pairs_product};
+const Kernels llamac_avx512bf16 = {
+    .name = "avx512bf16", .supported = supported_with_bf16, SIMD_KERNELS, .bf16s = bf16s, .pairs_product = pairs_product};
 #else
 const Kernels llamac_avx512bf16 = {.name = "avx512bf16"};
 #endif

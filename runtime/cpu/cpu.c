@@ -15,7 +15,7 @@
 enum { MOST_KERNELS = 6 };
 static int find_kernels(const Kernels *found[MOST_KERNELS]) {
     static const Kernels *const known[MOST_KERNELS] = {&llamac_avx512bf16, &llamac_avx512, &llamac_avx2,
-                                                       &llamac_neondot, &llamac_neon, &llamac_reference};
+                                                       &llamac_neondot,    &llamac_neon,   &llamac_reference};
     int n = 0;
     for (int i = 0; i < MOST_KERNELS; i++)
         if (known[i]->supported && known[i]->supported()) found[n++] = known[i];
@@ -167,7 +167,8 @@ typedef struct {
 static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *room) {
     TileRows rows = {w, room, (end - r + TILE - 1) / TILE};
     if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
-    else for (int i = 0; i < rows.n; i++) llamac_pack(k, room + i * tiles_size(w), w, r + i * TILE);
+    else
+        for (int i = 0; i < rows.n; i++) llamac_pack(k, room + i * tiles_size(w), w, r + i * TILE);
     return rows;
 }
 
@@ -186,14 +187,15 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, const void
 }
 
 // y (width, ROWS) = a panel times one or two rows of tiles; of one token y (n TILE,), and n may be any number.
-static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel,
-                           Prefetch prefetch) {
+static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Prefetch prefetch) {
     const Mat *w = rows->w;
-    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width,
-                     .prefetch = prefetch};
+    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width, .prefetch = prefetch};
     if (is_quantised(w)) p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
     else p.x = a->panels + (size_t)panel.t * w->cols;
-    if (w->type != BF16 || !a->pairs) { tile_kernels(k, w)->product(&p); return; }
+    if (w->type != BF16 || !a->pairs) {
+        tile_kernels(k, w)->product(&p);
+        return;
+    }
     p.x = a->pairs + (size_t)panel.t * 2 * ((w->cols + 1) / 2);
     k->pairs_product(&p);
 }
@@ -315,8 +317,13 @@ static void pack_pairs(Member *self, const void *args, int begin, int end) {
 // n products of x (T, cols) or, where norm is given, of norm(x).
 static MatmulArgs products_of(const Cpu *cpu, const Product *products, int n, const Mat *norm, const float *x, int T) {
     bool pairs = cpu->kernels->bf16s && !cpu->precise && T >= LEAST_PAIRS;
-    MatmulArgs a = {.n = n, .in = {.x = x, .norm = norm ? norm->data : NULL, .panels = T > 1 ? cpu->panels : x,
-                                   .blocks = cpu->blocks, .cols = products->w->cols, .T = T}};
+    MatmulArgs a = {.n = n,
+                    .in = {.x = x,
+                           .norm = norm ? norm->data : NULL,
+                           .panels = T > 1 ? cpu->panels : x,
+                           .blocks = cpu->blocks,
+                           .cols = products->w->cols,
+                           .T = T}};
     for (int i = 0; i < n; i++) {
         a.products[i] = products[i];
         if (is_quantised(products[i].w)) a.needs_blocks = true;
@@ -396,7 +403,10 @@ static void swiglu_rows(Member *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
     Activations in = inputs(self, a);
     int rows = a->products->w->rows, last = end * ROWS < rows ? end * ROWS : rows;
-    if (in.T == 1) { swiglu_token(self, a, &in, begin * ROWS, last); return; }
+    if (in.T == 1) {
+        swiglu_token(self, a, &in, begin * ROWS, last);
+        return;
+    }
     for (int r = begin * ROWS; r < last; r += ROWS) swiglu_tiles(self, a, r, r + ROWS < last ? r + ROWS : last);
 }
 
@@ -468,8 +478,7 @@ static void rope_and_cache(Cpu *cpu, int layer, int head, int t, float *scratch)
     int shared = c->n_heads / c->n_kv_heads;
     const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
     float *q = cpu->q + (size_t)t * c->dim;
-    for (int i = head * shared; i < (head + 1) * shared; i++)
-        cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
+    for (int i = head * shared; i < (head + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
     cpu->kernels->rotate(cpu->k + (size_t)t * c->kv_dim + head * c->head_dim, rotation, c->head_dim);
     cache(cpu, layer, head, t, scratch);
 }
@@ -514,19 +523,29 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
         int first = item % groups * QUERIES, t = item / groups % tokens, head = item / groups / tokens;
         int left = (shared > 1 ? shared : a->T) - first, n = left < QUERIES ? left : QUERIES;
         int more = shared == 1, seen = cpu->pos + (shared > 1 ? t : first) + 1;
-        size_t at = shared > 1 ? (size_t)t * c->dim + (head * shared + first) * c->head_dim
-                               : (size_t)first * c->dim + head * c->head_dim;
+        size_t at =
+            shared > 1 ? (size_t)t * c->dim + (head * shared + first) * c->head_dim : (size_t)first * c->dim + head * c->head_dim;
         if (!a->rotated) rope_and_cache(cpu, a->layer, head, t, self->scratch);
-        Attention queries = {.q = cpu->q + at, .q_stride = shared > 1 ? c->head_dim : c->dim, .n_queries = n,
-                             .p = self->scratch, .p_stride = room, .out = self->scratch + QUERIES * room,
-                             .keys = keys_of(cpu, a->layer, head), .values = values_of(cpu, a->layer, head),
-                             .half = cpu->half, .head_dim = c->head_dim, .width = cpu->value_width,
+        Attention queries = {.q = cpu->q + at,
+                             .q_stride = shared > 1 ? c->head_dim : c->dim,
+                             .n_queries = n,
+                             .p = self->scratch,
+                             .p_stride = room,
+                             .out = self->scratch + QUERIES * room,
+                             .keys = keys_of(cpu, a->layer, head),
+                             .values = values_of(cpu, a->layer, head),
+                             .half = cpu->half,
+                             .head_dim = c->head_dim,
+                             .width = cpu->value_width,
                              .n = seen + more * (n - 1)};
         attend(cpu->kernels, &queries, seen, more, a->out + at);
     }
 }
 
-typedef struct { MatmulArgs qkv; AttentionArgs attention; } QkvAttentionArgs;
+typedef struct {
+    MatmulArgs qkv;
+    AttentionArgs attention;
+} QkvAttentionArgs;
 _Static_assert(sizeof(QkvAttentionArgs) <= ARGS, "room in a step");
 
 // Of one token, query, key, value and attention of some KV heads: a member that makes them needs nobody else's. Items are KV
@@ -554,8 +573,7 @@ static bool by_heads(const Cpu *cpu) {
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cpu *cpu = (Cpu *)b;
     cpu->table = table, cpu->embedded = x;
-    for (int t = 0; t < T; t++)
-        llamac_floats(cpu->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
+    for (int t = 0; t < T; t++) llamac_floats(cpu->kernels, x + (size_t)t * table->cols, table, tokens[t], 0, table->cols);
 }
 
 // Of one token with few query heads to a KV head, the member that attends also rotates them and fills the cache.
@@ -696,7 +714,11 @@ static bool make_members(Cpu *cpu, int n_threads, size_t cols, size_t scratch_si
 
 enum { SLICE = 4 << 20 }; // bytes of a matrix that are put in tiles at once
 
-typedef struct { const Mat *m; uint8_t *tiles; int first; } PackArgs;
+typedef struct {
+    const Mat *m;
+    uint8_t *tiles;
+    int first;
+} PackArgs;
 
 // Items are rows of tiles.
 static void pack_rows(Member *self, const void *args, int begin, int end) {
@@ -788,13 +810,22 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     const Config *c = &model->config;
     *backend = NULL;
     const Kernels *kernels = choose_kernels();
-    if (!kernels) return "LLAMAC_ISA names no instruction set of this machine; "
-                         "expected scalar, avx2, avx512, avx512bf16, neon or neondot";
+    if (!kernels)
+        return "LLAMAC_ISA names no instruction set of this machine; "
+               "expected scalar, avx2, avx512, avx512bf16, neon or neondot";
     Cpu *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return "out of memory";
-    cpu->ops = (Backend){.chunk = CHUNK, .begin = begin, .end = end, .alloc = cpu_alloc, .embed = embed,
-                         .attention = attention, .add_product = add_product, .feed_forward = feed_forward, .logits = logits,
-                         .bandwidth = bandwidth, .close = cpu_close};
+    cpu->ops = (Backend){.chunk = CHUNK,
+                         .begin = begin,
+                         .end = end,
+                         .alloc = cpu_alloc,
+                         .embed = embed,
+                         .attention = attention,
+                         .add_product = add_product,
+                         .feed_forward = feed_forward,
+                         .logits = logits,
+                         .bandwidth = bandwidth,
+                         .close = cpu_close};
     cpu->config = *c;
     cpu->model = model;
     cpu->kernels = kernels;
@@ -804,21 +835,21 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     size_t heads = (size_t)c->n_layers * c->n_kv_heads, number = cpu->half ? 2 : 4;
     int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim, chunk = positions < CHUNK ? positions : CHUNK;
     bool ok = (cpu->keys = allocate(cpu, heads * round_up(positions) * c->head_dim, number, 64))
-           && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
-           && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
-           && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
-           && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
-           && (cpu->gated_blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
-           && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
-           && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
-           && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
-           && (cpu->q = cpu_alloc(&cpu->ops, (size_t)chunk * c->dim))
-           && (cpu->k = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
-           && (cpu->v = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
-           && (cpu->h = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
-           && (cpu->h2 = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
-           && (cpu->team.steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
-           && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
+              && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
+              && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
+              && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
+              && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
+              && (cpu->gated_blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
+              && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
+              && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
+              && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
+              && (cpu->q = cpu_alloc(&cpu->ops, (size_t)chunk * c->dim))
+              && (cpu->k = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
+              && (cpu->v = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
+              && (cpu->h = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
+              && (cpu->h2 = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
+              && (cpu->team.steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
+              && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
     for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
     if (ok) llamac_team_start(&cpu->team, n_threads);

@@ -30,7 +30,7 @@ static uint64_t left_by_group(const char *folder, bool v2) {
     uint64_t soft = v2 ? number_in(folder, "memory.high", NULL, UINT64_MAX) : limit; // beyond it, processes are slowed down
     uint64_t used = number_in(folder, v2 ? "memory.current" : "memory.usage_in_bytes", NULL, 0);
     uint64_t files = number_in(folder, "memory.stat", v2 ? "inactive_file " : "total_inactive_file ", 0)
-                   + number_in(folder, "memory.stat", v2 ? "active_file " : "total_active_file ", 0);
+                     + number_in(folder, "memory.stat", v2 ? "active_file " : "total_active_file ", 0);
     limit = soft < limit ? soft : limit, used -= files < used ? files : used;
     return limit > used ? limit - used : 0;
 }

@@ -45,8 +45,7 @@ static void take_from(Member *self, int i) {
 
 static bool is_finished(Team *team, unsigned step) {
     unsigned finished = 0;
-    for (int i = 0; i < team->n_threads; i++)
-        finished += atomic_load_explicit(&team->members[i].finished, memory_order_acquire);
+    for (int i = 0; i < team->n_threads; i++) finished += atomic_load_explicit(&team->members[i].finished, memory_order_acquire);
     return (int)(finished - (step + 1) * PIECES * team->n_threads) >= 0;
 }
 

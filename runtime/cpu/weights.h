@@ -8,9 +8,7 @@ static inline bool is_quantised(const Mat *m) { return m->type == Q8_0 || m->typ
 
 // What is packed as one: a block, two numbers of BF16, or a float, which other types become. Its bytes; how many a row has.
 static inline int unit_size(const Mat *m) { return m->type == Q8_0 ? 34 : m->type == Q4_0 ? 18 : 4; }
-static inline int units(const Mat *m) {
-    return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols;
-}
+static inline int units(const Mat *m) { return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols; }
 
 // Bytes of a row of tiles: of TILE rows of the matrix.
 static inline size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }

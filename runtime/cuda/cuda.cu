@@ -44,7 +44,9 @@ enum {
 
 // Shared memory whose size the launch gives.
 #ifndef LAUNCH_SHARED
-#define LAUNCH_SHARED(name) extern __shared__ float4 name##_[]; float *name = (float *)name##_
+#define LAUNCH_SHARED(name) \
+    extern __shared__ float4 name##_[]; \
+    float *name = (float *)name##_
 #endif
 
 // What differs between two calls of forward with equally many tokens.
@@ -103,8 +105,7 @@ static __device__ float number_at(const Mat &m, size_t at) {
 // The bytes of a word as floats, less `zero`. A byte under the exponent of 2^23 is that float plus the byte: cheaper
 // than the conversion of integers.
 static __device__ void bytes_to_floats(uint32_t word, float zero, float *out) {
-    for (int i = 0; i < 4; i++)
-        out[i] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i)) - (8388608.0f + zero);
+    for (int i = 0; i < 4; i++) out[i] = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i)) - (8388608.0f + zero);
 }
 
 // A Unit is what one 16-byte load brings: N numbers of a row, in units of `scale`.
@@ -150,7 +151,10 @@ template <> struct Format<BF16> : Plain {
 
 struct Blocks { // of 32 numbers, with a scale in half precision
     typedef __half Scale;
-    struct Unit { uint4 bits; __half scale; };
+    struct Unit {
+        uint4 bits;
+        __half scale;
+    };
     static __device__ Scale scale_at(const Mat &m, size_t at) { return __ldg((const __half *)m.scales + at / 32); }
     static __device__ Unit unit(const uint4 &bits, Scale scale) { return {bits, scale}; }
     static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
@@ -181,7 +185,10 @@ template <> struct Format<Q4_0> : Blocks {
 template <> struct Format<INT8_GROUPS> { // of groups that are a power of two, 16 or more
     enum { N = 16 };
     typedef float Scale;
-    struct Unit { uint4 bits; float scale; };
+    struct Unit {
+        uint4 bits;
+        float scale;
+    };
     static __device__ Scale scale_at(const Mat &m, size_t at) {
         return __ldg((const float *)m.scales + (at >> (__ffs(m.group) - 1)));
     }
@@ -227,8 +234,15 @@ static __device__ void put_x(float *out, __half *copy, size_t at, float y) {
 // ----------------------------------------------------------------------------
 // Matrix products. Those of one dispatch have the same x (T, cols) and type.
 
-typedef struct { float *out; Mat w; bool add; } Part;
-typedef struct { Part part[3]; int n; } Parts;
+typedef struct {
+    float *out;
+    Mat w;
+    bool add;
+} Part;
+typedef struct {
+    Part part[3];
+    int n;
+} Parts;
 
 // The part, and its row, where the index-th group of `size` rows begins; groups don't go over a part's end.
 // part is n when there are fewer groups.
@@ -313,8 +327,7 @@ template <Type type> struct Batch {
 // For one token: each warp takes ROWS rows at a time, and the grid goes round until all are done. Weights are on their
 // way before x is known, and the next batch before this one is multiplied. cols is a multiple of 32.
 template <Type type>
-static __global__ void __launch_bounds__(32 * WARPS)
-matvec(const __grid_constant__ Parts parts, const float *x, int cols) {
+static __global__ void __launch_bounds__(32 * WARPS) matvec(const __grid_constant__ Parts parts, const float *x, int cols) {
     LAUNCH_SHARED(xs); // x (cols,), padded
     const int step = 32 * UNROLL;
     int lane = threadIdx.x % 32, group = blockIdx.x * WARPS + threadIdx.x / 32, unit = lane;
@@ -345,8 +358,7 @@ matvec(const __grid_constant__ Parts parts, const float *x, int cols) {
 // For many tokens, in float32: a block computes a tile of 64 rows and 64 tokens, each thread 4 by 4 of it.
 // The grid is (row tiles, token tiles). cols is a multiple of 32.
 template <Type type>
-static __global__ void __launch_bounds__(256)
-matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int T) {
+static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int T) {
     const int N = Format<type>::N, K = 32;
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
     Place at = find(parts, blockIdx.x, TILE);
@@ -476,7 +488,7 @@ static __device__ void add_halves(Sums sums[2][4], float *tile) {
 // columns, and the last to be ready adds up what they left in pieces (tiles, splits, 64, 64). cols is a multiple of 32.
 template <Type type>
 static __global__ void __launch_bounds__(128)
-matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, int T, float *pieces, unsigned *counters) {
+    matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, int T, float *pieces, unsigned *counters) {
     __shared__ __align__(32) __half shared[2][2][TILE * ROOM]; // weights and x, of this step and the next
     float *tile = (float *)shared;                             // and in the end the result
     Place at = find(parts, blockIdx.x, TILE);
@@ -488,7 +500,7 @@ matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, in
     Stage<type> stage;
     stage.load(p.w, at.row, x, t0, T, cols, first * STEP);
     for (int step = first; step < end; step++) {
-        __half (*now)[TILE * ROOM] = shared[step % 2]; // last read two steps ago, before a barrier
+        __half(*now)[TILE * ROOM] = shared[step % 2]; // last read two steps ago, before a barrier
         stage.store(now[0], now[1]);
         __syncthreads();
         if (step + 1 < end) stage.load(p.w, at.row, x, t0, T, cols, (step + 1) * STEP);
@@ -499,14 +511,12 @@ matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, in
 
     size_t index = blockIdx.y * gridDim.x + blockIdx.x;
     float *mine = pieces + (index * splits + blockIdx.z) * TILE * TILE;
-    for (int i = threadIdx.x; splits > 1 && i < TILE * TILE; i += 128)
-        mine[i] = tile[i / TILE * (TILE + 4) + i % TILE];
+    for (int i = threadIdx.x; splits > 1 && i < TILE * TILE; i += 128) mine[i] = tile[i / TILE * (TILE + 4) + i % TILE];
     if (splits > 1 && !is_last(&counters[index], splits)) return;
     for (int i = threadIdx.x; i < TILE * TILE; i += 128) {
         int t = t0 + i / TILE, row = at.row + i % TILE;
         float sum = splits > 1 ? 0 : tile[i / TILE * (TILE + 4) + i % TILE];
-        for (int z = 0; splits > 1 && z < splits; z++)
-            sum += pieces[(index * splits + z) * TILE * TILE + i];
+        for (int z = 0; splits > 1 && z < splits; z++) sum += pieces[(index * splits + z) * TILE * TILE + i];
         if (t < T && row < p.w.rows) put(&p.out[(size_t)t * p.w.rows + row], sum, p.add);
     }
 }
@@ -531,8 +541,8 @@ template <> struct FormatOf<__half> : Format<F16> {};
 // Attention of q (width,) over the tiles first, first + stride, ... of 32 positions before n; keys and values
 // (positions, width). In one pass: what was summed is scaled down whenever a larger score comes (Milakov 2018).
 template <typename Number, int D>
-static __device__ Seen<D> attend(const float *q, const Number *keys, const Number *values, int width, int n, int first,
-                                 int stride, float scale) {
+static __device__ Seen<D> attend(const float *q, const Number *keys, const Number *values, int width, int n, int first, int stride,
+                                 float scale) {
     typedef FormatOf<Number> F;
     const int N = F::N, BATCH = 8, lane = threadIdx.x % 32; // BATCH loads are under way together
     Seen<D> s = {-INFINITY, 0, {0}};
@@ -588,8 +598,7 @@ typedef struct {
 
 // Of many tokens: a block takes 8 tokens of one head, a warp each, so that they share what they read.
 // out, q (T, n_heads, head_dim); the grid is (n_heads, groups of 8 tokens).
-template <typename Number, int D>
-static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
+template <typename Number, int D> static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
     __shared__ float queries[WARPS][HEAD_MAX];
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.y * WARPS + warp;
     if (t >= T) return;
@@ -597,8 +606,8 @@ static __global__ void attention_many(Cache c, float *out, __half *copy, const f
     size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
     for (int i = lane; i < c.width; i += 32) queries[warp][i] = i < c.head_dim ? q[at + i] : 0;
     __syncwarp();
-    Seen<D> s = attend<Number, D>(queries[warp], (Number *)c.keys + head, (Number *)c.values + head, c.width,
-                                  c.input->pos + t + 1, 0, 1, 1 / sqrtf(c.head_dim));
+    Seen<D> s = attend<Number, D>(queries[warp], (Number *)c.keys + head, (Number *)c.values + head, c.width, c.input->pos + t + 1,
+                                  0, 1, 1 / sqrtf(c.head_dim));
     for (int i = 0; i < 2 * D; i++) {
         int d = 64 * (i / 2) + 2 * lane + i % 2;
         if (d < c.head_dim) put_x(out, copy, at + d, s.out[i] / s.sum);
@@ -632,8 +641,8 @@ static __device__ Whole attend_head(const Cache &c, const float *q, int h, int s
     if (d < c.width) desk->query[d] = d < c.head_dim ? q[h * c.head_dim + d] : 0;
     __syncthreads();
     if (warp < WARPS) {
-        Seen<D> s = attend<Number, D>(desk->query, (const Number *)c.keys + head, (const Number *)c.values + head, c.width,
-                                      n, split * WARPS + warp, splits * WARPS, 1 / sqrtf(c.head_dim));
+        Seen<D> s = attend<Number, D>(desk->query, (const Number *)c.keys + head, (const Number *)c.values + head, c.width, n,
+                                      split * WARPS + warp, splits * WARPS, 1 / sqrtf(c.head_dim));
         if (lane == 0) desk->max[warp] = s.max, desk->sum[warp] = s.sum;
         for (int i = 0; i < 2 * D; i++) desk->outs[warp * HEAD_MAX + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
     }
@@ -684,8 +693,7 @@ static __device__ size_t place_in_cache(const Cache &c, int i, int pos) {
 
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
-template <typename Number>
-static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
+template <typename Number> static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
     int dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim;
     int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;
     bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
@@ -714,7 +722,7 @@ static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, c
 
 // A block for each token.
 static __global__ void __launch_bounds__(512)
-normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
+    normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
     __shared__ float sums[16];
     size_t at = (size_t)blockIdx.x * dim;
     float sum = 0;
@@ -734,7 +742,10 @@ static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
 }
 
 // A number and where it stands; -1 where one was met that is not finite.
-typedef struct { float value; int index; } Largest;
+typedef struct {
+    float value;
+    int index;
+} Largest;
 
 static __device__ Largest larger(Largest a, Largest b) { // the first of equals
     if (a.index < 0 || b.index < 0) return {0, -1};
@@ -770,7 +781,11 @@ static __global__ void __launch_bounds__(1024) find_largest(int *best, const flo
 typedef unsigned long long Mass;
 enum { DRAWERS = 1024, BINS = 1024, MASS_BITS = 40 };
 
-typedef struct { const float *logits; int n; float most, scale; } Chances;
+typedef struct {
+    const float *logits;
+    int n;
+    float most, scale;
+} Chances;
 
 static __device__ float chance_of(const Chances &c, float logit) { return expf((logit - c.most) * c.scale); }
 static __device__ Mass mass_of(float chance) { return (Mass)(chance * (float)((Mass)1 << MASS_BITS)); }
@@ -973,8 +988,7 @@ static cudaError_t start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)
 }
 
 template <typename... P>
-static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                   typename Exactly<P>::type... args) {
+static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared, typename Exactly<P>::type... args) {
     CUDA(start(c, NULL, kernel, grid, threads, shared, args...));
 }
 
@@ -1015,8 +1029,7 @@ static cudaError_t start_token(Cuda *c, int token, int pos) {
 
 static void launch_token(Cuda *c, int token, int pos) {
     CUDA(start_token(c, token, pos));
-    if (c->out)
-        CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
+    if (c->out) CUDA(cudaMemcpyAsync(c->out, c->logits, sizeof(float) * c->config.vocab_size, cudaMemcpyDeviceToHost, c->stream));
 }
 
 static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
@@ -1149,8 +1162,7 @@ static void launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols,
     if (splits > steps / 4) splits = steps / 4;
     if (splits < 1) splits = 1;
     if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
-    launch(c, tensor_of(parts.part[0].w.type), dim3(rows, tokens, splits), 128, 0, parts, c->x16, cols, T, c->pieces,
-           c->counters);
+    launch(c, tensor_of(parts.part[0].w.type), dim3(rows, tokens, splits), 128, 0, parts, c->x16, cols, T, c->pieces, c->counters);
 }
 
 #else
@@ -1211,12 +1223,12 @@ static Cache cache_of(const Cuda *c, int layer) {
 template <typename Number> static void launch_attention(Cuda *c, Cache cache, float *out, const float *q, int T) {
     int width = cache.width;
     if (T == 1) {
-        auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2>
-                                                                            : attention_one<Number, 4>;
+        auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2> : attention_one<Number, 4>;
         launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
     } else {
-        auto kernel = width <= 64 ? attention_many<Number, 1> : width <= 128 ? attention_many<Number, 2>
-                                                                             : attention_many<Number, 4>;
+        auto kernel = width <= 64    ? attention_many<Number, 1>
+                      : width <= 128 ? attention_many<Number, 2>
+                                     : attention_many<Number, 4>;
         launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
     }
 }
@@ -1303,7 +1315,7 @@ static double bandwidth(Backend *b, const void *, size_t n) {
     float best = INFINITY, ms;
     for (int pass = 0; pass < 20; pass++) {
         CUDA(cudaEventRecord(start, c->stream));
-            launch(c, read_all, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
+        launch(c, read_all, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
         CUDA(cudaEventRecord(stop, c->stream));
         CUDA(cudaEventSynchronize(stop));
         CUDA(cudaEventElapsedTime(&ms, start, stop));
@@ -1324,7 +1336,8 @@ static Size size_of(const Mat *m) {
     size_t n = (size_t)m->rows * m->cols;
     switch (m->type) {
     case F32: return {4 * n, 0};
-    case F16: case BF16: return {2 * n, 0};
+    case F16:
+    case BF16: return {2 * n, 0};
     case Q8_0: return {n, n / 32 * 2};
     case Q4_0: return {n / 2, n / 32 * 2};
     default: return {n, (n + m->group - 1) / m->group * 4};
@@ -1385,8 +1398,7 @@ static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
 }
 
 // n blocks, each a scale of two bytes before WIDTH bytes of numbers: the scales go to one place, the rest to another.
-template <size_t WIDTH>
-static void upload_blocks(Upload *u, char *numbers, char *scales, const void *from, size_t n) {
+template <size_t WIDTH> static void upload_blocks(Upload *u, char *numbers, char *scales, const void *from, size_t n) {
     const char *block = (const char *)from;
     size_t most = PIECE / (2 + WIDTH);
     for (size_t at = 0, some; at < n; at += some) {
@@ -1490,8 +1502,8 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
     if (e == cudaSuccess) e = cudaSetDevice(0);
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&device, 0);
     if (e != cudaSuccess) {
-        const char *why = e == cudaErrorInsufficientDriver ? "no driver, or too old a one for this program's CUDA"
-                                                           : cudaGetErrorString(e);
+        const char *why =
+            e == cudaErrorInsufficientDriver ? "no driver, or too old a one for this program's CUDA" : cudaGetErrorString(e);
         snprintf(wrong->text, sizeof wrong->text, "no GPU can be used here (%s); --device=cpu computes without", why);
         return wrong->text;
     }
@@ -1521,34 +1533,32 @@ static bool take_floats(Cuda *c, float **p, size_t n) { return (*p = (float *)ta
 static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
     size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
-    size_t half = (c->exact ? sizeof(float) : sizeof(__half)) * config->n_layers * config->n_kv_heads
-                * c->cache.positions * c->cache.width; // of the cache: keys, and as much for values
+    size_t half = (c->exact ? sizeof(float) : sizeof(__half)) * config->n_layers * config->n_kv_heads * c->cache.positions
+                  * c->cache.width; // of the cache: keys, and as much for values
     size_t n_counters = config->n_heads > 2 * c->multiprocessors ? config->n_heads : 2 * c->multiprocessors;
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations = sizeof(float) * rows * (4 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
     activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
-    for (Mat *m : matrices(w, config->n_layers))
-        c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
+    for (Mat *m : matrices(w, config->n_layers)) c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
     c->weights_size += c->numbers_size;
     double gib = 1 << 30, needed = (double)c->weights_size + 2.0 * half + activations + KERNELS;
     CUDA(cudaMemGetInfo(&free_bytes, &total));
-    bool ok = needed <= free_bytes
-           && (c->weights = (const uint4 *)take(c, c->weights_size))
-           && (c->cache.keys = take(c, half)) && (c->cache.values = take(c, half))
-           && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
-           && take_floats(c, &c->y, rows * config->dim) && take_floats(c, &c->q, rows * config->dim)
-           && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
-           && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
-           && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
-           && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
-           && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
-           && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters))
-           && (c->input = (Input *)take(c, sizeof(Input)));
+    bool ok = needed <= free_bytes && (c->weights = (const uint4 *)take(c, c->weights_size)) && (c->cache.keys = take(c, half))
+              && (c->cache.values = take(c, half))
+              && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
+              && take_floats(c, &c->y, rows * config->dim) && take_floats(c, &c->q, rows * config->dim)
+              && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
+              && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
+              && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
+              && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
+              && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
+              && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters)) && (c->input = (Input *)take(c, sizeof(Input)));
     if (!ok)
-        return format(e, "the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
-                      "ask for fewer tokens with -n, or for --device=cpu", needed / gib, c->weights_size / gib,
-                      2 * half / gib, free_bytes / gib);
+        return format(e,
+                      "the GPU's memory is too small: %.2f GiB are needed (weights %.2f, context %.2f), %.2f are free; "
+                      "ask for fewer tokens with -n, or for --device=cpu",
+                      needed / gib, c->weights_size / gib, 2 * half / gib, free_bytes / gib);
     CUDA(cudaMemset(c->cache.keys, 0, half)); // the room between head_dim and width stays zero
     CUDA(cudaMemset(c->cache.values, 0, half));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
@@ -1559,8 +1569,8 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
 
 // Whether all of layer l lies l strides from layer 0.
 static bool is_in_step(const Layer *first, size_t l, Stride stride) {
-    const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo, &first->ffn_norm,
-                        &first->w1, &first->w3, &first->w2};
+    const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo,
+                        &first->ffn_norm,       &first->w1, &first->w3, &first->w2};
     for (const Mat *m : all) {
         const Mat *other = (const Mat *)((const char *)(first + l) + ((const char *)m - (const char *)first));
         if (other->type != m->type || (const char *)other->data != (const char *)m->data + l * stride.numbers) return false;
@@ -1586,7 +1596,7 @@ static bool join(Mat *a, const Mat &b) {
     Size size = size_of(a);
     bool whole = a->type != INT8_GROUPS || (size_t)a->rows * a->cols % a->group == 0;
     bool follows = (const char *)b.data == (const char *)a->data + size.numbers
-                && (!a->scales || (const char *)b.scales == (const char *)a->scales + size.scales);
+                   && (!a->scales || (const char *)b.scales == (const char *)a->scales + size.scales);
     a->rows += b.rows;
     return whole && follows;
 }
@@ -1628,7 +1638,8 @@ static void open_token(Cuda *c, const Weights *w) {
         t.products = floats > t.products ? floats : t.products;
     }
     t.products = (t.products + 3) / 4 * 4;
-    size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + sizeof(Arrival))) : 0;
+    size_t others = shared_of(t),
+           room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + sizeof(Arrival))) : 0;
     if (room < 2) return;
     t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
     int fit = 0;
@@ -1666,7 +1677,8 @@ static bool can_record(Cuda *c) {
 
 const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *e) {
     const Config *config = &model->config;
-    if (config->head_dim > HEAD_MAX) return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
+    if (config->head_dim > HEAD_MAX)
+        return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
     if (!c) return "out of memory";
     c->blocks = new std::vector<void *>, c->moved = new std::vector<Moved>;

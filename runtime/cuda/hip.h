@@ -75,8 +75,7 @@ struct cudaLaunchConfig_t {
     unsigned numAttrs;
 };
 
-template <typename... P>
-static hipError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), P... args) {
+template <typename... P> static hipError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), P... args) {
     void *pointers[] = {(void *)&args...};
     return hipLaunchKernel((const void *)kernel, config->gridDim, config->blockDim, pointers, config->dynamicSmemBytes,
                            config->stream);

@@ -45,14 +45,17 @@ static __device__ void expect(Arrival *a, unsigned bytes) {
 }
 
 static __device__ void copy_bulk(void *to, const void *from, unsigned bytes, Arrival *a) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(a)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(in_shared(to)),
+                 "l"(from), "r"(bytes), "r"(in_shared(a))
+                 : "memory");
 }
 
 static __device__ bool has_come(Arrival *a, unsigned round) {
     unsigned done;
     asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done) : "r"(in_shared(a)), "r"(round) : "memory");
+                 : "=r"(done)
+                 : "r"(in_shared(a)), "r"(round)
+                 : "memory");
     return done;
 }
 #endif
@@ -250,8 +253,8 @@ static __device__ void load_scales(Scales<Scale> &scales, const Token &t, const 
 // Adds up each lane's part of the product of a slot, of which `left` units are there, with the lane's first numbers x of
 // xs. Where it is a whole one there are no branches between the loads.
 template <Type type, bool whole>
-static __device__ void multiply_slot(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales,
-                                     const float *x, int left, float sum[ROWS]) {
+static __device__ void multiply_slot(const uint4 *slot, const Scales<typename Format<type>::Scale> &scales, const float *x,
+                                     int left, float sum[ROWS]) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int u = 0; u < UNITS; u++) {
@@ -364,8 +367,7 @@ static __device__ float norm_scale(const Token &t, int dim, const float *sums) {
 }
 
 // Attention of all heads; a head's piece of positions by each block.
-template <typename Number>
-static __device__ void attend_heads(const Token &t, const Cache &cache, int splits, int n, Desk *desk) {
+template <typename Number> static __device__ void attend_heads(const Token &t, const Cache &cache, int splits, int n, Desk *desk) {
     for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
         int h = i / splits, split = i % splits, d = threadIdx.x;
         Whole w = attend_head<Number, 4>(cache, t.q, h, split, splits, n, desk);
