@@ -221,6 +221,26 @@ static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
         }
 }
 
+// A random program: an embedding, then any op after any other, on what the ones before left in x and y.
+static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
+    const Config &cf = p.model[0].config;
+    const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
+    std::vector<int> tokens(T);
+    for (int &token : tokens) token = random_below(cf.vocab_size);
+    g->embed(g, x.on_gpu, &gw.token_embedding, tokens.data(), T);
+    c->embed(c, x.on_cpu, &cw.token_embedding, tokens.data(), T);
+    for (int n = 2 + random_below(5); n > 0; n--) {
+        int op = random_below(4), l = random_below(cf.n_layers);
+        Layer &gl = gw.layers[l], &cl = cw.layers[l];
+        if (op == 0) g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T), c->attention(c, l, &cl, y.on_cpu, x.on_cpu, pos, T);
+        if (op == 1) g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T), c->add_product(c, x.on_cpu, &cl.wo, y.on_cpu, T);
+        if (op == 2) g->add_product(g, y.on_gpu, &gl.wo, x.on_gpu, T), c->add_product(c, y.on_cpu, &cl.wo, x.on_cpu, T);
+        if (op == 3) g->feed_forward(g, &gl, x.on_gpu, T), c->feed_forward(c, &cl, x.on_cpu, T);
+    }
+    report("program", fmax(x.difference(), y.difference()), 1e-2); // half precision, carried on by up to six ops
+}
+
 struct Activations {
     float *x, *y;
     Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.dim); }
@@ -301,6 +321,7 @@ static void compare_models(Type type) {
     compare_ops(p, gpu, cpu, T, 0);
     fill_cache(p, gpu, cpu, last);
     compare_ops(p, gpu, cpu, T, last);
+    compare_program(p, gpu, cpu, T, last);
     fill_cache(p, gpu, cpu, positions - 1);
     compare_ops(p, gpu, cpu, 1, positions - 1);
     int n = positions < 3 ? positions : 3;

@@ -1,6 +1,7 @@
-// Runs random programs over the ops of the backend: an embedding and then any op after any other, inside and outside of a call of forward, on random
-// models with remainders everywhere and mixed types, with each instruction set and number of threads beside the scalar one on
-// one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding.
+// Runs random programs over the ops of the backend: an embedding and then any op after any other, inside and outside of a call of
+// forward, on random models with remainders everywhere and mixed types, with each instruction set and number of threads beside the
+// scalar one on one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding. tests/cuda_ops.cpp
+// has such programs for GPUs.
 //   programs SEED ROUNDS; exit code 1 if one differs.
 #include "../runtime/cpu/cpu.c"
 #include <stdio.h>
