@@ -28,6 +28,22 @@ typedef enum {
     INT8_GROUPS = 1000, // signed bytes; one float32 scale for each `group` numbers of the flattened matrix
 } Type;
 
+#define GGUF_TYPES "F32, F16, BF16, Q8_0 or Q4_0" // for messages
+
+typedef struct { int numbers, bytes; } BlockSize;
+
+// How many numbers of a row are stored together, in how many bytes; none where the type is not one of GGUF_TYPES.
+static inline BlockSize block_size(uint32_t type) {
+    switch (type) {
+    case F32: return (BlockSize){1, 4};
+    case F16: return (BlockSize){1, 2};
+    case BF16: return (BlockSize){1, 2};
+    case Q8_0: return (BlockSize){32, 34};
+    case Q4_0: return (BlockSize){32, 18};
+    default: return (BlockSize){0, 0};
+    }
+}
+
 typedef struct {
     Type type;
     int rows, cols;

@@ -49,14 +49,9 @@ static Mat shape_of(const Config *c, int tensor, Type type) {
 
 static uint64_t bytes_of(const Mat *m) {
     uint64_t n = (uint64_t)m->rows * m->cols; // below 2^44 by check_config
-    switch (m->type) {
-    case F32: return 4 * n;
-    case F16:
-    case BF16: return 2 * n;
-    case Q8_0: return n / 32 * 34;
-    case Q4_0: return n / 32 * 18;
-    default: return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
-    }
+    BlockSize block = block_size(m->type);
+    if (block.numbers) return n / block.numbers * block.bytes;
+    return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
 }
 
 enum { MOST_LAYERS = 1 << 12 };
@@ -263,17 +258,15 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     uint64_t offset = take_u64(r);
     char text[12];
     int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
-    CHECK(is_norm(tensor) ? type == F32 : type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0,
-          "tensor %.*s has type %s, expected F32%s", shown, name.s, type_name(type, text),
-          is_norm(tensor) ? "" : ", F16, BF16, Q8_0 or Q4_0");
+    BlockSize block = block_size(type);
+    CHECK(is_norm(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s", shown, name.s,
+          type_name(type, text), is_norm(tensor) ? "F32" : GGUF_TYPES);
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
           "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1], (unsigned long long)dims[0],
           mat.rows, mat.cols);
-    CHECK((type != Q8_0 && type != Q4_0) || mat.cols % 32 == 0,
-          "tensor %.*s: rows of %d numbers do not split into "
-          "blocks of 32",
-          shown, name.s, mat.cols);
+    CHECK(mat.cols % block.numbers == 0, "tensor %.*s: rows of %d numbers do not split into blocks of %d", shown, name.s, mat.cols,
+          block.numbers);
     uint64_t expected = (*end + alignment - 1) / alignment * alignment;
     CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
           (unsigned long long)expected);
