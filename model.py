@@ -12,6 +12,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from engine import ops
+
 
 @dataclass
 class ModelArgs:
@@ -55,72 +57,16 @@ class ModelArgs:
         return None
 
 
-def on_cpu(x):
-    return x.device.type == "cpu"
-
-
-def fuses(x):
-    """Whether a compiler will make of plain expressions on x what is written out here for eager execution."""
-    return torch.compiler.is_compiling() and x.is_cuda
-
-
-class Normalize(torch.autograd.Function):
-    """
-    y = x / rms(x) * w over the last dimension, in float32, handed on in `dtype`; with matrices W (R, D), y W^T of each
-    instead. x: (..., D), w: (D,). Backward needs x and one number a row, from which y is soon made anew; what PyTorch
-    derives by itself keeps four more copies of x, and walks over them.
-    """
-
-    @staticmethod
-    def forward(ctx, x, w, eps, dtype, *matrices):
-        x = x.float()
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # twenty times as fast as x.square().mean(-1)
-        scale = (length.square() / len(w) + eps).rsqrt()            # (..., 1)
-        y = (x * scale).mul_(w).to(dtype)
-        ctx.save_for_backward(x, w, scale, *matrices)
-        return tuple(F.linear(y, m.to(dtype)) for m in matrices) or y
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x, w, scale, *matrices = ctx.saved_tensors
-        n = x * scale                                   # (..., D)
-        dy, *dmatrices = linear_gradients((n * w).to(grads[0].dtype), matrices, grads) if matrices else grads
-        dy = dy.float()
-        dyn = (dy * n).flatten(0, -2)                   # (N, D)
-        along = (dyn @ w).view_as(scale) / len(w)       # (..., 1), the part of dy w that lies along n
-        dw = dyn.sum(0)
-        dx = torch.mul(dy, w, out=dyn.view_as(dy)).sub_(n.mul_(along)).mul_(scale)  # (..., D)
-        return dx, dw, None, None, *dmatrices
-
-
-def linear_gradients(y, matrices, grads):
-    """The gradients of y (..., D), in its own memory, and of each matrix W (R, D), from those of y W^T."""
-    dmatrices = [(dz.flatten(0, -2).mT @ y.flatten(0, -2)).to(m.dtype) for dz, m in zip(grads, matrices)]
-    dy = y.flatten(0, -2)
-    for i, (dz, m) in enumerate(zip(grads, matrices)):
-        into(dy, dz.flatten(0, -2), m.to(dy.dtype), keep=i > 0)
-    return y, *dmatrices
-
-
-def compute_dtype(x):
-    """The type of matrix products with x: autocast's, if it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight over the last dimension, or y W^T of each matrix given. https://arxiv.org/abs/1910.07467"""
+    """x / rms(x) * weight over the last dimension. https://arxiv.org/abs/1910.07467"""
 
     def __init__(self, dim, eps):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))  # (D,)
 
-    def forward(self, x, *matrices):
-        if on_cpu(x):
-            return Normalize.apply(x, self.weight, self.eps, compute_dtype(x), *matrices)
-        y = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(compute_dtype(x))  # one kernel there
-        return F.linear(y, torch.cat(matrices)).split([len(m) for m in matrices], -1) if matrices else y  # one product
+    def forward(self, x):
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 def rope_table(args):
@@ -129,80 +75,6 @@ def rope_table(args):
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
     angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim))
     return torch.stack((angle.cos(), angle.sin()), -1).float()
-
-
-def rotate(x, rope):
-    """
-    Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864
-    A pair is a complex number, since one product of those costs a sixth of the real ones that it stands for; but the
-    compiler fuses real ones alone.
-    """
-    pairs = x.float().unflatten(-1, (-1, 2))  # (B, T, H, Q/2, 2)
-    if fuses(x):
-        (a, b), (cos, sin) = pairs.unbind(-1), rope[:, None].unbind(-1)
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rope)[:, None])
-    return turned.flatten(-2).type_as(x)
-
-
-def classifier_loss(x, weight, targets, dtype):
-    """
-    The mean cross entropy, in nats, of the logits z = x W^T; 0 without any target. x: (N, D), W: (V, D), targets: (N,)
-    int64, -1 where none.
-    """
-    if fuses(x):
-        z = F.linear(x.to(dtype), weight.to(dtype)).float()
-        return F.cross_entropy(z, targets, ignore_index=-1, reduction="sum") / (targets >= 0).sum().clamp(min=1)
-    return ClassifierLoss.apply(x, weight, targets, dtype, torch.is_grad_enabled())
-
-
-class ClassifierLoss(torch.autograd.Function):
-    """
-    classifier_loss, written out. The logits of a large vocabulary outweigh all else in memory, so they come and go a
-    piece of the batch at a time.
-    The gradients are made with them, since dloss/dz is softmax(z) less 1 at the target: nothing is computed twice.
-    """
-    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # logits in memory at once
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, dtype, learns):
-        """
-        dtype: of the matrix products; softmax and sums are in float32. learns: whether gradients are wanted, which ctx
-        does not know: its needs_input_grad is true under no_grad too.
-        """
-        h, w = x.to(dtype), weight.to(dtype)
-        most = ClassifierLoss.PIECE if on_cpu(x) else ClassifierLoss.GPU_PIECE
-        n, pieces = (targets >= 0).sum().clamp(min=1), math.ceil(len(x) * len(w) / most)
-        rows = math.ceil(len(x) / pieces)  # in a piece
-        buffer = torch.empty(rows, len(w), device=x.device)
-        total = torch.zeros((), device=x.device)
-        dx, dw = (torch.empty_like(t) if learns else t for t in (x, weight))
-        for i, (h, target, dh) in enumerate(zip(h.split(rows), targets[:, None].split(rows), dx.split(rows))):
-            z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
-            into(z, h, w.mT)
-            top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
-            torch.softmax(z, 1, out=z)
-            total += ((top - z.amax(1, keepdim=True).log() - at_target) * counted).sum()  # top - log p_top: log sum e^z
-            if learns:
-                dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
-                into(dh, dz, w).mul_(counted)
-                into(dw, dz.mT, h * counted, keep=i > 0)
-        if learns:
-            ctx.save_for_backward(dx, dw, n)
-        return total / n
-
-    @staticmethod
-    def backward(ctx, grad):
-        dx, dw, n = ctx.saved_tensors
-        return dx.mul_(grad / n), dw.mul_(grad / n), None, None, None
-
-
-def into(out, a, b, keep=False):
-    """out = a b, or, to keep what is there, out += a b; for an `out` of another dtype too."""
-    if out.dtype == a.dtype:
-        return out.addmm_(a, b, beta=int(keep))
-    return out.add_(a @ b) if keep else out.copy_(a @ b)
 
 
 class Attention(nn.Module):
@@ -215,17 +87,16 @@ class Attention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
-    def forward(self, x, norm, rope, cache=None, mask=None):
+    def forward(self, x, rope, cache=None, mask=None):
         """
-        x (B, T, D) -> (B, T, D), of norm(x). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in
+        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in
         place. mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
         """
         B, T, D = x.shape
         a = self.args
-        q, k, v = norm(x, self.wq.weight, self.wk.weight, self.wv.weight)
-        q = rotate(q.view(B, T, a.n_heads, a.head_dim), rope)
-        k = rotate(k.view(B, T, a.n_kv_heads, a.head_dim), rope)
-        v = v.view(B, T, a.n_kv_heads, a.head_dim)
+        q = ops.rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
+        k = ops.rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
+        v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
         if cache is not None:
             keys, values, pos = cache
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
@@ -239,31 +110,8 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).reshape(B, T, D))
 
 
-class SwiGLU(torch.autograd.Function):
-    """
-    y = (silu(a) * b) W2^T. a, b: (..., F), W2: (D, F). Kept for backward are a and b alone: silu(a) and its product with b
-    are soon made anew, and would fill more memory than all else of a block.
-    """
-
-    @staticmethod
-    def forward(ctx, a, b, w2):
-        ctx.save_for_backward(a, b, w2)
-        return F.linear(F.silu(a).mul_(b), w2)
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b, w2 = ctx.saved_tensors
-        s = F.silu(a)                                                # (..., F)
-        p = s * b                                                    # (..., F), the product
-        dw2 = dy.flatten(0, -2).mT @ p.flatten(0, -2)                # (D, F)
-        dp = torch.matmul(dy, w2.to(dy.dtype), out=p)                # (..., F)
-        db = s.mul_(dp)
-        da = torch.ops.aten.silu_backward(dp.mul_(b), a, grad_input=dp)
-        return da, db, dw2.to(w2.dtype)
-
-
 class FeedForward(nn.Module):
-    """SwiGLU of y = norm(x): w2(silu(w1 y) * w3 y). https://arxiv.org/abs/2002.05202"""
+    """SwiGLU: w2(silu(w1 x) * w3 x). https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, args):
         super().__init__()
@@ -271,9 +119,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
         self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
 
-    def forward(self, x, norm):
-        a, b = norm(x, self.w1.weight, self.w3.weight)
-        return SwiGLU.apply(a, b, self.w2.weight)
+    def forward(self, x):
+        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))
 
 
 class Block(nn.Module):
@@ -286,8 +133,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(args.dropout)
 
     def forward(self, x, rope, cache=None, mask=None):
-        x = x + self.dropout(self.attention(x, self.attention_norm, rope, cache, mask))
-        x = x + self.dropout(self.feed_forward(x, self.ffn_norm))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
+        x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
         return x
 
 
@@ -338,17 +185,18 @@ class Transformer(nn.Module):
         rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
         mask = within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None
-        for i, layer in enumerate(self.layers):
-            if self.recompute and self.training:
-                x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
-            else:
-                x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
+        with ops.saving_memory(x):
+            for i, layer in enumerate(self.layers):
+                if self.recompute and self.training:
+                    x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
+                else:
+                    x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
         x = self.norm(x)
         if cache:
             cache["pos"] += T
         if targets is None:
             return self.output(x[:, ::every] if every else x[:, -1:]), None
-        return None, classifier_loss(x.flatten(0, 1), self.output.weight, targets.flatten(), compute_dtype(x))
+        return None, ops.cross_entropy(x.flatten(0, 1), self.output, targets.flatten())
 
     def new_cache(self, B):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""

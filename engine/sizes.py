@@ -9,7 +9,7 @@ import torch
 
 from configurator import fail
 from engine import parallel
-from model import ClassifierLoss
+from engine.ops import CrossEntropy
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -55,7 +55,7 @@ def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating
     weights, size = 4 * (blocks + rest) / shares, 2 if half else 4
     states = 4 * ((1 if optimizer == "muon" else 2) * blocks + 2 * rest) / shares
     kept = size * a.dim if frugal else 8 * a.dim + 2 * size * (a.dim + kv_dim + a.hidden_dim)  # norms' x; q k v, out, a b
-    inside = {"activations": tokens * a.n_layers * kept, "logits": 4 * min(tokens * a.vocab_size, ClassifierLoss.PIECE // 2)}
+    inside = {"activations": tokens * a.n_layers * kept, "logits": 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE // 2)}
     after = {"gradients": weights}  # when all of them are there, nothing is left of the last pass
     if accumulating:
         inside |= after

@@ -1,16 +1,13 @@
 """The Transformer against transformers' LlamaForCausalLM, and what it promises about itself."""
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from model import ClassifierLoss, ModelArgs, Normalize, SwiGLU, Transformer, classifier_loss, sample
+from model import ModelArgs, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
 SHAPES = {
@@ -84,48 +81,6 @@ def test_gradients_equal_transformers():
                          (model.layers[1].feed_forward.w1, llama.model.layers[1].mlp.gate_proj)):
         g = theirs.weight.grad
         assert (ours.weight.grad - g).abs().max() <= 1e-5 * g.abs().max()
-
-
-@pytest.mark.parametrize("piece", [1, 101 * 16, 1 << 24], ids=["a row at a time", "with a rest", "whole"])
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_classifier_loss_equals_cross_entropy(monkeypatch, piece, dtype, near):
-    """Loss and gradients, whatever the size of the pieces, with targets left out, and logits far from 0."""
-    monkeypatch.setattr(ClassifierLoss, "PIECE", piece)
-    torch.manual_seed(0)
-    x, w, y = torch.randn(70, 48, requires_grad=True), torch.randn(101, 48, requires_grad=True), torch.randint(101, (70,))
-    y[::7] = -1
-    ours = classifier_loss(x, 5 * w, y, dtype)
-    expected = torch.nn.functional.cross_entropy(x @ (5 * w).mT, y, ignore_index=-1)
-    assert ours.item() == pytest.approx(expected.item(), rel=near)
-    for a, b in zip(torch.autograd.grad(0.7 * ours, (x, w)), torch.autograd.grad(0.7 * expected, (x, w))):
-        assert (a - b).norm() <= 2 * near * b.norm()
-
-
-def test_what_gpus_and_compilers_get_equals_what_is_written_out(monkeypatch):
-    """Loss and gradients by the plain expressions that only a GPU sees; compiled, they are one graph without gaps."""
-    net, x = build(**SMALL, n_kv_heads=2), torch.randint(101, (3, 21))
-    found = []
-    for plain, f in ((False, net), (True, net), (True, torch.compile(net, backend="aot_eager", fullgraph=True))):
-        monkeypatch.setattr("model.on_cpu", lambda _, plain=plain: not plain)
-        monkeypatch.setattr("model.fuses", lambda _, plain=plain: plain)
-        loss = f(x[:, :-1], x[:, 1:])[1]
-        found.append([loss, *torch.autograd.grad(loss, list(net.parameters()))])
-    for expected, *others in zip(*found):
-        assert all((a - expected).norm() <= 1e-5 * expected.norm() for a in others)
-
-
-def test_classifier_loss_of_the_nearly_impossible():
-    """A target whose probability float32 cannot hold still has the loss that it has."""
-    x, w = torch.eye(2), torch.tensor([[200.0, 0.0], [0.0, 0.0]])
-    assert classifier_loss(x, w, torch.tensor([1, -1]), torch.float32).item() == 200
-
-
-def test_a_batch_without_targets_has_no_loss_and_no_gradient(monkeypatch):
-    for plain in (False, True):
-        monkeypatch.setattr("model.fuses", lambda _, plain=plain: plain)
-        x, w = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-        loss = classifier_loss(x, w, torch.full((10,), -1), torch.float32)
-        assert loss.item() == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
 
 
 def test_targets_of_minus_one_do_not_count():
@@ -228,24 +183,6 @@ def test_flops_per_token_against_a_count(shape):
     assert counter.get_total_flops() == x.numel() * (model.flops_per_token() - 6 * norms)
 
 
-class Products(TorchDispatchMode):
-    """Counts the products of matrices, those in place too."""
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
-        return function(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("context, most", [(torch.no_grad, 1), (torch.inference_mode, 1), (nullcontext, 3)])
-def test_evaluation_makes_no_gradients(context, most):
-    """The loss alone costs the product of the logits; those of the gradients, which training makes with it, are two more."""
-    x, w = torch.randn(10, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    with context(), Products() as products:
-        classifier_loss(x, w, torch.arange(10), torch.float32)
-    assert products.count == most
-
-
 def test_initialisation():
     torch.manual_seed(0)
     model = Transformer(ModelArgs(dim=256, n_layers=8, n_heads=4, vocab_size=512, tied=False))
@@ -313,30 +250,3 @@ def test_packed_documents_are_read_as_if_alone():
         model(row, row)[1].backward()
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
-
-
-@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_hand_written_gradients_equal_pytorchs(dtype, near):
-    torch.manual_seed(0)
-    x, w, dy = torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 16)
-    a, b, w2 = torch.randn(3, 5, 24), torch.randn(3, 5, 24), torch.randn(16, 24)
-    wq, wk = torch.randn(12, 16), torch.randn(4, 16)
-
-    def grads(function, *inputs):
-        inputs = [t.clone().requires_grad_() for t in inputs]
-        y = function(*inputs)
-        return [y, *torch.autograd.grad(y, inputs, dy.to(y.dtype))]
-
-    ours = grads(lambda x, w: Normalize.apply(x, w, 1e-5, dtype), x, w)
-    theirs = grads(lambda x, w: F.rms_norm(x, (16,), w, 1e-5).to(dtype), x, w)
-    for mine, reference in zip(ours, theirs):
-        assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=near, rtol=near)
-    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-        ours = grads(lambda x, w, *m: torch.cat(Normalize.apply(x, w, 1e-5, dtype, *m), -1), x, w, wq, wk)
-        theirs = grads(lambda x, w, *m: F.linear(F.rms_norm(x, (16,), w, 1e-5), torch.cat(m)), x, w, wq, wk)
-        for mine, reference in zip(ours, theirs):
-            assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=10 * near, rtol=near)
-        ours = grads(SwiGLU.apply, a.to(dtype), b.to(dtype), w2)
-        theirs = grads(lambda a, b, w2: F.linear(F.silu(a) * b, w2), a.to(dtype), b.to(dtype), w2)
-    for mine, reference in zip(ours, theirs):
-        assert mine.dtype == reference.dtype and torch.allclose(mine, reference, atol=10 * near, rtol=near)

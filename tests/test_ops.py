@@ -1,0 +1,169 @@
+"""What engine/ops.py writes out against its plain formulas, values and gradients; and that every Linear has its say."""
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import ops
+from model import ModelArgs, Transformer
+from tests.test_model import SMALL, build
+
+
+def classifier(w):
+    """lm_head with these weights, which stay in the graph."""
+    head = nn.Linear(w.shape[1], w.shape[0], bias=False)
+    head.weight = nn.Parameter(w.detach().clone())
+    return head
+
+
+def gradients(function, *inputs, dy=None):
+    """[y, the gradient of each input]"""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*inputs)
+    return [y, *torch.autograd.grad(y, inputs, torch.ones_like(y) if dy is None else dy.to(y.dtype))]
+
+
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_written_out_ops_equal_their_plain_formulas(dtype, near):
+    torch.manual_seed(0)
+    x, w, a, b = torch.randn(3, 5, 16), torch.randn(16), torch.randn(3, 5, 24).to(dtype), torch.randn(3, 5, 24).to(dtype)
+    heads, rope, dy = torch.randn(2, 5, 3, 8).to(dtype), torch.randn(5, 4, 2), torch.randn(3, 5, 16)
+    cases = [
+        (lambda f: gradients(lambda x, w: f(x, w, 1e-5), x, w, dy=dy), ops.rms_norm, ops.rms_norm_plain),
+        (lambda f: gradients(f, a, b, dy=torch.ones(3, 5, 24)), ops.swiglu, ops.swiglu_plain),
+        (lambda f: gradients(lambda x: f(x, rope), heads), ops.rotate, ops.rotate_plain)]
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        for run, written_out, plain in cases:
+            for ours, theirs in zip(run(written_out), run(plain)):
+                assert ours.dtype == theirs.dtype and torch.allclose(ours, theirs, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("piece", [1, 101 * 16, 1 << 24], ids=["a row at a time", "with a rest", "whole"])
+@pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_cross_entropy_equals_its_plain_formula(monkeypatch, piece, dtype, near):
+    """Loss and gradients, whatever the size of the pieces, with targets left out, and logits far from 0."""
+    monkeypatch.setattr(ops.CrossEntropy, "PIECE", piece)
+    torch.manual_seed(0)
+    x, head, y = torch.randn(70, 48, requires_grad=True), classifier(5 * torch.randn(101, 48)), torch.randint(101, (70,))
+    y[::7] = -1
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        ours = ops.cross_entropy(x, head, y)
+    expected = ops.cross_entropy_plain(x, head, y)
+    assert ours.item() == pytest.approx(F.cross_entropy(head(x), y, ignore_index=-1).item(), rel=near)
+    inputs = (x, head.weight)
+    for a, b in zip(torch.autograd.grad(0.7 * ours, inputs), torch.autograd.grad(0.7 * expected, inputs)):
+        assert (a - b).norm() <= 2 * near * b.norm()
+
+
+def test_what_compilers_get_equals_what_is_written_out(monkeypatch):
+    """Loss and gradients by the plain expressions; compiled, they are one graph without gaps."""
+    net, x = build(**SMALL, n_kv_heads=2), torch.randint(101, (3, 21))
+    found = []
+    for plain, f in ((False, net), (True, net), (True, torch.compile(net, backend="aot_eager", fullgraph=True))):
+        monkeypatch.setattr(ops, "written_out", lambda _, plain=plain: not plain)
+        loss = f(x[:, :-1], x[:, 1:])[1]
+        found.append([loss, *torch.autograd.grad(loss, list(net.parameters()))])
+    for expected, *others in zip(*found):
+        assert all((a - expected).norm() <= 1e-5 * expected.norm() for a in others)
+
+
+def test_cross_entropy_of_the_nearly_impossible():
+    """A target whose probability float32 cannot hold still has the loss that it has."""
+    x, head = torch.eye(2), classifier(torch.tensor([[200.0, 0.0], [0.0, 0.0]]))
+    assert ops.cross_entropy(x, head, torch.tensor([1, -1])).item() == 200
+
+
+def test_a_batch_without_targets_has_no_loss_and_no_gradient(monkeypatch):
+    for plain in (False, True):
+        monkeypatch.setattr(ops, "written_out", lambda _, plain=plain: not plain)
+        x, head = torch.randn(10, 8, requires_grad=True), classifier(torch.randn(20, 8))
+        loss = ops.cross_entropy(x, head, torch.full((10,), -1))
+        assert loss.item() == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, head.weight)))
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of matrices, those in place too."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("context, most", [(torch.no_grad, 1), (torch.inference_mode, 1), (nullcontext, 3)])
+def test_evaluation_makes_no_gradients(context, most):
+    """The loss alone costs the product of the logits; those of the gradients, which training makes with it, are two more."""
+    x, head = torch.randn(10, 8, requires_grad=True), classifier(torch.randn(20, 8))
+    with context(), Products() as products:
+        ops.cross_entropy(x, head, torch.arange(10))
+    assert products.count == most
+
+
+class LoRA(nn.Module):
+    """A Linear with an addition of low rank, which alone is trained."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(0.1 * torch.randn(2, base.in_features))
+        self.b = nn.Parameter(0.1 * torch.randn(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_linear_is_called(recompute):
+    """Hooks of each are called, and what they or a replaced module do has its effect, and its gradient."""
+    def linears(model):
+        return [(parent, name, m) for parent in list(model.modules()) for name, m in parent.named_children()
+                if isinstance(m, nn.Linear)]
+
+    model, x, called = build(**SMALL, tied=False).train(), torch.randint(101, (2, 21)), []
+    model.recompute = recompute
+    hooks = [m.register_forward_hook(lambda m, *_: called.append(m)) for _, _, m in linears(model)]
+    before = model(x[:, :-1], x[:, 1:])[1].item()
+    assert {id(m) for m in called} == {id(m) for _, _, m in linears(model)} and len(hooks) == 7 * 3 + 1
+    for hook in hooks:
+        hook.remove()
+    for parent, name, m in linears(model):
+        setattr(parent, name, LoRA(m))
+    found = []
+    for written_out in (True, False):
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ops, "written_out", lambda _: written_out)
+            loss = model(x[:, :-1], x[:, 1:])[1]
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for n, p in model.named_parameters() if n.endswith((".a", ".b")))])
+    assert abs(found[0][0] - before) > 1e-4 and len(found[0]) == 1 + 2 * 22
+    assert all(b.any() and (a - b).norm() <= 1e-4 * b.norm() for a, b in zip(*found))
+
+
+def test_what_is_computed_again_is_what_was_used(monkeypatch):
+    """Inputs of Linears are not kept, and gradients are the same to the bit; one changed in place by a hook is kept."""
+    model, x = build(**SMALL), torch.randint(101, (2, 21))
+    monkeypatch.setattr(ops, "LARGE", 0)
+
+    def step():
+        model.zero_grad()
+        model(x[:, :-1], x[:, 1:])[1].backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    forgotten = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "remember", lambda kept, f=ops.remember: (forgotten.append(isinstance(kept, tuple)), f(kept))[1])
+        found = step()
+    assert sum(forgotten) == 6 * 3  # of each block: of q, k, v, gate, up and down
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "LARGE", 1 << 60)
+        assert all(torch.equal(a, b) for a, b in zip(found, step()))
+    w2, grads = model.layers[1].feed_forward.w2, []
+    for hook in (lambda _, inputs: (inputs[0].mul_(1.5),), lambda _, inputs: (1.5 * inputs[0],)):
+        handle = w2.register_forward_pre_hook(hook)
+        grads.append(step())
+        handle.remove()
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*grads))
