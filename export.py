@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from sentencepiece import sentencepiece_model_pb2
 
-from engine import checkpoint
+from engine import checkpoint, sizes
 from engine.files import replacing, write_atomic
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, Bytes, SentencePiece, Tokenizer
@@ -505,8 +505,9 @@ class Reader:
 
 def checked(reader, args, note=""):
     """args, or one line when no model we can hold has them."""
-    if args.problem() or args.max_seq_len > MAX_CONTEXT:
-        reader.fail(note + (args.problem() or f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"))
+    problem = sizes.problem(args)
+    if problem or args.max_seq_len > MAX_CONTEXT:
+        reader.fail(note + (problem or f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"))
     return args
 
 

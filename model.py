@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from engine import ops
@@ -40,21 +39,6 @@ class ModelArgs:
     @property
     def head_dim(self):
         return self.dim // self.n_heads
-
-    def problem(self):
-        """What is wrong with these numbers, as one line; None when nothing is."""
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
-            if getattr(self, name) < 1:
-                return f"{name} is {getattr(self, name)}, expected at least 1"
-        if self.dim % self.n_heads or self.head_dim % 2:
-            return f"dim={self.dim} over n_heads={self.n_heads} is no even head width; choose dim a multiple of 2 n_heads"
-        if self.n_heads % self.n_kv_heads:
-            return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
-        if not 0 <= self.dropout < 1:
-            return f"dropout is {self.dropout}, expected 0 <= dropout < 1"
-        if self.rope_theta <= 0 or self.rope_scaling <= 0 or self.norm_eps <= 0:
-            return "rope_theta, rope_scaling and norm_eps must be positive"
-        return None
 
 
 class RMSNorm(nn.Module):
@@ -89,8 +73,8 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, cache=None, mask=None):
         """
-        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in
-        place. mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
+        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place.
+        mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
         """
         B, T, D = x.shape
         a = self.args
@@ -102,12 +86,7 @@ class Attention(nn.Module):
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
             k, v = keys[:, :pos + T], values[:, :pos + T]
             mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)  # query t sees keys 0 .. pos + t
-        if mask is not None and x.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
-            k, v = (z.repeat_interleave(a.n_heads // a.n_kv_heads, 2) for z in (k, v))
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-            dropout_p=a.dropout if self.training else 0.0, enable_gqa=k.shape[2] != a.n_heads)  # (B, H, T, Q)
-        return self.wo(y.transpose(1, 2).reshape(B, T, D))
+        return self.wo(ops.attention(q, k, v, mask, a.dropout if self.training else 0.0))
 
 
 class FeedForward(nn.Module):
@@ -136,12 +115,6 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
         x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
         return x
-
-
-def within_documents(tokens, bos_id):
-    """tokens (B, T), in which a document begins at every BOS -> (B, 1, T, T): whether query t may see key s."""
-    document = (tokens == bos_id).cumsum(1)  # (B, T), its number
-    return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 class Transformer(nn.Module):
@@ -184,13 +157,12 @@ class Transformer(nn.Module):
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
-        mask = within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None
-        with ops.saving_memory(x):
-            for i, layer in enumerate(self.layers):
-                if self.recompute and self.training:
-                    x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
-                else:
-                    x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
+        mask = ops.within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None
+        for i, layer in enumerate(self.layers):
+            if self.recompute and self.training:
+                x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
+            else:
+                x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
         x = self.norm(x)
         if cache:
             cache["pos"] += T
@@ -224,19 +196,6 @@ class Transformer(nn.Module):
             if done.all():
                 break
         return tokens
-
-    def num_params(self):
-        """Parameters, each counted once."""
-        return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self):
-        """
-        FLOPs of forward and backward for one token: 6 N + 12 L H Q T, where N leaves out the embedding look-up but has
-        the classifier, and the second term is attention over the context. https://arxiv.org/abs/2204.02311 appendix B
-        """
-        a = self.args
-        n = self.num_params() - (0 if a.tied else self.tok_embeddings.weight.numel())
-        return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
 
 
 def latest(tokens, max_seq_len):

@@ -181,8 +181,8 @@ def model_args(dataset):
     """ModelArgs from the settings; the vocabulary is the data's."""
     known = {f.name: globals()[f.name] for f in fields(ModelArgs)}
     args = ModelArgs(**(known | {"vocab_size": dataset.meta["vocab_size"]}))
-    if args.problem():
-        fail(args.problem())
+    if sizes.problem(args):
+        fail(sizes.problem(args))
     check_length(knobs(), dataset)
     return args
 

@@ -1,22 +1,17 @@
 """
-What model.py says, written out for speed and memory, each op beside its plain formula. Both give the same values and
-gradients (tests/test_ops.py). written_out(x) says which is used.
+The ops of model.py, written out for speed and memory, each beside its plain formula; both give the same values and gradients
+(tests/test_ops.py). GPUs and the compiler have kernels for the plain formulas: `written_out` says which is used, and an op
+that decides otherwise says why.
 """
 import math
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import saved_tensors_hooks
 
 
 def written_out(x):
-    """The compiler makes kernels of the plain formulas for GPUs; all else takes what is written out."""
-    return not (torch.compiler.is_compiling() and x.is_cuda)
-
-
-def on_cpu(x):
-    return x.device.type == "cpu"
+    """Whether ops on x run as they are written out here, rather than by their plain formulas."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def compute_dtype(x):
@@ -25,41 +20,9 @@ def compute_dtype(x):
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-# A Linear keeps its input for backward. Some inputs are soon computed again from what is kept anyway: their memory is saved.
-LARGE = 1 << 18  # elements of x from which this is worth the time of the hooks
-
-
-def recomputable(y, compute):
-    """y, which compute() gives again."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        y.recompute = compute, y._version
-    return y
-
-
-def saving_memory(x):
-    """A context in which backward does not keep recomputable tensors as large as x but computes them again."""
-    forgetful = torch.is_grad_enabled() and not torch.compiler.is_compiling() and x.numel() >= LARGE
-    return saved_tensors_hooks(forget, remember) if forgetful else nullcontext()
-
-
-def forget(saved):
-    y = saved if saved._base is None else saved._base  # a Linear keeps a view of its input
-    compute, version = getattr(y, "recompute", (None, 0))
-    unchanged = saved._version == version and saved.shape[-1] == y.shape[-1] and saved.numel() == y.numel()
-    return (compute, saved.shape) if compute and unchanged and saved.is_contiguous() else saved
-
-
-def remember(kept):
-    return kept[0]().view(kept[1]) if isinstance(kept, tuple) else kept
-
-
 def rms_norm(x, w, eps):
-    """x / rms(x) * w over the last dimension, in float32, handed on in the type of matrix products. x: (..., D), w: (D,)."""
-    if not written_out(x) or not on_cpu(x):  # GPUs have a kernel of their own for the formula
-        return rms_norm_plain(x, w, eps)
-    dtype = compute_dtype(x)
-    y, scale = RMSNorm.apply(x, w, eps, dtype)
-    return recomputable(y, lambda: (x.detach().float() * scale).mul_(w.detach()).to(dtype))
+    """x / rms(x) * w over the last dimension, in float32, returned in the type of matrix products. x: (..., D), w: (D,)."""
+    return RMSNorm.apply(x, w, eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
 
 
 def rms_norm_plain(x, w, eps):
@@ -67,22 +30,26 @@ def rms_norm_plain(x, w, eps):
 
 
 class RMSNorm(torch.autograd.Function):
-    """Backward needs x and one number a row. What PyTorch derives by itself keeps four more copies of x and reads them."""
+    """
+    Backward needs n = x / rms(x). The Linears that follow keep y = n w anyway, so n is computed from that, and the norm
+    itself keeps one number a row. PyTorch's own gradient keeps three more tensors as large as x.
+    """
 
     @staticmethod
     def forward(ctx, x, w, eps, dtype):
-        """-> y in dtype, and 1 / rms(x) (..., 1)"""
         x = x.float()
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # twenty times as fast as x.square().mean(-1)
         scale = (length.square() / len(w) + eps).rsqrt()            # (..., 1)
-        ctx.save_for_backward(x, w, scale)
-        ctx.mark_non_differentiable(scale)
-        return (x * scale).mul_(w).to(dtype), scale
+        y = (x * scale).mul_(w).to(dtype)
+        ctx.keeps_y = dtype == torch.float32 and bool(w.all())      # else n would be inexact, or lost where w is 0
+        ctx.save_for_backward(y if ctx.keeps_y else x, w, scale)
+        return y
 
     @staticmethod
-    def backward(ctx, dy, _):
-        x, w, scale = ctx.saved_tensors
-        dy, n = dy.float(), x * scale                   # (..., D)
+    def backward(ctx, dy):
+        kept, w, scale = ctx.saved_tensors
+        n = kept / w if ctx.keeps_y else kept * scale   # (..., D)
+        dy = dy.float()
         dyn = (dy * n).flatten(0, -2)                   # (N, D)
         along = (dyn @ w).view_as(scale) / len(w)       # (..., 1), the part of dy w that lies along n
         dw = dyn.sum(0)
@@ -93,9 +60,10 @@ class RMSNorm(torch.autograd.Function):
 def rotate(x, rope):
     """
     Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864
-    rope: (T, Q/2, 2), cosine and sine. A pair is a complex number: one product of those costs a sixth of the real ones.
+    rope: (T, Q/2, 2), cosine and sine. Without a compiler a pair is a complex number, on GPUs too: one product of those
+    costs a sixth of the real ones.
     """
-    if not written_out(x):
+    if torch.compiler.is_compiling():
         return rotate_plain(x, rope)
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # (B, T, H, Q/2)
     return torch.view_as_real(pairs * torch.view_as_complex(rope)[:, None]).flatten(-2).type_as(x)
@@ -106,11 +74,28 @@ def rotate_plain(x, rope):
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
 
 
+def attention(q, k, v, mask=None, dropout=0.0):
+    """
+    softmax(q k^T / sqrt(Q)) v. q: (B, T, H, Q); k, v: (B, S, K, Q), each for H / K heads of q -> (B, T, H Q). mask:
+    (T, S) or (B, 1, T, S), what a query may see of the keys; None: itself and all before.
+    """
+    heads = q.shape[2]
+    if mask is not None and q.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
+        k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
+    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
+                                       is_causal=mask is None, dropout_p=dropout, enable_gqa=k.shape[2] != heads)
+    return y.transpose(1, 2).flatten(2)
+
+
+def within_documents(tokens, bos_id):
+    """tokens (B, T), in which a document begins at every BOS -> (B, 1, T, T): whether query t may see key s."""
+    document = (tokens == bos_id).cumsum(1)  # (B, T), its number
+    return (document[:, None, :, None] == document[:, None, None, :]).tril()
+
+
 def swiglu(a, b):
     """silu(a) * b. a, b: (..., F)"""
-    if not written_out(a):
-        return swiglu_plain(a, b)
-    return recomputable(SwiGLU.apply(a, b), lambda: F.silu(a.detach()).mul_(b.detach()))
+    return SwiGLU.apply(a, b) if written_out(a) else swiglu_plain(a, b)
 
 
 def swiglu_plain(a, b):
@@ -118,25 +103,32 @@ def swiglu_plain(a, b):
 
 
 class SwiGLU(torch.autograd.Function):
-    """Backward keeps a and b alone: silu(a) would fill as much memory as either."""
+    """
+    Backward needs a and b. The Linear that follows keeps p = silu(a) b anyway, so b is computed from that. PyTorch's own
+    gradient keeps b and silu(a) too.
+    """
 
     @staticmethod
     def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return F.silu(a).mul_(b)
+        p = F.silu(a).mul_(b)
+        ctx.keeps_p = p.dtype == torch.float32 and bool(p.all())  # else b would be inexact, or lost where silu(a) is 0
+        ctx.save_for_backward(a, p if ctx.keeps_p else b)
+        return p
 
     @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(dy * b, a), F.silu(a).mul_(dy)
+    def backward(ctx, dp):
+        a, kept = ctx.saved_tensors
+        s = F.silu(a)
+        ds = torch.div(kept, s).mul_(dp) if ctx.keeps_p else kept * dp
+        return torch.ops.aten.silu_backward(ds, a, grad_input=ds), s.mul_(dp)
 
 
 def cross_entropy(x, lm_head, targets):
     """
     The mean cross entropy, in nats, of the logits z = lm_head(x); 0 without any target. x: (N, D), targets: (N,) int64,
-    -1 where none.
+    -1 where none. Written out on GPUs too, where no compiler is, since all logits at once may not fit.
     """
-    if not written_out(x) or not is_product(lm_head):
+    if x.is_cuda and torch.compiler.is_compiling() or not is_product(lm_head):
         return cross_entropy_plain(x, lm_head, targets)
     return CrossEntropy.apply(x, lm_head.weight, targets, compute_dtype(x), torch.is_grad_enabled())
 
@@ -146,9 +138,9 @@ def cross_entropy_plain(x, lm_head, targets):
 
 
 def is_product(linear):
-    """Whether calling this module is x W^T and nothing else: no LoRA or another type in its place, no hook on it."""
+    """Whether calling this module is x W^T and nothing else: no other type in its place, no bias, no hook."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
-    return type(linear) is torch.nn.Linear and linear.bias is None and not any(hooks)
+    return type(linear) is torch.nn.Linear and linear.bias is None and "forward" not in vars(linear) and not any(hooks)
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -165,7 +157,7 @@ class CrossEntropy(torch.autograd.Function):
         does not know: its needs_input_grad is true under no_grad too.
         """
         h, w = x.to(dtype), weight.to(dtype)
-        most = CrossEntropy.PIECE if on_cpu(x) else CrossEntropy.GPU_PIECE
+        most = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
         n, pieces = (targets >= 0).sum().clamp(min=1), math.ceil(len(x) * len(w) / most)
         rows = math.ceil(len(x) / pieces)  # in a piece
         buffer = torch.empty(rows, len(w), device=x.device)

@@ -1,5 +1,6 @@
 """
-Sizes of a training: all of them from one number, and the memory they need. `s` has train.py's settings as attributes.
+Sizes of a training: all of them from one number, which are refused, and what they cost in FLOPs and memory. `s` has
+train.py's settings as attributes.
 """
 import copy
 import math
@@ -41,6 +42,37 @@ def derive_from_depth(s, given, vocab):
     derived = {name: getattr(s, name) for name in DERIVED}
     parallel.say(f"depth {s.depth}: {', '.join(f'{name}={value!r}' for name, value in derived.items())}")
     return derived
+
+
+def problem(args):
+    """What is wrong with these ModelArgs, as one line; None when nothing is."""
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
+        if getattr(args, name) < 1:
+            return f"{name} is {getattr(args, name)}, expected at least 1"
+    if args.dim % args.n_heads or args.head_dim % 2:
+        return f"dim={args.dim} over n_heads={args.n_heads} is no even head width; choose dim a multiple of 2 n_heads"
+    if args.n_heads % args.n_kv_heads:
+        return f"n_heads={args.n_heads} is not a multiple of n_kv_heads={args.n_kv_heads}"
+    if not 0 <= args.dropout < 1:
+        return f"dropout is {args.dropout}, expected 0 <= dropout < 1"
+    if args.rope_theta <= 0 or args.rope_scaling <= 0 or args.norm_eps <= 0:
+        return "rope_theta, rope_scaling and norm_eps must be positive"
+    return None
+
+
+def num_params(model):
+    """Parameters of a Transformer, each counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def flops_per_token(model):
+    """
+    FLOPs of forward and backward for one token: 6 N + 12 L H Q T, where N leaves out the embedding look-up but has the
+    lm_head, and the second term is attention over the context. https://arxiv.org/abs/2204.02311 appendix B
+    """
+    a = model.args
+    n = num_params(model) - (0 if a.tied else model.tok_embeddings.weight.numel())
+    return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
 
 
 def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating=False, shares=1):
@@ -89,7 +121,7 @@ def describe(s, args, model, dataset, device, amp_dtype):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
     peak, basis = parallel.peak_flops(device, amp_dtype, s.peak_tflops)
     name = parallel.device_name(device)
-    about = {"model_args": asdict(args), "n_params": model.num_params(), "flops_per_token": model.flops_per_token(),
+    about = {"model_args": asdict(args), "n_params": num_params(model), "flops_per_token": flops_per_token(model),
              "tokens_per_iter": s.batch_size * s.gradient_accumulation_steps * s.max_seq_len, "device_name": name,
              "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
              "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta}

@@ -42,7 +42,7 @@ again = ""        # what an earlier run printed, a file: its survivors alone
 
 # The tests of Python, each module mapped alone; the tests of C files, the quick ones first: pytest ends at the first that fails.
 PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_data test_checkpoint
-    test_model test_chat test_export test_parity test_track test_track_online test_train"""
+    test_ops test_model test_chat test_export test_parity test_track test_track_online test_train"""
 TESTS = {
     ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "token.h": "test_cuda",
     ".h": "test_kernels test_run test_parity",

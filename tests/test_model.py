@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from engine.sizes import flops_per_token, num_params, problem
 from model import ModelArgs, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
@@ -163,7 +164,7 @@ def test_number_of_parameters(shape):
     kv_dim = a.dim * a.n_kv_heads // a.n_heads
     layer = 2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim + 2 * a.dim
     expected = (1 if a.tied else 2) * a.vocab_size * a.dim + a.n_layers * layer + a.dim
-    assert model.num_params() == expected
+    assert num_params(model) == expected
 
 
 @pytest.mark.parametrize("shape", ["mha", "gqa", "untied"])
@@ -180,7 +181,7 @@ def test_flops_per_token_against_a_count(shape):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_}) as counter:
         model(x, x)[1].backward()
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    assert counter.get_total_flops() == x.numel() * (model.flops_per_token() - 6 * norms)
+    assert counter.get_total_flops() == x.numel() * (flops_per_token(model) - 6 * norms)
 
 
 def test_initialisation():
@@ -225,12 +226,12 @@ def test_hidden_width_is_derived_as_llama2c_does():
     (dict(max_seq_len=0), "max_seq_len is 0"),
 ])
 def test_impossible_sizes_are_named(wrong, said):
-    assert said in ModelArgs(**(SMALL | wrong)).problem()
+    assert said in problem(ModelArgs(**(SMALL | wrong)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_possible_sizes_have_no_problem(shape):
-    assert ModelArgs(**SHAPES[shape]).problem() is None
+    assert problem(ModelArgs(**SHAPES[shape])) is None
 
 
 def test_packed_documents_are_read_as_if_alone():

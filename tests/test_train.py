@@ -423,7 +423,7 @@ def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
         found = derived(monkeypatch, depth, 1536, world=world)
         assert found == alone  # the number of processes changes no curve
         args = ModelArgs(**{k: v for k, v in found.items() if k in ModelArgs.__dataclass_fields__} | {"vocab_size": 1536})
-        assert args.problem() is None and args.head_dim == 32
+        assert sizes.problem(args) is None and args.head_dim == 32
         sequences = found["batch_size"] * found["gradient_accumulation_steps"]
         assert sequences and found["batch_size"] <= 32
 
@@ -799,7 +799,7 @@ def test_a_tied_matrix_is_saved_once_and_old_checkpoints_load(folder, reference,
     kept = sum(w.numel() * w.element_size() for w in saved["model"].values())
     model = train.Transformer(ModelArgs(**saved["args"]))
     size = (checkpoint.newest(folder / "whole") / "model.pt").stat().st_size
-    assert model.args.tied and kept == 4 * model.num_params() and size < kept + 20_000
+    assert model.args.tied and kept == 4 * sizes.num_params(model) and size < kept + 20_000
     old = model.state_dict()
     assert "output.weight" in old
     other = train.Transformer(model.args)
@@ -1098,7 +1098,7 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
             held += event.nbytes()
             most = max(most, held)
     need = sizes.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
-    assert need["weights"] == 4 * model.num_params() and need["weights"] + need["optimizer"] <= before
+    assert need["weights"] == 4 * sizes.num_params(model) and need["weights"] + need["optimizer"] <= before
     assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
 
 
