@@ -113,8 +113,7 @@ class Block(nn.Module):
 
     def forward(self, x, rope, cache=None, mask=None):
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
-        x = x + self.dropout(self.feed_forward(self.ffn_norm(x)))
-        return x
+        return x + self.dropout(self.feed_forward(self.ffn_norm(x)))
 
 
 class Transformer(nn.Module):

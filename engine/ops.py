@@ -32,7 +32,7 @@ def rms_norm_plain(x, w, eps):
 class RMSNorm(torch.autograd.Function):
     """
     Backward needs n = x / rms(x). The Linears that follow keep y = n w anyway, so n is computed from that, and the norm
-    itself keeps one number a row. PyTorch's own gradient keeps three more tensors as large as x.
+    itself keeps one number a row. PyTorch's own gradient keeps two more tensors as large as x.
     """
 
     @staticmethod
@@ -156,14 +156,14 @@ class CrossEntropy(torch.autograd.Function):
         dtype: of the matrix products; softmax and sums are in float32. learns: whether gradients are wanted, which ctx
         does not know: its needs_input_grad is true under no_grad too.
         """
-        h, w = x.to(dtype), weight.to(dtype)
+        w = weight.to(dtype)
         most = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
         n, pieces = (targets >= 0).sum().clamp(min=1), math.ceil(len(x) * len(w) / most)
         rows = math.ceil(len(x) / pieces)  # in a piece
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
         dx, dw = (torch.empty_like(t) if learns else t for t in (x, weight))
-        for i, (h, target, dh) in enumerate(zip(h.split(rows), targets[:, None].split(rows), dx.split(rows))):
+        for i, (h, target, dh) in enumerate(zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))):
             z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
             into(z, h, w.mT)
             top, at_target = z.amax(1, keepdim=True), z.gather(1, target)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import ops
-from model import ModelArgs, Transformer
 from tests.test_model import SMALL, build
 
 
