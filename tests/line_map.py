@@ -63,7 +63,7 @@ def pytest_runtest_logstart(nodeid, location):
 
 def pytest_fixture_setup(fixturedef, request):
     if fixturedef.scope == "function":
-        return
+        return None
     before, fixturedef.number = number, fresh()
     switch(count)
     try:
