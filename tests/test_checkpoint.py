@@ -371,3 +371,17 @@ def test_shards_are_saved_by_all_or_not_at_all(tmp_path, vocabulary, capsys):
     with pytest.raises(SystemExit):
         checkpoint.load(folder)
     assert "damaged" in capsys.readouterr().err
+
+
+def test_what_stands_behind_an_error_of_torch_save_is_told(tmp_path, monkeypatch):
+    def save(content, f):
+        try:
+            raise content
+        except Exception:
+            raise RuntimeError("unexpected pos 64 vs 0")  # noqa: B904
+
+    monkeypatch.setattr(torch, "save", save)
+    for behind, number in (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC), (ValueError("closed"), None):
+        with pytest.raises(OSError) as e:
+            checkpoint.store(behind, tmp_path / "model.pt")
+        assert e.value.errno == number and ("unexpected pos" in str(e.value)) == (number is None)

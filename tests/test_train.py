@@ -871,6 +871,20 @@ def test_muon_allocates_its_momentum_once(monkeypatch):
     assert len(made) == 1 and muon.state[weight]["momentum"].abs().sum() > 0
 
 
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (200, 300)])
+def test_muon_moves_each_weight_by_a_fifth_of_the_rate(shape):
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(shape))
+    muon, grads = optim.Muon([weight], 0.1, 0.5), torch.randn(2, *shape)
+    for step, grad in enumerate(grads):
+        before, weight.grad = weight.detach().clone(), grad.clone()
+        muon.step()
+        moved = weight.detach() - before * (1 - 0.1 * 0.5)  # the decay, then the update
+        assert 0.85 < moved.square().mean().sqrt() / (0.1 * 0.2) < 1.15
+        assert (moved * grad).sum() < 0  # down the gradient
+    assert torch.allclose(muon.state[weight]["momentum"], 0.95 * 0.05 * grads[0] + 0.05 * grads[1], atol=1e-6)
+
+
 @pytest.mark.parametrize("name, bfloat16, float32", [
     ("NVIDIA H100 80GB HBM3", 989, 494), ("NVIDIA H100 PCIe", 756, 378), ("NVIDIA A100-SXM4-40GB", 312, 156),
     ("NVIDIA GH200 480GB", 989, 494), ("NVIDIA B200", 2250, 1125), ("NVIDIA L4", 121, 60), ("NVIDIA L40", 181, 90.5),
@@ -878,7 +892,7 @@ def test_muon_allocates_its_momentum_once(monkeypatch):
     ("Tesla V100-SXM2-16GB", None, 15.7), ("NVIDIA GeForce RTX 3080", 59.6, 29.8), ("AMD Instinct MI300X", 1307, 163),
     ("NVIDIA GeForce RTX 3080 Ti", 68.2, 34.1), ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2, 44.1),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None), ("NVIDIA GeForce RTX 4090 D", 147, 73.5),
-    ("Apple M2 Max", 13.68, 13.68), ("Apple M4 Pro", None, None), ("NVIDIA T400", None, None)])
+    ("Apple M1 Max", 12.35, 12.35), ("Apple M2 Max", 13.68, 13.68), ("Apple M4 Pro", None, None), ("NVIDIA T400", None, None)])
 def test_the_peak_is_that_of_the_very_device(name, bfloat16, float32):
     for dtype, peak in [(torch.bfloat16, bfloat16), (torch.float32, float32)]:
         found, _ = parallel.published_flops(name, dtype, cores=38)
@@ -928,6 +942,13 @@ def test_the_guard_refuses_nonsense_and_spikes(loss, norm):
     assert guard.refuses(loss, norm) and guard.refuses(loss, norm)
     assert guard.state["skipped"] == guard.state["in_a_row"] == 2 and guard.state["mean"] == before["mean"]
     assert not guard.refuses(3.0, 1.2) and guard.state["in_a_row"] == 0
+
+
+def test_the_guard_forgives_what_is_small_and_believes_no_mean_at_first():
+    for steps, loss, refused in (99, 9.0, False), (100, 9.0, True), (300, 3.05, False), (300, 3.07, True):
+        guard = optim.SpikeDetector(6.0)
+        assert not any(guard.refuses(3.0, 1.0) for _ in range(steps))
+        assert guard.refuses(loss, 1.0) == refused  # of no spread at all, deviations are of 0.01
 
 
 def test_the_guard_takes_up_a_new_level_but_no_ruin():
