@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -204,10 +205,17 @@ def test_byte_order_mark_and_line_ends(tmp_path):
     assert documents(d.train, d.tokenizer)[0].startswith("one two\r\none")
 
 
-def test_stories_are_counted_from_two_and_text_in_bytes(capfd):
+def test_where_counting_begins_and_what_is_long(capfd):
     assert prepare.count_stories("stories:2") == 2 and prepare.count_stories("stories:999999999") == 999_999_999
     for source in ("stories:1", "stories:1000000000", "stories:", "stories:two"):
         assert "expected stories, or stories:N" in refused(capfd, lambda: prepare.count_stories(source))
+    two = 2 * prepare.SEGMENT
+    rows = prepare.segments(np.array([[0, 0, two, 3], [0, two, 2 * two + 1, 3]]), [np.array([1, two + 9])])
+    assert rows[:, 1:3].tolist() == [[0, two], [two, two + 9], [two + 9, 2 * two + 1]]  # longer than two alone are cut
+    for tokens, bos in (8 * 32 * 5 - 1, None), (8 * 32 * 5, 1):  # documents of 8 windows
+        described = SimpleNamespace(meta={"train_tokens": tokens, "train_documents": 5}, seq_len=32,
+                                    tokenizer=SimpleNamespace(bos_id=1))
+        assert data.Dataset.opening.fget(described) == bos
     assert prepare.weights({"stories": 0}, np.array([[0, 5, 12, 0]])).tolist() == [7]
 
 
