@@ -172,12 +172,18 @@ static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_
     return rows;
 }
 
-// What the product of a panel prefetches: of kept tiles those that lie behind, each of the panels a part, for the next
-// products; and where the results go, `stride` bytes from token to token.
-static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, const void *out, size_t stride) {
+// Where the results of a panel go, `stride` bytes from token to token.
+typedef struct {
+    const float *out;
+    size_t stride;
+} Output;
+
+// What the product of a panel of floats prefetches: of kept tiles those that lie behind, each of the panels a part, for the
+// next products; and where the results go.
+static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output output) {
     size_t size = rows->n * tiles_size(rows->w);
     int steps = (rows->w->cols + 1) / 2;
-    Prefetch prefetch = {rows->tiles, 0, out, (int64_t)stride - 128, 0};
+    Prefetch prefetch = {rows->tiles, 0, (const char *)output.out, (int64_t)output.stride - 128, 0};
     if (rows->w->tiles) {
         prefetch.weights = rows->tiles + size + size / T * panel.t;
         prefetch.step = (int)(size * panel.width / T / steps);
@@ -187,17 +193,19 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, const void
 }
 
 // y (width, ROWS) = a panel times one or two rows of tiles; of one token y (n TILE,), and n may be any number.
-static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Prefetch prefetch) {
+static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Output output) {
     const Mat *w = rows->w;
-    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width, .prefetch = prefetch};
-    if (is_quantised(w)) p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
-    else p.x = a->panels + (size_t)panel.t * w->cols;
-    if (w->type != BF16 || !a->pairs) {
+    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width};
+    if (is_quantised(w)) {
+        p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
         tile_kernels(k, w)->product(&p);
         return;
     }
-    p.x = a->pairs + (size_t)panel.t * 2 * ((w->cols + 1) / 2);
-    k->pairs_product(&p);
+    bool pairs = w->type == BF16 && a->pairs;
+    if (pairs) p.x = a->pairs + (size_t)panel.t * 2 * ((w->cols + 1) / 2);
+    else p.x = a->panels + (size_t)panel.t * w->cols;
+    if (panel.width > 1) p.prefetch = prefetch_of(rows, a->T, panel, output);
+    pairs ? k->pairs_product(&p) : tile_kernels(k, w)->product(&p);
 }
 
 // Up to ROWS rows with many tokens.
@@ -210,7 +218,7 @@ static void multiply_tiles(const Kernels *k, const Product *p, const Activations
         float *out = p->out + (size_t)t * w->rows + r;
         for (int i = 0; i < panel.left && is_quantised(w); i++)
             for (int j = 0; j < end - r; j += TILE) __builtin_prefetch(out + (size_t)i * w->rows + j, 1);
-        multiply_panel(k, y, &rows, a, panel, prefetch_of(&rows, a->T, panel, out, w->rows * sizeof(float)));
+        multiply_panel(k, y, &rows, a, panel, (Output){out, w->rows * sizeof(float)});
         for (int i = 0; i < panel.left; i++) put_row(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
         t += panel.width;
     }
@@ -221,10 +229,10 @@ static void stream_tiles(const Kernels *k, const Product *p, const Activations *
     const Panel token = {0, 1, 1};
     TileRows rows = tile_rows(k, p->w, r, end, NULL), full = rows;
     full.n = p->add ? 0 : (end - r) / TILE;
-    if (full.n) multiply_panel(k, p->out + r, &full, a, token, (Prefetch){0});
+    if (full.n) multiply_panel(k, p->out + r, &full, a, token, (Output){0});
     if (full.n == rows.n) return;
     rows.tiles += full.n * tiles_size(p->w), rows.n -= full.n;
-    multiply_panel(k, scratch, &rows, a, token, (Prefetch){0});
+    multiply_panel(k, scratch, &rows, a, token, (Output){0});
     put_row(p->out + r + full.n * TILE, scratch, end - r - full.n * TILE, p->add);
 }
 
@@ -391,8 +399,8 @@ static void swiglu_tiles(Member *self, const MatmulArgs *a, int r, int end) {
     TileRows ups = tile_rows(k, a->products[1].w, r, end, room + gates.n * tiles_size(w));
     for (int t = 0; t < a->in.T;) {
         Panel panel = panel_at(k, t, a->in.T, w->type == BF16 && a->in.pairs);
-        multiply_panel(k, gate, &gates, &a->in, panel, prefetch_of(&gates, a->in.T, panel, gate, sizeof(float) * ROWS));
-        multiply_panel(k, up, &ups, &a->in, panel, prefetch_of(&ups, a->in.T, panel, up, sizeof(float) * ROWS));
+        multiply_panel(k, gate, &gates, &a->in, panel, (Output){gate, ROWS * sizeof(float)});
+        multiply_panel(k, up, &ups, &a->in, panel, (Output){up, ROWS * sizeof(float)});
         put_swiglu(self, a, gate, panel, r, end);
         t += panel.width;
     }

@@ -25,6 +25,8 @@
 // tiles they work on, are inlined with constants.
 #include <math.h>
 
+// clang-format off: it knows no UNROLL
+
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / LANES) // that TILE lanes take
 #define SUMS (TILE_ROWS * VECTORS)
@@ -197,7 +199,8 @@ INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const fl
 }
 
 // One or two columns of weights; `next` bytes from one row of tiles to the other.
-INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next, const int tile_rows, const bool two) {
+INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next, const int tile_rows,
+                         const bool two) {
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
         const uint8_t *here = tiles + v / VECTORS * next + v % VECTORS * 4 * LANES;
         if (type == F32) w[0][v] = LOAD((const float *)here), w[1][v] = two ? LOAD((const float *)here + TILE) : w[0][v];
@@ -215,10 +218,12 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
     const float *x = p->x;
     Prefetch ahead = p->prefetch;
     Floats w[2][SUMS], sums[4][SUMS][TOKENS];
-    UNROLL for (int i = 0; i < chains; i++) UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++)
-        sums[i][v][t] = SET(0);
+    UNROLL for (int i = 0; i < chains; i++)
+        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+            UNROLL for (int t = 0; t < T; t++) sums[i][v][t] = SET(0);
     int c = 0;
-    for (; chains == 4 && c + 4 <= cols; c += 4, x += 4 * T) UNROLL for (int i = 0; i < 4; i += 2) {
+    for (; chains == 4 && c + 4 <= cols; c += 4, x += 4 * T)
+        UNROLL for (int i = 0; i < 4; i += 2) {
             load_columns(type, w, tiles + (c + i) * column, next, tile_rows, true);
             add_column(sums[i], w[0], x + i * T, T, tile_rows);
             add_column(sums[i + 1], w[1], x + (i + 1) * T, T, tile_rows);
@@ -233,10 +238,11 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
         load_columns(type, w, tiles + c * column, next, tile_rows, false);
         add_column(sums[0], w[0], x, T, tile_rows);
     }
-    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) {
-        Floats sum = chains > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
-        STORE(p->y + t * 2 * TILE + v * LANES, chains == 4 ? ADD(sum, ADD(sums[2][v][t], sums[3][v][t])) : sum);
-    }
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) {
+            Floats sum = chains > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
+            STORE(p->y + t * 2 * TILE + v * LANES, chains == 4 ? ADD(sum, ADD(sums[2][v][t], sums[3][v][t])) : sum);
+        }
 }
 
 // Few tokens take one row of tiles after the other, for memory is read fastest at one place; many share what is loaded of
@@ -270,52 +276,56 @@ INLINE Ints four_bytes(const int8_t *q) {
 
 // T tokens with some rows of tiles. Products of a block are summed as integers, then scaled by both scales.
 INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
-    const int n_blocks = p->cols / 32;
-    const size_t size = type == Q8_0 ? Q8_TILE : Q4_TILE, next = n_blocks * size; // bytes from one row of tiles to the other
+    const size_t n_blocks = p->cols / 32, size = type == Q8_0 ? Q8_TILE : Q4_TILE, next = n_blocks * size; // bytes
     const Block *x = p->x;
-    const uint8_t *tiles = p->tiles;
+    const uint8_t *tiles = p->tiles, *end = tiles + next;
     Floats sums[SUMS][TOKENS_Q];
-    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
-    for (int b = 0; b < n_blocks; b++, tiles += size) {
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
+    for (; tiles != end; tiles += size, x++) {
         Ints products[SUMS][TOKENS_Q];
-        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) products[v][t] =
-            SET_I((type == Q8_0 ? -Q8_OFFSET : -8) * x[(size_t)t * n_blocks + b].sum);
+        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+            UNROLL for (int t = 0; t < T; t++)
+                products[v][t] = SET_I((type == Q8_0 ? -Q8_OFFSET : -8) * x[t * n_blocks].sum);
         for (int g = 0; g < (type == Q8_0 ? 8 : 4); g++) {
             Ints w[SUMS];
-            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) w[v] =
-                LOAD_I(tiles + v / VECTORS * next + 2 * TILE + (g * TILE + v % VECTORS * LANES) * 4);
+            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+                w[v] = LOAD_I(tiles + v / VECTORS * next + 2 * TILE + (g * TILE + v % VECTORS * LANES) * 4);
             UNROLL for (int t = 0; t < T; t++) {
-                const int8_t *q = x[(size_t)t * n_blocks + b].q + 4 * g;
+                const int8_t *q = x[t * n_blocks].q + 4 * g;
                 Ints first = four_bytes(q), second = four_bytes(q + (type == Q8_0 ? 0 : 16));
-                UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) if (type == Q8_0) products[v][t] =
-                    DOT(products[v][t], w[v], first);
-                else products[v][t] = DOT_SMALL(DOT_SMALL(products[v][t], AND_15(w[v]), first), SHIFT_4(w[v]), second); }
+                UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+                    if (type == Q8_0) products[v][t] = DOT(products[v][t], w[v], first);
+                    else products[v][t] = DOT_SMALL(DOT_SMALL(products[v][t], AND_15(w[v]), first), SHIFT_4(w[v]), second);
+            }
         }
         UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
             Floats scales = LOAD_F16((const void *)(tiles + v / VECTORS * next + 2 * (v % VECTORS) * LANES));
-            UNROLL for (int t = 0; t < T; t++) sums[v][t] =
-                FMA(FLOATS(products[v][t]), MUL(scales, SET(x[(size_t)t * n_blocks + b].scale)), sums[v][t]);
+            UNROLL for (int t = 0; t < T; t++)
+                sums[v][t] = FMA(FLOATS(products[v][t]), MUL(scales, SET(x[t * n_blocks].scale)), sums[v][t]);
         }
     }
-    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++)
-        STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
 
 // T tokens with each row of tiles.
 INLINE void block_rows(Type type, TileProduct p, const int T) {
     const size_t size = (size_t)(p.cols / 32) * (type == Q8_0 ? Q8_TILE : Q4_TILE);
     if (TILE_ROWS == 2 && T == TOKENS_Q && p.tile_rows == 2) block_tiles(type, &p, T, TILE_ROWS);
-    else
-        for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += size) block_tiles(type, &p, T, 1);
+    else for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += size) block_tiles(type, &p, T, 1);
+}
+
+// Behind the next T tokens.
+INLINE TileProduct skip(TileProduct p, const int T) {
+    p.T -= T, p.y += T * 2 * TILE, p.x = (const Block *)p.x + T * (p.cols / 32);
+    return p;
 }
 
 INLINE void product_of_blocks(Type type, TileProduct p) {
-    for (int T; p.T > 0; p.T -= T, p.y += T * 2 * TILE, p.x = (const Block *)p.x + T * (p.cols / 32)) {
-        T = p.T >= TOKENS_Q ? TOKENS_Q : p.T >= 2 ? 2 : 1;
-        if (T == TOKENS_Q) block_rows(type, p, TOKENS_Q);
-        else if (T == 2) block_rows(type, p, 2);
-        else block_rows(type, p, 1);
-    }
+    for (; p.T >= TOKENS_Q; p = skip(p, TOKENS_Q)) block_rows(type, p, TOKENS_Q);
+    for (; p.T >= 2; p = skip(p, 2)) block_rows(type, p, 2);
+    if (p.T) block_rows(type, p, 1);
 }
 
 TARGET static void product_q8(const TileProduct *p) { product_of_blocks(Q8_0, *p); }
@@ -419,8 +429,7 @@ INLINE void score_queries(Type type, const Attention *a, int first, const int n)
 
 INLINE void score_all(Type type, const Attention *a) {
     if (a->n_queries == QUERIES) score_queries(type, a, 0, QUERIES);
-    else
-        for (int i = 0; i < a->n_queries; i++) score_queries(type, a, i, 1);
+    else for (int i = 0; i < a->n_queries; i++) score_queries(type, a, i, 1);
 }
 
 TARGET static void scores(const Attention *a) {
@@ -435,19 +444,22 @@ INLINE void mix_columns(Type type, const Attention *a, int first, int d, const i
     const float *p = a->p + first * a->p_stride;
     const char *values = (const char *)a->values + d * (type == F16 ? 2 : 4);
     Floats sums[QUERIES + 1][4];
-    UNROLL for (int i = 0; i < n * chains; i++) UNROLL for (int v = 0; v < vectors; v++) sums[i][v] = SET(0);
+    UNROLL for (int i = 0; i < n * chains; i++)
+        UNROLL for (int v = 0; v < vectors; v++) sums[i][v] = SET(0);
     for (int i = 0; i < a->n; i++) {
         UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
-            UNROLL for (int query = 0; query < n; query++) sums[query][v] =
-                FMA(value, SET(p[query * a->p_stride + i]), sums[query][v]);
+            UNROLL for (int query = 0; query < n; query++)
+                sums[query][v] = FMA(value, SET(p[query * a->p_stride + i]), sums[query][v]);
         }
         if (chains == 1 || ++i == a->n) continue;
-        UNROLL for (int v = 0; v < vectors; v++) sums[1][v] =
-            FMA(load(type, values, (size_t)i * a->width + v * LANES), SET(p[i]), sums[1][v]);
+        UNROLL for (int v = 0; v < vectors; v++)
+            sums[1][v] = FMA(load(type, values, (size_t)i * a->width + v * LANES), SET(p[i]), sums[1][v]);
     }
-    UNROLL for (int query = 0; query < n; query++) UNROLL for (int v = 0; v < vectors; v++) STORE(
-        a->out + (size_t)(first + query) * a->width + d + v * LANES, chains == 2 ? ADD(sums[0][v], sums[1][v]) : sums[query][v]);
+    UNROLL for (int query = 0; query < n; query++)
+        UNROLL for (int v = 0; v < vectors; v++)
+            STORE(a->out + (size_t)(first + query) * a->width + d + v * LANES,
+                  chains == 2 ? ADD(sums[0][v], sums[1][v]) : sums[query][v]);
 }
 
 INLINE void mix_queries(Type type, const Attention *a, int first, const int n) {
@@ -460,8 +472,7 @@ INLINE void mix_queries(Type type, const Attention *a, int first, const int n) {
 
 INLINE void mix_all(Type type, const Attention *a) {
     if (a->n_queries == QUERIES) mix_queries(type, a, 0, QUERIES);
-    else
-        for (int i = 0; i < a->n_queries; i++) mix_queries(type, a, i, 1);
+    else for (int i = 0; i < a->n_queries; i++) mix_queries(type, a, i, 1);
 }
 
 TARGET static void mix(const Attention *a) {
@@ -471,10 +482,8 @@ TARGET static void mix(const Attention *a) {
 
 #define SIMD_KERNELS \
     .tokens = TOKENS, \
-    .types = {[F32] = {dot_f32, pack_words, product_f32}, \
-              [F16] = {.dot = dot_f16}, \
-              [BF16] = {dot_bf16, pack_words, product_bf16}, \
-              [Q8_0] = {dot_q8, pack_q8, product_q8}, \
+    .types = {[F32] = {dot_f32, pack_words, product_f32}, [F16] = {.dot = dot_f16}, \
+              [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
               [Q4_0] = {dot_q4, pack_q4, product_q4}}, \
     .floats_f16 = floats_f16, .floats_bf16 = floats_bf16, .halves = halves, .quantize = quantize, .transpose = transpose, \
     .swiglu = swiglu, .rotate = rotate, .largest = largest, .exponentials = exponentials, .scores = scores, .mix = mix
