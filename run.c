@@ -137,7 +137,6 @@ static bool ask(const char *question, Text *line) {
 // A text as it grows: the session, and the window of it that the model sees
 
 typedef struct {
-    const char *path;
     llamac_model *model;
     llamac_info info;
     llamac_options options; // positions: the context, tokens that the model sees at once
@@ -466,7 +465,6 @@ static void file_shrank(int number) {
 
 static void load(Run *r, const Options *o, bool text) {
     llamac_error error;
-    r->path = o->model;
     r->model = llamac_open(o->model, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
     if (!r->model || (o->verify && !llamac_verify(r->model, &error))) die(o->model, "%s", error.text);
     const char *tokenizer = o->tokenizer ? o->tokenizer : "tokenizer.bin";

@@ -129,10 +129,6 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
     s->all = o->logits == LLAMAC_ALL_LOGITS;
     s->kernels = llamac_cpu_kernels();
-    size_t layers = c->n_layers * sizeof(Layer);
-    const Layer *shared = s->model.weights.layers;
-    CHECK((s->model.weights.layers = malloc(layers)), no_memory);
-    memcpy(s->model.weights.layers, shared, layers);
     CHECK((s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate))), no_memory);
     if (!cpu && !strcmp(default_device, "cuda")) {
         Error wrong;
@@ -152,13 +148,14 @@ int llamac_threads(const llamac_session *s) { return s->n_threads; }
 
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
     llamac_session *s = calloc(1, sizeof *s);
-    if (!s) return fail(e, no_memory), NULL;
+    Layer *layers = resize(NULL, model->weights.config.n_layers, sizeof *layers); // its own, since backends move weights
+    if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
+    memcpy(layers, model->weights.weights.layers, model->weights.config.n_layers * sizeof *layers);
     s->model = model->weights;
-    if (options) s->model.no_copy = options->no_copy;
-    bool ok = open_session(s, options ? options : &(llamac_options){0}, e);
-    if (!ok && s->model.weights.layers == model->weights.weights.layers) s->model.weights.layers = NULL; // not its own yet
-    if (!ok) llamac_stop(s), s = NULL;
-    return s;
+    s->model.weights.layers = layers;
+    s->model.no_copy = options && options->no_copy;
+    if (open_session(s, options ? options : &(llamac_options){0}, e)) return s;
+    return llamac_stop(s), NULL;
 }
 
 void llamac_stop(llamac_session *s) {

@@ -7,8 +7,9 @@
 //     llamac_forward(session, tokens, n, 0, &error);
 //
 // examples/embed.c is a whole program. A function that can fail returns NULL, false or -1 and writes one line to its last
-// argument, which may be NULL. Nothing is printed, nothing ends the program, there is no static state: models and sessions are as
-// many as memory allows. A model may be shared by threads as soon as it is set up; a session belongs to one thread at a time.
+// argument, which may be NULL. Nothing is printed, and nothing ends the program but a GPU that fails in the midst of its work.
+// There is no static state: models and sessions are as many as memory allows. A model may be shared by threads as soon as it is
+// set up; a session belongs to one thread at a time.
 #ifndef LLAMAC_H
 #define LLAMAC_H
 
