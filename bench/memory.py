@@ -5,7 +5,8 @@ The peak memory of train.py: its steps alone; with evaluations, looks, samples, 
     python bench/memory.py --only="--data=my.txt --batch_size=4"  of this command line of train.py
 
 Every figure is of a process of its own, which runs train.py's main. Of the steps alone means: what else the loop calls
-does nothing. On a GPU it is what tensors held at most, else what the process did: its code too, and at the end the
+does nothing. The prepared text, which is mapped from its file, is read once in each, as a run of more than a few steps
+does. On a GPU it is what tensors held at most, else what the process did: its code too, and at the end the
 model's file, which W&B's client maps to hash it.
 """
 import os
@@ -48,6 +49,12 @@ def work(words):
     if worker == "steps":
         train.assess, train.document_rows, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: [], Blind
         train.save = train.conclude = lambda *_: None
+    class Read(train.Dataset):
+        def __init__(self, *args, **given):
+            super().__init__(*args, **given)
+            self.train.max(), self.val.max()
+
+    train.Dataset = Read
     train.main(configure(vars(train), argv=words))
     print(parallel.peak_memory(parallel.setup(train.device)))
 
