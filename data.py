@@ -1,7 +1,7 @@
 """
 Any text → tokens on disk → batches.
 
-    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0.1] [--cache=cache] [--show=True]
+    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0] [--cache=cache] [--show=True]
 
 SOURCE is `stories` or `stories:N` (written by engine/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a text
 file, a folder of .txt and .jsonl files, or a folder prepared before. Of a folder are left out, and named: what is hidden or
@@ -15,8 +15,8 @@ and it is made once: its name ends in a hash of all it depends on (of a file: pa
 
 Documents. Lines `<|endoftext|>` in a .txt file separate documents, which lose their outer white space; a file without
 such lines is one document and stays as it is. Each line of a .jsonl file is one, under the key "text" or "story".
-Validation takes whole documents, drawn with a fixed seed, until it holds val_fraction of the bytes. Where they are
-too few or too long for that (one long text, say) it takes the last val_fraction by position.
+Validation takes whole documents, drawn with a fixed seed, until it holds val_fraction of the bytes (0: a tenth, at most
+5 MB). Where they are too few or too long for that (one long text, say) it takes the end of the text.
 
 A step's windows lie side by side in the training split, from an offset drawn for each epoch. Where documents are long
 compared with the context (LONG windows or more on average), every window begins with BOS, as every prompt does.
@@ -35,7 +35,7 @@ from engine.prepare import SEED, Prepared, load
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
 vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
-val_fraction = 0.1       # of the text held out for validation (of stories, 2000 at most)
+val_fraction = 0.0       # part held out for validation; 0: a tenth, at most 5 MB (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
 skip_bad = False         # leave out files of a folder that can't be read as text, and count them
 workers = 0              # processes; 0: one for each core

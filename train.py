@@ -65,7 +65,7 @@ tensorboard_log = False     # the same metrics as TensorBoard event files (needs
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder of .txt/.jsonl, prepared data
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
-val_fraction = 0.1          # part of the data held out for validation
+val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB
 skip_bad = False            # leave out files of a folder that can't be read as text, and count them
 cache = "cache"             # prepared data goes here; of processes on several machines, where all of them see it
 # ---- model

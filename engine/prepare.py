@@ -44,6 +44,8 @@ PART = 1 << 21      # bytes of text in a part, the unit of progress
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
 STORY_BYTES = 560   # of an average story, for the progress bar
+HELD_OUT = 5e6      # bytes of text that validation takes at most, unless val_fraction is given
+UNPACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3, ".parquet": 2}  # bytes of text in a byte of such a file, about
 SEED = 1337         # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
@@ -114,12 +116,12 @@ def fingerprint(folder):
 
 # ---- what to prepare --------------------------------------------------------------------------------------------
 
-def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache="cache", workers=0, skip_bad=False,
+def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache="cache", workers=0, skip_bad=False,
             urls=None):
     """
     The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
-    (0: one for each core) with the same bytes. skip_bad: files of a folder that are no text are left out, not refused; urls:
-    {source: URL} of the folders that DOWNLOADS are in.
+    (0: one for each core) with the same bytes. val_fraction: 0 holds out a tenth, HELD_OUT bytes at most; skip_bad: files
+    of a folder that are no text are left out, not refused; urls: {source: URL} of the folders that DOWNLOADS are in.
     """
     try:
         if (Path(source) / "meta.json").is_file():
@@ -144,13 +146,13 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.1, cache
 
 def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
-    if not 0 < val_fraction < 1:
-        fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1")
+    if not 0 <= val_fraction < 1:
+        fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1 (0: a tenth, at most 5 MB)")
     if vocab_source == "custom" and vocab_size and vocab_size < 260:
         fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
              f"or --vocab_source=byte or char")
     job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad,
-           "val_fraction": val_fraction,
+           "val_fraction": val_fraction or 0.1,
            "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
@@ -163,18 +165,47 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
     else:
         files, job["left_out"] = text_files(Path(source), cache)
         job["files"], job["changes"] = [str(path) for path in files], changes(files)
-        name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(p.stat().st_size for p in files)
+        name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(map(unpacked_size, files))
+        job["val_fraction"] = val_fraction or min(0.1, HELD_OUT / size)
     if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
         job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
     if vocab_source not in ("custom", "byte", "char"):
         job["vocab_file"] = vocabulary_file(vocab_source)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
-    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], val_fraction, *["skip_bad"] * skip_bad]
+    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
     return job
+
+
+def text_bytes(source, cache="cache"):
+    """How many bytes of text a source holds, about, without preparing it; what is no source is refused in one line."""
+    source = str(source)
+    if (Path(source) / "meta.json").is_file():
+        meta = load(source).meta
+        return meta["train_bytes"] + meta["val_bytes"]
+    if source.split(":")[0] == "stories":
+        return count_stories(source) * STORY_BYTES
+    if source in DOWNLOADS:
+        return sum(size for size, _ in DOWNLOADS[source].values())
+    try:
+        return sum(map(unpacked_size, text_files(Path(source), Path(cache).resolve())[0]))
+    except OSError as e:
+        fail(f"{e.filename or source}: {e.strerror or e}")
+
+
+def unpacked_size(path):
+    """Bytes of a file once it is unpacked: what the end of a .gz file says, of others about."""
+    size = path.stat().st_size
+    if path.suffix == ".gz" and size >= 18:
+        with open(path, "rb") as f:
+            f.seek(-4, os.SEEK_END)
+            told = int.from_bytes(f.read(), "little")  # modulo 4 GB, and of the last member alone
+        if told >= size / 2 and size < 1 << 30:
+            return told
+    return size * UNPACKED.get(path.suffix, 1)
 
 
 def vocabulary_file(vocab_source):

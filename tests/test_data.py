@@ -1,6 +1,7 @@
 """Preparation from every kind of source, what it refuses, how it survives interruption, and the batches."""
 import errno
 import functools
+import gzip
 import hashlib
 import http.server
 import json
@@ -197,6 +198,34 @@ def test_few_documents_are_split_by_position(tmp_path):
     assert train[:2] == [prose(5000, 5000), prose(300, 300)] and train[2] + " " + val[0] == prose(4000, 4000)
     total = sum(len(prose(n, n).encode()) for n in (5000, 300, 4000))
     assert abs(d.meta["val_bytes"] / total - 0.1) < 0.02
+
+
+def test_a_tenth_is_held_out_up_to_a_limit(tmp_path, monkeypatch):
+    """Below the limit the default is a tenth, the very folder that --val_fraction=0.1 makes; above it, so many bytes."""
+    (tmp_path / "a.txt").write_text(prose(40_000))
+    made = functools.partial(data.prepare, vocab_source="byte", cache=tmp_path / "cache", workers=1)
+    for source in tmp_path / "a.txt", "stories:60":
+        assert made(source) == made(source, val_fraction=0.1)
+    tenth = made(tmp_path / "a.txt")
+    monkeypatch.setattr(prepare, "HELD_OUT", 2000)
+    few = made(tmp_path / "a.txt")
+    assert few != tenth == made(tmp_path / "a.txt", val_fraction=0.1)
+    assert abs(data.load(few).meta["val_bytes"] - 2000) < 20
+    assert data.load(made("stories:60")).meta["val_documents"] == 6
+
+
+def test_how_much_text_a_source_holds(tmp_path, capfd):
+    text = prose(40_000).encode()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_bytes(text)
+    (tmp_path / "in/b.jsonl").write_bytes(b"x" * 500)
+    assert prepare.text_bytes(tmp_path / "in", tmp_path / "cache") == len(text) + 500
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text))
+    assert prepare.text_bytes(tmp_path / "a.txt.gz") == len(text)
+    assert prepare.text_bytes("stories:100") == 56_000 and prepare.text_bytes("tinyshakespeare") == 1_115_394
+    folder = data.prepare(tmp_path / "in/a.txt", "byte", cache=tmp_path / "cache", workers=1)
+    assert prepare.text_bytes(folder) in (len(text), len(text) - 1)  # less the space between the splits
+    assert "no such file" in refused(capfd, lambda: prepare.text_bytes(tmp_path / "nowhere.txt"))
 
 
 def test_byte_order_mark_and_line_ends(tmp_path):
@@ -426,7 +455,7 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     (dict(vocab_size=10), "--vocab_size=10"), (dict(vocab_size=-1), "--vocab_size=-1"),
     (dict(vocab_size=100_000), "expected at most"), (dict(vocab_size=264), "expected at least"),
     (dict(vocab_source="byte", vocab_size=300), "has 259"), (dict(vocab_source="char", vocab_size=300), "--vocab_size=300"),
-    (dict(val_fraction=0.0), "--val_fraction=0.0"), (dict(val_fraction=1.5), "--val_fraction=1.5"),
+    (dict(val_fraction=-0.1), "--val_fraction=-0.1"), (dict(val_fraction=1.5), "--val_fraction=1.5"),
     (dict(vocab_source="nowhere.model"), "nowhere.model"), (dict(vocab_source="llama2"), "tokenizer.model"),
     (dict(source="stories:x"), "stories:N"), (dict(source="stories:0"), "stories:N"),
     (dict(source="stories:" + "9" * 200), "stories:N"), (dict(vocab_source="chars"), "custom, byte, char"),
