@@ -1,7 +1,11 @@
 """The C program, compiled once for all tests: as users have it, under sanitizers, and with calls that fail."""
+import atexit
 import fcntl
+import hashlib
 import os
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,14 +18,43 @@ PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
 KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name != "cpu.c"]  # of tests that include cpu.c
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
+WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()
+
+
+def pytest_configure():
+    """A folder for objects, which pytest's workers share."""
+    if "OBJECTS" not in os.environ:
+        os.environ["OBJECTS"] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, os.environ["OBJECTS"])
+
+
+def compile_object(source, command, folder=ROOT):
+    """The object of a file of C. The same text is compiled once with the same command."""
+    text = subprocess.run([*command, "-E", "-P", source], check=True, cwd=folder, stdout=subprocess.PIPE).stdout
+    name = hashlib.sha256(repr(command).replace(str(folder), "").encode() + text).hexdigest()
+    done = Path(os.environ["OBJECTS"], f"{name}.o")
+    if not done.exists():
+        part = done.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, "-c", source, "-o", part], check=True, cwd=folder)
+        part.rename(done)
+    return done
 
 
 def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")):
+    """A program, or with -c an object."""
+    what, command = [str(w) for w in what], [compiler, f"-std={standard}", *WARN]
     if COVERAGE:  # without optimisation and sanitizers, which would change the branches
         target = Path(COVERAGE, target.name)
-        what = ("--coverage", *(w for w in what if not str(w).startswith(("-O", "-fsanitize", "-fno-sanitize"))))
-    subprocess.run([compiler, f"-std={standard}", "-Wall", "-Wextra", "-Werror", *what, "-o", target, "-lm", "-pthread"],
-                   check=True, cwd=ROOT)
+        what = ["--coverage", *(w for w in what if not w.startswith(("-O", "-fsanitize", "-fno-sanitize")))]
+        subprocess.run([*command, *what, "-o", target, "-lm", "-pthread"], check=True, cwd=ROOT)
+        return str(target)
+    flags = [w for w in what if w != "-c" and not w.endswith((".c", ".o")) and not w.startswith("-l")]
+    objects = [compile_object(w, [*command, *flags]) if w.endswith(".c") else w for w in what if w.endswith((".c", ".o"))]
+    if "-c" in what:
+        shutil.copy(objects[0], target)
+    else:
+        libraries = [w for w in what if w.startswith("-l")]
+        subprocess.run([compiler, *flags, *objects, "-o", target, *libraries, "-lm", "-pthread"], check=True, cwd=ROOT)
     return str(target)
 
 

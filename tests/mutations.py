@@ -9,7 +9,7 @@ read one by one.
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
 --seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that, --part=2/7 the
-second seventh of the draw, --again=output.txt what survived in that run.
+second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
 `map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
 """
 import ast
@@ -30,6 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from configurator import configure
+from tests.conftest import PROGRAM, compile_object
 
 ROOT = Path(__file__).resolve().parents[1]
 MAP = ROOT / "cache" / "mutations"
@@ -39,14 +40,26 @@ budget = 30       # seconds of tests for one change of Python, by the map: the q
 files = ""        # only these, separated by commas; with a minus before the first: all but these
 part = "1/1"      # this part of the draw alone
 again = ""        # what an earlier run printed, a file: its survivors alone
+done = ""         # the same: what it has not tried
 
-# The tests of Python, each module mapped alone; the tests of C files, the quick ones first: pytest ends at the first that fails.
+# The tests of Python, each module mapped alone.
 PYTHON_TESTS = """test_configurator test_sweep test_compare test_evaluate test_stories test_tokenizer test_data test_checkpoint
     test_ops test_model test_chat test_export test_parity test_track test_track_online test_train"""
-TESTS = {
-    ".c": "test_kernels test_run test_encode test_hostile test_parity", ".cu": "test_cuda", "token.h": "test_cuda",
-    ".h": "test_kernels test_run test_parity",
-}
+# The tests of the C program: of each file those that are most likely to notice first, by pytest's -k; then all others.
+C_TESTS = "test_run test_encode test_chat test_library test_hostile test_kernels test_parity"
+RUN, LOADERS = "test_run.py and not team", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
+FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
+         "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat", "bench.c": "test_bench",
+         "chat.c": "test_chat", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte", "llamac.h": "test_library",
+         "team.c": "team or on_threads", "team.h": "team or on_threads", "memory.c": "memory", "memory.h": "memory"}
+KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
+# What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.
+BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
+BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
+BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
+CUDA_TESTS = "test_cuda"
+# An object is another one if the change is one at all.
+COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
 
 SWAPS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
          ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add,
@@ -137,7 +150,7 @@ def children():
 
 def pytest(folder, *words, limit, **env):
     """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")} | env
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")} | env
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
         process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=folder, env=env,
@@ -218,11 +231,15 @@ def lines_of(source, change):
 
 
 def tests_of(path, change, tests):
-    """The tests that run what is changed, the quick ones, module after module, the file's own first; or the list in TESTS."""
+    """Pytest's words, for one run after the other: the tests that run what is changed, the quick ones, module after module, the
+    file's own first; of C files by the lists above."""
     name = str(path.relative_to(ROOT))
-    if not tests:
-        key = path.name if path.name in TESTS else path.suffix
-        return [f"tests/{test}.py" for test in TESTS[key].split()]
+    if path.parent.name == "cuda":
+        return [[f"tests/{CUDA_TESTS}.py"]]
+    if path.suffix in (".c", ".h"):
+        modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
+        blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE
+        return [[*modules, "-k", first], [*modules, "-k", f"not ({first} or {blind})"]]
     lines, in_function = lines_of(path.read_text(encoding="utf-8"), change)
     exact = {test for test, what in tests.items() if not {f"{name}:{line}" for line in lines}.isdisjoint(what["lines"])}
     touching = {test: what["seconds"] for test, what in tests.items()
@@ -237,15 +254,15 @@ def tests_of(path, change, tests):
     for test in chosen:
         modules.setdefault(test.split("::")[0], []).append(test)
     order = sorted(modules, key=lambda m: (path.stem not in m, sum(touching[test] for test in modules[m])))
-    return [test for module in order for test in modules[module]]
+    return [[test for module in order for test in modules[module]]]
 
 
 def title(path, change):
     """A change as it is printed."""
     begin, end, new = change
     text = path.read_bytes()
-    line = text[:begin].count(b"\n") + 1
-    return f"{path.relative_to(ROOT)}:{line} {text[begin:end].decode()!r} -> {new!r}"
+    line, column = text[:begin].count(b"\n") + 1, begin - text.rfind(b"\n", 0, begin)
+    return f"{path.relative_to(ROOT)}:{line}:{column} {text[begin:end].decode()!r} -> {new!r}"
 
 
 def attempt(path, change, tests, every):
@@ -257,21 +274,57 @@ def attempt(path, change, tests, every):
 
 
 def try_change(path, change, tests, every):
-    begin, end, new = change
-    limit = 60 + 4 * sum(every[test]["seconds"] for test in tests) if every else 600  # more is a hang, and noticed
-    name, text, started = path.relative_to(ROOT), path.read_bytes(), time.monotonic()
-    who = None
-    if tests:
+    """tests: for one run of pytest after the other, until something is noticed."""
+    limit = 60 + 4 * sum(every[test]["seconds"] for test in tests[0]) if every else 600  # more is a hang, and noticed
+    started, who, count = time.monotonic(), None, 0
+    for words in filter(None, tests):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             copy = Path(folder, "llamac").resolve()
             copy_to(copy)
-            (copy / name).write_bytes(text[:begin] + new.encode() + text[end:])
-            code, output = pytest(copy, "-x", *tests, limit=limit)
+            apply(copy, path, change)
+            code, output = pytest(copy, "-x", *words, limit=limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         who = f"no end within {limit:.0f} s" if code is None else None if code == 0 else noticed[1] if noticed else f"exit code {code}"
+        count += int((re.search(r"(\d+) passed", output) or "00")[1])
+        if who:
+            break
     print(f"{'noticed ' if who else 'SURVIVED'} {title(path, change)}"
-          f"  [{who or f'{len(tests)} tests'}; {time.monotonic() - started:.0f} s]", flush=True)
+          f"  [{who or f'{count} tests'}; {time.monotonic() - started:.0f} s]", flush=True)
     return who
+
+
+def apply(folder, path, change):
+    """Change a copy of the program."""
+    begin, end, new = change
+    text = path.read_bytes()
+    (folder / path.relative_to(ROOT)).write_bytes(text[:begin] + new.encode() + text[end:])
+
+
+def objects_of(folder, compiler, path):
+    """What a compiler makes of a file, or of all that may include it."""
+    sources = PROGRAM if path.suffix == ".h" else [str(path.relative_to(ROOT))]
+    return [compile_object(source, compiler, folder).read_bytes() for source in sources]
+
+
+def is_another_program(path, change):
+    """Whether a change of C compiles, into other instructions for one of the processors. Kept, for it takes seconds."""
+    stored = MAP / "compiled.json"
+    verdicts = json.loads(stored.read_text()) if stored.exists() else {}
+    sources = b"".join(sorted(file.read_bytes() for pattern in KINDS["c"][0] for file in ROOT.glob(pattern)))
+    key = f"{title(path, change)} {hashlib.sha256(sources).hexdigest()[:16]}"
+    if key not in verdicts:
+        with tempfile.TemporaryDirectory() as folder:
+            copy = Path(folder).resolve()
+            copy_to(copy)
+            apply(copy, path, change)
+            try:
+                verdicts[key] = any(objects_of(copy, c, path) != objects_of(ROOT, c, path) for c in COMPILERS)
+            except subprocess.CalledProcessError:
+                verdicts[key] = None
+        MAP.mkdir(parents=True, exist_ok=True)
+        stored.write_text(json.dumps(verdicts))
+        print({True: "to try  ", False: "the same", None: "no C    "}[verdicts[key]], title(path, change), flush=True)
+    return verdicts[key]
 
 
 def is_a_change(source, change):
@@ -292,13 +345,16 @@ def main(count, kind):
     sources = {path: path.read_text(encoding="utf-8") for path in paths}
     changes = [(path, change) for path in paths for change in find(sources[path])]
     random.Random(seed).shuffle(changes)
-    sound = (job for job in changes if kind != "py" or is_a_change(sources[job[0]], job[1]))
+    sound = (job for job in changes if kind == "cuda" or (is_another_program(*job) if kind == "c" else is_a_change(sources[job[0]], job[1])))
     this, parts = map(int, part.split("/"))
-    drawn = sorted(itertools.islice(sound, count or None))
-    drawn = drawn[len(drawn) * (this - 1) // parts:len(drawn) * this // parts]
+    count = count or len(changes)
+    drawn = sorted(itertools.islice(sound, count * (this - 1) // parts, count * this // parts))
     if again:
         survivors = Path(again).read_text()
         drawn = [job for job in drawn if f"SURVIVED {title(*job)}  [" in survivors]
+    if done:
+        tried = Path(done).read_text()
+        drawn = [job for job in drawn if f" {title(*job)}  [" not in tried]
     tests = read_map({str(path.relative_to(ROOT)) for path, _ in drawn}) if kind == "py" else None
     with ProcessPoolExecutor(workers, initializer=work) as pool:
         jobs = [pool.submit(attempt, path, change, tests_of(path, change, tests), tests) for path, change in drawn]
@@ -308,12 +364,14 @@ def main(count, kind):
         if results:
             print(f"{path.relative_to(ROOT)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
-    print(f"{noticed} of {len(drawn)} changes were noticed ({100 * noticed / len(drawn):.0f} %), of {len(changes)} that there are")
+    print(f"{noticed} of {len(drawn)} changes were noticed ({100 * noticed / max(1, len(drawn)):.0f} %), of {len(changes)} that there are")
 
 
 if __name__ == "__main__":
     words = []
     configure(globals(), positional=words)
+    os.environ["OBJECTS"] = str(MAP / "objects")
+    (MAP / "objects").mkdir(parents=True, exist_ok=True)
     if words[0] == "map":
         adopt()
         make_map(words[1:])

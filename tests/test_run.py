@@ -331,6 +331,7 @@ def test_bench(run_bin, tmp_path, form):
     assert found["threads"] == 2 and found["prompt_tokens"] == found["decode_tokens"] == 128
     assert found["decode_gb_per_s"] == pytest.approx(found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e9, abs=0.01)
     assert all(value > 0 for value in found.values())
+    assert json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-n", 1))["threads"] == 1
     table = run(run_bin, args[0], "--bench").decode().splitlines()
     assert len(table) == 9 and re.fullmatch(r"prompt of  128 tokens +[0-9.]+ tokens/s", table[2])
     assert "--bench" in run(run_bin, args[0], "--json", status=1)
@@ -392,6 +393,14 @@ def test_spaces(run_bin, tmp_path):
     pieces = ["▁▁Once▁upon".encode(), "▁a▁".encode(), "▁".encode()]
     assert spoken(run_bin, tmp_path, *pieces) == b"  Once upon a  \n"
     assert spoken(run_bin, tmp_path, *pieces, **{"tokenizer.ggml.remove_extra_whitespaces": True}) == b" Once upon a  \n"
+
+
+def test_the_largest_random_number_takes_the_last_token(run_bin, tmp_path):
+    """300 tokens as likely as each other: in float32 their sum is below 1, and the number that this seed draws is not."""
+    model = Model(tied=False)
+    model.w["output"][:] = 0
+    model.write_gguf(tmp_path / "m.gguf")
+    assert run(run_bin, tmp_path / "m.gguf", "-p", 1, "-s", 1574392, "-n", 1) == model.pieces[-1][0] + b"\n"
 
 
 def test_text_ends_at_eos_bos_or_the_asked_length(run_bin, tmp_path):
