@@ -1,5 +1,5 @@
 // Gives the team of runtime/cpu/team.h many lists of steps, one right after the other, and counts how often each item is done; and
-// whether all items of a step are, before one of the next begins.
+// whether all items of a step are, before one of the next begins. Then waits until the members sleep, and has all of them help again.
 //   team THREADS ROUNDS
 #include "../runtime/cpu/cpu.c"
 #include <stdio.h>
@@ -8,7 +8,7 @@ enum { STEPS = 5, ITEMS = 4096 };
 
 typedef struct { int step, before; } Args; // before: items of the step before
 
-static int counts[STEPS][ITEMS], done[STEPS], early;
+static int counts[STEPS][ITEMS], done[STEPS], early, helped;
 
 static void count(Member *self, const void *args, int begin, int end) {
     const Args *a = args;
@@ -17,6 +17,21 @@ static void count(Member *self, const void *args, int begin, int end) {
         __atomic_store_n(&early, 1, __ATOMIC_RELAXED);
     for (int i = begin; i < end; i++) __atomic_fetch_add(&counts[a->step][i], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&done[a->step], end - begin, __ATOMIC_RELAXED);
+}
+
+// The first of a member's items counts it.
+static void help(Member *self, const void *args, int begin, int end) {
+    (void)args;
+    if (!counts[0][self - self->team->members]++) __atomic_fetch_add(&helped, 1, __ATOMIC_RELAXED);
+    usleep(100 * (end - begin));
+}
+
+// A member that does not sleep, or is not woken, ends the program by a signal.
+static void sleep_and_wake(Cpu *cpu) {
+    Team *team = &cpu->team;
+    alarm(30);
+    for (int seen = 0; seen < 10; usleep(1000)) seen = atomic_load(&team->sleepers) < team->n_threads - 1 ? 0 : seen + 1;
+    while (helped < team->n_threads) add(cpu, help, "", 1, 16 * team->n_threads, 1 << 20);
 }
 
 int main(int argc, char **argv) {
@@ -45,6 +60,7 @@ int main(int argc, char **argv) {
                 counts[s][i] = 0;
             }
     }
+    sleep_and_wake(cpu);
     cpu_close(&cpu->ops);
     puts("every item once");
     return 0;

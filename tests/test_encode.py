@@ -202,6 +202,21 @@ def test_vocabularies_that_sentencepiece_refuses_are_refused(run_bin, tmp_path, 
         assert tokenize(run_bin, [tmp_path / "m.gguf"], [s.encode() for s in strings]) == expected
 
 
+def test_a_vocabulary_whose_first_piece_is_text(run_bin, tmp_path):
+    """Where <unk> is not token 0, that one is a piece like the others: no unknown, and no bytes in its place."""
+    ids = {"tokenizer.ggml.unknown_token_id": 2, "tokenizer.ggml.bos_token_id": 3, "tokenizer.ggml.eos_token_id": 4}
+    for more in ([], BYTES):
+        model = sentencepiece_model_pb2.ModelProto()
+        model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 2, bool(more)
+        model.normalizer_spec.add_dummy_prefix = model.normalizer_spec.remove_extra_whitespaces = False
+        for text, score, kind in [("a", 0.0, 1), ("b", 0.0, 1), *SPECIAL, *more]:
+            model.pieces.add(piece=text, score=score, type=kind)
+        write_gguf(tmp_path / "m.gguf", pieces_of(model), **ids)
+        strings = ["xaxxbx", "aab", "é"]
+        expected = spm.SentencePieceProcessor(model_proto=model.SerializeToString()).encode(strings)
+        assert tokenize(run_bin, [tmp_path / "m.gguf"], [s.encode() for s in strings]) == expected
+
+
 def test_infinite_scores_and_a_wrong_longest_length_are_refused(run_bin, tmp_path):
     """No trainer makes them; llama2.c's programs would never merge to a score of -infinity."""
     def refusal(*args):

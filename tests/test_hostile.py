@@ -219,6 +219,8 @@ def test_hostile_gguf_files(run_debug_bin, tmp_path):
             run(run_debug_bin, tmp_path / "bad.gguf", "-n", 3, status=1)
         except AssertionError as e:
             raise AssertionError(f"file {i}") from e
+    (tmp_path / "bad.gguf").write_bytes(data + bytes(32))
+    assert "32 bytes follow the last tensor" in run(run_debug_bin, tmp_path / "bad.gguf", "-n", 3, status=1)
 
 
 def test_gguf_without_one_of_its_tensors(run_debug_bin, tmp_path):
