@@ -428,7 +428,7 @@ static void parse_option(Options *o, const char *flag, const char *value) {
 static Options parse_options(int argc, char **argv) {
     Options o = {.mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
     for (int i = 1; i < argc; i++) {
-        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) exit(fputs(help, stdout) < 0);
+        if (!strcmp(argv[i], "--help") || !strcmp(argv[i], "-h")) print_bytes(help, strlen(help)), flush(), exit(0);
         else if (i == 1 && argv[i][0] != '-') o.model = argv[i];
         else if (i == 1) break;
         else if (!strcmp(argv[i], "--raw")) o.raw = true;

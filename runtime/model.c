@@ -146,9 +146,6 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
     return true;
 }
 
-// GGUF ---------------------------------------------------------------------------
-// "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data.
-
 // ----------------------------------------------------------------------------
 // GGUF: "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data
 

@@ -84,7 +84,7 @@ def test_missing_and_odd_files_are_one_line(run_debug_bin, tmp_path):
 
 def test_a_stream_that_cannot_be_written_is_one_line(run_debug_bin, tmp_path):
     path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)])
-    for flags in ([], ["--tokenize", "-i", "abc"], ["--logits", "-i", "a"]):
+    for flags in ([], ["--tokenize", "-i", "abc"], ["--logits", "-i", "a"], ["--help"]):
         with open("/dev/full", "wb") as full:
             p = subprocess.run([run_debug_bin, path, *flags], stdout=full, stderr=subprocess.PIPE, text=True)
         assert p.returncode == 1 and p.stderr.startswith("run: stdout: ") and p.stderr.count("\n") == 1
