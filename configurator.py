@@ -20,9 +20,11 @@ import os
 import runpy
 import select
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+STARTED = time.monotonic()  # when this program began, about
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
     ("lr max_lr peak_lr", "learning_rate", ""),

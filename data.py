@@ -30,11 +30,12 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 
 from engine import prepare as preparation
-from engine.prepare import SEED, Prepared, load
+from engine.prepare import SEED, Prepared, load, text_bytes  # noqa: F401 (text_bytes is train.py's)
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
 vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
+vocab_most = 0           # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0       # part held out for validation; 0: a tenth, at most 5 MB (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
 skip_bad = False         # leave out files of a folder that can't be read as text, and count them
@@ -241,7 +242,7 @@ def show_documents(dataset):
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
-    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad)
+    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, vocab_most=vocab_most)
     print(prepared)
     if show:
         show_documents(load(prepared))

@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import struct
+from collections import Counter
 from pathlib import Path
 
 import sentencepiece as spm
@@ -265,16 +266,22 @@ def decoders(t):
     return steps + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * t.add_dummy_prefix
 
 
-def train_tokenizer(texts, vocab_size, out_path, exact=True):
+def train_tokenizer(texts, vocab_size, out_path, exact=True, most=False):
     """
     Train a Llama-style BPE vocabulary: byte fallback, digits split, no normalisation, every space kept.
     texts: iterable of str. The model is written to out_path, and returned as a Tokenizer.
     vocab_size counts 3 specials, 256 bytes, the characters (the rarest 0.01 % of a text are left to the bytes) and
-    merges. A size this text cannot give is an error; with exact=False it is raised or lowered to one it can.
+    merges. A size this text cannot give is an error; with exact=False it is raised or lowered to one it can. With most=True
+    it is never raised: the commonest characters get half of what the bytes leave, and the others are written as bytes.
     """
     lines = [line for text in texts for line in text.split("\n") if line]
     model, low, high = attempt(lines, vocab_size, exact)
-    if low and not exact:
+    if low and most:
+        rare = Counter("".join(lines)).most_common()[(vocab_size - 259) // 2:]
+        split = str.maketrans(dict.fromkeys((c for c, _ in rare), "\n"))
+        lines = [part for line in lines for part in line.translate(split).split("\n") if part]
+        model, low, high = attempt(lines, vocab_size, exact)
+    elif low and not exact:
         vocab_size = 2 * low
         model, low, high = attempt(lines, vocab_size, exact)
     if low:

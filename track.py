@@ -37,7 +37,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from configurator import fail
-from engine.files import sha256, write_atomic
+from engine.files import sha256, why, write_atomic
 from engine.follow import Parser, Tee, follow
 from engine.redact import redact
 
@@ -640,6 +640,19 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
         remedy = f"; upload the run later with: python track.py sync {out_dir}"
         destinations.append(Background("W&B", process.start, remedy, process, models))
     return Tracker(destinations)
+
+
+def start_tracking(s, config, state):
+    """The tracker of train.py's settings `s`."""
+    name = f"{Path(s.data).stem}-{s.dim}x{s.n_layers}" if s.wandb_run_name == "auto" else s.wandb_run_name
+    state["run_id"] = state["run_id"] or new_run_id(name)
+    run = {"id": state["run_id"], "project": s.wandb_project, "name": name, "group": s.wandb_group, "notes": s.wandb_notes,
+           "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()], "job_type": s.wandb_job_type}
+    try:
+        return make_tracker(s.out_dir, config, state["step"], run, s.wandb_log, s.tensorboard_log,
+                            tables=s.wandb_tables, models=s.wandb_log_model)
+    except OSError as e:
+        fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another folder")
 
 
 def sync(out_dir):

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,18 +23,18 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-from data import EVAL_TOKENS, Dataset, document_rows, prepare
+from data import EVAL_TOKENS, Dataset, document_rows, prepare, text_bytes
 from engine import checkpoint, parallel, sizes
-from engine.checks import check_length, check_settings, refuse_nonsense
+from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
 from engine.prepare import load, source_files
 from engine.redact import redact
 from export import ITER, export_model, exported_step
-from model import ModelArgs, Transformer
+from model import Transformer
 from optim import SpikeDetector, learning_rate_at, make_optimizer
-from track import Tracker, make_tracker, new_run_id, source_version
+from track import Tracker, source_version, start_tracking
 
 # ---- output
 out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data
@@ -42,11 +42,13 @@ eval_interval = 500         # steps between evaluations, each followed by a chec
 eval_iters = 50             # times 1024 tokens of each split an evaluation, always the same; 0: all of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, and end
 log_interval = 20           # steps between rows of the log
+patience = 0                # evaluations without a better one, after which the run goes back to the best and ends soon; 0: never
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
 keep_last = 1               # newest checkpoints kept
 keep_best = 1               # checkpoints with the least validation loss kept
 init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or a path to fine-tune
 force_resume = False        # continue even where batch, data, seed or context have changed; sizes can't
+minutes = 0.0               # how long all of it takes: sizes and steps follow from it and the text; 0: 5, on a GPU 20
 max_minutes = 0.0           # save and end after so long, with the rate at the end of its schedule; 0: no limit
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
@@ -65,6 +67,7 @@ tensorboard_log = False     # the same metrics as TensorBoard event files (needs
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder of .txt/.jsonl, prepared data
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
+vocab_most = 0              # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB
 skip_bad = False            # leave out files of a folder that can't be read as text, and count them
 cache = "cache"             # prepared data goes here; of processes on several machines, where all of them see it
@@ -169,22 +172,33 @@ def evaluate(model, dataset, device, amp):
 
 def load_data(device):
     """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
-    folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad)
-    unseen = not folder.exists()
-    if parallel.any_true([unseen], device)[0]:
-        sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
-                                            f"{parallel.rank} does not see it; give a --cache that all machines share")
+    folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
+                                vocab_most=vocab_most)
+    refuse_unseen(folder, device)
     return load(folder)
 
 
 def model_args(dataset):
     """ModelArgs from the settings; the vocabulary is the data's."""
-    known = {f.name: globals()[f.name] for f in fields(ModelArgs)}
-    args = ModelArgs(**(known | {"vocab_size": dataset.meta["vocab_size"]}))
+    args = sizes.model_args(knobs(), dataset.meta["vocab_size"])
     if sizes.problem(args):
         fail(sizes.problem(args))
     check_length(knobs(), dataset)
     return args
+
+
+def plan_from_time(given, *machine):
+    """
+    Take the sizes and steps that follow from the text, the machine (device, dtype) and --minutes, but for what is given.
+    Returns the prepared text and the run's clock.
+    """
+    shape = parallel.on_master(sizes.plan_shape, knobs(), given, text_bytes(data, cache), make_optimizer, *machine)
+    globals().update(sizes.values(shape))
+    prepared = load_data(machine[0])
+    seconds, length = parallel.on_master(sizes.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
+    globals().update(sizes.values(length))
+    sizes.show_plan(shape | length)
+    return prepared, {"seconds": 0.0, "limit": 0.0, "end": seconds, "minutes": minutes}
 
 
 def settle_out_dir():
@@ -212,21 +226,6 @@ def assess_in_time(*args):
         return {}
 
 
-def start_tracking(config, state):
-    """The tracker of this process: a null object in all but the master."""
-    if not parallel.master:
-        return Tracker()
-    name = f"{Path(data).stem}-{dim}x{n_layers}" if wandb_run_name == "auto" else wandb_run_name
-    state["run_id"] = state["run_id"] or new_run_id(name)
-    run = {"id": state["run_id"], "project": wandb_project, "name": name, "group": wandb_group, "notes": wandb_notes,
-           "tags": [tag.strip() for tag in wandb_tags.split(",") if tag.strip()], "job_type": wandb_job_type}
-    try:
-        return make_tracker(out_dir, config, state["step"], run, wandb_log, tensorboard_log,
-                            tables=wandb_tables, models=wandb_log_model)
-    except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another folder")
-
-
 def conclude(state, args, model, dataset, tracker, row):
     """Export what the training ended with, hand the models to the tracker, say what is on disk and what to type next."""
     best, last, step = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf"), state["step"]
@@ -247,6 +246,8 @@ def conclude(state, args, model, dataset, tracker, row):
     if there == wanted:
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
     tracker.finish()
+    if minutes:
+        say(sizes.limit(knobs(), state, row, dataset.meta))
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
 
 
@@ -283,10 +284,18 @@ def go_back(model, opt, guard, writer):
     if folder is None:
         fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
              f"back to; lower the learning_rate (now {learning_rate})")
-    parallel.load_weights(model, checkpoint.load(folder)["model"])
-    opt.load_state_dict(checkpoint.load(folder, "train")["optimizer"])
+    checkpoint.take_weights(folder, model, opt)
     guard.state["in_a_row"] = 0
     say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
+
+
+def end_soon(model, opt, state, writer):
+    """The validation loss has stopped falling: from the best weights on, the rate falls to its end in a fifth of the steps."""
+    warn_of(parallel.on_master(writer.wait))
+    folder = parallel.on_master(checkpoint.pointer, out_dir, "best") or parallel.on_master(checkpoint.newest, out_dir)
+    checkpoint.take_weights(folder, model, opt)
+    state["last"] = min(max_iters, state["step"] + max(1, state["best_step"] // 5))
+    say(f"no better validation loss since iter {state['best_step']}: back to its weights; iter {state['last']} is the last")
 
 
 def main(given):
@@ -296,7 +305,7 @@ def main(given):
         parallel.keep_memory()
     settle_out_dir()
     start, resuming = parallel.on_master(checkpoint.find_start, knobs())
-    changes = []
+    changes, clock = [], {"seconds": 0.0, "limit": 0.0, "end": math.inf}
     if resuming:
         taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
         globals().update(taken)
@@ -307,7 +316,10 @@ def main(given):
         given = given | adopted.keys()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    prepared = load_data(place)
+    if not resuming and sizes.from_time(knobs(), given):
+        prepared, clock = plan_from_time(given, place, amp_dtype)
+    else:
+        prepared = load_data(place)
     if depth:
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     args = model_args(prepared)
@@ -324,7 +336,7 @@ def main(given):
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
              "fixed": checkpoint.resume_signature(knobs(), args, dataset),
-             "clock": {"seconds": 0.0, "limit": 0.0, "end": math.inf}}
+             "clock": clock, "last": None}
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
@@ -332,9 +344,9 @@ def main(given):
     if eval_only:
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
-    elif state["step"] >= max_iters:
+    elif checkpoint.is_over(knobs(), state):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
-            f"raise --max_iters to go on, or --init_from=scratch for a new one")
+            f"raise {'--minutes' if minutes else '--max_iters'} to go on, or --init_from=scratch for a new one")
     else:
         about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache)})
@@ -347,8 +359,9 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}; changes:
     the settings given anew to a resumed run, which go into the log.
     """
-    s, tracker, writer = knobs(), start_tracking(config, state), checkpoint.Writer()
-    clock = checkpoint.session_clock(state["clock"], max_minutes)
+    s, writer = knobs(), checkpoint.Writer()
+    tracker = start_tracking(s, config, state) if parallel.master else Tracker()
+    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes)
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
     state["guard"] = guard.state
@@ -358,12 +371,14 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     model = torch.compile(model) if compile else model
     resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
     norm, rate = None, None  # of the last step
-    bar = tqdm(total=max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
+    s.max_iters = state["last"] or max_iters
+    bar = tqdm(total=s.max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
                dynamic_ncols=True)
     while True:
         step = state["step"]
-        end = step == max_iters
-        row = {"iter": step, "tokens": step * config["tokens_per_iter"]}
+        end = step >= s.max_iters
+        tokens = step * config["tokens_per_iter"]
+        row = {"iter": step, "tokens": tokens, "epoch": tokens / dataset.meta["train_tokens"]}
         if step == 0:
             row["documents"] = document_rows(dataset)
         if watch.steps and (step % log_interval == 0 or end):
@@ -379,7 +394,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
             if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
                 state |= {"best": row["loss/val"], "best_step": step}
-            if len(row) > 2:
+            if len(row) > 3:
                 row, changes = row | ({"settings": changes} if changes else {}), []
                 refuse_nonsense(s, row, tracker)
                 tracker.log(row)
@@ -391,7 +406,10 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 go_back(raw_model, opt, guard, writer)
         if end or stop:
             break
-        update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == max_iters
+        if patience and due and not state["last"] and step - (state["best_step"] or step) >= patience * eval_interval:
+            end_soon(raw_model, opt, state, writer)
+            s.max_iters = state["last"]
+        update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
         rate = learning_rate_at(s, step, seconds / clock["end"])
         for group in opt.param_groups:
             group["lr"] = rate

@@ -600,6 +600,12 @@ def resume_settings(s, folder, given):
     return taken, given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
 
 
+def take_weights(folder, model, opt):
+    """Weights and optimizer of a checkpoint."""
+    parallel.load_weights(model, load(folder)["model"])
+    opt.load_state_dict(load(folder, "train")["optimizer"])
+
+
 def resume_signature(s, args, dataset):
     """What may not differ between a run and its continuation."""
     same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
@@ -626,7 +632,7 @@ def other_data(s, folder):
     """In words: how the data differ from those that a checkpoint was trained on."""
     from engine.prepare import source_files  # here: it takes half a tenth of a second to import
     stored = stored_settings(folder)
-    for name in ("data", "vocab_source", "vocab_size", "val_fraction"):
+    for name in ("data", "vocab_source", "vocab_size", "vocab_most", "val_fraction"):
         if stored.get(name) != getattr(s, name):
             return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
     before, now = ({path: rest for path, *rest in files}
@@ -636,23 +642,33 @@ def other_data(s, folder):
     return f"holds a run on another text: {named} changed since"
 
 
-def session_clock(clock, max_minutes):
+def session_clock(clock, max_minutes, minutes=0.0):
     """
-    The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}.
+    The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}, and
+    "minutes" where the sizes follow from them: then they are the run's own, and more of them prolong it.
     `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was
     reached begins anew.
     """
+    if "minutes" in clock:
+        return clock | {"end": clock["end"] + 60 * (minutes - clock["minutes"]), "minutes": minutes}
     limit = 60 * max_minutes
     if clock["limit"] == limit and clock["seconds"] < clock["end"]:
         return clock
     return clock | {"limit": limit, "end": clock["seconds"] + limit if limit else math.inf}
 
 
+def is_over(s, state):
+    """Whether a run has taken its last step, or the minutes that its sizes follow from are over."""
+    clock = state["clock"]
+    return (state["step"] >= (state.get("last") or s.max_iters)
+            or "minutes" in clock and clock["seconds"] >= session_clock(clock, 0, s.minutes)["end"])
+
+
 def farewell(s, state, best, there, wanted):
     """The last line. there, wanted: the iteration whose model stands in the file `best`, and that which should."""
     saved = [int(folder.name[5:]) for folder in steps(s.out_dir)]
     text = f"finished: best validation loss {state['best']:.4f}"
-    if state["step"] < s.max_iters:
+    if not is_over(s, state):
         text = f"stopped at iter {state['step']}; the same command continues from "
         text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
     if there != wanted:

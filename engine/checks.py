@@ -1,6 +1,7 @@
 """What is refused rather than computed. `s` has the settings of train.py as attributes."""
 import importlib.util
 import math
+import sys
 
 from configurator import fail
 from engine import parallel
@@ -11,8 +12,10 @@ def check_settings(s):
     for name in ("eval_interval", "log_interval", "batch_size", "gradient_accumulation_steps", "max_iters"):
         if getattr(s, name) < 1:
             fail(f"{name} is {getattr(s, name)}, expected at least 1")
-    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "depth",
-                 "peak_tflops"):
+    if s.minutes and (s.depth or s.max_minutes):
+        fail(f"--minutes={s.minutes:g} and --{'depth' if s.depth else 'max_minutes'}: expected one; the sizes follow from either")
+    for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "vocab_most", "depth",
+                 "minutes", "patience", "peak_tflops"):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
     if not 0 < s.learning_rate < 1:
@@ -36,6 +39,14 @@ def check_length(s, dataset):
         if len(getattr(dataset, split)) < s.max_seq_len:
             fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "
                  f"max_seq_len={s.max_seq_len}; use more text, a shorter context, or another val_fraction")
+
+
+def refuse_unseen(folder, device):
+    """End all processes where one does not see what the first has prepared."""
+    unseen = not folder.exists()
+    if parallel.any_true([unseen], device)[0]:
+        sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
+                                            f"{parallel.rank} does not see it; give a --cache that all machines share")
 
 
 def refuse_nonsense(s, row, tracker):

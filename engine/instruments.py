@@ -179,5 +179,5 @@ def show(row, bar):
     if "loss/val" in row or bar.disable:
         short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
                  "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
-        parallel.say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | "
+        parallel.say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | epoch {row['epoch']:.2f} | "
                      + " | ".join(text.format(row[name]) for name, text in short.items() if name in row))

@@ -117,16 +117,17 @@ def fingerprint(folder):
 # ---- what to prepare --------------------------------------------------------------------------------------------
 
 def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache="cache", workers=0, skip_bad=False,
-            urls=None):
+            urls=None, vocab_most=0):
     """
     The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
     (0: one for each core) with the same bytes. val_fraction: 0 holds out a tenth, HELD_OUT bytes at most; skip_bad: files
-    of a folder that are no text are left out, not refused; urls: {source: URL} of the folders that DOWNLOADS are in.
+    of a folder that are no text are left out, not refused; urls: {source: URL} of the folders that DOWNLOADS are in;
+    vocab_most: see train_tokenizer.
     """
     try:
         if (Path(source) / "meta.json").is_file():
             return Path(source)
-        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad)
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, vocab_most)
         folder = Path(cache) / job["name"]
         if not folder.exists():
             with locked(Path(cache)):  # who waits here finds the work done
@@ -144,7 +145,7 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
         fail(f"{source}: preparation was interrupted; the same command continues it")
 
 
-def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
+def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, vocab_most=0):
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
     if not 0 <= val_fraction < 1:
         fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1 (0: a tenth, at most 5 MB)")
@@ -153,11 +154,12 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
              f"or --vocab_source=byte or char")
     job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad,
            "val_fraction": val_fraction or 0.1,
-           "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_goal": vocab_size, "vocab_file": ""}
+           "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_file": "", "vocab_most": 0 if vocab_size else vocab_most,
+           "vocab_goal": vocab_size or vocab_most}
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
         name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
-        job["vocab_goal"] = vocab_size or stories.VOCAB_SIZE
+        job["vocab_goal"] = job["vocab_goal"] or stories.VOCAB_SIZE
     elif source in DOWNLOADS:
         files = DOWNLOADS[source]
         job["files"] = [str(cache / source / file) for file in files]
@@ -173,7 +175,8 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad):
         job["vocab_file"] = vocabulary_file(vocab_source)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
-    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad]
+    key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad,
+           *["vocab_most"] * bool(job["vocab_most"])]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
@@ -564,7 +567,7 @@ def vocabulary(job, rows, partial):
         return Tokenizer.load(path)
     temporary = path.with_name("new_" + path.name)
     if name == "custom":
-        train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, exact=bool(job["vocab_size"]))
+        train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, bool(job["vocab_size"]), bool(job["vocab_most"]))
     elif name == "byte":
         Bytes().save(temporary)
     elif name == "char":

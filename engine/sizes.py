@@ -1,16 +1,20 @@
 """
-Sizes of a training: all of them from one number, which are refused, and what they cost in FLOPs and memory. `s` has
-train.py's settings as attributes.
+Sizes of a training: all of them from the text, the machine and the time, or from a depth; which are refused, and what
+they cost in FLOPs and memory. `s` has train.py's settings as attributes.
 """
 import copy
+import json
 import math
-from dataclasses import asdict
+import time
+from dataclasses import asdict, fields
+from pathlib import Path
 
 import torch
 
-from configurator import fail
+from configurator import STARTED, fail
 from engine import parallel
 from engine.ops import CrossEntropy
+from model import ModelArgs, Transformer
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -42,6 +46,196 @@ def derive_from_depth(s, given, vocab):
     derived = {name: getattr(s, name) for name in DERIVED}
     parallel.say(f"depth {s.depth}: {', '.join(f'{name}={value!r}' for name, value in derived.items())}")
     return derived
+
+
+# ---- from the text, this machine and the time. Every rule's evidence stands in doc/lab/own_text.md. -----------------------
+#
+# A plan is {setting: (value, why)}. It has two parts: the shape is needed to make the vocabulary, and the length needs the
+# tokens of the text, which are counted with that vocabulary.
+
+WIDTHS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+VOCABULARIES = (384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
+MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
+RESERVE = 0.03     # of the minutes, for what comes after the last step
+EVALUATIONS = 16   # of a run
+WORTH = 0.006      # of a run's time, that one of them may take
+
+
+def from_time(s, given):
+    """
+    Whether the sizes follow from --minutes: where they are given, or a text of one's own comes without a depth, a number of
+    steps (which every preset has) or a time limit.
+    """
+    own = s.data.split(":")[0] != "stories" and s.init_from in ("auto", "scratch", "resume") and not s.eval_only
+    return s.minutes > 0 or own and not given & {"depth", "max_iters", "max_minutes"}
+
+
+def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
+    """
+    The widest model that the time trains on enough tokens, and that a text of `size` bytes can use. Times of steps are
+    measured, from the narrowest on until the time is too short.
+    """
+    minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
+    plan, free = {}, parallel.free_memory(device)
+    for dim in (s.dim,) if "dim" in given else WIDTHS:
+        wider, why = shape(s, given, dim, size), ""
+        trial = copy.copy(s)
+        vars(trial).update(values(wider))
+        blocks, pieces = 12 * trial.n_layers * dim ** 2, known_pieces(trial) or trial.vocab_size or trial.vocab_most
+        memory = sum(least_memory(model_args(trial, pieces), trial.batch_size * trial.max_seq_len, s.optimizer).values())
+        if blocks > blocks_for(size):
+            why = "the widest that a text of this size can use"
+        elif free and 2 * memory > free:
+            why = "the widest that memory holds"
+        elif tokens_per_step(trial) * 54 * minutes < tokens_for(blocks) * step_seconds(trial, pieces, make_optimizer, device,
+                                                                                       amp_dtype):
+            why = "the widest that this time can train"
+        if why and plan:
+            plan |= {"dim": (plan["dim"][0], why)} if "dim" in plan else {}
+            break
+        plan = wider
+    return {"minutes": (minutes, "as given" if s.minutes else "unless --minutes says otherwise")} | plan
+
+
+def shape(s, given, dim, size):
+    """The plan's part that the width decides, without what is given."""
+    layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
+    context = min(64 * 2 ** round(math.log2(max(1, dim / 80))), 1024)
+    while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
+        context //= 2
+    tokens = max(512, 8 * dim)
+    plan = {"dim": (dim, "the narrowest"),
+            "n_layers": (layers, "few: a short training makes more of width than of depth"),
+            "n_heads": (max(1, dim // (32 if dim < 512 else 64)), "32 dimensions each, from width 512 on 64"),
+            "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
+            "batch_size": (max(1, round(tokens / context)), f"sequences, some {tokens:,} tokens a step")}
+    pieces = vocabulary(dim, layers, size)
+    if not known_pieces(s) and not s.vocab_size and pieces:
+        plan["vocab_most"] = (pieces, "pieces: at most a third of the parameters, and one for 256 bytes of text")
+    elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
+        plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
+    return {name: both for name, both in plan.items() if name not in given}
+
+
+def vocabulary(dim, n_layers, size):
+    """
+    Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
+    parameters, and a piece that comes less than once in 256 bytes is hardly learned.
+    """
+    most = min(6 * n_layers * dim, size // 256)
+    return max((v for v in VOCABULARIES if v <= most), default=0)
+
+
+def known_pieces(s):
+    """Pieces of a vocabulary that is not made for this run, about; 0 where it is."""
+    if (Path(s.data) / "meta.json").is_file():
+        return json.loads((Path(s.data) / "meta.json").read_text())["vocab_size"]
+    return {"custom": 0, "byte": 259, "char": 128}.get(s.vocab_source, 32000)
+
+
+def blocks_for(size):
+    """Parameters of the blocks that a text of `size` bytes can use: a larger model learns it by heart."""
+    return max(1000 * size ** 0.5, size / 15)
+
+
+def tokens_for(blocks):
+    """Tokens that so many parameters in the blocks want at least: two each for small models, 20 from 50 million on."""
+    return blocks * min(20, 2 * max(1, blocks / 200_000) ** 0.42)
+
+
+def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
+    """
+    (seconds to train, the plan's part that needs the prepared text of `meta`): steps, rate, regularisation, evaluations. A
+    text that is read often needs dropout, and is read no more often than helps.
+    """
+    seconds = training_seconds(s.minutes)
+    passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
+    possible = seconds / step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
+    steps = max(20, round(min(possible, epochs_for(meta["train_bytes"]) / passes)))
+    epochs, limited = steps * passes, steps < possible
+    read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * epochs:.2g} % of the text"
+    plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else
+                         (10 * steps, f"more than there is time for; about {steps:,}, {read}"),
+            "learning_rate": (rate_for(s.dim), "falls with the width"),
+            "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
+            "dropout": (dropout_for(epochs), "grows with how often the text is read"),
+            "weight_decay": (0.1 if epochs < 8 else 0.3, "0.3 where the text is read many times"),
+            "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
+            "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / 1024))),
+                           "thousand tokens, less than a hundredth of the time"),
+            "log_interval": (max(1, steps // 100), "100 rows"),
+            "patience": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
+    return seconds, {name: both for name, both in plan.items() if name not in given}
+
+
+def epochs_for(size):
+    """How often a text of `size` bytes is read at most."""
+    return 100 * (max(size, 1000) / 10_000) ** -0.3
+
+
+def dropout_for(epochs):
+    return 0.0 if epochs < 4 else 0.1 if epochs < 20 else 0.2 if epochs < 60 else 0.3
+
+
+def rate_for(dim):
+    """The rate of Muon, and of AdamW for the rest."""
+    return float(f"{6e-3 * min(1, (128 / dim) ** 0.5):.1e}")
+
+
+def training_seconds(minutes):
+    """What is left of the minutes to train in, of which at least the half: preparing a large text can take longer."""
+    return 60 * max(minutes / 2, minutes * (1 - RESERVE) - (time.monotonic() - STARTED) / 60)
+
+
+def step_seconds(s, vocab_size, make_optimizer, device, amp_dtype, count=3):
+    """Seconds of a training step of these sizes, on random tokens: the shortest of `count` after the first."""
+    model = Transformer(model_args(s, vocab_size)).to(device)
+    optimizer = make_optimizer(model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
+    share = max(1, s.batch_size // parallel.world)
+    x = torch.randint(vocab_size, (share, s.max_seq_len), device=device)
+    times = []
+    for _ in range(1 + count):
+        start = time.perf_counter()
+        for _ in range(s.gradient_accumulation_steps):
+            with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
+                loss = model(x, x)[1]
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def limit(s, state, row, meta):
+    """What keeps the loss of a run that is over from being lower, and what to change, in a line."""
+    epochs, blocks = row["epoch"], 12 * s.n_layers * s.dim ** 2
+    read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * epochs:.2g} % of it was read"
+    if state["last"]:
+        return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
+    if state["step"] >= s.max_iters:
+        return f"limited by the text ({read}): more text lowers the loss, more time hardly"
+    if row["tokens"] > 4 * tokens_for(blocks):
+        return f"limited by the size: a larger --dim (now {s.dim}) learns more in this time"
+    return f"limited by the time ({read}): --minutes={4 * s.minutes:g} trains a larger model on more of the text"
+
+
+def tokens_per_step(s):
+    return s.batch_size * s.gradient_accumulation_steps * s.max_seq_len
+
+
+def model_args(s, vocab_size):
+    return ModelArgs(**{f.name: getattr(s, f.name) for f in fields(ModelArgs)} | {"vocab_size": vocab_size})
+
+
+def values(plan):
+    return {name: value for name, (value, _) in plan.items()}
+
+
+def show_plan(plan):
+    parallel.say("sizes from the text, this machine and the time; what the command line gives stays:")
+    for name, (value, why) in plan.items():
+        parallel.say(f"  {name:14}{value:<8} {why}")
 
 
 def problem(args):

@@ -344,12 +344,13 @@ def test_histograms_layers_and_tokens_as_rows_show_them():
 
 def test_a_row_is_a_line_or_stands_on_the_bar(capsys):
     on_bar = []
-    row = {"iter": 20, "tokens": 1_230_000, "loss/train": 2.5, "perf/tokens_per_sec": 31_400.0, "mfu": 45.56, "lr": 1e-4}
+    row = {"iter": 20, "tokens": 1_230_000, "epoch": 0.25, "loss/train": 2.5,
+           "perf/tokens_per_sec": 31_400.0, "mfu": 45.56, "lr": 1e-4}
     for disable, more in (False, {}), (True, {}), (False, {"loss/val": 2.25, "bpb/val": 0.5}):
         bar = SimpleNamespace(disable=disable, set_postfix_str=lambda text, refresh: on_bar.append(text))
         instruments.show(row | more, bar)
-    instruments.show({"iter": 20, "tokens": 0}, SimpleNamespace(disable=False))
-    line = "iter     20 | tokens 1.23M | loss 2.5000 | {}lr 1.00e-04 | 31,400 tok/s | mfu 45.6%\n"
+    instruments.show({"iter": 20, "tokens": 0, "epoch": 0.0}, SimpleNamespace(disable=False))
+    line = "iter     20 | tokens 1.23M | epoch 0.25 | loss 2.5000 | {}lr 1.00e-04 | 31,400 tok/s | mfu 45.6%\n"
     assert capsys.readouterr().out == line.format("") + line.format("val loss 2.2500 | bits/byte 0.5000 | ")
     assert on_bar == ["loss 2.500, 31.4k tok/s"] * 3
 

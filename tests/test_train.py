@@ -847,7 +847,8 @@ def test_adamw_is_that_of_pytorch():
 
 def test_one_process_imports_neither_the_compiler_nor_sharding():
     """They take a second and a half, and 120 MB."""
-    code = ("import sys, torch, train; from optim import make_optimizer; model = train.Transformer(train.ModelArgs()); "
+    code = ("import sys, torch, train; from model import ModelArgs; from optim import make_optimizer; "
+            "model = train.Transformer(ModelArgs()); "
             "opt = make_optimizer(model, 'muon', 1e-3, 0.1, 0.9, 0.95); tokens = torch.zeros(1, 4, dtype=torch.long); "
             "model(tokens, tokens)[1].backward(); opt.step(); opt.zero_grad(); "
             "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
@@ -1055,7 +1056,7 @@ def test_schedules(monkeypatch):
 
 def test_gradients_are_made_out_of_autocast():
     """Within it, hand-written ones would be summed in bfloat16."""
-    model, seen = train.Transformer(train.ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)), []
+    model, seen = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)), []
     model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
     dataset = SimpleNamespace(batch=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))

@@ -1,0 +1,87 @@
+"""
+The sizes that follow from --minutes beside a random search: each text trained once by the rules and `tries` times by settings
+drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of the validation text, of which all runs read as much.
+
+    python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
+
+A run that overfits counts with its best evaluation. With two workers of one thread each, two runs share the machine all the
+time, ours too. A vocabulary of 0 in a draw stands for bytes.
+"""
+import concurrent.futures
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import compare
+import sweep
+from configurator import configure, fail, read_file
+
+minutes = 1.0            # of every run
+tries = 20               # random settings for each text
+workers = 2              # runs at a time
+threads = 1              # of each
+out_dir = "out/own_text"  # runs go here; what is there already is not run again
+seed = 1                 # of the draws
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def draws():
+    """The settings of each try, as words for the command line."""
+    parameters = read_file(str(ROOT / "sweeps/own_text.yaml"))["parameters"]
+    rng = random.Random(seed)
+    for _ in range(tries):
+        values = {name: sweep.draw(spec, rng) for name, spec in parameters.items()} | {"max_minutes": minutes}
+        if values["dim"] % (2 * values["n_heads"]):
+            values["n_heads"] = 2
+        del values["data"], values["out_dir"]
+        if not values["vocab_size"]:
+            values["vocab_source"] = "byte"
+        yield [f"--{name}={value}" for name, value in values.items()]
+
+
+def train(text, name, words):
+    """(best, last, seconds, n_params, what was said of it) of one run; bits per byte, inf of one that failed."""
+    folder, start = Path(out_dir, Path(text).stem, name), time.perf_counter()
+    if not (folder / "seconds").exists():
+        command = [sys.executable, str(ROOT / "train.py"), f"--data={text}", f"--out_dir={folder}", "--init_from=scratch",
+                   "--eval_iters=40", *words]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+        if done.returncode:
+            return float("inf"), float("inf"), 0.0, 0, done.stderr.strip().splitlines()[-1]
+        (folder / "seconds").write_text(str(time.perf_counter() - start))
+    run = compare.read_runs([folder])[0]
+    losses = [row["bpb/val"] for row in run["rows"] if "bpb/val" in row]
+    config = run["config"]
+    said = (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, {config['batch_size']} x "
+            f"{config['max_seq_len']}, rate {config['learning_rate']:.2g}, dropout {config['dropout']}, {config['optimizer']}, "
+            f"{run['rows'][-1]['iter']} steps, epoch {run['rows'][-1]['epoch']:.2g}")
+    return min(losses), losses[-1], float((folder / "seconds").read_text()), config["n_params"], said
+
+
+def main(texts):
+    jobs = [(text, name, words) for text in texts
+            for name, words in [("rules", [f"--minutes={minutes}"]), *((f"try{n}", words) for n, words in enumerate(draws()))]]
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        found = dict(zip([job[:2] for job in jobs], pool.map(lambda job: train(*job), jobs)))
+    print("| text | rules: last | best | seconds | best of search | rules over it |\n| --- | ---: | ---: | ---: | ---: | ---: |")
+    for text in texts:
+        best, last, seconds, *_ = found[text, "rules"]
+        others = sorted((found[text, name], name) for t, name in found if t == text and name != "rules")
+        most = others[0][0][0]
+        print(f"| {Path(text).name} | {last:.4f} | {best:.4f} | {seconds:.1f} | {most:.4f} | {best / most:.3f} |", flush=True)
+    for text in texts:
+        print(f"\n{Path(text).name}\n  rules: {found[text, 'rules'][0]:.4f} {found[text, 'rules'][4]}")
+        for result, name in sorted((found[t, name], name) for t, name in found if t == text and name != "rules")[:5]:
+            print(f"  {name}: {result[0]:.4f} {result[4]}")
+
+
+if __name__ == "__main__":
+    words = []
+    configure(globals(), positional=words)
+    if not words:
+        fail("no text; expected files, as in: python bench/own_text.py my.txt --minutes=1")
+    main(words)

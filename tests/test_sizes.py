@@ -1,0 +1,170 @@
+"""Sizes from the text, the machine and the time."""
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from configurator import settings
+from engine import checkpoint, sizes
+from optim import make_optimizer
+from tokenizer import Tokenizer, train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+SIZES = [2_000, 10_000, 100_000, 1_000_000, 10_000_000, 1_000_000_000]
+
+
+def knobs(**values):
+    return SimpleNamespace(**settings(vars(train)) | {"data": "my.txt"} | values)
+
+
+def plan(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
+    """The shape for a machine that does so many FLOP/s, and takes at least 2 ms a step."""
+    def seconds(s, vocab, *_):
+        blocks = 12 * s.n_layers * s.dim ** 2
+        return 0.002 + 6 * (blocks + vocab * s.dim) * sizes.tokens_per_step(s) / flops
+
+    monkeypatch.setattr(sizes, "step_seconds", seconds)
+    monkeypatch.setattr(sizes.parallel, "free_memory", lambda device: 1 << 40)
+    s = knobs(minutes=minutes, **values)
+    found = sizes.plan_shape(s, {*given, "minutes", *values}, size, make_optimizer, CPU, torch.float32)
+    vars(s).update(sizes.values(found))
+    return s
+
+
+def test_when_the_sizes_follow_from_the_time():
+    assert sizes.from_time(knobs(), set()) and sizes.from_time(knobs(), {"dim", "learning_rate", "data"})
+    assert not sizes.from_time(knobs(data="stories:2000"), set()) and not sizes.from_time(knobs(data="stories"), {"data"})
+    assert sizes.from_time(knobs(data="stories", minutes=1.0), {"minutes"})
+    assert not any(sizes.from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
+    assert not sizes.from_time(knobs(init_from="out/demo"), {"init_from"})
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_vocabulary_never_has_more_than_a_third_of_the_parameters(size):
+    for dim in sizes.WIDTHS:
+        for layers in (1, 2, 3, 8):
+            pieces = sizes.vocabulary(dim, layers, size)
+            assert pieces * dim <= (12 * layers * dim ** 2 + pieces * dim) / 3 and pieces * 256 <= size
+
+
+def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monkeypatch):
+    by_time = [plan(monkeypatch, 10_000_000, minutes).dim for minutes in (0.1, 1, 5, 20, 100, 1000)]
+    by_text = [plan(monkeypatch, size, 100.0).dim for size in SIZES]
+    by_speed = [plan(monkeypatch, 1_000_000_000, 20.0, flops).dim for flops in (1e10, 1e11, 1e12, 1e13, 3e14)]
+    for widths in (by_time, by_text, by_speed):
+        assert widths == sorted(widths) and widths[0] < widths[-1], widths
+    assert by_speed[-1] >= 512  # 20 minutes of a good GPU are not for a toy
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_plan_can_train(monkeypatch, size):
+    for minutes in (0.1, 5.0, 100.0):
+        s = plan(monkeypatch, size, minutes)
+        vocab = s.vocab_most or 259
+        assert (s.vocab_source == "byte") != bool(s.vocab_most)
+        assert sizes.problem(sizes.model_args(s, vocab)) is None
+        assert 12 * s.n_layers * s.dim ** 2 <= max(sizes.blocks_for(size), 12 * 2 * 32 ** 2)
+        assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
+        meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
+        seconds, more = sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)
+        values = sizes.values(more)
+        assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
+        epochs = values["max_iters"] * sizes.tokens_per_step(s) / meta["train_tokens"]
+        assert epochs <= sizes.epochs_for(size) * 1.1 + 20 * sizes.tokens_per_step(s) / meta["train_tokens"] or \
+            "more than there is time for" in more["max_iters"][1]
+        assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
+
+
+def test_what_is_given_stays(monkeypatch):
+    s = plan(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
+    assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
+    meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
+    _, more = sizes.plan_length(s, {"dropout", "max_iters"}, meta, make_optimizer, CPU, torch.float32)
+    assert not {"dropout", "max_iters"} & more.keys()
+    assert plan(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
+
+
+def test_memory_bounds_the_model(monkeypatch):
+    monkeypatch.setattr(sizes, "step_seconds", lambda *_: 1e-9)
+    widths = []
+    for free in (1 << 25, 1 << 28, 1 << 31):
+        monkeypatch.setattr(sizes.parallel, "free_memory", lambda device, free=free: free)
+        found = sizes.plan_shape(knobs(), set(), 1 << 40, make_optimizer, CPU, torch.float32)
+        widths.append(found["dim"][0])
+        assert found["dim"][1] == "the widest that memory holds"
+    assert widths == sorted(set(widths))
+
+
+def test_the_limit_that_is_told():
+    meta = {"train_tokens": 1000, "train_bytes": 3000}
+    s, row = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100), {"epoch": 0.4, "tokens": 100_000}
+    told = lambda state, **more: sizes.limit(s, {"last": None, "step": 50} | state, row | more, meta)
+    assert "by the time (40 % of it was read): --minutes=20" in told({})
+    assert "known by heart (read 30 times)" in told({"last": 50}, epoch=30.0)
+    assert "by the text (read 30 times)" in told({"step": 100}, epoch=30.0)
+    assert "a larger --dim (now 96)" in told({}, tokens=10 ** 9)
+
+
+def test_the_rarest_characters_of_a_small_vocabulary_are_bytes(tmp_path):
+    text = "".join(chr(0x4E00 + i) * (2000 // (i + 1) + 1) for i in range(2000)) + "\n天地玄黃宇宙洪荒\n"
+    assert train_tokenizer([text], 400, tmp_path / "raised.model", exact=False).vocab_size > 2000
+    small = train_tokenizer([text], 400, tmp_path / "small.model", exact=False, most=True)
+    assert 300 < small.vocab_size <= 400
+    assert small.decode(small.encode(text[-200:])) == text[-200:]
+    assert Tokenizer.load(tmp_path / "small.model").encode(chr(0x4E00)) == small.encode(chr(0x4E00))
+    assert len(small.encode(chr(0x4E00) * 2)) <= 3 < len(small.encode(chr(0x4E00 + 1999)))
+
+
+def run(folder, *words):
+    done = subprocess.run([sys.executable, ROOT / "train.py", *words], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_text_and_a_time_are_enough(tmp_path):
+    words = (ROOT / "README.md").read_text(encoding="utf-8").encode()[:9000]
+    (tmp_path / "my.txt").write_bytes(words)
+    args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1"]
+    text = run(tmp_path, *args, "--minutes=0.1")
+    assert "minutes       0.1" in text and "as given" in text and "\nlimited by the " in text
+    assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
+    stored = json.loads((tmp_path / "out/my/config.json").read_text())
+    stored = stored.get("config", stored)
+    assert stored["minutes"] == 0.1 and stored["vocab_source"] == "byte" and stored["patience"] == 3
+    last = rows(tmp_path / "out/my")[-1]
+    assert math.isclose(last["epoch"], last["tokens"] / stored["dataset"]["train_tokens"])
+    assert "this run is finished" in run(tmp_path, *args) and "raise --minutes" in run(tmp_path, *args, "--minutes=0.1")
+    text = run(tmp_path, *args, "--minutes=0.15")
+    assert "minutes: 0.1 -> 0.15" in text and "finished: best" in text
+    assert rows(tmp_path / "out/my")[-1]["iter"] > last["iter"]
+
+
+def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
+    words = (ROOT / "README.md").read_text(encoding="utf-8").encode()[:3000]
+    (tmp_path / "my.txt").write_bytes(words)
+    args = ["--data=my.txt", "--vocab_source=byte", "--dim=64", "--n_layers=2", "--n_heads=2", "--max_seq_len=64", "--batch_size=8",
+            "--warmup_iters=5", "--eval_interval=20", "--eval_iters=1", "--max_iters=100000", "--learning_rate=1e-2",
+            "--device=cpu", "--peak_tflops=0.1", "--out_dir=run", "--sample_prompt=a", "--patience=2"]
+    text = run(tmp_path, *args)
+    found = {row["iter"]: row["loss/val"] for row in rows(tmp_path / "run") if "loss/val" in row}
+    told = [line for line in text.splitlines() if line.startswith("no better validation loss since iter ")]
+    assert len(told) == 1 and "finished: best validation loss" in text
+    best = int(told[0].split("iter ")[1].split(":")[0])
+    turn = best + 40
+    assert found[turn] > found[best] == min(loss for step, loss in found.items() if step <= turn)
+    assert max(found) == turn + max(1, best // 5) and list(found.values())[-1] <= 1.02 * min(found.values())
+    assert checkpoint.load(checkpoint.newest(tmp_path / "run"), "train")["state"]["last"] == max(found)
+    assert "this run is finished" in run(tmp_path, *args)
