@@ -198,6 +198,23 @@ static void gated_of(const Kernels *k, Type type) {
     free((void *)w2.data), free((void *)w2.scales);
 }
 
+// The same of one token, some rows after the other: h in blocks, and nothing behind them.
+static void gated_of_one(const Kernels *k, Type type) {
+    int quantised = type == Q8_0 || type == Q4_0, cols = quantised ? 32 * (1 + below(4)) : 1 + below(150), rows = 32 * (1 + below(9));
+    float *x = floats(cols), *weight = floats(cols), *h = floats(rows), *h2 = floats(rows);
+    Cpu cpu = {.kernels = k, .config = {.dim = cols, .norm_eps = 1e-5f}, .gated_blocks = malloc(rows / 32 * sizeof(Block))};
+    Member me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)), .scratch = floats(cols)};
+    Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
+    MatmulArgs a = {.products = {{h, &w, false}, {h2, &w2, false}}, .n = 2, .needs_blocks = quantised, .to_blocks = true,
+                    .in = {.x = x, .norm = weight, .cols = cols, .T = 1}};
+    for (int i = 0; i < (rows + ROWS - 1) / ROWS; i++) swiglu_rows(&me, &a, i, i + 1);
+    Block *expected = malloc(rows / 32 * sizeof *expected);
+    k->quantize(expected, h, rows / 32);
+    compare_bytes(k, "blocks of swiglu of one token", cpu.gated_blocks, expected, rows / 32 * sizeof *expected);
+    free(x), free(weight), free(h), free(h2), free(expected), free(cpu.gated_blocks), free(me.x), free(me.blocks), free(me.scratch);
+    free((void *)w.data), free((void *)w.scales), free((void *)w2.data), free((void *)w2.scales);
+}
+
 static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
     int n = 1 + below(70), head_dim = 2 * (1 + below(40)), width = round_up(head_dim), Q = 1 + below(4), room = round_up(n);
     float *q = floats(4 * head_dim), *p = floats(4 * room), *p2 = floats(4 * room);
@@ -246,7 +263,10 @@ int main(int argc, char **argv) {
         }
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++)
-            for (int j = 0; j < 6 && has_tiles(found[i]); j++) gated_of(found[i], types[j]);
+            for (int j = 0; j < 6; j++) {
+                gated_of_one(found[i], types[j]);
+                if (has_tiles(found[i])) gated_of(found[i], types[j]);
+            }
     for (int i = 0; i < n && has_tiles(found[i]); i++) example_of_a_tile(found[i]);
     for (int i = 0; i < n; i++) printf("%s ", found[i]->name);
     printf("%s\n", failed ? "differ" : "agree");
