@@ -3,9 +3,11 @@ Any text → tokens on disk → batches.
 
     python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0] [--cache=cache] [--show=True]
 
-SOURCE is `stories` or `stories:N` (written by engine/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a text
-file, a folder of .txt and .jsonl files, or a folder prepared before. Of a folder are left out, and named: what is hidden or
-installed, runs, the cache, other files. What is prepared is a folder of
+SOURCE is `stories` or `stories:N` (written by engine/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a file,
+a folder, or a folder prepared before. A file is text of any name, .jsonl, .csv, .tsv, .parquet or a .json list, also packed
+(.gz, .bz2, .xz); engine/kinds.py tells how each is read. Of a folder the documents are read (.txt and these); or, where other
+text (source code, say) is more than they are, all that is text. Left out, and named: what is hidden or installed, runs, the
+cache, other files. What is prepared is a folder of
 
     train.bin, val.bin   token ids, uint16 or uint32, every document BOS … EOS
     tokenizer.model      the vocabulary (tokenizer.json for bytes and characters)
@@ -13,8 +15,8 @@ installed, runs, the cache, other files. What is prepared is a folder of
 
 and it is made once: its name ends in a hash of all it depends on (of a file: path, size and time of change).
 
-Documents. Lines `<|endoftext|>` in a .txt file separate documents, which lose their outer white space; a file without
-such lines is one document and stays as it is. Each line of a .jsonl file is one, under the key "text" or "story".
+Documents. Lines `<|endoftext|>` in a text separate documents, which lose their outer white space; a file without such
+lines is one document and stays as it is. Of a table each row is one, in .jsonl each line, under the name --column says.
 Validation takes whole documents, drawn with a fixed seed, until it holds val_fraction of the bytes (0: a tenth, at most
 5 MB). Where they are too few or too long for that (one long text, say) it takes the end of the text.
 
@@ -32,12 +34,13 @@ import numpy as np
 from engine import prepare as preparation
 from engine.prepare import SEED, Prepared, load, text_bytes  # noqa: F401 (text_bytes is train.py's)
 
-source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a text file, a folder of .txt and .jsonl
+source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
 vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
 vocab_most = 0           # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0       # part held out for validation; 0: a tenth, at most 5 MB (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
+column = "text"          # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
 skip_bad = False         # leave out files of a folder that can't be read as text, and count them
 workers = 0              # processes; 0: one for each core
 show = False             # print some documents with their tokens, as a run's table `documents` has them
@@ -242,7 +245,7 @@ def show_documents(dataset):
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
-    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, vocab_most=vocab_most)
+    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most)
     print(prepared)
     if show:
         show_documents(load(prepared))

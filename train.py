@@ -64,11 +64,12 @@ wandb_log_model = True      # the exported model goes to W&B as an artifact
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
 # ---- data
-data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder of .txt/.jsonl, prepared data
+data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder, prepared data
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
 vocab_most = 0              # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB
+column = "text"             # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
 skip_bad = False            # leave out files of a folder that can't be read as text, and count them
 cache = "cache"             # prepared data goes here; of processes on several machines, where all of them see it
 # ---- model
@@ -173,7 +174,7 @@ def evaluate(model, dataset, device, amp):
 def load_data(device):
     """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
     folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
-                                vocab_most=vocab_most)
+                                column=column, vocab_most=vocab_most)
     refuse_unseen(folder, device)
     return load(folder)
 
@@ -192,7 +193,7 @@ def plan_from_time(given, *machine):
     Take the sizes and steps that follow from the text, the machine (device, dtype) and --minutes, but for what is given.
     Returns the prepared text and the run's clock.
     """
-    shape = parallel.on_master(sizes.plan_shape, knobs(), given, text_bytes(data, cache), make_optimizer, *machine)
+    shape = parallel.on_master(sizes.plan_shape, knobs(), given, text_bytes(data, cache, column), make_optimizer, *machine)
     globals().update(sizes.values(shape))
     prepared = load_data(machine[0])
     seconds, length = parallel.on_master(sizes.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
@@ -349,7 +350,7 @@ def main(given):
             f"raise {'--minutes' if minutes else '--max_iters'} to go on, or --init_from=scratch for a new one")
     else:
         about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
-        config = redact(settings(globals()) | about | {"data_files": source_files(data, cache)})
+        config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 

@@ -636,7 +636,7 @@ def other_data(s, folder):
         if stored.get(name) != getattr(s, name):
             return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
     before, now = ({path: rest for path, *rest in files}
-                   for files in (stored.get("data_files", []), source_files(s.data, s.cache)))
+                   for files in (stored.get("data_files", []), source_files(s.data, s.cache, s.column)))
     changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
     named = f"{changed[0]}{f' and {len(changed) - 1} more' if len(changed) > 1 else ''}" if changed else s.data
     return f"holds a run on another text: {named} changed since"

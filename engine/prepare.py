@@ -18,6 +18,7 @@ import hashlib
 import http.client
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -33,21 +34,21 @@ from configurator import fail  # first: it answers for packages that are missing
 import numpy as np
 from tqdm import tqdm
 
-from engine import stories
+from engine import kinds, stories
 from engine.files import publish, replacing, sha256
+from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
 
 VERSION = 1
-BLOCK = 1 << 22     # bytes of a file in memory at once
 SEGMENT = 1 << 16   # bytes of a long document encoded at once
 PART = 1 << 21      # bytes of text in a part, the unit of progress
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
 STORY_BYTES = 560   # of an average story, for the progress bar
 HELD_OUT = 5e6      # bytes of text that validation takes at most, unless val_fraction is given
-UNPACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3, ".parquet": 2}  # bytes of text in a byte of such a file, about
 SEED = 1337         # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"
+BOM = b"\xef\xbb\xbf"  # is no text
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
 VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
 
@@ -65,10 +66,6 @@ DOWNLOADS = {
     },
 }
 PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after one, two, … failures in a row before a download goes on
-
-
-class Unfit(Exception):
-    """A source that cannot be prepared, and why, in one line. (Not `fail` at once: a progress bar has to end first.)"""
 
 
 # ---- a prepared folder ------------------------------------------------------------------------------------------
@@ -117,17 +114,17 @@ def fingerprint(folder):
 # ---- what to prepare --------------------------------------------------------------------------------------------
 
 def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache="cache", workers=0, skip_bad=False,
-            urls=None, vocab_most=0):
+            column="text", urls=None, vocab_most=0):
     """
     The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
     (0: one for each core) with the same bytes. val_fraction: 0 holds out a tenth, HELD_OUT bytes at most; skip_bad: files
-    of a folder that are no text are left out, not refused; urls: {source: URL} of the folders that DOWNLOADS are in;
-    vocab_most: see train_tokenizer.
+    of a folder that can't be read are left out, not refused; column: where the text stands in tables and .jsonl; urls:
+    {source: URL} of the folders that DOWNLOADS are in; vocab_most: see train_tokenizer.
     """
     try:
         if (Path(source) / "meta.json").is_file():
             return Path(source)
-        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, vocab_most)
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most)
         folder = Path(cache) / job["name"]
         if not folder.exists():
             with locked(Path(cache)):  # who waits here finds the work done
@@ -145,17 +142,18 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
         fail(f"{source}: preparation was interrupted; the same command continues it")
 
 
-def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, vocab_most=0):
+def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, column="text", vocab_most=0):
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
     if not 0 <= val_fraction < 1:
         fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1 (0: a tenth, at most 5 MB)")
     if vocab_source == "custom" and vocab_size and vocab_size < 260:
         fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
              f"or --vocab_source=byte or char")
-    job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad,
-           "val_fraction": val_fraction or 0.1,
+    job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad, "column": column,
+           "val_fraction": val_fraction or 0.1, "val_most": HELD_OUT if not val_fraction else math.inf,
            "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_file": "", "vocab_most": 0 if vocab_size else vocab_most,
            "vocab_goal": vocab_size or vocab_most}
+    unsure = False  # whether the tenth may be above the limit, or below
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
         name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
@@ -165,10 +163,10 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, vo
         job["files"] = [str(cache / source / file) for file in files]
         name, depends_on, size = source, list(files.items()), sum(size for size, _ in files.values())
     else:
-        files, job["left_out"] = text_files(Path(source), cache)
+        files, job["left_out"] = text_files(Path(source), cache, column)
         job["files"], job["changes"] = [str(path) for path in files], changes(files)
         name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(map(unpacked_size, files))
-        job["val_fraction"] = val_fraction or min(0.1, HELD_OUT / size)
+        unsure = size != sum(p.stat().st_size for p in files)
     if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
         job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
     if vocab_source not in ("custom", "byte", "char"):
@@ -176,14 +174,15 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, vo
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
     key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad,
-           *["vocab_most"] * bool(job["vocab_most"])]
+           *["vocab_most"] * bool(job["vocab_most"]), *[column] * (column != "text"),
+           *["most"] * (not val_fraction and (unsure or size > 10 * HELD_OUT))]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
     return job
 
 
-def text_bytes(source, cache="cache"):
+def text_bytes(source, cache="cache", column="text"):
     """How many bytes of text a source holds, about, without preparing it; what is no source is refused in one line."""
     source = str(source)
     if (Path(source) / "meta.json").is_file():
@@ -194,7 +193,7 @@ def text_bytes(source, cache="cache"):
     if source in DOWNLOADS:
         return sum(size for size, _ in DOWNLOADS[source].values())
     try:
-        return sum(map(unpacked_size, text_files(Path(source), Path(cache).resolve())[0]))
+        return sum(map(unpacked_size, text_files(Path(source), Path(cache).resolve(), column)[0]))
     except OSError as e:
         fail(f"{e.filename or source}: {e.strerror or e}")
 
@@ -206,9 +205,9 @@ def unpacked_size(path):
         with open(path, "rb") as f:
             f.seek(-4, os.SEEK_END)
             told = int.from_bytes(f.read(), "little")  # modulo 4 GB, and of the last member alone
-        if told >= size / 2 and size < 1 << 30:
+        if size / 2 <= told <= 20 * size:
             return told
-    return size * UNPACKED.get(path.suffix, 1)
+    return size * (kinds.PACKED | {".parquet": 2}).get(path.suffix, 1)
 
 
 def vocabulary_file(vocab_source):
@@ -230,51 +229,61 @@ def count_stories(source):
     return int(digits)
 
 
-def text_files(path, cache):
+def text_files(path, cache, column):
     """
-    ([the file itself], ""), or the .txt and .jsonl files in a folder and the folders in it, in order of their names, and
-    what was left out there, as words.
+    ([the file itself], ""), or the files to read in a folder and the folders in it, in order of their names, and what was
+    left out there, as words.
     """
-    files, left_out = walk(path, cache) if path.is_dir() else ([path], "")
+    files, left_out = walk(path, cache, column) if path.is_dir() else ([path], "")
     if not files:
-        fail(f"{path}: a folder without .txt and .jsonl files, and not one that data.py prepared (no meta.json)"
+        fail(f"{path}: a folder without text files, and not one that data.py prepared (no meta.json)"
              + f"; left out: {left_out}" * bool(left_out))
     if not path.exists():
-        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of .txt or .jsonl "
-             f"files")
-    for file in files:
-        if not file.is_file():
-            fail(f"{file}: not a regular file")
-        with open(file, "rb"):  # what can't be opened is told before any work is done
+        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of text files")
+    if not path.is_dir():
+        if not path.is_file():
+            fail(f"{path}: not a regular file")
+        with open(path, "rb"):  # what can't be opened is told before any work is done
             pass
     if not any(file.stat().st_size for file in files):
         fail(f"{path}: is empty, expected text")
     return files, left_out
 
 
-def walk(path, cache):
-    """The text files below a folder, sorted, and what was left out, as words."""
+def walk(path, cache, column):
+    """
+    The files to read below a folder, sorted, and what was left out, as words: its documents (see kinds.has_documents), or
+    all files that are text, where the others among them hold more than the documents.
+    """
     def stop(e):
         raise e
 
-    files, folders, others = [], [], []
+    documents, others, hidden, folders = [], [], [], []
     for here, inside, names in os.walk(path, onerror=stop):
         for name in sorted(inside):
             if is_foreign(Path(here, name), cache):
                 inside.remove(name)
                 folders.append(Path(here, name))
         for name in sorted(names):
-            is_text = name.endswith((".txt", ".jsonl")) and not name.startswith(".")
-            (files if is_text else others).append(Path(here, name))
-    left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}"
-                for some, what in ((folders, "folder(s)"), (others, "file(s) hidden or of another kind")) if some]
-    return sorted(files), "; ".join(left_out)
+            file = Path(here, name)
+            seen = not name.startswith(".") and file.is_file()
+            (hidden if not seen else documents if may_be_documents(file, column) else others).append(file)
+    size = sum(file.stat().st_size for file in documents)
+    if sum(file.stat().st_size for file in others) > size:
+        plain = [file for file in others if kinds.is_text(file)]
+        if sum(file.stat().st_size for file in plain) > size:
+            documents, others = documents + plain, sorted(set(others) - set(plain))
+    left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}" for some, what in
+                ((folders, "folder(s)"), (hidden + others, "file(s) hidden or of another kind")) if some]
+    return sorted(documents), "; ".join(left_out)
 
 
-def listed(words, most=8):
-    """The first words of a list, separated by commas."""
-    words = [str(word) for word in words]
-    return ", ".join(words[:most] + ["..."] * (len(words) > most))
+def may_be_documents(file, column):
+    """kinds.has_documents; also of a file that can't be opened, which is told with all the others."""
+    try:
+        return kinds.has_documents(file, column)
+    except (Unfit, OSError):
+        return True
 
 
 def is_foreign(folder, cache):
@@ -285,12 +294,12 @@ def is_foreign(folder, cache):
             or any((folder / sign).exists() for sign in ("pyvenv.cfg", "trainer.json", "log.jsonl")))
 
 
-def source_files(source, cache):
+def source_files(source, cache, column="text"):
     """What `changes` says of every file of a source, [] where they are not the user's."""
     path = Path(source)
     if not path.exists() or (path / "meta.json").is_file():
         return []
-    return changes(text_files(path, Path(cache).resolve())[0])
+    return changes(text_files(path, Path(cache).resolve(), column)[0])
 
 
 def changes(files):
@@ -310,38 +319,29 @@ def build(job, folder, workers, urls):
         download(folder.parent / job["source"] / file, urls[job["source"]], size, digest)
     try:
         if not (partial / "meta.json").exists():
-            write(partial / "job.json", json.dumps(job).encode())
             if not (partial / "rows.npy").exists():
-                write(partial / "rows.npy", lambda f: np.save(f, plan(job)))
+                rows = plan(job, partial / "texts")
+                write(partial / "job.json", json.dumps(job).encode())
+                write(partial / "rows.npy", lambda f: np.save(f, rows))
+            job = json.loads((partial / "job.json").read_text())
             rows = np.load(partial / "rows.npy", mmap_mode="r")
             tokenizer = vocabulary(job, rows, partial)
             encode_parts(job, rows, partial, workers)
-            meta = assemble(job, rows, partial, tokenizer) | skipped(job, rows)
+            meta = assemble(job, rows, partial, tokenizer)
             if job["changes"] and job["changes"] != changes(job["files"]):
                 raise Unfit(f"{job['source']}: changed while it was read; run the same command again")
             write(partial / "meta.json", json.dumps(meta, indent=1).encode())
     except (Unfit, SystemExit):  # nothing here is worth keeping
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(partial / "parts", ignore_errors=True)
+    for name in "parts", "texts":
+        shutil.rmtree(partial / name, ignore_errors=True)
     for path in [partial / "job.json", partial / "rows.npy", *partial.glob("*.tmp")]:
         path.unlink(missing_ok=True)
     publish(partial, folder)
     meta = json.loads((folder / "meta.json").read_text())
     print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
           f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
-
-
-def skipped(job, rows):
-    """{"skipped": [file]} of what skip_bad has left out, for meta.json, told in a line as well; {} where nothing was."""
-    if not job["skip_bad"]:
-        return {}
-    good = set(rows[:, 0].tolist())
-    bad = [path for number, path in enumerate(job["files"]) if number not in good and os.path.getsize(path)]
-    if not bad:
-        return {}
-    print(f"left out of {job['source']}: {len(bad)} of {len(job['files'])} files, which are not UTF-8: {listed(bad)}")
-    return {"skipped": bad}
 
 
 @contextlib.contextmanager
@@ -367,29 +367,17 @@ def write(path, content):
 
 # ---- rows: where the documents are ------------------------------------------------------------------------------
 
-def plan(job):
+def plan(job, copies):
     """
     The documents as rows (file, start, end, flags) of int64, in order: bytes start to end of a file, or a segment of
-    them. Of stories, a row is the stories number start to end.
+    them. Of stories, a row is the stories number start to end. copies: the folder for copies of files, see read_files.
     """
     if job["stories"]:
         n = job["stories"]
         held_out = min(max(round(job["val_fraction"] * n), 1), 2000)
         edges = [*range(0, n - held_out, 1000), *range(n - held_out, n, 1000), n]
         return np.array([(0, a, b, FIRST | LAST | VAL * (a >= n - held_out)) for a, b in zip(edges, edges[1:])])
-    documents, cuts = [], []
-    for number, path in enumerate(job["files"]):
-        try:
-            found, where = scan(path)
-        except Unfit as e:
-            if len(job["files"]) == 1 or not job["skip_bad"]:
-                raise Unfit(f"{e}{'; --skip_bad=True leaves such files out' * (len(job['files']) > 1)}") from e
-            found, where = np.empty((0, 3), np.int64), []
-        documents.append(np.insert(found, 0, number, axis=1))
-        cuts.append(where)
-    documents = np.concatenate(documents)
-    if not len(documents):
-        raise Unfit(f"{job['source']}: none of its {len(job['files'])} files is UTF-8 text")
+    documents, cuts = read_files(job, copies)
     if job["source"] == "tinystories":  # comes with a validation file
         documents[documents[:, 0] == 1, 3] |= VAL
     else:
@@ -397,78 +385,95 @@ def plan(job):
     return segments(documents, cuts)
 
 
-def scan(path):
+def read_files(job, copies):
     """
-    The documents of a file, (n, 3) int64 of start, end and flags, and where long ones may be cut, (m,) int64, about
-    every SEGMENT bytes. Refuses a file that is not UTF-8.
+    The documents of all files, (n, 4), and for each file where it may be cut. job gets "texts", the file that is read in
+    place of each (itself, or a copy in UTF-8), and "bad": [file, why it can't be read], all of which are told in a line.
     """
-    found, cuts, jsonl, begin = array.array("q"), array.array("q"), path.endswith(".jsonl"), 0
-    for offset, block in blocks(path, jsonl):
+    shutil.rmtree(copies, ignore_errors=True)  # of another try
+    copies.mkdir(parents=True)
+    documents, cuts, changed = [], [], collections.defaultdict(list)
+    job["texts"], job["bad"] = list(job["files"]), []
+    with tqdm(total=sum(map(os.path.getsize, job["files"])), desc="reading", unit="B", unit_scale=True, leave=False, delay=1,
+              dynamic_ncols=True) as bar:
+        for number, path in enumerate(job["files"]):
+            def look(here, path=path):
+                bar.total += os.path.getsize(here) - os.path.getsize(path)
+                return scan(here, job["column"], bar.update)
+
+            found, where = np.empty((0, 3), np.int64), []
+            try:
+                here, (found, where), words = kinds.readable(Path(path), copies / str(number), job["column"], look)
+                job["texts"][number] = str(here)
+                changed[words].append(path)
+            except Unfit as e:
+                job["bad"].append([path, str(e) if len(job["files"]) == 1 else e.reason])
+            except PermissionError as e:
+                job["bad"].append([path, e.strerror])
+                found, where = np.empty((0, 3), np.int64), []
+            documents.append(np.insert(found, 0, number, axis=1))
+            cuts.append(where)
+    tell(job, {words: files for words, files in changed.items() if words})
+    documents = np.concatenate(documents)
+    if not len(documents):
+        raise Unfit(f"{job['source']}: no text, only white space")
+    return documents, cuts
+
+
+def tell(job, changed):
+    """Print what was done to files, {words: [file]}, and those that can't be read; refuse them unless skip_bad says so."""
+    bad, count, source = [f"{path}: {why}" for path, why in job["bad"]], len(job["files"]), job["source"]
+    if bad and count == 1:
+        raise Unfit(bad[0])
+    if len(bad) == count:
+        raise Unfit(f"{source}: none of its {count} files can be read: {listed(bad)}")
+    if bad and not job["skip_bad"]:
+        raise Unfit(f"{source}: {len(bad)} of {count} files can't be read: {listed(bad)}; --skip_bad=True leaves such files out")
+    for words, files in changed.items():
+        print(f"{source}: {words}" if count == 1 else f"{source}: {len(files)} of {count} files {words}: {listed(files)}")
+    if bad:
+        print(f"left out of {source}: {len(bad)} of {count} files, which can't be read: {listed(bad)}")
+
+
+def scan(path, column, update=lambda size: None):
+    """
+    The documents of a .txt or .jsonl file, (n, 3) int64 of start, end and flags, and where long ones may be cut, (m,) int64,
+    about every SEGMENT bytes. Refuses a file that is not UTF-8. update: told of each block's size.
+    """
+    found, cuts, jsonl, begin, text = array.array("q"), array.array("q"), path.endswith(".jsonl"), 0, False
+    for offset, block in blocks(path, jsonl, update):
+        text = text or bool(block.removeprefix(BOM).strip())
         if jsonl:
             ends = offset + 1 + np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
             ends = np.union1d(ends, offset + len(block))
             starts = np.insert(ends, 0, offset)[:-1]
+            for number, (start, end) in enumerate(zip((starts - offset).tolist(), (ends - offset).tolist()), begin + 1):
+                line = block[start:end].strip()
+                if line:
+                    jsonl_text(line, column, number)
+            begin = number  # of lines
             found.frombytes(np.stack([starts, ends, np.full_like(ends, FIRST | LAST | STRIP)], 1).tobytes())
             continue
-        if block.startswith(b"\xef\xbb\xbf") and not offset:
-            begin = 3  # a byte order mark is no text
+        if block.startswith(BOM) and not offset:
+            begin = len(BOM)
         at = block.find(SEPARATOR)
         while at >= 0:
             end = at + len(SEPARATOR)
-            if block[at - 1:at] in (b"", b"\n") and block[end:end + 1] in (b"", b"\n", b"\r"):
+            if block[at - 1:at] in (b"", b"\n", b"\r") and block[end:end + 1] in (b"", b"\n", b"\r"):
                 found.extend((begin, offset + at, FIRST | LAST | STRIP))
                 begin = offset + end
             at = block.find(SEPARATOR, end)
         joints = [JOINT.search(block, at, at + SEGMENT) for at in range(0, len(block), SEGMENT)]
         cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + len(block)])
-    if not jsonl:
+    if not jsonl and text:
         found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * (len(found) > 0)))
     return np.array(found, np.int64).reshape(-1, 3), np.array(cuts, np.int64)
 
 
-def blocks(path, whole_lines):
-    """
-    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line feed; in a line that is longer
-    than a block it ends behind a character, or, with whole_lines, grows.
-    """
-    offset, rest = 0, b""
-    with open(path, "rb") as f, tqdm(total=os.path.getsize(path), desc="reading", unit="B", unit_scale=True,
-                                     leave=False, delay=1, dynamic_ncols=True) as bar:
-        while True:
-            fresh = f.read(BLOCK)
-            block = rest + fresh
-            cut = block.rfind(b"\n") + 1
-            if fresh and not cut:
-                if whole_lines:
-                    rest = block
-                    continue
-                cut = character_start(block, max(0, len(block) - 4))
-            if not fresh:
-                cut = len(block)
-            try:
-                block[:cut].decode()
-            except UnicodeDecodeError as e:
-                raise Unfit(f"{path}: not UTF-8 (byte 0x{block[e.start]:02x} at offset {offset + e.start}), expected UTF-8 text"
-                            ) from e
-            if cut:
-                yield offset, block[:cut]
-            if not fresh:
-                return
-            bar.update(cut)
-            offset, rest = offset + cut, block[cut:]
-
-
-def character_start(block, at):
-    """The first position from `at` on where a UTF-8 character starts (or the end)."""
-    while at < len(block) and block[at] & 0xC0 == 0x80:
-        at += 1
-    return at
-
-
 def split(documents, job):
-    """`documents`, (n, 4), with the flag VAL on val_fraction of their bytes: whole documents, or the last ones."""
+    """`documents`, (n, 4), with the flag VAL on val_fraction of their bytes, or val_most: whole documents, or the last ones."""
     sizes = documents[:, 2] - documents[:, 1]
-    wanted = job["val_fraction"] * sizes.sum()
+    wanted = min(job["val_fraction"] * sizes.sum(), job["val_most"])
     order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(documents))
     drawn = order[np.cumsum(sizes[order]) <= wanted]
     if sizes[drawn].sum() >= wanted / 2:
@@ -477,7 +482,7 @@ def split(documents, job):
     first = np.searchsorted(np.cumsum(sizes), sizes.sum() - wanted, "right")  # the document the boundary falls into
     documents[first:, 3] |= VAL
     file, start, end, _ = documents[first]
-    path = job["files"][file]
+    path = job["texts"][file]
     if path.endswith(".jsonl"):
         if not first:
             raise Unfit(f"{job['source']}: {len(documents)} document(s), the first one of which holds nearly all; "
@@ -521,40 +526,18 @@ def texts(job, rows):
                 for text, bits in (stories.write(SEED, number) for number in range(start, end)):
                     yield text, len(text.encode()), flags, bits
             continue
-        path = job["files"][file]
+        path = job["texts"][file]
         with open(path, "rb") as f:
             for _, start, end, flags in group:
                 f.seek(start)
                 raw = f.read(end - start)
                 if path.endswith(".jsonl") and raw.strip():
-                    raw = jsonl_text(raw, path, start)
+                    raw = jsonl_text(raw, job["column"], f"at byte {start}")
                 if flags & STRIP:
                     raw = raw.lstrip() if flags & FIRST else raw
                     raw = raw.rstrip() if flags & LAST else raw
                 if raw:
                     yield raw.decode(), len(raw), flags, 0.0
-
-
-def jsonl_text(line, path, start):
-    """The text (UTF-8 bytes) in a line of a .jsonl file, which begins at byte `start`."""
-    try:
-        record = json.loads(line)
-        key = "text" if isinstance(record, dict) and "text" in record else "story"
-        if not isinstance(record, dict):
-            found = f"no object but {line.decode().strip()[:40]}"
-        elif key not in record:
-            found = f"an object with the keys {listed(record)}" if record else "an object without keys"
-        elif not isinstance(record[key], str):
-            found = f'"{key}": {json.dumps(record[key])[:40]}'
-        else:
-            return record[key].encode()
-    except UnicodeEncodeError as e:
-        found = f"a character that UTF-8 can't write ({e.object[e.start]!r})"
-    except (ValueError, RecursionError) as e:
-        found = f"no JSON ({e})"
-    with open(path, "rb") as f:
-        number = 1 + sum(block.count(b"\n") for block in iter(lambda: f.read(min(BLOCK, start - f.tell())), b""))
-    raise Unfit(f'{path}: line {number} holds {found}; expected an object with a string under "text" or "story"')
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -727,6 +710,8 @@ def assemble(job, rows, partial, tokenizer):
             "source": job["source"], "train_tokens": tokens["train"], "val_tokens": tokens["val"],
             "train_documents": int(counts[0, 0]), "val_documents": int(counts[1, 0]),
             "train_bytes": int(counts[0, 1]), "val_bytes": int(counts[1, 1]), "fingerprint": fingerprint(partial)}
+    if job.get("bad"):
+        meta["skipped"] = [path for path, _ in job["bad"]]
     if job["stories"]:
         meta["floor_bpb"] = counts[1, 2] / counts[1, 1]
         meta["entropy_bits_per_story"] = stories.entropy()

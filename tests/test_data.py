@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import data
-from engine import prepare, stories
+from engine import kinds, prepare, stories
 from tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +37,8 @@ def prose(n_bytes, seed=0):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks, segments and parts so small that a short text has many of each."""
-    for name, size in {"BLOCK": 4096, "SEGMENT": 512, "PART": 2048}.items():
+    monkeypatch.setattr(kinds, "BLOCK", 4096)
+    for name, size in {"SEGMENT": 512, "PART": 2048}.items():
         monkeypatch.setattr(prepare, name, size)
 
 
@@ -114,8 +115,8 @@ def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeyp
     raw = text.encode()
     assert d.train.tolist() == d.tokenizer.encode(raw[:stop].decode(), bos=True, eos=True)
     assert d.val.tolist() == d.tokenizer.encode(raw[stop + 1:].decode(), bos=True, eos=True)
-    assert len(prepare.plan(json.loads(json.dumps({"stories": 0, "source": "a", "val_fraction": 0.1,
-                                                "files": [str(tmp_path / "a.txt")]})))) > 20
+    job = {"stories": 0, "source": "a", "val_fraction": 0.1, "val_most": 5e6, "column": "text", "files": [str(tmp_path / "a.txt")]}
+    assert len(prepare.plan(job, tmp_path / "copies")) > 20
 
 
 def test_separators_make_documents(small, tmp_path):
@@ -164,8 +165,8 @@ def test_what_is_no_text_of_a_folder_is_left_out_and_named(tmp_path, monkeypatch
     for name in ".git", ".venv", "env", "deep/table.csv", "notes.md", ".hidden.txt":
         assert name in line
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/only.md").write_text("text")
-    assert "left out: 1 file(s) hidden or of another kind: only.md" in refused(capfd, lambda: data.prepare("docs"))
+    (tmp_path / "docs/only.png").write_bytes(b"\x89PNG\r\n")
+    assert "left out: 1 file(s) hidden or of another kind: only.png" in refused(capfd, lambda: data.prepare("docs"))
 
 
 def test_files_that_are_no_text_are_left_out_when_asked(tmp_path, capfd):
@@ -181,11 +182,13 @@ def test_files_that_are_no_text_are_left_out_when_asked(tmp_path, capfd):
     d = data.load(call(skip_bad=True))
     train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
     assert train[0] == prose(3000) and train[1] + " " + val[0] == prose(2000, 1)
-    assert "1 of 4 files, which are not UTF-8: " in capfd.readouterr().out
+    assert "1 of 4 files, which can't be read: " in capfd.readouterr().out
     assert d.meta["skipped"] == [str(source / "latin.txt")]
     for name in "a.txt", "z.txt":
         (source / name).write_bytes(b"\xff\xfe")
-    assert "none of its 4 files is UTF-8 text" in refused(capfd, lambda: call(skip_bad=True))
+    for name in "empty.jsonl", "latin.txt":
+        (source / name).unlink()
+    assert "none of its 2 files can be read: " in refused(capfd, lambda: call(skip_bad=True))
 
 
 def test_few_documents_are_split_by_position(tmp_path):
@@ -426,7 +429,7 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize("content, words", [
     (None, "no such file"), (b"", "is empty"), (b"\n \n<|endoftext|>\n \n" * 30, "no text"), (b"x", "too short"),
     (b"good " * 1000 + b"\xff bad", "byte 0xff at offset 5000"), (b"cut off \xe2\x82", "at offset 8"),
-    ("utf-16 text".encode("utf-16"), "byte 0xff at offset 0"),
+    ("utf-16 text".encode("utf-16")[:-1], "UTF-16, but byte 0x74 near offset"),
 ])
 def test_bad_text_is_refused_in_one_line(content, words, small, tmp_path, capfd):
     path = tmp_path / "a.txt"

@@ -1,0 +1,468 @@
+"""
+A file of any kind → UTF-8 text: what is packed, in another encoding, or a table is copied once; all else is read where it lies.
+
+    .gz .bz2 .xz .zst      unpacked, told by their first bytes, whatever their names
+    another encoding       converted where it can be told for certain (engine/encodings.py)
+    .csv .tsv .parquet     the column that holds the text becomes a .jsonl file, a row a line
+    .json                  so does a list of objects; objects one a line are a .jsonl file already
+
+What is none of that ends as Unfit, with a reason.
+"""
+import bz2
+import codecs
+import csv
+import gzip
+import io
+import json
+import lzma
+import os
+import re
+import shlex
+import zlib
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engine.encodings import damaged, decoded, encoding
+from engine.files import replacing
+
+BLOCK = 1 << 22     # bytes of a file in memory at once
+HEAD = 1 << 16      # bytes that tell what a file is
+SAMPLE = 1 << 20    # bytes that tell its encoding
+LONGEST = 1 << 26   # bytes of a line of .jsonl, of a field or an object of a table
+PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # bytes of text in a byte of such a file, about
+TABLES = (".csv", ".tsv")
+LINES = (".jsonl", ".ndjson")
+DOCUMENTS = (".txt", *LINES, ".parquet")  # what a folder is read for; of tables and .json those that have the column
+
+BINARY = [  # first bytes, and what such a file is
+    (b"\x89PNG\r\n", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"), (b"GIF8", "a GIF image"), (b"II*\0", "a TIFF image"),
+    (b"%PDF-", "a PDF document; pdftotext, for one, gets its text"), (b"{\\rtf", "an RTF document; save it as plain text"),
+    (b"\xd0\xcf\x11\xe0", "an old Office document; save it as plain text"), (b"GGUF", "a GGUF model"),
+    (b"SQLite format 3\0", "an SQLite database"), (b"\x93NUMPY", "a NumPy array"), (b"\x89HDF\r\n", "an HDF5 file"),
+    (b"\x7fELF", "a program"), (b"MZ\x90", "a program"), (b"7z\xbc\xaf\x27\x1c", "a 7z archive; unpack it first"),
+    (b"Rar!", "a RAR archive; unpack it first"), (b"ID3", "a sound"), (b"OggS", "a sound"), (b"RIFF", "a sound, film or image"),
+    (b"wOF2", "a font"), (b"\0asm", "WebAssembly"), (b"\xca\xfe\xba\xbe", "a compiled program"), (b"PK\x05\x06", "an empty zip"),
+    (b"ARROW1", "an Arrow file"), (b"Obj\x01", "an Avro file"), (b"\x80\x02", "pickled"), (b"\x80\x03", "pickled"),
+    (b"\x80\x04", "pickled"), (b"\x80\x05", "pickled"),
+]
+ZIPPED = [  # names in a zip, and what it is then
+    (b"word/", "a Word document; save it as plain text"), (b"xl/", "an Excel table; save it as CSV"),
+    (b"ppt/", "a PowerPoint document"), (b"application/epub", "an EPUB book; save it as plain text"),
+    (b"application/vnd.oasis", "an OpenDocument file; save it as plain text"), (b"data.pkl", "a PyTorch file"),
+    (b".npy", "NumPy arrays"), (b"META-INF/", "a Java program"), (b"", "a zip archive; unpack it first: unzip {path}"),
+]
+
+class Unfit(Exception):
+    """
+    A source that cannot be prepared, and why, in one line. (Not `fail` at once: a progress bar has to end first.) advice:
+    what to do about it.
+    """
+
+    def __init__(self, reason, advice=""):
+        super().__init__(reason + f"; {advice}" * bool(advice))
+        self.reason = reason
+
+
+class NotUTF8(Unfit):
+    """A file holds a byte that no text in UTF-8 has."""
+
+    def __init__(self, byte, offset):
+        super().__init__(f"not UTF-8 (byte 0x{byte:02x} at offset {offset})" if byte else
+                         f"no text (a zero byte at offset {offset})", "expected UTF-8 text")
+        self.byte, self.offset = byte, offset
+
+
+# ---- what a file is ---------------------------------------------------------------------------------------------
+
+def opened(path):
+    """(a file open for reading what another holds, unpacked; that file itself, whose position tells how far that is)."""
+    raw = open(path, "rb")
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic[:3] == b"\x1f\x8b\x08":
+        return gzip.open(raw), raw
+    if re.match(rb"BZh[1-9]1A", magic):
+        return bz2.open(raw), raw
+    if magic == b"\xfd7zXZ\0":
+        return lzma.open(raw), raw
+    if magic[:4] == b"\x28\xb5\x2f\xfd":
+        try:
+            from compression import zstd  # of Python 3.14
+        except ImportError:
+            raw.close()
+            raise Unfit("packed by Zstandard, which Python reads from 3.14 on", f"unpack it first: zstd -d {quoted(path)}"
+                        ) from None
+        return zstd.open(raw), raw
+    return raw, raw
+
+
+def quoted(path):
+    return shlex.quote(str(path))
+
+
+def head(path):
+    """The first HEAD bytes of what a file holds, unpacked; of a damaged one as many as there are."""
+    found = b""
+    f, raw = opened(path)
+    with raw, f:
+        try:
+            while len(found) < HEAD and (more := f.read(HEAD - len(found))):
+                found += more
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile):
+            pass
+        except OSError:  # as bz2 has it
+            if f is raw:
+                raise
+    return found
+
+
+def binary(first, path):
+    """What a file is that begins so and is no text, in words; "" where it may be one."""
+    if first[:4] == b"PK\x03\x04":
+        return next(words for sign, words in ZIPPED if sign in first).format(path=quoted(path))
+    if first[257:262] == b"ustar":
+        return f"a tar archive; unpack it first: tar xf {quoted(path)}"
+    if first[8:10] == b'{"' and not any(first[4:8]):
+        return "a safetensors model"
+    if first[4:8] == b"ftyp":
+        return "a film or image"
+    return next((words for sign, words in BINARY if first.startswith(sign)), "")
+
+
+def suffix(path):
+    """What the name of a file ends in but for that of the packing, in lower case: .txt of a.TXT.gz."""
+    path = Path(Path(path).name.lower())
+    return (Path(path.stem).suffix or ".txt") if path.suffix in PACKED else path.suffix
+
+
+def is_text(path):
+    """Whether a file looks like text."""
+    try:
+        first = head(path)
+    except Unfit:
+        return False
+    if binary(first, path) or first.startswith(b"PAR1"):
+        return False
+    try:
+        return bool(first) and b"\0" not in first and decoded(first, "utf-8") is not None or bool(encoding(first))
+    except Unfit:
+        return False
+
+
+def has_documents(path, column):
+    """Whether a folder is read for a file: its name says so, or it is a table or .json that has the column."""
+    end = suffix(path)
+    if end not in (*TABLES, ".json"):
+        return end in DOCUMENTS
+    first = head(path)
+    if end in TABLES:
+        name = encoding(first) if b"\0" in first else "utf-8"
+        return find_column(first.decode(name or "utf-8", "ignore"), column)[0] is not None
+    names = "|".join(map(re.escape, columns(column)))
+    lines = re.match(rb"\s*\{[^\n]*(\}\s*\n|$)", first)  # or one that is longer than that
+    return bool(re.search(f'"({names})"\\s*:\\s*"'.encode(), first) and (lines or is_list(first)))
+
+
+def is_list(first):
+    """Whether a file that begins so is a JSON list of objects."""
+    return bool(re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", first))
+
+
+def columns(column):
+    """The names that the column of the texts may have."""
+    return ["text", "story"] if column == "text" else [column]
+
+
+def find_column(first, column):
+    """(the delimiter, the place of the column of the texts, all names) of a table that begins so; None where there is none."""
+    header, names = first.lstrip("\ufeff").splitlines()[:1], []
+    for mark in ",", ";", "\t", "|":
+        row = next(csv.reader(header, delimiter=mark), [])
+        names = max(names, row, key=len)
+        for name in columns(column):
+            if name in row:
+                return mark, row.index(name), row
+    return None, None, names
+
+
+# ---- from any file to .txt or .jsonl ----------------------------------------------------------------------------
+
+def readable(path, copy, column, scan):
+    """
+    (the .txt or .jsonl in UTF-8 that holds the text of a file: itself or a copy; what `scan` says of it; what was done, in
+    words). copy: the path of copies, but for their suffixes. Raises Unfit where there is no text.
+    """
+    here, done = path, []
+
+    def step(words, new):
+        nonlocal here
+        if here != path:
+            os.unlink(here)
+        here = new
+        done.append(words)
+
+    if not path.is_file():
+        raise Unfit("not a regular file")
+    first, end = head(path), suffix(path)
+    reason, _, advice = binary(first, path).partition("; ")
+    if reason:
+        raise Unfit(reason, advice or "expected text")
+    if is_packed(path):
+        step("unpacked", unpack(path, f"{copy}.unpacked{'.jsonl' if end in LINES else end}"))
+    if first.startswith(b"PAR1"):
+        step("the column read", from_parquet(here, column, f"{copy}.jsonl"))
+    elif end in TABLES or end == ".json" and is_list(first) and has_documents(here, column):
+        read = from_csv if end in TABLES else from_list
+        try:
+            new = read(here, column, f"{copy}.jsonl")
+        except NotUTF8 as e:
+            step(*recode(here, path, e, f"{copy}.utf8"))
+            new = read(here, column, f"{copy}.jsonl")
+        step("the column read", new)
+    elif (end in LINES or end == ".json" and has_documents(here, column)) and here.suffix != ".jsonl":
+        linked = Path(f"{copy}.jsonl")
+        os.symlink(path.resolve(), linked)
+        here = linked
+    try:
+        return here, scan(str(here)), ", ".join(done)
+    except NotUTF8 as e:
+        step(*recode(here, path, e, f"{copy}.utf8{'.jsonl' if end in LINES else '.txt'}"))
+        return here, scan(str(here)), ", ".join(done)
+
+
+def is_packed(path):
+    f, raw = opened(path)
+    with raw, f:
+        return f is not raw
+
+
+def progress(raw, words):
+    """A bar for the reading of an open file."""
+    return tqdm(total=os.fstat(raw.fileno()).st_size, desc=words, unit="B", unit_scale=True, leave=False, delay=1,
+                dynamic_ncols=True)
+
+
+def unpack(path, copy):
+    """The path of a copy of what a file holds, unpacked."""
+    f, raw = opened(path)
+    with raw, f, replacing(copy) as out, progress(raw, "unpacking") as bar:
+        while True:
+            try:
+                block = f.read(BLOCK)
+            except (EOFError, OSError, zlib.error, lzma.LZMAError) as e:
+                raise Unfit(f"damaged, {out.tell()} bytes could be unpacked ({e})") from e
+            if not block:
+                return Path(copy)
+            out.write(block)
+            bar.update(raw.tell() - bar.n)
+
+
+def recode(path, name, problem, copy):
+    """(in words what was done, the path of a copy in UTF-8). name: the user's file, of which `path` may be a copy."""
+    with open(path, "rb") as f:
+        start = max(0, problem.offset - SAMPLE // 2)
+        f.seek(start)
+        sample = f.read(SAMPLE)
+    found = encoding(sample[sample.find(b"\n") + 1 if start else 0:])
+    to = f"-t UTF-8 {quoted(name)} > {quoted(Path(name).stem + '.utf8.txt')}"
+    if not found and not problem.byte:
+        raise Unfit(problem.reason, f"if it is one, this takes zero bytes out: tr -d '\\000' < {quoted(name)} > "
+                                    f"{quoted(Path(name).stem + '.clean.txt')}")
+    if not found and damaged(sample):
+        raise Unfit(problem.reason, f"it is damaged UTF-8; this leaves out what is none: iconv -c -f UTF-8 {to}")
+    if not found:
+        raise Unfit(problem.reason, f"no encoding that can be told for certain; if you know it, say LATIN1: iconv -f LATIN1 {to}")
+    decoder, place = codecs.getincrementaldecoder(found)(), 0
+    with open(path, "rb") as f, replacing(copy) as out, progress(f, "converting") as bar:
+        while True:
+            block = f.read(BLOCK)
+            try:
+                out.write(decoder.decode(block, not block).encode())
+            except UnicodeDecodeError as e:
+                raise Unfit(f"{found}, but byte 0x{e.object[e.start]:02x} near offset {place + e.start} is none of it",
+                            f"this leaves such bytes out: iconv -c -f {found} {to}") from e
+            if not block:
+                return f"{found}, converted", Path(copy)
+            place += len(block)
+            bar.update(len(block))
+
+
+def blocks(path, whole_lines, update=lambda size: None):
+    """
+    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line feed; in a line that is longer
+    than a block it ends behind a character, or, with whole_lines, grows, up to LONGEST. update: told of each block's size.
+    """
+    offset, rest = 0, b""
+    with open(path, "rb") as f:
+        while True:
+            fresh = f.read(BLOCK)
+            block = rest + fresh
+            cut = block.rfind(b"\n") + 1
+            if fresh and not cut:
+                if whole_lines and len(block) > LONGEST:
+                    raise Unfit(f"a line of more than {LONGEST >> 20} MB at offset {offset}", "expected a document a line")
+                if whole_lines:
+                    rest = block
+                    continue
+                cut = character_start(block, max(0, len(block) - 4))
+            if not fresh:
+                cut = len(block)
+            check(block[:cut], offset)
+            if cut:
+                yield offset, block[:cut]
+            update(cut)
+            if not fresh:
+                return
+            offset, rest = offset + cut, block[cut:]
+
+
+def check(block, offset):
+    """Raises NotUTF8 where bytes, which stand at an offset of a file, are no text in UTF-8."""
+    wrong = block.find(b"\0")
+    try:
+        block.decode()
+    except UnicodeDecodeError as e:
+        wrong = e.start if wrong < 0 else min(wrong, e.start)
+    if wrong >= 0:
+        raise NotUTF8(block[wrong], offset + wrong)
+
+
+def character_start(block, at):
+    """The first position from `at` on where a UTF-8 character starts (or the end)."""
+    while at < len(block) and block[at] & 0xC0 == 0x80:
+        at += 1
+    return at
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+def write_lines(texts, column, copy):
+    """The path of a copy, .jsonl, of texts."""
+    with replacing(copy) as out:
+        for text in texts:
+            if text:
+                out.write(json.dumps({column: text}, ensure_ascii=False).encode() + b"\n")
+    return Path(copy)
+
+
+def lines(path, bar):
+    """Yields the lines of a text, with their ends."""
+    for offset, block in blocks(path, True, bar.update):
+        yield from io.StringIO(block.decode().lstrip("\ufeff") if not offset else block.decode(), newline="")
+
+
+def from_csv(path, column, copy):
+    """The path of a copy of the texts in a .csv or .tsv."""
+    csv.field_size_limit(LONGEST)
+
+    def texts(bar):
+        rows = lines(path, bar)
+        header = next(rows, "")
+        mark, place, names = find_column(header, column)
+        if mark is None:
+            raise no_column(column, names)
+        reader = csv.reader(rows, delimiter=mark, strict=True)
+        try:
+            for row in reader:
+                if row and len(row) <= place:
+                    raise Unfit(f"line {1 + reader.line_num} has {len(row)} fields, the first line {len(names)}")
+                yield row[place] if row else ""
+        except csv.Error as e:
+            raise Unfit(f"line {1 + reader.line_num} is no row of a table ({e})") from e
+
+    with open(path, "rb") as f, progress(f, "reading rows") as bar:
+        return write_lines(texts(bar), columns(column)[0], copy)
+
+
+def from_list(path, column, copy):
+    """The path of a copy of the texts in a .json that is a list of objects."""
+    decoder = json.JSONDecoder()
+
+    def texts(bar):
+        rest, count = "", 0
+        for _, block in blocks(path, False, bar.update):
+            rest, at = (rest + block.decode()).lstrip("\ufeff"), 0
+            while True:
+                at = re.compile(r"[\s,]*\[?\s*" if not count else r"[\s,]*").match(rest, at).end()
+                try:
+                    record, at = decoder.raw_decode(rest, at)
+                except (ValueError, RecursionError):
+                    break
+                count += 1
+                yield record_text(record, column, f"object {count}").decode()
+            rest = rest[at:]
+            if len(rest) > LONGEST:
+                raise Unfit(f"object {count + 1} is longer than {LONGEST >> 20} MB, or no JSON")
+        if rest.strip() != "]":
+            raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}", "expected a list of objects")
+
+    with open(path, "rb") as f, progress(f, "reading objects") as bar:
+        return write_lines(texts(bar), columns(column)[0], copy)
+
+
+def from_parquet(path, column, copy):
+    """The path of a copy of the texts in a Parquet table."""
+    try:
+        from pyarrow import parquet, types
+    except ImportError:
+        raise Unfit("a Parquet table, which needs a package", "pip install pyarrow") from None
+
+    def texts():
+        try:
+            table = parquet.ParquetFile(path)
+            schema = table.schema_arrow
+            name = next((name for name in columns(column) if name in schema.names), None)
+            if name is None:
+                raise no_column(column, schema.names)
+            if not types.is_string(schema.field(name).type) and not types.is_large_string(schema.field(name).type):
+                raise Unfit(f"column {name!r} holds {schema.field(name).type}", "expected strings")
+            with tqdm(total=table.metadata.num_rows, desc="reading rows", unit=" rows", leave=False, delay=1,
+                      dynamic_ncols=True) as bar:
+                for batch in table.iter_batches(256, columns=[name]):
+                    yield from batch.column(0).to_pylist()
+                    bar.update(len(batch))
+        except (OSError, ValueError) as e:
+            raise Unfit(f"a damaged Parquet table ({str(e).splitlines()[0]})") from e
+
+    return write_lines(texts(), columns(column)[0], copy)
+
+
+def no_column(column, names):
+    what = f"no column {' or '.join(map(repr, columns(column)))} but {listed(names)}" if names else "no row of names"
+    return Unfit(what, f"name the one that holds the text: --column={names[0]}" if names else "expected a table")
+
+
+def jsonl_text(line, column, number):
+    """The text (UTF-8 bytes) in a line of a .jsonl file."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise unlike(f"line {number} holds no JSON ({e})", column) from e
+    return record_text(record, column, f"line {number}")
+
+
+def record_text(record, column, where):
+    """The text (UTF-8 bytes) that an object of a .jsonl or .json holds under the column's name."""
+    if not isinstance(record, dict):
+        raise unlike(f"{where} holds no object but {json.dumps(record, ensure_ascii=False)[:40]}", column)
+    key = next((name for name in columns(column) if name in record), None)
+    if key is None:
+        raise unlike(f"{where} holds an object {f'with the keys {listed(record)}' if record else 'without keys'}", column)
+    if not isinstance(record[key], str):
+        raise unlike(f'{where} holds "{key}": {json.dumps(record[key])[:40]}', column)
+    try:
+        return record[key].encode()
+    except UnicodeEncodeError as e:
+        raise unlike(f"{where} holds a character that UTF-8 can't write ({e.object[e.start]!r})", column) from e
+
+
+def unlike(found, column):
+    names = " or ".join(f'"{name}"' for name in columns(column))
+    return Unfit(found, f"expected an object with a string under {names}")
+
+
+def listed(words, most=8):
+    """The first words of a list, separated by commas."""
+    words = [str(word) for word in words]
+    return ", ".join(words[:most] + ["..."] * (len(words) > most))

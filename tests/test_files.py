@@ -1,0 +1,331 @@
+"""Files of every kind: read with the right text, or answered in one line. The long ones are in long_files.py."""
+import base64
+import bz2
+import csv
+import errno
+import functools
+import gzip
+import importlib.util
+import io
+import json
+import lzma
+import os
+import pickle
+import struct
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from engine import encodings, kinds
+from tests.test_data import contents, documents, prose, refused
+
+ENGLISH = prose(4000)
+TEXTS = {  # sentences of our own, a language and an encoding each
+    "CP1252": [
+        "Il était une fois une petite fille qui aimait les fraises et la forêt près du château. Où êtes-vous allés cet été ?\n",
+        "Es war einmal ein Müller, der hatte drei Söhne, eine Mühle und einen Kater; die Söhne mußten früh aufstehen.\n",
+        "Había una vez un niño que vivía en la montaña. ¿Qué comió ayer? Comió piña, jamón y un poco de azúcar.\n",
+        "Era uma vez uma menina que não tinha irmãos. Às vezes ela contava histórias às avós e aos pássaros do sertão.\n",
+        "Det var en gång en pojke som åkte båt över ån till ön. Där låg en häst och sov under ett träd på ängen.\n",
+        "Es “waren” viele – sehr viele … They don’t know it’s 20 € or £15, and “that’s” that.\n"],
+    "GB18030": ["从前有一个小女孩，她住在森林旁边的一座小房子里。每天早上她都去河边打水，然后给妈妈做饭。\n",
+                "算法的时间复杂度取决于输入的大小，我们在第三章里会看到这一点。def f(x): return x  # 函数\n"],
+    "BIG5-HKSCS": ["從前有一個小女孩，她住在森林旁邊的一座小房子裡。每天早上她都去河邊打水，然後給媽媽做飯。\n"],
+    "CP932": ["むかしむかし、あるところに、おじいさんとおばあさんがいました。おじいさんは山へしばかりに行きました。\n",
+              "この関数は引数を二つ取り、その和を返します。print(x)と書くと表示されます。\n"],
+    "EUC-JP": ["むかしむかし、あるところに、おじいさんとおばあさんがいました。おじいさんは山へしばかりに行きました。\n"],
+    "CP949": ["옛날 어느 마을에 착한 소년이 살고 있었습니다. 소년은 매일 아침 산에 올라가서 나무를 했습니다.\n"],
+    "CP1251": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+    "KOI8-R": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+}
+OTHERS = {  # texts whose encoding is not known for certain, which must never be read as another
+    "cp1250": ["Byla jednou jedna sladká dívenka, kterou musel každý milovat; ale nejvíce ji měla ráda její babička.\n",
+               "Dawno temu żyła sobie mała dziewczynka, którą wszyscy lubili. Pewnego dnia poszła do lasu po świeże jagody.\n",
+               "Volt egyszer egy öreg király, akinek három fia és egy szép lánya volt. A legkisebb fiú erdőbe ment fűért.\n"],
+    "cp1254": ["Bir zamanlar küçük bir köyde yaşayan iyi kalpli bir kız vardı. Her sabah çeşmeye gidip su taşırdı.\n"],
+    "cp1253": ["Μια φορά κι έναν καιρό ήταν ένα μικρό κορίτσι που ζούσε κοντά στο δάσος με τη μητέρα του.\n"],
+    "cp1255": ["היה היתה פעם ילדה קטנה שגרה ליד היער עם אמא שלה, וכל בוקר הלכה אל הנהר להביא מים.\n"],
+    "cp1256": ["كان يا ما كان في قديم الزمان فتاة صغيرة تعيش قرب الغابة مع أمها وكانت تذهب كل صباح إلى النهر.\n"],
+    "cp874": ["กาลครั้งหนึ่งนานมาแล้ว มีเด็กหญิงตัวเล็กๆ อาศัยอยู่ใกล้ป่ากับแม่ของเธอ\n"],
+    "mac_roman": ["Il était une fois une fille qui aimait la forêt. Où êtes-vous allés cet été, près du château ?\n",
+                  "Es war einmal ein Müller, der hatte drei Söhne, eine Mühle und einen Kater; die Söhne mußten früh auf.\n",
+                  "“Hello,” she said. “I don’t know why it’s so.” “That’s fine,” he said.\n"],
+    "cp850": ["Il était une fois une fille qui aimait la forêt. Où êtes-vous allés cet été, près du château ?\n",
+              "Es war einmal ein Müller, der hatte drei Söhne, eine Mühle und einen Kater; die Söhne mußten früh auf.\n"],
+    "iso8859_5": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+    "cp866": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+    "mac_cyrillic": ["Жили-были Дед и Баба, и была у них Курочка Ряба. Снесла Курочка яичко, не простое, а золотое.\n"],
+    "utf-8": ["damaged \ud800 in \udfff places: café, naïve, 日本語\n"],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_encodings_told_for_certain(name):
+    for text in TEXTS[name]:
+        for many in text, text * 40, ENGLISH.replace("ï", "i") + text * 3:
+            assert encodings.encoding(many.encode(name)) == name, many[:200]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_encodings_that_are_not_are_not_guessed(name):
+    for text in OTHERS[name]:
+        for many in text, text * 40, ENGLISH.replace("ï", "i") + text * 3:
+            assert encodings.encoding(many.encode(name, "surrogatepass")) == "", many[:200]
+
+
+def test_unicode_by_its_zeros():
+    for text in [ENGLISH, *(texts[0] for name, texts in TEXTS.items())]:
+        for name in "UTF-16", "UTF-32", "UTF-16LE", "UTF-16BE", "UTF-32LE", "UTF-32BE":
+            if name[-2:] in ("LE", "BE") or name in ("UTF-16", "UTF-32"):
+                found = encodings.encoding((text * 9).encode(name))
+                assert found == name or not found and "16" in name and b"\0" not in (text * 9).encode(name)[1:2]
+    assert encodings.encoding(np.random.default_rng(1).bytes(9000)) == ""
+    assert encodings.encoding(b"\xff\xfe" + np.random.default_rng(1).bytes(9000)) == ""
+
+
+# ---- thirty kinds of file -------------------------------------------------------------------------------------------
+
+def zipped(*names):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as z:
+        for name in names:
+            z.writestr(name, "content")
+    return out.getvalue()
+
+
+def saved(thing):
+    out = io.BytesIO()
+    torch.save(thing, out)
+    return out.getvalue()
+
+
+def table(delimiter=",", column="text", quoting=csv.QUOTE_MINIMAL):
+    out = io.StringIO()
+    writer = csv.writer(out, delimiter=delimiter, quoting=quoting)
+    writer.writerows([["id", column, "note"], *([i, text, ""] for i, text in enumerate(ROWS))])
+    return out.getvalue()
+
+
+ROWS = [f'{prose(60, i).strip()}, "{i}"\nline; two\ttab é' for i in range(40)]
+OBJECTS = [{"id": i, "text": text} for i, text in enumerate(ROWS)]
+LINES = "".join(json.dumps(record) + "\n" for record in OBJECTS)
+FRENCH = TEXTS["CP1252"][0] * 20
+CHINESE = TEXTS["GB18030"][0] * 20
+PARQUET = base64.b64decode(  # 12 rows, written by pyarrow
+    "UEFSMRUEFewIFdABTBUYFQASAAAotS/9YDYB9QIAxAMrAAAAcm93IDA6IGEgY2Fmw6ksIGEgInF1b3RlIgphbmQgYSBzZWNvbmQgbGluZTEyMzQ1Njc4OSwx"
+    "MDENAMEjmCoiyFjwyMC8gckGpgzMG5hsYMrAvIFhl6/SAxUAFSAVMiwVGBUQFQYVBhwAAAAotS/9IBCBAAACAAAAGAEEBRAyVHaYugAAFQQZLDUAGAZzY2hl"
+    "bWEVAgAVDCUCGAR0ZXh0JQBMHAAAABYYGRwZHCYAHBUMGTUABhAZGAR0ZXh0FQwWGBbSCRbIAib4ASYIKSwVBBUAFQIAFQAVEBUCADwWjAgZBhkmABgAAAAW"
+    "0gkWGCYIFsgCACggcGFycXVldC1jcHAtYXJyb3cgdmVyc2lvbiAyNi4wLjEZHBwAAACYAAAAUEFSMQ==")
+
+READ = {  # name: (bytes of the file, its text, or the texts of its rows)
+    "plain.txt": (ENGLISH.encode(), ENGLISH),
+    "bom.txt": (b"\xef\xbb\xbf" + ENGLISH.encode(), ENGLISH),
+    "utf16.txt": (CHINESE.encode("utf-16"), CHINESE),
+    "utf16be.txt": (b"\xfe\xff" + FRENCH.encode("utf-16-be"), FRENCH),
+    "utf16le_without_bom.txt": (ENGLISH.encode("utf-16-le"), ENGLISH),
+    "utf32.txt": (CHINESE.encode("utf-32"), CHINESE),
+    "latin1.txt": (FRENCH.encode("latin-1"), FRENCH),
+    "gb18030.txt": (CHINESE.encode("gb18030"), CHINESE),
+    "sjis.txt": (TEXTS["CP932"][0].encode("cp932") * 20, TEXTS["CP932"][0] * 20),
+    "crlf.txt": (ENGLISH.replace("\n", "\r\n").encode(), ENGLISH.replace("\n", "\r\n")),
+    "mac.txt": (ENGLISH.replace("\n", "\r").encode(), ENGLISH.replace("\n", "\r")),
+    "one_line.txt": (ENGLISH.replace("\n", " ").encode(), ENGLISH.replace("\n", " ")),
+    "page.html": (b"<p>" + ENGLISH.encode(), "<p>" + ENGLISH),
+    "notes.md": (b"# Notes\n" + ENGLISH.encode(), "# Notes\n" + ENGLISH),
+    "code.py": (b"def f(x):\n    return x\n" * 30, "def f(x):\n    return x\n" * 30),
+    "no_suffix": (ENGLISH.encode(), ENGLISH),
+    "a.txt.gz": (gzip.compress(ENGLISH.encode()), ENGLISH),
+    "two_members.gz": (gzip.compress(ENGLISH[:99].encode()) + gzip.compress(ENGLISH[99:].encode()), ENGLISH),
+    "latin1.txt.gz": (gzip.compress(FRENCH.encode("latin-1")), FRENCH),
+    "a.bz2": (bz2.compress(ENGLISH.encode()), ENGLISH),
+    "a.xz": (lzma.compress(ENGLISH.encode()), ENGLISH),
+    "packed_but_named.txt": (gzip.compress(ENGLISH.encode()), ENGLISH),
+    "not_packed_but_named.gz": (ENGLISH.encode(), ENGLISH),
+    "a.jsonl": (LINES.encode(), ROWS),
+    "A.JSONL": (LINES.encode(), ROWS),
+    "bom.jsonl": (b"\xef\xbb\xbf" + LINES.encode(), ROWS),
+    "utf16.jsonl": (LINES.encode("utf-16"), ROWS),
+    "a.jsonl.gz": (gzip.compress(LINES.encode()), ROWS),
+    "list.json": (json.dumps(OBJECTS, indent=1).encode(), ROWS),
+    "lines.json": (LINES.encode(), ROWS),
+    "a.csv": (table().encode(), ROWS),
+    "excel.csv": (table(";").encode("utf-8-sig"), ROWS),
+    "latin1.csv": (table().encode("latin-1"), ROWS),
+    "utf16.tsv": (table("\t").encode("utf-16"), ROWS),
+    "a.csv.gz": (gzip.compress(table("|", "story", csv.QUOTE_ALL).encode()), ROWS),
+}
+REFUSED = {  # name: (bytes of the file, words of the answer)
+    "empty.txt": (b"", "is empty"),
+    "white.txt": (b" \n\t \n" * 200, "no text"),
+    "only_bom.txt": (b"\xef\xbb\xbf", "no text"),
+    "zeros.txt": (ENGLISH.encode() + b"\0\0" + ENGLISH.encode(), f"a zero byte at offset {len(ENGLISH.encode())}"),
+    "picture.txt": (b"\x89PNG\r\n\x1a\n" + bytes(999), "a PNG image; expected text"),
+    "weights.pt": (saved({"w": torch.ones(9)}), "a PyTorch file"),
+    "pickled.txt": (pickle.dumps(ROWS), "pickled; expected text"),
+    "model.gguf": (b"GGUF\3\0\0\0" + bytes(99), "a GGUF model"),
+    "model.safetensors": (struct.pack("<Q", 90) + b'{"w":{}' + b" " * 99, "a safetensors model"),
+    "texts.zip": (zipped("a.txt"), "unzip "), "report.docx": (zipped("[Content_Types].xml", "word/document.xml"), "Word document"),
+    "report.pdf": (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + bytes(99), "a PDF document; pdftotext"),
+    "texts.tar.gz": (gzip.compress(b"a.txt".ljust(257, b"\0") + b"ustar" + bytes(999)), "a tar archive; unpack it first: tar xf"),
+    "texts.zst": (b"\x28\xb5\x2f\xfd" + bytes(99), "damaged, " if sys.version_info >= (3, 14) else "unpack it first: zstd -d "),
+    "cut.gz": (gzip.compress(ENGLISH.encode())[:-99], "damaged, "),
+    "wrong.gz": (gzip.compress(ENGLISH.encode())[:-8] + bytes(8), "damaged, "),
+    "cut.bz2": (bz2.compress(ENGLISH.encode())[:-99], "damaged, "),
+    "cut.xz": (lzma.compress(ENGLISH.encode())[:-99], "damaged, "),
+    "mixed.txt": ("日本語の文章です。".encode() * 50 + b"\xff\xfe" + "日本語".encode() * 9, "iconv -c -f UTF-8 -t UTF-8 "),
+    "czech.txt": (OTHERS["cp1250"][0].encode("cp1250"), "iconv -f LATIN1 -t UTF-8 "),
+    "odd.txt": ((CHINESE.encode("utf-16") + b"\n\xd8\n\xd8")[:-1], "UTF-16, but byte"),
+    "surrogate.jsonl": (b'{"text": "\\ud800"}\n', "line 1 holds a character that UTF-8 can't write ('\\ud800')"),
+    "cut.jsonl": (LINES.encode()[:-20], "line 40 holds no JSON"),
+    "surrogate.json": (b'[{"text": "a"}, {"text": "\\udc00"}]', "object 2 holds a character that UTF-8 can't write"),
+    "cut.json": (json.dumps(OBJECTS).encode()[:-20], "object 40 is no JSON"),
+    "numbers.json": (b'[{"text": "a"}, 5]', "object 2 holds no object but 5"),
+    "other.csv": (table(column="body").encode(), "no column 'text' or 'story' but id, body, note; name the one"),
+    "short.csv": (b"id,text\n1,two\n3\n", "line 3 has 1 fields, the first line 2"),
+    "quote.csv": (table().encode() + b'7,"open', "is no row of a table"),
+    "nowhere.parquet": (b"PAR1" + bytes(99), "Parquet table"),
+}
+
+
+def both(folder):
+    """The documents of a prepared folder: those to train on, then those of the validation."""
+    d = data.load(folder)
+    return documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_files_that_are_read(name, tmp_path, capfd):
+    content, expected = READ[name]
+    (tmp_path / name).write_bytes(content)
+    folder = data.prepare(tmp_path / name, "byte", cache=tmp_path / "cache", workers=1)
+    train, val = both(folder)
+    if isinstance(expected, list):
+        assert sorted(train + val) == sorted(text.strip() for text in expected)
+    else:
+        assert expected in (train[0] + val[0], train[0] + " " + val[0])
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"{tmp_path / name}: ")]
+    for word, sign in ("unpacked", kinds.is_packed(tmp_path / name)), ("column", name.endswith(("csv", "tsv", "csv.gz"))):
+        assert any(word in line for line in said) == (sign or word == "column" and name == "list.json")
+    assert any(", converted" in line for line in said) == any(word in name for word in ("utf16", "utf32", "latin1", "18030", "sjis"))
+    assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
+    assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == [name] and (tmp_path / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_files_that_are_answered_in_one_line(name, tmp_path, capfd):
+    content, words = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    line = refused(capfd, lambda: data.prepare(tmp_path / name, "byte", cache=tmp_path / "cache", workers=1))
+    assert words in line and line.startswith(f"error: {tmp_path / name}: ")
+    assert not list(tmp_path.glob("cache/[!.]*")) and (tmp_path / name).read_bytes() == content
+
+
+def test_parquet(tmp_path, monkeypatch, capfd):
+    """Read where its package is installed; else the line names it."""
+    (tmp_path / "a.parquet").write_bytes(PARQUET)
+    call = functools.partial(data.prepare, tmp_path / "a.parquet", "byte", cache=tmp_path / "cache", workers=1)
+    if importlib.util.find_spec("pyarrow"):
+        train, val = both(call())
+        assert sorted(train + val) == sorted(f'row {i}: a café, a "quote"\nand a second line' for i in range(12))
+        assert "no column 'body' but text; name the one that holds the text: --column=text" in refused(
+            capfd, lambda: call(column="body"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert refused(capfd, lambda: call(val_fraction=0.3)).endswith("a Parquet table, which needs a package; pip install pyarrow")
+
+
+def test_a_column_by_name(tmp_path, capfd):
+    (tmp_path / "a.csv").write_text(table(column="body"))
+    (tmp_path / "b.jsonl").write_text(LINES.replace('"text"', '"body"'))
+    for name in "a.csv", "b.jsonl":
+        train, val = both(data.prepare(tmp_path / name, "byte", cache=tmp_path / "cache", workers=1, column="body"))
+        assert sorted(train + val) == sorted(ROWS)
+    assert "the keys id, body; expected" in refused(
+        capfd, lambda: data.prepare(tmp_path / "b.jsonl", "byte", cache=tmp_path / "cache", workers=1))
+
+
+# ---- what is no file, and folders -----------------------------------------------------------------------------------
+
+def test_things_that_are_no_files(tmp_path, capfd):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    (tmp_path / "broken.txt").symlink_to("nowhere")
+    (tmp_path / "folder.txt").mkdir()
+    call = functools.partial(data.prepare, vocab_source="byte", cache=tmp_path / "cache", workers=1)
+    for name, words in ("pipe.txt", "not a regular file"), ("loop.txt", "no such file"), ("broken.txt", "no such file"), \
+            ("folder.txt", "a folder without text files"):
+        assert words in refused(capfd, lambda: call(tmp_path / name))
+    (tmp_path / "real.txt").write_text(ENGLISH)
+    (tmp_path / "linked.txt").symlink_to("real.txt")
+    train, val = both(call(tmp_path))
+    assert train[0] == ENGLISH and train[1] + " " + val[0] == ENGLISH
+    assert "3 file(s) hidden or of another kind: broken.txt, loop.txt, pipe.txt" in capfd.readouterr().out
+
+
+def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, capfd):
+    for name in "a.txt", "b.txt", "secret.txt":
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_text(ENGLISH)
+    monkeypatch.setattr(kinds, "open", lambda path, *how: open_unless_secret(path, *how), raising=False)
+
+    def open_unless_secret(path, *how):
+        if "secret" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return open(path, *how)
+
+    call = functools.partial(data.prepare, tmp_path / "in", "byte", cache=tmp_path / "cache", workers=1)
+    assert f"1 of 3 files can't be read: {tmp_path}/in/secret.txt: Permission denied; --skip_bad=True" in refused(capfd, call)
+    folder = call(skip_bad=True)
+    assert data.load(folder).meta["skipped"] == [f"{tmp_path}/in/secret.txt"] and both(folder)[0][0] == ENGLISH
+    assert data.load(folder).meta["train_documents"] == 2
+
+
+def test_all_bad_files_of_a_folder_are_told_at_once(tmp_path, capfd):
+    bad = {"b.txt": b"\x89PNG\r\n\x1a\n", "c.jsonl": b'{"text": 5}\n', "d.txt.gz": gzip.compress(ENGLISH.encode())[:-9],
+           "e.txt": CHINESE.encode() + b"\xff", "f.csv": b"a,text\n1\n"}
+    (tmp_path / "in").mkdir()
+    for i in range(30):
+        (tmp_path / f"in/good{i:02}.txt").write_text(ENGLISH)
+    for name, content in bad.items():
+        (tmp_path / "in" / name).write_bytes(content)
+    call = functools.partial(data.prepare, tmp_path / "in", "byte", cache=tmp_path / "cache", workers=1)
+    line = refused(capfd, call)
+    assert "5 of 35 files can't be read: " in line and line.endswith("--skip_bad=True leaves such files out")
+    reasons = ["a PNG image", 'line 1 holds "text": 5', "damaged, ", f"byte 0xff at offset {len(CHINESE.encode())}", "line 2 has 1"]
+    for name, reason in zip(bad, reasons):
+        assert f"{tmp_path}/in/{name}: {reason}" in line or f"{tmp_path}/in/{name}: not UTF-8 ({reason}" in line
+    d = data.load(call(skip_bad=True))
+    assert (d.meta["train_documents"], d.meta["val_documents"]) == (27, 3) and [p.rsplit("/")[-1] for p in d.meta["skipped"]] == sorted(bad)
+    assert "5 of 35 files, which can't be read: " in capfd.readouterr().out
+
+
+def test_a_source_tree(tmp_path, capfd):
+    """Code and prose, more than the few documents that lie between: all files that are text."""
+    files = {"README.md": "# A program\n" * 9, "src/a.py": "print(1)\n" * 99, "src/b.c": "int x;\n" * 99,
+             "requirements.txt": "numpy\n", "Makefile": "all:\n\tcc\n" * 9}
+    others = {"logo.png": b"\x89PNG\r\n\x1a\n", "data.bin": bytes(range(256)) * 99, ".git/config": b"x = 1\n" * 999,
+              "src/__pycache__/a.pyc": b"code", ".hidden": b"text\n" * 99}
+    for name, content in {**{name: text.encode() for name, text in files.items()}, **others}.items():
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes(content)
+    train, val = both(data.prepare(tmp_path / "tree", "byte", cache=tmp_path / "cache", workers=1, val_fraction=0.01))
+    assert "".join("".join(files[name] for name in sorted(files)).split()) == "".join("".join(train + val).split())
+    said = capfd.readouterr().out
+    assert "3 file(s) hidden or of another kind: .hidden, data.bin, logo.png" in said and "2 folder(s): .git" in said
+    (tmp_path / "tree/book.txt").write_text(ENGLISH)  # now the folder is one of documents
+    train, val = both(data.prepare(tmp_path / "tree", "byte", cache=tmp_path / "cache", workers=1))
+    assert len(train + val) == 3 and "7 file(s) hidden or of another kind" in capfd.readouterr().out
+
+
+def test_a_folder_of_every_kind(tmp_path):
+    """Packed, converted and plain files together, in the order of their names, by several processes the same bytes as by one."""
+    (tmp_path / "in").mkdir()
+    for name in "plain.txt", "gb18030.txt", "a.txt.gz", "a.jsonl", "a.csv", "list.json", "latin1.csv":
+        (tmp_path / "in" / name).write_bytes(READ[name][0])
+    one, two = (data.prepare(tmp_path / "in", "byte", cache=tmp_path / f"cache{n}", workers=n) for n in (1, 2))
+    assert contents(one) == contents(two)
+    train, val = both(one)
+    assert {*ROWS, ENGLISH, CHINESE} <= {*train, *val} and len(train + val) in (4 * 40 + 3, 4 * 40 + 4)
