@@ -413,8 +413,9 @@ def read_files(job, copies):
                 found, where = np.empty((0, 3), np.int64), []
             documents.append(np.insert(found, 0, number, axis=1))
             cuts.append(where)
+            found = where = None  # of millions of documents one array is enough
     tell(job, {words: files for words, files in changed.items() if words})
-    documents = np.concatenate(documents)
+    documents = np.concatenate(documents) if len(documents) > 1 else documents[0]
     if not len(documents):
         raise Unfit(f"{job['source']}: no text, only white space")
     return documents, cuts
@@ -467,7 +468,7 @@ def scan(path, column, update=lambda size: None):
         cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + len(block)])
     if not jsonl and text:
         found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * (len(found) > 0)))
-    return np.array(found, np.int64).reshape(-1, 3), np.array(cuts, np.int64)
+    return np.frombuffer(found, np.int64).reshape(-1, 3), np.frombuffer(cuts, np.int64)
 
 
 def split(documents, job):
@@ -515,12 +516,13 @@ def segments(documents, cuts):
         pieces[-1, 3] |= LAST
         rows += [documents[done:k], pieces]
         done = k + 1
-    return np.concatenate(rows + [documents[done:]])
+    return np.concatenate([*rows, documents[done:]]) if rows else documents
 
 
 def texts(job, rows):
     """Yields (text, bytes, flags, bits) of every document, segment or story of some rows; bits are those of stories."""
-    for file, group in itertools.groupby(rows.tolist(), key=lambda row: row[0]):
+    some = (row for at in range(0, len(rows), 1 << 12) for row in rows[at:at + (1 << 12)].tolist())
+    for file, group in itertools.groupby(some, key=lambda row: row[0]):
         if job["stories"]:
             for _, start, end, flags in group:
                 for text, bits in (stories.write(SEED, number) for number in range(start, end)):
@@ -550,6 +552,9 @@ def vocabulary(job, rows, partial):
         return Tokenizer.load(path)
     temporary = path.with_name("new_" + path.name)
     if name == "custom":
+        size = min(weights(job, rows).sum(), stories.SAMPLE if job["stories"] else SAMPLE)
+        if size > 1 << 23:  # takes longer than one waits without a word
+            print(f"learning a vocabulary of {job['vocab_goal']:,} from {size / 1e6:.0f} MB of text: 10 to 60 seconds", flush=True)
         train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, bool(job["vocab_size"]), bool(job["vocab_most"]))
     elif name == "byte":
         Bytes().save(temporary)
@@ -582,8 +587,11 @@ def sample(job, rows):
 def characters(job, rows):
     """Every character of a source, as a str."""
     found = set()
-    for text, *_ in tqdm(texts(job, rows), desc="characters", leave=False, delay=1, dynamic_ncols=True):
-        found.update(text)
+    with tqdm(total=int(weights(job, rows).sum()), desc="characters", unit="B", unit_scale=True, leave=False, delay=1,
+              dynamic_ncols=True) as bar:
+        for text, size, *_ in texts(job, rows):
+            found.update(text)
+            bar.update(size)
     return "".join(found)
 
 
@@ -694,7 +702,7 @@ def assemble(job, rows, partial, tokenizer):
     dtype, tokens, counts = token_type(tokenizer), {}, np.zeros((2, 3))
     for split in ("train", "val"):
         def join(f, split=split):
-            for path in parts:
+            for path in tqdm(parts, desc=f"joining {split}.bin", unit=" parts", leave=False, delay=1, dynamic_ncols=True):
                 with np.load(path) as part:
                     f.write(part[split].tobytes())
 
