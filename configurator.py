@@ -15,6 +15,7 @@ import ast
 import atexit
 import contextlib
 import difflib
+import functools
 import math
 import os
 import runpy
@@ -140,8 +141,12 @@ def reader_gone():
     return bool(poll.poll(0))
 
 
+@functools.cache
 def source_knobs(path):
-    """{name: (value, section, comment)} of the knobs of a script, in the order of its source."""
+    """
+    {name: (value, section, comment)} of the knobs of a script, in the order of its source. Read once: a script that is
+    edited while it runs goes on with the knobs it has.
+    """
     source, found = Path(path).read_text(encoding="utf-8"), {}
     lines = source.splitlines()
     sections = {n: line[6:].strip(" -") for n, line in enumerate(lines, 1) if line.startswith("# ---- ")}

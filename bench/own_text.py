@@ -4,12 +4,17 @@ drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of t
 
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
+With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too: its rate falls over as many steps as the
+time allows, at the speed of a first short run. Of its losses, each over 20 batches, the least counts.
+
 A run that overfits counts with its best evaluation. With two workers of one thread each, two runs share the machine all the
 time, ours too. A vocabulary of 0 in a draw stands for bytes.
 """
 import concurrent.futures
+import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import compare
 import sweep
+import time_to_loss
 from configurator import configure, fail, read_file
 
 minutes = 1.0            # of every run
@@ -26,6 +32,7 @@ workers = 2              # runs at a time
 threads = 1              # of each
 out_dir = "out/own_text"  # runs go here; what is there already is not run again
 seed = 1                 # of the draws
+nanogpt = ""             # folder of nanoGPT
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -62,6 +69,29 @@ def train(text, name, words):
     return min(losses), losses[-1], float((folder / "seconds").read_text()), config["n_params"], said
 
 
+def nano(text):
+    """(bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
+    folder = Path(nanogpt, "data", "own")
+    folder.mkdir(exist_ok=True)
+    shutil.copy(Path(nanogpt, "data/shakespeare_char/prepare.py"), folder)
+    shutil.copy(text, folder / "input.txt")
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    subprocess.run([sys.executable, folder / "prepare.py"], check=True, capture_output=True)
+
+    def run(steps, interval):
+        start = time.perf_counter()
+        command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), "--dataset=own", f"--max_iters={steps}",
+                   f"--lr_decay_iters={steps}", f"--eval_interval={interval}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
+        done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
+        return min(map(float, time_to_loss.SAID.findall(done.stdout))), time.perf_counter() - start
+
+    (_, short), (_, longer) = run(50, 50), run(150, 50)  # the longer has two evaluations and 100 steps more
+    per_step = (longer - short) / 100
+    loss, seconds = run(max(50, round((60 * minutes - short) / per_step)), 250)
+    text = Path(text).read_text(encoding="utf-8")
+    return loss / math.log(2) * len(text) / len(text.encode()), seconds
+
+
 def main(texts):
     jobs = [(text, name, words) for text in texts
             for name, words in [("rules", [f"--minutes={minutes}"]), *((f"try{n}", words) for n, words in enumerate(draws()))]]
@@ -71,8 +101,12 @@ def main(texts):
     for text in texts:
         best, last, seconds, *_ = found[text, "rules"]
         others = sorted((found[text, name], name) for t, name in found if t == text and name != "rules")
-        most = others[0][0][0]
+        most = others[0][0][0] if others else math.nan
         print(f"| {Path(text).name} | {last:.4f} | {best:.4f} | {seconds:.1f} | {most:.4f} | {best / most:.3f} |", flush=True)
+    for text in texts if nanogpt else ():
+        bits, seconds = nano(text)
+        print(f"nanoGPT on {Path(text).name}: {bits:.4f} bits per byte after {seconds:.1f} s; ours has "
+              f"{found[text, 'rules'][0] / bits:.3f} of it")
     for text in texts:
         print(f"\n{Path(text).name}\n  rules: {found[text, 'rules'][0]:.4f} {found[text, 'rules'][4]}")
         for result, name in sorted((found[t, name], name) for t, name in found if t == text and name != "rules")[:5]:

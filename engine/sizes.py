@@ -99,8 +99,8 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
 
 def shape(s, given, dim, size):
     """The plan's part that the width decides, without what is given."""
-    layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
-    context = min(64 * 2 ** round(math.log2(max(1, dim / 80))), 1024)
+    layers = s.n_layers if "n_layers" in given else max(2 if dim < 96 else 3, dim // 64)
+    context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
     while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
         context //= 2
     tokens = max(512, 8 * dim)
@@ -139,8 +139,8 @@ def blocks_for(size):
 
 
 def tokens_for(blocks):
-    """Tokens that so many parameters in the blocks want at least: two each for small models, 20 from 50 million on."""
-    return blocks * min(20, 2 * max(1, blocks / 200_000) ** 0.42)
+    """Tokens that so many parameters in the blocks want at least: three each for small models, 20 from 30 million on."""
+    return blocks * min(20, 3 * max(1, blocks / 300_000) ** 0.42)
 
 
 def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
@@ -179,7 +179,7 @@ def dropout_for(epochs):
 
 def rate_for(dim):
     """The rate of Muon, and of AdamW for the rest."""
-    return float(f"{6e-3 * min(1, (128 / dim) ** 0.5):.1e}")
+    return float(f"{min(5e-3, 4.5e-3 * (96 / dim) ** 0.5):.1e}")
 
 
 def training_seconds(minutes):

@@ -250,3 +250,18 @@ def test_a_training_as_people_type_it_ends_well_though_nobody_reads_what_it_says
 
 def test_size_is_a_feature():
     assert len((ROOT / "configurator.py").read_text().splitlines()) < 300
+
+
+def test_a_script_that_is_edited_while_it_runs_keeps_its_knobs(tmp_path):
+    """A training reads its settings again at its end, hours later."""
+    script = tmp_path / "script.py"
+    script.write_text(f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+from configurator import configure, settings
+knob = 1
+configure(globals())
+open(__file__, "a").write("another = 2\\n")
+print(settings(globals()))
+""")
+    done = subprocess.run([sys.executable, script, "--knob=3"], capture_output=True, text=True)
+    assert done.stdout == "{'knob': 3}\n", done.stderr
