@@ -13,12 +13,15 @@ KOREAN = ("이다는을의에가고하지은도로를한서사있어인기그나
 KANA = "".join(map(chr, range(0x3041, 0x3097)))
 CYRILLIC = "оеаинтсрвлкмдпуяы"
 FREQUENT = {"GB18030": (CHINESE, 0.2), "BIG5-HKSCS": (CHINESE, 0.2), "CP932": (KANA, 0.2), "EUC-JP": (KANA, 0.2),
-            "CP949": (KOREAN, 0.25), "CP1251": (CYRILLIC, 0.6), "KOI8-R": (CYRILLIC, 0.6)}
-# The letters of French, German, Spanish, Portuguese, Italian, Swedish, Danish, Icelandic, Dutch, Catalan, Estonian that ASCII
-# lacks. No language has letters of all: such a text is Czech, Polish or another in an encoding that puts other letters there.
-WESTERN = ("àâçèéêëîïôùûüœæ", "äöüßé", "áéíóúüñ¿¡", "áàâãçéêíóôõúüªº", "àèéìíîòóùú", "åäöé", "æøåéô", "áðéíóúýþæö",
-           "áéèêëïíóôöúü", "àçèéíïòóúü·", "äõöü")
-MARKS = "’‘“”„«»‹›–—…•°§£€©®™´\xa0\xad"  # found with all of them
+            "CP949": (KOREAN, 0.25), "CP1251": (CYRILLIC, 0.6), "KOI8-U": (CYRILLIC, 0.6)}
+# Of French, German, Spanish, Portuguese, Italian, Swedish, Danish, Dutch, Catalan, Finnish and Estonian: letters beyond ASCII that
+# are frequent, and all of them. No language has all letters; what has others is Czech, Turkish or another in its own encoding.
+WESTERN = (("é", "àâçèéêëîïôùûüœæ"), ("äöü", "äöüßé"), ("áéíóñ", "áéíóúüñºª"), ("ç", "áàâãçéêíóôõúüªº"), ("àèìòù", "àèéìíîòóùú"),
+           ("åä", "åäöé"), ("øåæ", "æøåéô"), ("ëïé", "áéèêëïíóôöúü"), ("àèò", "àçèéíïòóúü"), ("äõ", "äõöü"))
+MARKS = "’‘“”„«»‹›–—…•°§£€©®™´¿¡\xa0\xad²³½¼¾×±µ·"  # found in all languages
+# Marks where letters should be: as the letters of DOS, old Macs and ISO-8859-15 would be read. A dash between words is none.
+STRANGE = re.compile("[a-zß-ÿ][À-ÞŒ]|[^\\W\\d_](?:[‘„‹£•¡¿]|[“”»›…°\xa0²³½¼¾×±µ](?=[^\\W\\d_])|—\\s)"
+                     "|(?:^|\\s)(?:[”›…]|[²³½¼¾×±µ°§©®™´·])(?=[^\\W\\d_])")
 BOMS = [(codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"), (codecs.BOM_UTF16_LE, "UTF-16"),
         (codecs.BOM_UTF16_BE, "UTF-16")]
 
@@ -80,27 +83,35 @@ def share(text, frequent):
     """How great a part of the letters beyond ASCII the frequent ones are; 0 where there are few letters, or odd ones."""
     letters = {c: n for c, n in Counter(text or "").items() if c > "\x7f" and c.isalpha()}
     total = sum(letters.values())
-    if total < 10 or frequent is CYRILLIC and not is_cyrillic(text, letters, total):
+    together = sum(map(len, re.findall("[^\\x00-\\x7f]{2,}", text or "")))
+    if total < 10 or 2 * together < total or frequent is CYRILLIC and not is_cyrillic(text, letters, total):
         return 0.0
     return sum(letters.get(c, 0) for c in set(frequent)) / total
 
 
 def is_cyrillic(text, letters, total):
     """
-    Whether letters are those of Russian, Ukrainian or Bulgarian, in words of their own, and the last ones of the alphabet are
-    among them, which Hebrew or Greek read as Cyrillic would not use.
+    Whether letters are those of Russian, Ukrainian or Bulgarian, in words of their own without capitals inside, and the last
+    ones of the alphabet are among them, which Hebrew, Greek or Thai read as Cyrillic would not use so.
     """
-    others = sum(n for c, n in letters.items() if c not in "ёЁіїєґІЇЄҐ" and not "А" <= c <= "я")
-    mixed = len(re.findall("[a-zA-Z][Ѐ-ӿ]|[Ѐ-ӿ][a-zA-Z]", text))
-    return 100 * others <= total and 20 * mixed <= total and 50 * sum(letters.get(c, 0) for c in "ыьэюя") > total
+    others = sum(n for c, n in letters.items() if c not in "ёЁіїєІЇЄ" and not "А" <= c <= "я")
+    others += sum(c > "\x7f" and not c.isalpha() and c not in "«»“”„–—…№’\xa0" for c in text)
+    mixed = len(re.findall("[a-zA-Z][Ѐ-ӿ]|[Ѐ-ӿ][a-zA-Z]", text)) + 10 * len(re.findall("[а-я][А-Я]", text))
+    return 100 * others <= total and 50 * mixed <= total and 50 * sum(letters.get(c, 0) for c in "ыьэюя") > total
 
 
 def is_western(text):
-    """Whether the letters beyond ASCII are few, and all those of one western language, in places where they may be."""
+    """Whether the letters beyond ASCII are few, and all those of one western language, or are none but marks in their places."""
     odd = {c: n for c, n in Counter(text or "").items() if c > "\x7f"}
-    letters = {c: n for c, n in odd.items() if c not in MARKS}
-    total = sum(letters.values())
-    known = max(sum(n for c, n in letters.items() if c.lower() in language) for language in WESTERN)
-    strange = len(re.findall("[a-zà-ÿ][À-ÞŒ]|[^\\W\\d_][„“«»°](?=[a-zà-ÿ])", text or ""))  # as old Macs' letters would be
-    return (sum(odd.values()) >= 3 and known >= 0.98 * total and 50 * strange <= sum(odd.values())
+    letters = Counter()
+    for c, n in odd.items():
+        letters[c.lower()] += n * (c not in MARKS)
+    letters, total, strange = +letters, sum(letters.values()), len(STRANGE.findall(text or ""))
+    dashes = len(re.findall("[^\\W\\d_]—(?=[^\\W\\d_])", text or ""))
+    known = any(sum(letters[c] for c in all_) >= 0.999 * total and sum(letters[c] for c in usual) >= 0.05 * total
+                for usual, all_ in WESTERN)
+    enough = not total or total >= 10 and len(letters) >= 2 and max(letters.values()) <= 0.95 * total
+    if re.search("[²³½¼¾×±©](?=[^\\W\\d_])", text or ""):  # letters of ISO-8859-15, Estonian or Polish
+        return False
+    return (sum(odd.values()) >= 3 and known and enough and 50 * strange + 5 * dashes <= sum(odd.values())
             and 4 * total <= sum(map(str.isalpha, text)))

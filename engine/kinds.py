@@ -430,7 +430,7 @@ def from_parquet(path, column, copy):
 
 def no_column(column, names):
     what = f"no column {' or '.join(map(repr, columns(column)))} but {listed(names)}" if names else "no row of names"
-    return Unfit(what, f"name the one that holds the text: --column={names[0]}" if names else "expected a table")
+    return Unfit(what, "name the one that holds the text: --column=NAME" if names else "expected a table")
 
 
 def jsonl_text(line, column, number):

@@ -26,10 +26,10 @@ from tests.test_data import contents, documents, prose, refused
 ENGLISH = prose(4000)
 TEXTS = {  # sentences of our own, a language and an encoding each
     "CP1252": [
-        "Il était une fois une petite fille qui aimait les fraises et la forêt près du château. Où êtes-vous allés cet été ?\n",
+        "Il était une fois une petite fille qui aimait les fraises et la forêt près du château. Où êtes-vous allés cet été ? À la fête, ça a été gai.\n",
         "Es war einmal ein Müller, der hatte drei Söhne, eine Mühle und einen Kater; die Söhne mußten früh aufstehen.\n",
         "Había una vez un niño que vivía en la montaña. ¿Qué comió ayer? Comió piña, jamón y un poco de azúcar.\n",
-        "Era uma vez uma menina que não tinha irmãos. Às vezes ela contava histórias às avós e aos pássaros do sertão.\n",
+        "Era uma vez uma criança que não tinha irmãos. Às vezes ela contava histórias às avós e aos pássaros do sertão.\n",
         "Det var en gång en pojke som åkte båt över ån till ön. Där låg en häst och sov under ett träd på ängen.\n",
         "Es “waren” viele – sehr viele … They don’t know it’s 20 € or £15, and “that’s” that.\n"],
     "GB18030": ["从前有一个小女孩，她住在森林旁边的一座小房子里。每天早上她都去河边打水，然后给妈妈做饭。\n",
@@ -40,7 +40,8 @@ TEXTS = {  # sentences of our own, a language and an encoding each
     "EUC-JP": ["むかしむかし、あるところに、おじいさんとおばあさんがいました。おじいさんは山へしばかりに行きました。\n"],
     "CP949": ["옛날 어느 마을에 착한 소년이 살고 있었습니다. 소년은 매일 아침 산에 올라가서 나무를 했습니다.\n"],
     "CP1251": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
-    "KOI8-R": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
+    "KOI8-U": ["Жила собі дівчинка, яку всі любили, і була в неї бабуся, що мешкала біля лісу; щоранку вона їла яблука.\n",
+               "Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
 }
 OTHERS = {  # texts whose encoding is not known for certain, which must never be read as another
     "cp1250": ["Byla jednou jedna sladká dívenka, kterou musel každý milovat; ale nejvíce ji měla ráda její babička.\n",
@@ -59,6 +60,9 @@ OTHERS = {  # texts whose encoding is not known for certain, which must never be
     "iso8859_5": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
     "cp866": ["Жили-были дед и баба, и была у них курочка ряба. Снесла курочка яичко, не простое, а золотое.\n"],
     "mac_cyrillic": ["Жили-были Дед и Баба, и была у них Курочка Ряба. Снесла Курочка яичко, не простое, а золотое.\n"],
+    "iso8859_15": ["Le cœur de la sœur bat à l'œuvre ; il a été très gêné, là-bas, près du château, où l'œil rêvait d'été.\n"],
+    "iso8859_2": ["Odată ca niciodată, o fată frumoasă locuia lângă pădure; dimineaţa aducea apă şi îşi ajuta mama.\n"],
+    "cp1257": ["Reiz dzīvoja maza meitene, kura mīlēja ogas un ābolus; katru rītu viņa gāja uz upi pēc ūdens.\n"],
     "utf-8": ["damaged \ud800 in \udfff places: café, naïve, 日本語\n"],
 }
 
@@ -66,8 +70,9 @@ OTHERS = {  # texts whose encoding is not known for certain, which must never be
 @pytest.mark.parametrize("name", TEXTS)
 def test_encodings_told_for_certain(name):
     for text in TEXTS[name]:
-        for many in text, text * 40, ENGLISH.replace("ï", "i") + text * 3:
+        for many in text * 2, text * 40, ENGLISH.replace("ï", "i") + text * 4:
             assert encodings.encoding(many.encode(name)) == name, many[:200]
+        assert encodings.encoding(text[:30].encode(name)) in (name, "")
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -231,7 +236,7 @@ def test_parquet(tmp_path, monkeypatch, capfd):
     if importlib.util.find_spec("pyarrow"):
         train, val = both(call())
         assert sorted(train + val) == sorted(f'row {i}: a café, a "quote"\nand a second line' for i in range(12))
-        assert "no column 'body' but text; name the one that holds the text: --column=text" in refused(
+        assert "no column 'body' but text; name the one that holds the text: --column=NAME" in refused(
             capfd, lambda: call(column="body"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refused(capfd, lambda: call(val_fraction=0.3)).endswith("a Parquet table, which needs a package; pip install pyarrow")
