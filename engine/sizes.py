@@ -77,7 +77,8 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
     """
     minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
     plan, free = {}, parallel.free_memory(device)
-    for dim in (s.dim,) if "dim" in given else WIDTHS:
+    heads = 2 * s.n_heads if "n_heads" in given else 1  # a head has an even width
+    for dim in (s.dim,) if "dim" in given else [width for width in WIDTHS if width % heads == 0]:
         wider, why = shape(s, given, dim, size), ""
         trial = copy.copy(s)
         vars(trial).update(values(wider))
@@ -103,10 +104,12 @@ def shape(s, given, dim, size):
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
     while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
         context //= 2
-    tokens = max(512, 8 * dim)
-    plan = {"dim": (dim, "the narrowest"),
+    context = s.max_seq_len if "max_seq_len" in given else context
+    heads = max(h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 or h == 1)
+    tokens = min(max(512, 8 * dim), max(256, size // 100))  # the smaller the text, the more a small batch helps
+    plan = {"dim": (dim, "as wide as the rules go"),
             "n_layers": (layers, "few: a short training makes more of width than of depth"),
-            "n_heads": (max(1, dim // (32 if dim < 512 else 64)), "32 dimensions each, from width 512 on 64"),
+            "n_heads": (heads, "32 dimensions each, from width 512 on 64"),
             "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
             "batch_size": (max(1, round(tokens / context)), f"sequences, some {tokens:,} tokens a step")}
     pieces = vocabulary(dim, layers, size)
@@ -159,7 +162,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "learning_rate": (rate_for(s.dim), "falls with the width"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
             "dropout": (dropout_for(epochs), "grows with how often the text is read"),
-            "weight_decay": (0.1 if epochs < 8 else 0.3, "0.3 where the text is read many times"),
+            "weight_decay": (0.1 if epochs < 50 else 0.3, "0.3 where the text is read very often"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
             "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / 1024))),
                            "thousand tokens, less than a hundredth of the time"),
@@ -170,16 +173,16 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
 
 def epochs_for(size):
     """How often a text of `size` bytes is read at most."""
-    return 100 * (max(size, 1000) / 10_000) ** -0.3
+    return 70 * (max(size, 1000) / 10_000) ** -0.28
 
 
 def dropout_for(epochs):
-    return 0.0 if epochs < 4 else 0.1 if epochs < 20 else 0.2 if epochs < 60 else 0.3
+    return 0.0 if epochs < 4 else 0.1 if epochs < 50 else 0.2
 
 
 def rate_for(dim):
     """The rate of Muon, and of AdamW for the rest."""
-    return float(f"{min(5e-3, 4.5e-3 * (96 / dim) ** 0.5):.1e}")
+    return float(f"{6e-3 * min(1, (64 / dim) ** 0.5):.1e}")
 
 
 def training_seconds(minutes):

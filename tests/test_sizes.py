@@ -90,6 +90,8 @@ def test_what_is_given_stays(monkeypatch):
     _, more = sizes.plan_length(s, {"dropout", "max_iters"}, meta, make_optimizer, CPU, torch.float32)
     assert not {"dropout", "max_iters"} & more.keys()
     assert plan(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
+    assert plan(monkeypatch, 1_000_000, dim=100).n_heads == 2 and plan(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
+    assert plan(monkeypatch, 1_000_000, max_seq_len=512).batch_size * 512 < 2500
 
 
 def test_memory_bounds_the_model(monkeypatch):
