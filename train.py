@@ -189,10 +189,7 @@ def model_args(dataset):
 
 
 def plan_from_time(given, *machine):
-    """
-    Take the sizes and steps that follow from the text, the machine (device, dtype) and --minutes, but for what is given.
-    Returns the prepared text and the run's clock.
-    """
+    """Take what follows from the text, the machine (device, dtype) and --minutes. Returns the prepared text and the clock."""
     shape = parallel.on_master(sizes.plan_shape, knobs(), given, text_bytes(data, cache, column), make_optimizer, *machine)
     globals().update(sizes.values(shape))
     prepared = load_data(machine[0])

@@ -5,7 +5,6 @@ import csv
 import errno
 import functools
 import gzip
-import importlib.util
 import io
 import json
 import lzma
@@ -233,11 +232,10 @@ def test_parquet(tmp_path, monkeypatch, capfd):
     """Read where its package is installed; else the line names it."""
     (tmp_path / "a.parquet").write_bytes(PARQUET)
     call = functools.partial(data.prepare, tmp_path / "a.parquet", "byte", cache=tmp_path / "cache", workers=1)
-    if importlib.util.find_spec("pyarrow"):
-        train, val = both(call())
-        assert sorted(train + val) == sorted(f'row {i}: a café, a "quote"\nand a second line' for i in range(12))
-        assert "no column 'body' but text; name the one that holds the text: --column=NAME" in refused(
-            capfd, lambda: call(column="body"))
+    train, val = both(call())
+    assert sorted(train + val) == sorted(f'row {i}: a café, a "quote"\nand a second line' for i in range(12))
+    assert "no column 'body' but text; name the one that holds the text: --column=NAME" in refused(
+        capfd, lambda: call(column="body"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refused(capfd, lambda: call(val_fraction=0.3)).endswith("a Parquet table, which needs a package; pip install pyarrow")
 
