@@ -53,7 +53,7 @@ def derive_from_depth(s, given, vocab):
 # A plan is {setting: (value, why)}. It has two parts: the shape is needed to make the vocabulary, and the length needs the
 # tokens of the text, which are counted with that vocabulary.
 
-WIDTHS = (32, 64, 96, 128, 160, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
 VOCABULARIES = (384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
 RESERVE = 0.03     # of the minutes, for what comes after the last step
@@ -100,7 +100,7 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
 
 def shape(s, given, dim, size):
     """The plan's part that the width decides, without what is given."""
-    layers = s.n_layers if "n_layers" in given else max(2 if dim < 96 else 3, dim // 64)
+    layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
     while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
         context //= 2
@@ -114,7 +114,7 @@ def shape(s, given, dim, size):
             "batch_size": (max(1, round(tokens / context)), f"sequences, some {tokens:,} tokens a step")}
     pieces = vocabulary(dim, layers, size)
     if not known_pieces(s) and not s.vocab_size and pieces:
-        plan["vocab_most"] = (pieces, "pieces: at most a third of the parameters, and one for 256 bytes of text")
+        plan["vocab_most"] = (pieces, "pieces: at most a third of the parameters, and one for 192 bytes of text")
     elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
         plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
     return {name: both for name, both in plan.items() if name not in given}
@@ -123,9 +123,9 @@ def shape(s, given, dim, size):
 def vocabulary(dim, n_layers, size):
     """
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
-    parameters, and a piece that comes less than once in 256 bytes is hardly learned.
+    parameters, and a piece that comes less than once in 192 bytes is hardly learned.
     """
-    most = min(6 * n_layers * dim, size // 256)
+    most = min(6 * n_layers * dim, size // 192)
     return max((v for v in VOCABULARIES if v <= most), default=0)
 
 
@@ -142,8 +142,8 @@ def blocks_for(size):
 
 
 def tokens_for(blocks):
-    """Tokens that so many parameters in the blocks want at least: three each for small models, 20 from 30 million on."""
-    return blocks * min(20, 3 * max(1, blocks / 300_000) ** 0.42)
+    """Tokens that so many parameters in the blocks want at least: two each for small models, 20 from 70 million on."""
+    return blocks * min(20, 2 * max(1, blocks / 300_000) ** 0.42)
 
 
 def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
@@ -177,7 +177,7 @@ def epochs_for(size):
 
 
 def dropout_for(epochs):
-    return 0.0 if epochs < 4 else 0.1 if epochs < 50 else 0.2
+    return 0.0 if epochs < 8 else 0.1 if epochs < 50 else 0.2
 
 
 def rate_for(dim):

@@ -52,7 +52,7 @@ def test_a_vocabulary_never_has_more_than_a_third_of_the_parameters(size):
     for dim in sizes.WIDTHS:
         for layers in (1, 2, 3, 8):
             pieces = sizes.vocabulary(dim, layers, size)
-            assert pieces * dim <= (12 * layers * dim ** 2 + pieces * dim) / 3 and pieces * 256 <= size
+            assert pieces * dim <= (12 * layers * dim ** 2 + pieces * dim) / 3 and pieces * 192 <= size
 
 
 def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monkeypatch):
