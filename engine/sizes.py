@@ -57,7 +57,7 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 
 VOCABULARIES = (384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
 RESERVE = 0.03     # of the minutes, for what comes after the last step
-EVALUATIONS = 16   # of a run
+EVALUATIONS = 12   # of a run
 WORTH = 0.006      # of a run's time, that one of them may take
 
 
@@ -106,7 +106,7 @@ def shape(s, given, dim, size):
         context //= 2
     context = s.max_seq_len if "max_seq_len" in given else context
     heads = max(h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 or h == 1)
-    tokens = min(max(512, 8 * dim), max(256, size // 100))  # the smaller the text, the more a small batch helps
+    tokens = min(batch_for(12 * layers * dim ** 2), max(256, size // 100))  # the smaller the text, the more a small batch helps
     plan = {"dim": (dim, "as wide as the rules go"),
             "n_layers": (layers, "few: a short training makes more of width than of depth"),
             "n_heads": (heads, "32 dimensions each, from width 512 on 64"),
@@ -144,6 +144,11 @@ def blocks_for(size):
 def tokens_for(blocks):
     """Tokens that so many parameters in the blocks want at least: two each for small models, 20 from 70 million on."""
     return blocks * min(20, 2 * max(1, blocks / 300_000) ** 0.42)
+
+
+def batch_for(blocks):
+    """Tokens of a step, by the FLOPs of the training, as in derive_from_depth."""
+    return max(512, round(0.05 * (9 * blocks * tokens_for(blocks)) ** 0.3271))
 
 
 def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
