@@ -107,14 +107,19 @@ def shape(s, given, dim, size):
     context = s.max_seq_len if "max_seq_len" in given else context
     heads = max(h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 or h == 1)
     tokens = min(batch_for(12 * layers * dim ** 2), max(256, size // 100))  # the smaller the text, the more a small batch helps
+    sequences = max(1, round(tokens / context))
+    passes = math.ceil(sequences / 32)
     plan = {"dim": (dim, "as wide as the rules go"),
             "n_layers": (layers, "few: a short training makes more of width than of depth"),
             "n_heads": (heads, "32 dimensions each, from width 512 on 64"),
             "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
-            "batch_size": (max(1, round(tokens / context)), f"sequences, some {tokens:,} tokens a step")}
-    pieces = vocabulary(dim, layers, size)
-    if not known_pieces(s) and not s.vocab_size and pieces:
-        plan["vocab_most"] = (pieces, "pieces: at most a third of the parameters, and one for 192 bytes of text")
+            "batch_size": (math.ceil(sequences / passes), f"sequences of a forward pass; a step has {tokens:,} tokens, about"),
+            "gradient_accumulation_steps": (passes, "forward passes a step")}
+    if passes == 1:
+        del plan["gradient_accumulation_steps"]
+    most = vocabulary(dim, layers, size)
+    if not known_pieces(s) and not s.vocab_size and most:
+        plan["vocab_most"] = (most, "pieces: at most a third of the parameters, and one for 192 bytes of text")
     elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
         plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
     return {name: both for name, both in plan.items() if name not in given}
