@@ -54,7 +54,6 @@ def derive_from_depth(s, given, vocab):
 # tokens of the text, which are counted with that vocabulary.
 
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
-VOCABULARIES = (384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
 MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
 RESERVE = 0.03     # of the minutes, for what comes after the last step
 EVALUATIONS = 12   # of a run
@@ -130,8 +129,8 @@ def vocabulary(dim, n_layers, size):
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
     parameters, and a piece that comes less than once in 192 bytes is hardly learned.
     """
-    most = min(6 * n_layers * dim, size // 192)
-    return max((v for v in VOCABULARIES if v <= most), default=0)
+    most = min(6 * n_layers * dim, size // 192, 32768) // 64 * 64
+    return most if most >= 384 else 0
 
 
 def known_pieces(s):
@@ -147,8 +146,8 @@ def blocks_for(size):
 
 
 def tokens_for(blocks):
-    """Tokens that so many parameters in the blocks want at least: two each for small models, 20 from 70 million on."""
-    return blocks * min(20, 2 * max(1, blocks / 300_000) ** 0.42)
+    """Tokens that so many parameters in the blocks want at least: 1.5 each for small models, 20 from 100 million on."""
+    return blocks * min(20, 1.5 * max(1, blocks / 300_000) ** 0.45)
 
 
 def batch_for(blocks):
