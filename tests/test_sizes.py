@@ -140,17 +140,17 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     words = (ROOT / "README.md").read_text(encoding="utf-8").encode()[:9000]
     (tmp_path / "my.txt").write_bytes(words)
     args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1"]
-    text = run(tmp_path, *args, "--minutes=0.1")
-    assert "minutes       0.1" in text and "as given" in text and "\nlimited by the " in text
+    text = run(tmp_path, *args, "--minutes=0.05")
+    assert "minutes       0.05" in text and "as given" in text and "\nlimited by the " in text
     assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
     stored = json.loads((tmp_path / "out/my/config.json").read_text())
     stored = stored.get("config", stored)
-    assert stored["minutes"] == 0.1 and stored["vocab_source"] == "byte" and stored["patience"] == 3
+    assert stored["minutes"] == 0.05 and stored["vocab_source"] == "byte" and stored["patience"] == 3
     last = rows(tmp_path / "out/my")[-1]
     assert math.isclose(last["epoch"], last["tokens"] / stored["dataset"]["train_tokens"])
-    assert "this run is finished" in run(tmp_path, *args) and "raise --minutes" in run(tmp_path, *args, "--minutes=0.1")
-    text = run(tmp_path, *args, "--minutes=0.15")
-    assert "minutes: 0.1 -> 0.15" in text and "finished: best" in text
+    assert "this run is finished" in run(tmp_path, *args) and "raise --minutes" in run(tmp_path, *args, "--minutes=0.05")
+    text = run(tmp_path, *args, "--minutes=0.09")
+    assert "minutes: 0.05 -> 0.09" in text and "finished: best" in text
     assert rows(tmp_path / "out/my")[-1]["iter"] > last["iter"]
 
 
