@@ -32,7 +32,7 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 
 from engine import prepare as preparation
-from engine.prepare import SEED, Prepared, load, text_bytes  # noqa: F401 (text_bytes is train.py's)
+from engine.prepare import SEED, Prepared, load
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path

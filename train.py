@@ -23,13 +23,13 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-from data import EVAL_TOKENS, Dataset, document_rows, prepare, text_bytes
+from data import EVAL_TOKENS, Dataset, document_rows, prepare
 from engine import checkpoint, parallel, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
-from engine.prepare import load, source_files
+from engine.prepare import load, source_files, text_bytes
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import Transformer
@@ -190,7 +190,8 @@ def model_args(dataset):
 
 def plan_from_time(given, *machine):
     """Take what follows from the text, the machine (device, dtype) and --minutes. Returns the prepared text and the clock."""
-    shape = parallel.on_master(sizes.plan_shape, knobs(), given, text_bytes(data, cache, column), make_optimizer, *machine)
+    size = parallel.on_master(text_bytes, data, cache, column)
+    shape = parallel.on_master(sizes.plan_shape, knobs(), given, size, make_optimizer, *machine)
     globals().update(sizes.values(shape))
     prepared = load_data(machine[0])
     seconds, length = parallel.on_master(sizes.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
@@ -244,7 +245,7 @@ def conclude(state, args, model, dataset, tracker, row):
     if there == wanted:
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
     tracker.finish()
-    if minutes:
+    if minutes and checkpoint.is_over(knobs(), state):
         say(sizes.limit(knobs(), state, row, dataset.meta))
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
 
@@ -271,8 +272,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
 
 def warn_of(error):
     if error:
-        say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries "
-            f"again")
+        say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries again")
 
 
 def go_back(model, opt, guard, writer):
@@ -290,10 +290,12 @@ def go_back(model, opt, guard, writer):
 def end_soon(model, opt, state, writer):
     """The validation loss has stopped falling: from the best weights on, the rate falls to its end in a fifth of the steps."""
     warn_of(parallel.on_master(writer.wait))
-    folder = parallel.on_master(checkpoint.pointer, out_dir, "best") or parallel.on_master(checkpoint.newest, out_dir)
-    checkpoint.take_weights(folder, model, opt)
+    folder = parallel.on_master(checkpoint.pointer, out_dir, "best")
+    if folder:  # else none could be saved, of which save has warned
+        checkpoint.take_weights(folder, model, opt)
     state["last"] = min(max_iters, state["step"] + max(1, state["best_step"] // 5))
-    say(f"no better validation loss since iter {state['best_step']}: back to its weights; iter {state['last']} is the last")
+    say(f"no better validation loss since iter {state['best_step']}: {'back to its weights; ' if folder else ''}"
+        f"iter {state['last']} is the last")
 
 
 def main(given):
@@ -333,8 +335,7 @@ def main(given):
         parallel.shard(model)
     opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-             "fixed": checkpoint.resume_signature(knobs(), args, dataset),
-             "clock": clock, "last": None}
+             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None}
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
@@ -343,8 +344,9 @@ def main(given):
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
     elif checkpoint.is_over(knobs(), state):
-        say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; "
-            f"raise {'--minutes' if minutes else '--max_iters'} to go on, or --init_from=scratch for a new one")
+        more = "" if state["last"] else f"raise --{'max_iters' if state['step'] >= max_iters else 'minutes'} to go on, or "
+        say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
+            f"--init_from=scratch for a new one")
     else:
         about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
@@ -375,8 +377,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     while True:
         step = state["step"]
         end = step >= s.max_iters
-        tokens = step * config["tokens_per_iter"]
-        row = {"iter": step, "tokens": tokens, "epoch": tokens / dataset.meta["train_tokens"]}
+        row = {"iter": step, "tokens": (tokens := step * config["tokens_per_iter"]), "epoch": tokens / dataset.meta["train_tokens"]}
         if step == 0:
             row["documents"] = document_rows(dataset)
         if watch.steps and (step % log_interval == 0 or end):
@@ -408,7 +409,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
             end_soon(raw_model, opt, state, writer)
             s.max_iters = state["last"]
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
-        rate = learning_rate_at(s, step, seconds / clock["end"])
+        rate = learning_rate_at(s, step, spent := seconds / clock["end"])
+        bar.total = min(s.max_iters, round(step / spent)) if spent and step else s.max_iters  # what the time allows
         for group in opt.param_groups:
             group["lr"] = rate
         loss, norm, taken = train_step(step, model, opt, dataset, device, amp, guard, update_norms)

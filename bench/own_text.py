@@ -17,6 +17,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -71,8 +72,11 @@ def train(text, name, words):
 
 def nano(text):
     """(bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
-    folder = Path(nanogpt, "data", "own")
-    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=Path(nanogpt, "data")) as folder:
+        return nano_in(Path(folder), text)
+
+
+def nano_in(folder, text):
     shutil.copy(Path(nanogpt, "data/shakespeare_char/prepare.py"), folder)
     shutil.copy(text, folder / "input.txt")
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
@@ -80,7 +84,7 @@ def nano(text):
 
     def run(steps, interval):
         start = time.perf_counter()
-        command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), "--dataset=own", f"--max_iters={steps}",
+        command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), f"--dataset={folder.name}", f"--max_iters={steps}",
                    f"--lr_decay_iters={steps}", f"--eval_interval={interval}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
         done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
         return min(map(float, time_to_loss.SAID.findall(done.stdout))), time.perf_counter() - start

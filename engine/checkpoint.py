@@ -624,6 +624,8 @@ def restore(s, folder, now, opt):
         what = other_data(s, folder) if name == "data" else f"holds a run with {name}={before[name]}, now it is {now[name]}"
         fail(f"{s.out_dir} {what}; give the old value to resume it, another --out_dir, or --init_from=scratch"
              f"{'' if never else ', or --force_resume=True'}")
+    if s.minutes and "minutes" not in train["state"]["clock"]:
+        fail(f"{s.out_dir} holds a run whose sizes do not follow from --minutes; --max_minutes limits the time of this session")
     opt.load_state_dict(train["optimizer"])
     return train["state"]
 

@@ -13,7 +13,7 @@ def check_settings(s):
         if getattr(s, name) < 1:
             fail(f"{name} is {getattr(s, name)}, expected at least 1")
     if s.minutes and (s.depth or s.max_minutes):
-        fail(f"--minutes={s.minutes:g} and --{'depth' if s.depth else 'max_minutes'}: expected one; the sizes follow from either")
+        fail(f"--minutes={s.minutes:g} and --{'depth' if s.depth else 'max_minutes'}: expected one of them")
     for name in ("eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "vocab_most", "depth",
                  "minutes", "patience", "peak_tflops"):
         if getattr(s, name) < 0:

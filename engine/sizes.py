@@ -225,6 +225,8 @@ def limit(s, state, row, meta):
     read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * epochs:.2g} % of it was read"
     if state["last"]:
         return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
+    if state["step"] >= s.max_iters and epochs < 0.9 * epochs_for(meta["train_bytes"]):
+        return f"limited by --max_iters={s.max_iters}, as given ({read})"
     if state["step"] >= s.max_iters:
         return f"limited by the text ({read}): more text lowers the loss, more time hardly"
     if row["tokens"] > 4 * tokens_for(blocks):

@@ -111,7 +111,8 @@ def test_the_limit_that_is_told():
     told = lambda state, **more: sizes.limit(s, {"last": None, "step": 50} | state, row | more, meta)
     assert "by the time (40 % of it was read): --minutes=20" in told({})
     assert "known by heart (read 30 times)" in told({"last": 50}, epoch=30.0)
-    assert "by the text (read 30 times)" in told({"step": 100}, epoch=30.0)
+    assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
+    assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})
     assert "a larger --dim (now 96)" in told({}, tokens=10 ** 9)
 
 
@@ -169,4 +170,15 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     assert found[turn] > found[best] == min(loss for step, loss in found.items() if step <= turn)
     assert max(found) == turn + max(1, best // 5) and list(found.values())[-1] <= 1.02 * min(found.values())
     assert checkpoint.load(checkpoint.newest(tmp_path / "run"), "train")["state"]["last"] == max(found)
-    assert "this run is finished" in run(tmp_path, *args)
+    done = run(tmp_path, *args)
+    assert "this run is finished" in done and "raise" not in done  # which would not help
+    refused = subprocess.run([sys.executable, ROOT / "train.py", *args, "--minutes=1"], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "run holds a run whose sizes do not follow from --minutes; --max_minutes limits" in refused.stderr
+
+
+def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "out_dir", str(tmp_path))
+    state = {"step": 60, "best_step": 30}
+    train.end_soon(None, None, state, SimpleNamespace(wait=lambda: None))  # on a full disk: neither best nor newest
+    assert state["last"] == 66 and "since iter 30: iter 66 is the last" in capsys.readouterr().out
