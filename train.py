@@ -267,35 +267,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
             export_model(whole, args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
 
     if parallel.master or parallel.is_sharded(model):
-        warn_of(writer.start(work))
-
-
-def warn_of(error):
-    if error:
-        say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries again")
-
-
-def go_back(model, opt, guard, writer):
-    """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
-    warn_of(parallel.on_master(writer.wait))
-    folder = parallel.on_master(checkpoint.newest, out_dir)
-    if folder is None:
-        fail(f"{max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
-             f"back to; lower the learning_rate (now {learning_rate})")
-    checkpoint.take_weights(folder, model, opt)
-    guard.state["in_a_row"] = 0
-    say(f"warning: {max_skips} steps in a row were skipped; going on with the weights of {folder}")
-
-
-def end_soon(model, opt, state, writer):
-    """The validation loss has stopped falling: from the best weights on, the rate falls to its end in a fifth of the steps."""
-    warn_of(parallel.on_master(writer.wait))
-    folder = parallel.on_master(checkpoint.pointer, out_dir, "best")
-    if folder:  # else none could be saved, of which save has warned
-        checkpoint.take_weights(folder, model, opt)
-    state["last"] = min(max_iters, state["step"] + max(1, state["best_step"] // 5))
-    say(f"no better validation loss since iter {state['best_step']}: {'back to its weights; ' if folder else ''}"
-        f"iter {state['last']} is the last")
+        checkpoint.warn_of(writer.start(work))
 
 
 def main(given):
@@ -402,12 +374,11 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 metric = row.get("loss/val", math.inf)
                 save(writer, state, args, raw_model, opt, dataset, config, metric)
             if guard.state["in_a_row"] >= max_skips:
-                go_back(raw_model, opt, guard, writer)
+                checkpoint.go_back(s, raw_model, opt, guard, writer)
         if end or stop:
             break
         if patience and due and not state["last"] and step - (state["best_step"] or step) >= patience * eval_interval:
-            end_soon(raw_model, opt, state, writer)
-            s.max_iters = state["last"]
+            s.max_iters = state["last"] = checkpoint.end_soon(s, raw_model, opt, state, writer)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
         rate = learning_rate_at(s, step, spent := seconds / clock["end"])
         bar.total = min(s.max_iters, round(step / spent)) if spent and step else s.max_iters  # what the time allows
@@ -424,7 +395,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         watch.steps += 1
         bar.update()
     bar.close()
-    warn_of(writer.wait())
+    checkpoint.warn_of(writer.wait())
     parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)
 
 

@@ -606,6 +606,39 @@ def take_weights(folder, model, opt):
     opt.load_state_dict(load(folder, "train")["optimizer"])
 
 
+def warn_of(error):
+    if error:
+        parallel.say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries "
+                     f"again")
+
+
+def go_back(s, model, opt, guard, writer):
+    """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
+    warn_of(parallel.on_master(writer.wait))
+    folder = parallel.on_master(newest, s.out_dir)
+    if folder is None:
+        fail(f"{s.max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
+             f"back to; lower the learning_rate (now {s.learning_rate})")
+    take_weights(folder, model, opt)
+    guard.state["in_a_row"] = 0
+    parallel.say(f"warning: {s.max_skips} steps in a row were skipped; going on with the weights of {folder}")
+
+
+def end_soon(s, model, opt, state, writer):
+    """
+    The validation loss has stopped falling: go back to the best weights, from which the rate falls to its end in a fifth
+    of their steps. Returns the run's last step.
+    """
+    warn_of(parallel.on_master(writer.wait))
+    folder = parallel.on_master(pointer, s.out_dir, "best")
+    if folder:  # else none could be saved, of which the trainer was warned
+        take_weights(folder, model, opt)
+    last = min(s.max_iters, state["step"] + max(1, state["best_step"] // 5))
+    parallel.say(f"no better validation loss since iter {state['best_step']}: {'back to its weights; ' if folder else ''}"
+                 f"iter {last} is the last")
+    return last
+
+
 def resume_signature(s, args, dataset):
     """What may not differ between a run and its continuation."""
     same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}

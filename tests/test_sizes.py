@@ -177,8 +177,8 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     assert "run holds a run whose sizes do not follow from --minutes; --max_minutes limits" in refused.stderr
 
 
-def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train, "out_dir", str(tmp_path))
-    state = {"step": 60, "best_step": 30}
-    train.end_soon(None, None, state, SimpleNamespace(wait=lambda: None))  # on a full disk: neither best nor newest
-    assert state["last"] == 66 and "since iter 30: iter 66 is the last" in capsys.readouterr().out
+def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, capsys):
+    s, state = SimpleNamespace(out_dir=str(tmp_path), max_iters=100), {"step": 60, "best_step": 30}
+    writer = SimpleNamespace(wait=lambda: None)
+    assert checkpoint.end_soon(s, None, None, state, writer) == 66  # on a full disk: neither best nor newest
+    assert "since iter 30: iter 66 is the last" in capsys.readouterr().out

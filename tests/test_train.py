@@ -480,14 +480,14 @@ sys.path.insert(0, {str(ROOT)!r})
 import train
 from engine import checkpoint
 from configurator import configure
-warn_of = train.warn_of
+warn_of = checkpoint.warn_of
 def look(error):  # called when no save is under way
     warn_of(error)
     if error:
         folder = checkpoint.newest(train.out_dir)
         checkpoint.load(folder), checkpoint.load(folder, "train")
         print("still there:", folder.name)
-train.warn_of = look
+checkpoint.warn_of = look
 train.main(configure(vars(train)))
 """
 
