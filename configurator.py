@@ -58,6 +58,7 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
     ("outfile output output_path output_file output_dir save_dir", "path", ""),
     ("output_dir outdir output save_dir checkpoint_dir run_dir", "out_dir", ""),
     ("eval_steps eval_every eval_freq val_interval", "eval_interval", "in steps"),
+    ("patience early_stopping early_stopping_patience", "early_stop", "in evaluations"),
     ("save_steps save_every save_interval checkpoint_interval ckpt_interval", "eval_interval",
      "since every evaluation saves a checkpoint"),
     ("save_total_limit", "keep_last", "beside the best, of which keep_best are kept"),

@@ -42,7 +42,7 @@ eval_interval = 500         # steps between evaluations, each followed by a chec
 eval_iters = 50             # times 1024 tokens of each split an evaluation, always the same; 0: all of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, and end
 log_interval = 20           # steps between rows of the log
-patience = 0                # evaluations without a better one, after which the run goes back to the best and ends soon; 0: never
+early_stop = 0              # evaluations without a better one, after which the run goes back to the best and ends soon; 0: never
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
 keep_last = 1               # newest checkpoints kept
 keep_best = 1               # checkpoints with the least validation loss kept
@@ -377,7 +377,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 checkpoint.go_back(s, raw_model, opt, guard, writer)
         if end or stop:
             break
-        if patience and due and not state["last"] and step - (state["best_step"] or step) >= patience * eval_interval:
+        if early_stop and due and not state["last"] and step - (state["best_step"] or step) >= early_stop * eval_interval:
             s.max_iters = state["last"] = checkpoint.end_soon(s, raw_model, opt, state, writer)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
         rate = learning_rate_at(s, step, spent := seconds / clock["end"])

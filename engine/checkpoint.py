@@ -489,6 +489,7 @@ PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "ca
          "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log"}
 # what weights and optimizer have their shape and meaning from
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
+RENAMED = {"patience": "early_stop"}  # settings in older checkpoints
 
 
 def default_out_dir(data):
@@ -573,7 +574,8 @@ def same_file(a, b):
 
 def stored_settings(folder):
     """The config.json of a checkpoint: the settings that it was trained with, and what was derived from them."""
-    return json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
 def resume_settings(s, folder, given):

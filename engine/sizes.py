@@ -176,7 +176,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / 1024))),
                            "thousand tokens, less than a hundredth of the time"),
             "log_interval": (max(1, steps // 100), "100 rows"),
-            "patience": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
+            "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
     return seconds, {name: both for name, both in plan.items() if name not in given}
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,16 @@ def test_round_trip(tmp_path, vocabulary):
     assert checkpoint.load(folder, "train")["state"] == {"step": 7, "best": 1.5}
     assert json.loads((folder / "config.json").read_text()) == {"lr": 0.1}
     assert checkpoint.tokenizer_path(folder).read_text() == '{"kind": "byte"}'
+
+
+def test_a_setting_that_was_renamed_since_is_taken(tmp_path, vocabulary):
+    model, train = {"args": {}, "model": {}}, {"optimizer": {}, "state": {}}
+    folder = checkpoint.save(tmp_path, 3, model, train, {"patience": 4, "seed": 5}, vocabulary)
+    s = SimpleNamespace(early_stop=0, seed=1337, init_from="auto", eval_only=False, out_dir="out", max_iters=9)
+    taken, _, changes = checkpoint.resume_settings(s, folder, set())
+    assert taken["early_stop"] == 4 and taken["seed"] == 5 and not changes
+    s.early_stop = 2
+    assert checkpoint.resume_settings(s, folder, {"early_stop"})[2] == [["early_stop", "4", "2"]]
 
 
 def test_keeps_the_last_and_the_best(tmp_path, vocabulary):

@@ -146,7 +146,7 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
     stored = json.loads((tmp_path / "out/my/config.json").read_text())
     stored = stored.get("config", stored)
-    assert stored["minutes"] == 0.05 and stored["vocab_source"] == "byte" and stored["patience"] == 3
+    assert stored["minutes"] == 0.05 and stored["vocab_source"] == "byte" and stored["early_stop"] == 3
     last = rows(tmp_path / "out/my")[-1]
     assert math.isclose(last["epoch"], last["tokens"] / stored["dataset"]["train_tokens"])
     assert "this run is finished" in run(tmp_path, *args) and "raise --minutes" in run(tmp_path, *args, "--minutes=0.05")
@@ -160,7 +160,7 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     (tmp_path / "my.txt").write_bytes(words)
     args = ["--data=my.txt", "--vocab_source=byte", "--dim=64", "--n_layers=2", "--n_heads=2", "--max_seq_len=64", "--batch_size=8",
             "--warmup_iters=5", "--eval_interval=20", "--eval_iters=1", "--max_iters=100000", "--learning_rate=1e-2",
-            "--device=cpu", "--peak_tflops=0.1", "--out_dir=run", "--sample_prompt=a", "--patience=2"]
+            "--device=cpu", "--peak_tflops=0.1", "--out_dir=run", "--sample_prompt=a", "--early_stop=2"]
     text = run(tmp_path, *args)
     found = {row["iter"]: row["loss/val"] for row in rows(tmp_path / "run") if "loss/val" in row}
     told = [line for line in text.splitlines() if line.startswith("no better validation loss since iter ")]
