@@ -1,0 +1,45 @@
+"""
+The page: start trainings, follow and compare them, look into models and talk to them, from a browser.
+
+    python page.py                    the runs in out; open the address it prints
+    python page.py RUNS --port=9000   those in another folder
+    ssh -L 8765:localhost:8765 HOST   then the same address here, for a page on another machine
+
+The page reads the runs' own folders and needs no account. Trainings it starts are processes of their own: they go on when
+the page ends, and the next page finds them. Whoever has the address can start programs and read files as you: keep it.
+"""
+import signal
+import sys
+from pathlib import Path
+
+from configurator import configure, fail
+from page.server import Server, files, is_loopback
+
+runs = "out"         # the folder of runs
+host = "127.0.0.1"   # who reaches the page: this machine alone; 0.0.0.0: everybody who knows the address, unencrypted
+port = 8765          # of the address; 0: any that is free
+
+
+def routes():
+    """All there is."""
+    return files(Path(__file__).with_name("page"))
+
+
+def main():
+    try:
+        server = Server(host, port, routes())
+    except (OSError, OverflowError) as e:
+        fail(f"--host={host} --port={port}: cannot be listened on ({e}); --port=0 takes any that is free")
+    if not is_loopback(host):
+        print("warning: other machines reach this page, and nothing is encrypted between them; ssh -L is safer", file=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    print(f"page: {server.url()}", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("the page has ended; trainings go on")
+
+
+if __name__ == "__main__":
+    configure(globals(), positional="runs")
+    main()

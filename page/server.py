@@ -1,0 +1,271 @@
+"""
+A small HTTP server for one person: routes to functions, a token, and nothing for anyone else.
+
+A route is "METHOD /path": handler(request), which returns a Response, a dict or list (sent as JSON), or an iterator of
+server-sent events: dicts (sent as JSON), strings (as they are), None (nothing new: finds out whether the reader has gone).
+A handler raises ValueError for what the user did wrong, which he reads in {"error": ...}. Handlers know nothing of sockets.
+"""
+import contextlib
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
+
+MOST_CONNECTIONS = 100
+MOST_BYTES = 1 << 20  # of a request's body
+PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+                               "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
+}
+ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>llamac</title>'  # so that the token leaves the address
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    query: dict
+    body: bytes = b""
+    headers: dict = field(default_factory=dict)  # names in lower case
+
+    def json(self):
+        """The body, a JSON object."""
+        try:
+            found = json.loads(self.body)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"the body is not JSON ({e})") from e
+        if not isinstance(found, dict):
+            raise ValueError("the body is not a JSON object")
+        return found
+
+
+@dataclass
+class Response:
+    content: object              # bytes, str, or what JSON has
+    status: int = 200
+    kind: str = "application/json"
+    headers: dict = field(default_factory=dict)
+
+    def data(self):
+        if isinstance(self.content, bytes):
+            return self.content
+        return (self.content if isinstance(self.content, str) else json.dumps(self.content)).encode("utf-8", "replace")
+
+
+def error(status, words):
+    return Response({"error": words}, status)
+
+
+def is_loopback(host):
+    """Whether nobody else reaches an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def is_ours(host, loopback):
+    """
+    Whether a Host header names this machine. A page of another site that has its own name resolve to this machine (DNS
+    rebinding) sends that name; it can't send an address.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        urlsplit(f"//{host}").port  # noqa: B018 (raises where it is none)
+    except ValueError:
+        return False
+    if is_loopback(name):
+        return True
+    with contextlib.suppress(ValueError):
+        return not loopback and bool(ipaddress.ip_address(name))
+    return not loopback and name == socket.gethostname().lower()
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, host, port, routes):
+        """Listen there. Raises OSError when it can't."""
+        self.routes, self.token, self.lock = routes, secrets.token_urlsafe(24), threading.Lock()
+        self.open = {}  # socket: [when its time is over, None: never; whether it has shown the token]
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.loopback = is_loopback(host)
+        super().__init__((host, port), Handler)
+        self.cookie = f"llamac_{self.server_address[1]}"  # cookies of one machine's ports share their names
+        threading.Thread(target=self.end_slow, daemon=True).start()
+
+    def server_bind(self):
+        """Without the base class's look-up of this machine's name, which can take seconds."""
+        self.allow_reuse_address and self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def url(self):
+        host = self.server_address[0]
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/?token={self.token}"
+
+    def process_request(self, connection, address):
+        """Take a connection; where there are too many, in place of the oldest that hasn't shown the token."""
+        with self.lock:
+            if len(self.open) >= MOST_CONNECTIONS:
+                stranger = next((other for other, (_, known) in self.open.items() if not known), None)
+                if not stranger:
+                    return connection.close()
+                self.cut(stranger)
+                del self.open[stranger]
+            self.open[connection] = [time.monotonic() + PATIENCE, False]
+        return super().process_request(connection, address)
+
+    @staticmethod
+    def cut(connection):
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def arrived(self, connection, known):
+        """The whole request is here."""
+        with self.lock:
+            if connection in self.open:
+                self.open[connection] = [None, known]
+
+    def shutdown_request(self, connection):
+        with self.lock:
+            self.open.pop(connection, None)
+        super().shutdown_request(connection)
+
+    def end_slow(self):
+        while True:
+            time.sleep(1)
+            now = time.monotonic()
+            with self.lock:
+                for connection, (end, _) in self.open.items():
+                    if end is not None and now > end:
+                        self.cut(connection)
+
+    def handle_error(self, connection, address):
+        if not isinstance(sys.exc_info()[1], OSError):  # a reader who has gone is none of ours
+            traceback.print_exc()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request; then the connection ends."""
+    protocol_version, timeout, server_version, sys_version = "HTTP/1.1", PATIENCE, "llamac", ""
+
+    def log_message(self, *args):
+        pass  # the token stands in addresses
+
+    def send_error(self, code, message=None, explain=None):
+        self.reply(error(code, message or "refused"))
+
+    def do_GET(self):
+        host, wrong = self.headers.get("Host", ""), None
+        try:
+            parts = urlsplit(self.path)
+            query = dict(parse_qsl(parts.query, keep_blank_values=True, max_num_fields=100))
+        except ValueError:
+            return self.reply(error(400, "not an address"))
+        entering = (self.command, parts.path) == ("GET", "/")
+        if len(self.headers.get_all("Host", [])) != 1 or not is_ours(host, self.server.loopback):
+            wrong = error(403, "this is not the name of this machine")
+        elif self.headers.get("Origin", f"http://{host}") != f"http://{host}":
+            wrong = error(403, "asked for by another site")
+        elif not entering and self.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+            wrong = error(403, "asked for by another site")
+        elif entering and self.is_token(query.get("token", "")):
+            cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+            wrong = Response(ENTRY, kind="text/html", headers={"Set-Cookie": cookie})
+        elif not self.knows_token():
+            wrong = Response("Open the address that page.py printed: it ends in a token.\n", 403, "text/plain")
+        if wrong:
+            return self.reply(wrong)
+        body = self.body()
+        if body is not None:
+            self.server.arrived(self.connection, True)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            self.answer(Request(self.command, parts.path, query, body, headers))
+
+    do_POST = do_GET
+
+    def is_token(self, text):
+        return hmac.compare_digest(text.encode(errors="replace"), self.server.token.encode())
+
+    def knows_token(self):
+        """By the cookie, or, as programs do, in a header Authorization."""
+        kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        if kind.lower() == "bearer" and self.is_token(bearer.strip()):
+            return True
+        with contextlib.suppress(CookieError):
+            found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+            return bool(found) and self.is_token(found.value)
+        return False
+
+    def body(self):
+        """The request's body; None where it was refused."""
+        lengths = self.headers.get_all("Content-Length", ["0"])
+        if "Transfer-Encoding" in self.headers or len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
+            return self.reply(error(411, "a body needs its Content-Length, once"))
+        if int(lengths[0]) > MOST_BYTES:
+            return self.reply(error(413, f"a body has at most {MOST_BYTES:,} bytes"))
+        found = self.rfile.read(int(lengths[0]))
+        return found if len(found) == int(lengths[0]) else self.reply(error(400, "the body was cut short"))
+
+    def answer(self, request):
+        routes = self.server.routes
+        handler = routes.get(f"{request.method} {request.path}")
+        if not handler:
+            known = any(route.endswith(f" {request.path}") for route in routes)
+            return self.reply(error(405, "not this way") if known else error(404, "there is nothing"))
+        try:
+            found = handler(request)
+        except ValueError as e:
+            found = error(400, " ".join(str(e).split()))
+        except Exception as e:
+            traceback.print_exc()
+            found = error(500, f"{type(e).__name__}: {e}")
+        if isinstance(found, (dict, list)):
+            found = Response(found)
+        return self.reply(found) if isinstance(found, Response) else self.stream(found)
+
+    def reply(self, response):
+        data = response.data()
+        self.head(response.status, response.kind, response.headers | {"Content-Length": str(len(data))})
+        self.wfile.write(data)
+
+    def head(self, status, kind, more):
+        self.close_connection = True
+        self.send_response(status)
+        text = kind.startswith("text/") or kind == "application/json"
+        for name, value in {"Content-Type": kind + "; charset=utf-8" * text, "Connection": "close", **HEADERS, **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def stream(self, events):
+        """Send events until there are no more or the reader goes."""
+        with contextlib.closing(events) if hasattr(events, "close") else contextlib.nullcontext():
+            self.head(200, "text/event-stream", {})
+            for event in events:
+                text = event if isinstance(event, str) else json.dumps(event)
+                self.wfile.write(b": \n\n" if event is None else f"data: {text}\n\n".encode())
+
+
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+
+
+def files(folder):
+    """Routes of the page's own files, a fixed list: no path is ever made of what a client sends."""
+    def route(path, **headers):
+        return lambda request: Response(path.read_bytes(), kind=KINDS[path.suffix], headers=headers)
+
+    return {f"GET /{'' if path.name == 'index.html' else path.name}": route(path)
+            for path in sorted(folder.iterdir()) if path.suffix in KINDS}
