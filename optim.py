@@ -109,7 +109,8 @@ class Muon:
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
         dtype = torch.bfloat16 if self.half and min(shape) >= self.WIDE else torch.float32
-        updates = orthogonalize(torch.stack(parallel.unshard(ahead)), dtype) * (0.2 * max(shape) ** 0.5)
+        updates = parallel.share_out(lambda some: orthogonalize(some, dtype), torch.stack(parallel.unshard(ahead)))
+        updates *= 0.2 * max(shape) ** 0.5
         updates = [parallel.shard_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])

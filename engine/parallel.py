@@ -179,6 +179,26 @@ def shard_like(tensor, like):
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+SHARED = 1 << 20  # elements from which a share of the work saves more than it costs to exchange the results
+
+
+def share_out(compute, stack):
+    """
+    compute(stack), for a function that treats each tensor of a stack (n, ...) by itself: each process computes some of
+    them, and all get all results.
+    """
+    if world == 1 or stack.numel() < SHARED:
+        return compute(stack)
+    share = -(-len(stack) // world)
+    here = stack[rank * share:(rank + 1) * share]
+    mine = stack.new_zeros(share, *stack.shape[1:])
+    if len(here):
+        mine[:len(here)] = compute(here)
+    results = [torch.empty_like(mine) for _ in range(world)]
+    dist.all_gather(results, mine)
+    return torch.cat(results)[:len(stack)]
+
+
 def load_weights(model, weights):
     """
     Copy whole tensors, {name: parameter}, into a model, sharded or not, one after the other. Checkpoints of old hold a

@@ -118,7 +118,8 @@ def shape(s, given, dim, size):
         del plan["gradient_accumulation_steps"]
     most = vocabulary(dim, layers, size)
     if not known_pieces(s) and not s.vocab_size and most:
-        plan["vocab_most"] = (most, "pieces: at most a third of the parameters, and one for 192 bytes of text")
+        share = "three quarters" if read_in_part(dim, layers, size) else "a third"
+        plan["vocab_most"] = (most, f"pieces: at most {share} of the parameters, and one for 192 bytes of text")
     elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
         plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
     return {name: both for name, both in plan.items() if name not in given}
@@ -127,10 +128,17 @@ def shape(s, given, dim, size):
 def vocabulary(dim, n_layers, size):
     """
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
-    parameters, and a piece that comes less than once in 192 bytes is hardly learned.
+    parameters, with 36 L D three quarters, and a piece that comes less than once in 192 bytes is hardly learned.
     """
-    most = min(6 * n_layers * dim, size // 192, 32768) // 64 * 64
+    rows = min(36 * n_layers * dim, 4096) if read_in_part(dim, n_layers, size) else 0
+    most = min(max(rows, 6 * n_layers * dim), size // 192, 32768) // 64 * 64
     return most if most >= 384 else 0
+
+
+def read_in_part(dim, n_layers, size):
+    """Whether a text of `size` bytes has more than this model is trained on, so that nothing of it comes twice."""
+    blocks = 12 * n_layers * dim ** 2
+    return 3 * tokens_for(blocks) < size
 
 
 def known_pieces(s):

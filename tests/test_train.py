@@ -256,6 +256,29 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
     assert done.returncode and "process 1 does not see it; give a --cache that all machines share" in line
 
 
+def test_processes_that_share_out_matrices_move_them_as_one_does(tmp_path):
+    """Three matrices among two processes, which are asked to share out even so few."""
+    script = tmp_path / "shares.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import torch\n"
+                      "from engine import parallel\n"
+                      "from optim import Muon\n"
+                      "if parallel.world > 1: parallel.setup('cpu')\n"
+                      "parallel.SHARED = 0\n"
+                      "torch.manual_seed(1)\n"
+                      "params = [torch.nn.Parameter(torch.randn(*shape)) for shape in [(64, 32)] * 3 + [(32, 32)]]\n"
+                      "for p in params: p.grad = torch.randn_like(p)\n"
+                      "muon = Muon(params, 0.01, 0.1)\n"
+                      "muon.step(), muon.step()\n"
+                      "torch.save([p.detach() for p in params], f'{parallel.world}.{parallel.rank}')\n"
+                      "if parallel.world > 1: parallel.close()\n")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    for words in (command(), command(torchrun=2)):
+        subprocess.run([w if w != str(ROOT / "train.py") else str(script) for w in words], cwd=tmp_path, check=True, env=env)
+    alone, *shared = [torch.load(tmp_path / name) for name in ("1.0", "2.0", "2.1")]
+    assert all(torch.equal(a, b) for others in shared for a, b in zip(alone, others, strict=True))
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
     args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
