@@ -123,10 +123,12 @@ class Together:
         self.optimizers = optimizers
         self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.names = {p: name for name, p in model.named_parameters()}
+        self.scale = LossScale()
         self.ready = lambda: None  # returns when the weights may change, which a checkpoint's writer may be reading
 
     def step(self, observe=nullcontext):
         self.ready()
+        self.scale.divide([p.grad for p in self.names if p.grad is not None])
         for optimizer in self.optimizers:
             optimizer.step(observe)
 
@@ -148,6 +150,35 @@ class Together:
             optimizer, p = owner[name]
             value = value.to(p.device, copy=True)
             optimizer.state[p][key] = parallel.shard_like(value, p) if value.shape == p.shape else value
+
+
+class LossScale:
+    """
+    Small gradients vanish in float16. So the loss is multiplied by a factor before backward(), and the gradients are
+    divided by it before the update. It is halved where something overflows, and doubled after GROWS steps without.
+    wanted: whether it is float16; else the factor stays 1. https://arxiv.org/abs/1710.03740
+    """
+    GROWS = 2000
+
+    def __init__(self, wanted=False, saved=None):
+        self.wanted = wanted
+        self.state = saved if wanted and saved else {"factor": 2.0 ** 16 if wanted else 1.0, "steps": 0}
+
+    @property
+    def factor(self):
+        return self.state["factor"]
+
+    def divide(self, grads):
+        if self.wanted:
+            torch._foreach_mul_(grads, 1 / self.factor)
+
+    def update(self, norm):
+        """norm: of the gradients, the same in all processes, not finite where one overflowed."""
+        s = self.state
+        if self.wanted:
+            finite = math.isfinite(norm)
+            s["steps"] = s["steps"] + 1 if finite else 0
+            s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
 def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):

@@ -33,7 +33,7 @@ from engine.prepare import load, source_files, text_bytes
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import Transformer
-from optim import SpikeDetector, learning_rate_at, make_optimizer
+from optim import LossScale, SpikeDetector, learning_rate_at, make_optimizer
 from track import Tracker, source_version, start_tracking
 
 # ---- output
@@ -104,7 +104,7 @@ warmup_iters = 50           # steps of linear warm-up
 min_lr = 0.0                # at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
-dtype = "auto"              # auto, float32 (on NVIDIA's GPUs: TF32), bfloat16
+dtype = "auto"              # auto, float32 (on NVIDIA's GPUs: TF32), bfloat16, float16 (auto on V100 and T4)
 peak_tflops = 0.0           # what mfu is measured against, of one device; 0: its data sheet, or a product timed here
 sharded = False             # many processes share weights and optimizer (FSDP2) rather than copy them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
@@ -138,13 +138,16 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
         with parallel.accumulate(model, last=i == len(micro_batches) - 1):
             with amp:
                 loss = model(xb, yb)[1] * share
-            loss.backward()  # out of autocast, which would make of float32 sums products in bfloat16
+            (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
-    norm = parallel.unshard(torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor)
+    norm = parallel.unshard(norm) / opt.scale.factor
     loss = parallel.mean(total)
-    taken = not spike_z or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
+    judged = spike_z or opt.scale.wanted
+    taken = not judged or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
     if taken:
         opt.step(update_norms)
+    opt.scale.update(norm)
     opt.zero_grad()
     return loss, norm, taken
 
@@ -336,7 +339,8 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     clock = checkpoint.session_clock(state["clock"], max_minutes, minutes)
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
-    state["guard"] = guard.state
+    opt.scale = LossScale(config["compute_dtype"] == "float16", state.get("scale"))
+    state |= {"guard": guard.state, "scale": opt.scale.state}
     if device.type == "cpu":
         opt.ready = writer.join
     model = parallel.wrap(raw_model)

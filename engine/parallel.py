@@ -53,6 +53,7 @@ PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200
          "H100 NVL": (835, 417), "H100": (989, 494), "A100": (312, 156), "L40S": (362, 183), "L40": (181, 90.5),
          "L4": (121, 60), "A10G": (70, 35), "A10": (125, 62.5), "T4": (None, 8.1), "V100-SXM2": (None, 15.7),
          "V100-PCIE": (None, 14.0), "MI300X": (1307, 163)} | {f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
+FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}  # else as bfloat16
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}  # per GPU core in any type; later chips: Apple gives no figure
 
 
@@ -309,14 +310,16 @@ def has_bfloat16(device):
 
 def autocast_dtype(dtype, device):
     """
-    torch dtype of `dtype`: "auto" is bfloat16 on GPUs that compute in it, else float32. On CPUs with AVX-512 BF16 or
-    AMX --dtype=bfloat16 makes wide models faster, but that no loss suffers has not been shown: it has to be asked for.
+    torch dtype of `dtype`: "auto" is bfloat16 on NVIDIA's GPUs that compute in it, float16 on older ones with tensor cores
+    (V100, T4), else float32. On CPUs with AVX-512 BF16 or AMX --dtype=bfloat16 makes wide models faster, but that no loss
+    suffers has not been shown: it has to be asked for.
     """
-    if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" and has_bfloat16(device) else "float32"
-    if dtype not in ("float32", "bfloat16"):
-        fail(f"--dtype={dtype}: expected auto, float32 or bfloat16")
-    return getattr(torch, dtype)
+    if dtype == "auto" and device.type == "cuda":
+        able = torch.cuda.get_device_capability(device)
+        dtype = "bfloat16" if has_bfloat16(device) else "float16" if able >= (7, 0) else "float32"
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        fail(f"--dtype={dtype}: expected auto, float32, bfloat16 or float16")
+    return getattr(torch, "float32" if dtype == "auto" else dtype)
 
 
 def device_name(device):
@@ -368,7 +371,7 @@ def published_flops(name, dtype, cores=0):
         return APPLE[chip] * cores * 1e12, f"{cores} cores of {name}"
     for words, (half, single) in PEAKS.items():
         if re.search(rf"\b{words}\b(?! (?:Ti|SUPER|D)\b)", name):
-            peak = half if dtype == torch.bfloat16 else single
+            peak = FLOAT16.get(words, half) if dtype == torch.float16 else half if dtype == torch.bfloat16 else single
             return peak and peak * 1e12, words
     return None, ""
 

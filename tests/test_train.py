@@ -3,6 +3,7 @@ import collections
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -797,9 +798,9 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
 
 
 @pytest.mark.parametrize("kind, able, expected", [
-    ("auto", (8, 0), torch.bfloat16), ("auto", (7, 5), torch.float32), ("float32", (9, 0), torch.float32),
-    ("bfloat16", (7, 5), torch.bfloat16)])
-def test_bfloat16_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
+    ("auto", (8, 0), torch.bfloat16), ("auto", (7, 5), torch.float16), ("auto", (6, 1), torch.float32),
+    ("float32", (9, 0), torch.float32), ("bfloat16", (7, 5), torch.bfloat16), ("float16", (9, 0), torch.float16)])
+def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
     assert train.parallel.autocast_dtype(kind, torch.device("cuda")) == expected
     assert train.parallel.autocast_dtype("auto", torch.device("cpu")) == torch.float32
@@ -814,6 +815,37 @@ def test_orthogonalised_matrices_have_singular_values_near_one(dtype):
         assert torch.linalg.svdvals(u).max() < 1.3
         nearest = exact.U @ exact.Vh
         assert (u * nearest).sum() > 0.95 * u.norm() * nearest.norm()
+
+
+def test_float16_learns_what_float32_does(folder):
+    """Each overflow costs a step and halves the factor; a resumed run goes on with it."""
+    args = ["--data=my.txt", "--max_iters=30", "--eval_interval=10", "--log_interval=1", "--spike_z=0"]
+    found = {}
+    for dtype in ("float32", "float16"):
+        assert run(folder, *args, f"--dtype={dtype}", f"--out_dir={dtype}").returncode == 0
+        found[dtype] = [row["loss/val"] for row in rows(folder, dtype) if "loss/val" in row]
+    assert found["float16"][-1] < found["float16"][0] - 1 and abs(found["float16"][-1] - found["float32"][-1]) < 0.02
+    scale = checkpoint.load(checkpoint.newest(folder / "float16"), "train")["state"]["scale"]
+    skipped = rows(folder, "float16")[-1]["grad/skipped"]
+    assert scale["factor"] == 2.0 ** (16 - skipped) and 0 < scale["steps"] <= 30 - skipped
+    assert run(folder, "--data=my.txt", "--max_iters=31", "--out_dir=float16").returncode == 0
+    assert rows(folder, "float16")[-1]["grad/skipped"] == skipped and rows(folder, "float16")[-1]["iter"] == 31
+
+
+def test_the_loss_scale_halves_and_doubles():
+    scale = optim.LossScale(True)
+    scale.update(math.inf), scale.update(math.nan)
+    assert scale.factor == 2.0 ** 14
+    for _ in range(scale.GROWS):
+        scale.update(1.0)
+    assert scale.factor == 2.0 ** 15
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.full((2, 2), 2.0 ** 15)
+    scale.divide([weight.grad])
+    assert (weight.grad == 1).all()
+    off = optim.LossScale(False, saved=scale.state)
+    off.update(math.inf)
+    assert off.factor == 1
 
 
 def test_supervision_does_not_repeat_a_mistake(folder):
