@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, document_rows, prepare
-from engine import checkpoint, parallel, sizes
+from engine import checkpoint, costs, parallel, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
@@ -184,7 +184,7 @@ def load_data(device):
 
 def model_args(dataset):
     """ModelArgs from the settings; the vocabulary is the data's."""
-    args = sizes.model_args(knobs(), dataset.meta["vocab_size"])
+    args = costs.model_args(knobs(), dataset.meta["vocab_size"])
     if sizes.problem(args):
         fail(sizes.problem(args))
     check_length(knobs(), dataset)
@@ -301,7 +301,7 @@ def main(given):
     dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
                       parallel.world, pinned=place.type == "cuda")
     if not eval_only:
-        sizes.refuse_too_large(knobs(), args, place, amp_dtype)
+        costs.refuse_too_large(knobs(), args, place, amp_dtype)
     torch.manual_seed(seed)
     model = Transformer(args).to(place)
     model.bos_id = dataset.separator if within_documents else None
@@ -323,7 +323,7 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
             f"--init_from=scratch for a new one")
     else:
-        about = sizes.describe(knobs(), args, model, dataset, place, amp_dtype) | source_version()
+        about = costs.describe(knobs(), args, dataset, place, amp_dtype) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         train(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()

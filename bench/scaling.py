@@ -17,7 +17,7 @@ import torch
 
 from configurator import configure
 from engine import parallel
-from engine.sizes import num_params
+from engine.costs import num_params
 from model import ModelArgs, Transformer
 from optim import Muon, make_optimizer
 
@@ -43,7 +43,7 @@ def count(shape):
     block = sum(p.numel() for p in model.layers[0].parameters())
     shapes = Counter(p.shape for p in model.layers.parameters() if p.dim() == 2)
     at_once = max(min(many * s.numel(), max(s.numel(), Muon.TOGETHER)) for s, many in shapes.items())
-    return num_params(model), block, sum(many * s.numel() for s, many in shapes.items()), at_once
+    return num_params(model.args), block, sum(many * s.numel() for s, many in shapes.items()), at_once
 
 
 def predict(shape, world, sharded, optimizer):

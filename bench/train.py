@@ -24,7 +24,7 @@ import torch
 
 from configurator import configure, fail, read_file
 from engine import parallel
-from engine.sizes import flops_per_token
+from engine.costs import flops_per_token
 
 preset = "config/stories15M.py"  # sizes of the model
 batch_size = 8      # sequences of a step
@@ -60,7 +60,7 @@ def build_ours(place, kind):
         parallel.keep_memory()  # as train.py does
     model = Transformer(ModelArgs(**sizes())).to(place)
     opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
-    return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model)
+    return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model.args)
 
 
 def build_llama2c(place):

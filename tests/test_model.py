@@ -7,7 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.sizes import flops_per_token, num_params, problem
+from engine.costs import flops_per_token, num_params, parameters
+from engine.sizes import problem
 from model import ModelArgs, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
@@ -164,7 +165,10 @@ def test_number_of_parameters(shape):
     kv_dim = a.dim * a.n_kv_heads // a.n_heads
     layer = 2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim + 2 * a.dim
     expected = (1 if a.tied else 2) * a.vocab_size * a.dim + a.n_layers * layer + a.dim
-    assert num_params(model) == expected
+    assert sum(p.numel() for p in model.parameters()) == expected == num_params(a)
+    inside = {"attention": "attention.w", "feed-forward": "feed_forward", "norms": "norm", "embedding": "tok", "lm_head": "output"}
+    for kind, name in inside.items():
+        assert parameters(a)[kind] == sum(p.numel() for n, p in model.named_parameters() if name in n), kind
 
 
 @pytest.mark.parametrize("shape", ["mha", "gqa", "untied"])
@@ -181,7 +185,7 @@ def test_flops_per_token_against_a_count(shape):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: addmm_}) as counter:
         model(x, x)[1].backward()
     norms = sum(p.numel() for p in model.parameters() if p.dim() == 1)
-    assert counter.get_total_flops() == x.numel() * (flops_per_token(model) - 6 * norms)
+    assert counter.get_total_flops() == x.numel() * (flops_per_token(model.args) - 6 * norms)
 
 
 def test_initialisation():

@@ -12,7 +12,7 @@ import torch
 
 import train
 from configurator import settings
-from engine import checkpoint, sizes
+from engine import checkpoint, costs, sizes
 from optim import make_optimizer
 from tokenizer import Tokenizer, train_tokenizer
 
@@ -29,7 +29,7 @@ def plan(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
     """The shape for a machine that does so many FLOP/s, and takes at least 2 ms a step."""
     def seconds(s, vocab, *_):
         blocks = 12 * s.n_layers * s.dim ** 2
-        return 0.002 + 6 * (blocks + vocab * s.dim) * sizes.tokens_per_step(s) / flops
+        return 0.002 + 6 * (blocks + vocab * s.dim) * costs.tokens_per_step(s) / flops
 
     monkeypatch.setattr(sizes, "step_seconds", seconds)
     monkeypatch.setattr(sizes.parallel, "free_memory", lambda device: 1 << 40)
@@ -71,15 +71,15 @@ def test_every_plan_can_train(monkeypatch, size):
         s = plan(monkeypatch, size, minutes)
         vocab = s.vocab_most or 259
         assert (s.vocab_source == "byte") != bool(s.vocab_most)
-        assert sizes.problem(sizes.model_args(s, vocab)) is None
+        assert sizes.problem(costs.model_args(s, vocab)) is None
         assert 12 * s.n_layers * s.dim ** 2 <= max(sizes.blocks_for(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
         meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
         seconds, more = sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)
         values = sizes.values(more)
         assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
-        epochs = values["max_iters"] * sizes.tokens_per_step(s) / meta["train_tokens"]
-        assert epochs <= sizes.epochs_for(size) * 1.1 + 20 * sizes.tokens_per_step(s) / meta["train_tokens"] or \
+        epochs = values["max_iters"] * costs.tokens_per_step(s) / meta["train_tokens"]
+        assert epochs <= sizes.epochs_for(size) * 1.1 + 20 * costs.tokens_per_step(s) / meta["train_tokens"] or \
             "more than there is time for" in more["max_iters"][1]
         assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
 

@@ -22,7 +22,7 @@ import export
 import optim
 import track
 import train
-from engine import checkpoint, checks, instruments, parallel, sizes
+from engine import checkpoint, checks, costs, instruments, parallel, sizes
 from model import ModelArgs
 from tests.conftest import compile_c
 
@@ -858,7 +858,7 @@ def test_a_tied_matrix_is_saved_once_and_old_checkpoints_load(folder, reference,
     kept = sum(w.numel() * w.element_size() for w in saved["model"].values())
     model = train.Transformer(ModelArgs(**saved["args"]))
     size = (checkpoint.newest(folder / "whole") / "model.pt").stat().st_size
-    assert model.args.tied and kept == 4 * sizes.num_params(model) and size < kept + 20_000
+    assert model.args.tied and kept == 4 * costs.num_params(model.args) and size < kept + 20_000
     old = model.state_dict()
     assert "output.weight" in old
     other = train.Transformer(model.args)
@@ -1178,8 +1178,8 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    need = sizes.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
-    assert need["weights"] == 4 * sizes.num_params(model) and need["weights"] + need["optimizer"] <= before
+    need = costs.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
+    assert need["weights"] == 4 * costs.num_params(model.args) and need["weights"] + need["optimizer"] <= before
     assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
 
 
@@ -1187,21 +1187,21 @@ def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypat
     args = ModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=500, max_seq_len=64)
     s, cpu = SimpleNamespace(**train.knobs().__dict__), torch.device("cpu")
     s.batch_size, s.max_seq_len = 8, 64
-    assert sizes.least_memory(args, 10 ** 9, "muon")["logits"] == 32 << 20  # a piece of them at a time
+    assert costs.least_memory(args, 10 ** 9, "muon")["logits"] == 32 << 20  # a piece of them at a time
     for pieces, at_once in (1, {}), (2, {"accumulating": True}):  # gradients stay over several passes alone
         s.gradient_accumulation_steps = pieces
-        need = sum(sizes.least_memory(args, 8 * 64, s.optimizer, **at_once).values())
+        need = sum(costs.least_memory(args, 8 * 64, s.optimizer, **at_once).values())
         monkeypatch.setattr(parallel, "free_memory", lambda device: need)
-        sizes.refuse_too_large(s, args, cpu, torch.float32)
+        costs.refuse_too_large(s, args, cpu, torch.float32)
         monkeypatch.setattr(parallel, "free_memory", lambda device: need - 1)
         with pytest.raises(SystemExit):
-            sizes.refuse_too_large(s, args, cpu, torch.float32)
+            costs.refuse_too_large(s, args, cpu, torch.float32)
         assert "lower --batch_size (now 8)" in capsys.readouterr().err
-    least = sum(sizes.least_memory(args, 64, s.optimizer, accumulating=True).values())  # of one sequence at a time
+    least = sum(costs.least_memory(args, 64, s.optimizer, accumulating=True).values())  # of one sequence at a time
     for free, advice in (least, "lower --batch_size"), (least - 1, "choose a smaller --dim (now 64)"):
         monkeypatch.setattr(parallel, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):
-            sizes.refuse_too_large(s, args, cpu, torch.float32)
+            costs.refuse_too_large(s, args, cpu, torch.float32)
         assert advice in capsys.readouterr().err
 
 
