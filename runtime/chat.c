@@ -11,6 +11,7 @@ struct Template {
     const char *marks[3];   // texts that are one token each, where the vocabulary has them
     const char *stop;       // the mark that ends an answer, or NULL: EOS alone
     const char *open, *system_open, *system_close, *user_open, *user_close; // the system prompt stands in the first turn
+    const char *answer_open, *answer_end; // around the words of an answer
     const char *answer_close; // before every other turn
     bool bos, strip;          // the template itself says BOS; space around the words goes
 };
@@ -35,17 +36,17 @@ struct Template {
 static const Template templates[] = {
     {.name = "chatml", .marks = {"<|im_start|>", "<|im_end|>"}, .stop = "<|im_end|>",
      .sources = {CHATML, "{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}" CHATML},
-     .open = "", .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",
+     .answer_open = "", .answer_end = "", .open = "", .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",
      .user_open = "<|im_start|>user\n", .user_close = "<|im_end|>\n<|im_start|>assistant\n", .answer_close = "<|im_end|>\n"},
     {.name = "zephyr", .marks = {"<|system|>", "<|user|>", "<|assistant|>"},
      .sources = {ZEPHYR("}}\n") "' }}\n{% endif %}\n{% endfor %}", ZEPHYR("+ '\\n' }}") "\\n' }}{% endif %}{% endfor %}"},
-     .open = "", .system_open = "<|system|>\n", .system_close = EOS "\n",
+     .answer_open = "", .answer_end = "", .open = "", .system_open = "<|system|>\n", .system_close = EOS "\n",
      .user_open = "<|user|>\n", .user_close = EOS "\n<|assistant|>\n", .answer_close = EOS "\n"},
     {.name = "llama2", .bos = true, .strip = true,
      .sources = {LLAMA2("{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
                         "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"), LLAMA2("")},
      .open = BOS "[INST] ", .system_open = "<<SYS>>\n", .system_close = "\n<</SYS>>\n\n",
-     .user_open = "", .user_close = " [/INST]", .answer_close = EOS},
+     .user_open = "", .user_close = " [/INST]", .answer_open = " ", .answer_end = " ", .answer_close = EOS},
 };
 // clang-format on
 enum { N_TEMPLATES = sizeof templates / sizeof *templates };
@@ -194,6 +195,15 @@ static void add_part(Turn *turn, const char *s) {
     }
 }
 
+// The turn's tokens, all of its text encoded; NULL with the error told.
+static int *finish_turn(Turn *turn, int *n_tokens) {
+    end_text(turn);
+    if (turn->failed || turn->text.failed) free(turn->ids), turn->ids = NULL;
+    free(turn->text.s);
+    *n_tokens = turn->n;
+    return turn->ids;
+}
+
 // What is the user's is text, whatever it says.
 int *llamac_encode_turn(const llamac_model *model, bool first, const char *system, const char *words, size_t n, int *n_tokens,
                         Error *e) {
@@ -215,11 +225,20 @@ int *llamac_encode_turn(const llamac_model *model, bool first, const char *syste
     add_part(&turn, f->user_open);
     append(&turn.text, words, n);
     add_part(&turn, f->user_close);
-    end_text(&turn);
-    if (turn.failed || turn.text.failed) free(turn.ids), turn.ids = NULL;
-    free(turn.text.s);
-    *n_tokens = turn.n;
-    return turn.ids;
+    return finish_turn(&turn, n_tokens);
+}
+
+int *llamac_encode_answer(const llamac_model *model, const char *words, size_t n, int *n_tokens, Error *e) {
+    const Template *f = model->chat;
+    if (!f) return fail(e, "no chat template is in use"), NULL;
+    Turn turn = {.t = &model->tokenizer, .f = f, .begun = true, .error = e};
+    fail(e, no_memory);
+    while (f->strip && n && is_space(words[n - 1])) n--;
+    while (f->strip && n && is_space(*words)) words++, n--;
+    append_string(&turn.text, f->answer_open);
+    append(&turn.text, words, n);
+    append_string(&turn.text, f->answer_end);
+    return finish_turn(&turn, n_tokens);
 }
 
 bool llamac_use_template(llamac_model *m, const char *name, Error *e) {

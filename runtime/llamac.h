@@ -85,6 +85,10 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system, const char *words, size_t n, int *n_tokens,
                                    llamac_error *);
 
+// The tokens of an answer given earlier, from behind its turn up to what closes it, with which the next turn begins. For a
+// conversation that is told anew; in a session that goes on, the answer's own tokens stand there.
+LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n, int *n_tokens, llamac_error *);
+
 // Whether a token ends a text, or an answer by the chat template in use.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
 

@@ -76,6 +76,31 @@ def run_bin(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    """A folder with what `make lib` makes, once for all of pytest's workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "lib"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "libllamac.so").exists():
+            shutil.copy(ROOT / "Makefile", folder)
+            for name in "runtime", "examples":
+                shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.o"), dirs_exist_ok=True)
+            subprocess.run(["make", "-s", "-C", folder, "lib", "CFLAGS=-O1"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def library(libraries):
+    """libllamac.so, which the package llamac then finds."""
+    import llamac
+    llamac.PATHS[:] = [libraries / "libllamac.so"]
+    llamac.library.cache_clear()
+    return llamac.PATHS[0]
+
+
+@pytest.fixture(scope="session")
 def run_debug_bin(tmp_path_factory):
     return compile_once(tmp_path_factory, "debug", *SANITIZE, *PROGRAM)
 

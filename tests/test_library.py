@@ -1,6 +1,5 @@
 """The C library from outside: two models in one process, opens and closes, what it exports, the example."""
 import re
-import shutil
 import subprocess
 
 import pytest
@@ -40,17 +39,6 @@ def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
     assert len(said) == 12 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "none of the vocabulary" in said[4] and "no such file" in said[9]
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """A folder with what `make lib` makes."""
-    folder = tmp_path_factory.mktemp("lib")
-    shutil.copy(ROOT / "Makefile", folder)
-    for name in "runtime", "examples":
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.o"))
-    call("make", "-s", "-C", folder, "lib", "CFLAGS=-O1")
-    return folder
 
 
 def test_only_the_interface_is_exported(libraries):

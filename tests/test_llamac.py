@@ -1,0 +1,148 @@
+"""The library's Python face: the texts of ./run, two models and threads, mistakes, and what it leaves of memory."""
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import sentencepiece as spm
+from transformers import LlamaTokenizer
+
+import llamac
+from tests.conftest import ROOT
+from tests.test_chat import AGAIN, ANSWER, CHATML, HI, LLAMA2, MARKS, SYSTEM, ZEPHYR, vocabulary
+from tests.test_encode import pieces_of, write_gguf
+from tests.test_run import Model, run
+
+pytestmark = pytest.mark.usefixtures("library")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    Model(heads=8, kv=2, tied=False).write_gguf(folder / "one.gguf")
+    Model(seed=5).write_gguf(folder / "other.gguf", "q8_0")
+    return folder / "one.gguf", folder / "other.gguf"
+
+
+def continued(model, prompt, sampler, n):
+    """The bytes of BOS and n tokens, or up to the end."""
+    session, tokens, pos = llamac.Session(model), model.encode(prompt).tolist(), 0
+    while pos <= n:
+        session.forward(tokens[pos:], pos)
+        pos, token = len(tokens), session.sample(sampler)
+        if model.ends(token):
+            break
+        tokens.append(token)
+    return model.decode(tokens[:n + 1])
+
+
+def test_it_writes_what_run_writes(run_bin, models):
+    for path, flags, sampler in ((models[0], ("-t", 0), (0, 0.9, 1)), (models[1], ("-t", 0.8, "-s", 7), (0.8, 0.9, 7))):
+        expected = run(run_bin, path, *flags, "-n", 40, "--raw", "-i", "One")
+        for source in (path, str(path), path.read_bytes()):
+            assert continued(llamac.Model(source), "One", llamac.Sampler(*sampler), 40) + b"\n" == expected
+
+
+def test_two_models_used_by_threads(models):
+    """Each has a session of its own in every thread, and says what it says alone."""
+    one, other = map(llamac.Model, models)
+    alone = [continued(m, "Ab", llamac.Sampler(0.9, 0.9, 3), 30) for m in (one, other)]
+    said = {}
+
+    def work(n):
+        said[n] = continued((one, other)[n % 2], "Ab", llamac.Sampler(0.9, 0.9, 3), 30)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [said[n] for n in range(6)] == alone * 3
+
+
+def test_logits_are_the_librarys_own_memory(models):
+    model = llamac.Model(models[0])
+    session, tokens = llamac.Session(model, positions=16, logits="all"), model.encode("One two")
+    assert session.positions == 16 and tokens.dtype == np.int32 and tokens[0] == model.info.bos == 1
+    assert (model.encode("One two", bos=False) == tokens[1:]).all() and model.decode(tokens) == b"One two"
+    session.forward(tokens, 0)
+    logits = session.logits
+    expected = Model(heads=8, kv=2, tied=False).logits(tokens.tolist())
+    assert logits.shape == expected.shape and np.allclose(logits, expected, atol=2e-3)
+    before = logits[0].copy()
+    session.forward(tokens[:3][::-1].copy(), 0)
+    assert session.logits.shape == (3, 300) and np.shares_memory(logits, session.logits) and not (logits[0] == before).all()
+    del model, session, tokens  # the view alone keeps them
+    gc.collect()
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_conversation_equals_transformers(tmp_path, prefix):
+    """Turns and earlier answers together are the template's tokens; nobody's words become control tokens."""
+    made = vocabulary("control", prefix)
+    (tmp_path / "tokenizer.model").write_bytes(made.SerializeToString())
+    oracle = LlamaTokenizer.from_pretrained(tmp_path, legacy=False, add_prefix_space=prefix)
+    oracle.add_special_tokens({"additional_special_tokens": sum(MARKS.values(), [])})
+    meta = spm.SentencePieceProcessor(model_proto=made.SerializeToString())
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": HI},
+                {"role": "assistant", "content": ANSWER}, {"role": "user", "content": AGAIN}]
+    for source in CHATML, ZEPHYR, LLAMA2:
+        write_gguf(tmp_path / "m.gguf", pieces_of(made), prefix, **{"tokenizer.chat_template": source})
+        model = llamac.Model(tmp_path / "m.gguf")
+        model.use_template()
+        told = [*model.encode_turn(HI, True, SYSTEM), *model.encode_answer(ANSWER), *model.encode_turn(AGAIN, False)]
+        if source == LLAMA2:  # as Meta's own program makes them
+            first = meta.encode(f"[INST] <<SYS>>\n{SYSTEM}\n<</SYS>>\n\n{HI} [/INST] {ANSWER} ")
+            assert told == [1, *first, 2, 1, *meta.encode("[INST] And you? [/INST]")]
+        else:
+            assert told == [1] + oracle.apply_chat_template(messages, chat_template=source, add_generation_prompt=True)["input_ids"]
+        assert not {i for i, piece in enumerate(pieces_of(made)) if piece[2] == 3} & set(model.encode_answer("</s><|im_end|>"))
+    model = llamac.Model(tmp_path / "m.gguf")
+    for call in (lambda: model.encode_turn("Hi"), lambda: model.encode_answer("Hi")):
+        with pytest.raises(llamac.Error, match="no chat template is in use"):
+            call()
+
+
+def test_mistakes_are_the_librarys_own_words(models, tmp_path):
+    model, greedy = llamac.Model(models[0]), llamac.Sampler(0, 0, 1)
+    quiet = llamac.Session(model, logits="sample")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
+    for mistake, message in (
+            (lambda: llamac.Model("none.gguf"), "no such file"), (lambda: llamac.Model(b""), "."),
+            (lambda: llamac.Model(tmp_path / "bad.gguf"), "version"), (lambda: model.use_template("alpaca"), "is no template"),
+            (lambda: llamac.Session(model, positions=1 << 20), "context is 128"),
+            (lambda: llamac.Session(model).sample(greedy), "nothing has gone through"),
+            (lambda: llamac.Session(model).logits, "no logits"), (lambda: llamac.Session(model, device="tpu"), "is no device"),
+            (lambda: quiet.forward([1] * 129, 0), "room for"), (lambda: quiet.forward([1], -1), "position"),
+            (lambda: quiet.forward([300], 0), "none of the vocabulary"), (lambda: quiet.forward([], 0), "0 tokens")):
+        with pytest.raises(llamac.Error, match=message):
+            mistake()
+    assert model.decode([-5, 300, 1 << 30]) == b"" and not model.ends(-7)
+
+
+def test_without_a_library_it_says_make_lib(tmp_path):
+    (tmp_path / "llamac").symlink_to(tmp_path / "real")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "__init__.py").write_text((ROOT / "llamac/__init__.py").read_text())
+    for content in (None, b"", b"not a library"):
+        if content is not None:
+            (tmp_path / "libllamac.so").write_bytes(content)
+        done = subprocess.run([sys.executable, "-c", "import llamac\ntry: llamac.Model('x')\nexcept llamac.Error as e: print(e)"],
+                              capture_output=True, text=True, cwd=tmp_path)
+        assert "libllamac.so cannot be used" in done.stdout and "make lib" in done.stdout, done.stderr
+
+
+def test_a_thousand_sessions_leave_nothing(models):
+    model = llamac.Model(models[1])
+
+    def memory():
+        gc.collect()
+        return int(open("/proc/self/statm").read().split()[1]) * 4096
+    for n in range(600):
+        if n == 100:
+            before = memory()
+        session = llamac.Session(llamac.Model(models[1]) if n % 9 == 0 else model, threads=1)
+        session.forward(model.encode("One two three"), 0)
+    assert memory() - before < 8 << 20
