@@ -1,0 +1,372 @@
+"""
+Models that answer: `/v1/models`, `/v1/completions` and `/v1/chat/completions` as OpenAI's clients expect them, by llamac.
+
+Every request has a context of its own; the requests' tokens are computed in turns, since one forward pass uses all cores.
+"""
+import codecs
+import contextlib
+import mmap
+import secrets
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+import llamac
+from page.server import Response
+
+AT_ONCE = 16          # requests that are answered in turns; more wait
+IDLE = 2              # sessions kept for the next requests: the start of one takes longer than a token
+IN_MEMORY = 1 << 28   # bytes of a model file that is read whole, so that nobody can cut it off while it is in use
+PIECE = 64            # tokens of a prompt that one turn takes
+FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
+         "tools": [], "functions": [], "response_format": {"type": "text"}}  # what a request may say, but not otherwise
+REQUIRED = object()
+
+
+class Wrong(ValueError):
+    """What a client did wrong, as its library expects it."""
+
+    def __init__(self, message, param=None, code=None, status=400):
+        super().__init__(message)
+        told = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
+        self.response = Response({"error": told}, status)
+
+
+class Turns:
+    """A lock that is taken in the order of those who wait."""
+
+    def __init__(self):
+        self.lock, self.busy, self.waiting = threading.Lock(), False, deque()
+
+    def __enter__(self):
+        with self.lock:
+            if not self.busy:
+                self.busy = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self.waiting.append(gate)
+        gate.acquire()
+
+    def __exit__(self, *_):
+        with self.lock:
+            if self.waiting:
+                self.waiting.popleft().release()
+            else:
+                self.busy = False
+
+
+def stamp(path):
+    """What changes when a file is written anew."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class Voice:
+    """An open model file and its idle sessions."""
+
+    def __init__(self, path):
+        self.stamp, self.idle, self.unfit = stamp(path), [], ""
+        self.model = llamac.Model(path.read_bytes() if self.stamp[1] <= IN_MEMORY else path)
+        if not self.model.info.has_tokenizer:
+            raise llamac.Error("the file has no tokenizer")
+        try:
+            self.model.use_template()
+        except llamac.Error as e:
+            self.unfit = str(e).partition(";")[0]
+
+    @contextlib.contextmanager
+    def session(self):
+        try:
+            session = self.idle.pop()
+        except IndexError:
+            session = llamac.Session(self.model)
+        yield session
+        self.idle = [*self.idle, session][:IDLE]  # not after an error
+
+
+@dataclass
+class Wish:
+    """A request, checked. tokens: of the prompt; rivals: how many likeliest tokens are told beside each, None: nothing."""
+    name: str
+    chat: bool
+    tokens: list
+    most: int
+    sampler: llamac.Sampler
+    stop: list
+    rivals: int
+    stream: bool
+    usage: bool
+
+
+def value(body, name, kinds, default=REQUIRED, fine=lambda x: True, expected=""):
+    """body[name], where null means the default."""
+    found = body.get(name)
+    if found is None and default is not REQUIRED:
+        return default
+    if not isinstance(found, kinds) or isinstance(found, bool) and bool not in np.atleast_1d(kinds) or not fine(found):
+        raise Wrong(f"{name} is {str(found)[:80]!r}, expected {expected}", name)
+    return found
+
+
+def text(string):
+    """A str that has an encoding: half of a surrogate pair has none."""
+    return string.encode("utf-8", "replace").decode()
+
+
+def prompt_tokens(model, body):
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return model.encode(text(prompt), None if prompt else True).tolist()
+    vocab_size = model.info.vocab_size
+    if isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < vocab_size for t in prompt):
+        return prompt
+    raise Wrong(f"prompt: expected one text, or a list of tokens, each from 0 to {vocab_size - 1}", "prompt")
+
+
+def content(message):
+    """The text of a message, which may come in parts."""
+    found = message.get("content")
+    if isinstance(found, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in found):
+        found = "".join(str(part.get("text", "")) for part in found)
+    if not isinstance(found, str):
+        raise Wrong("messages: expected each to have its text as content", "messages")
+    return text(found)
+
+
+def chat_tokens(model, body):
+    """The tokens of a conversation, up to where the next answer begins."""
+    messages = value(body, "messages", list, fine=len, expected="a list of messages")
+    if not all(isinstance(m, dict) for m in messages):
+        raise Wrong("messages: expected a list of {role, content}", "messages")
+    system = content(messages.pop(0)) if messages[0].get("role") in ("system", "developer") else None
+    expected = ["user", "assistant"] * len(messages)
+    if len(messages) % 2 == 0 or [m.get("role") for m in messages] != expected[:len(messages)]:
+        raise Wrong("messages: expected an optional system message, then user and assistant in turn, the user last", "messages")
+    tokens = []
+    for n, message in enumerate(messages):
+        if n % 2:
+            tokens += model.encode_answer(content(message)).tolist()
+        else:
+            tokens += model.encode_turn(content(message), n == 0, system).tolist()
+    return tokens
+
+
+def wish(body, chat, voice):
+    """The Wish that a body says; Wrong where it can't be had."""
+    model, number = voice.model, (int, float)
+    for name, fixed in FIXED.items():
+        if body.get(name) not in (None, fixed):
+            raise Wrong(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}, which is all there is here", name)
+    if chat and voice.unfit:
+        raise Wrong(f"{voice.unfit}: it was not made to chat; /v1/completions continues a text", "model")
+    tokens = (chat_tokens if chat else prompt_tokens)(model, body)
+    if len(tokens) > model.info.seq_len:
+        raise Wrong(f"the prompt has {len(tokens)} tokens, the model's context is {model.info.seq_len}",
+                    "messages" if chat else "prompt", "context_length_exceeded")
+    whole = dict(kinds=int, fine=lambda n: n >= 1, expected="a whole number of at least 1")
+    most = value(body, "max_tokens", default=model.info.seq_len if chat else 16, **whole)
+    temperature = value(body, "temperature", number, 1, lambda x: 0 <= x <= 100, "a number from 0 to 100")
+    top_p = value(body, "top_p", number, 1, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+    seed = value(body, "seed", int, secrets.randbits(63) + 1, expected="a whole number") & (1 << 64) - 1
+    stop = value(body, "stop", (str, list), [], lambda s: len(s) <= (4 if isinstance(s, list) else 10000), "one to four texts")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not all(isinstance(s, str) for s in stop):
+        raise Wrong("stop: expected one to four texts", "stop")
+    few = dict(kinds=int, fine=lambda n: 0 <= n <= 20, expected="a whole number from 0 to 20")
+    if chat:
+        wanted = value(body, "logprobs", bool, False, expected="true or false")
+        rivals = value(body, "top_logprobs", default=0, **few) if wanted else None
+    else:
+        rivals = value(body, "logprobs", default=None, **few)
+    options = value(body, "stream_options", dict, {}, expected="an object")
+    return Wish(str(body["model"]), chat, tokens, value(body, "max_completion_tokens", default=most, **whole),
+                llamac.Sampler(temperature, top_p, seed or 1 << 63), [s for s in stop if s], rivals,
+                value(body, "stream", bool, False, expected="true or false"), bool(options.get("include_usage")))
+
+
+class Held:
+    """Text that comes in bytes and goes out when it is certain: whole characters, none that a stop text may begin with."""
+
+    def __init__(self, stop):
+        self.stop, self.decoder, self.held, self.stopped = stop, codecs.getincrementaldecoder("utf-8")("replace"), "", False
+
+    def take(self, data, last=False):
+        self.held += self.decoder.decode(data, last)
+        cuts = [at for s in self.stop if (at := self.held.find(s)) >= 0]
+        if cuts:
+            self.held, self.stopped, last = self.held[:min(cuts)], True, True
+        most = max((len(s) for s in self.stop), default=1) - 1
+        keep = 0 if last else next((n for n in range(min(most, len(self.held)), 0, -1)
+                                    if any(s.startswith(self.held[-n:]) for s in self.stop)), 0)
+        out, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
+        return out
+
+
+def entry(model, row, previous, token, rivals, offset):
+    """What is told of a token: its text and log probability, and those of the likeliest."""
+    row = row.astype(np.float64) - row.max()
+    row -= np.log(np.exp(row).sum())
+    likeliest = np.argsort(-row, kind="stable")[:rivals]
+
+    def told(t):
+        data = model.decode([int(t)], previous)
+        try:
+            spelled = data.decode()
+        except UnicodeDecodeError:
+            spelled = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+        return {"token": spelled, "logprob": float(row[t]), "bytes": list(data)}
+    return told(token) | {"top_logprobs": [told(t) for t in likeliest], "offset": offset}
+
+
+class Talk:
+    """models: a function that gives {name: path of a model file}."""
+
+    def __init__(self, models):
+        self.models, self.voices, self.lock = models, {}, threading.Lock()
+        self.turns, self.places = Turns(), threading.Semaphore(AT_ONCE)
+
+    def routes(self):
+        return {"GET /v1/models": self.list, "POST /v1/completions": lambda r: self.answer(r, False),
+                "POST /v1/chat/completions": lambda r: self.answer(r, True)}
+
+    def list(self, request):
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime), "chat": has_template(path)}
+            for name, path in self.models().items()]}
+
+    def voice(self, name):
+        """The open model of this name, opened anew where its file is another."""
+        paths = self.models()
+        if not isinstance(name, str) or name not in paths:
+            raise Wrong(f"there is no model {str(name)[:200]!r}; GET /v1/models lists all", "model", "model_not_found", 404)
+        try:
+            with self.lock:
+                if name not in self.voices or self.voices[name].stamp != stamp(paths[name]):
+                    self.voices = dict([*self.voices.items()][-3:]) | {name: Voice(paths[name])}
+                return self.voices[name]
+        except (OSError, llamac.Error) as e:
+            raise Wrong(f"{name}: {e}", "model", "model_not_found", 404) from e
+
+    def answer(self, request, chat):
+        try:
+            body = request.json()
+            voice = self.voice(body.get("model"))
+            asked = wish(body, chat, voice)
+        except Wrong as e:
+            return e.response
+        except (ValueError, llamac.Error) as e:  # no JSON; a prompt that can't be encoded
+            return Wrong(str(e)).response
+        events = self.events(voice, asked)
+        return events if asked.stream else whole(asked, events)
+
+    def events(self, voice, asked):
+        """The events of a stream. A reader who goes ends it at the next."""
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "chat.completion.chunk" if asked.chat else "text_completion",
+                "created": int(time.time()), "model": asked.name}
+        while not self.places.acquire(timeout=1):
+            yield None
+        try:
+            if asked.chat:
+                yield head | {"choices": [choice(True, "", [], None) | {"delta": {"role": "assistant", "content": ""}}]}
+            count, reason = 0, None
+            for words, entries, count, reason in self.speak(voice, asked):
+                yield head | {"choices": [choice(asked.chat, words, entries, reason)]} if words or entries or reason else None
+            if asked.usage or not asked.stream:
+                n = len(asked.tokens)
+                yield head | {"choices": [], "usage": {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}}
+            yield "[DONE]"
+        except llamac.Error as e:  # too little memory, broken weights
+            yield {"error": {"message": str(e), "type": "server_error", "param": None, "code": None}}
+        finally:
+            self.places.release()
+
+    def speak(self, voice, asked):
+        """Yields (text, entries of its tokens, tokens so far, None or why it ends), a token a turn."""
+        model, tokens, window, held = voice.model, asked.tokens, [], Held(asked.stop)
+        with voice.session() as session:
+            count = length = 0
+            entries, reason, new = [], None, tokens
+            while not reason:
+                new = slide(window, new, session.positions)
+                for at in range(0, len(new), PIECE):
+                    with self.turns:
+                        session.forward(new[at:at + PIECE], len(window))
+                    window += new[at:at + PIECE]
+                with self.turns:
+                    row = session.logits[-1].copy() if asked.rivals is not None else None
+                    token = session.sample(asked.sampler)
+                ended, data = model.ends(token), b""
+                if not ended:
+                    if row is not None:
+                        entries.append(entry(model, row, window[-1], token, asked.rivals, length + len(held.held)))
+                    data, count = model.decode([token], window[-1]), count + 1
+                words = held.take(data, ended or count == asked.most)
+                length, new = length + len(words), [token]
+                reason = "stop" if ended or held.stopped else "length" if count == asked.most else None
+                certain = [e for e in entries if e["offset"] < length or reason and not held.stopped]
+                entries = entries[len(certain):]
+                yield words, certain, count, reason
+
+
+def slide(window, new, positions):
+    """What is to be evaluated behind the window, which loses its older half, but not BOS, where it is full; as run does."""
+    if len(window) + len(new) <= positions:
+        return new
+    half = positions // 2 if positions > 3 else 1
+    kept = [window[0], *(window + new)[1 - half:]] if half > 1 else new[-1:]
+    window.clear()
+    return kept
+
+
+def choice(chat, words, entries, reason):
+    """One choice of an event."""
+    told = None
+    if entries and chat:
+        told = {"content": [{k: v for k, v in e.items() if k != "offset"} for e in entries]}
+    elif entries:
+        told = {"tokens": [e["token"] for e in entries], "token_logprobs": [e["logprob"] for e in entries],
+                "top_logprobs": [{r["token"]: r["logprob"] for r in e["top_logprobs"]} for e in entries],
+                "text_offset": [e["offset"] for e in entries]}
+    return {"index": 0, **({"delta": {"content": words}} if chat else {"text": words}), "logprobs": told, "finish_reason": reason}
+
+
+def whole(asked, events):
+    """The answer that a stream's events make together."""
+    with contextlib.closing(events):
+        found = [event for event in events if isinstance(event, dict)]
+    if "error" in found[-1]:
+        return Response(found[-1], 500)
+    choices = [event["choices"][0] for event in found if event["choices"]]
+    told = None
+    if asked.rivals is not None:
+        parts = [c["logprobs"] for c in choices if c["logprobs"]]
+        told = {key: [x for part in parts for x in part[key]] for key in (
+            ["content"] if asked.chat else ["tokens", "token_logprobs", "top_logprobs", "text_offset"])}
+    words = "".join(c["delta"]["content"] if asked.chat else c["text"] for c in choices)
+    part = {"message": {"role": "assistant", "content": words}} if asked.chat else {"text": words}
+    return found[-1] | {"object": "chat.completion" if asked.chat else "text_completion",
+                        "choices": [{"index": 0, **part, "logprobs": told, "finish_reason": choices[-1]["finish_reason"]}]}
+
+
+def has_template(path):
+    """Whether a model file names a chat template, which stands before its tensors."""
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(b"tokenizer.chat_template", 0, 1 << 24) >= 0
+    return False
+
+
+def models_of(runs):
+    """{name: path} of the model files in the runs of a page: the best of a run by the run's name, and its latest."""
+    runs.refresh()
+    found = {}
+    for name, run in list(runs.runs.items()):
+        for key, path in ((name, run.folder / "model.gguf"), (f"{name}/last.gguf", run.folder / "last.gguf")):
+            if path.is_file():
+                found[key] = path
+    return found

@@ -1,0 +1,253 @@
+"""The page's models, asked by OpenAI's own client: completions, chats, streams, stops, seeds, sixteen at once."""
+import gc
+import json
+import math
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+import llamac
+from page import talk
+from page.server import Server
+from tests.test_chat import CHATML
+from tests.test_run import Model, reciter, run
+
+pytestmark = pytest.mark.usefixtures("library")
+
+
+def plain(seed):
+    """A model whose texts don't end."""
+    model = Model(tied=False, seed=seed, seq=64)
+    model.w["output"][:3] = 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    plain(3).write_gguf(folder / "plain.gguf")
+    model = Model(dim=32, hidden=64, layers=1, vocab=261, seq=256, tied=False, seed=37)
+    model.pieces[259:] = [(b"<|im_start|>", 3), (b"<|im_end|>", 3)]
+    model.w["output"][260] *= 2.5  # so that an answer ends soon
+    model.write_gguf(folder / "chat.gguf", template=CHATML)
+    (folder / "reciter").mkdir()
+    reciter(folder / "reciter", [(c.encode(), 1) for c in ("a", "b", "é", "<", "s", "t", "o", "p", ">", "c", "d")])
+    (folder / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
+    broken = Model()
+    broken.w["norm"][0] = np.nan
+    broken.write_gguf(folder / "broken.gguf")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder, library):
+    paths = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.gguf"))}
+    found = talk.Talk(lambda: paths)
+    served = Server("127.0.0.1", 0, found.routes())
+    served.talk = found
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield served
+    served.shutdown()
+    served.server_close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url().split("/?")[0] + "/v1", api_key=server.token, max_retries=0, timeout=60) as client:
+        yield client
+
+
+def spoken(binary, path, prompt, n, *flags):
+    """What run adds to a prompt."""
+    return run(binary, path, *flags, "-n", n, "--raw", "-i", prompt)[:-1].decode(errors="replace").removeprefix(prompt)
+
+
+def test_models(client):
+    assert {m.id: m.chat for m in client.models.list()} == {
+        "plain": False, "chat": True, "reciter/m": False, "bad": False, "broken": False}
+
+
+def test_a_completion_is_what_run_writes(client, folder, run_bin):
+    """Greedy and by a seed; at once and streamed; also where the context slides."""
+    for wish, flags in ((dict(temperature=0), ("-t", 0)), (dict(temperature=0.8, top_p=0.9, seed=7), ("-t", 0.8, "-p", 0.9, "-s", 7))):
+        for most in 20, 100:
+            asked = dict(model="plain", prompt="One", max_tokens=most, **wish)
+            found = client.completions.create(**asked)
+            expected = spoken(run_bin, folder / "plain.gguf", "One", most + 3, *flags)
+            assert found.choices[0].text == expected
+            assert found.choices[0].finish_reason == "length" and found.object == "text_completion"
+            assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (4, most, 4 + most)
+            *parts, last, usage = client.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+            assert "".join(p.choices[0].text for p in [*parts, last]) == expected and len(parts) > most // 2
+            assert last.choices[0].finish_reason == "length" and {p.id for p in parts} == {last.id}
+            assert usage.usage == found.usage and usage.choices == []
+    tokens = llamac.Model(folder / "plain.gguf").encode("One").tolist()
+    assert client.completions.create(model="plain", prompt=tokens, max_tokens=20, temperature=0).choices[0].text == \
+        client.completions.create(model="plain", prompt=["One"], max_tokens=20, temperature=0).choices[0].text
+
+
+def test_seeds(client):
+    def say(**how):
+        return client.completions.create(model="plain", prompt="A", max_tokens=30, **how).choices[0].text
+    assert say(seed=5) == say(seed=5) != say(seed=6) and say() != say() and say(seed=0) == say(seed=0) and say(seed=-3) == say(seed=-3)
+
+
+def test_stops(client):
+    """The reciter says abé<stop>cd and ends: a stop text is cut off, also where it comes in pieces; what only looks like it stays."""
+    def say(**how):
+        found = client.completions.create(model="reciter/m", prompt="a", temperature=0, max_tokens=50, **how)
+        *parts, last = client.completions.create(model="reciter/m", prompt="a", temperature=0, max_tokens=50, stream=True, **how)
+        assert "".join(p.choices[0].text for p in [*parts, last]) == found.choices[0].text
+        assert last.choices[0].finish_reason == found.choices[0].finish_reason == "stop"
+        return found.choices[0].text
+    assert say() == "bé<stop>cd"
+    assert say(stop="<stop>") == "bé" and say(stop=["op>c", "never"]) == "bé<st" and say(stop="<stoq") == "bé<stop>cd"
+    assert say(stop=["<stop>!", "stop"]) == "bé<" and say(stop="b") == "" and say(stop="d!") == "bé<stop>cd"
+    cut = client.completions.create(model="reciter/m", prompt="a", temperature=0, stop="stop", logprobs=0, max_tokens=50).choices[0]
+    assert cut.logprobs.tokens == ["b", "é", "<"] and cut.logprobs.text_offset == [0, 1, 2]
+
+
+def test_logprobs_are_the_models(client, folder):
+    """Equal to transformers' on the same weights, in both shapes."""
+    found = client.completions.create(model="plain", prompt="One", max_tokens=8, temperature=0, logprobs=3).choices[0].logprobs
+    model = llamac.Model(folder / "plain.gguf")
+    ids = model.encode("One").tolist()
+    oracle = plain(3)
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs):
+        row = oracle.logits(ids)[-1].astype(float)
+        row -= math.log(np.exp(row).sum())
+        best = np.argsort(-row)[:3]
+        assert abs(logprob - row[best[0]]) < 1e-3 and np.allclose(sorted(top.values()), sorted(row[best]), atol=1e-3)
+        spelled = model.decode([int(best[0])], ids[-1])
+        assert spelled.decode("latin-1") == (token if token[:6] != "bytes:" else token[6:].encode().decode("unicode_escape"))
+        ids.append(int(best[0]))
+    told = client.chat.completions.create(model="chat", messages=[{"role": "user", "content": "Hi"}], temperature=0, max_tokens=3,
+                                          logprobs=True, top_logprobs=2).choices[0].logprobs.content
+    assert len(told) == 3 and all(len(t.top_logprobs) == 2 and t.logprob == t.top_logprobs[0].logprob for t in told)
+    assert all(len(t.bytes) == 1 for t in told)
+
+
+def test_a_chat_is_what_run_answers(client, folder, run_bin):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    said = run(run_bin, folder / "chat.gguf", "-m", "chat", "-t", 0, "-n", 0, "--raw", "-y", "Be brief.", stdin=b"Hi\nAnd you?\n")
+    answers = [part.rsplit(b"\n", 1)[0].decode(errors="replace") for part in said.split(b"Assistant: ")[1:]]
+    first = client.chat.completions.create(model="chat", messages=messages, temperature=0)
+    assert first.choices[0].message.content == answers[0] and first.choices[0].finish_reason == "stop"
+    assert first.object == "chat.completion" and first.choices[0].message.role == "assistant"
+    messages += [{"role": "assistant", "content": "Fine."}, {"role": "user", "content": [{"type": "text", "text": "And you?"}]}]
+    told = client.chat.completions.create(model="chat", messages=messages, temperature=0, max_completion_tokens=5)
+    parts = list(client.chat.completions.create(model="chat", messages=messages, temperature=0, stream=True, max_tokens=5))
+    assert parts[0].choices[0].delta.role == "assistant" and parts[-1].choices[0].finish_reason == told.choices[0].finish_reason
+    assert "".join(p.choices[0].delta.content for p in parts) == told.choices[0].message.content
+    model = llamac.Model(folder / "chat.gguf")
+    model.use_template()
+    ids = [*model.encode_turn("Hi", True, "Be brief."), *model.encode_answer("Fine."), *model.encode_turn("And you?", False)]
+    assert told.usage.prompt_tokens == len(ids)
+
+
+def test_mistakes_are_openais_errors(client, server):
+    def wrong(kind, words, call=client.completions.create, **how):
+        with pytest.raises(kind, match=words) as caught:
+            call(**{"model": "plain", "prompt": "A"} | how if call == client.completions.create else {"model": "chat"} | how)
+        assert caught.value.body["type"] in ("invalid_request_error", "server_error")
+        return caught.value
+    refused, hi = openai.BadRequestError, [{"role": "user", "content": "Hi"}]
+    assert wrong(openai.NotFoundError, "there is no model", model="none").code == "model_not_found"
+    assert wrong(openai.NotFoundError, "bad: ", model="bad").param == "model"
+    assert wrong(refused, "context is 64", prompt="A" * 500).code == "context_length_exceeded"
+    for name, values in {"n": [2], "best_of": [3], "echo": [True], "suffix": ["x"], "max_tokens": [0, -1, 1.5, True, "3"],
+                         "temperature": [-1, "hot", float("inf"), 1e9], "top_p": [0, 1.5], "seed": ["x", 1.5], "stop": [5, list("abcde"), [1]],
+                         "logprobs": [21, -1, "a"], "presence_penalty": [1], "logit_bias": [{"1": 2}], "stream_options": [3],
+                         "prompt": [None, [], ["a", "b"], [[1], [2]], [1, 300], [-1], [True], {"a": 1}, 5]}.items():
+        for value in values:
+            with pytest.raises((refused, ValueError, TypeError), match=None):  # the client itself refuses to send infinity
+                client.completions.create(**{"model": "plain", "prompt": "A"} | {name: value})
+    chat = client.chat.completions.create
+    assert "continues a text" in str(wrong(refused, "no chat template", chat, model="plain", messages=hi))
+    for messages in ([], hi * 2, hi + [{"role": "assistant", "content": "x"}], [{"role": "system", "content": "x"}],
+                     [{"role": "user"}], [{"role": "tool", "content": "x"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
+        wrong(refused, "messages", chat, messages=messages)
+    assert wrong(openai.InternalServerError, "not finite", model="broken").body["type"] == "server_error"
+    with pytest.raises(openai.APIError, match="not finite"):
+        list(client.completions.create(model="broken", prompt="A", stream=True))
+    url = f"{client.base_url}completions"
+    head = {"Authorization": f"Bearer {server.token}"}
+    for body in (b"", b"[]", b"{", b"[" * 100000, b'{"model": ["plain"]}', b'{"model": "plain", "prompt": "\\ud800", "max_tokens": 1}'):
+        answer = httpx.post(url, content=body, headers=head)
+        assert answer.status_code == (200 if b"ud800" in body else 404 if b"model" in body else 400), answer.text
+    assert httpx.post(url, json={"model": "plain", "prompt": "A"}).status_code == 403  # no token
+
+
+def test_sixteen_clients_at_once(client, server):
+    """All are answered in turns, each what it is answered alone; none waits for another's end."""
+    def say(n):
+        return client.completions.create(model=("plain", "chat")[n % 2] if n % 4 < 3 else "plain", prompt=f"A{n}", max_tokens=40,
+                                         seed=n + 1, stream=True)
+    alone, begun, ended = [[c.choices[0].text for c in say(n)] for n in range(16)], {}, {}
+    found, ready = {}, threading.Barrier(16)
+
+    def work(n):
+        ready.wait()
+        for chunk in say(n):
+            begun.setdefault(n, time.monotonic())
+            found.setdefault(n, []).append(chunk.choices[0].text)
+        ended[n] = time.monotonic()
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ["".join(found[n]) for n in range(16)] == ["".join(a) for a in alone]
+    assert len(server.talk.voices["plain"].idle) <= talk.IDLE
+
+
+def test_turns_are_fair():
+    turns, order = talk.Turns(), []
+
+    def work(n):
+        for _ in range(20):
+            with turns:
+                order.append(n)
+                time.sleep(0.001)
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    middle = order[8:-8]
+    assert all(len(set(middle[i:i + 4])) >= 3 for i in range(len(middle) - 4)), order
+
+
+def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch):
+    steps = []
+    forward = llamac.Session.forward
+    monkeypatch.setattr(llamac.Session, "forward", lambda *a: (steps.append(1), forward(*a)))
+    stream = client.completions.create(model="plain", prompt="A", max_tokens=1_000_000, seed=1, stream=True)
+    next(iter(stream))
+    stream.close()
+    for _ in range(100):
+        seen = len(steps)
+        time.sleep(0.1)
+        if len(steps) == seen:
+            break
+    assert len(steps) == seen < 100_000
+    assert server.talk.places._value == talk.AT_ONCE  # its place is free
+
+
+def test_a_new_file_is_opened_anew(client, server, folder):
+    path = server.talk.models()["plain"]
+    say = lambda: client.completions.create(model="plain", prompt="A", temperature=0, max_tokens=9).choices[0].text
+    before, old = path.read_bytes(), say()
+    plain(4).write_gguf(path)
+    assert say() != old
+    path.write_bytes(before[:100])  # cut off, in place
+    with pytest.raises(openai.NotFoundError):
+        say()
+    path.write_bytes(before)
+    assert say() == old
+    gc.collect()
+    assert json.dumps(old)
