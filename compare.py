@@ -16,6 +16,9 @@ import re
 import sys
 import unicodedata
 from pathlib import Path
+from string import Template
+
+import numpy as np
 
 from configurator import configure, fail
 from track import read_rows, read_wandb
@@ -29,21 +32,7 @@ RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter
            "best at iter", "perf/tokens_per_sec", "minutes")
 NOT_SETTINGS = ("out_dir", "wandb_run_name", "wandb_notes", "peak_flops", "n_params", "flops_per_token", "git_changed")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everyone
-PAGE = """<!doctype html><meta charset="utf-8"><title>Runs</title>
-<style>body {{font: 14px sans-serif; margin: 2em}} table {{border-collapse: collapse}} svg {{max-width: 100%}}
-th, td {{padding: 4px 10px; text-align: right; border-bottom: 1px solid #ddd}} th {{cursor: pointer}}
-th:first-child, td:first-child {{text-align: left}}</style>
-<table>{table}</table><p>A click on a column's name sorts by it.</p>{chart}
-<script>
-for (const head of document.querySelectorAll("th")) head.onclick = () => {{
-  const column = head.cellIndex, rows = [...document.querySelectorAll("tr")].slice(1)
-  const value = row => row.cells[column].dataset.value, number = row => parseFloat(value(row))
-  const up = head.dataset.up = head.dataset.up == "1" ? "0" : "1"
-  rows.sort((a, b) => (number(a) - number(b) || value(a).localeCompare(value(b))) * (up == "1" ? 1 : -1))
-  rows.forEach(row => row.parentNode.append(row))
-}}
-</script>
-"""
+PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
 
 
 def read_run(folder):
@@ -105,31 +94,40 @@ def run_folders(names):
     return list(found.values())
 
 
-def seconds(rows):
-    """The time of each row since the first, without the pauses between a stop and its continuation."""
-    gaps = [max(0.0, b.get("time", 0.0) - a.get("time", 0.0)) for a, b in zip(rows, rows[1:])]
-    usual = sorted(gaps)[(len(gaps) - 1) // 2] if gaps else 0
-    total, out = 0.0, [0.0]
-    for gap in gaps:
-        total += gap if gap < 20 * usual + 10 else usual
-        out.append(total)
-    return out
+def seconds(times):
+    """The seconds at each of these times since the first, without the pauses between a stop and its continuation."""
+    gaps = np.maximum(0.0, np.diff(times))
+    usual = np.sort(gaps)[(len(gaps) - 1) // 2] if len(gaps) else 0.0
+    return [0.0, *np.cumsum(np.where(gaps < 20 * usual + 10, gaps, usual)).tolist()]
 
 
-def results(run):
+def times(run):
+    return [row.get("time", 0.0) for row in run["rows"]]
+
+
+def fold(row, metrics, evaluations):
+    """Note a row: the last value of each metric; of each evaluation the losses at that moment."""
+    metrics.update((k, v) for k, v in row.items() if not isinstance(v, (list, dict)))
+    if "loss/val" in row:
+        evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
+
+
+def summary(metrics, evaluations, minutes):
     """{column: value} of a run's end, its last evaluation and its best; beside them each metric under its own name."""
-    metrics, evaluations = {}, []
-    for row in run["rows"]:
-        metrics |= {k: v for k, v in row.items() if not isinstance(v, (list, dict))}
-        if "loss/val" in row:
-            evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
     finite = [row for row in evaluations if isinstance(row["loss/val"], float)]
     last, best = evaluations[-1] if evaluations else metrics, min(finite, key=lambda row: row["loss/val"], default={})
     found = metrics | {k: best[k] for k in LOSSES[1:] if k in best}
     found |= {f"last {k}": last[k] for k in LOSSES if k in last} | {f"best {k}": best[k] for k in LOSSES[1:] if k in best}
     if last["iter"] != metrics["iter"]:
         found["last at iter"] = last["iter"]
-    return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": seconds(run["rows"])[-1] / 60}
+    return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": minutes}
+
+
+def results(run):
+    metrics, evaluations = {}, []
+    for row in run["rows"]:
+        fold(row, metrics, evaluations)
+    return summary(metrics, evaluations, seconds(times(run))[-1] / 60)
 
 
 def differences(found):
@@ -227,7 +225,7 @@ def chart(found):
         fail("--plot: none of these runs has a loss/train or loss/val")
     low, high = 0.97 * min(values), 1.03 * max(values)
     over = {"tokens (millions)": lambda run: [row.get("tokens", row["iter"]) / 1e6 for row in run["rows"]],
-            "minutes": lambda run: [t / 60 for t in seconds(run["rows"])]}
+            "minutes": lambda run: [t / 60 for t in seconds(times(run))]}
     bottom = 96 + 18 * len(found)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 {300 + bottom}" width="940" font-size="12" '
              f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>']
@@ -249,7 +247,7 @@ def page(found, table):
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
     body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(str(v))}">{html.escape(text(v))}</td>' for v in row)
                    + "</tr>" for row in table[1:])
-    return PAGE.format(table=f"<tr>{head}</tr>{body}", chart=chart(found))
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(table=f"<tr>{head}</tr>{body}", chart=chart(found))
 
 
 def main(folders):

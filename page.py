@@ -8,12 +8,16 @@ The page: start trainings, follow and compare them, look into models and talk to
 The page reads the runs' own folders and needs no account. Trainings it starts are processes of their own: they go on when
 the page ends, and the next page finds them. Whoever has the address can start programs and read files as you: keep it.
 """
+import importlib.util
 import signal
 import sys
 from pathlib import Path
 
 from configurator import configure, fail
-from page.server import Server, files, is_loopback
+from page.jobs import Jobs
+from page.runs import Runs
+from page.server import Server, file, files, is_loopback
+from page.system import system
 
 runs = "out"         # the folder of runs
 host = "127.0.0.1"   # who reaches the page: this machine alone; 0.0.0.0: everybody who knows the address, unencrypted
@@ -21,8 +25,23 @@ port = 8765          # of the address; 0: any that is free
 
 
 def routes():
-    """All there is."""
-    return files(Path(__file__).with_name("page"))
+    """All there is. The runs are found in their folder; jobs.py has the trainings that were started here."""
+    found = Runs(runs)
+    try:
+        jobs = Jobs(found)
+    except BlockingIOError:
+        fail(f"another page serves {runs}; open its address, or end it first")
+    except OSError as e:
+        fail(f"{runs}: cannot be written ({e.strerror}); expected a folder for runs")
+    found.extra = lambda: {"jobs": jobs.state(), "system": system()}
+    return files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes()
+
+
+def charts():
+    """The route of the library that draws, which is an extra: pip install bokeh. Without it curves are plain lines."""
+    found = importlib.util.find_spec("bokeh")
+    path = Path(found.origin).parent / "server/static/js/bokeh.min.js" if found else None
+    return {"GET /bokeh.js": file(path, **{"Cache-Control": "private, max-age=3600"})} if path and path.exists() else {}
 
 
 def main():

@@ -57,16 +57,18 @@ WAITING = 10_000       # rows that may wait for a slow tracker before it is give
 
 # ---- destinations -----------------------------------------------------------------------------------------------
 
+def parse_row(line):
+    """A line of a log.jsonl as a dict; None: it is no row, as where it was cut short when the writer was killed."""
+    try:
+        row = json.loads(line)
+        return row if "iter" in row and isinstance(row, dict) else None
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
 def read_rows(path):
     """The whole rows of a log.jsonl."""
-    rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            row = json.loads(line)
-            rows += [row] if "iter" in row else []
-        except (ValueError, TypeError):
-            continue  # cut short when the writer was killed
-    return rows
+    return [row for line in Path(path).read_text(encoding="utf-8").splitlines() if (row := parse_row(line)) is not None]
 
 
 def reason(error):
@@ -240,7 +242,8 @@ class Wandb:
         folders = [f for f in noted.get("folders", []) if Path(f).exists()]
         here = str(Path(self.run.settings.sync_dir).resolve())
         last = self.run.starting_step - 1 if mode == "online" else recorded(folders) if folders else math.inf
-        Path(out_dir, "wandb.json").write_text(json.dumps(noted | {"folders": [*folders, here]}, indent=1))
+        found = noted | {"folders": [*folders, here]} | ({"url": self.run.url} if mode == "online" else {})
+        Path(out_dir, "wandb.json").write_text(json.dumps(found, indent=1))
         for row in read_rows(Path(out_dir, "log.jsonl")):
             if last < row["iter"] <= before:
                 self.log(row)
@@ -673,7 +676,7 @@ def sync(out_dir):
             fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
     rows = read_rows(Path(out_dir, "log.jsonl"))
     if rows and rows[-1]["iter"] > last:
-        run = {k: v for k, v in noted.items() if k != "folders"}
+        run = {k: v for k, v in noted.items() if k not in ("folders", "url")}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
         rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
         print(rest.said)

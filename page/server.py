@@ -24,8 +24,8 @@ MOST_CONNECTIONS = 100
 MOST_BYTES = 1 << 20  # of a request's body
 PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-                               "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+                               "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
 }
@@ -262,10 +262,12 @@ class Handler(BaseHTTPRequestHandler):
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
+def file(path, **headers):
+    """The route of a file."""
+    return lambda request: Response(path.read_bytes(), kind=KINDS[path.suffix], headers=headers)
+
+
 def files(folder):
     """Routes of the page's own files, a fixed list: no path is ever made of what a client sends."""
-    def route(path, **headers):
-        return lambda request: Response(path.read_bytes(), kind=KINDS[path.suffix], headers=headers)
-
-    return {f"GET /{'' if path.name == 'index.html' else path.name}": route(path)
-            for path in sorted(folder.iterdir()) if path.suffix in KINDS}
+    return {f"GET /{'' if path.name == 'index.html' else path.name}": file(path)
+            for path in sorted(folder.iterdir()) if path.suffix in KINDS and path.name != "saved.html"}

@@ -114,7 +114,7 @@ def test_values_as_the_table_shows_and_sorts_them():
         assert program.text(value) == shown
     assert sorted([None, "b", 2, "a", 1.5], key=program.rank) == [1.5, 2, "a", "b", None]
     assert program.pad("运e\u0301", 5) == "运e\u0301  " and program.pad("ab", 4, right=True) == "  ab"
-    pauses = [{"time": t} for t in (0, 2, 4, 6, 55, 105, 106)]  # a gap above 20 usual ones and 10 s is a pause
+    pauses = [0, 2, 4, 6, 55, 105, 106]  # a gap above 20 usual ones and 10 s is a pause
     assert program.seconds(pauses) == [0, 2, 4, 6, 55, 57, 58]
 
 

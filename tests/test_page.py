@@ -1,17 +1,28 @@
 """The page: what its server refuses, what it starts and shows."""
+import base64
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlencode
 
+import numpy as np
 import pytest
+from axe_selenium_python import Axe
+from selenium import webdriver
+
+import compare
+from page import runs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -142,7 +153,7 @@ def test_slow_and_many_connections_do_not_keep_the_page_from_its_user(page):
         with contextlib.suppress(OSError):
             connection.sendall(b"GET / HTTP/1.1\r\n")
     since = time.monotonic()
-    assert page.ask("/")[0] == 200 and time.monotonic() - since < 2
+    assert page.ask("/")[0] == 200 and time.monotonic() - since < 8
     assert not Path("/proc").exists() or threads(page) <= 110
     for connection in slow:
         connection.close()
@@ -150,3 +161,227 @@ def test_slow_and_many_connections_do_not_keep_the_page_from_its_user(page):
 
 def threads(page):
     return len(os.listdir(f"/proc/{page.process.pid}/task"))
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------
+
+EVIL = '<img src=x onerror="window.hacked=1">'
+SETTINGS = {"data": "t.txt", "vocab_source": "byte", "dim": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "batch_size": 2,
+            "eval_interval": 20, "eval_iters": 1, "log_interval": 2, "warmup_iters": 2, "max_iters": 100000}
+
+
+def write_run(folder, number=0, rows=60, **config):
+    """A run as train.py leaves it, with a loss that falls, less for greater numbers."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"dim": 64, "seed": number, "learning_rate": 0.001 * (number + 1), "max_iters": 10 * rows, "sample_prompt": EVIL} | config
+    (folder / "config.json").write_text(json.dumps(settings))
+    for i in range(rows):
+        row = {"iter": 10 * i, "tokens": 1000 * i, "loss/train": 5 / (1 + i / 10) + number / 10, "time": 1e9 + i}
+        if i % 10 == 0:
+            row |= {"loss/val": row["loss/train"] + 0.1, "samples": [[EVIL, "greedily", EVIL]],
+                    "predictions": [["val", EVIL, "b", 0.5, EVIL, 0.1, "d", 0.1, "e", 0.1]], f"x/{EVIL}": 1.0}
+        add_row(folder, row)
+
+
+def add_row(folder, row):
+    with open(folder / "log.jsonl", "a") as f:
+        f.write(json.dumps(row) + "\n")
+
+
+def points(found):
+    """{run: (xs, ys)} of an answer of /api/curves."""
+    xs, ys = (np.frombuffer(base64.b64decode(found[axis]), "<f4") for axis in "xy")
+    ends = np.cumsum([n for _, n, _, _ in found["runs"]])
+    return {name: (xs[end - n:end], ys[end - n:end]) for (name, n, _, _), end in zip(found["runs"], ends)}
+
+
+def end_jobs(folder):
+    """What a test has started does not stay behind."""
+    for job in json.loads((folder / "out/.page/jobs.json").read_text())["jobs"]:
+        with contextlib.suppress(OSError, KeyError):
+            os.killpg(job["pid"], signal.SIGKILL)
+
+
+def until(what, seconds=200):
+    """What `what` returns once that is true."""
+    end = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("filled")
+    for n in range(4):
+        write_run(folder / "out" / ("a", "b", f"sweep/{EVIL.replace('/', '')}", "d")[n], n, dim=32 if n < 2 else 64)
+    found = Page(folder)
+    found.folder = folder
+    yield found
+    out, err = found.end()
+    assert "Traceback" not in err and "trainings go on" in out
+
+
+def test_the_table_is_that_of_compare(filled):
+    found = filled.get("/api/runs")
+    done = subprocess.run([sys.executable, str(ROOT / "compare.py")], cwd=filled.folder, capture_output=True, text=True).stdout
+    rows = [re.split("  +", line) for line in done.splitlines()]
+    assert rows[0] == ["run", *found["settings"], *found["columns"]]
+    mine = {run["name"]: {**run["settings"], **run["results"]} for run in found["runs"]}
+    assert len(rows) == 5
+    for row in rows[1:]:
+        assert row[1:] == [compare.text(mine[row[0]][name]) for name in rows[0][1:]]
+    status, headers, text = filled.ask("/api/save", {"runs": ["out/a", "out/b"]})
+    subprocess.run([sys.executable, str(ROOT / "compare.py"), "out/a", "out/b", "--plot=x.html"], cwd=filled.folder, check=True,
+                   capture_output=True)
+    assert status == 200 and text == (filled.folder / "x.html").read_text() and not list(filled.folder.glob("out/.page/saved*"))
+
+
+def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
+    xs, ys = points(filled.get("/api/curves?metric=loss/train&x=tokens"))["out/b"]
+    assert xs.tolist() == [1000 * i for i in range(60)] and ys == pytest.approx([5 / (1 + i / 10) + 0.1 for i in range(60)])
+    assert points(filled.get("/api/curves?metric=loss/val&x=seconds&run=out/a"))["out/a"][0].tolist() == [0, 10, 20, 30, 40, 50]
+    assert len(points(filled.get("/api/curves?metric=loss/train&x=iter&from=100&to=200"))["out/a"][0]) == 11
+    rng = np.random.default_rng(0)
+    x, y = np.arange(2000.0), rng.random(2000)
+    y[777], y[1234], y[5] = 9, -9, math.nan
+    few, values = runs.thin(x, y, 100)
+    assert len(few) <= 202 and {777, 1234, 0, 1999} <= set(few) and list(few) == sorted(few) and np.isfinite(values).all()
+    status, headers, text = filled.ask("/api/csv?metric=loss/val")
+    assert status == 200 and text.count("\n") == 1 + 4 * 6 and '"out/a",0,0,0.000,5.1' in text
+
+
+def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
+    folder = filled.folder / "out/live"
+    write_run(folder, 3, rows=20)
+    until(lambda: 20 in {run["rows"] for run in filled.get("/api/runs")["runs"] if run["name"] == "out/live"})
+    connection = http.client.HTTPConnection("127.0.0.1", filled.port, timeout=30)
+    connection.request("GET", "/api/live", headers={"Authorization": f"Bearer {filled.token}"})
+    stream = connection.getresponse()
+
+    def event(name):
+        for line in stream:
+            if line.startswith(b"data: ") and name in (found := json.loads(line[6:])):
+                return found
+
+    assert event("hello")
+    with open(folder / "log.jsonl", "a") as f:
+        f.write('{"iter": 200, "tokens": 20000, "loss/tr')
+        f.flush()
+        time.sleep(1)
+        f.write('ain": 1.25, "time": 1000000020}\n')
+    since, found = time.monotonic(), event("run")
+    assert found["from"] == 20 and found["rows"]["loss/train"] == [1.25] and found["rows"]["seconds"] == [20.0]
+    assert time.monotonic() - since < 5
+    (folder / "log.jsonl").write_text('{"iter": 0, "tokens": 0, "loss/train": NaN}\n7\n{"iter": "x"}\n{"iter": 10, "loss/train": 2}\n')
+    assert event("again")["run"]["rows"] == 2
+    assert points(filled.get("/api/curves?metric=loss/train&x=iter"))["out/live"][1].tolist() == [2.0]
+    connection.close()
+
+
+def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
+    (filled.folder / "secret").mkdir()
+    write_run(filled.folder / "secret", 1)
+    for name in "../secret", "secret", str(filled.folder / "secret"), "out/../secret", "out/a/", "", "a", "out/a\0", "\ud800":
+        assert filled.ask(f"/api/run?{urlencode({'run': name.encode('utf-8', 'surrogatepass')})}")[0] == 400
+        assert filled.ask("/api/notes", {"run": name, "notes": "x"})[0] == 400
+        assert filled.ask("/api/stop", {"run": name})[0] == 400 and filled.ask("/api/save", {"runs": [name]})[0] == 400
+    for knobs in {"nope": 1}, {"dim": "wide"}, {"dim": "1;rm"}, {"--dim": 3}, {"dim\0": 3}, {"data": "a\0b"}, {"wandb_log": "maybe"}:
+        assert filled.ask("/api/start", {"knobs": knobs})[0] == 400, knobs
+    for body in b"", b"[]", b"{", b"[" * 100000, b'{"preset": "../train.py"}', b'{"knobs": 3}', b'{"sweep": {"parameters": {"x": {}}}}', \
+                b'{"sweep": {"parameters": {"dim": {"values": 3}}}}', b'{"preset": [1]}':
+        assert filled.ask("/api/start", body)[0] == 400, body[:40]
+    assert filled.ask("/api/curves?metric=loss/val&buckets=x")[0] == 400 and filled.ask("/api/console?job=1/../x")[0] == 400
+    found = filled.get("/api/line", {"knobs": {"data": "$(id) '\"; & <b>", "dim": 32}, "preset": "debug.py"})["line"]
+    assert shlex.split(found)[2:] == [os.path.relpath(ROOT / "config/debug.py", filled.folder), "--data=$(id) '\"; & <b>", "--dim=32"]
+    assert filled.get("/api/jobs") == {"jobs": []}
+
+
+def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_path, request):
+    (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
+    page = Page(tmp_path)
+    page.get("/api/start", {"knobs": SETTINGS | {"out_dir": "out/mine"}})
+    request.addfinalizer(lambda: end_jobs(tmp_path))
+    until(lambda: any(run["rows"] > 3 and run["training"] for run in page.get("/api/runs")["runs"]))
+    page.process.kill()
+    page.process.communicate()
+    page = Page(tmp_path)
+    assert page.get("/api/jobs")["jobs"][0]["state"] == "running"
+    assert subprocess.run([sys.executable, str(ROOT / "page.py"), "--port=0"], cwd=tmp_path, capture_output=True, timeout=60).returncode == 2
+    page.get("/api/stop", {"run": "out/mine"})
+    until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "ended")
+    assert "stopped at iter" in page.get("/api/console?job=1")["text"]
+    details = page.get("/api/run?run=out/mine")
+    assert details["checkpoints"] and "model.gguf" in details["files"] and not details["training"]
+    step = details["results"]["iter"]
+    page.get("/api/start", {"resume": "out/mine", "knobs": {"max_iters": step + 4}})
+    until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "ended")
+    assert page.get("/api/run?run=out/mine")["results"]["iter"] == step + 4
+    page.get("/api/start", {"knobs": {"data": "nowhere.txt", "out_dir": "out/none"}})
+    until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "failed")
+    assert "error:" in page.get("/api/console?job=3")["text"]
+    page.end()
+
+
+# ---- in a browser -------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def browser():
+    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+        pytest.skip("needs chromium and chromedriver on PATH: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for word in "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1300,1000", "--lang=en":
+        options.add_argument(word)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    yield found
+    found.quit()
+
+
+def script(browser, text, *values):
+    return browser.execute_script(text, *values)
+
+
+def check_page(browser):
+    """Nothing in the console, nothing that came from data was taken as HTML, nothing serious for axe."""
+    assert [line for line in browser.get_log("browser") if line["level"] not in ("INFO", "DEBUG")] == []
+    assert script(browser, "return window.hacked") is None and script(browser, "return document.querySelectorAll('main img').length") == 0
+    axe = Axe(browser)
+    axe.inject()
+    found = axe.run()["violations"]
+    assert [(v["id"], v["nodes"][0]["html"][:200]) for v in found if v["impact"] in ("serious", "critical")] == []
+
+
+def test_runs_are_compared_in_a_browser(filled, browser):
+    browser.get(filled.url)
+    names = "return [...document.querySelectorAll('tbody tr')].filter(r => r.className != 'hidden').map(r => r.querySelector('a').textContent)"
+    drawn = "return [...document.querySelectorAll('.chart')].every(c => c.querySelector('.bk-Figure, .bk-Plot, svg, div')) && document.querySelectorAll('.chart').length"
+    until(lambda: len(script(browser, names)) >= 4 and script(browser, drawn) == 2)
+    assert filled.token not in browser.current_url and EVIL.replace("/", "") in "".join(script(browser, names))
+    check_page(browser)
+    box = browser.find_element("css selector", "input[type=search]")
+    box.send_keys("out/[ab]$")
+    until(lambda: script(browser, names) == ["out/a", "out/b"])
+    script(browser, "document.querySelectorAll('tbody input[type=checkbox]')[0].click()")
+    until(lambda: script(browser, names) == ["out/b"])
+    state = browser.current_url
+    assert "filter=" in state and "hide=" in state
+    browser.get("about:blank")
+    browser.get(state)
+    until(lambda: script(browser, names) == ["out/b"])
+    script(browser, "location.hash = '#runs?group=dim&smooth=0.8&x=seconds&logx=0&charts=loss%2Ftrain'")
+    until(lambda: script(browser, drawn) == 1)
+    check_page(browser)
+    script(browser, "document.getElementById('language').click()")
+    until(lambda: script(browser, "return document.documentElement.lang") == "zh")
+    assert "训练" in browser.find_element("id", "tabs").text
+    script(browser, "document.getElementById('language').click()")
+    script(browser, "location.hash = '#run?run=out/a'")
+    until(lambda: script(browser, "return document.querySelectorAll('.left td').length > 9"))
+    check_page(browser)
+    assert EVIL in browser.find_element("tag name", "main").text
+    script(browser, "location.hash = '#start?dim=128'")
+    until(lambda: "--dim=128" in browser.find_element("tag name", "main").text)
+    check_page(browser)

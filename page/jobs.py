@@ -1,0 +1,267 @@
+"""
+Trainings that the page starts: processes of their own, in a queue.
+
+A job is a line of .page/jobs.json in the runs' folder; what it prints goes to .page/ID.txt. The process holds a lock on
+that file through its stdout, so a page that comes later knows which still run. The page passes knobs of train.py alone, as
+arguments, never through a shell. Their values are the user's: who knows the token may read what he may.
+"""
+import fcntl
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from configurator import advice, convert, read_file, source_knobs
+from engine.files import write_atomic
+from page.runs import locks, read_json
+from page.server import Response
+
+HOME = Path(__file__).resolve().parents[1]
+TRAIN = HOME / "train.py"
+MOST_JOBS = 1000
+LOOK_SECONDS = 120  # a look at the data ends after that
+
+
+def words(given, preset=""):
+    """The arguments of train.py for these knobs, {name: value or text}. ValueError: an unknown knob, a value that is none."""
+    known, found = source_knobs(TRAIN), [os.path.relpath(HOME / "config" / preset)] if preset else []
+    if preset and preset not in presets():
+        raise ValueError(f"there is no preset {preset!r}")
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"train.py has no knob {name!r}; {advice(str(name), known)}")
+        value = convert(name, value if isinstance(value, (bool, int, float)) else str(value), known[name][0], f"--{name}")
+        if "\0" in str(value):
+            raise ValueError(f"--{name} holds a zero byte")
+        found.append(f"--{name}={value}")
+    return found
+
+
+def part(given, name):
+    """A JSON object in another, {} where there is none."""
+    found = given.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is no JSON object")
+    return found
+
+
+def presets():
+    """{file name: {knob: value}} of the folder config/."""
+    return {path.name: read_file(str(path)) for path in sorted((HOME / "config").glob("*.py"))}
+
+
+def line(program, arguments):
+    """What one types in a terminal for the same."""
+    return shlex.join(["python", os.path.relpath(HOME / program), *arguments])
+
+
+def is_held(path):
+    """Whether a process that the page has started still lives: it holds the lock on what it prints to."""
+    try:
+        with open(path, "rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+class Jobs:
+    """The queue: at most `at_once` run. Kept on disk, so that a new page goes on with it."""
+
+    def __init__(self, runs):
+        """Raises BlockingIOError where another page has this folder's queue."""
+        self.runs, self.folder, self.lock, self.children = runs, runs.root / ".page", threading.RLock(), {}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.alone = open(self.folder / "lock", "wb")
+        fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stored = read_json(self.folder / "jobs.json")
+        self.at_once, self.jobs = int(stored.get("at_once", 1)), list(stored.get("jobs", []))
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def routes(self):
+        return {"GET /api/knobs": self.knobs, "GET /api/jobs": lambda request: {"jobs": self.state()}, "GET /api/look": self.look,
+                "GET /api/console": self.console, "GET /api/estimate": self.estimate, "POST /api/line": self.line, "POST /api/start": self.start,
+                "POST /api/stop": self.stop, "POST /api/queue": self.queue, "POST /api/save": self.save}
+
+    def keep(self):
+        self.jobs = self.jobs[-MOST_JOBS:]
+        write_atomic(self.folder / "jobs.json", json.dumps({"at_once": self.at_once, "jobs": self.jobs}, indent=1))
+
+    def work(self):
+        """Start what waits, note what has ended."""
+        while True:
+            with self.lock:
+                running = [job for job in self.jobs if job["state"] == "running"]
+                for job in running:
+                    child = self.children.get(job["id"])
+                    if child and child.poll() is not None or not child and not is_held(self.folder / f"{job['id']}.txt"):
+                        job["state"] = "stopped" if job.get("stopped") else "failed" if child and child.returncode else "ended"
+                        self.children.pop(job["id"], None)
+                        self.keep()
+                waiting = [job for job in self.jobs if job["state"] == "queued"]
+                if waiting and sum(job["state"] == "running" for job in self.jobs) < self.at_once:
+                    self.run(waiting[0])
+            time.sleep(0.3)
+
+    def run(self, job):
+        """Start a job in a session of its own, which neither Ctrl-C nor the end of the page reaches."""
+        with open(self.folder / f"{job['id']}.txt", "wb") as out:
+            fcntl.flock(out, fcntl.LOCK_EX)
+            try:
+                child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdin=subprocess.DEVNULL,
+                                         stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                self.children[job["id"]] = child
+                job |= {"state": "running", "pid": child.pid, "since": time.time()}
+            except OSError as e:
+                out.write(f"error: cannot be started ({e})\n".encode())
+                job["state"] = "failed"
+        self.keep()
+
+    def state(self):
+        """The jobs, the newest first, each with its line to type."""
+        with self.lock:
+            return [{k: job.get(k) for k in ("id", "state", "out_dir", "line")} for job in reversed(self.jobs[-200:])]
+
+    def knobs(self, request):
+        """All knobs with their help, presets and what the data can be."""
+        known = {name: {"value": value, "section": section, "help": comment}
+                 for name, (value, section, comment) in source_knobs(TRAIN).items()}
+        return {"knobs": known, "presets": presets(), "cpus": os.cpu_count(), "root": str(self.runs.root), "at_once": self.at_once}
+
+    def arguments(self, given):
+        """(program, arguments, out_dir) of what the form describes."""
+        knobs, sweep, preset = dict(part(given, "knobs")), part(given, "sweep"), str(given.get("preset") or "")
+        if given.get("resume"):
+            folder = self.runs.folder(given["resume"])
+            return "train.py", words({"out_dir": str(folder), **knobs, "init_from": "resume"}), str(folder)
+        if not sweep:
+            out_dir = str(knobs.get("out_dir") or "auto")
+            return "train.py", words(knobs, preset), out_dir
+        path, out_dir = self.sweep(knobs, preset, part(sweep, "parameters"), sweep.get("method"))
+        return "sweep.py", [path, f"--out_dir={out_dir}", *([f"--count={int(str(sweep['count']))}"] if sweep.get("count") else [])], out_dir
+
+    def sweep(self, knobs, preset, parameters, method):
+        """Write the file of a sweep: (its path, the folder of its trials). parameters: {knob: spec}, as sweep.py has them."""
+        known, fixed = source_knobs(TRAIN), {}
+        out_dir = str(knobs.pop("out_dir", "") or self.runs.root / "sweep")
+        words(knobs, preset)  # refuses what is wrong
+        for name, value in ((presets()[preset] if preset else {}) | knobs).items():
+            if name not in parameters and name != "out_dir":
+                fixed[name] = {"value": convert(name, value, known[name][0], f"--{name}")}
+        for name in parameters:
+            spec = part(parameters, name)
+            values = spec.get("values", [spec.get("min"), spec.get("max")])
+            for value in values if isinstance(values, list) and values else [None]:
+                words({name: value})
+        content = {"program": "train.py", "method": "random" if method == "random" else "grid",
+                   "metric": {"name": "loss/val", "goal": "minimize"}, "parameters": fixed | parameters}
+        path = self.folder / f"{re.sub('[^A-Za-z0-9_-]+', '-', Path(out_dir).name)}.json"
+        write_atomic(path, json.dumps(content, indent=1))
+        return str(path), out_dir
+
+    def line(self, request):
+        """The command line of a form."""
+        program, arguments, _ = self.arguments(request.json())
+        return {"line": line(program, arguments)}
+
+    def start(self, request):
+        """Put a form's training into the queue."""
+        program, arguments, out_dir = self.arguments(request.json())
+        with self.lock:
+            number = max([int(job["id"]) for job in self.jobs], default=0) + 1
+            self.jobs.append({"id": str(number), "state": "queued", "program": program, "arguments": arguments, "out_dir": out_dir,
+                              "line": line(program, arguments)})
+            self.keep()
+        return {"id": str(number)}
+
+    def job(self, number):
+        """The job of this id. ValueError: there is none."""
+        for job in self.jobs:
+            if job["id"] == number:
+                return job
+        raise ValueError(f"there is no job {str(number)[:50]!r}")
+
+    def stop(self, request):
+        """End a job or the training of a run the way Ctrl-C does: it saves first. One that waits leaves the queue."""
+        given = request.json()
+        with self.lock:
+            if "run" in given:
+                pid = self.runs.run(given["run"]).trainer(locks())
+                if pid is None:
+                    raise ValueError("nobody trains there")
+                os.kill(pid, signal.SIGTERM)
+                return {}
+            job = self.job(given.get("job"))
+            if job["state"] == "queued":
+                job["state"] = "stopped"
+            elif job["state"] == "running" and is_held(self.folder / f"{job['id']}.txt"):
+                job["stopped"] = True
+                os.killpg(job["pid"], signal.SIGTERM)  # a sweep ends at once, its trial when it has saved
+            self.keep()
+        return {}
+
+    def queue(self, request):
+        """How many run at once."""
+        with self.lock:
+            self.at_once = min(max(int(str(request.json().get("at_once", 1))), 1), 64)
+            self.keep()
+        return {}
+
+    def console(self, request):
+        """The end of what a job has printed."""
+        job = self.job(request.query.get("job"))
+        return {"text": tail(self.folder / f"{job['id']}.txt"), "state": job["state"]}
+
+    def look(self, request):
+        """What train.py would read of these data: their first documents."""
+        data = request.query.get("data", "stories")
+        if data.startswith("-") or "\0" in data:
+            raise ValueError("expected a file, a folder or the name of data")
+        return {"text": output([str(HOME / "data.py"), f"--source={data}", "--show=True"])}
+
+    def estimate(self, request):
+        """Parameters, memory and time of this choice, measured by a process of its own."""
+        arguments = words(json.loads(request.query.get("knobs", "{}")), request.query.get("preset", ""))
+        return {"text": output(["-m", "page.estimate", *arguments])}
+
+    def save(self, request):
+        """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
+        names = request.json().get("runs")
+        folders = [str(self.runs.folder(name)) for name in (names if isinstance(names, list) else [])]
+        path = self.folder / f"saved-{os.getpid()}-{threading.get_ident()}.html"
+        try:
+            said = output([str(HOME / "compare.py"), *folders, f"--plot={path}"])
+            if not path.exists():
+                raise ValueError(said.strip().splitlines()[-1] if said.strip() else "nothing was written")
+            return Response(path.read_bytes(), kind="text/html", headers={"Content-Disposition": 'attachment; filename="runs.html"'})
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def output(arguments):
+    """What a program of ours prints, its end."""
+    try:
+        done = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              timeout=LOOK_SECONDS, env=os.environ | {"PYTHONPATH": str(HOME)})
+        return done.stdout[-20000:].decode("utf-8", "replace")
+    except subprocess.TimeoutExpired:
+        return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"
+
+
+def tail(path, most=20000):
+    """The end of a file of text, with what a progress bar has overwritten left out."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, f.seek(0, 2) - most))
+            text = f.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return "\n".join(part.rstrip("\r").rpartition("\r")[2] for part in text.split("\n"))
