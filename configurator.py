@@ -174,8 +174,8 @@ def whole(text):
         return float(text)
 
 
-def convert(key, value, default, where):
-    """`value` as the type of `default`: text is parsed, 1e3 is a whole number, an int a float. ValueError: all else."""
+def convert(key, value, default, where, refuse=fail):
+    """`value` as the type of `default`: text is parsed, 1e3 is a whole number, an int a float; all else is refused."""
     kind, got = type(default), value
     with contextlib.suppress(ValueError, KeyError):
         if isinstance(value, str):
@@ -185,7 +185,7 @@ def convert(key, value, default, where):
     if kind is float and type(got) is int:
         got = float(got)
     if type(got) is not kind or (kind is float and not math.isfinite(got)):
-        raise ValueError(f"{where}: {key} is {value!r}, expected {kind.__name__}, such as {default!r}")
+        refuse(f"{where}: {key} is {value!r}, expected {kind.__name__}, such as {default!r}")
     return os.path.expanduser(got) if kind is str and got.startswith("~/") else got
 
 
@@ -268,10 +268,7 @@ def configure(g, positional=None, argv=None, common=()):
     def override(key, value, where, word=None):
         if key not in defaults:
             fail(f"{where}: unknown key {key!r}; {advice(str(key), defaults)}")
-        try:
-            value = convert(key, value, defaults[key], where)
-        except ValueError as e:
-            fail(e)
+        value = convert(key, value, defaults[key], where)
         if not word and key in typed and g[key] != value and os.environ.get("RANK", "0") == "0":
             print(f"note: {where} sets {key}={value}, which overrides {typed[key]}; what comes last counts", file=sys.stderr)
         g[key] = value

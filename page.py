@@ -33,7 +33,7 @@ def routes():
         fail(f"another page serves {runs}; open its address, or end it first")
     except OSError as e:
         fail(f"{runs}: cannot be written ({e.strerror}); expected a folder for runs")
-    found.extra = lambda: {"jobs": jobs.state(), "system": system()}
+    found.extra = lambda: jobs.state() | {"system": system()}
     return files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes()
 
 
@@ -50,7 +50,7 @@ def main():
     except (OSError, OverflowError) as e:
         fail(f"--host={host} --port={port}: cannot be listened on ({e}); --port=0 takes any that is free")
     if not is_loopback(host):
-        print("warning: other machines reach this page, and nothing is encrypted between them; ssh -L is safer", file=sys.stderr)
+        print("warning: other machines reach this page, and nothing is encrypted; ssh -L is safer", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"page: {server.url()}", flush=True)
     try:

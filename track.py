@@ -544,6 +544,8 @@ class Alerts:
     tells; optim.SpikeDetector judges each step before it is taken, by a running mean that a checkpoint keeps.
     """
 
+    WATCHED = ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec")
+
     def __init__(self, z=6, memory=50, least=10):
         self.z, self.least = z, least
         self.past = collections.defaultdict(lambda: collections.deque(maxlen=memory))
@@ -551,7 +553,7 @@ class Alerts:
     def check(self, row):
         """[(title, text)]"""
         found = []
-        for name in ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec"):
+        for name in self.WATCHED:
             value, past = row.get(name), self.past[name]
             if value is None:
                 continue

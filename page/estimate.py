@@ -6,7 +6,7 @@ import sys
 
 import train
 from configurator import configure
-from engine import parallel, sizes
+from engine import costs, parallel, sizes
 from optim import make_optimizer
 
 
@@ -22,13 +22,14 @@ def main():
     if train.depth:
         vars(train).update(sizes.derive_from_depth(train.knobs(), given, prepared.meta["vocab_size"]))
     s, args = train.knobs(), train.model_args(prepared)
-    memory = sizes.least_memory(args, s.batch_size * s.max_seq_len, s.optimizer)
-    seconds = sizes.step_seconds(s, args.vocab_size, make_optimizer, place, amp_dtype)
-    tokens = sizes.tokens_per_step(s)
-    print(f"{sizes.num_params(train.Transformer(args)):,} parameters, vocabulary {args.vocab_size:,}")
+    memory = costs.least_memory(args, s.batch_size * s.max_seq_len, s.optimizer)
+    seconds = costs.step_seconds(s, args.vocab_size, make_optimizer, place, amp_dtype)
+    tokens = costs.tokens_per_step(s)
+    print(f"{costs.num_params(args):,} parameters, vocabulary {args.vocab_size:,}")
     print(f"memory: at least {sum(memory.values()) / 2 ** 20:,.0f} MiB "
           f"({', '.join(f'{kind} {size / 2 ** 20:,.0f}' for kind, size in memory.items())})")
-    print(f"{tokens:,} tokens a step, {tokens * s.max_iters:,} in all, {tokens * s.max_iters / prepared.meta['train_tokens']:.2f} epochs")
+    epochs = tokens * s.max_iters / prepared.meta["train_tokens"]
+    print(f"{tokens:,} tokens a step, {tokens * s.max_iters:,} in all, {epochs:.2f} epochs")
     print(f"a step takes {1000 * seconds:,.1f} ms: {seconds * s.max_iters / 60:,.1f} minutes for {s.max_iters:,} steps, "
           f"without evaluations")
 

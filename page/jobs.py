@@ -20,7 +20,7 @@ from pathlib import Path
 from configurator import advice, convert, read_file, source_knobs
 from engine.files import write_atomic
 from page.runs import locks, read_json
-from page.server import Response
+from page.server import Response, as_file
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
@@ -29,25 +29,30 @@ LOOK_SECONDS = 120  # a look at the data ends after that
 
 
 def words(given, preset=""):
-    """The arguments of train.py for these knobs, {name: value or text}. ValueError: an unknown knob, a value that is none."""
+    """The arguments of train.py for these knobs, {name: value or text}. ValueError: an unknown knob, a wrong value."""
     known, found = source_knobs(TRAIN), [os.path.relpath(HOME / "config" / preset)] if preset else []
     if preset and preset not in presets():
         raise ValueError(f"there is no preset {preset!r}")
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"train.py has no knob {name!r}; {advice(str(name), known)}")
-        value = convert(name, value if isinstance(value, (bool, int, float)) else str(value), known[name][0], f"--{name}")
+        value = value if isinstance(value, (bool, int, float)) else str(value)
+        value = convert(name, value, known[name][0], f"--{name}", refuse)
         if "\0" in str(value):
             raise ValueError(f"--{name} holds a zero byte")
         found.append(f"--{name}={value}")
     return found
 
 
+def refuse(message):
+    raise ValueError(message)
+
+
 def part(given, name):
     """A JSON object in another, {} where there is none."""
     found = given.get(name) or {}
     if not isinstance(found, dict):
-        raise ValueError(f"{name} is no JSON object")
+        refuse(f"{name} is no JSON object")
     return found
 
 
@@ -87,9 +92,9 @@ class Jobs:
         threading.Thread(target=self.work, daemon=True).start()
 
     def routes(self):
-        return {"GET /api/knobs": self.knobs, "GET /api/jobs": lambda request: {"jobs": self.state()}, "GET /api/look": self.look,
-                "GET /api/console": self.console, "GET /api/estimate": self.estimate, "POST /api/line": self.line, "POST /api/start": self.start,
-                "POST /api/stop": self.stop, "POST /api/queue": self.queue, "POST /api/save": self.save}
+        asked = {"knobs": self.knobs, "jobs": self.state, "look": self.look, "console": self.console, "estimate": self.estimate}
+        told = {"line": self.line, "start": self.start, "stop": self.stop, "queue": self.queue, "save": self.save}
+        return {f"GET /api/{name}": f for name, f in asked.items()} | {f"POST /api/{name}": f for name, f in told.items()}
 
     def keep(self):
         self.jobs = self.jobs[-MOST_JOBS:]
@@ -103,7 +108,8 @@ class Jobs:
                 for job in running:
                     child = self.children.get(job["id"])
                     if child and child.poll() is not None or not child and not is_held(self.folder / f"{job['id']}.txt"):
-                        job["state"] = "stopped" if job.get("stopped") else "failed" if child and child.returncode else "ended"
+                        failed = "failed" if child and child.returncode else "ended"
+                        job["state"] = "stopped" if job.get("stopped") else failed
                         self.children.pop(job["id"], None)
                         self.keep()
                 waiting = [job for job in self.jobs if job["state"] == "queued"]
@@ -116,8 +122,8 @@ class Jobs:
         with open(self.folder / f"{job['id']}.txt", "wb") as out:
             fcntl.flock(out, fcntl.LOCK_EX)
             try:
-                child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdin=subprocess.DEVNULL,
-                                         stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+                child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdout=out,
+                                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
                 self.children[job["id"]] = child
                 job |= {"state": "running", "pid": child.pid, "since": time.time()}
             except OSError as e:
@@ -125,16 +131,18 @@ class Jobs:
                 job["state"] = "failed"
         self.keep()
 
-    def state(self):
+    def state(self, request=None):
         """The jobs, the newest first, each with its line to type."""
         with self.lock:
-            return [{k: job.get(k) for k in ("id", "state", "out_dir", "line")} for job in reversed(self.jobs[-200:])]
+            shown = [{k: job.get(k) for k in ("id", "state", "out_dir", "line")} for job in reversed(self.jobs[-200:])]
+            return {"jobs": shown}
 
     def knobs(self, request):
         """All knobs with their help, presets and what the data can be."""
         known = {name: {"value": value, "section": section, "help": comment}
                  for name, (value, section, comment) in source_knobs(TRAIN).items()}
-        return {"knobs": known, "presets": presets(), "cpus": os.cpu_count(), "root": str(self.runs.root), "at_once": self.at_once}
+        return {"knobs": known, "presets": presets(), "cpus": os.cpu_count(), "root": str(self.runs.root),
+                "at_once": self.at_once}
 
     def arguments(self, given):
         """(program, arguments, out_dir) of what the form describes."""
@@ -146,16 +154,17 @@ class Jobs:
             out_dir = str(knobs.get("out_dir") or "auto")
             return "train.py", words(knobs, preset), out_dir
         path, out_dir = self.sweep(knobs, preset, part(sweep, "parameters"), sweep.get("method"))
-        return "sweep.py", [path, f"--out_dir={out_dir}", *([f"--count={int(str(sweep['count']))}"] if sweep.get("count") else [])], out_dir
+        count = [f"--count={int(str(sweep['count']))}"] if sweep.get("count") else []
+        return "sweep.py", [path, f"--out_dir={out_dir}", *count], out_dir
 
     def sweep(self, knobs, preset, parameters, method):
-        """Write the file of a sweep: (its path, the folder of its trials). parameters: {knob: spec}, as sweep.py has them."""
+        """Write the file of a sweep: (its path, the folder of its trials). parameters: {knob: spec}, as sweep.py's."""
         known, fixed = source_knobs(TRAIN), {}
         out_dir = str(knobs.pop("out_dir", "") or self.runs.root / "sweep")
         words(knobs, preset)  # refuses what is wrong
         for name, value in ((presets()[preset] if preset else {}) | knobs).items():
             if name not in parameters and name != "out_dir":
-                fixed[name] = {"value": convert(name, value, known[name][0], f"--{name}")}
+                fixed[name] = {"value": convert(name, value, known[name][0], f"--{name}", refuse)}
         for name in parameters:
             spec = part(parameters, name)
             values = spec.get("values", [spec.get("min"), spec.get("max")])
@@ -177,8 +186,8 @@ class Jobs:
         program, arguments, out_dir = self.arguments(request.json())
         with self.lock:
             number = max([int(job["id"]) for job in self.jobs], default=0) + 1
-            self.jobs.append({"id": str(number), "state": "queued", "program": program, "arguments": arguments, "out_dir": out_dir,
-                              "line": line(program, arguments)})
+            self.jobs.append({"id": str(number), "state": "queued", "program": program, "arguments": arguments,
+                              "out_dir": out_dir, "line": line(program, arguments)})
             self.keep()
         return {"id": str(number)}
 
@@ -241,7 +250,7 @@ class Jobs:
             said = output([str(HOME / "compare.py"), *folders, f"--plot={path}"])
             if not path.exists():
                 raise ValueError(said.strip().splitlines()[-1] if said.strip() else "nothing was written")
-            return Response(path.read_bytes(), kind="text/html", headers={"Content-Disposition": 'attachment; filename="runs.html"'})
+            return Response(path.read_bytes(), kind="text/html", headers=as_file("runs.html"))
         finally:
             path.unlink(missing_ok=True)
 
@@ -249,8 +258,8 @@ class Jobs:
 def output(arguments):
     """What a program of ours prints, its end."""
     try:
-        done = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              timeout=LOOK_SECONDS, env=os.environ | {"PYTHONPATH": str(HOME)})
+        done = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=LOOK_SECONDS, env=os.environ | {"PYTHONPATH": str(HOME)})
         return done.stdout[-20000:].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
         return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"

@@ -18,7 +18,7 @@ import numpy as np
 
 import compare
 from engine.files import write_atomic
-from page.server import Response
+from page.server import Response, as_file
 from track import TABLES, Alerts, about, parse_row
 
 X = ("iter", "tokens", "time")
@@ -117,7 +117,7 @@ class Run:
                 for offset, length in self.texts[-most:]:
                     f.seek(offset)
                     row = parse_row(f.read(length)) or {}
-                    found.append({"iter": row.get("iter")} | {name: row[name] for name in TABLES if isinstance(row.get(name), list)})
+                    found.append({"iter": row.get("iter")} | {k: row[k] for k in TABLES if isinstance(row.get(k), list)})
         except OSError:
             pass
         return found
@@ -235,14 +235,14 @@ class Runs:
     # ---- routes: page.js and compare.js ask these
 
     def routes(self):
-        return {"GET /api/runs": self.table, "GET /api/curves": self.curves, "GET /api/csv": self.csv, "GET /api/live": self.live,
-                "GET /api/run": self.details, "POST /api/notes": self.note}
+        return {"GET /api/runs": self.table, "GET /api/curves": self.curves, "GET /api/csv": self.csv,
+                "GET /api/live": self.live, "GET /api/run": self.details, "POST /api/notes": self.note}
 
     def entry(self, run):
         """A run's line in the table."""
         numbers = {k: v for k, v in run.results().items() if k in compare.RESULTS or "/" in k}
-        return {"name": run.name, "rows": run.count, "version": run.version, "training": run.trainer(self.locked) is not None,
-                "max_iters": run.config.get("max_iters"), "results": clean(numbers)}
+        return {"name": run.name, "rows": run.count, "max_iters": run.config.get("max_iters"), "results": clean(numbers),
+                "training": run.trainer(self.locked) is not None}
 
     def table(self, request):
         """What differs between the runs, what each reached, and the names of all metrics."""
@@ -251,8 +251,8 @@ class Runs:
             found, notes = list(self.runs.values()), self.notes()
             settings = compare.differences([{"config": run.config} for run in found])
             metrics = dict.fromkeys(name for run in found for name in run.columns if name not in X)
-            entries = [self.entry(run) | {"settings": clean({k: run.config.get(k) for k in settings}), **notes.get(run.name, {})}
-                       for run in found]
+            entries = [self.entry(run) | {"settings": clean({k: run.config.get(k) for k in settings})}
+                       | notes.get(run.name, {}) for run in found]
             return {"settings": settings, "metrics": list(metrics), "runs": entries,
                     "columns": [k for k in compare.RESULTS if any(k in entry["results"] for entry in entries)]}
 
@@ -267,7 +267,8 @@ class Runs:
             for run in [self.run(only)] if only else self.runs.values():
                 if metric in run.columns:
                     x, y = run.x(axis), run.column(metric)
-                    x, y = thin(x[inside], y[inside], buckets) if not (inside := (x >= low) & (x <= high)).all() else thin(x, y, buckets)
+                    inside = (x >= low) & (x <= high)
+                    x, y = thin(x[inside], y[inside], buckets)
                     names.append([run.name, len(x), run.count, run.version])
                     xs.append(x.astype("<f4"))
                     ys.append(y.astype("<f4"))
@@ -281,11 +282,11 @@ class Runs:
             for run in self.runs.values():
                 x = [run.x(axis) for axis in ("iter", "tokens", "seconds")]
                 name = '"' + run.name.replace('"', '""') + '"'
-                lines += [f"{name},{i:.0f},{t:.0f},{s:.3f},{v:.7g}" for i, t, s, v in zip(*x, run.column(metric)) if math.isfinite(v)]
-        return Response("\n".join(lines) + "\n", kind="text/csv", headers={"Content-Disposition": 'attachment; filename="curves.csv"'})
+                lines += [f"{name},{i:.0f},{t:.0f},{s:.3f},{v:.7g}" for i, t, s, v in zip(*x, run.column(metric)) if v == v]
+        return Response("\n".join(lines) + "\n", kind="text/csv", headers=as_file("curves.csv"))
 
     def live(self, request):
-        """Events: rows as they are written, {"run": ..., "from": row, "rows": {metric: [values]}}, and what extra() gives."""
+        """Events: rows as they are written, {"run", "from": row, "rows": {metric: [values]}}, and what extra() gives."""
         self.refresh()
         seen, told, said = {run.name: (run.version, run.count) for run in self.runs.values()}, {}, 0.0
         yield {"hello": True}
@@ -316,17 +317,16 @@ class Runs:
         run = self.run(request.query.get("run"))
         with self.lock:
             alerts, check = [], Alerts()
-            columns = {name: run.column(name).tolist() for name in ("iter", "loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec")
-                       if name in run.columns}
-            for row in zip(*columns.values()):
-                alerts += check.check({k: v for k, v in zip(columns, row) if not math.isnan(v)})
+            watched = [name for name in ("iter", *Alerts.WATCHED) if name in run.columns]
+            for row in zip(*(run.column(name).tolist() for name in watched)):
+                alerts += check.check({k: v for k, v in zip(watched, row) if v == v})
             found = about(run.folder)
-            files = {path.name: path.stat().st_size for name in ("model.gguf", "last.gguf") if (path := run.folder / name).is_file()}
+            files = {path.name: path.stat().st_size for path in sorted(run.folder.glob("*.gguf"))}
             steps = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*") if path.is_dir())
             return self.entry(run) | {
-                "config": clean(run.config), "tables": clean(run.tables()), "alerts": alerts[-50:], "files": files, "checkpoints": steps,
-                "evaluation": clean(read_json(run.folder / "evaluation.json")),
-                "wandb": found.get("url", "")}
+                "config": clean(run.config), "tables": clean(run.tables()), "alerts": alerts[-50:], "files": files,
+                "checkpoints": steps, "evaluation": clean(read_json(run.folder / "evaluation.json")),
+                "wandb": found.get("url", ""), **self.notes().get(run.name, {})}
 
     def note(self, request):
         """Keep notes, tags and colour of a run, in a file of the page's own."""
@@ -334,7 +334,7 @@ class Runs:
         run = self.run(given.get("run"))
         with self.lock:
             notes = self.notes()
-            notes[run.name] = notes.get(run.name, {}) | {k: str(given[k])[:5000] for k in ("notes", "tags", "color") if k in given}
-            (self.root / ".page").mkdir(exist_ok=True)
+            said = {k: str(given[k])[:5000] for k in ("notes", "tags", "color") if k in given}
+            notes[run.name] = notes.get(run.name, {}) | said
             write_atomic(self.root / ".page" / "notes.json", json.dumps(notes, indent=1))
         return {}

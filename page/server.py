@@ -24,12 +24,12 @@ MOST_CONNECTIONS = 100
 MOST_BYTES = 1 << 20  # of a request's body
 PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-                               "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
+                               "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
 }
-ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=/"><title>llamac</title>'  # so that the token leaves the address
+ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=/">'  # without the token in the address
 
 
 @dataclass
@@ -66,6 +66,11 @@ class Response:
 
 def error(status, words):
     return Response({"error": words}, status)
+
+
+def as_file(name):
+    """The header that makes a browser keep an answer as a file."""
+    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def is_loopback(host):
@@ -246,7 +251,8 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.send_response(status)
         text = kind.startswith("text/") or kind == "application/json"
-        for name, value in {"Content-Type": kind + "; charset=utf-8" * text, "Connection": "close", **HEADERS, **more}.items():
+        kind += "; charset=utf-8" * text
+        for name, value in {"Content-Type": kind, "Connection": "close", **HEADERS, **more}.items():
             self.send_header(name, value)
         self.end_headers()
 

@@ -20,7 +20,8 @@ def system():
         seen["busy"] = total, idle
         sizes = {words[0]: int(words[1]) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
                  if len(words := line.split()) > 1}
-        found["memory"] = [round((sizes["MemTotal:"] - sizes["MemAvailable:"]) / 2 ** 20, 1), round(sizes["MemTotal:"] / 2 ** 20, 1)]
+        used = sizes["MemTotal:"] - sizes["MemAvailable:"]
+        found["memory"] = [round(used / 2 ** 20, 1), round(sizes["MemTotal:"] / 2 ** 20, 1)]
     except (OSError, ValueError, KeyError, IndexError):
         pass
     found["gpus"] = gpus()
