@@ -94,7 +94,8 @@ class Muon:
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
-                by_shape[p.shape].append(p)
+                if p.grad is not None:  # else it is frozen
+                    by_shape[p.shape].append(p)
             for shape, alike in by_shape.items():
                 for params in portions(alike, self.TOGETHER):
                     with observe(params):

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, document_rows, prepare
-from engine import checkpoint, costs, parallel, sizes
+from engine import checkpoint, costs, modes, parallel, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
@@ -115,6 +115,11 @@ spike_z = 6.0               # skip a step whose loss or gradient norm lies so ma
 max_skips = 10              # steps skipped in a row before the weights go back to the last checkpoint
 deterministic = False       # on a GPU: the same bits every time, by slower kernels
 seed = 1337                 # of initialisation, data order and dropout
+# ---- before a training
+overfit = 0                 # learn so many windows by heart, whatever it takes, and say PASS or FAIL
+dry_run = False             # 3 steps of everything, in a folder that is removed
+lr_find = False             # which learning_rate? a ramp, then four rates over 100 steps each; a table and a picture
+profile = False             # where the time of 5 steps goes; a table and a trace
 
 
 def knobs():
@@ -191,6 +196,17 @@ def model_args(dataset):
     return args
 
 
+def make_model(args, dataset, device):
+    """The model of the settings, untrained, and its optimizer."""
+    torch.manual_seed(seed)
+    model = Transformer(args).to(device)
+    model.bos_id = dataset.separator if within_documents else None
+    model.recompute = activation_checkpointing
+    if sharded and parallel.world > 1:
+        parallel.shard(model)
+    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
+
+
 def plan_from_time(given, *machine):
     """Take what follows from the text, the machine (device, dtype) and --minutes. Returns the prepared text and the clock."""
     size = parallel.on_master(text_bytes, data, cache, column)
@@ -203,7 +219,9 @@ def plan_from_time(given, *machine):
     return prepared, {"seconds": 0.0, "limit": 0.0, "end": seconds, "minutes": minutes}
 
 
-def settle_out_dir():
+def settle():
+    """Refuse settings that can't train; the run's folder."""
+    check_settings(knobs())
     if out_dir == "auto":
         globals()["out_dir"] = checkpoint.default_out_dir(data)
 
@@ -274,11 +292,11 @@ def save(writer, state, args, model, opt, dataset, config, metric):
 
 
 def main(given):
-    check_settings(knobs())
+    settle()
     place = parallel.setup(device, deterministic)
     if place.type == "cpu":
         parallel.keep_memory()
-    settle_out_dir()
+    globals().update(parallel.on_master(modes.own_place, knobs()))
     start, resuming = parallel.on_master(checkpoint.find_start, knobs())
     changes, clock = [], {"seconds": 0.0, "limit": 0.0, "end": math.inf}
     if resuming:
@@ -297,18 +315,13 @@ def main(given):
         prepared = load_data(place)
     if depth:
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
+    globals().update(modes.own_settings(knobs()))
     args = model_args(prepared)
     dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
                       parallel.world, pinned=place.type == "cuda")
     if not eval_only:
         costs.refuse_too_large(knobs(), args, place, amp_dtype)
-    torch.manual_seed(seed)
-    model = Transformer(args).to(place)
-    model.bos_id = dataset.separator if within_documents else None
-    model.recompute = activation_checkpointing
-    if sharded and parallel.world > 1:
-        parallel.shard(model)
-    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
+    model, opt = make_model(args, dataset, place)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
              "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None}
     if resuming:
@@ -325,7 +338,7 @@ def main(given):
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
-        train(config, state, dataset, args, model, opt, place, amp, changes)
+        modes.loop(globals())(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 
 
@@ -410,7 +423,7 @@ if __name__ == "__main__":
         if not supervise:
             main(overrides)
         elif parallel.world == 1:
-            settle_out_dir()
+            settle()
             checkpoint.find_start(knobs())  # where init_from=scratch sets the old run aside: once, not at every restart
             checkpoint.release()
             parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))

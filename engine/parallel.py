@@ -284,14 +284,15 @@ def gather(work):
     return results
 
 
-def close():
-    """Leave together. A process that has shared its work ends at once: gloo's threads can abort an ordinary exit."""
+def close(code=0):
+    """Leave together, with this exit code. A process that has shared its work ends at once: gloo's threads can abort an
+    ordinary exit."""
     if world > 1:
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(code)
 
 
 def say(text):

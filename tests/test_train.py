@@ -401,7 +401,7 @@ def test_a_run_is_named_after_its_data(tmp_path, monkeypatch, data, name):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train, "data", data)
     monkeypatch.setattr(train, "out_dir", "auto")
-    train.settle_out_dir()
+    train.settle()
     assert train.out_dir == f"out/{name}" or data == "../.." and Path(train.out_dir).parent == Path("out")
 
 

@@ -1,0 +1,239 @@
+"""
+Where the time of a training goes: --profile=True. The loop of train.py runs as it is, its phases are measured from outside,
+and torch.profiler looks at some steps after a warm-up.
+"""
+import contextlib
+import functools
+import math
+import os
+import time
+from collections import Counter, defaultdict
+from types import SimpleNamespace
+
+import torch
+from torch.profiler import ProfilerActivity, record_function
+
+from engine import parallel
+from engine.instruments import Stopwatch, UpdateNorms
+from engine.modes import artifact, replaced
+from engine.parallel import say
+
+WARM, STEPS = 4, 5  # steps before the profile, and in it
+PHASES = ("data", "forward", "backward", "optimizer", "communication", "logging")
+WIDEST = 1 << 28    # bytes of the largest copy that is timed
+
+
+class Phases:
+    """
+    Seconds by phase. A moment belongs to the innermost phase that it lies in: what backward sends is communication. A
+    device that works by itself is waited for at the end of each, so that its time is counted where it was asked for.
+    """
+
+    def __init__(self, device):
+        self.seconds, self.inner = Counter(), [0.0]  # inner: of each open phase, what those within it took
+        self.asynchronous = device.type != "cpu"
+
+    @contextlib.contextmanager
+    def __call__(self, name):
+        start = time.perf_counter()
+        self.inner.append(0.0)
+        with record_function(name):
+            yield
+            if self.asynchronous:
+                torch.accelerator.synchronize()
+        seconds = time.perf_counter() - start
+        self.seconds[name] += seconds - self.inner.pop()
+        self.inner[-1] += seconds
+
+    def of(self, name, call):
+        """`call`, as this phase."""
+        @functools.wraps(call)
+        def phase(*arguments, **named):
+            with self(name):
+                return call(*arguments, **named)
+        return phase
+
+    @contextlib.contextmanager
+    def around(self, name, context):
+        """A context, as this phase."""
+        with self(name), context as value:
+            yield value
+
+    def average(self, group, bucket):
+        """DDP's communication, at once rather than beside the computing, so that either has a time of its own."""
+        with self("communication"):
+            torch.distributed.all_reduce(bucket.buffer())
+            bucket.buffer().div_(parallel.world)
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+
+class Reusable:
+    """A context that can be entered again and again. make() gives one to enter once."""
+
+    def __init__(self, make):
+        self.make, self.open = make, []
+
+    def __enter__(self):
+        self.open.append(self.make())
+        return self.open[-1].__enter__()
+
+    def __exit__(self, *error):
+        return self.open.pop().__exit__(*error)
+
+
+class Look:
+    """In train_step's place: calls it, and begins and ends the profile as the steps go by."""
+
+    def __init__(self, train_step, phases, device):
+        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+        schedule = torch.profiler.schedule(wait=WARM - 1, warmup=1, active=STEPS, repeat=1)
+        self.profiler = torch.profiler.profile(activities=kinds, schedule=schedule, record_shapes=True)
+        self.train_step, self.phases, self.step, self.at = train_step, phases, 0, []
+        self.seconds = {}  # by phase, of the steps in the profile
+
+    def __call__(self, *arguments):
+        self.at.append(time.perf_counter())  # at the end of a step ...
+        if self.step == WARM + STEPS:
+            self.seconds = dict(self.phases.seconds)
+        with hushed():
+            self.profiler.step() if self.step else self.profiler.start()
+        if self.step == WARM:
+            self.phases.seconds.clear()
+            self.begin = time.perf_counter()  # ... and at the beginning of the first
+        self.step += 1
+        return self.train_step(*arguments)
+
+    @property
+    def wall(self):
+        """Seconds of the profiled steps by the clock."""
+        return self.at[WARM + STEPS] - self.begin
+
+
+@contextlib.contextmanager
+def hushed():
+    """Without the lines that PyTorch's profiler prints when it begins and ends."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def profile(g, config, state, dataset, args, model, opt, device, amp, changes):
+    """Run the loop over WARM + STEPS steps, with its ingredients measured; print the shares and write the trace."""
+    phases = Phases(device)
+    look, of = Look(g["train_step"], phases, device), phases.of
+
+    def start_tracking(*arguments):
+        tracker = g_tracking(*arguments)
+        tracker.log = of("logging", tracker.log)
+        return tracker
+
+    def wrap(raw):
+        wrapped = plain_wrap(raw)
+        if hasattr(wrapped, "register_comm_hook"):
+            wrapped.register_comm_hook(None, phases.average)
+        return wrapped
+
+    def accumulate(*arguments, **named):
+        return phases.around("backward", plain_accumulate(*arguments, **named))  # and within it forward
+
+    g_tracking, plain_wrap, plain_accumulate = g["start_tracking"], parallel.wrap, parallel.accumulate
+    with (replaced(g, train_step=look, start_tracking=start_tracking, assess=lambda *_: {}, conclude=lambda *_: None,
+                   save=lambda *_: None, max_iters=WARM + STEPS + 1, log_interval=STEPS,
+                   **{name: of("logging", g[name]) for name in ("mean_loss", "show", "refuse_nonsense")}),
+          replaced(dataset, batch=of("data", dataset.batch)),
+          replaced(opt, step=of("optimizer", opt.step), zero_grad=of("optimizer", opt.zero_grad)),
+          replaced(torch.nn.utils, clip_grad_norm_=of("optimizer", torch.nn.utils.clip_grad_norm_)),
+          replaced(UpdateNorms, take=of("logging", UpdateNorms.take)), replaced(Stopwatch, read=of("logging", Stopwatch.read)),
+          replaced(parallel, wrap=wrap, accumulate=accumulate, to_device=of("data", parallel.to_device),
+                   **{name: of("communication", getattr(parallel, name)) for name in ("mean", "all_max") if parallel.world > 1})):
+        g["train"](config, state, dataset, args, model, opt, device,
+                   Reusable(lambda: phases.around("forward", amp)), changes)
+    if parallel.master:
+        report(g, config, look, device, amp)
+
+
+def report(g, config, look, device, amp):
+    """The tables, and where the trace is."""
+    events = look.profiler.events()
+    steps = sum(e.cpu_time_total for e in events if e.name.startswith("ProfilerStep")) / 1e6  # seconds, by the profiler
+    seconds = look.seconds | {"waiting": steps - sum(look.seconds.values())}
+    wall, plain = look.wall, look.at[WARM - 1] - look.at[WARM - 2]
+    say(f"profile: {STEPS} steps of {config['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by the "
+        f"clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")
+    for name in (*PHASES, "waiting"):
+        say(f"  {name:<14} {100 * seconds.get(name, 0) / wall:6.2f} %  {1e3 * seconds.get(name, 0) / STEPS:9.3f} ms a step")
+    say(f"  {'sum':<14} {100 * sum(seconds.values()) / wall:6.2f} %")
+    say(f"the ten largest ops, against {config['peak_flops'] / 1e12:.3g} TFLOP/s ({config['mfu_basis']}) and against a copy of as "
+        f"many bytes:")
+    say(f"  {'op':<46} {'calls':>7} {'ms a step':>10} {'share':>8}   of the roofline")
+    for op in largest_ops(events, config["peak_flops"], device, amp):
+        say(f"  {op.name[:46]:<46} {op.calls / STEPS:7.0f} {1e3 * op.seconds / STEPS:10.3f} {100 * op.seconds / wall:6.1f} %   "
+            f"{op.roofline}")
+    trace = artifact(g, "json.gz")
+    look.profiler.export_chrome_trace(str(trace))
+    say(f"wrote {trace}: open it at https://ui.perfetto.dev")
+
+
+def largest_ops(events, peak_flops, device, amp, most=10):
+    """
+    The ops that take the most time by themselves, as objects with name, calls, seconds and roofline: the share of the time
+    that their FLOPs, or their bytes if those take longer, need at the peak of this device.
+    """
+    ops = defaultdict(lambda: SimpleNamespace(name="", calls=0, seconds=0.0, ideal=Counter()))
+    for e in events:
+        seconds = (e.self_cpu_time_total if device.type == "cpu" else e.self_device_time_total) / 1e6
+        if e.is_user_annotation or e.name in PHASES or e.name.startswith("ProfilerStep") or not seconds:
+            continue
+        op = ops[e.name]
+        op.name, op.calls, op.seconds = e.name, op.calls + 1, op.seconds + seconds
+        flops, moved = work(e.name, e.input_shapes or [], 2 if amp._enabled and "mm" in e.name else 4)
+        computing, copying = flops / peak_flops, copy_seconds(moved, device)
+        op.ideal["FLOPs" if computing > copying else "bytes"] += max(computing, copying)
+    found = sorted(ops.values(), key=lambda op: -op.seconds)[:most]
+    for op in found:
+        kind, _ = max(op.ideal.items(), key=lambda item: item[1])
+        share = sum(op.ideal.values()) / op.seconds
+        op.roofline = f"{100 * share:.0f} % ({kind})" if share else "-"
+    return found
+
+
+def work(name, shapes, itemsize=4):
+    """(FLOPs, bytes) of one call, about, by the shapes of its inputs: of products and attention; of all else the bytes."""
+    shapes = [shape for shape in shapes if shape and all(isinstance(n, int) for n in shape)]
+    sizes = [math.prod(shape) for shape in shapes]
+    if not shapes:
+        return 0, 0
+    flops, out = 0, 0 if name == "aten::copy_" else max(sizes)
+    if "mm" in name and len(shapes) > 1:
+        a, b = shapes[1:3] if "add" in name and len(shapes) > 2 else shapes[:2]
+        flops, out = 2 * math.prod(a) * b[-1], math.prod(a) // a[-1] * b[-1]
+    elif "scaled_dot_product" in name and len(shapes) > 2:
+        (*heads, q, width), k = shapes[1 if "backward" in name else 0], shapes[2 if "backward" in name else 1]
+        flops = (10 if "backward" in name else 4) * math.prod(heads) * q * k[-2] * width
+    return flops, itemsize * (sum(sizes) + out)
+
+
+@functools.cache
+def copied(size, device):
+    """Bytes a second, read and written, of a copy that reads and writes `size` bytes together."""
+    a, b = (torch.empty(max(1, size // 8), device=device) for _ in range(2))
+    best, end = math.inf, time.perf_counter() + 0.01
+    while time.perf_counter() < end or best == math.inf:
+        start = time.perf_counter()
+        b.copy_(a)
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return size / best
+
+
+def copy_seconds(size, device):
+    """The time in which `size` bytes can be read and written, at the speed of a copy of about as many."""
+    return size / copied(1 << min(size, WIDEST).bit_length(), device) if size else 0.0

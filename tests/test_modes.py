@@ -1,0 +1,249 @@
+"""The modes that come before a training: whether each finds what it is for, and leaves nothing behind."""
+import gzip
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from configurator import settings
+from engine import checkpoint, modes, ops, parallel, profiler, rates
+from model import Transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = {"vocab_source": "byte", "dim": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "batch_size": 4, "log_interval": 5,
+        "eval_iters": 1, "device": "cpu", "sample_prompt": "The", "learning_rate": 6e-3, "peak_tflops": 0.1, "max_iters": 20,
+        "data": "my.txt", "warmup_iters": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with a text of 40 kB: words drawn by a seed, which end alike and go on differently."""
+    folder = tmp_path_factory.mktemp("modes")
+    rng = random.Random(1)
+    words = "the a cat dog sat ran on under mat tree and then it was happy .".split()
+    (folder / "my.txt").write_text(" ".join(rng.choice(words) for _ in range(10_000)))
+    return folder
+
+
+@pytest.fixture
+def trainer(folder, monkeypatch):
+    """trainer(**settings) runs train.py's main in this process, in the folder; returns its exit code."""
+    defaults, signals = settings(vars(train)), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(parallel, "keep_memory", lambda: None)  # of the other tests
+    for name in ("MODE", "DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR", "ARTIFACT_DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", "disabled")
+
+    def start(**given):
+        for name, value in (defaults | TINY | {"out_dir": "out/my"} | given).items():
+            monkeypatch.setattr(train, name, value)
+        try:
+            train.main(TINY.keys() | given.keys())
+            return 0
+        except SystemExit as e:
+            return e.code
+    yield start
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+# ---- overfit ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("windows, optimizer", [(1, "muon"), (6, "adamw")])
+def test_what_can_learn_learns_by_heart(trainer, capsys, folder, windows, optimizer):
+    start = time.monotonic()
+    assert trainer(overfit=windows, optimizer=optimizer, dropout=0.3) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("PASS: loss 0.0"), last
+    assert time.monotonic() - start < 30
+    before, after = map(float, last.split("probability ")[1].split(" -> "))
+    assert before < 0.02 and after > 0.9
+    assert {path.name for path in folder.iterdir()} <= {"my.txt", "cache"}
+
+
+def head_alone(monkeypatch):
+    plain = ops.cross_entropy
+    monkeypatch.setattr(ops, "cross_entropy", lambda x, head, targets: plain(x.detach(), head, targets))
+
+
+def no_gradient(monkeypatch):
+    plain = ops.cross_entropy
+    monkeypatch.setattr(ops, "cross_entropy", lambda *three: plain(*three).detach() + 0 * plain(*three))
+
+
+def shuffled_targets(monkeypatch):
+    plain = train.Dataset.make_batch
+
+    def make_batch(self, step):
+        x, y = plain(self, step)
+        return x, y[:, torch.randperm(y.shape[1], generator=self.__dict__.setdefault("noise", torch.Generator()))]
+    monkeypatch.setattr(train.Dataset, "make_batch", make_batch)
+
+
+def cut_logits(monkeypatch):
+    monkeypatch.setattr(ops, "cross_entropy", lambda x, head, targets: torch.nn.functional.cross_entropy(head(x).tanh(), targets))
+
+
+def dropped_tokens(monkeypatch):
+    plain = Transformer.forward
+    monkeypatch.setattr(Transformer, "forward", lambda self, tokens, *more, **named: plain(self, tokens * 0, *more, **named))
+
+
+def blind_attention(monkeypatch):
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, mask, dropout: v.flatten(2))
+
+
+def wild_rate(monkeypatch):
+    return {"learning_rate": 0.9}
+
+
+def no_update(monkeypatch):
+    monkeypatch.setattr(train.make_optimizer.__globals__["Together"], "step", lambda self, observe: None)
+
+
+def other_targets(monkeypatch):
+    plain = ops.cross_entropy
+    monkeypatch.setattr(ops, "cross_entropy", lambda x, head, targets: plain(x, head, targets.roll(1)))
+
+
+@pytest.mark.parametrize("bug, words", [
+    (head_alone, "never changed"), (no_gradient, "stuck at the start, about ln V = 5."), (no_update, "stuck at the start"),
+    (shuffled_targets, "asked for twice, is not the same"), (cut_logits, "a limit on the logits"),
+    (dropped_tokens, "no better than without seeing the text"), (blind_attention, "no better than from the last token alone"),
+    (other_targets, "not that of these targets"), (wild_rate, "the rate")])
+def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monkeypatch, bug, words):
+    monkeypatch.setattr(modes, "HOPELESS", 60)
+    code = trainer(overfit=1, **bug(monkeypatch) or {})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert code == 1 and last.startswith("FAIL: ") and words in last, last
+
+
+def test_the_least_loss_of_what_goes_on_in_several_ways():
+    x = torch.tensor([[1, 5, 6, 1, 5, 6], [1, 5, 6, 2, 2, 2]])
+    y = torch.tensor([[5, 6, 1, 5, 6, 7], [5, 6, 2, 2, 2, -1]])
+    after = modes.least_loss(x, y, 1)  # 1 5 6 goes on with 1, 7, 2, all else is certain
+    assert after == pytest.approx(3 * math.log(3) / 11)
+    assert modes.least_loss(x, y, None) == pytest.approx(2 * math.log(2) / 11)  # the second 1 5 6 has another past
+    assert modes.least_loss(x, y, 1, 1) == pytest.approx(3 * math.log(3) / 11)
+    counts = [3, 3, 1, 3, 1]  # targets 5, 6, 1, 2, 7
+    assert modes.least_loss(x, y, 1, 0) == pytest.approx(sum(n * math.log(11 / n) for n in counts) / 11)
+
+
+# ---- the rate --------------------------------------------------------------------------------------------------------
+
+def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch, folder):
+    monkeypatch.setattr(rates, "RAMP", 40)
+    monkeypatch.setattr(rates, "SWEEP", 20)
+    seen, plain = [], rates.lr_find
+
+    def lr_find(g, config, state, dataset, args, model, opt, *more):
+        def everything():
+            return [p.clone() for p in model.parameters()], torch.get_rng_state(), opt.state_dict(), [g["lr"] for g in opt.param_groups]
+        before = everything()
+        assert not plain(g, config, state, dataset, args, model, opt, *more)
+        after = everything()
+        assert all(torch.equal(a, b) for a, b in zip(before[0] + [before[1]], after[0] + [after[1]]))
+        assert before[2:] == after[2:] and before[2] == {}
+        seen.append(True)
+    monkeypatch.setattr(rates, "lr_find", lr_find)
+    assert trainer(lr_find=True) == 0 and seen
+    said = capsys.readouterr().out
+    low, high = map(float, re.search(r"likely to lie between (\S+) and (\S+);", said).groups())
+    middle = float(re.search(r"to copy: --learning_rate=(\S+)\n", said)[1])
+    assert 1e-4 < low < middle < high < 1 and high < 10 * low
+    assert said.count("  learning_rate ") >= 4 and "did not diverge up to" in said or "diverged at" in said
+    assert (folder / "out/my.lr_find.png").read_bytes()[1:4] == b"PNG"
+    table = (folder / "out/my.lr_find.csv").read_text().splitlines()
+    assert table[0] == "kind,rate,loss,smooth" and sum(line.startswith("sweep") for line in table) >= 4
+    assert {path.name for path in (folder / "out").iterdir()} == {"my.lr_find.png", "my.lr_find.csv"}
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    assert trainer(lr_find=True) == 0 and "a picture needs: pip install matplotlib" in capsys.readouterr().out
+    assert {path.name for path in (folder / "out").iterdir()} == {"my.lr_find.png", "my.lr_find.csv", "my.lr_find2.csv"}
+
+
+def test_the_rates_of_a_sweep():
+    falling = [(1e-3, 3.0), (2.5e-3, 2.0), (6.2e-3, 1.5), (1.6e-2, 1.4)]
+    assert rates.beyond(falling) == 4e-2 and rates.beyond(falling[::-1][:1] + [(4e-2, 2.0)]) == 6.4e-3
+    assert rates.beyond([*falling, (4e-2, 1.6)]) is None and rates.beyond([(0.1, 2.0), (0.8, 1.0)]) is None
+    low, middle, high = rates.suggestion([(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 2.0)])
+    assert (low, high) == (2.5e-3 / 4, 5e-3) or math.isclose(low, 6.2e-4, rel_tol=0.02) and math.isclose(high, 5e-3, rel_tol=0.02)
+    assert rates.suggestion([(1e-3, 1.2), (2.5e-3, 1.0), (6.25e-3, 2.0)])[2] < high < rates.suggestion(
+        [(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 1.2)])[2]
+    lost = [(1e-4, 3.0, 3.0), (1e-3, 2.0, 2.0), (1e-2, 9.0, 9.0)]
+    assert rates.lost(lost) and not rates.lost(lost[:2]) and rates.lost([*lost[:2], (1e-2, math.nan, math.nan)])
+
+
+# ---- the profile -----------------------------------------------------------------------------------------------------
+
+def test_the_shares_of_a_profile_add_up_to_the_clock(trainer, capsys, folder):
+    assert trainer(profile=True, batch_size=16) == 0
+    said = capsys.readouterr().out
+    shares = {name: float(share) for name, share in re.findall(r"^  (\w+) +(-?[\d.]+) %  +[\d.-]+ ms a step$", said, re.M)}
+    assert list(shares) == ["data", "forward", "backward", "optimizer", "communication", "logging", "waiting"]
+    assert abs(sum(shares.values()) - 100) < 2 and min(shares.values()) >= 0 and shares["communication"] == 0
+    assert min(shares[name] for name in ("data", "forward", "backward", "optimizer", "logging")) > 0
+    ops = re.findall(r"^  (\S.*?) +\d+ +[\d.]+ +[\d.]+ %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
+    assert len(ops) == 10 and sum(share != "-" for _, share in ops) >= 5
+    trace = folder / "out/my.profile.json.gz"
+    assert str(trace.relative_to(folder)) in said
+    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert {"data", "forward", "backward", "optimizer", "logging", "aten::mm"} <= names
+    trace.unlink()
+
+
+def test_the_work_of_an_op():
+    assert profiler.work("aten::mm", [[3, 4], [4, 5]]) == (2 * 3 * 4 * 5, 4 * (12 + 20 + 15))
+    assert profiler.work("aten::addmm_", [[3, 5], [3, 4], [4, 5], [], []])[0] == 2 * 3 * 4 * 5
+    assert profiler.work("aten::bmm", [[2, 3, 4], [2, 4, 5], [2, 3, 5]], 2) == (2 * 2 * 3 * 4 * 5, 2 * (24 + 40 + 30 + 30))
+    assert profiler.work("aten::_scaled_dot_product_flash_attention_for_cpu", [[2, 4, 6, 8], [2, 2, 6, 8], [2, 2, 6, 8]])[0] == 4 * 2 * 4 * 6 * 6 * 8
+    assert profiler.work("aten::copy_", [[10], [10], []]) == (0, 80) and profiler.work("aten::empty", []) == (0, 0)
+
+
+# ---- a dry run -------------------------------------------------------------------------------------------------------
+
+def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
+    """Beside a run of the user's, with W&B, a preset and accumulation; what stands in the folder is as it was."""
+    def everything():
+        return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")
+                if path.is_file() and "cache" not in path.parts}
+    (folder / "out/my").mkdir(parents=True)
+    (folder / "out/my/model.gguf").write_text("the user's own")
+    before, home = everything(), folder / "cache/home"
+    home.mkdir(parents=True)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1", "HOME": str(home)}
+    words = [f"--{name}={value}" for name, value in TINY.items()]
+    done = subprocess.run([sys.executable, ROOT / "train.py", ROOT / "config/debug.py", *words, "--dry_run", "--wandb_log", "--out_dir=out/my",
+                           "--gradient_accumulation_steps=8"], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("dry run: all worked, 3 steps with everything around them: ")
+    for what in ("tracker's start", "evaluation", "steps", "checkpoints", "export", "reload"):
+        assert re.search(rf"{what} \d+\.\d s[,;]", last), what
+    assert ("./run " in last) == (ROOT / "run").exists() != ("./run is not built" in done.stdout)
+    assert "W&B offline" in done.stdout and "iter      3 | tokens" in done.stdout and everything() == before
+    assert not [*home.rglob("wandb/*")]
+
+
+def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypatch, folder):
+    monkeypatch.setattr(checkpoint, "restore", lambda s, start, now, opt: {"step": 2, "best": 1.0, "clock": {}})  # no optimizer
+    assert trainer(dry_run=True) == 2
+    assert "the checkpoint gives back another optimizer's state " in capsys.readouterr().err
+
+
+def test_what_does_not_go_with_a_mode(trainer, capsys):
+    for given, words in (({"overfit": 1, "lr_find": True}, "--overfit and --lr_find: expected one of them"),
+                         ({"profile": True, "eval_only": True}, "--profile and --eval_only: expected one of them"),
+                         ({"dry_run": True, "supervise": True}, "--dry_run and --supervise: expected one of them"),
+                         ({"overfit": -1}, "overfit is -1, expected"),
+                         ({"lr_find": True, "init_from": "resume"}, "it does not resume a run")):
+        assert trainer(**given) == 2 and words in capsys.readouterr().err
