@@ -49,7 +49,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
     inputs, targets = ids[:-1], ids[1:]
     whole = len(inputs) // T * T
     windows = max(1, LOGITS_AT_ONCE // (T * model.args.vocab_size))
-    batches = list(zip(inputs[:whole].view(-1, T).split(windows), targets[:whole].view(-1, T).split(windows)))
+    batches = list(zip(inputs[:whole].view(-1, T).split(windows), targets[:whole].view(-1, T).split(windows))) if whole else []
     if whole < len(inputs):
         batches.append((inputs[None, whole:], targets[None, whole:]))
     return sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in batches)

@@ -2,15 +2,18 @@
 Text from a trained model, in PyTorch. `run` does the same in C, faster.
 
     python sample.py out/my --prompt="Once upon a time" --num_samples=3 --temperature=0.8
+    python sample.py out/my --prompt="Once upon a time" --attention=look.html    what it does with a text, to look at
 """
 import sys
+from pathlib import Path
 
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import torch
 
-from engine import checkpoint, parallel
+from engine import checkpoint, inside, parallel
 from export import load_model
+from page.inside import html
 
 out_dir = "out"         # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 tokenizer = ""          # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
@@ -20,6 +23,7 @@ max_new_tokens = 256    # tokens of each, at most; beyond the model's context it
 temperature = 1.0       # 0: always the likeliest token; above 1: wilder than what was learnt
 top_p = 0.9             # sample from the likeliest tokens that have this probability together; 1: from all
 seed = 1337             # of the samples
+attention = ""          # write an .html file instead that shows what the model does with the prompt: attention, likely tokens
 device = "auto"         # auto, cpu, cuda, cuda:1, mps
 
 
@@ -31,10 +35,23 @@ def check_settings():
             fail(f"{name} is {globals()[name]}, expected {expected}")
 
 
+def write_attention(model, vocabulary):
+    """The page's view of what is inside, as one file."""
+    if not prompt or not attention.endswith(".html"):
+        fail(f"--attention={attention}: expected a name that ends in .html, and a --prompt to look at")
+    try:
+        Path(attention).write_text(html(inside.describe(model, vocabulary, prompt, out_dir)), encoding="utf-8")
+    except OSError as e:
+        fail(f"--attention={attention}: cannot be written ({e.strerror})")
+    print(f"wrote {attention}")
+
+
 def main():
     check_settings()
     place = parallel.setup(device)
     model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
+    if attention:
+        return write_attention(model, vocabulary)
     ids = vocabulary.encode(prompt, bos=True)
     start = torch.tensor([ids], device=place)
     generator = torch.Generator(device=place).manual_seed(seed)

@@ -1,0 +1,87 @@
+"""
+Look inside: what a checkpoint does with a text. It is computed in a process of its own, which ends with the answer, so that
+neither PyTorch's memory nor a broken checkpoint stays with the page. The same view stands in the file that sample.py writes.
+"""
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from page.server import Response
+from page.talk import models_of
+
+SECONDS = 120   # that one look may take
+MOST_TEXT = 20_000
+FOLDER = Path(__file__).parent
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<title>Look inside</title><style>{style}</style><body><main id="main"></main>
+<script type="application/json" id="data">{data}</script>
+<script type="module">{view}
+draw(document.getElementById("main"), JSON.parse(document.getElementById("data").textContent))</script>
+"""
+
+
+def html(data):
+    """One file with the view and its data, in which no text can end the script: < is written as an escape."""
+    style, view = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "look.js"))
+    return PAGE.format(style=style, view=view, data=json.dumps(data).replace("<", "\\u003c"))
+
+
+class Inside:
+    """What can be looked into: the model files and checkpoints of the runs."""
+
+    def __init__(self, runs):
+        self.runs, self.one = runs, threading.Lock()
+
+    def routes(self):
+        return {"GET /api/inside": self.list, "POST /api/inside": self.look, "POST /api/inside.html": self.file}
+
+    def paths(self):
+        found = models_of(self.runs)
+        for name, run in list(self.runs.runs.items()):
+            found |= {f"{name}/{path.name}": path for path in sorted((Path(run.folder) / "checkpoints").glob("step_*[0-9]"))}
+        return found
+
+    def list(self, request):
+        return {"models": list(self.paths())}
+
+    def data(self, request):
+        """The JSON of engine/inside.py for {"model", "text"}. ValueError: what is wrong, in a line."""
+        asked, paths = request.json(), self.paths()
+        name, text = asked.get("model"), asked.get("text")
+        if not isinstance(name, str) or name not in paths:
+            raise ValueError(f"there is no model {str(name)[:200]!r}")
+        if not isinstance(text, str) or len(text) > MOST_TEXT:
+            raise ValueError(f"expected a text of at most {MOST_TEXT} characters")
+        with self.one:
+            try:
+                done = subprocess.run([sys.executable, "-m", "page.inside", str(paths[name].resolve()), name], timeout=SECONDS,
+                                      input=text.encode("utf-8", "replace"), capture_output=True, cwd=FOLDER.parent)
+            except subprocess.TimeoutExpired as e:
+                raise ValueError(f"{name}: nothing was found within {SECONDS} s") from e
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").splitlines() or ["the process was ended"]
+            raise ValueError(said[-1].removeprefix("error: "))
+        return done.stdout
+
+    def look(self, request):
+        return Response(self.data(request))
+
+    def file(self, request):
+        return Response(html(json.loads(self.data(request))), kind="text/html",
+                        headers={"Content-Disposition": 'attachment; filename="inside.html"'})
+
+
+def main(path, name):
+    """The process: the text comes by stdin, the JSON goes to stdout."""
+    from engine import inside
+    from export import load_model
+    text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    model, vocabulary = load_model(path, "", "cpu")
+    print(json.dumps(inside.describe(model, vocabulary, text, name)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
