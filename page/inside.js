@@ -2,6 +2,16 @@
 import { h, t, ask, say, state, learn } from "./app.js"
 import { draw } from "./look.js"
 
+learn({ "Model": "模型", "Text": "文本", "Attention": "注意力", "One head": "单个头", "Query × key": "查询 × 键", "Probabilities": "概率", "Logit lens": "逐层预测",
+  "Embeddings": "嵌入", "Weights": "权重", "Layer": "层", "head": "头", "query": "查询", "weight": "权重", "token": "词元", "embedding": "嵌入",
+  "what follows": "接下来", "what came": "实际", "nats per token": "奈特/词元", "deviation": "标准差", "Tokens left out at the end": "末尾省略的词元",
+  "Point at a token on the left.": "指向左边的一个词元。", "Blue is above zero, orange below.": "蓝色大于零，橙色小于零。",
+  "Lines from each token to those it looks at": "每个词元到其所关注词元的连线",
+  "Each picture: a row is a token that looks, a column one that is looked at. Choose one to see its words.": "每幅图：行是发出关注的词元，列是被关注的词元。选择一幅可看其文字。",
+  "Each row: the likeliest next token, if the model ended with that layer.": "每行：若模型止于该层，最可能的下一个词元。",
+  "The tokens with the most similar embeddings, by cosine.": "嵌入最相似的词元（余弦）。",
+  "No models yet: a run leaves one with its first checkpoint": "还没有模型：训练保存第一个检查点后就有了" })
+
 export async function show(main) {
   const { models } = await ask("api/inside"), view = h("div")
   if (!models.length) return void main.append(h("p", {}, t("No models yet: a run leaves one with its first checkpoint")))
