@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 from configurator import configure, fail
+from page.inside import Inside
 from page.jobs import Jobs
 from page.runs import Runs
 from page.server import Server, file, files, is_loopback
 from page.system import system
+from page.talk import Talk, models_of
 
 runs = "out"         # the folder of runs
 host = "127.0.0.1"   # who reaches the page: this machine alone; 0.0.0.0: everybody who knows the address, unencrypted
@@ -34,7 +36,9 @@ def routes():
     except OSError as e:
         fail(f"{runs}: cannot be written ({e.strerror}); expected a folder for runs")
     found.extra = lambda: jobs.state() | {"system": system()}
-    return files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes()
+    talk, inside = Talk(lambda: models_of(found)), Inside(found)
+    return (files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes() | talk.routes()
+            | inside.routes())
 
 
 def charts():

@@ -1,5 +1,6 @@
 // Look inside: choose a checkpoint and a text, then look at what the model does with it.
-import { h, t, ask, say, state, learn } from "./app.js"
+import { h, t, ask, say, state } from "./app.js"
+import { learn } from "./words.js"
 import { draw } from "./look.js"
 
 learn({ "Model": "模型", "Text": "文本", "Attention": "注意力", "One head": "单个头", "Query × key": "查询 × 键", "Probabilities": "概率", "Logit lens": "逐层预测",

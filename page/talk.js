@@ -1,5 +1,6 @@
 // Talk: one or two models continue a text, or answer, as it comes; by the same addresses that OpenAI's clients use.
-import { h, t, ask, say, state, learn } from "./app.js"
+import { h, t, ask, say, state } from "./app.js"
+import { learn } from "./words.js"
 
 learn({ "Model": "模型", "Beside it": "并排比较", "nobody": "无", "Continue": "续写", "Answer": "回答", "Stop": "停止", "Begin anew": "重新开始", "Text": "文本",
   "Your words": "你的话", "Temperature": "温度", "Top p": "Top p", "Most tokens": "最多词元", "Seed": "种子", "Stop text": "停止文本", "any": "任意",
