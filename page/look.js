@@ -21,10 +21,10 @@ function unpack({ shape, data }) {
 
 /** All heads of all layers: a small picture each, dark where a query (row) looks at a key (column). */
 function heads(data, choose, t) {
-  const [layers, n, T] = data.attention.shape, dark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
+  const [layers, n, T] = data.attention.shape, size = Math.max(48, Math.min(150, Math.floor(900 / n))), dark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
   const rows = [...Array(layers).keys()].map(l => h("div", { class: "row" }, h("span", { class: "soft", style: "width:4.5rem" }, `${t("Layer")} ${l + 1}`),
     [...Array(n).keys()].map(head => {
-      const picture = h("canvas", { width: T, height: T, style: "width:76px;height:76px;image-rendering:pixelated;display:block" })
+      const picture = h("canvas", { width: T, height: T, style: `width:${size}px;height:${size}px;image-rendering:pixelated;display:block` })
       const paper = picture.getContext("2d"), image = paper.createImageData(T, T)
       for (let i = 0; i < T; i++) for (let j = 0; j < T; j++) {
         const weight = data.attention.at(l, head, i, j) ** 0.6

@@ -81,7 +81,7 @@ export async function show(main) {
       if (chat) words.textContent ? side.messages.push({ role: "assistant", content: words.textContent }) : side.messages.pop()
     }
   }
-  main.append(h("div", { class: "card" }, h("div", { class: "row" }, h("label", {}, t("Model"), select(0, [])),
+  main.append(h("h1", {}, t("Talk")), h("div", { class: "card" }, h("div", { class: "row" }, h("label", {}, t("Model"), select(0, [])),
     h("label", {}, t("Beside it"), select(1, [h("option", { value: "" }, t("nobody"))]))), h("div", { class: "row", style: "margin:.6rem 0" }, knobs), text,
     h("div", { class: "row", style: "margin-top:.5rem" }, go, answer, stop, h("button", { onclick: anew }, t("Begin anew")))), panes)
   anew()
