@@ -255,12 +255,13 @@ def options(argv, defaults):
 
 def configure(g, positional=None, argv=None, common=()):
     """
-    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line); return the keys given.
+    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line); return the keys given,
+    whose `mapping` has the value of each before it was last given.
     positional: the knob that a word which is neither option nor configuration file is for, or a list that takes every
     word which is no option. common: the knobs that --help shows first.
     """
     argv, known = sys.argv[1:] if argv is None else argv, source_knobs(g["__file__"])
-    defaults, typed, given = {name: g[name] for name in known}, {}, set()
+    defaults, typed, given = {name: g[name] for name in known}, {}, {}
     if "--help" in argv or "-h" in argv:
         print_help(g, known, common, positional)
         sys.exit(0)
@@ -271,8 +272,7 @@ def configure(g, positional=None, argv=None, common=()):
         value = convert(key, value, defaults[key], where)
         if not word and key in typed and g[key] != value and os.environ.get("RANK", "0") == "0":
             print(f"note: {where} sets {key}={value}, which overrides {typed[key]}; what comes last counts", file=sys.stderr)
-        g[key] = value
-        given.add(key)
+        given[key], g[key] = g[key], value
         typed.pop(key, None)
         typed.update({key: word} if word else {})
 
@@ -295,4 +295,4 @@ def configure(g, positional=None, argv=None, common=()):
             override(positional, word, word, word)
         else:
             fail(f"{word}: expected --key=value or a configuration file")
-    return given
+    return given.keys()

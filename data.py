@@ -26,12 +26,14 @@ compared with the context (LONG windows or more on average), every window begins
 import concurrent.futures
 import functools
 import math
+from pathlib import Path
 
 from configurator import configure, fail  # first: it answers for packages that are missing
 
 import numpy as np
 
 from engine import prepare as preparation
+from engine import survey
 from engine.prepare import SEED, Prepared, load
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
@@ -43,7 +45,9 @@ cache = "cache"          # prepared data and downloads go here
 column = "text"          # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
 skip_bad = False         # leave out files of a folder that can't be read as text, and count them
 workers = 0              # processes; 0: one for each core
-show = False             # print some documents with their tokens, as a run's table `documents` has them
+show = False             # print some documents, their lengths, the use of the vocabulary, copies; of a large text of a part
+page = ""                # an .html file: the same as a page
+png = ""                 # a .png file: lengths of documents, how often pieces come (needs matplotlib)
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
@@ -231,21 +235,51 @@ def document_rows(dataset, count=3, longest=40):
         for start, end in list(zip(starts, [*starts[1:], len(tokens)]))[:count]:
             ids = tokens[start:end].tolist()
             kinds = [pieces[i][2] for i in ids]
-            spelled = "|".join(pieces[i][0].decode("utf-8", "replace") for i in ids[:longest])
-            rows.append([split, dataset.tokenizer.decode(ids[:longest]), spelled, len(ids),
+            rows.append([split, dataset.tokenizer.decode(ids[:longest]), survey.spelled(ids[:longest], pieces), len(ids),
                          round(kinds.count(2) / len(ids), 4), round(kinds.count(fallback) / len(ids), 4)])
     return rows
 
 
-def show_documents(dataset):
-    """Print what the table `documents` has."""
-    for split, text, tokens, length, unknown, bytes_ in document_rows(dataset):
-        print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {bytes_:.2%} byte fallback\n  {text!r}\n  {tokens}")
+def look(dataset, most=EXCERPT):
+    """engine/survey.py's tables, of `most` tokens of each split at most."""
+    splits = {name: excerpt(getattr(dataset, name), dataset.tokenizer.bos_id, most) for name in ("train", "val")}
+    return survey.survey(splits, dataset.tokenizer, dataset.meta)
+
+
+def data_rows(dataset):
+    """What the first row of a run's log says of its data: tables, and the lengths of documents as a histogram."""
+    found = look(dataset, most=1 << 20)
+    counts, edges = np.histogram(found["lengths"], bins=32)
+    return {"documents": document_rows(dataset), "data": found["summary"][1:], "pieces": found["most frequent pieces"][1:],
+            "data/lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
+
+
+def show_data(prepared):
+    """Print, write as a page, draw: what --show, --page and --png ask for."""
+    for path, ending in (page, ".html"), (png, ".png"):
+        if path and not path.endswith(ending):
+            fail(f"{path}: expected a name that ends in {ending}")
+    found, rows = look(prepared), document_rows(prepared)
+    if show:
+        for split, text, tokens, length, unknown, fallback in rows:
+            print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {fallback:.2%} byte fallback\n  {text!r}\n  {tokens}")
+        for name, lines in survey.tables(found).items():
+            print(f"\n{name}", *survey.table(lines), sep="\n")
+    columns = ["split", "text", "tokens", "length", "unknown", "byte fallback"]
+    try:
+        if page:
+            Path(page).write_text(survey.page(source, found | {"documents": [columns, *rows]}), encoding="utf-8")
+        if png:
+            survey.picture(source, found, png)
+    except OSError as e:
+        fail(f"{e.filename}: cannot be written ({e.strerror})")
+    for path in filter(None, (page, png)):
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most)
     print(prepared)
-    if show:
-        show_documents(load(prepared))
+    if show or page or png:
+        show_data(load(prepared))

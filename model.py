@@ -33,8 +33,7 @@ class ModelArgs:
     def __post_init__(self):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
         if not self.hidden_dim:
-            hidden = int(2 * (4 * self.dim) / 3)
-            self.hidden_dim = self.multiple_of * ((hidden + self.multiple_of - 1) // self.multiple_of)
+            self.hidden_dim = self.multiple_of * math.ceil(int(8 * self.dim / 3) / self.multiple_of)
 
     @property
     def head_dim(self):
@@ -76,8 +75,7 @@ class Attention(nn.Module):
         x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place.
         mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
         """
-        B, T, D = x.shape
-        a = self.args
+        (B, T), a = x.shape[:2], self.args
         q = ops.rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
         k = ops.rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
         v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
@@ -179,9 +177,8 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
         """
-        Continue tokens (B, T) by up to max_new_tokens; return (B, T + new). Temperature 0 is greedy; top_p samples from
-        the smallest set of tokens whose probability exceeds it; ends early when every sequence has produced a token of
-        `stop`. What is longer than the context is seen through a window, as `latest` moves it.
+        Continue tokens (B, T) by up to max_new_tokens; return (B, T + new). Temperature 0 is greedy; top_p samples from the
+        smallest set of tokens whose probability exceeds it; ends early when all have a token of `stop`. `latest` moves on.
         """
         cache, new = self.new_cache(tokens.shape[0]), tokens
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -199,8 +196,8 @@ class Transformer(nn.Module):
 
 def latest(tokens, max_seq_len):
     """
-    What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest, together half of it. As many
-    again come before it moves next, so that a token is evaluated twice, however long the text. `run` does the same.
+    What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest, together half of it, so that a
+    token is evaluated twice, however long the text. `run` does the same.
     """
     half = max_seq_len // 2 if max_seq_len > 3 else 1
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
@@ -216,3 +213,8 @@ def sample(logits, temperature, top_p, generator=None):
         ordered[ordered.cumsum(dim=-1) - ordered > top_p] = 0  # keep the first token whose sum passes top_p
         probs = torch.zeros_like(probs).scatter(-1, index, ordered)
     return torch.multinomial(probs, 1, generator=generator)
+
+
+if __name__ == "__main__":  # python model.py config/stories15M.py: what a training of these settings costs
+    from engine.sizes import show_costs
+    show_costs()

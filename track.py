@@ -43,6 +43,8 @@ from engine.redact import redact
 
 TABLES = {
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
+    "data": ["", "train", "val"],
+    "pieces": ["piece", "times", "share"],  # the most frequent
     "samples": ["prompt", "how", "text"],
     "settings": ["setting", "before", "now"],  # of a resumed run
     "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],

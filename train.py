@@ -23,10 +23,11 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-from data import EVAL_TOKENS, Dataset, document_rows, prepare
+from data import EVAL_TOKENS, Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, parallel, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
+from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
 from engine.parallel import say
 from engine.prepare import load, source_files, text_bytes
@@ -88,7 +89,7 @@ rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
 norm_eps = 1e-5             # of RMSNorm
 # ---- optimization
-batch_size = 6              # sequences per forward pass; lower it when memory is short ...
+batch_size = 6              # sequences per forward pass; 0: the most that fit; lower it when memory is short ...
 gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
 max_iters = 3000            # steps
 optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
@@ -293,6 +294,7 @@ def save(writer, state, args, model, opt, dataset, config, metric):
 
 def main(given):
     settle()
+    given, search = until_found(globals(), given)
     place = parallel.setup(device, deterministic)
     if place.type == "cpu":
         parallel.keep_memory()
@@ -317,10 +319,14 @@ def main(given):
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     globals().update(modes.own_settings(knobs()))
     args = model_args(prepared)
+    if search and not resuming and not eval_only:
+        globals().update(parallel.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
     dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
                       parallel.world, pinned=place.type == "cuda")
     if not eval_only:
         costs.refuse_too_large(knobs(), args, place, amp_dtype)
+        begun = checkpoint.manifest(start)["step"] if resuming else 0
+        foreseen = costs.foresee(knobs(), args, place, amp_dtype, make_optimizer, prepared.meta, begun)
     model, opt = make_model(args, dataset, place)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
              "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None}
@@ -336,7 +342,7 @@ def main(given):
         say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
             f"--init_from=scratch for a new one")
     else:
-        about = costs.describe(knobs(), args, dataset, place, amp_dtype) | source_version()
+        about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         modes.loop(globals())(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
@@ -368,7 +374,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         end = step >= s.max_iters
         row = {"iter": step, "tokens": (tokens := step * config["tokens_per_iter"]), "epoch": tokens / dataset.meta["train_tokens"]}
         if step == 0:
-            row["documents"] = document_rows(dataset)
+            row |= data_rows(dataset)
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
                     "lr": rate} | watch.read(config) | update_norms.take()

@@ -47,7 +47,7 @@ def work(words):
     """Run train.py's main by its command line; the last line printed is the peak in bytes."""
     import train
     if worker == "steps":
-        train.assess, train.document_rows, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: [], Blind
+        train.assess, train.data_rows, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: {}, Blind
         train.save = train.conclude = lambda *_: None
     class Read(train.Dataset):
         def __init__(self, *args, **given):

@@ -1,5 +1,6 @@
 """What a training costs, before it begins: parameters, FLOPs, memory, time. `s` has train.py's settings as attributes."""
 import math
+import statistics
 import time
 from dataclasses import asdict, fields
 
@@ -41,23 +42,65 @@ def flops_per_token(args):
     return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
 
 
+def held(args, optimizer, shares=1):
+    """{"weights", "optimizer"}: bytes that stay from step to step."""
+    blocks = sum(parameters(args)[kind] for kind in ("attention", "feed-forward"))
+    states = 2 * num_params(args) - (blocks if optimizer == "muon" else 0)
+    return {"weights": 4 * num_params(args) / shares, "optimizer": 4 * states / shares}
+
+
 def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating=False, shares=1):
     """
     {kind: bytes} that a training step holds at once at the very least, by arithmetic alone. tokens: of a forward pass;
     half: matrix products in bfloat16; frugal: blocks are compiled or keep their inputs alone; accumulating: over several
     passes; shares: processes that share weights and optimizer. Temporaries and what Python takes are not in it.
     """
-    a, kv_dim = args, args.n_kv_heads * args.head_dim
-    blocks = a.n_layers * (2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim)
-    rest = (1 if a.tied else 2) * a.vocab_size * a.dim + (2 * a.n_layers + 1) * a.dim
-    weights, size = 4 * (blocks + rest) / shares, 2 if half else 4
-    states = 4 * ((1 if optimizer == "muon" else 2) * blocks + 2 * rest) / shares
+    a, kv_dim, size, always = args, args.n_kv_heads * args.head_dim, 2 if half else 4, held(args, optimizer, shares)
     kept = size * a.dim if frugal else 8 * a.dim + 2 * size * (a.dim + kv_dim + a.hidden_dim)  # norms' x; q k v, out, a b
     inside = {"activations": tokens * a.n_layers * kept, "logits": 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE // 2)}
-    after = {"gradients": weights}  # when all of them are there, nothing is left of the last pass
+    after = {"gradients": always["weights"]}  # when all of them are there, nothing is left of the last pass
     if accumulating:
         inside |= after
-    return {"weights": weights, "optimizer": states} | max(inside, after, key=lambda kinds: sum(kinds.values()))
+    return always | max(inside, after, key=lambda kinds: sum(kinds.values()))
+
+
+# What a process on a CPU takes beside its tensors; fitted to runs, doc/lab/instruments.md.
+PYTHON = 230 << 20               # a process that has imported all that train.py imports
+CODE = 42 << 20                  # what the first calls load, and where matrix products work
+HOLES = 0.27                     # of a pass: memory that is free but too scattered for what is needed next; ...
+SEVERAL, RECOMPUTED = 0.3, 0.8   # ... so much more where there are several passes a step, where blocks are computed again
+
+
+def expected_memory(s, args, device, amp_dtype, python=PYTHON, data=0):
+    """
+    {kind: bytes} of the peak of a training process, on a GPU of its tensors. "working": what a step needs for a moment, and
+    holes between. python: what the process has already; data: bytes of prepared text, mapped, which count as they are read.
+    """
+    a, half, cpu = args, amp_dtype != torch.float32, device.type == "cpu"
+    size, kv_dim, frugal = 2 if half else 4, args.n_kv_heads * args.head_dim, s.activation_checkpointing
+    rows = min(s.batch_size, sequences_here(s))
+    tokens, accumulating = rows * s.max_seq_len, sequences_here(s) > rows
+    # norms' inputs where their outputs don't tell; norms' outputs, q and attention's output, k v; a, b or their product
+    block = (0 if cpu and not half else 8 * a.dim) + size * (4 * a.dim + 2 * kv_dim + a.hidden_dim * (3 if half and cpu else 2 if
+                                                                                                     cpu else 4))
+    block += 4 * (a.n_heads + 2) + s.within_documents * size * s.max_seq_len  # the mask as numbers, which each block keeps
+    kept = block + 4 * a.dim * a.n_layers if frugal else block * a.n_layers
+    logits = 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE if cpu else CrossEntropy.GPU_PIECE) * (1.5 if half else 1)
+    logits += 8 * (tokens + a.vocab_size) * a.dim
+    kinds = held(a, s.optimizer, parallel.world if s.sharded else 1)
+    kinds |= {"gradients": kinds["weights"], "activations": tokens * (kept + 8 * a.dim) + half * kinds["weights"] / 2,
+              "logits": logits}
+    alike = a.n_layers * max((4 if kv_dim == a.dim else 2) * a.dim ** 2, 2 * a.dim * a.hidden_dim)  # go through Muon together
+    update = 4 * min(alike, 1 << 28) * (4.3 if a.dim >= 128 else 6) if s.optimizer == "muon" else 0
+    backward = max(0, 3 * size * tokens * a.hidden_dim - logits)
+    if not cpu:  # whose memory has no holes: either a pass or an update
+        inside = {"activations": kinds.pop("activations"), "logits": kinds.pop("logits"), "working": backward}
+        after = {"gradients": kinds.pop("gradients"), "working": update}
+        inside |= {"gradients": after["gradients"]} if accumulating else {}
+        return kinds | max(inside, after, key=lambda some: sum(some.values()))
+    holes = HOLES + SEVERAL * accumulating + RECOMPUTED * frugal
+    working = update + backward + holes * (kinds["activations"] + logits + backward)
+    return kinds | {"working": working, "data": data, "Python and torch": python + CODE}
 
 
 def refuse_too_large(s, args, device, amp_dtype):
@@ -83,34 +126,114 @@ def refuse_too_large(s, args, device, amp_dtype):
          f"{f' in each of {here} processes' if here > 1 else ''} and there are {free / 2 ** 30:.1f}; {advice}")
 
 
-def step_seconds(s, vocab_size, make_optimizer, device, amp_dtype, count=3):
-    """Seconds of a training step of these sizes, on random tokens: the shortest of `count` after the first."""
-    model = Transformer(model_args(s, vocab_size)).to(device)
-    optimizer = make_optimizer(model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
-    share = max(1, s.batch_size // parallel.world)
-    x = torch.randint(vocab_size, (share, s.max_seq_len), device=device)
-    times = []
-    for _ in range(1 + count):
-        start = time.perf_counter()
-        for _ in range(s.gradient_accumulation_steps):
-            with torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32):
-                loss = model(x, x)[1]
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def sequences_here(s):
+    """Sequences of a step that this process computes."""
+    return math.ceil(s.batch_size * s.gradient_accumulation_steps / parallel.world)
 
 
-def describe(s, args, dataset, device, amp_dtype):
+class Rehearsal:
+    """
+    A model and its optimizer that train on random tokens. A step does all that train.py's does, so that it takes as long:
+    masks, clipping, the wait for its loss.
+    """
+
+    def __init__(self, s, vocab_size, make_optimizer, device, amp_dtype):
+        self.s, self.vocab_size, self.device = s, vocab_size, device
+        self.model = Transformer(model_args(s, vocab_size)).to(device)
+        self.model.bos_id, self.model.recompute = 1 if s.within_documents else None, s.activation_checkpointing
+        self.optimizer = make_optimizer(self.model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
+        self.amp = torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32)
+
+    def tokens(self, rows):
+        return torch.randint(self.vocab_size, (rows, self.s.max_seq_len), device=self.device)
+
+    def forward_backward(self, rows):
+        x = self.tokens(rows)
+        with self.amp:
+            loss = self.model(x, x)[1]
+        loss.backward()
+        return loss.detach()
+
+    def update(self):
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.s.grad_clip or math.inf)
+        norm.item()  # as train.py waits for it
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    @torch.no_grad()
+    def forward(self, rows):
+        with self.amp:
+            x = self.tokens(rows)
+            return self.model(x, x)[1]
+
+
+def measure(s, vocab_size, make_optimizer, device, amp_dtype, seconds=1.0):
+    """
+    {"step", "forward", "sample"}: seconds of a training step, of a token in an evaluation, of a token in a sample: medians
+    over `seconds`, or less for a run that is short itself. A large batch is measured by some of its sequences.
+    """
+    trial, share = Rehearsal(s, vocab_size, make_optimizer, device, amp_dtype), sequences_here(s)
+    timed(trial.forward_backward, 1), timed(trial.update)  # load what is loaded once
+    one = timed(trial.forward_backward, 1)
+    seconds = min(seconds, 0.02 * s.max_iters * share * one)
+    rows = max(1, min(s.batch_size, share, int(max(seconds, 0.4) / 4 / one)))
+    passes, updates, end = [], [], time.perf_counter() + seconds
+    while len(passes) < 3 or time.perf_counter() < end:
+        passes.append(timed(trial.forward_backward, rows))
+        updates.append(timed(trial.update))
+    step = share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:])
+    trial.model.eval()
+    forward = min(timed(trial.forward, rows) for _ in range(2)) / rows / s.max_seq_len
+    sample = min(timed(trial.model.generate, trial.tokens(1)[:, :1], 8) for _ in range(2)) / 8
+    return {"step": step, "forward": forward, "sample": sample}
+
+
+def timed(work, *args):
+    """Seconds that work(*args) takes, with the wait for a device that computes by itself."""
+    start = time.perf_counter()
+    work(*args).sum().item()
+    return time.perf_counter() - start
+
+
+def step_seconds(*arguments):
+    """Seconds of a training step, see measure: a shorter look, for the plan of --minutes."""
+    return measure(*arguments, seconds=0.3)["step"]
+
+
+def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
+    """
+    What a run will take, for its record: {"memory": {kind: bytes}, "seconds", "tokens_per_sec"}. begun: steps it has taken
+    already. Seconds are None where they can't be measured in moments.
+    """
+    width, left = 2 if args.vocab_size <= 1 << 16 else 4, s.max_iters - begun
+    data = width * min(meta["train_tokens"] + meta["val_tokens"], 2 * left * tokens_per_step(s))
+    found = {"memory": expected_memory(s, args, device, amp_dtype, parallel.memory_now(device), data)}
+    if s.minutes or s.compile or s.sharded or left < 1:  # known, or not to be measured in moments
+        return found | {"seconds": 60 * s.minutes or None, "tokens_per_sec": None}
+    times = measure(s, args.vocab_size, make_optimizer, device, amp_dtype)
+    step, forward, sample = parallel.all_max([times[name] for name in ("step", "forward", "sample")], device)
+    evaluations = -(-left // s.eval_interval) + (begun == 0)
+    return found | {"seconds": left * step + evaluations * evaluation_seconds(s, meta, forward, sample),
+                    "tokens_per_sec": tokens_per_step(s) / step}
+
+
+def evaluation_seconds(s, meta, forward, sample):
+    """Seconds of one evaluation: both splits, fixed batches, two samples of 96 tokens for each prompt."""
+    most = meta["val_tokens"] - meta["val_documents"]
+    tokens = 2 * min(1024 * s.eval_iters or most, most) / parallel.world + 8 * s.max_seq_len
+    return tokens * forward + 2 * 96 * len(s.sample_prompt.split("|")) * sample
+
+
+def describe(s, args, dataset, device, amp_dtype, foreseen):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
     peak, basis = parallel.peak_flops(device, amp_dtype, s.peak_tflops)
     name = parallel.device_name(device)
     about = {"model_args": asdict(args), "n_params": num_params(args), "flops_per_token": flops_per_token(args),
              "tokens_per_iter": s.batch_size * s.gradient_accumulation_steps * s.max_seq_len, "device_name": name,
              "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
-             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta}
+             "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta,
+             "foreseen": foreseen | {"memory": sum(foreseen["memory"].values())}}
     meta = dataset.meta
     parallel.say(f"data:  {s.data}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
                  f"vocabulary {args.vocab_size}")
@@ -119,8 +242,90 @@ def describe(s, args, dataset, device, amp_dtype):
     parallel.say(f"train: {s.max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
                  f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
                  f"{peak / 1e12:.3g} TFLOP/s ({basis})")
+    parallel.say(f"memory: {memory_line(foreseen['memory'], parallel.free_memory(device))}")
+    parallel.say(f"time:  {time_line(s, foreseen)}")
     sequences = s.batch_size * s.gradient_accumulation_steps
     if sequences % parallel.world:
         parallel.say(f"note: a step's {sequences} sequences are {math.ceil(sequences / parallel.world)} a process, the last "
                      f"ones of {parallel.world} have fewer; a multiple would use them all")
     return about
+
+
+def binary(size):
+    """Bytes in words: 12 MiB, 3.4 GiB."""
+    return f"{size / 2 ** 30:.1f} GiB" if size >= 2 ** 30 else f"{size / 2 ** 20:.0f} MiB"
+
+
+def memory_line(kinds, free=None):
+    """The kinds that matter, and their sum."""
+    named = ", ".join(f"{kind} {binary(size)}" for kind, size in kinds.items() if size >= 1 << 20)
+    there = f" of {binary(free)} that are free" if free else ""
+    return f"about {binary(sum(kinds.values()))}{there}: {named}"
+
+
+def time_line(s, foreseen):
+    if foreseen["seconds"] is None:
+        return "not measured before the first step of a run that is compiled or sharded" if s.compile or s.sharded else "over"
+    limit = 60 * (s.minutes or s.max_minutes) or math.inf
+    seconds = min(foreseen["seconds"], limit)
+    until = time.strftime("%H:%M" if seconds < 72_000 else "%Y-%m-%d", time.localtime(time.time() + seconds))
+    speed = foreseen["tokens_per_sec"]
+    return (f"about {span(seconds)}, until {until}{', the limit' * (seconds == limit)}"
+            + (f"; {speed:,.0f} tokens/s, measured on random tokens" if speed else ""))
+
+
+def span(seconds):
+    """Seconds in words, of two digits: 45 s, 3.2 min, 5.1 h, 12 days."""
+    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{float(f'{seconds / size:.2g}'):g} {unit}"
+    return f"{seconds:.2g} s"
+
+
+def file_sizes(args, group_size=64):
+    """{format: bytes} of the model's files. A vocabulary takes 22 bytes a piece, about, and 4 kB come before it."""
+    a, found = args, {}
+    rows = {"embedding": a.dim, "attention": a.dim, "lm_head": a.dim}  # their lengths; w2's is another
+    counts = parameters(a)
+    pieces = [(counts[kind], length, kind in ("embedding", "lm_head")) for kind, length in rows.items()]
+    pieces += [(2 * counts["feed-forward"] // 3, a.dim, False), (counts["feed-forward"] // 3, a.hidden_dim, False)]
+    for name, block, size, table in (("f32", 1, 4, 4), ("bf16", 1, 2, 2), ("q8_0", 32, 34, 34), ("q4_0", 32, 18, 34)):
+        found[f"gguf {name}"] = 4096 + 22 * a.vocab_size + 4 * counts["norms"] + sum(
+            count * 4 if length % block else count // block * (table if is_table else size) for count, length, is_table in pieces)
+    while a.dim % group_size:
+        group_size //= 2
+    matrices = num_params(a) - counts["norms"]
+    found["v0"] = 28 + 4 * num_params(a) + 4 * a.max_seq_len * a.head_dim
+    return found | {"v2": 256 + 4 * counts["norms"] + matrices + 4 * matrices // group_size}
+
+
+def bandwidth(size, seconds=0.2):
+    """Bytes a second at which this machine's cores read `size` bytes again and again, from a cache if they fit there."""
+    numbers, best, end = torch.ones(max(1, int(size) // 4)), math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end or best == math.inf:
+        best = min(best, timed(numbers.sum))
+    return 4 * len(numbers) / best
+
+
+def show(s, args, device, amp_dtype, make_optimizer):
+    """All that can be said of a preset without its data."""
+    meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # as if they were enough
+    foreseen, counts, flops = foresee(s, args, device, amp_dtype, make_optimizer, meta), parameters(args), flops_per_token(args)
+    foreseen["memory"].pop("data", None)
+    steps, tokens = s.max_iters, s.max_iters * tokens_per_step(s)
+    print(f"parameters  {num_params(args):,} with a vocabulary of {args.vocab_size:,}")
+    for kind, count in counts.items():
+        each = f", {count // args.n_layers:,} a block" if kind in ("attention", "feed-forward") else ""
+        print(f"            {kind:<13}{count:>15,}  {count / num_params(args):4.0%}{each}")
+    print(f"FLOPs       {flops:,} a token, forward and backward; {flops * tokens:.3g} in {steps:,} steps of "
+          f"{tokens_per_step(s):,} tokens")
+    free = parallel.free_memory(device)
+    print(f"memory      {binary(sum(foreseen['memory'].values()))}, about{f', of {binary(free)} that are free' if free else ''}")
+    for kind, size in foreseen["memory"].items():
+        print(f"            {kind:<17}{binary(size):>11}")
+    print(f"time        {time_line(s, foreseen)}")
+    print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
+    cache = 4 * args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len  # half of the context, keys and values
+    for name, size in file_sizes(args).items():
+        read = size * (1 if args.tied else 1 - counts["embedding"] / num_params(args)) + cache
+        print(f"            {name:<13}{size:>15,}  {bandwidth(read) / read:>10,.0f}")

@@ -340,6 +340,14 @@ def peak_memory(device):
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
+def memory_now(device):
+    """Bytes that this process has now, about."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return peak_memory(device)
+
+
 def free_memory(device):
     """
     Bytes that a process can still have at most: of a GPU what is free, else what Linux can make available, swap too,

@@ -7,10 +7,11 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-from configurator import STARTED
+from configurator import STARTED, configure, fail, settings, source_knobs
 from engine import parallel
-from engine.costs import least_memory, model_args, step_seconds, tokens_per_step
+from engine.costs import least_memory, model_args, show, step_seconds, tokens_per_step
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -242,3 +243,23 @@ def problem(args):
     if args.rope_theta <= 0 or args.rope_scaling <= 0 or args.norm_eps <= 0:
         return "rope_theta, rope_scaling and norm_eps must be positive"
     return None
+
+
+def show_costs():
+    """`python model.py config/NAME.py --key=value`: what train.py would cost with these settings, without its data."""
+    from optim import make_optimizer  # here: a part of a command, not of this room
+    path = Path(__file__).resolve().parents[1] / "train.py"
+    g = {name: knob[0] for name, knob in source_knobs(path).items()} | {"__file__": str(path), "__doc__": show_costs.__doc__}
+    given = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
+    s = SimpleNamespace(**settings(g) | {"compile": False})  # which takes a minute, and gains nothing on a CPU
+    device = parallel.setup(s.device)
+    amp_dtype = parallel.autocast_dtype(s.dtype, device)
+    pieces = known_pieces(s) or s.vocab_size or s.vocab_most or 1536  # what the built-in stories have
+    if s.depth:
+        vars(s).update(derive_from_depth(s, given, pieces))
+    if device.type == "cpu":
+        parallel.keep_memory()
+    args = model_args(s, pieces)
+    if problem(args):
+        fail(problem(args))
+    show(s, args, device, amp_dtype, make_optimizer)

@@ -1,0 +1,188 @@
+"""What a training will cost: the table before it, and the largest batch that fits."""
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from configurator import settings
+from engine import costs, fit, parallel, sizes
+from export import export_model
+from model import ModelArgs, Transformer
+from optim import make_optimizer
+from tests.test_export import build
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def knobs(**values):
+    return SimpleNamespace(**settings(vars(train)) | values)
+
+
+def command(folder, *words):
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.mark.parametrize("shape", [{}, {"tied": False, "n_kv_heads": 1}, {"dim": 48, "n_heads": 3, "n_layers": 3}])
+def test_files_have_the_size_that_was_foretold(shape, tmp_path):
+    model = build(**shape)
+    foretold = costs.file_sizes(model.args)
+    for name, size in foretold.items():
+        format, _, dtype = name.partition(" ")
+        path = tmp_path / name.replace(" ", "-")
+        export_model(model.state_dict(), model.args, None if dtype == "" else words(model.args.vocab_size), path, format,
+                     dtype or "f32")
+        found = path.stat().st_size
+        assert found == size if not dtype else abs(found - size) < 0.03 * size + 8192, name
+
+
+def words(size):
+    from bench.models import vocabulary
+    return vocabulary(size)
+
+
+def test_the_table_of_a_preset_needs_no_data(tmp_path):
+    done = command(tmp_path, ROOT / "model.py", ROOT / "config/stories260K.py", "--max_iters=10", "--batch_size=2")
+    assert done.returncode == 0, done.stderr
+    for part in ("parameters  260,032 ", "attention ", "FLOPs ", "Python and torch", "tokens/s, measured", "gguf q8_0", "v2 "):
+        assert part in done.stdout, part
+    assert not list(tmp_path.iterdir())
+    done = command(tmp_path, ROOT / "model.py", "--dim=63")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "dim=63" in done.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
+    for frugal in (False, True):
+        for accumulation in (1, 3):
+            s = knobs(optimizer=optimizer, batch_size=4, gradient_accumulation_steps=accumulation, max_seq_len=128,
+                      activation_checkpointing=frugal)
+            args = ModelArgs(dim=128, n_layers=4, n_heads=4, vocab_size=900, max_seq_len=128)
+            least = costs.least_memory(args, 4 * 128, optimizer, dtype != torch.float32, frugal, accumulation > 1)
+            expected = costs.expected_memory(s, args, CPU, dtype, 0)
+            assert all(expected[kind] >= 0.99 * size for kind, size in least.items()), (least, expected)
+            assert sum(least.values()) < sum(expected.values()) < 4 * sum(least.values()) + costs.CODE
+
+
+def test_what_blocks_keep_is_what_is_expected():
+    """Counted by what autograd saves, masks included, in float32 and bfloat16."""
+    args = ModelArgs(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=99, max_seq_len=64)
+    for dtype in (torch.float32, torch.bfloat16):
+        model, kept = Transformer(args), {}
+        model.bos_id = 1
+        x = torch.randint(99, (4, 64))
+
+        def keep(t):
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                model(x, x)
+        weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), model.rope)}
+        found = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+        s = knobs(batch_size=4, max_seq_len=64)
+        expected = costs.expected_memory(s, args, CPU, dtype, 0)["activations"]
+        assert abs(found - expected) < 0.08 * expected, dtype
+
+
+def test_a_step_is_measured_as_it_is_trained():
+    """With masks, clipping and recomputation; a large batch by a part of it."""
+    seen = []
+
+    class Watched(costs.Rehearsal):
+        def forward_backward(self, rows):
+            seen.append((rows, self.model.bos_id, self.model.recompute))
+            return super().forward_backward(rows)
+
+    s = knobs(batch_size=2048, max_seq_len=32, activation_checkpointing=True, max_iters=1000)
+    original, costs.Rehearsal = costs.Rehearsal, Watched
+    try:
+        times = costs.measure(s, 99, make_optimizer, CPU, torch.float32, seconds=0.2)
+    finally:
+        costs.Rehearsal = original
+    assert {bos for _, bos, _ in seen} == {1} and all(recompute for *_, recompute in seen)
+    assert max(rows for rows, *_ in seen) < 2048 and times["step"] > 20 * times["forward"] > 0 < times["sample"]
+
+
+def test_the_line_of_time():
+    s = knobs(max_minutes=0.0)
+    assert "about 3.2 min, until " in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
+    assert "1,234 tokens/s" in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
+    assert "the limit" in costs.time_line(knobs(max_minutes=1.0), {"seconds": 192, "tokens_per_sec": 1.0})
+    assert [costs.span(n) for n in (45, 600, 7200, 86400 * 12)] == ["45 s", "10 min", "2 h", "12 days"]
+
+
+# ---- --batch_size=0
+
+
+def test_batches_that_divide_a_step():
+    assert fit.batches(512, 512) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] and fit.batches(7, 7) == [1, 7]
+    assert fit.batches(36, 18) == [1, 2, 3, 6, 9, 18] and fit.batches(6, 6) == [1, 2, 3, 6]
+
+
+def wide(**values):
+    s = knobs(dim=256, n_layers=2, n_heads=2, batch_size=64, gradient_accumulation_steps=4, max_seq_len=256, **values)
+    return s, sizes.model_args(s, 2000)
+
+
+def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, capsys):
+    s, args = wide()
+    monkeypatch.setattr(parallel, "free_memory", lambda device: 480 << 20)
+    found = fit.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    assert 1 <= found["batch_size"] < 16 and found["batch_size"] * found["gradient_accumulation_steps"] == 256
+    assert "did not fit" in (text := capsys.readouterr().out) or "is there for it" in text
+    monkeypatch.setattr(parallel, "free_memory", lambda device: 100 << 20)
+    with pytest.raises(SystemExit):
+        fit.largest_batch(s, args, CPU, torch.float32, make_optimizer)
+    assert "not even a batch of 1" in capsys.readouterr().err
+
+
+def test_a_killed_trial_is_a_no(capsys):
+    s, args = wide()
+    stop = threading.Event()
+
+    def kill():  # as the system does where memory is short
+        while not stop.is_set():
+            for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+                status = Path(f"/proc/{child}/status").read_text() if Path(f"/proc/{child}").exists() else ""
+                words = Path(f"/proc/{child}/cmdline").read_bytes() if status else b""
+                if b"spawn_main" in words and "VmRSS" in status and int(status.split("VmRSS:")[1].split()[0]) > 450_000:
+                    os.kill(int(child), 9)
+                    return
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    found = fit.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    stop.set()
+    thread.join()
+    assert found["batch_size"] * found["gradient_accumulation_steps"] == 256 and found["batch_size"] < 64
+    assert "did not fit" in capsys.readouterr().out
+
+
+def test_a_run_finds_its_batch_and_keeps_it(tmp_path):
+    (tmp_path / "my.txt").write_bytes((ROOT / "README.md").read_bytes()[:9000])
+    (tmp_path / "preset.py").write_text("batch_size = 4\ngradient_accumulation_steps = 3\nmax_seq_len = 32\ndim = 32\nn_heads = 1\n")
+    words = [ROOT / "train.py", "preset.py", "--data=my.txt", "--vocab_source=byte", "--batch_size=0", "--device=cpu",
+             "--eval_interval=2", "--eval_iters=1", "--peak_tflops=0.1", "--out_dir=run", "--sample_prompt=a"]
+    done = command(tmp_path, *words, "--max_iters=2")
+    assert done.returncode == 0, done.stderr
+    assert "the 12 sequences a step that were asked for" in done.stdout
+    assert "\nmemory: about " in done.stdout and "\ntime:  about " in done.stdout
+    stored = json.loads((tmp_path / "run/config.json").read_text())
+    assert stored["batch_size"] * stored["gradient_accumulation_steps"] == 12
+    assert stored["foreseen"]["memory"] > 50 << 20 and stored["foreseen"]["seconds"] > 0
+    done = command(tmp_path, *words, "--max_iters=4")
+    assert done.returncode == 0, done.stderr
+    assert "asked for" not in done.stdout and "resuming run at iteration 2 of 4" in done.stdout

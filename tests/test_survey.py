@@ -1,0 +1,68 @@
+"""What `data.py --show`, --page and --png say of a text, and the first row of a run's log."""
+import html.parser
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import data
+from engine import survey
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rows_of(text, title):
+    """The lines of a printed table."""
+    return text.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()
+
+
+def test_a_text_is_shown_as_tables_page_and_picture(tmp_path):
+    """Counts against those of the prepared folder; copies; Chinese as Chinese; everything escaped."""
+    lines = ["<b>bold</b> &amp; 你好世界"] * 5 + [f"天地玄黃 number {i} and more words" for i in range(60)]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    done = subprocess.run([sys.executable, ROOT / "data.py", "d.jsonl", "--vocab_source=byte", "--show=True", "--page=p.html",
+                           "--png=p.png"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    dataset = data.load(next((tmp_path / "cache").glob("d-byte-*/meta.json")).parent)
+    counts = np.bincount(dataset.train, minlength=259)
+    assert rows_of(done.stdout, "most frequent pieces")[1].split()[1] == f"{counts.max():,}"
+    assert f"{np.count_nonzero(counts)} of 259" in done.stdout and "every token is a byte" in done.stdout
+    train = [split[1:-1] for split in np.split(dataset.train, np.flatnonzero(dataset.train == 1)[1:])]
+    copied = sum(bytes((document - 3).astype(np.uint8)) == lines[0].encode() for document in train)
+    twice = rows_of(done.stdout, "documents that come more than once")[1].split(maxsplit=2)
+    assert twice == [str(copied), str(len(lines[0].encode()) + 2), lines[0][:len(twice[2])]] and copied > 1
+    assert "<s>|⟨天⟩|⟨地⟩|⟨玄⟩|⟨黃⟩|␣|n|u" in done.stdout
+    text = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "<b>bold" not in text and "&lt;b&gt;bold" in text and "&amp;amp;" in text and "http" not in text
+    html.parser.HTMLParser().feed(text)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    for words, said in (["--page=p.txt"], "ends in .html"), (["--png=no/p.png"], "cannot be written"):
+        done = subprocess.run([sys.executable, ROOT / "data.py", "d.jsonl", "--vocab_source=byte", *words], cwd=tmp_path,
+                              capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
+
+
+def test_a_large_text_is_read_in_part_and_the_table_says_so():
+    pieces = [(b"<unk>", 0, 2), (b"<s>", 0, 3), (b"</s>", 0, 3), ("世".encode(), 0, 1), ("▁ab".encode(), 0, 1)]
+
+    class Vocabulary:
+        kind, bos_id = "char", 1
+        pieces = staticmethod(lambda: pieces)
+        decode = staticmethod(lambda ids: "".join("世" if i == 3 else " ab" for i in ids if i > 2))
+
+    tokens = np.tile(np.array([1, 3, 4, 4, 2], np.uint16), 1_200_000)
+    meta = {f"{split}_{what}": 6_000_000 for split in ("train", "val") for what in ("tokens", "documents", "bytes")}
+    prepared = data.Prepared(None, meta, tokens, tokens[:50], Vocabulary())
+    found = data.look(prepared, 1 << 20)
+    said = {row[0]: row[1:] for row in found["summary"]}
+    assert 900_000 < int(said["of which were read here"][0].replace(",", "")) <= 1 << 20 and said["tokens"][0] == "6,000,000"
+    assert found["most frequent pieces"][1][0] == "␣ab" and found["longest pieces"][2][0] == "世"
+    assert said["pieces that are used"][0] == "4 of 5"
+    assert found["documents that come more than once"][1][2] == "世 ab ab"
+    assert survey.bins(np.array([1, 5, 6, 40]))[1:] == [["1 to 1", 1], ["2 to 3", 0], ["4 to 7", 2], ["8 to 15", 0],
+                                                        ["16 to 31", 0], ["32 to 63", 1]]
+    row = data.data_rows(prepared)
+    assert sum(row["data/lengths"]["counts"]) > 100_000 and row["pieces"][0][0] == "␣ab" and len(row["documents"]) == 6
+    json.dumps(row)
