@@ -21,7 +21,7 @@ export function controls(change) {
 export class Charts {
   constructor(place, { run, pick, metrics, usual }) {
     Object.assign(this, { place, run, pick, usual, metrics, charts: [] })
-    this.draw = throttle(() => this.charts.forEach(c => c.paint()), 120)
+    this.draw = throttle(() => { this.charts.forEach(c => c.paint()); mark("redrawn") }, 120)
   }
   get wanted() { return state.get("charts") ? state.get("charts").split(",") : this.usual }
 
@@ -31,13 +31,14 @@ export class Charts {
       const curves = new Curves(metric, chosen().axis, this.run)
       const chart = new Chart(metric, { axis: chosen().axis, csv: `api/csv?${new URLSearchParams({ metric, run: this.run || "" })}`,
         remove: () => { state.set({ charts: this.wanted.filter(m => m !== metric).join(",") }); this.build() } })
-      const load = async range => { await curves.load(range); paint() }
+      const load = async range => { await curves.load(range); await paint() }
       const paint = () => chart.draw(...this.lines(curves), chosen())
       chart.onzoom = throttleLast(load, 250)
       return { chart, curves, load, paint }
     })
     this.place.replaceChildren(...this.charts.map(c => c.chart.element))
     await Promise.all(this.charts.map(c => c.load()))
+    mark("drawn")
   }
 
   lines(curves) {
@@ -73,6 +74,12 @@ export class Charts {
       if (e.target.value) { state.set({ charts: [...this.wanted, e.target.value].join(",") }); e.target.value = ""; this.build() } } },
     h("option", { value: "" }, "…"), names.map(name => h("option", {}, name))))
   }
+}
+
+/** Notes when a picture was drawn, for those who measure. */
+function mark(name) {
+  performance.clearMarks(name)
+  requestAnimationFrame(() => setTimeout(() => performance.mark(name)))
 }
 
 function throttleLast(f, wait) {
@@ -122,13 +129,13 @@ export async function show(main) {
   function drawTable() {
     sorted()
     const columns = ["run", "tags", ...table.settings, ...table.columns]
-    const rows = order.map(run => h("tr", { class: hidden.has(run.name) ? "hidden" : "" }, columns.map((column, n) => n
-      ? h("td", {}, number(value(run, column)))
+    const rows = order.map(run => h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, columns.map((column, n) => n
+      ? h("td", { "data-column": column }, number(value(run, column)))
       : h("td", {}, h("span", { class: "row" }, h("input", { type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
         onchange: e => { e.target.checked ? hidden.delete(run.name) : hidden.add(run.name); keepHidden() } }),
       h("input", { type: "color", value: colour(run).startsWith("#") ? colour(run) : "#888888", "aria-label": `${t("Colour")} ${run.name}`,
         onchange: e => { run.color = e.target.value; ask("api/notes", { run: run.name, color: run.color }); changed() } }),
-      h("a", { href: link("run", { run: run.name }) }, run.name), run.training && h("span", { class: "good" }, "●", h("span", { class: "soft" }, ` ${t("trains")}`)))))))
+      h("a", { href: link("run", { run: run.name }) }, run.name), h("span", { class: "good trains" }, run.training ? `● ${t("trains")}` : ""))))))
     const at = body.scrollTop
     body.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, rows)))
     body.scrollTop = at
@@ -139,7 +146,17 @@ export async function show(main) {
     parallel.replaceChildren(...coordinates(order.filter(r => !hidden.has(r.name)), table.settings, colour))
     rebuild === true ? charts.build() : charts.draw()
   }
-  const update = throttle(changed, 1000), again = throttle(() => load().then(changed), 1500)
+  /** New numbers in the table as it stands, so that nobody loses his place in it. */
+  const update = throttle(() => {
+    for (const row of body.querySelectorAll("tr[data-run]")) {
+      const run = table.runs.find(r => r.name === row.dataset.run)
+      for (const cell of row.querySelectorAll("[data-column]")) {
+        const now = number(value(run, cell.dataset.column))
+        if (cell.textContent !== now) cell.textContent = now
+      }
+      row.querySelector(".trains").textContent = run.training ? `● ${t("trains")}` : ""
+    }
+  }, 1000), again = throttle(() => load().then(changed), 1500)
   async function load() { table = await ask("api/runs"); refreshColours() }
 
   function drawTools() {

@@ -90,13 +90,22 @@ export async function show(main) {
   drawJobs((await ask("api/jobs")).jobs)
 }
 
+const open = new Set()  // jobs whose console is shown
+
 /** A job: its state, its folder, its command and the end of what it printed. */
 function line(job, root) {
-  const text = h("pre", { hidden: true, tabindex: 0 }), alive = ["queued", "running"].includes(job.state)
+  const text = h("pre", { hidden: !open.has(job.id), tabindex: 0 }), alive = ["queued", "running"].includes(job.state)
+  const read = async () => {
+    text.textContent = `${job.line}\n\n${(await ask(`api/console?job=${job.id}`)).text}`
+    text.scrollTop = text.scrollHeight
+    if (job.state === "running" && open.has(job.id)) setTimeout(() => text.isConnected && read(), 2000)
+  }
+  if (open.has(job.id)) read()
   return h("div", { class: "job", "data-state": job.state }, h("div", { class: "row" }, h("b", {}, job.id),
     h("span", { class: job.state === "failed" ? "bad" : job.state === "running" ? "good" : "soft" }, t(job.state)),
     job.out_dir && job.out_dir !== "auto" ? h("a", { class: "grow", href: link("run", { run: job.out_dir }) }, job.out_dir) : h("a", { class: "grow", href: "#runs" }, root),
-    h("button", { onclick: async () => { text.hidden = !text.hidden
-      text.textContent = `${job.line}\n\n${(await ask(`api/console?job=${job.id}`)).text}`; text.scrollTop = 1e9 } }, t("Console")),
+    h("button", { "aria-expanded": String(!text.hidden), onclick: e => { text.hidden = !text.hidden
+      e.target.setAttribute("aria-expanded", !text.hidden)
+      if (text.hidden) open.delete(job.id); else { open.add(job.id); read() } } }, t("Console")),
     alive && h("button", { onclick: () => ask("api/stop", { job: job.id }).then(() => say(t("Stopping: it saves first"))) }, t("Stop"))), text)
 }

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from axe_selenium_python import Axe
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 
 import compare
 from page import runs
@@ -197,18 +198,21 @@ def points(found):
 
 def end_jobs(folder):
     """What a test has started does not stay behind."""
-    for job in json.loads((folder / "out/.page/jobs.json").read_text())["jobs"]:
+    path = folder / "out/.page/jobs.json"
+    for job in json.loads(path.read_text())["jobs"] if path.exists() else []:
         with contextlib.suppress(OSError, KeyError):
             os.killpg(job["pid"], signal.SIGKILL)
 
 
 def until(what, seconds=200):
-    """What `what` returns once that is true."""
+    """What `what` returns once that is true. An element that isn't there, or no longer, is not true."""
     end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.1)
-    return found
+    while time.monotonic() < end:
+        with contextlib.suppress(WebDriverException, IndexError):
+            if found := what():
+                return found
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,222 @@
+"""The long proofs of the page: a person's whole way by clicks, 200 runs of 2,000 rows, 1,000 connections. Figures: doc/lab/page.md."""
+import json
+import math
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_page import ROOT, SETTINGS, Page, browser, check_page, end_jobs, script, threads, until  # noqa: F401
+
+ROWS, RUNS = 2000, 200
+PICTURES = os.environ.get("PICTURES")  # a folder for pictures of the page
+
+
+def memory(process):
+    """The most memory that a process had, in MB, and what it has now."""
+    found = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return [int(found[name].split()[0]) / 1000 for name in ("VmHWM", "VmRSS")]
+
+
+def click(browser, text, tag="button"):
+    """Click what bears this text, once it is there."""
+    def try_it():
+        found = [e for e in browser.find_elements("css selector", tag) if e.text.strip().startswith(text) and e.is_displayed()]
+        script(browser, "arguments[0].scrollIntoView({block: 'center'})", found[0])
+        found[0].click()
+        return True
+
+    until(try_it)
+
+
+def fill(browser, name, value):
+    """Write into a knob's field the way a person does."""
+    field = browser.find_element("id", f"knob-{name}")
+    script(browser, "for (let e = arguments[0]; e; e = e.parentElement) if (e.tagName == 'DETAILS') e.open = true", field)
+    field.clear()
+    field.send_keys(str(value))
+
+
+def picture(browser, name):
+    if PICTURES:
+        browser.save_screenshot(str(Path(PICTURES, f"{name}.png")))
+
+
+def text(browser):
+    return browser.find_element("id", "main").text
+
+
+def test_a_persons_whole_way(tmp_path, browser, request):  # noqa: F811
+    (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
+    page = Page(tmp_path)
+    request.addfinalizer(page.end)
+    request.addfinalizer(lambda: end_jobs(tmp_path))
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)})
+    browser.get(page.url)
+    until(lambda: "No runs yet" in browser.find_element("id", "said").text)
+    click(browser, "Start", "nav a")
+    until(lambda: browser.find_elements("id", "knob-data"))
+    for name, value in SETTINGS.items():
+        fill(browser, name, value)
+    at_once = browser.find_element("css selector", "input[type=number]")
+    at_once.clear()
+    at_once.send_keys("2\t")
+    for number, name in enumerate(("one", "two")):
+        fill(browser, "out_dir", f"out/{name}")
+        fill(browser, "seed", number)
+        until(lambda: f"--out_dir=out/{name}" in text(browser) and f"--seed={number}" in text(browser))
+        click(browser, "Put into the queue")
+        until(lambda: f"out/{name}" in browser.find_element("css selector", ".job").text)
+    fill(browser, "out_dir", "out/sweep")
+    fill(browser, "max_iters", 40)
+    script(browser, "document.querySelector('[aria-label=\"Sweep learning_rate\"]').click()")
+    browser.find_element("css selector", "input[type=text][aria-label='Sweep learning_rate']").send_keys("1e-3, 3e-3, 1e-2")
+    until(lambda: "sweep.py" in text(browser))
+    click(browser, "Put into the queue")
+    until(lambda: len(browser.find_elements("css selector", ".job[data-state=running]")) == 2)
+    until(lambda: len(browser.find_elements("css selector", ".job[data-state=queued]")) == 1)
+    check_page(browser)
+    script(browser, "document.querySelector('.job:last-child button').click()")
+    until(lambda: "iter" in browser.find_element("css selector", ".job:last-child pre").text)
+    picture(browser, "start")
+    click(browser, "Runs", "nav a")
+    until(lambda: text(browser).count("trains") == 2)
+    click(browser, "out/one", "td a")
+    until(lambda: "loss/val" in text(browser) and "trains" in text(browser) and "Samples" in text(browser))
+    check_page(browser)
+    picture(browser, "follow")
+    click(browser, "Stop")
+    until(lambda: "not training" in text(browser))
+    assert "model.gguf" in text(browser) and "step_" in text(browser)
+    click(browser, "Resume")
+    until(lambda: "● trains" in text(browser))
+    click(browser, "Stop")
+    until(lambda: "not training" in text(browser))
+    until(lambda: json.loads((tmp_path / "out/.page/jobs.json").read_text())["jobs"][2]["state"] == "ended")
+    click(browser, "All runs", "a") if browser.find_elements("link text", "All runs") else click(browser, "Runs", "nav a")
+    until(lambda: "out/sweep/2" in text(browser) and "Settings and result" in text(browser))
+    check_page(browser)
+    picture(browser, "runs")
+    click(browser, "Save as one HTML file")
+    saved = until(lambda: (tmp_path / "runs.html").exists() and (tmp_path / "runs.html").read_text())
+    assert "out/sweep/2" in saved and "<svg" in saved
+    click(browser, "out/two", "td a")
+    until(lambda: "trains" in text(browser))
+    click(browser, "Stop")
+    until(lambda: "not training" in text(browser))
+
+
+# ---- 200 runs ----------------------------------------------------------------------------------------------------
+
+def write_row(out, number, i, rng):
+    row = {"iter": i * 20, "tokens": i * 20 * 1152, "epoch": i / 100, "grad/norm": rng.random(), "grad/skipped": 0, "lr": 1e-3,
+           "loss/train": 1 + number / 300 + 4 * math.exp(-i / (80 + number)) + rng.gauss(0, 0.05),
+           "perf/tokens_per_sec": 5e4 + rng.gauss(0, 500), "perf/iter_ms": 20.5, "perf/peak_mib": 300.5, "mfu": 40.1}
+    row |= {f"norm/{kind}/{layer}": rng.random() for kind in ("grad", "weight", "update") for layer in ("embed", 0, 1, "head")}
+    if i % 25 == 0:
+        row |= {"loss/val": row["loss/train"] + 0.05, "bpb/val": row["loss/train"] / 3, "samples": [["Once", "greedily", "x" * 300]]}
+    out.write(json.dumps(row | {"time": 1.7e9 + number * 1e5 + i * 0.5}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("many"), random.Random(0)
+    for number in range(RUNS):
+        run = folder / f"out/run{number:03d}"
+        run.mkdir(parents=True)
+        config = {"learning_rate": 10 ** rng.uniform(-4, -2), "batch_size": 4 << number % 3, "seed": number % 4, "max_iters": 40000}
+        (run / "config.json").write_text(json.dumps(config))
+        with open(run / "log.jsonl", "w") as out:
+            for i in range(ROWS):
+                write_row(out, number, i, rng)
+    page = Page(folder)
+    page.folder = folder
+    yield page
+    page.end()
+
+
+def first_picture(browser, url):  # noqa: F811
+    """Seconds from the address to the first picture of the curves."""
+    browser.get("about:blank")
+    browser.get(url)
+    mark = "return performance.getEntriesByName('drawn')[0]?.startTime"
+    return until(lambda: script(browser, mark), 60) / 1000
+
+
+def test_200_runs_of_2000_rows(many, browser):  # noqa: F811
+    since = time.monotonic()
+    cold = first_picture(browser, many.url)
+    until(lambda: all(run["rows"] == ROWS for run in many.get("/api/runs")["runs"]))
+    read = time.monotonic() - since
+    until(lambda: len(browser.find_elements("css selector", "tbody tr")) == RUNS)
+    warm = sorted(first_picture(browser, many.url) for _ in range(3))
+    print(f"\nfirst picture: {cold:.2f} s of a page that has just begun, all read after {read:.1f} s; then "
+          f"{', '.join(f'{s:.2f}' for s in warm)} s")
+    time.sleep(3)
+    delays = []
+    for i in range(5):
+        now, since = script(browser, "return performance.now()"), time.monotonic()
+        with open(many.folder / "out/run100/log.jsonl", "a") as out:
+            write_row(out, 100, ROWS + i, random.Random(i))
+        until(lambda: script(browser, "return performance.getEntriesByName('redrawn')[0]?.startTime > arguments[0]", now))
+        delays.append(time.monotonic() - since)
+    most, now = memory(many.process)
+    print(f"a live row is on the chart after {', '.join(f'{s:.2f}' for s in delays)} s")
+    print(f"server: {now:.0f} MB, at most {most:.0f} MB")
+    assert warm[0] < 1 and max(delays) < 1 and most < 150
+    picture(browser, "many")
+
+
+def test_a_training_beside_keeps_its_speed(many, tmp_path):
+    """Steps of a training with and without the page, which a client follows; in turns, so that the machine's moods even out."""
+    (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 4000)
+    words = [f"--{k}={v}" for k, v in (SETTINGS | {"dim": 64, "n_layers": 2, "max_seq_len": 128, "batch_size": 8, "max_iters": 400,
+                                                   "eval_interval": 1000, "log_interval": 20}).items()]
+    speeds = {False: [], True: []}
+    for turn in range(8):
+        watched = turn % 2 == 1
+        client = subprocess.Popen(["curl", "-sN", "-H", f"Authorization: Bearer {many.token}",
+                                   f"http://127.0.0.1:{many.port}/api/live"], stdout=subprocess.DEVNULL) if watched else None
+        folder = many.folder / f"out/beside{turn}"
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *words, f"--out_dir={folder}"], cwd=tmp_path, check=True,
+                       capture_output=True)
+        rows = [json.loads(line) for line in open(folder / "log.jsonl")]
+        speeds[watched] += [row["perf/tokens_per_sec"] for row in rows if "perf/tokens_per_sec" in row][2:]
+        if client:
+            client.terminate()
+            client.wait()
+    without, beside = (sorted(found)[len(found) // 2] for found in speeds.values())
+    print(f"\nmedian tokens/s: {without:,.0f} alone, {beside:,.0f} with the page, {100 * beside / without:.1f} %")
+    assert beside > 0.99 * without
+
+
+def test_1000_connections(many):
+    held = []
+    for _ in range(1000):
+        connection = socket.create_connection(("127.0.0.1", many.port))
+        connection.setblocking(False)
+        held.append(connection)
+    since = time.monotonic()
+    assert many.ask("/")[0] == 200
+    print(f"\nan answer behind 1,000 connections: {time.monotonic() - since:.2f} s, {threads(many)} threads")
+    assert threads(many) < 110
+    for connection in held:
+        connection.close()
+    body = b"x" * (100 << 20)
+    request = f"POST /api/start HTTP/1.1\r\nHost: localhost\r\nCookie: llamac_{many.port}={many.token}\r\nContent-Length: {len(body)}\r\n\r\n"
+    assert b" 413 " in many.raw(request.encode() + body)[:20] or many.process.poll() is None
+    slow = socket.create_connection(("127.0.0.1", many.port))
+    since, sent = time.monotonic(), 0
+    with pytest.raises(OSError):
+        while time.monotonic() < since + 60:
+            slow.sendall(b"GET / HTTP/1.1\r\nX: "[sent % 20:sent % 20 + 1])
+            sent += 1
+            time.sleep(0.5)
+    print(f"a byte every half second: cut off after {time.monotonic() - since:.0f} s")
+    assert many.ask("/")[0] == 200
