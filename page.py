@@ -17,7 +17,7 @@ from configurator import configure, fail
 from page.inside import Inside
 from page.jobs import Jobs
 from page.runs import Runs
-from page.server import Server, file, files, is_loopback
+from page.server import Response, Server, file, files, is_loopback
 from page.system import system
 from page.talk import Talk, models_of
 
@@ -44,8 +44,9 @@ def routes():
 def charts():
     """The route of the library that draws, which is an extra: pip install bokeh. Without it curves are plain lines."""
     found = importlib.util.find_spec("bokeh")
-    path = Path(found.origin).parent / "server/static/js/bokeh.min.js" if found else None
-    return {"GET /bokeh.js": file(path, **{"Cache-Control": "private, max-age=3600"})} if path and path.exists() else {}
+    path = Path(found.origin).parent / "server/static/js/bokeh.min.js" if found else Path()
+    kept = {"Cache-Control": "private, max-age=3600"}
+    return {"GET /bokeh.js": file(path, **kept) if path.is_file() else lambda request: Response("", kind="text/javascript")}
 
 
 def main():

@@ -1,9 +1,8 @@
 // Curves: read from the server, kept up to date, drawn by Bokeh where it is installed, else as plain lines.
 import { h, t, ask, number, say, throttle } from "./app.js"
 
-const bokeh = fetch("bokeh.js", { method: "GET" }).then(answer => answer.ok && new Promise(done =>
-  document.head.append(h("script", { src: "bokeh.js", onload: () => done(window.Bokeh), onerror: () => done(null) })))).catch(() => null)
-bokeh.then(found => found && found.set_log_level("error"))
+const library = window.Bokeh  // index.html loads it first; without the package it is empty
+library?.set_log_level("error")
 const floats = text => new Float32Array(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer)
 export const axes = { tokens: "Tokens", iter: "Steps", seconds: "Seconds" }
 
@@ -79,7 +78,7 @@ export class Chart {
   clear() { this.manager?.clear?.(); this.place.replaceChildren(); this.plot = null }
 
   async draw(lines, bands, { logx, logy }) {
-    const library = await bokeh, key = `${logx}${logy}${document.documentElement.lang}`
+    const key = `${logx}${logy}${document.documentElement.lang}`
     this.lines = lines
     if (!library) return this.svg(lines, logx, logy)
     const lines_ = { xs: lines.map(l => l.x), ys: lines.map(l => l.y), color: lines.map(l => l.color), name: lines.map(l => l.name),
@@ -88,10 +87,10 @@ export class Chart {
     if (this.plot && this.key === key) { this.source.data = lines_; this.areas.data = bands_; return }
     if (this.busy) return
     this.busy = true
-    try { await this.make(library, lines_, bands_, logx, logy, key) } finally { this.busy = false }
+    try { await this.make(lines_, bands_, logx, logy, key) } finally { this.busy = false }
   }
 
-  async make(library, lines, bands, logx, logy, key) {
+  async make(lines, bands, logx, logy, key) {
     this.clear()
     const style = getComputedStyle(document.documentElement), color = name => style.getPropertyValue(name).trim()
     const make = (name, attributes = {}) => new (library.Models.get(name))(attributes)

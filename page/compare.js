@@ -25,7 +25,8 @@ export class Charts {
   }
   get wanted() { return state.get("charts") ? state.get("charts").split(",") : this.usual }
 
-  async build() {
+  /** Draw the charts that are wanted; colours are known once `ready` is done. */
+  async build(ready) {
     this.end()
     this.charts = this.wanted.map(metric => {
       const curves = new Curves(metric, chosen().axis, this.run)
@@ -37,7 +38,7 @@ export class Charts {
       return { chart, curves, load, paint }
     })
     this.place.replaceChildren(...this.charts.map(c => c.chart.element))
-    await Promise.all(this.charts.map(c => c.load()))
+    await Promise.all(this.charts.map(async c => { await Promise.all([c.curves.load(), ready]); await c.paint() }))
     mark("drawn")
   }
 
@@ -97,21 +98,24 @@ export async function show(main) {
   let table, order = []
   const hidden = new Set(state.get("hide") ? JSON.parse(state.get("hide")) : [])
   const value = (run, column) => column === "run" ? run.name : column === "tags" ? run.tags : run.settings[column] ?? run.results[column]
-  const groupOf = run => state.get("group") ? `${state.get("group")}=${run.settings[state.get("group")]}` : undefined
-  const matches = run => {
-    try { return [run.name, run.tags || ""].some(text => new RegExp(state.get("filter"), "i").test(text)) } catch { return true }
-  }
   const byName = new Map()
+  let matches = () => true
 
-  function colour(run) {
-    const group = groupOf(run), groups = [...new Set(table.runs.map(groupOf))]
-    return group === undefined && run.color || colors[(group === undefined ? table.runs.indexOf(run) : groups.indexOf(group)) % colors.length]
-  }
-  function refreshColours() {
-    byName.clear()
-    table.runs.forEach(run => byName.set(run.name, { color: colour(run), hidden: hidden.has(run.name) || !matches(run), group: groupOf(run) }))
+  /** Colour, group and whether it is shown, of each run. */
+  function refresh() {
+    const by = state.get("group"), groups = [], found = table.runs.map(run => by ? `${by}=${run.settings[by]}` : undefined)
+    let filter = /^/
+    try { filter = new RegExp(state.get("filter"), "i") } catch { say(t("Not a regular expression"), true) }
+    matches = run => filter.test(run.name) || filter.test(run.tags || "")
+    table.runs.forEach((run, n) => {
+      const group = found[n]
+      if (group !== undefined && !groups.includes(group)) groups.push(group)
+      const color = group === undefined ? run.color || colors[n % colors.length] : colors[groups.indexOf(group) % colors.length]
+      byName.set(run.name, { color, hidden: hidden.has(run.name) || !matches(run), group })
+    })
   }
   const pick = name => byName.get(name) || { color: "#888", hidden: true }
+  const colour = run => pick(run.name).color
   const charts = new Charts(h("div", { class: "grid" }), { pick, usual: ["loss/val", "loss/train"] })
   const body = h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": t("Runs") }), parallel = h("div"), tools = h("div", { class: "card" })
 
@@ -132,16 +136,14 @@ export async function show(main) {
     const rows = order.map(run => h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, columns.map((column, n) => n
       ? h("td", { "data-column": column }, number(value(run, column)))
       : h("td", {}, h("span", { class: "row" }, h("input", { type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
-        onchange: e => { e.target.checked ? hidden.delete(run.name) : hidden.add(run.name); keepHidden() } }),
-      h("input", { type: "color", value: colour(run).startsWith("#") ? colour(run) : "#888888", "aria-label": `${t("Colour")} ${run.name}`,
-        onchange: e => { run.color = e.target.value; ask("api/notes", { run: run.name, color: run.color }); changed() } }),
+        style: `accent-color: ${colour(run)}`, onchange: e => { e.target.checked ? hidden.delete(run.name) : hidden.add(run.name); keepHidden() } }),
       h("a", { href: link("run", { run: run.name }) }, run.name), h("span", { class: "good trains" }, run.training ? `● ${t("trains")}` : ""))))))
     const at = body.scrollTop
     body.replaceChildren(h("table", {}, h("thead", {}, h("tr", {}, columns.map(head))), h("tbody", {}, rows)))
     body.scrollTop = at
   }
   function changed(rebuild) {
-    refreshColours()
+    refresh()
     drawTable()
     parallel.replaceChildren(...coordinates(order.filter(r => !hidden.has(r.name)), table.settings, colour))
     rebuild === true ? charts.build() : charts.draw()
@@ -157,7 +159,7 @@ export async function show(main) {
       row.querySelector(".trains").textContent = run.training ? `● ${t("trains")}` : ""
     }
   }, 1000), again = throttle(() => load().then(changed), 1500)
-  async function load() { table = await ask("api/runs"); refreshColours() }
+  async function load() { table = await ask("api/runs"); refresh() }
 
   function drawTools() {
     tools.replaceChildren(h("div", { class: "row" },
@@ -184,7 +186,9 @@ export async function show(main) {
     if (run) { Object.assign(run, event.run); update(); charts.take(event) } else if (event.run || event.gone) again(), charts.take(event)
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, h("div", { class: "card" }, body), parallel)
-  await Promise.all([drawn.then(() => { drawTools(); drawTable() }), drawn.then(() => charts.build())])
+  await Promise.all([charts.build(drawn), drawn.then(drawTools)])
+  await new Promise(requestAnimationFrame)  // the curves first
+  drawTable()
   if (!table.runs.length) say(t("No runs yet: start one"))
   parallel.replaceChildren(...coordinates(order, table.settings, colour))
   return { end: () => charts.end() }

@@ -46,7 +46,8 @@ export async function show(main) {
         h("tbody", {}, (row[kind] || []).map(cells => h("tr", {}, (Array.isArray(cells) ? cells : [cells]).map(c => h("td", {}, number(c)))))))))))
   }
   function drawSide() {
-    const notes = h("textarea", { rows: 3, "aria-label": t("Notes") }), tags = h("input", { value: run.tags || "", "aria-label": t("Tags"), placeholder: t("Tags") })
+    const notes = h("textarea", { rows: 3, "aria-label": t("Notes") }), color = h("input", { type: "color", value: /^#[0-9a-f]{6}$/i.test(run.color) ? run.color : "#0072b2", "aria-label": t("Colour") })
+    const tags = h("input", { value: run.tags || "", "aria-label": t("Tags"), placeholder: t("Tags") })
     notes.value = run.notes || ""
     const matrix = run.evaluation.matrix, job = jobs.find(j => j.out_dir === name), said = h("pre", { tabindex: 0 })
     if (job) ask(`api/console?job=${job.id}`).then(found => { said.textContent = found.text; said.scrollTop = 1e9 })
@@ -57,7 +58,7 @@ export async function show(main) {
       card("Alerts", run.alerts.length ? h("ul", {}, run.alerts.map(([title, text]) => h("li", { class: "bad" }, `${title}: ${text}`))) : h("p", { class: "soft" }, t("None"))),
       job && card("Console", said),
       matrix && card("Evaluation", h("p", {}, `${t("accuracy")} ${number(run.evaluation.accuracy)}`), confusion(run.evaluation)),
-      card("Notes", notes, h("div", { class: "row" }, tags, h("button", { onclick: () => ask("api/notes", { run: name, notes: notes.value, tags: tags.value }).then(() => say(t("Saved"))) }, t("Save")))),
+      card("Notes", notes, h("div", { class: "row" }, color, tags, h("button", { onclick: () => ask("api/notes", { run: name, notes: notes.value, tags: tags.value, color: color.value }).then(() => say(t("Saved"))) }, t("Save")))),
       card("Settings", h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": t("Settings") }, h("table", { class: "left" }, h("tbody", {}, Object.entries(run.config).map(([k, v]) =>
         h("tr", {}, h("td", {}, k), h("td", {}, typeof v === "object" ? JSON.stringify(v).slice(0, 300) : String(v)))))))),
     ].filter(Boolean))

@@ -7,6 +7,7 @@ import base64
 import json
 import math
 import os
+import re
 import socket
 import threading
 import time
@@ -259,7 +260,7 @@ class Runs:
     def curves(self, request):
         """A metric of all runs, or of `run`: {"runs": [[name, points, rows read, version]], "x", "y": float32, base64}."""
         metric, axis, only = (request.query.get(name, "") for name in ("metric", "x", "run"))
-        buckets = min(max(int(request.query.get("buckets", 300)), 10), 5000)
+        buckets = max(100, min(300, 30000 // max(1, 1 if only else len(self.runs))))
         low, high = (float(request.query.get(name, default)) for name, default in (("from", -math.inf), ("to", math.inf)))
         self.refresh()
         names, xs, ys = [], [], []
@@ -335,6 +336,8 @@ class Runs:
         with self.lock:
             notes = self.notes()
             said = {k: str(given[k])[:5000] for k in ("notes", "tags", "color") if k in given}
+            if not re.fullmatch("#[0-9a-f]{6}", said.get("color", "#000000")):
+                raise ValueError("a colour is #rrggbb")
             notes[run.name] = notes.get(run.name, {}) | said
             write_atomic(self.root / ".page" / "notes.json", json.dumps(notes, indent=1))
         return {}

@@ -296,7 +296,7 @@ def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
     for body in b"", b"[]", b"{", b"[" * 100000, b'{"preset": "../train.py"}', b'{"knobs": 3}', b'{"sweep": {"parameters": {"x": {}}}}', \
                 b'{"sweep": {"parameters": {"dim": {"values": 3}}}}', b'{"preset": [1]}':
         assert filled.ask("/api/start", body)[0] == 400, body[:40]
-    assert filled.ask("/api/curves?metric=loss/val&buckets=x")[0] == 400 and filled.ask("/api/console?job=1/../x")[0] == 400
+    assert filled.ask("/api/curves?metric=loss/val&from=x")[0] == 400 and filled.ask("/api/console?job=1/../x")[0] == 400
     found = filled.get("/api/line", {"knobs": {"data": "$(id) '\"; & <b>", "dim": 32}, "preset": "debug.py"})["line"]
     assert shlex.split(found)[2:] == [os.path.relpath(ROOT / "config/debug.py", filled.folder), "--data=$(id) '\"; & <b>", "--dim=32"]
     assert filled.get("/api/jobs") == {"jobs": []}
