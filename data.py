@@ -82,6 +82,10 @@ class Dataset(Prepared):
         both = batch_slice(self.train, self.seed, step, self.global_batch, self.seq_len, self.rank, self.world, self.opening)
         return [t.pin_memory() for t in both] if self.pinned else both
 
+    def windows(self, step):
+        """Where this process's slice of `step` stands in the training split: (first tokens, how many targets count)."""
+        return slice_windows(len(self.train), self.seed, step, self.global_batch, self.seq_len, self.rank, self.world)
+
     def eval_batches(self, split, limit):
         """
         Yields (x, y, counts) of an evaluation: inputs and targets as from read_windows, and whether they count; a process
@@ -145,6 +149,20 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
     return (rng.integers(seq_len) + seq_len * rng.permutation(n_tokens // seq_len)) % n_tokens
 
 
+def slice_windows(n_tokens, seed, step, global_batch, seq_len, rank=0, world=1):
+    """Where batch_slice reads: the first token of each window, and how many of its targets count; (n,) int64 each."""
+    windows = n_tokens // seq_len
+    if windows < 1:
+        fail(f"a split of {n_tokens} tokens holds no window of {seq_len} tokens; "
+             f"use more text, a larger --val_fraction or a smaller --max_seq_len")
+    share = -(-global_batch // world)
+    rows = rank * share + np.arange(share)
+    epochs, places = np.divmod(step * global_batch + np.minimum(rows, global_batch - 1), windows)
+    starts = np.concatenate([epoch_windows(seed, int(epoch), n_tokens, seq_len)[places[epochs == epoch]]
+                             for epoch in np.unique(epochs)])
+    return starts, np.where(rows < global_batch, seq_len, 0)
+
+
 def batch_slice(tokens, seed, step, global_batch, seq_len, rank=0, world=1, first=None):
     """
     A rank's slice of the global batch of a step: inputs and targets, each (global_batch / world, seq_len) int64, a pure
@@ -152,16 +170,8 @@ def batch_slice(tokens, seed, step, global_batch, seq_len, rank=0, world=1, firs
     which the loss leaves out. tokens: (n_tokens,); global_batch: sequences of all ranks together; first: as for
     read_windows. Sequence step * global_batch + i of the run is one of epoch_windows: every window comes once in an epoch.
     """
-    windows = len(tokens) // seq_len
-    if windows < 1:
-        fail(f"a split of {len(tokens)} tokens holds no window of {seq_len} tokens; "
-             f"use more text, a larger --val_fraction or a smaller --max_seq_len")
-    share = -(-global_batch // world)
-    rows = rank * share + np.arange(share)
-    epochs, places = np.divmod(step * global_batch + np.minimum(rows, global_batch - 1), windows)
-    starts = np.concatenate([epoch_windows(seed, int(epoch), len(tokens), seq_len)[places[epochs == epoch]]
-                             for epoch in np.unique(epochs)])
-    return read_windows(tokens, starts, seq_len, np.where(rows < global_batch, seq_len, 0), first)
+    starts, lengths = slice_windows(len(tokens), seed, step, global_batch, seq_len, rank, world)
+    return read_windows(tokens, starts, seq_len, lengths, first)
 
 
 def passages(tokens, bos_id, seq_len):

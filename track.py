@@ -47,6 +47,7 @@ TABLES = {
     "pieces": ["piece", "times", "share"],  # the most frequent
     "samples": ["prompt", "how", "text"],
     "settings": ["setting", "before", "now"],  # of a resumed run
+    "notes": ["metric", "value", "what it means"],  # of what has left its usual range
     "predictions": ["split", "input", "target", "p(target)", "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
 }
 START_SECONDS = 4      # the training waits for a tracker to start; after that the tracker goes on alone
@@ -589,7 +590,8 @@ class Tracker:
         """A row; iter grows from call to call."""
         row = redact(row) if self.destinations else row  # prompts are the user's own words
         self.each("log", row)
-        for title, text in self.alerts.check(row) if self.destinations else ():
+        notes = [(f"{name} is {value:.3g}", text) for name, value, text in row.get("notes", ())]
+        for title, text in notes + self.alerts.check(row) if self.destinations else ():
             print(f"warning: {title}: {text}", file=sys.stderr)
             self.each("alert", title, text)
 

@@ -24,11 +24,11 @@ import torch
 from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, data_rows, prepare
-from engine import checkpoint, costs, modes, parallel, sizes
+from engine import checkpoint, costs, modes, parallel, preflight, sizes
 from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.fit import largest_batch, until_found
-from engine.instruments import Stopwatch, UpdateNorms, mean_loss, probe, show, write_samples
+from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
 from engine.parallel import say
 from engine.prepare import load, source_files, text_bytes
 from engine.redact import redact
@@ -43,6 +43,7 @@ eval_interval = 500         # steps between evaluations, each followed by a chec
 eval_iters = 50             # times 1024 tokens of each split an evaluation, always the same; 0: all of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, and end
 log_interval = 20           # steps between rows of the log
+noise_scale = False         # at evaluations also the gradient noise scale: the batch, in tokens, from which on more pays less
 early_stop = 0              # evaluations without a better one, after which the run goes back to the best and ends soon; 0: never
 always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
 keep_last = 1               # newest checkpoints kept
@@ -51,6 +52,7 @@ init_from = "auto"          # auto: resume what stands in out_dir, else start; s
 force_resume = False        # continue even where batch, data, seed or context have changed; sizes can't
 minutes = 0.0               # how long all of it takes: sizes and steps follow from it and the text; 0: 5, on a GPU 20
 max_minutes = 0.0           # save and end after so long, with the rate at the end of its schedule; 0: no limit
+checks = "all"              # before the first step: all, none, some (future,leak), or all but some (-leak)
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
@@ -232,8 +234,9 @@ def assess(model, dataset, device, amp):
     losses = evaluate(model, dataset, device, amp)
     probed = {split: parallel.to_device(device, *both) for split, both in dataset.probe_batches().items()}
     samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
+    noise = gradient_noise(model, dataset, device, amp) if noise_scale else {}
     return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": dataset.bits_per_byte(losses["val"]),
-            "samples": samples} | probe(model, probed, dataset.tokenizer, amp)
+            "samples": samples} | noise | probe(model, probed, dataset.tokenizer, amp)
 
 
 def assess_in_time(*args):
@@ -329,7 +332,7 @@ def main(given):
         foreseen = costs.foresee(knobs(), args, place, amp_dtype, make_optimizer, prepared.meta, begun)
     model, opt = make_model(args, dataset, place)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None}
+             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None, "noted": []}
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
@@ -344,6 +347,9 @@ def main(given):
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
+        if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
+            preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config,
+                                                 train_step, make_optimizer, export_model))
         modes.loop(globals())(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 
@@ -390,6 +396,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 state |= {"best": row["loss/val"], "best_step": step}
             if len(row) > 3:
                 row, changes = row | ({"settings": changes} if changes else {}), []
+                row |= take_notes(row, state)
                 refuse_nonsense(s, row, tracker)
                 tracker.log(row)
                 show(row, bar)

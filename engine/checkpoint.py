@@ -486,7 +486,7 @@ def tokenizer_path(folder):
 
 # settings of the place and of the day, which a resumed run does not take from the one before
 PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
-         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log"}
+         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log", "checks"}
 # what weights and optimizer have their shape and meaning from
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
 RENAMED = {"patience": "early_stop"}  # settings in older checkpoints

@@ -4,7 +4,7 @@ import math
 import sys
 
 from configurator import fail
-from engine import modes, parallel
+from engine import modes, parallel, preflight
 
 
 def check_settings(s):
@@ -30,6 +30,7 @@ def check_settings(s):
     if s.wandb_watch not in ("off", "all", "gradients", "parameters"):
         fail(f"wandb_watch is {s.wandb_watch!r}, expected off, all, gradients or parameters")
     modes.check(s)
+    preflight.chosen(s.checks)
     if s.sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
 

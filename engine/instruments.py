@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from engine import parallel
+from engine import ops, parallel
 
 
 def histogram(values, bins=32):
@@ -75,6 +75,116 @@ class UpdateNorms:
         return found
 
 
+DEAD = 1e-3   # of what the units of a layer give at most, on average: a unit that never gives more is dead
+QUERIES = 64  # positions, the last of a sequence, whose attention is read
+USUAL = {     # metric: (least, most, what it means beyond them). Where a row says so for the first time, there is a note
+    "norm/activation": (1e-4, 1e4, "what the layer gives has vanished or exploded; look at norms and learning_rate"),
+    "dead": (-1, 0.5, "more than half of the layer's hidden units give nothing on any token; look at the learning_rate"),
+    "attention/entropy": (0.01, 2, "each head of the layer looks at one token whatever the text: its scores have exploded"),
+    "norm/grad": (1e-10, 1e4, "the layer's gradient has vanished or exploded: it learns nothing, or wildly"),
+    "norm/update": (0.0, 1.0, "a step changes the layer not at all, or by more than its whole size; look at learning_rate"),
+}
+
+
+class Inside:
+    """
+    Hooks on a forward pass of `tokens` (B, T), which read of each block the root mean square of what it gives
+    (norm/activation/<layer>), the share of hidden units that give nothing on any token (dead/<layer>) and the entropy of its
+    attention, 1 where that is spread evenly and 0 where it is on one token (attention/entropy/<layer>).
+    """
+
+    def __init__(self, model, tokens):
+        self.model, self.tokens, self.hooks, self.found = model, tokens[:2], [], {}
+
+    def __enter__(self):
+        for i, layer in enumerate(self.model.layers):
+            a, name, scored = layer.attention, f"layers.{i}", {}
+            self.after(layer, lambda given, out, name=name: self.length(name, out))
+            self.after(layer.feed_forward.w2, lambda given, out, name=name: self.units(name, given))
+            for key, linear in ("q", a.wq), ("k", a.wk):
+                self.after(linear, lambda given, out, key=key, scored=scored: scored.update({key: out[:2].detach()}))
+            self.after(a, lambda given, out, name=name, scored=scored: self.entropy(name, **scored))
+        return self
+
+    def after(self, module, look):
+        self.hooks.append(module.register_forward_hook(lambda module, given, out: look(given[0], out)))
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()
+
+    def length(self, name, out):
+        self.found[f"norm/activation/{name}"] = out.detach().float().square().mean().sqrt()
+
+    def units(self, name, given):
+        most = given.detach().abs().flatten(0, -2).amax(0).float()  # (F,), of each unit over all tokens
+        self.found[f"dead/{name}"] = (most <= DEAD * most.mean()).float().mean()
+
+    def entropy(self, name, q, k):
+        """q: (B, T, H Q), k: (B, T, K Q), before their rotation."""
+        a, T = self.model.args, q.shape[1]
+        q, k = (ops.rotate(z.unflatten(-1, (-1, a.head_dim)).float(), self.model.rope[:T]) for z in (q, k))
+        q, k = q[:, -QUERIES:].transpose(1, 2), k.repeat_interleave(a.n_heads // a.n_kv_heads, 2).transpose(1, 2)
+        bos = self.model.bos_id
+        seen = ops.within_documents(self.tokens, -1 if bos is None else bos)[:, :, -QUERIES:]  # (B, 1, queries, T)
+        scores = (q @ k.mT / a.head_dim ** 0.5).masked_fill(~seen, -math.inf)
+        log_p = scores.log_softmax(-1)
+        entropy = -(log_p.exp() * log_p.masked_fill(~seen, 0)).sum(-1)  # (B, H, queries)
+        keys = seen.sum(-1).expand_as(entropy)
+        share = (entropy / keys.log())[keys > 1]  # of what an even spread has
+        if len(share):
+            self.found[f"attention/entropy/{name}"] = share.mean()
+
+    def read(self):
+        """The metrics, with one wait for the device."""
+        return dict(zip(self.found, torch.stack(list(self.found.values())).tolist())) if self.found else {}
+
+
+def take_notes(row, state):
+    """
+    {"notes": rows of that table} where a metric of this row lies beyond USUAL and none of its kind did before, which
+    state["noted"] remembers.
+    """
+    notes = []
+    for name, value in row.items():
+        kind = next((kind for kind in USUAL if name.startswith(kind + "/")), None)
+        if kind is None or kind in state["noted"] or USUAL[kind][0] < value < USUAL[kind][1]:
+            continue
+        state["noted"].append(kind)
+        notes.append([name, value, USUAL[kind][2]])
+    return {"notes": notes} if notes else {}
+
+
+def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):
+    """
+    {"grad/noise_scale"}: tokens of a batch from which on larger ones pay less, B_simple of https://arxiv.org/abs/1812.06162:
+    the variance of the gradient over its square, both from the gradients of `pieces` small batches and that of all together.
+    """
+    x, y = (torch.cat(both) for both in zip(*map(dataset.make_batch, range(batches))))
+    pieces = min(pieces, len(x))
+    if pieces < 2:
+        return {}
+    size, total, small = len(x) // pieces, None, 0.0
+    model.eval()
+    for xb, yb in zip(x.split(size)[:pieces], y.split(size)):
+        xb, yb = parallel.to_device(device, xb, yb)
+        with amp:
+            loss = model(xb, yb)[1]
+        (loss * 1024).backward()  # nothing vanishes in float16; the result has no unit of the loss
+        grads = [p.grad for p in model.parameters()]
+        small += sum(g.square().sum() for g in grads) / pieces
+        total = grads if total is None else torch._foreach_add(total, grads)
+        for p in model.parameters():
+            p.grad = None
+    model.train()
+    large = sum((g / pieces).square().sum() for g in total)
+    small, large = (parallel.mean(parallel.unshard(z)) for z in (small, large))
+    b = size * x.shape[1] * (parallel.world if parallel.is_sharded(model) else 1)  # tokens of a small batch
+    square = (pieces * large - small) / (pieces - 1)
+    variance = (small - large) * b / (1 - 1 / pieces)
+    return {"grad/noise_scale": (variance / square).item()} if square > 0 else {}
+
+
 def spell(pieces, i):
     """A token as it is read: its space is a space, its byte a character or, where it is none by itself, <0x..>."""
     piece, _, kind = pieces[i]
@@ -87,16 +197,16 @@ PROBED = 1 << 22  # logits that probe holds at a time, in several copies: 16 MiB
 
 def probe(model, batches, tokenizer, amp, places=6):
     """
-    What the model says on fixed batches, {"train": (x, y), "val": (x, y)} of (B, T) each: logits/* on the last of
-    them, and of every one some rows of the table `predictions`. Of a large vocabulary only every n-th position counts.
+    What the model says on fixed batches, {"train": (x, y), "val": (x, y)} of (B, T) each: logits/* and what is Inside on the
+    last of them, and of every one some rows of the table `predictions`. Of a large vocabulary only every n-th position counts.
     """
     row, pieces, lines = {}, tokenizer.pieces(), []
     model.eval()
     for split, (x, y) in batches.items():
         every = math.ceil(x.numel() * tokenizer.vocab_size / PROBED)
-        with torch.no_grad(), amp:
+        with torch.no_grad(), amp, Inside(model, x) as inside:
             logits = model(x, every=every)[0].float()  # (B, N, V), of the positions 0, every, 2 every ...
-        row = {"logits/histogram": histogram(logits)}
+        row = {"logits/histogram": histogram(logits)} | inside.read()
         log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
         p_target = log_p.gather(-1, y[:, ::every].clamp(min=0)[..., None])[..., 0].exp()  # (B, N)
         p = log_p.exp()

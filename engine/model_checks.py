@@ -1,0 +1,340 @@
+"""
+Checks of model, step and files before the first step. engine/preflight.py makes them; each takes its Ready, and raises Bug,
+Suspicion or Skip.
+"""
+import contextlib
+import copy
+import math
+import os
+import subprocess
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from engine import checkpoint, parallel
+from engine.data_checks import Bug, Skip, Suspicion
+from model import Transformer
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "run"
+TRIAL_STEPS = 6   # of the check `rate`, and how far the loss may rise in them, in nats, ...
+MOST_RISE = 0.75  # ... and the first of them may change a matrix, of its length. At a good rate 0.1 and 0.3
+MOST_CHANGE = 2
+FRESH = 0.02      # deviation of fresh weights, model.py's init_weights
+
+
+# ---- the model ----------------------------------------------------------------------------------------------------
+
+def future(r):
+    """A mask that is off by one, or missing, in any layer: a token changes, and one before it moves, or none behind it."""
+    T = min(r.s.max_seq_len, 64)
+    if T < 2 or r.args.vocab_size < 3:
+        raise Skip
+    tokens = r.line(T)
+    before = r.outputs(tokens)
+    for t in sorted({1, T // 2, T - 1}):
+        after = r.outputs(r.other(tokens, t))
+        for layer in before:
+            moved = (before[layer] - after[layer]).abs().amax(-1)[0]  # (T,)
+            early = moved[:t].max().item()
+            if early > 1e-5 * moved.max().item():
+                raise Bug(f"{layer}: position {int(moved[:t].argmax())} moves when token {t} changes: it sees the future, so "
+                          f"the loss is none; look at the mask of the attention")
+        if t < T - 1 and not moved[t + 1:].max():
+            raise Bug(f"no position behind {t} moves when token {t} changes: the past is not seen; look at the mask of the "
+                      f"attention")
+
+
+def documents(r):
+    """within_documents is set, and attention reaches into the document before."""
+    if not r.s.within_documents or r.dataset.separator is None or r.s.max_seq_len < 8:
+        raise Skip
+    T = min(r.s.max_seq_len, 64)
+    tokens = r.line(T)
+    tokens[0, T // 2] = r.dataset.separator
+    before, after = r.outputs(tokens), r.outputs(r.other(tokens, T // 4))
+    for layer in before:
+        moved = (before[layer] - after[layer]).abs().amax(-1)[0]
+        if moved[T // 2:].max() > 1e-5 * moved.max():
+            raise Bug(f"{layer}: position {T // 2 + int(moved[T // 2:].argmax())} moves when token {T // 4} changes, which "
+                      f"stands in another document (it ends at {T // 2 - 1}); look at ops.within_documents and model.bos_id")
+
+
+def norms(r):
+    """A forgotten normalisation: what a matrix reads from the residual stream has not the length that RMSNorm gives."""
+    if not r.fresh:
+        raise Skip
+    found, hooks = {}, []
+
+    def watch(name, linear):
+        hooks.append(linear.register_forward_pre_hook(
+            lambda module, given: found.update({name: given[0].float().square().mean().sqrt().item()})))
+
+    for i, layer in enumerate(r.model.layers):
+        for part, names in ((layer.attention, "wq wk wv"), (layer.feed_forward, "w1 w3")):
+            for name in names.split():
+                watch(f"layers.{i}.{'attention' if part is layer.attention else 'feed_forward'}.{name}", getattr(part, name))
+    watch("output", r.model.output)
+    try:
+        r.outputs(r.x[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    least = 1 / math.sqrt(1 + r.args.norm_eps / FRESH ** 2)  # where eps is not small beside the embedding
+    for name, length in found.items():
+        if not 0.7 * least < length < 1.4:
+            raise Bug(f"what {name} reads has a root mean square of {length:.3g}, expected 1: an RMSNorm before it is missing "
+                      f"or wrong")
+
+
+def attention(r):
+    """Swapped rotary halves, heads or scale: the attention of model.py beside plain loops of the formula."""
+    if r.sharded:
+        raise Skip
+    T = min(r.s.max_seq_len, 6)
+    for i in sorted({0, r.args.n_layers - 1}):
+        module = copy.deepcopy(r.model.layers[i].attention).cpu().float().eval()
+        x = torch.randn(1, T, r.args.dim)
+        q, k = (x @ w.weight.detach().T for w in (module.wq, module.wk))
+        x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()  # scores with a deviation of 2, of fresh weights they are nearly alike
+        with torch.no_grad():
+            ours = module(x, r.model.rope[:T].cpu())[0].double().numpy()
+        plain, halves = (plain_attention(module, x[0], r.args, swapped) for swapped in (False, True))
+        if far(ours, plain) < 1e-3:
+            continue
+        where = f"attention of layers.{i} differs from the formula by {far(ours, plain):.2g}"
+        if far(ours, halves) < 1e-3:
+            raise Bug(f"{where}: it rotates the pairs (i, i + Q/2), expected (2i, 2i + 1), which every model file and ./run "
+                      f"have; look at ops.rotate")
+        raise Bug(f"{where}, so model.gguf will not compute what is trained; look at its positions, heads, scale and mask")
+
+
+def far(a, b):
+    return float(np.abs(a - b).max() / (np.abs(b).max() + 1e-12))
+
+
+def plain_attention(module, x, args, swapped):
+    """Attention by loops over heads, positions and pairs, in float64. x: (T, D) -> (T, D). swapped: the other pairs."""
+    wq, wk, wv, wo = (w.weight.detach().double().numpy() for w in (module.wq, module.wk, module.wv, module.wo))
+    T, Q, x = len(x), args.head_dim, x.double().numpy()
+    out = np.zeros((T, args.dim))
+
+    def rotated(vector, t):
+        turned = vector.copy()
+        for i in range(Q // 2):
+            a, b = (i, i + Q // 2) if swapped else (2 * i, 2 * i + 1)
+            angle = t / args.rope_scaling * args.rope_theta ** (-2 * i / Q)
+            turned[a] = vector[a] * math.cos(angle) - vector[b] * math.sin(angle)
+            turned[b] = vector[a] * math.sin(angle) + vector[b] * math.cos(angle)
+        return turned
+
+    for h in range(args.n_heads):
+        g = h // (args.n_heads // args.n_kv_heads)  # the key/value head of this one
+        q = [rotated(wq[h * Q:(h + 1) * Q] @ x[t], t) for t in range(T)]
+        k = [rotated(wk[g * Q:(g + 1) * Q] @ x[t], t) for t in range(T)]
+        v = [wv[g * Q:(g + 1) * Q] @ x[t] for t in range(T)]
+        for t in range(T):
+            scores = np.array([q[t] @ k[s] / math.sqrt(Q) for s in range(t + 1)])
+            p = np.exp(scores - scores.max())
+            out[t, h * Q:(h + 1) * Q] = sum(p[s] / p.sum() * v[s] for s in range(t + 1))
+    return out @ wo.T
+
+
+def loss(r):
+    """Wrong initialisation or units of the loss: a fresh model has to find all tokens equally likely, which costs ln V."""
+    r.model.eval()
+    with torch.no_grad(), r.amp:
+        found = r.model(r.x, r.y)[1].item()
+    usual = math.log(r.args.vocab_size)
+    # logits of deviation d add d^2 / 2; in a tied and wide model a token's own logit stands out, too: measured
+    slack = 0.3 + (2e-3 if r.args.tied else 4e-4) * r.args.dim
+    if not math.isfinite(found):
+        raise Bug(f"the loss before the first step is {found}; look at the initialisation, and at the data's ids")
+    if not r.fresh and found > usual + slack:
+        raise Suspicion(f"the loss before the first step is {found:.2f}, worse than ln V = {usual:.2f} of a model that "
+                        f"knows nothing; were these weights trained with this vocabulary?")
+    if r.fresh and abs(found - usual) > slack:
+        raise Bug(f"the loss before the first step is {found:.2f}, expected ln V = {usual:.2f}; look at the initialisation "
+                  f"and at the mean of the loss over tokens")
+
+
+# ---- gradients ----------------------------------------------------------------------------------------------------
+
+def gradients(r):
+    """A frozen layer, a detached gradient, a parameter that no optimizer has: each must get a finite gradient, not zero."""
+    r.model.train(not r.args.dropout)
+    trained, seen = {p for group in r.opt.param_groups for p in group["params"]}, []
+    # of a tied embedding lm_head's gradient would hide that its own is missing
+    hook = r.model.tok_embeddings.register_forward_hook(lambda module, given, out: seen.append(out))
+    try:
+        with r.amp:
+            value = r.model(r.x, r.y)[1]
+        if seen[0].requires_grad:
+            seen[0].retain_grad()
+        if value.requires_grad:
+            (value * r.scale.factor).backward()
+    finally:
+        hook.remove()
+    lengths = {name: None if p.grad is None else parallel.unshard(p.grad.norm()).item() for name, p in
+               r.model.named_parameters()}
+    for name, p in r.model.named_parameters():
+        if not p.requires_grad:
+            raise Bug(f"{name} is frozen (requires_grad is False), it will not learn")
+        if lengths[name] is None:
+            raise Bug(f"{name} gets no gradient: between it and the loss something is detached, or it is never used")
+        if not math.isfinite(lengths[name]):
+            raise Bug(f"the gradient of {name} is {lengths[name]}; look at what divides or takes logarithms behind it")
+        if not lengths[name] and not (r.x.shape[1] < 2 and name.split(".")[-2] in ("wq", "wk")):  # of one key no choice
+            raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
+        if p not in trained:
+            raise Bug(f"{name} is in no group of the optimizer, it will not learn")
+    if not r.sharded and (seen[0].grad is None or not seen[0].grad.norm()):
+        raise Bug("tok_embeddings gets no gradient from what it puts in: behind it something is detached")
+
+
+class Catcher:
+    """An optimizer that takes no step, but the gradients, by the names of the parameters."""
+
+    def __init__(self, model, scale):
+        self.names, self.found, self.scale = dict(model.named_parameters()), {}, scale
+
+    def step(self, observe=None):
+        self.found = {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
+
+    def zero_grad(self):
+        for p in self.names.values():
+            p.grad = None
+
+
+def fixed(batch):
+    """A data set whose every step has this batch."""
+    return SimpleNamespace(batch=lambda step: batch)
+
+
+NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # the detector of spikes that finds none
+
+
+def accumulation(r):
+    """A wrong divisor: the micro-batches of train_step have to give the gradient of their batch in one forward pass."""
+    r.model.train(not r.args.dropout)
+    x, y = r.small
+    real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
+    opt = Catcher(r.model, copy.deepcopy(r.scale))
+    _, norm, _ = r.train_step(0, r.model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
+    r.model.train(not r.args.dropout)
+    xd, yd = parallel.to_device(r.device, x, y)
+    with r.amp:
+        value = r.model(xd, yd)[1] * (real * parallel.world / (r.s.batch_size * r.s.gradient_accumulation_steps))
+    (value * r.scale.factor).backward()
+    one = {name: p.grad for name, p in opt.names.items() if p.grad is not None}
+    length, clipped = total_norm(one.values()), total_norm(opt.found.values())
+    ratio = norm.item() / (length / r.scale.factor)
+    if not abs(ratio - 1) < 0.05:
+        raise Bug(f"a step's gradient has {ratio:.3g} times the length of that of its batch in one pass, {steps}; look at what "
+                  f"divides a micro-batch's loss")
+    gap = total_norm([opt.found[name] / clipped - g / length for name, g in one.items()])
+    if not gap < (0.02 if r.config["compute_dtype"] == "float32" else 0.2):
+        raise Bug(f"a step's gradient is another one than its batch's in one pass (they differ by {gap:.2g} of their length), "
+                  f"{steps}; look at the weights of the micro-batches")
+
+
+def total_norm(tensors):
+    return math.sqrt(sum(parallel.unshard(t.float().norm()).item() ** 2 for t in tensors))
+
+
+def rate(r):
+    """
+    A learning rate far too high: in a few steps of the real optimizer on one batch, at the peak of the rate, the loss rises
+    again, or the first step changes the matrices by more than they are.
+    """
+    if r.sharded:
+        raise Skip
+    model, losses = copy.deepcopy(r.model), []
+    model.train(not r.args.dropout)
+    opt = r.make_optimizer(model, r.s.optimizer, r.s.learning_rate, r.s.weight_decay, r.s.beta1, r.s.beta2)
+    opt.scale = copy.deepcopy(r.scale)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    before = [p.detach().clone() for p in matrices]
+    for step in range(TRIAL_STEPS):
+        taken = r.train_step(step, model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
+        losses.append(taken[0].item())
+        if not step:
+            change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in zip(matrices, before)]))
+    best = np.minimum.accumulate(losses)
+    at, advice = f"at learning_rate={r.s.learning_rate:g}", "it is too high, try a tenth or a hundredth"
+    if not max(losses - best) < MOST_RISE:
+        raise Suspicion(f"{at} the loss of one batch goes {' '.join(f'{x:.2f}' for x in losses)} in {TRIAL_STEPS} steps: "
+                        f"{advice}")
+    if change > MOST_CHANGE:
+        raise Suspicion(f"{at} the first step changes a matrix by {change:.1f} times its own length: {advice}")
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+def saved(r):
+    """A checkpoint that does not hold all: saved and loaded into a new model it has to give the same logits."""
+    if r.sharded:
+        raise Skip
+    tokens = r.line(min(r.s.max_seq_len, 32))
+    with tempfile.TemporaryDirectory(prefix="llamac-") as folder:
+        weights = checkpoint.snapshot(dict(r.model.named_parameters()))
+        path = checkpoint.save(folder, 0, {"args": asdict(r.args), "model": weights}, {}, {},
+                               r.dataset.folder / r.dataset.meta["tokenizer"])
+        stored = checkpoint.load(path)
+        again = Transformer(type(r.args)(**stored["args"])).to(r.device)
+        parallel.load_weights(again, stored["model"])
+    again.bos_id = r.model.bos_id
+    other = copy.copy(r)
+    other.model = again
+    a, b = (one.outputs(tokens)["the logits"] for one in (r, other))
+    if not torch.allclose(a, b, atol=1e-4 * a.abs().max().item()):
+        raise Bug(f"a checkpoint of this model, loaded again, gives other logits (by {(a - b).abs().max():.2g}); look at "
+                  f"buffers and settings that no parameter or ModelArgs holds")
+
+
+def run(r):
+    """model.gguf in ./run has to give the model's own logits: what is exported is what was trained."""
+    if r.sharded or not is_built():
+        raise Skip
+    prompt = r.s.sample_prompt.split("|")[0]
+    tokens = torch.tensor([r.dataset.tokenizer.encode(prompt, bos=True)[:r.s.max_seq_len]], device=r.device)
+    if not 2 <= tokens.shape[1] < r.s.max_seq_len:
+        raise Skip
+    other = copy.copy(r)
+    other.model, other.amp = sharpened(r.model), contextlib.nullcontext()
+    with tempfile.TemporaryDirectory(prefix="llamac-") as folder, contextlib.redirect_stdout(None):
+        r.export_model(other.model.state_dict(), r.args, r.dataset.tokenizer, Path(folder, "model.gguf"))
+        command = [PROGRAM, Path(folder, "model.gguf"), "--logits", "-i", prompt]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+    if done.returncode:
+        raise Suspicion(f"./run does not read the exported model: {done.stderr.decode(errors='replace').strip()[:200]}")
+    theirs = np.frombuffer(done.stdout, np.float32).reshape(-1, r.args.vocab_size)
+    ours = other.outputs(tokens)["the logits"][0].cpu().numpy()
+    if theirs.shape != ours.shape:
+        raise Bug(f"./run reads {len(theirs)} tokens where the tokenizer gives {len(ours)} for {prompt!r}")
+    gap = far(theirs - theirs.mean(), ours - ours.mean())
+    if gap > 0.01:
+        raise Bug(f"./run computes other logits from the exported model (they differ by {gap:.2g} of the largest): model.py is "
+                  f"not what the file format says, or ./run is wrong")
+
+
+def sharpened(model):
+    """A copy whose attention looks somewhere, as that of fresh weights does not: else positions would hardly matter."""
+    model = copy.deepcopy(model)
+    for layer in model.layers:
+        q, k = layer.attention.wq.weight.data, layer.attention.wk.weight.data
+        scores = (q.std() * k.std() * q.shape[1]).item()  # their deviation, about
+        if 0 < scores < 2:
+            q *= (2 / scores) ** 0.5
+            k *= (2 / scores) ** 0.5
+    return model
+
+
+def is_built():
+    """Whether ./run is there and not older than its sources."""
+    sources = [path for pattern in ("run.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]") for path in ROOT.glob(pattern)]
+    return os.access(PROGRAM, os.X_OK) and all(PROGRAM.stat().st_mtime >= path.stat().st_mtime for path in sources)

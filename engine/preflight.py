@@ -1,0 +1,172 @@
+"""
+Checks before the first step: short experiments with the model, the data and train.py's own step, each of which finds one kind
+of bug and says so in a line. `--checks` chooses among them. Nothing of the training changes: weights, gradients, optimizer,
+random numbers and the batches to come stay as they are, bit for bit.
+
+A check (engine/data_checks.py, engine/model_checks.py) is a function of a Ready. It raises Bug, which ends the run; Suspicion,
+which is a warning; or Skip, where it does not apply.
+"""
+import contextlib
+import difflib
+import math
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from configurator import fail
+from engine import parallel
+from engine.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
+from engine.files import why
+from engine.model_checks import (accumulation, attention, documents, future, gradients, loss, norms, rate, run,
+                                 saved)
+
+TOKENS = 1024  # of a forward pass of a check, about
+SECONDS = 2.0  # what all checks together may take, or ...
+SHARE = 0.03   # ... this part of the run, where that is more; the costly ones are left out then, and named
+
+
+@dataclass
+class Ready:
+    """All that is there just before the first step. s: settings; fresh: the weights are new, not those of
+    another run; config: what sizes.describe derived; then train.py's own functions."""
+    s: Any
+    args: Any
+    model: Any
+    opt: Any
+    dataset: Any
+    device: Any
+    amp: Any
+    fresh: bool
+    config: Any
+    train_step: Any
+    make_optimizer: Any
+    export_model: Any
+
+    def __post_init__(self):
+        x, y = self.dataset.make_batch(0)
+        rows = max(1, TOKENS // x.shape[1])
+        self.x, self.y = parallel.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])
+        short = max(2, TOKENS // len(x))  # all sequences of a step, cut to few tokens
+        self.small = x[:, :short].contiguous(), y[:, :short].contiguous()
+        self.sharded = parallel.is_sharded(self.model)
+        self.scale = type(self.opt.scale)(self.config["compute_dtype"] == "float16", {"factor": 1024.0, "steps": 0})
+
+    def line(self, T):
+        """(1, T) tokens of one document: BOS, and the batch's own behind it."""
+        bos = self.dataset.tokenizer.bos_id
+        tokens = self.x.flatten()[self.x.flatten() != bos]
+        tokens = tokens.repeat(math.ceil(T / max(1, len(tokens))))[:T] if len(tokens) else self.x.flatten()[:1].repeat(T)
+        tokens[0] = bos
+        return tokens[None]
+
+    def other(self, tokens, t):
+        """The same but for token t, which is no BOS before nor after."""
+        tokens, bos = tokens.clone(), self.dataset.tokenizer.bos_id
+        old = int(tokens[0, t])
+        tokens[0, t] = next(i for i in range(self.args.vocab_size) if i not in (old, bos))
+        return tokens
+
+    @torch.no_grad()
+    def outputs(self, tokens):
+        """{layer: what it gives}, each (1, T, ...): the blocks and the logits, without dropout."""
+        found = {}
+        self.model.eval()
+        hooks = [layer.register_forward_hook(lambda module, given, out, i=i: found.update({f"layers.{i}": out.float()}))
+                 for i, layer in enumerate(self.model.layers)]
+        try:
+            with self.amp:
+                found["the logits"] = self.model(tokens, every=True)[0].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+
+CHECKS = {check.__name__: check for check in (
+    batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss, accumulation, rate, saved, run,
+    leak)}
+BY_MASTER = {"vocabulary", "saved", "run", "leak"}  # files and text: one process looks at them, while the others wait
+LAST = {"rate", "saved", "run", "leak"}             # the costly ones, which are left out when the time is over
+
+
+def chosen(words):
+    """The names that --checks means: all, none, some (a,b), all but some (-a,-b). One line for a name that is none."""
+    names = [word.strip() for word in words.split(",") if word.strip()]
+    if names in (["all"], ["none"]):
+        return list(CHECKS) if names == ["all"] else []
+    for name in names:
+        if name.removeprefix("-") not in CHECKS:
+            near = difflib.get_close_matches(name.removeprefix("-"), CHECKS, 1, 0.5)
+            fail(f"--checks={words}: there is no check {name.removeprefix('-')!r}; "
+                 + (f"did you mean {near[0]!r}?" if near else f"expected all, none, or some of {', '.join(CHECKS)}"))
+    left_out = [name[1:] for name in names if name.startswith("-")]
+    wanted = [name for name in names if not name.startswith("-")]
+    if left_out and wanted or not names:
+        fail(f"--checks={words}: expected names to make, or names to leave out, each with a - before it; or all or none")
+    return [name for name in CHECKS if (name in wanted if wanted else name not in left_out)]
+
+
+@contextlib.contextmanager
+def untouched(model, device):
+    """What checks do in here leaves no trace in random numbers, gradients and modes."""
+    sources = [torch, *[getattr(torch, device.type)] * (device.type in ("cuda", "mps"))]
+    states = [source.get_rng_state() for source in sources]
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for source, state in zip(sources, states):
+            source.set_rng_state(state)
+        for module, mode in modes.items():
+            module.training = mode
+        if parallel.is_sharded(model):
+            model.reshard()  # else the parameters of the last forward pass would stand in for the slices
+        for p in model.parameters():
+            p.grad = None
+
+
+def outcome(check, r):
+    """(kind, message): what a check says. That one can't be made, as in a model of other modules, is a suspicion too."""
+    try:
+        with untouched(r.model, r.device):
+            check(r)
+    except (Bug, Suspicion, Skip) as e:
+        return type(e), str(e)
+    except OSError as e:
+        return Suspicion, f"could not be made ({why(e)})"
+    except Exception as e:
+        return Suspicion, f"could not be made ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+    return None, ""
+
+
+def run_checks(r):
+    """Make the checks that r.s.checks names, all processes together; say how it went, and end where a bug is found."""
+    names, config, start = chosen(r.s.checks), r.config, time.perf_counter()
+    if not names:
+        return
+    seconds = r.s.max_iters * config["tokens_per_iter"] * config["flops_per_token"] / (config["peak_flops"] * parallel.world)
+    budget = max(SECONDS, SHARE * min(seconds, 60 * (r.s.minutes or r.s.max_minutes or math.inf)))
+    passed, bugs, late = 0, [], []
+    for name in names:
+        if name in LAST and parallel.all_max([time.perf_counter() - start], r.device)[0] > budget:
+            late.append(name)
+            continue
+        kind, message = (None, "") if name in BY_MASTER and not parallel.master else outcome(CHECKS[name], r)
+        bug, doubt, skip = parallel.any_true([kind is Bug, kind is Suspicion, kind is Skip], r.device)
+        message = message or "found by another process"
+        if bug:
+            bugs.append((name, message))
+        elif doubt:
+            parallel.say(f"warning: check {name}: {message}")
+        passed += not (bug or doubt or skip)
+    if bugs and not parallel.master:
+        sys.exit(2)
+    if bugs:
+        (name, message), more = bugs[0], [name for name, _ in bugs[1:]]
+        more = f"; failed too: {', '.join(more)}" if more else ""
+        fail(f"check {name}: {message}{more} (--checks=-{name} goes on without this check)")
+    parallel.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s"
+                 + (f"; left out, since they take more than {budget:.0f} s: {', '.join(late)}" if late else ""))

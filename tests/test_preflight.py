@@ -1,0 +1,367 @@
+"""Each check finds the bug it is for, and none finds one in a clean run. train.py's own main runs, up to the first step."""
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import data
+import model
+import train
+from configurator import settings
+from engine import checkpoint, model_checks, ops, preflight
+from engine.prepare import load
+from tokenizer import Characters
+
+SMALL = {"data": "stories:300", "vocab_source": "byte", "init_from": "scratch", "dim": 32, "n_heads": 2, "max_seq_len": 48,
+         "batch_size": 4, "warmup_iters": 2, "eval_iters": 1, "device": "cpu", "peak_tflops": 0.1, "max_iters": 1000}
+TRAIN, KNOBS = train.train, settings(vars(train))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Stories and a text of one's own, each to be prepared once."""
+    folder = tmp_path_factory.mktemp("checks")
+    rng = random.Random(1)
+    words = "the a cat dog sat ran on under mat tree and then it was happy glad über 今天 .".split()
+    (folder / "my.txt").write_text(" ".join(rng.choice(words) for _ in range(8000)))
+    (folder / "leaky.txt").write_text((folder / "my.txt").read_text() + " ".join([(folder / "my.txt").read_text()[:20_000]]))
+    return folder
+
+
+@pytest.fixture
+def start(folder, monkeypatch, capsys):
+    """start(knob=value ...): what train.py prints before the first step. In place of the training nothing happens."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(train, "train", lambda *args: None)
+    monkeypatch.setattr(train, "source_version", dict)
+
+    def start(**given):
+        for name, value in {**KNOBS, **SMALL, **given}.items():
+            monkeypatch.setattr(train, name, value)
+        capsys.readouterr()
+        code = 0
+        try:
+            train.main({*SMALL, *given})
+        except SystemExit as e:
+            code = e.code
+        train.checkpoint.release()
+        said = capsys.readouterr()
+        return SimpleNamespace(code=code, out=said.out, err=said.err, all=said.out + said.err)
+
+    return start
+
+
+def found(done, name):
+    """Whether the run has ended in one line that names this check first."""
+    return done.code == 2 and done.err.splitlines()[-1].startswith(f"error: check {name}: ") and done.err.count("error") == 1
+
+
+def warned(done, name):
+    return done.code == 0 and f"warning: check {name}: " in done.out and done.out.count("warning: check") == 1
+
+
+# ---- bugs ---------------------------------------------------------------------------------------------------------
+
+def sees_next(monkeypatch):
+    def off_by_one(tokens, bos_id):
+        document = (tokens == bos_id).cumsum(1)
+        return (document[:, None, :, None] == document[:, None, None, :]).tril(1)
+    monkeypatch.setattr(ops, "within_documents", off_by_one)
+
+
+def sees_all(monkeypatch):
+    def everything(q, k, v, mask=None, dropout=0.0):
+        return plain(q, k, v, torch.ones(q.shape[1], k.shape[1], dtype=torch.bool), dropout)
+    plain = ops.attention
+    monkeypatch.setattr(ops, "attention", everything)
+
+
+def one_layer_sees_next(monkeypatch):
+    """Only the second block of the model."""
+    plain, calls = ops.attention, []
+
+    def second(q, k, v, mask=None, dropout=0.0):
+        calls.append(1)
+        T = q.shape[1]
+        mask = torch.ones(T, T, dtype=torch.bool).tril(1) if len(calls) % 2 == 0 else mask
+        return plain(q, k, v, mask, dropout)
+
+    monkeypatch.setattr(ops, "attention", second)
+
+
+def forgets_documents(monkeypatch):
+    monkeypatch.setattr(ops, "within_documents", lambda tokens, bos_id: None)
+
+
+def document_off_by_one(monkeypatch):
+    def shifted(tokens, bos_id):
+        document = (tokens == bos_id)[:, [0, *range(tokens.shape[1] - 1)]].cumsum(1)  # each begins one token late
+        return (document[:, None, :, None] == document[:, None, None, :]).tril()
+    monkeypatch.setattr(ops, "within_documents", shifted)
+
+
+def swapped_halves(monkeypatch):
+    def rotate(x, rope):
+        (a, b), (cos, sin) = x.float().chunk(2, -1), rope[:, None].unbind(-1)
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).type_as(x)
+    monkeypatch.setattr(ops, "rotate", rotate)
+
+
+def no_positions(monkeypatch):
+    monkeypatch.setattr(ops, "rotate", lambda x, rope: x)
+
+
+def wrong_scale(monkeypatch):
+    plain = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, *rest: plain(q * 2, k, v, *rest))
+
+
+def heads_mixed_up(monkeypatch):
+    plain = ops.attention
+    monkeypatch.setattr(ops, "attention", lambda q, k, v, *rest: plain(q, k.flip(2), v.flip(2), *rest))
+
+
+def frozen(monkeypatch):
+    plain = model.Transformer.init_weights
+
+    def init(self):
+        plain(self)
+        self.layers[1].attention.wq.weight.requires_grad_(False)
+    monkeypatch.setattr(model.Transformer, "init_weights", init)
+
+
+def detached_block(monkeypatch):
+    monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self.w1(x).detach(), self.w3(x))))
+
+
+def detached_embedding(monkeypatch):
+    plain = model.Block.forward
+    monkeypatch.setattr(model.Block, "forward", lambda self, x, *rest: plain(self, x.detach(), *rest))
+
+
+def dead_layer(monkeypatch):
+    monkeypatch.setattr(model.Attention, "forward", lambda self, x, *rest: 0 * self.wo(self.wq(x) + self.wk(x) + self.wv(x)))
+
+
+def left_out_of_the_optimizer(monkeypatch):
+    plain = train.make_optimizer
+
+    def make(*args):
+        opt = plain(*args)
+        opt.param_groups[-1]["params"].pop()
+        return opt
+    monkeypatch.setattr(train, "make_optimizer", make)
+
+
+def without_divisor(monkeypatch):
+    """As if train_step did not divide by gradient_accumulation_steps."""
+    edit(monkeypatch, "sequences = batch_size * gradient_accumulation_steps / parallel.world", "sequences = batch_size")
+
+
+def only_the_last(monkeypatch):
+    edit(monkeypatch, "(loss * opt", "opt.zero_grad(); (len(micro_batches) * loss * opt")
+
+
+def edit(monkeypatch, old, new):
+    """train.train_step with a change of its source."""
+    import inspect
+    source = inspect.getsource(train.train_step)
+    assert old in source
+    monkeypatch.setattr(train, "train_step", train.train_step)  # to be put back
+    exec(source.replace(old, new), vars(train))
+
+
+def shifted(monkeypatch):
+    plain = data.read_windows
+
+    def read(*args):
+        x, y = plain(*args)
+        y[:, :-1] = y[:, 1:].clone()
+        return x, y
+    monkeypatch.setattr(data, "read_windows", read)
+
+
+def inputs_as_targets(monkeypatch):
+    plain = data.read_windows
+    monkeypatch.setattr(data, "read_windows", lambda *args: (plain(*args)[0], plain(*args)[0]))
+
+
+def augmented(monkeypatch):
+    plain = data.Dataset.batch
+
+    def noisy(self, step):
+        x, y = plain(self, step)
+        return torch.where(torch.rand(x.shape) < 0.05, 5, x), y
+    monkeypatch.setattr(data.Dataset, "batch", noisy)
+
+
+def altered(monkeypatch):
+    plain = data.read_windows
+
+    def lower(*args):
+        x, y = plain(*args)
+        return x.where(x != 3 + ord("e"), 3 + ord("E")), y
+    monkeypatch.setattr(data, "read_windows", lower)
+
+
+def not_normalised(part):
+    def plant(monkeypatch):
+        plain = model.Transformer.__init__
+
+        def init(self, args):
+            plain(self, args)
+            for module in [self] if part == "norm" else self.layers:
+                setattr(module, part, Identity(args.dim))
+        monkeypatch.setattr(model.Transformer, "__init__", init)
+    return plant
+
+
+class Identity(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(dim))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def large_init(monkeypatch):
+    plain = model.Transformer.init_weights
+
+    def init(self):
+        plain(self)
+        torch.nn.init.normal_(self.tok_embeddings.weight, std=1.0)
+    monkeypatch.setattr(model.Transformer, "init_weights", init)
+
+
+def loss_as_a_sum(monkeypatch):
+    plain = ops.cross_entropy
+    monkeypatch.setattr(ops, "cross_entropy", lambda x, head, y: plain(x, head, y) * len(y))
+
+
+def other_vocabulary(monkeypatch):
+    """Data of characters beside a vocabulary that has as many, others."""
+    def swapped(prepared):
+        found = load(prepared)
+        found.tokenizer = Characters("".join(chr(ord(c) + 1) for c in found.tokenizer.characters))
+        return found
+    monkeypatch.setattr(train, "load", swapped)
+
+
+def small_vocabulary(monkeypatch):
+    plain = train.costs.model_args
+    monkeypatch.setattr(train.costs, "model_args", lambda s, size: plain(s, size - 20))
+
+
+def unsaved_buffer(monkeypatch):
+    plain = model.Transformer.__init__
+
+    def init(self, args):
+        plain(self, args)
+        self.rope += 0.1 * torch.rand(())  # drawn, and in no checkpoint
+    monkeypatch.setattr(model.Transformer, "__init__", init)
+
+
+PLANTED = [
+    (sees_next, "future", {}), (sees_all, "future", {"within_documents": False}), (one_layer_sees_next, "future", {}),
+    (forgets_documents, "documents", {}), (document_off_by_one, "documents", {}),
+    (swapped_halves, "attention", {}), (no_positions, "attention", {}), (wrong_scale, "attention", {}),
+    (heads_mixed_up, "attention", {"n_heads": 4, "n_kv_heads": 2}),
+    (frozen, "gradients", {}), (detached_block, "gradients", {}), (detached_embedding, "gradients", {}),
+    (dead_layer, "gradients", {"checks": "gradients"}), (left_out_of_the_optimizer, "gradients", {}),
+    (without_divisor, "accumulation", {"gradient_accumulation_steps": 3}),
+    (only_the_last, "accumulation", {"gradient_accumulation_steps": 3}),
+    (shifted, "targets", {}), (inputs_as_targets, "targets", {}), (augmented, "batch", {}), (altered, "text", {}),
+    (not_normalised("attention_norm"), "norms", {}), (not_normalised("ffn_norm"), "norms", {}),
+    (not_normalised("norm"), "norms", {}),
+    (large_init, "loss", {}), (loss_as_a_sum, "loss", {}),
+    (other_vocabulary, "vocabulary", {"vocab_source": "char"}), (small_vocabulary, "vocabulary", {}),
+    (unsaved_buffer, "saved", {"checks": "saved"}),
+]
+
+
+@pytest.mark.parametrize("plant, name, given", PLANTED, ids=[f"{i}-{p.__name__}" for i, (p, *_) in enumerate(PLANTED)])
+def test_a_planted_bug_is_found_by_its_check(plant, name, given, start, monkeypatch):
+    plant(monkeypatch)
+    done = start(**given)
+    assert found(done, name), done.all
+
+
+CLEAN = [{}, {"data": "my.txt", "vocab_source": "char", "dropout": 0.2, "tied": False, "gradient_accumulation_steps": 3},
+         {"n_heads": 4, "n_kv_heads": 2, "dtype": "bfloat16", "optimizer": "adamw", "learning_rate": 1e-3},
+         {"data": "my.txt", "vocab_source": "custom", "vocab_size": 300, "within_documents": False, "max_seq_len": 17},
+         {"max_seq_len": 1, "batch_size": 1}]
+
+
+@pytest.mark.parametrize("given", CLEAN)
+def test_no_false_alarm(given, start):
+    done = start(**given)
+    assert done.code == 0 and "warning" not in done.all and "passed in" in done.out, done.all
+
+
+@pytest.mark.parametrize("given", [{"learning_rate": 0.6}, {"learning_rate": 0.1, "optimizer": "adamw"}])
+def test_a_rate_a_hundred_times_too_high(given, start):
+    done = start(**given)
+    assert warned(done, "rate"), done.all
+
+
+def test_leaked_validation_text(start):
+    done = start(data="leaky.txt", vocab_source="custom", vocab_size=330)
+    assert warned(done, "leak"), done.all
+
+
+def test_the_exported_model_in_run(start, run_bin, monkeypatch):
+    monkeypatch.setattr(model_checks, "PROGRAM", Path(run_bin))
+    done = start(checks="run", n_heads=4, n_kv_heads=2, data="my.txt", vocab_source="custom", vocab_size=330)
+    assert done.code == 0 and "checks: 1 passed" in done.out, done.all
+    swapped_halves(monkeypatch)
+    assert found(start(checks="run"), "run")
+    monkeypatch.setattr(model_checks, "PROGRAM", Path("run"))
+    assert "checks: 0 passed" in start(checks="run").out
+
+
+def test_a_run_with_checks_is_the_same_bit_for_bit(folder, start, monkeypatch):
+    monkeypatch.setattr(train, "train", TRAIN)
+    given = {"max_iters": 3, "log_interval": 1, "eval_interval": 3, "dropout": 0.1, "gradient_accumulation_steps": 2}
+    seen = []
+    for checks, words in ("all", "passed in"), ("none", "finished"):
+        done = start(**given, out_dir=checks, checks=checks)
+        assert done.code == 0 and words in done.out and ("passed in" in done.out) == (checks == "all"), done.all
+        rows = [json.loads(line) for line in Path(checks, "log.jsonl").read_text().splitlines()]
+        seen.append([{k: v for k, v in row.items() if not k.startswith(("perf/", "mfu", "time"))} for row in rows])
+        seen.append(checkpoint.load(checkpoint.newest(checks))["model"])
+    assert seen[0] == seen[2] and len(seen[0]) == 4
+    assert all(torch.equal(weight, seen[3][name]) for name, weight in seen[1].items())
+
+
+@pytest.mark.parametrize("words, names", [
+    ("none", []), ("future, leak", ["future", "leak"]), ("-leak,-run,-rate,-saved", list(preflight.CHECKS)[:-4]),
+    ("all", list(preflight.CHECKS))])
+def test_checks_are_chosen(words, names):
+    assert preflight.chosen(words) == names
+
+
+@pytest.mark.parametrize("words, advice", [("futur", "did you mean 'future'?"), ("-xyz", "expected all, none"),
+                                           ("run,-leak", "each with a -"), ("", "expected names")])
+def test_a_wrong_choice_is_one_line(words, advice, capsys):
+    with pytest.raises(SystemExit):
+        preflight.chosen(words)
+    said = capsys.readouterr().err
+    assert advice in said and said.count("\n") == 1
+
+
+def test_a_check_that_cannot_be_made_is_a_warning(start, monkeypatch):
+    """As in a model whose modules have other names."""
+    plain = model.Transformer.__init__
+
+    def init(self, args):
+        plain(self, args)
+        for layer in self.layers:
+            layer.feed_forward.gate = layer.feed_forward.__dict__["_modules"].pop("w1")
+    monkeypatch.setattr(model.Transformer, "__init__", init)
+    monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self.gate(x), self.w3(x))))
+    done = start(checks="-run")
+    assert warned(done, "norms") and "could not be made (AttributeError" in done.out, done.all
