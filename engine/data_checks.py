@@ -3,7 +3,9 @@ Checks of data and text before the first step. engine/preflight.py makes them; e
 or Skip.
 """
 import copy
+import itertools
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -164,15 +166,17 @@ def beginning(r):
 def lost(source, back):
     """In words: what of a text does not come back from its tokens."""
     at = next((i for i, (a, b) in enumerate(zip(source, back)) if a != b), min(len(source), len(back)))
-    gone = len(source.encode()) - common(source, back)
+    gone = sum(changed(*lines) for lines in itertools.zip_longest(source.split("\n"), back.split("\n"), fillvalue=""))
     return (f"the vocabulary does not give all of the text back: of the first {len(source.encode()):,} bytes {gone:,} are "
             f"lost or changed, first {source[at:at + 20]!r} which becomes {back[at:at + 20]!r}; ./run writes text that way, too")
 
 
-def common(a, b):
-    """About how many bytes two texts share: of lines that are the same in both."""
-    theirs = set(b.split("\n"))
-    return sum(len(line.encode()) for line in a.split("\n") if line in theirs) + a.count("\n")
+def changed(a, b):
+    """Bytes of `a` between what two lines have in common at their beginnings and ends; of something added, its own."""
+    start = len(os.path.commonprefix((a, b)))
+    a, b = a[start:], b[start:]
+    end = len(os.path.commonprefix((a[::-1], b[::-1])))
+    return len(a[:len(a) - end].encode()) or len(b[:len(b) - end].encode())
 
 
 # ---- the split ----------------------------------------------------------------------------------------------------

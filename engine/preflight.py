@@ -155,6 +155,8 @@ def run_checks(r):
             late.append(name)
             continue
         kind, message = (None, "") if name in BY_MASTER and not parallel.master else outcome(CHECKS[name], r)
+        if parallel.world > 1 and not (r.small[1] >= 0).any():  # a process that has no sequence of this step
+            kind, message = None, ""
         bug, doubt, skip = parallel.any_true([kind is Bug, kind is Suspicion, kind is Skip], r.device)
         message = message or "found by another process"
         if bug:

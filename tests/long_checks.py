@@ -10,7 +10,7 @@ from tests.test_preflight import folder, start  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHINESE = ("今天 天气 很好 我们 去 公园 散步 看见 一只 小猫 它 在 树下 睡觉 孩子 笑 了 老师 说 故事 从前 有 一个 国王 住 山上 河边 "
-           "花 开 红色 大 鱼").split()
+           "花 开 红色 大 鱼").split() + [" llamac "]
 SOURCES = [(data, vocabulary) for data in ("stories:2000", "en.txt", "zh.txt") for vocabulary in ("custom", "byte", "char")]
 
 
@@ -39,12 +39,12 @@ def test_no_false_alarm_in_50_clean_configurations(folder, start, run_bin, monke
     rng = random.Random(2)
     words = (rng.choice(CHINESE) + "，。"[rng.random() < 0.3] * (rng.random() < 0.3) for _ in range(40_000))
     (folder / "zh.txt").write_text("".join(words))
-    alarms = []
+    alarms, lines = [], []
     for number, given in enumerate(configurations()):
         done = start(**given)
         line = [line for line in done.out.splitlines() if line.startswith("checks:")]
-        print(f"{number:2} {' '.join(line)}: {' '.join(map(str, given.values()))}")
+        lines.append(f"{number:2} {' '.join(line)}: {' '.join(map(str, given.values()))}")
         if done.code or "warning: check" in done.out or not line:
             alarms.append((number, [line for line in done.all.splitlines() if "check " in line]))
-            print(alarms[-1], given)
+    print(*lines, sep="\n")
     assert not alarms, alarms

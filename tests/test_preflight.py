@@ -365,3 +365,13 @@ def test_a_check_that_cannot_be_made_is_a_warning(start, monkeypatch):
     monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self.gate(x), self.w3(x))))
     done = start(checks="-run")
     assert warned(done, "norms") and "could not be made (AttributeError" in done.out, done.all
+
+
+def test_what_a_vocabulary_loses_is_counted(start, folder):
+    """An é that the vocabulary of the text before does not have."""
+    (folder / "plain.txt").write_text("words of a text " * 400)
+    (folder / "accents.txt").write_text("words of a text " * 400 + "é, a text")
+    assert start(data="plain.txt", vocab_source="char", checks="vocabulary", out_dir="out/plain").code == 0
+    vocabulary = next((folder / "cache").glob("plain-char-*/tokenizer.json"))
+    done = start(data="accents.txt", vocab_source=str(vocabulary), checks="vocabulary")
+    assert warned(done, "vocabulary") and "bytes 3 are lost or changed, first 'é" in done.out, done.all
