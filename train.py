@@ -348,8 +348,7 @@ def main(given):
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
-            preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config,
-                                                 train_step, make_optimizer, export_model))
+            preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
         modes.loop(globals())(config, state, dataset, args, model, opt, place, amp, changes)
     parallel.close()
 

@@ -31,7 +31,7 @@ SHARE = 0.03   # ... this part of the run, where that is more; the costly ones a
 @dataclass
 class Ready:
     """All that is there just before the first step. s: settings; fresh: the weights are new, not those of
-    another run; config: what sizes.describe derived; then train.py's own functions."""
+    another run; config: what costs.describe derived; g: train.py's globals."""
     s: Any
     args: Any
     model: Any
@@ -41,11 +41,10 @@ class Ready:
     amp: Any
     fresh: bool
     config: Any
-    train_step: Any
-    make_optimizer: Any
-    export_model: Any
+    g: Any
 
     def __post_init__(self):
+        self.train_step, self.make_optimizer, self.export_model = map(self.g.get, ("train_step", "make_optimizer", "export_model"))
         x, y = self.dataset.make_batch(0)
         rows = max(1, TOKENS // x.shape[1])
         self.x, self.y = parallel.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])

@@ -252,8 +252,13 @@ def other_vocabulary(monkeypatch):
 
 
 def small_vocabulary(monkeypatch):
-    plain = train.costs.model_args
-    monkeypatch.setattr(train.costs, "model_args", lambda s, size: plain(s, size - 20))
+    """Tokens of other data, which has a larger one."""
+    def larger(prepared):
+        found = load(prepared)
+        found.train = found.train.copy()
+        found.train[-1] = found.tokenizer.vocab_size
+        return found
+    monkeypatch.setattr(train, "load", larger)
 
 
 def unsaved_buffer(monkeypatch):
