@@ -4,16 +4,17 @@ end of its schedule, compared by the validation loss: on three texts, with Muon 
 
     python bench/rates.py [--texts=stories:3000,input.txt] [--steps=400] [--out=out/rates]
 
-Every training is a process of train.py. What is there already is not trained again.
+What is there already is not trained again.
 """
+import contextlib
 import json
+import multiprocessing
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train
 from configurator import configure
 
 texts = "stories:3000"   # data of train.py, separated by commas
@@ -24,12 +25,23 @@ more = "--dim=64 --n_layers=2 --n_heads=2 --max_seq_len=64 --batch_size=12"  # f
 GRID = [5e-4 * 2 ** n for n in range(8)]
 
 
-def train(*words):
-    done = subprocess.run([sys.executable, ROOT / "train.py", *more.split(), "--peak_tflops=0.1", f"--max_iters={steps}",
-                           f"--eval_interval={steps}", "--eval_iters=30", "--warmup_iters=20", *words], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-    return done.stdout
+def run(words, printed):
+    """train.py with these words, in a process that need not import anything; what it prints goes to a file."""
+    def child():
+        with open(printed, "w") as f, contextlib.redirect_stdout(f):
+            train.main(configure(vars(train), positional="data", argv=words))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(f"{' '.join(words)}: exit code {process.exitcode}")
+
+
+def words_of(folder, name, *words):
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    return [*more.split(), "--peak_tflops=0.1", f"--max_iters={steps}", f"--eval_interval={steps}", "--eval_iters=30",
+            "--warmup_iters=20", f"--out_dir={folder / name}", *words]
 
 
 def grid(common, folder):
@@ -37,21 +49,19 @@ def grid(common, folder):
     losses = {}
     for rate in GRID:
         log = folder / f"{rate:g}" / "log.jsonl"
-        if not log.exists():
-            train(*common, f"--learning_rate={rate}", f"--out_dir={log.parent}")
+        if not log.exists() or f'"iter": {steps},' not in log.read_text():
+            run(words_of(folder, f"{rate:g}", *common, f"--learning_rate={rate}"), folder / f"{rate:g}.txt")
         losses[rate] = json.loads(log.read_text().splitlines()[-1]).get("loss/val", float("inf"))
     return losses
 
 
 def suggested(common, folder):
-    """(low, middle, high) of --lr_find, and what it printed."""
+    """(low, middle, high) of --lr_find."""
     told = folder / "lr_find.txt"
-    if not told.exists():
-        told.parent.mkdir(parents=True, exist_ok=True)
-        told.write_text(train(*common, "--lr_find=True", f"--out_dir={folder / 'run'}"))
-    text = told.read_text()
-    low, high, middle = re.search(r"between (\S+) and (\S+); to copy: --learning_rate=(\S+)", text).groups()
-    return float(low), float(middle), float(high), text
+    if not told.exists() or "to copy" not in told.read_text():
+        run(words_of(folder, "run", *common, "--lr_find=True"), told)
+    low, high, middle = re.search(r"between (\S+) and (\S+); to copy: --learning_rate=(\S+)", told.read_text()).groups()
+    return float(low), float(middle), float(high)
 
 
 if __name__ == "__main__":
@@ -62,7 +72,7 @@ if __name__ == "__main__":
         for kind in optimizers.split(","):
             folder = Path(out, Path(text.replace(":", "")).stem, kind)
             common = [f"--data={text}", f"--optimizer={kind}"]
-            low, middle, high, _ = suggested(common, folder)
+            low, middle, high = suggested(common, folder)
             losses = grid(common, folder)
             best = min(losses, key=losses.get)
             print(f"| {Path(text).name} | {kind} | {low:g} to {high:g} | {middle:g} | {best:g}"

@@ -119,7 +119,7 @@ def loop(g):
 def run(mode, g, *arguments):
     """A mode to its end: its folder goes, and its exit code, if it is not 0, ends the program."""
     code = mode(g, *arguments)
-    checkpoint.release()
+    parallel.on_master(checkpoint.release)
     parallel.on_master(clean_up)
     if code:
         parallel.close(code)
@@ -192,7 +192,7 @@ def overfit(g, config, state, dataset, args, model, opt, device, amp, changes):
         if losses[-1] <= enough or not math.isfinite(losses[-1]):
             break
     right.append(p_right(model, dataset, device, amp, g["batch_size"]))
-    still = [name for name, p in model.named_parameters() if not differs(p.detach(), before[name])]
+    still = [name for name, p in model.named_parameters() if not differs(p, before[name])]
     reached = f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability {right[0]:.4f} -> {right[1]:.4f}"
     moved = f"; {named(still)} never changed" if still else ""
     if losses[-1] <= enough and right[1] > 0.5 * math.exp(-losses[-1]):
@@ -266,8 +266,9 @@ def batch_changes(dataset):
 
 
 def differs(a, b):
-    """Whether two tensors differ anywhere, sharded or not."""
-    return bool(parallel.unshard((a != b).sum()))
+    """Whether two tensors differ anywhere. All processes have to call it, as either may be sharded."""
+    a, b = (parallel.unshard(t.detach()).cpu() for t in (a, b))
+    return not torch.equal(a, b)
 
 
 def named(names, most=3):
@@ -284,6 +285,7 @@ def dry_run(g, config, state, dataset, args, model, opt, device, amp, changes):
     seconds = Counter()
     state["clock"] = {"seconds": 0.0, "limit": 0.0, "end": math.inf}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(checkpoint, farewell=lambda s, state, *_: f"dry run: {state['step']} steps are taken"))
         for place, name, what in ((g, "train_step", "steps"), (g, "assess", "evaluation"), (checkpoint, "save", "checkpoints"),
                                   (g, "export_model", "export"), (g, "start_tracking", "tracker's start")):
             old = place[name] if isinstance(place, dict) else getattr(place, name)
@@ -310,19 +312,24 @@ def timed(seconds, what, call):
 
 def reloaded(g, state, dataset, args, model, opt, device):
     """(model, opt, state) as a resumed run gets them from the checkpoint; one line if they are not what was saved."""
-    kept = checkpoint.snapshot({"weight": dict(model.named_parameters()), "optimizer's state": opt.state_dict()}, copy=True)
+    kept = {kind: {name: t.detach().clone() if parallel.is_shard(t) else t.detach().to("cpu", copy=True)
+                   for name, t in tensors.items()} for kind, tensors in parts(model, opt).items()}
     parallel.on_master(checkpoint.release)
     s = SimpleNamespace(**g | {"init_from": "resume"})
     start, _ = parallel.on_master(checkpoint.find_start, s)
     model, opt = g["make_model"](args, dataset, device)
     state = checkpoint.restore(s, start, state["fixed"], opt)
     parallel.load_weights(model, checkpoint.load(start, check=False)["model"])
-    again = checkpoint.snapshot({"weight": dict(model.named_parameters()), "optimizer's state": opt.state_dict()})
-    for kind, tensors in kept.items():
-        for name, tensor in tensors.items():
-            if name not in again[kind] or differs(tensor, again[kind][name]):
+    for kind, tensors in parts(model, opt).items():
+        for name, tensor in kept[kind].items():
+            if name not in tensors or differs(tensor, tensors[name]):
                 fail(f"the checkpoint gives back another {kind} {name} than was saved")
     return model, opt, state
+
+
+def parts(model, opt):
+    """What a checkpoint holds: {kind: {name: tensor}}."""
+    return {"weight": dict(model.named_parameters()), "optimizer's state": opt.state_dict()}
 
 
 def try_files(g, seconds):
