@@ -38,6 +38,7 @@ SHORT = {"train.py": ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "-
 NOT_RUN = {  # commands of which this is true are only read
     r"config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",
     r"--nnodes": "needs two machines",
+    r"--lr_find": "trains 500 steps; tests/test_modes.py has fewer",
     r"^bench/(?!curves)": "measures for minutes, partly other programs",
     r"^track\.py sync": "needs an account; tests/test_track_online.py has a server",
 }
