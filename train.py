@@ -322,7 +322,7 @@ def main(given):
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     globals().update(modes.own_settings(knobs()))
     args = model_args(prepared)
-    if search and not resuming and not eval_only:
+    if search and not resuming and not eval_only and not overfit:
         globals().update(parallel.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
     dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
                       parallel.world, pinned=place.type == "cuda")
