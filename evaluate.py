@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from compare import pad, width
 from engine import checkpoint, parallel
+from engine.files import write_atomic
 from engine.redact import redact
 from export import load_model
 from track import Wandb, new_run_id
@@ -170,11 +171,25 @@ def log_to_wandb(rows, names):
         print(f"warning: not logged to W&B ({type(e).__name__}: {e})")
 
 
+def keep(rows, names):
+    """out_dir/evaluation.json, which the page shows with the run."""
+    counts = collections.Counter((row[1], row[2]) for row in rows)
+    found = {"data": data, "accuracy": sum(row[0] for row in rows) / len(rows), "names": names,
+             "matrix": [[counts[expected, actual] for actual in names] for expected in names],
+             "columns": ["Successful", "Expected", "Actual", "Score", "Prompt"], "rows": [r for r in rows if not r[0]][:100]}
+    try:
+        write_atomic(Path(out_dir, "evaluation.json"), json.dumps(found))
+    except OSError as e:
+        print(f"warning: {out_dir}/evaluation.json cannot be written ({e.strerror})")
+
+
 def evaluate_labelled(model, vocabulary, device):
     examples = read_labelled(data)
     rows = answer(model, vocabulary, examples, device)
     names = sorted({c for example in examples for c in example["classes"]})
     print("\n".join(report(rows, names)))
+    if checkpoint.is_run(out_dir):
+        keep(rows, names)
     if wandb_log:
         log_to_wandb(rows, names)
 

@@ -45,7 +45,8 @@ from engine.files import sha256, to_disk, why, write_atomic
 VERSION = 2
 MARK = "trainer.json"
 # what a trainer writes into its out_dir, and into a checkpoint's folder
-OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "tensorboard", "model.gguf", "last.gguf", "latest", "best")
+OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "evaluation.json", "tensorboard", "model.gguf", "last.gguf",
+        "latest", "best")
 PARTS = re.compile(r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
 STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
 held = None  # the open MARK of the folder that this process trains in

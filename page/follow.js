@@ -57,7 +57,7 @@ export async function show(main) {
       h("p", { class: "soft" }, `${t("Checkpoints")}: ${run.checkpoints.join(", ") || t("None")}`)),
       card("Alerts", run.alerts.length ? h("ul", {}, run.alerts.map(([title, text]) => h("li", { class: "bad" }, `${title}: ${text}`))) : h("p", { class: "soft" }, t("None"))),
       job && card("Console", said),
-      matrix && card("Evaluation", h("p", {}, `${t("accuracy")} ${number(run.evaluation.accuracy)}`), confusion(run.evaluation)),
+      matrix && card("Evaluation", h("p", {}, `${run.evaluation.data}: ${t("accuracy")} ${number(run.evaluation.accuracy)}`), confusion(run.evaluation), ...failures(run.evaluation)),
       card("Notes", notes, h("div", { class: "row" }, color, tags, h("button", { onclick: () => ask("api/notes", { run: name, notes: notes.value, tags: tags.value, color: color.value }).then(() => say(t("Saved"))) }, t("Save")))),
       card("Settings", h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": t("Settings") }, h("table", { class: "left" }, h("tbody", {}, Object.entries(run.config).map(([k, v]) =>
         h("tr", {}, h("td", {}, k), h("td", {}, typeof v === "object" ? JSON.stringify(v).slice(0, 300) : String(v)))))))),
@@ -82,7 +82,14 @@ export async function show(main) {
 const quote = text => `'${text.replaceAll("'", "'\\''")}'`
 const time = seconds => seconds > 5400 ? `${(seconds / 3600).toFixed(1)} h` : seconds > 90 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds)} s`
 
-function confusion({ names, matrix }) {
+/** The answers that were wrong. */
+function failures({ columns = [], rows = [] }) {
+  return rows.length ? [h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": t("Failures") }, h("table", { class: "left" },
+    h("thead", {}, h("tr", {}, columns.slice(1).map(c => h("th", { scope: "col" }, c)))),
+    h("tbody", {}, rows.map(row => h("tr", {}, row.slice(1).map(c => h("td", {}, number(c))))))))] : []
+}
+
+function confusion({ names = [], matrix }) {
   const most = Math.max(1, ...matrix.flat())
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": t("Evaluation") }, h("table", {}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, t("expected")), names.map(n => h("th", { scope: "col" }, n)))),
     h("tbody", {}, matrix.map((row, i) => h("tr", {}, h("th", { scope: "row" }, names[i]), row.map((n, j) =>

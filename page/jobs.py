@@ -237,9 +237,9 @@ class Jobs:
         return {"text": output([str(HOME / "data.py"), f"--source={data}", "--show=True"])}
 
     def estimate(self, request):
-        """Parameters, memory and time of this choice, measured by a process of its own."""
+        """What train.py tells of this choice before its first step: parameters, memory, time. Three steps are taken."""
         arguments = words(json.loads(request.query.get("knobs", "{}")), request.query.get("preset", ""))
-        return {"text": output(["-m", "page.estimate", *arguments])}
+        return {"text": output([str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"])}
 
     def save(self, request):
         """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
@@ -259,7 +259,7 @@ def output(arguments):
     """What a program of ours prints, its end."""
     try:
         done = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=LOOK_SECONDS, env=os.environ | {"PYTHONPATH": str(HOME)})
+                              stderr=subprocess.STDOUT, timeout=LOOK_SECONDS)
         return done.stdout[-20000:].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
         return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"

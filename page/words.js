@@ -14,7 +14,7 @@ const chinese = {
   "Progress": "进度", "left": "剩余", "of": "/", "Samples": "样例", "Predictions": "预测", "Alerts": "警告", "Files": "文件", "Settings": "设置",
   "Notes": "笔记", "Tags": "标签", "Save": "保存", "Checkpoints": "检查点", "Runs with it": "使用", "step": "步", "None": "无", "Evaluation": "评测",
   "prompt": "提示", "how": "方式", "text": "文本", "System": "系统", "All runs": "全部训练", "Only what was changed is passed on": "只传递改动过的设置",
-  "expected": "应为", "accuracy": "准确率", "This takes a moment": "请稍候", "finished": "已完成", "not training": "未在训练",
+  "expected": "应为", "accuracy": "准确率", "This takes a moment": "请稍候", "finished": "已完成", "not training": "未在训练", "Failures": "答错的",
   "Not a regular expression": "不是正则表达式",
 }
 let now = localStorage.getItem("language") || (navigator.language.startsWith("zh") ? "zh" : "en")

@@ -3,7 +3,6 @@ import json
 import math
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_page import ROOT, SETTINGS, Page, browser, check_page, end_jobs, script, threads, until  # noqa: F401
+from tests import test_page
+from tests.test_page import ROOT, SETTINGS, Page, check_page, end_jobs, script, threads, until
 
 ROWS, RUNS = 2000, 200
+browser = test_page.browser
 PICTURES = os.environ.get("PICTURES")  # a folder for pictures of the page
 
 
@@ -52,7 +53,7 @@ def text(browser):
     return browser.find_element("id", "main").text
 
 
-def test_a_persons_whole_way(tmp_path, browser, request):  # noqa: F811
+def test_a_persons_whole_way(tmp_path, browser, request):
     (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
     page = Page(tmp_path)
     request.addfinalizer(page.end)
@@ -141,7 +142,7 @@ def many(tmp_path_factory):
     page.end()
 
 
-def first_picture(browser, url):  # noqa: F811
+def first_picture(browser, url):
     """Seconds from the address to the first picture of the curves."""
     browser.get("about:blank")
     browser.get(url)
@@ -149,7 +150,7 @@ def first_picture(browser, url):  # noqa: F811
     return until(lambda: script(browser, mark), 60) / 1000
 
 
-def test_200_runs_of_2000_rows(many, browser):  # noqa: F811
+def test_200_runs_of_2000_rows(many, browser):
     since = time.monotonic()
     cold = first_picture(browser, many.url)
     until(lambda: all(run["rows"] == ROWS for run in many.get("/api/runs")["runs"]))

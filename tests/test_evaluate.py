@@ -96,6 +96,9 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     matrix = json.loads(next((tmp_path / "wandb").rglob("confusion_matrix_table_*.table.json")).read_text())
     counts = {(a, b): n for a, b, n in matrix["data"]}
     assert sum(counts.values()) == 30 and counts["go", "go"] >= 9
+    kept = json.loads((tmp_path / "tuned/evaluation.json").read_text())  # for the page
+    assert kept["accuracy"] == row["accuracy"] and kept["names"] == ["go", "stop", "wait"]
+    assert kept["matrix"] == [[counts[a, b] for b in kept["names"]] for a in kept["names"]]
 
 
 @pytest.mark.parametrize("content, message", [
