@@ -49,12 +49,13 @@ function at(x, y, where) {  // the line's value there, NaN outside of it
   return x[high] === x[low] ? y[low] : y[low] + (y[high] - y[low]) * (where - x[low]) / (x[high] - x[low])
 }
 
-/** Of lines that form a group: their mean, least and greatest along x, where at least half of them are. */
-export function band(lines, points = 200) {
-  const low = Math.min(...lines.map(l => l.x[0])), high = Math.max(...lines.map(l => l.x.at(-1))), found = { x: [], y: [], low: [], high: [] }
+/** Of lines that form a group: their mean, least and greatest along x, where all are that came halfway. */
+export function band(all, points = 200) {
+  const end = Math.max(...all.map(l => l.x.at(-1))), lines = all.filter(l => l.x.at(-1) >= end / 2)
+  const low = Math.max(...lines.map(l => l.x[0])), high = Math.min(...lines.map(l => l.x.at(-1))), found = { x: [], y: [], low: [], high: [] }
   for (let i = 0; i <= points; i++) {
     const x = low + (high - low) * i / points, ys = lines.map(l => at(l.x, l.y, x)).filter(y => !isNaN(y))
-    if (ys.length * 2 < lines.length) continue
+    if (ys.length < lines.length) continue
     found.x.push(x); found.y.push(ys.reduce((a, b) => a + b) / ys.length); found.low.push(Math.min(...ys)); found.high.push(Math.max(...ys))
   }
   return found
