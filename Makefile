@@ -18,7 +18,7 @@ VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
 RUNS    := 3000000
 
-.PHONY: help lib demo test lint test-long mutations bench debug fuzz encode-long odd-strings coverage clean
+.PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -43,6 +43,11 @@ lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compi
 
 test-long: .venv/test ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, texts of 1 GB, 50 clean runs under the checks, the page with 200 runs, GPU kernels at 7 sizes of GPU (an hour)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_files.py tests/long_cuda.py tests/long_checks.py tests/long_page.py
+
+test-trackers:       ## SwanLab and trackio themselves, in an environment of their own: what they hold is log.jsonl
+	$(PYTHON) -m venv cache/trackers
+	cache/trackers/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) pytest tqdm numpy swanlab==0.10.3 trackio==0.43.0
+	cache/trackers/bin/python -m pytest -q -s tests/long_trackers.py
 
 mutations: .venv/test ## do the tests notice 200 changed operators, constants and conditions of Python? (two hours)
 	$(VENV) -m tests.mutations map

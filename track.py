@@ -6,8 +6,9 @@ Where the metrics go.
 
 Every run writes `log.jsonl` in its out folder, one row per logged step, whatever else happens; with wandb_log=True the
 same rows, texts and models go to Weights & Biases: online where a key is found and the server answers, offline
-otherwise; with tensorboard_log=True to TensorBoard. W&B's client works in a process of its own, TensorBoard in a thread:
-whatever happens to a server, a service process or a disk, training neither stops nor waits. What fails costs one warning.
+otherwise; with tensorboard_log, swanlab_log or trackio_log=True to those. W&B's, SwanLab's and trackio's clients work in
+processes of their own, TensorBoard in a thread: whatever happens to a server, a service process or a disk, training neither
+stops nor waits. What fails costs one warning.
 
 A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table (see TABLES), its dicts histograms,
 {"counts": N ints, "edges": N + 1 floats}.
@@ -15,6 +16,7 @@ A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table 
 import atexit
 import collections
 import contextlib
+import importlib.util
 import json
 import math
 import netrc
@@ -22,6 +24,7 @@ import os
 import queue
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -318,24 +321,86 @@ def written(pids):
     return total
 
 
-class WandbProcess:
+class SwanLab:
     """
-    A Wandb in a process of its own, which can be killed whatever it waits for. It runs serve_wandb, whose stdin takes the
-    arguments of Wandb and then calls, [name, *arguments], a JSON line each, and whose stdout answers ["ready", text] or
-    ["error", text].
+    A SwanLab run: online where SWANLAB_API_KEY or its login is found and the server answers, otherwise in out_dir/swanlab, for
+    `swanlab sync`. Numbers over iter, and tables; it has no histograms.
     """
 
-    def __init__(self, **arguments):
-        """Arguments as Wandb takes them."""
-        self.arguments, self.child = arguments, None
+    def __init__(self, out_dir, config, run):
+        import swanlab
+        self.swanlab, host = swanlab, os.environ.get("SWANLAB_API_HOST", "https://api.swanlab.cn")
+        known = os.environ.get("SWANLAB_API_KEY") or Path("~/.swanlab/.netrc").expanduser().exists()
+        mode = os.environ.get("SWANLAB_MODE") or ("online" if known and answers(host) else "offline")
+        folder = Path(out_dir, "swanlab")
+        folder.mkdir(exist_ok=True)
+        self.run = swanlab.init(mode=mode, log_dir=str(folder), config=config, project=run["project"], name=run["name"],
+                                description=run.get("notes"), resume="allow" if mode == "online" else None,
+                                **{k: run[k] for k in ("id", "group", "tags", "job_type") if k in run})
+        where = f": {self.run.url}" if mode == "online" else f"; upload it later with: swanlab sync {self.run.dir}"
+        self.said = f"tracking: SwanLab {mode}{where}" * (mode != "disabled")
+
+    def log(self, row):
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        for name in TABLES.keys() & row.keys():
+            numbers[f"tables/{name}"] = self.swanlab.echarts.Table()
+            numbers[f"tables/{name}"].add(TABLES[name], row[name])
+        self.swanlab.log(numbers, step=row["iter"])
+
+    def alert(self, title, text):
+        pass
+
+    def finish(self, code=0):
+        self.swanlab.finish("crashed" if code else "success")
+
+
+class Trackio:
+    """A trackio run in trackio's own folder, for `trackio show`; numbers, tables and histograms over iter."""
+
+    def __init__(self, out_dir, config, run):
+        import trackio
+        self.trackio = trackio
+        trackio.init(run["project"], run["id"], group=run.get("group"), config=config, resume="allow", embed=False,
+                     auto_log_cpu=False, auto_log_gpu=False)
+        self.said = f"tracking: trackio: trackio show --project {shlex.quote(run['project'])}"
+
+    def log(self, row):
+        row = dict(row)
+        for name in TABLES.keys() & row.keys():
+            row[f"tables/{name}"] = self.trackio.Table(columns=TABLES[name], data=row.pop(name))
+        for name, value in row.items():
+            if isinstance(value, dict):
+                row[name] = self.trackio.Histogram(np_histogram=(value["counts"], value["edges"]))
+        self.trackio.log(row, step=row["iter"])
+
+    def alert(self, title, text):
+        self.trackio.alert(title, text, level=self.trackio.AlertLevel.WARN)
+
+    def finish(self, code=0):
+        self.trackio.finish()
+
+
+CLIENTS = {"W&B": Wandb, "SwanLab": SwanLab, "trackio": Trackio}
+
+
+class ClientProcess:
+    """
+    A client of CLIENTS in a process of its own, which can be killed whatever it waits for. It runs `serve`, whose stdin takes
+    the client's name and arguments and then calls, [name, *arguments], a JSON line each, and whose stdout answers
+    ["ready", text] or ["error", text].
+    """
+
+    def __init__(self, name, **arguments):
+        """Arguments as the client takes them."""
+        self.name, self.arguments, self.child = name, arguments, None
 
     def start(self):
         """Returns itself when the run has begun."""
         environment = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}  # a service that is not ours to kill
-        self.child = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "serve-wandb"], stdin=subprocess.PIPE,
+        self.child = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), "serve"], stdin=subprocess.PIPE,
                                       stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
                                       env=environment, start_new_session=True)
-        self.send(self.arguments | {"argv": redact(sys.argv), "pid": os.getpid()})
+        self.send(self.arguments | {"client": self.name, "argv": redact(sys.argv), "pid": os.getpid()})
         self.hear()
         return self
 
@@ -378,8 +443,16 @@ class WandbProcess:
         return [self.child.pid, *services(self.child.pid)] if self.child else []
 
 
-def serve_wandb():
-    """The other side of WandbProcess. Where the program ends without a word, it finishes the run, as failed."""
+def outlive(pid, end):
+    """Call end() some time after the program `pid` has ended, whatever its client waits for."""
+    while os.getppid() == pid:
+        time.sleep(1)
+    time.sleep(FINISH_SECONDS)
+    end()
+
+
+def serve():
+    """The other side of ClientProcess. Where the program ends without a word, it finishes the run, as failed."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is printed here is for the client alone
 
@@ -393,9 +466,12 @@ def serve_wandb():
 
     try:
         arguments = json.loads(sys.stdin.readline())
-        sys.argv[:], pid = arguments.pop("argv"), arguments.pop("pid")
-        run = Wandb(**arguments, console="wrap", finish_timeout=0, program=sys.argv[0], x_stats_pid=pid,
-                    stop_fn=lambda: os.kill(pid, signal.SIGINT))  # the stop button of the run's page
+        sys.argv[:], pid, client = arguments.pop("argv"), arguments.pop("pid"), CLIENTS[arguments.pop("client")]
+        threading.Thread(target=outlive, args=(pid, end), daemon=True).start()
+        if client is Wandb:  # stop_fn: the stop button of the run's page
+            arguments |= {"console": "wrap", "finish_timeout": 0, "program": sys.argv[0], "x_stats_pid": pid,
+                          "stop_fn": lambda: os.kill(pid, signal.SIGINT)}
+        run = client(**arguments)
         answer("ready", run.said)
         run.said = ""
         for line in filter(lambda line: line.endswith("\n"), sys.stdin):  # else cut short when the program was killed
@@ -452,19 +528,22 @@ class Background:
 
     def __init__(self, name, make, remedy="", process=None, models=True):
         """
-        process: a WandbProcess, which gets what the program prints, too, and is killed when it is given up; models:
-        whether they are passed on.
+        process: a ClientProcess, which is killed when it is given up; W&B's gets what the program prints, too, and time for
+        its uploads; models: whether they are passed on.
         """
         self.name, self.remedy, self.process, self.models, self.size = name, remedy, process, models, 0
-        self.calls, self.ended, self.ready = queue.SimpleQueue(), False, threading.Event()
-        if process:
+        self.calls, self.ended, self.ready, self.uploads = queue.SimpleQueue(), False, threading.Event(), name == "W&B"
+        if process and self.uploads:
             sys.stdout = Tee(sys.stdout, lambda text: self.call("console", "stdout", text))
             sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
         self.thread.start()
         atexit.register(self.last_words)
-        if not self.ready.wait(START_SECONDS):
-            print(f"tracking: {name} is still starting; training goes on without waiting", flush=True)
+
+    def started(self, until):
+        """Wait for it, at most until this time.monotonic()."""
+        if not self.ready.wait(max(0, until - time.monotonic())):
+            print(f"tracking: {self.name} is still starting; training goes on without waiting", flush=True)
 
     def work(self, make):
         try:
@@ -510,11 +589,14 @@ class Background:
             self.call("model", path, metrics, aliases)
 
     def finish(self):
-        if self.process and isinstance(sys.stdout, Tee):
+        if self.process and self.uploads and isinstance(sys.stdout, Tee):
             sys.stdout, sys.stderr = sys.stdout.end(), sys.stderr.end()
         self.call("finish")
-        self.thread.join(0 if self.ended else 3)
-        if self.thread.is_alive() and not self.ended:
+        self.thread.join(0 if self.ended else 3 if self.uploads else 2)
+        if self.thread.is_alive() and not self.ended and not self.uploads:
+            self.ended = True
+            print(f"tracking: {self.name} goes on by itself with what is left, for {FINISH_SECONDS} s at most", flush=True)
+        elif self.thread.is_alive() and not self.ended:
             print(f"tracking: {self.name} is uploading what is left; given up when nothing moves for {FINISH_SECONDS} s",
                   flush=True)
             self.wait()
@@ -634,8 +716,12 @@ def keep_diff(out_dir, config):
             Path(out_dir, "diff.patch").write_text(redact(git("diff", "HEAD")) + "\n", encoding="utf-8")
 
 
-def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens", tables=True, models=True):
-    """The tracker of the master process: JSONL always, the others when asked for. run, tables, models: see Wandb."""
+def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens", tables=True, models=True,
+                 others=()):
+    """
+    The tracker of the master process: JSONL always, the rest when asked for. run, tables, models: see Wandb; others: names
+    of CLIENTS besides.
+    """
     run = redact({k: v for k, v in run.items() if v})
     keep_diff(out_dir, config)
     destinations = [Jsonl(out_dir, config, step)]
@@ -645,9 +731,16 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
         Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
-        process = WandbProcess(out_dir=str(out_dir), config=config, run=run, x=x, before=step or -1, tables=tables)
+        process = ClientProcess("W&B", out_dir=str(out_dir), config=config, run=run, x=x, before=step or -1, tables=tables)
         remedy = f"; upload the run later with: python track.py sync {out_dir}"
         destinations.append(Background("W&B", process.start, remedy, process, models))
+    for name in others:
+        process = ClientProcess(name, out_dir=str(out_dir), config=config, run=run)
+        needed = "" if importlib.util.find_spec(name.lower()) else f"; needed: pip install {name.lower()}"
+        destinations.append(Background(name, process.start, needed, process, models=False))
+    until = time.monotonic() + START_SECONDS
+    for destination in destinations[1:]:
+        destination.started(until)
     return Tracker(destinations)
 
 
@@ -659,7 +752,8 @@ def start_tracking(s, config, state):
            "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()], "job_type": s.wandb_job_type}
     try:
         return make_tracker(s.out_dir, config, state["step"], run, s.wandb_log, s.tensorboard_log,
-                            tables=s.wandb_tables, models=s.wandb_log_model)
+                            tables=s.wandb_tables, models=s.wandb_log_model,
+                            others=["SwanLab"] * s.swanlab_log + ["trackio"] * s.trackio_log)
     except OSError as e:
         fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another folder")
 
@@ -728,8 +822,8 @@ def track_program(words):
 if __name__ == "__main__":
     if "--" in sys.argv:
         track_program(sys.argv[1:])
-    elif sys.argv[1:] == ["serve-wandb"]:  # started by WandbProcess
-        serve_wandb()
+    elif sys.argv[1:] == ["serve"]:  # started by ClientProcess
+        serve()
     elif len(sys.argv) == 3 and sys.argv[1] == "sync":
         sync(sys.argv[2])
     else:

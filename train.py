@@ -66,6 +66,8 @@ wandb_tables = True         # documents, samples and predictions go to W&B as ta
 wandb_log_model = True      # the exported model goes to W&B as an artifact
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
+swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a server (pip install swanlab)
+trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install trackio)
 # ---- data
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder, prepared data
 vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model

@@ -45,8 +45,8 @@ from engine.files import sha256, to_disk, why, write_atomic
 VERSION = 2
 MARK = "trainer.json"
 # what a trainer writes into its out_dir, and into a checkpoint's folder
-OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "evaluation.json", "tensorboard", "model.gguf", "last.gguf",
-        "latest", "best")
+OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "evaluation.json", "tensorboard", "swanlab", "model.gguf",
+        "last.gguf", "latest", "best")
 PARTS = re.compile(r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
 STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
 held = None  # the open MARK of the folder that this process trains in
@@ -487,7 +487,8 @@ def tokenizer_path(folder):
 
 # settings of the place and of the day, which a resumed run does not take from the one before
 PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
-         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log", "checks"}
+         "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log", "swanlab_log",
+         "trackio_log", "checks"}
 # what weights and optimizer have their shape and meaning from
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
 RENAMED = {"patience": "early_stop"}  # settings in older checkpoints

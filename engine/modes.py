@@ -102,7 +102,7 @@ def own_settings(s):
     if mode == "dry_run":
         few = min(s.gradient_accumulation_steps, 2 * parallel.world)  # two micro-batches in each process
         return own | {"max_iters": 2, "eval_interval": 2, "log_interval": 1, "eval_iters": 1, "gradient_accumulation_steps": few}
-    return own | {"wandb_log": False, "tensorboard_log": False}
+    return own | {"wandb_log": False, "tensorboard_log": False, "swanlab_log": False, "trackio_log": False}
 
 
 def loop(g):

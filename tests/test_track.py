@@ -519,3 +519,63 @@ def test_data_shows_documents_with_the_shares_of_unknown_and_byte_tokens(tmp_pat
     rare = next(row for row in data.document_rows(dataset, count=1000) if row[1] == "a cat \u4e00")
     ids = dataset.tokenizer.encode("a cat \u4e00", bos=True, eos=True)
     assert rare[3:] == [len(ids), 0, round(3 / len(ids), 4)] and rare[2].endswith("|⟨\u4e00⟩|</s>")
+
+
+FAULTY = """
+import os, time
+class Any:
+    def __getattr__(self, name):
+        return Any()
+    def __call__(self, *args, **kwargs):
+        return Any()
+def fault(where):
+    kind, _, place = os.environ["FAULT"].partition(" ")
+    if place == where and kind == "raise":
+        raise OSError("the server is on fire")
+    if place == where and kind == "die":
+        os._exit(3)
+    if place == where and kind == "hang":
+        time.sleep(1000)
+def init(*args, **kwargs):
+    fault("init")
+    return Any()
+def log(row, step):
+    if step == 20:
+        fault("log")
+    with open(os.environ["SEEN"] + __name__, "a") as f:
+        f.write(f"{step}\\n")
+def finish(*args):
+    fault("finish")
+echarts, Table, Histogram, AlertLevel, alert = Any(), Any(), Any(), Any(), Any()
+"""
+
+
+def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
+    """Clients that fail, die or hang at the start, in the middle and at the end, both at once; and none at all."""
+    for name in "swanlab", "trackio":
+        (tmp_path / "modules" / name).mkdir(parents=True)
+        (tmp_path / "modules" / name / "__init__.py").write_text(FAULTY)
+    faults = ["none", "missing", *(f"{kind} {place}" for kind in ("raise", "die", "hang") for place in ("init", "log", "finish"))]
+    runs = {}
+    for n, fault in enumerate(faults):
+        out = tmp_path / str(n)
+        out.mkdir()
+        modules = str(tmp_path / "modules") if fault != "missing" else ""
+        env = os.environ | {"FAULT": fault, "SEEN": f"{out}/seen-", "PYTHONPATH": modules, "SWANLAB_MODE": "offline"}
+        runs[fault] = out, subprocess.Popen([sys.executable, "-m", "tests.trackers", str(out), "60"], cwd=ROOT, env=env, text=True,
+                                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    for fault, (out, process) in runs.items():
+        said, warned = process.communicate(timeout=120)
+        took = json.loads(said.splitlines()[-1])
+        assert process.returncode == 0 and took["start"] < 5 and took["row"] < 1 and took["end"] < 5, (fault, took, warned)
+        assert [row["iter"] for row in track.read_rows(out / "log.jsonl")] == list(range(60)), fault
+        warnings = [line for line in warned.splitlines() if line.startswith("warning: tracking with")]
+        assert len(warnings) == len(warned.splitlines()) == (0 if fault.startswith(("none", "hang")) else 2), (fault, warned)
+        if fault == "none":
+            assert all((out / f"seen-{name}").read_text().split() == [str(i) for i in range(60)] for name in ("swanlab", "trackio"))
+        elif fault == "missing":
+            assert {line.split("pip install ")[1] for line in warnings} == {"swanlab", "trackio"}
+        elif fault.startswith("raise"):
+            assert all("the server is on fire" in line for line in warnings)
+        elif fault.startswith("hang") and not fault.endswith("finish"):
+            assert said.count("goes on by itself with what is left") == 2, (fault, said)
