@@ -528,12 +528,13 @@ class Background:
 
     def __init__(self, name, make, remedy="", process=None, models=True):
         """
-        process: a ClientProcess, which is killed when it is given up; W&B's gets what the program prints, too, and time for
-        its uploads; models: whether they are passed on.
+        process: a ClientProcess, which is killed when it is given up; W&B's gets what the program prints, too, others may go
+        on by themselves when the program ends; models: whether they are passed on.
         """
         self.name, self.remedy, self.process, self.models, self.size = name, remedy, process, models, 0
-        self.calls, self.ended, self.ready, self.uploads = queue.SimpleQueue(), False, threading.Event(), name == "W&B"
-        if process and self.uploads:
+        self.calls, self.ended, self.ready = queue.SimpleQueue(), False, threading.Event()
+        self.goes_on = bool(process) and process.name != "W&B"
+        if process and not self.goes_on:
             sys.stdout = Tee(sys.stdout, lambda text: self.call("console", "stdout", text))
             sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
         self.thread = threading.Thread(target=self.work, args=(make,), daemon=True)
@@ -589,11 +590,11 @@ class Background:
             self.call("model", path, metrics, aliases)
 
     def finish(self):
-        if self.process and self.uploads and isinstance(sys.stdout, Tee):
+        if self.process and not self.goes_on and isinstance(sys.stdout, Tee):
             sys.stdout, sys.stderr = sys.stdout.end(), sys.stderr.end()
         self.call("finish")
-        self.thread.join(0 if self.ended else 3 if self.uploads else 2)
-        if self.thread.is_alive() and not self.ended and not self.uploads:
+        self.thread.join(0 if self.ended else 2 if self.goes_on else 3)
+        if self.goes_on and self.thread.is_alive() and not self.ended:
             self.ended = True
             print(f"tracking: {self.name} goes on by itself with what is left, for {FINISH_SECONDS} s at most", flush=True)
         elif self.thread.is_alive() and not self.ended:

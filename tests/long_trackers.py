@@ -36,7 +36,7 @@ def test_rows_read_back_are_the_logs(tmp_path):
     done = subprocess.run([sys.executable, "-m", "tests.trackers", tmp_path / "out", str(ROWS)], cwd=ROOT, env=env, text=True,
                           capture_output=True)
     print(done.stdout, done.stderr)
-    assert done.returncode == 0 and done.stderr == "" and "SwanLab offline" in done.stdout and "trackio show" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "SwanLab offline" in done.stdout and "trackio show" in done.stdout
     logged = track.read_rows(tmp_path / "out/log.jsonl")
     assert len(logged) == ROWS
 

@@ -203,6 +203,7 @@ def test_a_tracker_that_hangs_holds_up_neither_start_nor_rows_nor_end(monkeypatc
     monkeypatch.setattr(track, "FINISH_SECONDS", -9.9)
     release = threading.Event()
     slow = track.Background("Slow", lambda: release.wait(60))
+    slow.started(time.monotonic() + track.START_SECONDS)
     for step in range(3):
         slow.log({"iter": step})
     slow.finish()
