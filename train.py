@@ -311,8 +311,7 @@ def main(given):
         globals().update(taken)
         check_settings(knobs())
     elif checkpoint.fine_tuning(knobs()):
-        adopted = checkpoint.adopt(knobs(), given)
-        globals().update(adopted)
+        globals().update(adopted := checkpoint.adopt(knobs(), given))
         given = given | adopted.keys()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
@@ -369,8 +368,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
     state |= {"guard": guard.state, "scale": opt.scale.state}
     if device.type == "cpu":
         opt.ready = writer.join
-    model = parallel.wrap(raw_model)
-    model = torch.compile(model) if compile else model
+    model = torch.compile(parallel.wrap(raw_model)) if compile else parallel.wrap(raw_model)
     resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
     norm, rate = None, None  # of the last step
     s.max_iters = state["last"] or max_iters
