@@ -1,10 +1,13 @@
 """
-Whole tokens in one kernel, emulated, on as many multiprocessors as real GPUs have: models from tiny to wide in every format,
-each beside the ops and the CPU (make test-long; a quarter of an hour on one core).
+The GPU's kernels emulated, for longer than test_cuda.py (make test-long; a quarter of an hour on one core): whole tokens in one
+kernel on as many multiprocessors as real GPUs have, models from tiny to wide in every format, each beside the ops and the CPU;
+and races, which ThreadSanitizer looks for.
 """
+import subprocess
+
 import pytest
 
-from tests.test_cuda import UNSANITIZED, build, run
+from tests.test_cuda import CXX, UNSANITIZED, build, run
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +18,31 @@ def ops_bin(tmp_path_factory):
 @pytest.mark.parametrize("multiprocessors", [1, 12, 36, 84, 108, 132, 148])
 def test_whole_tokens(ops_bin, multiprocessors):
     print(run(ops_bin, 5, limit=1200, CUDA_ON_CPU_MULTIPROCESSORS=str(multiprocessors)).stdout.decode())
+
+
+@pytest.fixture(scope="module")
+def races_bin(tmp_path_factory):
+    if "Free Software Foundation" not in subprocess.run([CXX, "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("only GCC tells ThreadSanitizer which reads are volatile")
+
+    folder = tmp_path_factory.mktemp("races")
+
+    def make(source):
+        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "runtime/cuda/cuda.cu"))
+        if b"unexpected memory mapping" in subprocess.run([binary, "0", "0"], capture_output=True).stderr:
+            pytest.skip("this compiler's ThreadSanitizer does not run on this kernel")
+        return binary
+    return make
+
+
+def test_races_are_found(races_bin):
+    """What a GPU may do in another order, each time that one barrier, fence or wait is missing; and no more than that."""
+    binary = races_bin("tests/cuda_races.cpp")
+    for order in "012":
+        assert not run(binary, 0, CUDA_ON_CPU_ORDER=order).stderr
+        for missing in range(1, 10):
+            assert b"data race" in run(binary, missing, CUDA_ON_CPU_ORDER=order, status=66).stderr, missing
+
+
+def test_kernels_have_no_races(races_bin):
+    run(races_bin("tests/cuda_ops.cpp"), 1, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS="2")

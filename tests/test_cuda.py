@@ -96,34 +96,6 @@ def test_ops_equal_the_cpus_before_hopper(tmp_path):
     run(binary, 1, CUDA_ON_CPU_MULTIPROCESSORS="132")
 
 
-@pytest.fixture(scope="module")
-def races_bin(tmp_path_factory):
-    if "Free Software Foundation" not in subprocess.run([CXX, "--version"], capture_output=True, text=True).stdout:
-        pytest.skip("only GCC tells ThreadSanitizer which reads are volatile")
-
-    folder = tmp_path_factory.mktemp("races")
-
-    def make(source):
-        binary = build(folder, source, emulated=[*UNSANITIZED, "-DRACES"], watched=("tests/cuda_races.cpp", "runtime/cuda/cuda.cu"))
-        if b"unexpected memory mapping" in subprocess.run([binary, "0", "0"], capture_output=True).stderr:
-            pytest.skip("this compiler's ThreadSanitizer does not run on this kernel")
-        return binary
-    return make
-
-
-def test_races_are_found(races_bin):
-    """What a GPU may do in another order, each time that one barrier, fence or wait is missing; and no more than that."""
-    binary = races_bin("tests/cuda_races.cpp")
-    for order in "012":
-        assert not run(binary, 0, CUDA_ON_CPU_ORDER=order).stderr
-        for missing in range(1, 10):
-            assert b"data race" in run(binary, missing, CUDA_ON_CPU_ORDER=order, status=66).stderr, missing
-
-
-def test_kernels_have_no_races(races_bin):
-    run(races_bin("tests/cuda_ops.cpp"), 1, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS="2")
-
-
 def logits(binary, args, vocab, **environment):
     out = run(binary, *args, "--logits", "-i", TEXT[:20], **environment).stdout
     return np.frombuffer(out, np.float32).reshape(-1, vocab)
