@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEY = "0123456789" * 4
 TINY = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1", "--n_heads=2", "--max_seq_len=32",
         "--batch_size=4", "--log_interval=5", "--eval_iters=1", "--eval_interval=20", "--device=cpu", "--wandb_log=True",
-        "--out_dir=out"]
+        "--out_dir=out", "--checks=none"]
 
 
 @pytest.fixture()

@@ -29,7 +29,7 @@ from tests.conftest import compile_c
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
         "--warmup_iters=2", "--log_interval=5", "--eval_iters=1", "--eval_interval=10", "--device=cpu",
-        "--sample_prompt=The", "--learning_rate=3e-3"]
+        "--sample_prompt=The", "--learning_rate=3e-3", "--checks=none"]
 
 
 @pytest.fixture(scope="module")
@@ -226,7 +226,7 @@ def alone(folder):
 @pytest.mark.parametrize("processes, more", [(4, []), (2, ["--compile=True", "--sharded=True"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
-    done = run(folder, *alone, *more, f"--out_dir={out}", torchrun=processes)
+    done = run(folder, *alone, *more, "--checks=all", f"--out_dir={out}", torchrun=processes)
     assert done.returncode == 0, done.stderr
     assert losses(folder, "one").keys() == losses(folder, out).keys()
     for (step, first), second in zip(losses(folder, "one").items(), losses(folder, out).values()):
@@ -286,7 +286,7 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
             "--warmup_iters=10"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
-    first = run(folder, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", torchrun=2)
+    first = run(folder, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", "--checks=all", torchrun=2)
     assert first.returncode == 0, first.stderr
     saved = checkpoint.newest(folder / parts)
     assert len(list(saved.glob("shard-*"))) == 2 and (saved / "model.pt").stat().st_size < 4000  # no process had it whole
