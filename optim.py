@@ -213,7 +213,7 @@ class SpikeDetector:
         """loss, norm: floats, the same in all processes."""
         s = self.state
         values = [x if math.isfinite(x) else math.inf for x in (loss, math.log(norm) if norm > 0 else 0.0)]
-        most = self.spike_z * self.WIDER ** s["in_a_row"]
+        most = self.spike_z * self.WIDER ** s["in_a_row"] if self.spike_z else math.inf  # 0: only what is no number
         far = [x - m > most * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
         if math.inf in values or math.isnan(norm) or (s["seen"] >= self.WARM and any(far)):
             s["skipped"], s["in_a_row"] = s["skipped"] + 1, s["in_a_row"] + 1

@@ -305,7 +305,7 @@ def attempt(lines, vocab_size, exact):
             sentence_iterator=iter(lines), model_writer=Writer, model_type="bpe", vocab_size=vocab_size,
             byte_fallback=True, split_digits=True, allow_whitespace_only_pieces=True, remove_extra_whitespaces=False,
             normalization_rule_name="identity", character_coverage=NEEDED_COVERAGE, unk_surface=UNKNOWN_TEXT,
-            max_sentence_length=1 << 30, hard_vocab_limit=exact, minloglevel=5)
+            required_chars=SPACE, max_sentence_length=1 << 30, hard_vocab_limit=exact, minloglevel=5)
     except RuntimeError as e:
         low, high = re.search(r"required_chars\. \d+ vs (\d+)", str(e)), re.search(r"value <= (\d+)", str(e))
         if not low and not high:

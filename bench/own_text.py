@@ -7,13 +7,15 @@ drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of t
 With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too: its rate falls over as many steps as the
 time allows, at the speed of a first short run. Of its losses, each over 20 batches, the least counts.
 
-A run that overfits counts with its best evaluation. With two workers of one thread each, two runs share the machine all the
-time, ours too. A vocabulary of 0 in a draw stands for bytes.
+A run counts with its best checkpoint, which is evaluated again at the end, over JUDGED tokens of each. With two workers of
+one thread each, two runs share the machine all the time, ours too. A vocabulary of 0 in a draw stands for bytes.
 """
 import concurrent.futures
+import json
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -35,6 +37,8 @@ out_dir = "out/own_text"  # runs go here; what is there already is not run again
 seed = 1                 # of the draws
 nanogpt = ""             # folder of nanoGPT
 ROOT = Path(__file__).resolve().parents[1]
+JUDGED = 40           # times 1024 tokens
+LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
 def draws():
@@ -54,20 +58,28 @@ def draws():
 def train(text, name, words):
     """(best, last, seconds, n_params, what was said of it) of one run; bits per byte, inf of one that failed."""
     folder, start = Path(out_dir, Path(text).stem, name), time.perf_counter()
-    if not (folder / "seconds").exists():
-        command = [sys.executable, str(ROOT / "train.py"), f"--data={text}", f"--out_dir={folder}", "--init_from=scratch",
-                   "--eval_iters=40", *words]
-        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+    command, env = [sys.executable, str(ROOT / "train.py"), f"--data={text}"], os.environ | {"OMP_NUM_THREADS": str(threads)}
+    if not (folder / "judged").exists():
+        done = subprocess.run([*command, f"--out_dir={folder}", "--init_from=scratch", *words], env=env, capture_output=True, text=True)
         if done.returncode:
             return float("inf"), float("inf"), 0.0, 0, done.stderr.strip().splitlines()[-1]
         (folder / "seconds").write_text(str(time.perf_counter() - start))
-    run = compare.read_runs([folder])[0]
-    losses = [row["bpb/val"] for row in run["rows"] if "bpb/val" in row]
+        (folder / "judged").write_text(json.dumps({name: judged(command, folder, name, env) for name in ("best", "latest")}))
+    run, losses = compare.read_runs([folder])[0], json.loads((folder / "judged").read_text())
     config = run["config"]
     said = (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, {config['batch_size']} x "
             f"{config['max_seq_len']}, rate {config['learning_rate']:.2g}, dropout {config['dropout']}, {config['optimizer']}, "
             f"{run['rows'][-1]['iter']} steps, epoch {run['rows'][-1]['epoch']:.2g}")
-    return min(losses), losses[-1], float((folder / "seconds").read_text()), config["n_params"], said
+    return losses["best"], losses["latest"], float((folder / "seconds").read_text()), config["n_params"], said
+
+
+def judged(command, folder, name, env):
+    """Bits per byte of a run's best or latest checkpoint."""
+    path = folder / "checkpoints" / (folder / name).read_text().strip()
+    words = [f"--init_from={path}", "--eval_only=True", f"--eval_iters={JUDGED}", f"--out_dir={folder}/judge"]
+    done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=True)
+    meta = compare.read_runs([folder])[0]["config"]["dataset"]
+    return float(LOSS.search(done.stdout)[1]) / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]
 
 
 def nano(text):

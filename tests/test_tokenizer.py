@@ -223,3 +223,10 @@ def test_models_that_are_not_llama_style_are_refused(options, tmp_path, capfd):
     with pytest.raises(SystemExit):
         Tokenizer.load(path)
     assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_a_long_line_without_a_space_is_given_back(tmp_path):
+    """As Chinese texts have them: the space that sentencepiece puts before a text is too rare there to be learned by itself."""
+    text = "天地玄黃宇宙洪荒日月盈昃辰宿列張" * 2000
+    tokenizer = train_tokenizer([text], 300, tmp_path / "chinese.model", exact=False)
+    assert tokenizer.decode(tokenizer.encode(text[:20])) == text[:20]

@@ -832,6 +832,12 @@ def test_float16_learns_what_float32_does(folder):
     assert rows(folder, "float16")[-1]["grad/skipped"] == skipped and rows(folder, "float16")[-1]["iter"] == 31
 
 
+def test_without_a_limit_for_spikes_only_what_is_no_number_is_refused():
+    guard = optim.SpikeDetector(0.0)
+    assert not any(guard.refuses(1.0, 1.0) for _ in range(150)) and not guard.refuses(9.0, 1e6)
+    assert guard.refuses(math.nan, 1.0) and guard.refuses(1.0, math.inf)
+
+
 def test_the_loss_scale_halves_and_doubles():
     scale = optim.LossScale(True)
     scale.update(math.inf), scale.update(math.nan)
