@@ -75,10 +75,11 @@ def train(text, name, words):
 
 def judged(command, folder, name, env):
     """Bits per byte of a run's best or latest checkpoint."""
-    path = folder / "checkpoints" / (folder / name).read_text().strip()
-    words = [f"--init_from={path}", "--eval_only=True", f"--eval_iters={JUDGED}", f"--out_dir={folder}/judge"]
+    config, path = compare.read_runs([folder])[0]["config"], folder / "checkpoints" / (folder / name).read_text().strip()
+    words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True", f"--eval_iters={JUDGED}",
+             f"--out_dir={folder}/judge"]
     done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=True)
-    meta = compare.read_runs([folder])[0]["config"]["dataset"]
+    meta = config["dataset"]
     return float(LOSS.search(done.stdout)[1]) / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]
 
 

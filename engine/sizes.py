@@ -115,7 +115,7 @@ def shape(s, given, dim, size):
         del plan["gradient_accumulation_steps"]
     most = vocabulary(dim, layers, size)
     if not known_pieces(s) and not s.vocab_size and most:
-        share = "three quarters" if read_in_part(dim, layers, size) else "a third"
+        share = "three quarters" if read_little(dim, layers, size) else "a third"
         plan["vocab_most"] = (most, f"pieces: at most {share} of the parameters, and one for 192 bytes of text")
     elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
         plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
@@ -127,15 +127,14 @@ def vocabulary(dim, n_layers, size):
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
     parameters, with 36 L D three quarters, and a piece that comes less than once in 192 bytes is hardly learned.
     """
-    rows = min(36 * n_layers * dim, 4096) if read_in_part(dim, n_layers, size) else 0
+    rows = min(36 * n_layers * dim, 4096) if read_little(dim, n_layers, size) else 0
     most = min(max(rows, 6 * n_layers * dim), size // 192, 32768) // 64 * 64
     return most if most >= 384 else 0
 
 
-def read_in_part(dim, n_layers, size):
-    """Whether a text of `size` bytes has more than this model is trained on, so that nothing of it comes twice."""
-    blocks = 12 * n_layers * dim ** 2
-    return 3 * tokens_for(blocks) < size
+def read_little(dim, n_layers, size):
+    """Whether the tokens that this model wants, of about 3 bytes, come no more than twice in a text of `size` bytes."""
+    return 3 * tokens_for(12 * n_layers * dim ** 2) <= 2 * size
 
 
 def known_pieces(s):

@@ -48,11 +48,11 @@ def test_when_the_sizes_follow_from_the_time():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_in_part_three_quarters(size):
+def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_little_three_quarters(size):
     for dim in sizes.WIDTHS:
         for layers in (1, 2, 3, 8):
             pieces = sizes.vocabulary(dim, layers, size)
-            share = 3 / 4 if sizes.read_in_part(dim, layers, size) else 1 / 3
+            share = 3 / 4 if sizes.read_little(dim, layers, size) else 1 / 3
             assert pieces * dim <= (12 * layers * dim ** 2 + pieces * dim) * share and pieces * 192 <= size
 
 
