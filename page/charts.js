@@ -3,7 +3,11 @@ import { h, t, ask, number, say, throttle } from "./app.js"
 
 const library = window.Bokeh  // index.html loads it first; without the package it is empty
 library?.set_log_level("error")
-const floats = text => new Float32Array(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer)
+function floats(text) {
+  const packed = atob(text), bytes = new Uint8Array(packed.length)
+  for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i)
+  return new Float32Array(bytes.buffer)
+}
 export const axes = { tokens: "Tokens", iter: "Steps", seconds: "Seconds" }
 
 /** The points of a metric by run, read once and then on from live events. */
@@ -62,6 +66,13 @@ export function band(all, points = 200) {
 }
 
 const zoomed = new Set()  // charts whose range of x is one
+let resetting = false
+
+function whole() {
+  resetting = true
+  for (const chart of zoomed) chart.reset()
+  setTimeout(() => { resetting = false }, 100)
+}
 
 /** A chart in a card. draw(lines, {logx, logy}): lines [{name, color, x, y, width, alpha}], bands [{color, x, low, high}]. */
 export class Chart {
@@ -69,7 +80,7 @@ export class Chart {
     this.place = h("div", { class: "chart", role: "img", "aria-label": title })
     this.element = h("section", { class: "card" }, h("div", { class: "row" }, h("h2", { class: "grow" }, title),
       h("button", { class: "plain", onclick: () => this.png(title) }, "PNG"), csv && h("a", { href: csv, download: "curves.csv" }, "CSV"),
-      h("button", { class: "plain", onclick: () => { for (const chart of zoomed) chart.reset() } }, t("Whole")),
+      h("button", { class: "plain", onclick: whole }, t("Whole")),
       remove && h("button", { class: "plain", onclick: remove, "aria-label": `${t("Remove")} ${title}` }, "×")), this.place)
     this.axis = axis
     zoomed.add(this)
@@ -122,6 +133,8 @@ export class Chart {
 
   /** All charts show the range that was drawn with the mouse in one, and read it again in full. */
   zoom({ start, end }) {
+    if (resetting) return
+    this.plot.y_range.have_updated_interactively = false  // it fits what is shown
     for (const other of zoomed) if (other.plot && other.axis === this.axis) {
       if (other !== this) { other.plot.x_range.have_updated_interactively = true; other.plot.x_range.setv({ start, end }) }
       other.onzoom?.({ from: start, to: end })

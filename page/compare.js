@@ -187,7 +187,7 @@ export async function show(main) {
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, h("div", { class: "card" }, body), parallel)
   await Promise.all([charts.build(drawn), drawn.then(drawTools)])
-  await new Promise(requestAnimationFrame)  // the curves first
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)))  // the curves first
   drawTable()
   if (!table.runs.length) say(t("No runs yet: start one"))
   parallel.replaceChildren(...coordinates(order, table.settings, colour))

@@ -268,8 +268,10 @@ class Runs:
             for run in [self.run(only)] if only else self.runs.values():
                 if metric in run.columns:
                     x, y = run.x(axis), run.column(metric)
-                    inside = (x >= low) & (x <= high)
-                    x, y = thin(x[inside], y[inside], buckets)
+                    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+                    inside = np.flatnonzero((x >= low) & (x <= high))
+                    around = slice(max(0, inside.min(initial=len(x)) - 1), inside.max(initial=-1) + 2)  # lines go to the edge
+                    x, y = thin(x[around], y[around], buckets)
                     names.append([run.name, len(x), run.count, run.version])
                     xs.append(x.astype("<f4"))
                     ys.append(y.astype("<f4"))

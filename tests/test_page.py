@@ -246,7 +246,7 @@ def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
     xs, ys = points(filled.get("/api/curves?metric=loss/train&x=tokens"))["out/b"]
     assert xs.tolist() == [1000 * i for i in range(60)] and ys == pytest.approx([5 / (1 + i / 10) + 0.1 for i in range(60)])
     assert points(filled.get("/api/curves?metric=loss/val&x=seconds&run=out/a"))["out/a"][0].tolist() == [0, 10, 20, 30, 40, 50]
-    assert len(points(filled.get("/api/curves?metric=loss/train&x=iter&from=100&to=200"))["out/a"][0]) == 11
+    assert len(points(filled.get("/api/curves?metric=loss/train&x=iter&from=100&to=200"))["out/a"][0]) == 13
     rng = np.random.default_rng(0)
     x, y = np.arange(2000.0), rng.random(2000)
     y[777], y[1234], y[5] = 9, -9, math.nan
