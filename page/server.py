@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,6 +40,7 @@ class Request:
     query: dict
     body: bytes = b""
     headers: dict = field(default_factory=dict)  # names in lower case
+    gone: Callable = lambda: False               # whether the reader has gone meanwhile
 
     def json(self):
         """The body, a JSON object."""
@@ -198,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         if body is not None:
             self.server.arrived(self.connection, True)
             headers = {name.lower(): value for name, value in self.headers.items()}
-            self.answer(Request(self.command, parts.path, query, body, headers))
+            self.answer(Request(self.command, parts.path, query, body, headers, self.gone))
 
     do_POST = do_GET
 
@@ -224,6 +226,18 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply(error(413, f"a body has at most {MOST_BYTES:,} bytes"))
         found = self.rfile.read(int(lengths[0]))
         return found if len(found) == int(lengths[0]) else self.reply(error(400, "the body was cut short"))
+
+    def gone(self):
+        """Whether the reader has closed the connection."""
+        self.connection.settimeout(0)
+        try:
+            return self.connection.recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        finally:
+            self.connection.settimeout(PATIENCE)
 
     def answer(self, request):
         routes = self.server.routes

@@ -263,7 +263,7 @@ class Talk:
         except (ValueError, llamac.Error) as e:  # no JSON; a prompt that can't be encoded
             return Wrong(str(e)).response
         events = self.events(voice, asked)
-        return events if asked.stream else whole(asked, events)
+        return events if asked.stream else whole(asked, events, request.gone)
 
     def events(self, voice, asked):
         """The events of a stream. A reader who goes ends it at the next."""
@@ -336,10 +336,14 @@ def choice(chat, words, entries, reason):
     return {"index": 0, **({"delta": {"content": words}} if chat else {"text": words}), "logprobs": told, "finish_reason": reason}
 
 
-def whole(asked, events):
-    """The answer that a stream's events make together."""
+def whole(asked, events, gone):
+    """The answer that a stream's events make together; gone(): nobody waits for it any more."""
+    found = []
     with contextlib.closing(events):
-        found = [event for event in events if isinstance(event, dict)]
+        for event in events:
+            found += [event] if isinstance(event, dict) else []
+            if gone():
+                return Response("")
     if "error" in found[-1]:
         return Response(found[-1], 500)
     choices = [event["choices"][0] for event in found if event["choices"]]

@@ -205,36 +205,51 @@ def test_sixteen_clients_at_once(client, server):
     assert len(server.talk.voices["plain"].idle) <= talk.IDLE
 
 
-def test_turns_are_fair():
-    turns, order = talk.Turns(), []
+def test_turns_are_taken_in_the_order_of_those_who_wait():
+    turns, order, threads = talk.Turns(), [], []
+
+    def wait_for(n):
+        while len(turns.waiting) < n:
+            time.sleep(0.01)
 
     def work(n):
-        for _ in range(20):
+        with turns:
+            order.append(n)
+            if n == 1:
+                wait_for(3)  # 0 stands behind 2 and 3
+        if n == 0:
             with turns:
                 order.append(n)
-                time.sleep(0.001)
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
+    with turns:
+        for n in range(4):
+            threads.append(threading.Thread(target=work, args=(n,)))
+            threads[-1].start()
+            wait_for(n + 1)
     for thread in threads:
         thread.join()
-    middle = order[8:-8]
-    assert all(len(set(middle[i:i + 4])) >= 3 for i in range(len(middle) - 4)), order
+    assert order == [0, 1, 2, 3, 0] and not turns.busy
 
 
 def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch):
     steps = []
     forward = llamac.Session.forward
     monkeypatch.setattr(llamac.Session, "forward", lambda *a: (steps.append(1), forward(*a)))
-    stream = client.completions.create(model="plain", prompt="A", max_tokens=1_000_000, seed=1, stream=True)
-    next(iter(stream))
-    stream.close()
-    for _ in range(100):
-        seen = len(steps)
-        time.sleep(0.1)
-        if len(steps) == seen:
-            break
-    assert len(steps) == seen < 100_000
+    endless = dict(model="plain", prompt="A", max_tokens=1_000_000, seed=1)
+    for streamed in True, False:
+        if streamed:
+            stream = client.completions.create(stream=True, **endless)
+            next(iter(stream))
+            stream.close()
+        else:
+            with pytest.raises(openai.APITimeoutError):
+                client.completions.create(timeout=0.5, **endless)
+        for _ in range(100):
+            seen = len(steps)
+            time.sleep(0.1)
+            if len(steps) == seen:
+                break
+        assert 0 < len(steps) == seen < 100_000
+        steps.clear()
     assert server.talk.places._value == talk.AT_ONCE  # its place is free
 
 
