@@ -86,16 +86,6 @@ def test_ops_equal_the_cpus(ops_bin, where):
     print(run(ops_bin, 1, 20 if where else 2, CUDA_ON_CPU_ORDER="2").stdout.decode())
 
 
-def test_ops_equal_the_cpus_before_hopper(tmp_path):
-    """
-    The same where no copy engine brings the weights of whole tokens, but each thread its own; then a tiny model on as many
-    multiprocessors as an H100 has, where most warps start in the logits. tests/long_cuda.py tries other numbers.
-    """
-    binary = build(tmp_path, "tests/cuda_ops.cpp", emulated=[*UNSANITIZED, "-DBULK=0"])
-    run(binary, 2, 3, CUDA_ON_CPU_ORDER="1")
-    run(binary, 1, CUDA_ON_CPU_MULTIPROCESSORS="132")
-
-
 def logits(binary, args, vocab, **environment):
     out = run(binary, *args, "--logits", "-i", TEXT[:20], **environment).stdout
     return np.frombuffer(out, np.float32).reshape(-1, vocab)
