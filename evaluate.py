@@ -4,9 +4,11 @@ What a trained model is worth.
     python evaluate.py out/my --perplexity=text.txt     how well it predicts a text; `run --perplexity` gives the same
     python evaluate.py out/my --data=labelled.jsonl     how often it finds the answer among the classes
     python evaluate.py --make_intents=intents        write a small data set of labelled commands to try that on
+    python evaluate.py out/my --harness=task.jsonl      multiple choice: how often the right one of several ends is likeliest
 
 A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; without "classes" all that is expected
 anywhere in the file counts. The model's answer is the class whose text it finds likeliest behind the prompt.
+A task's line is {"context": ..., "choices": [...], "answer": number from 0 on}, as HellaSwag, ARC and PIQA can be written.
 """
 import collections
 import itertools
@@ -31,6 +33,7 @@ out_dir = "out"      # the model: the folder of a run, or of runs (the newest), 
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 perplexity = ""      # a UTF-8 text to predict
 data = ""            # labelled prompts, .jsonl
+harness = ""         # a task of multiple choice, .jsonl
 between = "\n= "     # stands between prompt and answer, as in the text the model was trained on
 make_intents = ""    # a folder to write train.jsonl (prompt and answer as text) and test.jsonl (labelled prompts) to
 wandb_log = False    # log table, accuracies and confusion matrix to Weights & Biases
@@ -107,11 +110,17 @@ def score(model, vocabulary, prompt, classes, device="cpu"):
     if longest > model.args.max_seq_len:
         fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context is "
              f"{model.args.max_seq_len}; shorten it")
-    x = torch.tensor([(i[:-1] + [0] * longest)[:longest] for i in ids], device=device)  # (classes, T)
-    y = torch.tensor([(i[1:] + [-1] * longest)[:longest] for i in ids], device=device)
-    logits = model(x, every=True)[0]  # (classes, T, V)
-    nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none").double().sum(1)
-    return torch.softmax(-nll, 0).cpu()
+    return torch.softmax(log_likelihoods(model, ids, [1] * len(ids), device), 0)
+
+
+def log_likelihoods(model, ids, starts, device="cpu"):
+    """The sum of ln p of each row's tokens from its start on: (len(ids),) float64."""
+    longest = max(map(len, ids)) - 1
+    x = torch.tensor([(i[:-1] + [0] * longest)[:longest] for i in ids], device=device)  # (rows, T)
+    y = torch.tensor([([-1] * (start - 1) + i[start:] + [-1] * longest)[:longest] for i, start in zip(ids, starts)], device=device)
+    logits = model(x, every=True)[0]  # (rows, T, V)
+    nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
+    return -nll.double().sum(1).cpu()
 
 
 def answer(model, vocabulary, examples, device="cpu"):
@@ -194,6 +203,52 @@ def evaluate_labelled(model, vocabulary, device):
         log_to_wandb(rows, names)
 
 
+# ---- multiple choice --------------------------------------------------------------------------------------------
+
+def read_task(path):
+    """[(context, [choice], the right one's number)] of a .jsonl file."""
+    questions, number = [], 0
+    try:
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            row = json.loads(line)
+            choices, right = [str(choice) for choice in row["choices"]], int(row["answer"])
+            if not all(choices) or not 0 <= right < len(choices):
+                raise ValueError(f"answer {right} of {len(choices)} choices")
+            questions.append((str(row["context"]), choices, right))
+    except OSError as e:
+        fail(f"--harness={path}: cannot be read ({e.strerror}); expected a .jsonl file")
+    except (ValueError, KeyError, TypeError) as e:
+        fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"context\": ..., \"choices\": [...], \"answer\": 0}}")
+    return questions or fail(f"{path}: is empty; expected a question a line")
+
+
+@torch.inference_mode()
+def choose(model, vocabulary, context, choices, device="cpu"):
+    """
+    (the likeliest choice, the likeliest for its number of characters) behind the context and a space. What does not fit the
+    model's context loses its beginning. As lm-eval's acc and acc_norm: https://arxiv.org/abs/2405.14782
+    """
+    context = context.rstrip()
+    before, ids, starts = len(vocabulary.encode(context, bos=True)), [], []
+    for choice in choices:
+        whole = vocabulary.encode(f"{context} {choice}", bos=True)
+        kept = whole[-model.args.max_seq_len - 1:]
+        ids.append(kept)
+        starts.append(max(1, before - (len(whole) - len(kept))))
+    found = log_likelihoods(model, ids, starts, device)
+    return int(found.argmax()), int((found / torch.tensor([len(choice) for choice in choices])).argmax())
+
+
+def evaluate_choices(model, vocabulary, device):
+    questions = read_task(harness)
+    answers = [(right, *choose(model, vocabulary, context, choices, device)) for context, choices, right in questions]
+    for name, place in ("acc", 1), ("acc_norm", 2):
+        share = sum(row[place] == row[0] for row in answers) / len(answers)
+        error = math.sqrt(share * (1 - share) / max(1, len(answers) - 1))  # of the mean, from the sample's deviation
+        low, high = max(0, share - 1.96 * error), min(1, share + 1.96 * error)
+        print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; {len(answers)} questions)")
+
+
 # ---- a small labelled data set ----------------------------------------------------------------------------------
 
 POLITE = ("{}", "please {}", "{} please", "can you {}", "could you {} now", "hey, {}", "{} for me")
@@ -250,14 +305,16 @@ def write_intents(folder):
 def main():
     if make_intents:
         return write_intents(make_intents)
-    if not perplexity and not data:
-        fail("nothing to evaluate; give --perplexity=FILE or --data=FILE")
+    if not (perplexity or data or harness):
+        fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
     place = parallel.setup(device)
     model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     if perplexity:
         print_perplexity(model, vocabulary, perplexity, place)
     if data:
         evaluate_labelled(model, vocabulary, place)
+    if harness:
+        evaluate_choices(model, vocabulary, place)
 
 
 if __name__ == "__main__":

@@ -114,3 +114,30 @@ def test_mistakes_end_in_one_line(model, tmp_path, monkeypatch, capsys, content,
         evaluate.main()
     err = capsys.readouterr().err
     assert e.value.code == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_path, monkeypatch, capsys):
+    """Against sums made token by token; contexts too long lose their beginning, as far as the model's 48 tokens ask."""
+    questions = [("The cat sat on the", ["mat", "a very long way home"], 0), ("x " * 40, ["y", "no"], 1), ("One", ["two", "2", "zwei"], 2)]
+    expected = []
+    for context, choices, _ in questions:
+        sums = []
+        for choice in choices:
+            ids, total = Bytes().encode(f"{context.rstrip()} {choice}", bos=True), 0.0
+            ids = ids[-49:]
+            for at in range(len(ids) - len(choice) - 1, len(ids)):
+                total += model(torch.tensor([ids[:at]]))[0][0, -1].log_softmax(0)[ids[at]].item()
+            sums.append(total)
+        normed = [s / len(c) for s, c in zip(sums, choices)]
+        expected.append((sums.index(max(sums)), normed.index(max(normed))))
+    assert [evaluate.choose(model, Bytes(), context, choices) for context, choices, _ in questions] == expected
+    (tmp_path / "task.jsonl").write_text("".join(json.dumps({"context": c, "choices": o, "answer": a}) + "\n" for c, o, a in questions))
+    monkeypatch.setattr(evaluate, "harness", str(tmp_path / "task.jsonl"))
+    evaluate.evaluate_choices(model, Bytes(), "cpu")
+    right = [sum(found[n] == a for found, (*_, a) in zip(expected, questions)) / 3 for n in (0, 1)]
+    assert [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()] == [round(share, 4) for share in right]
+    for line in ('{"context": "a", "choices": ["b"], "answer": 1}', '{"context": "a"}', "no"):
+        (tmp_path / "task.jsonl").write_text(line)
+        with pytest.raises(SystemExit):
+            evaluate.read_task(tmp_path / "task.jsonl")
+        assert "task.jsonl, line 1: " in capsys.readouterr().err
