@@ -29,6 +29,13 @@ UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 
 
+def spell(piece, space=" "):
+    """An entry of `pieces()` as one reads it: a byte is its ASCII character or else <0x..>, a space is what `space` says."""
+    data, _, kind = piece
+    byte = int(data[3:5], 16) if kind == BYTE else 255
+    return (chr(byte) if byte < 128 else data.decode("utf-8", "replace")).replace(SPACE, " ").replace(" ", space)
+
+
 class Tokenizer:
     """
     What all kinds share. kind: "sentencepiece", "byte" or "char"; vocab_size, bos_id, eos_id, unk_id: int;

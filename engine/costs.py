@@ -168,12 +168,12 @@ class Rehearsal:
             return self.model(x, x)[1]
 
 
-def measure(s, vocab_size, make_optimizer, device, amp_dtype, seconds=1.0):
+def measured_step(trial, seconds):
     """
-    {"step", "forward", "sample"}: seconds of a training step, of a token in an evaluation, of a token in a sample: medians
-    over `seconds`, or less for a run that is short itself. A large batch is measured by some of its sequences.
+    Seconds of a training step: the median over `seconds`, or less for a run that is short itself. A large batch is measured
+    by some of its sequences.
     """
-    trial, share = Rehearsal(s, vocab_size, make_optimizer, device, amp_dtype), sequences_here(s)
+    s, share = trial.s, sequences_here(trial.s)
     timed(trial.forward_backward, 1), timed(trial.update)  # load what is loaded once
     one = timed(trial.forward_backward, 1)
     seconds = min(seconds, 0.02 * s.max_iters * share * one)
@@ -182,8 +182,15 @@ def measure(s, vocab_size, make_optimizer, device, amp_dtype, seconds=1.0):
     while len(passes) < 3 or time.perf_counter() < end:
         passes.append(timed(trial.forward_backward, rows))
         updates.append(timed(trial.update))
-    step = share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:])
+    return share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:])
+
+
+def measure(s, vocab_size, make_optimizer, device, amp_dtype, seconds=1.0):
+    """{"step", "forward", "sample"}: seconds of a training step, of a token in an evaluation, of a token in a sample."""
+    trial = Rehearsal(s, vocab_size, make_optimizer, device, amp_dtype)
+    step = measured_step(trial, seconds)
     trial.model.eval()
+    rows = max(1, min(s.batch_size, sequences_here(s), int(0.5 * seconds / step * sequences_here(s))))
     forward = min(timed(trial.forward, rows) for _ in range(2)) / rows / s.max_seq_len
     sample = min(timed(trial.model.generate, trial.tokens(1)[:, :1], 8) for _ in range(2)) / 8
     return {"step": step, "forward": forward, "sample": sample}
@@ -196,9 +203,9 @@ def timed(work, *args):
     return time.perf_counter() - start
 
 
-def step_seconds(*arguments):
-    """Seconds of a training step, see measure: a shorter look, for the plan of --minutes."""
-    return measure(*arguments, seconds=0.3)["step"]
+def step_seconds(*arguments, seconds=0.3):
+    """measured_step of a model of its own: a short look, for the plan of --minutes."""
+    return measured_step(Rehearsal(*arguments), seconds)
 
 
 def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):

@@ -3,31 +3,17 @@ What a model does with one text: attention of every head, what each layer would 
 embedding is near whose, and how the weights are spread. Hooks read it; the model runs as it is.
 """
 import base64
-import contextlib
 import math
 
 import torch
 
 from configurator import fail
-from engine import ops
-from engine.instruments import histogram, spell
+from engine.instruments import histogram, outputs, rotated, scores
+from tokenizer import spell
 
 MOST = 1 << 20  # numbers of attention, or of queries and keys, that are told
 RIVALS = 3      # likeliest tokens beside each
 NEAR = 8        # neighbours of each embedding
-
-
-@contextlib.contextmanager
-def outputs(modules):
-    """{name: what the module gave} while they run. modules: {name: module}"""
-    found, hooks = {}, []
-    for name, module in modules.items():
-        hooks.append(module.register_forward_hook(lambda m, args, out, name=name: found.__setitem__(name, out)))
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.inference_mode()
@@ -42,12 +28,10 @@ def record(model, ids):
         wanted |= {("q", i): layer.attention.wq, ("k", i): layer.attention.wk, ("x", i): layer}
     with outputs(wanted) as found:
         logits = model(torch.tensor([ids], device=device), every=True)[0][0]
-    rotated = lambda x: ops.rotate_plain(x.unflatten(-1, (-1, a.head_dim)), model.rope[:len(ids)])[0].float()  # (T, heads, Q)
-    q, k = (torch.stack([rotated(found[name, i]) for i in range(a.n_layers)]).transpose(1, 2) for name in "qk")
-    score = q @ k.repeat_interleave(a.n_heads // a.n_kv_heads, 1).mT / math.sqrt(a.head_dim)
+    q, k = (torch.cat([rotated(model, found[name, i]) for i in range(a.n_layers)]) for name in "qk")  # layers as a batch
     later = torch.ones(len(ids), len(ids), dtype=torch.bool, device=device).triu(1)
     residual = torch.stack([found["embedding"][0], *(found["x", i][0] for i in range(a.n_layers))])
-    attention = score.masked_fill(later, -math.inf).softmax(-1)
+    attention = scores(q, k).masked_fill(later, -math.inf).softmax(-1)
     return {"logits": logits.float(), "q": q, "k": k, "attention": attention, "residual": residual}
 
 
@@ -81,7 +65,7 @@ def packed(tensor):
 def likeliest(pieces, log_p, target=None):
     """What the page shows of log probabilities (V,): [[token, p], ...] of the likeliest, and p of the target."""
     top = log_p.topk(min(RIVALS, len(log_p)))
-    rivals = [[spell(pieces, i), round(p, 5)] for i, p in zip(top.indices.tolist(), top.values.exp().tolist())]
+    rivals = [[spell(pieces[i]), round(p, 5)] for i, p in zip(top.indices.tolist(), top.values.exp().tolist())]
     return {"rivals": rivals} | ({} if target is None else {"p": round(log_p[target].exp().item(), 6)})
 
 
@@ -100,11 +84,11 @@ def describe(model, vocabulary, text, name=""):
     weights = [{"name": key, "shape": list(p.shape), "mean": p.mean().item(), "std": p.std(correction=0).item(), **histogram(p, 40)}
                for key, p in model.named_parameters()]
     return {
-        "name": str(name), "cut": whole - len(ids), "tokens": [spell(pieces, i) for i in ids], "ids": ids,
+        "name": str(name), "cut": whole - len(ids), "tokens": [spell(pieces[i]) for i in ids], "ids": ids,
         "heads": model.args.n_heads, "kv_heads": model.args.n_kv_heads,
         "attention": packed(found["attention"]), "q": packed(found["q"]), "k": packed(found["k"]),
         "predictions": [likeliest(pieces, row, target) for row, target in zip(said, targets)], "lens": layers,
-        "neighbours": [[[spell(pieces, i), round(c, 4)] for i, c in zip(row, cosines)]
+        "neighbours": [[[spell(pieces[i]), round(c, 4)] for i, c in zip(row, cosines)]
                        for row, cosines in zip(near_ids.tolist(), near.tolist())],
         "weights": weights,
     }

@@ -7,6 +7,7 @@ import time
 import torch
 
 from engine import ops, parallel
+from tokenizer import spell
 
 
 def histogram(values, bins=32):
@@ -86,32 +87,61 @@ USUAL = {     # metric: (least, most, what it means beyond them). Where a row sa
 }
 
 
+@contextlib.contextmanager
+def watching(looks):
+    """While it lasts, look(what a module was given, what it gave) after each of its calls. looks: [(module, look)]"""
+    def hook(look):
+        def after(module, given, out):
+            look(given[0], out)  # whose own result must not become the module's
+        return after
+
+    hooks = [module.register_forward_hook(hook(look)) for module, look in looks]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+@contextlib.contextmanager
+def outputs(modules):
+    """{name: what the module gave last} while they run. modules: {name: module}"""
+    found = {}
+    with watching([(module, lambda given, out, name=name: found.update({name: out})) for name, module in modules.items()]):
+        yield found
+
+
+def rotated(model, z):
+    """What wq or wk gave, (B, T, heads Q), as attention takes it: (B, heads, T, Q) in float32."""
+    return ops.rotate(z.unflatten(-1, (-1, model.args.head_dim)).float(), model.rope[:z.shape[1]]).transpose(1, 2)
+
+
+def scores(q, k):
+    """Attention before its softmax and mask: q (B, H, N, Q), k (B, K, T, Q) -> (B, H, N, T)."""
+    return q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / q.shape[-1] ** 0.5
+
+
 class Inside:
     """
-    Hooks on a forward pass of `tokens` (B, T), which read of each block the root mean square of what it gives
+    What `looks` see in a forward pass of `tokens` (B, T): of each block the root mean square of what it gives
     (norm/activation/<layer>), the share of hidden units that give nothing on any token (dead/<layer>) and the entropy of its
     attention, 1 where that is spread evenly and 0 where it is on one token (attention/entropy/<layer>).
     """
 
     def __init__(self, model, tokens):
-        self.model, self.tokens, self.hooks, self.found = model, tokens[:2], [], {}
+        self.model, self.tokens, self.found = model, tokens[:2], {}
 
-    def __enter__(self):
+    def looks(self):
+        """For `watching`."""
+        found = []
         for i, layer in enumerate(self.model.layers):
             a, name, scored = layer.attention, f"layers.{i}", {}
-            self.after(layer, lambda given, out, name=name: self.length(name, out))
-            self.after(layer.feed_forward.w2, lambda given, out, name=name: self.units(name, given))
-            for key, linear in ("q", a.wq), ("k", a.wk):
-                self.after(linear, lambda given, out, key=key, scored=scored: scored.update({key: out[:2].detach()}))
-            self.after(a, lambda given, out, name=name, scored=scored: self.entropy(name, **scored))
-        return self
-
-    def after(self, module, look):
-        self.hooks.append(module.register_forward_hook(lambda module, given, out: look(given[0], out)))
-
-    def __exit__(self, *error):
-        for hook in self.hooks:
-            hook.remove()
+            found += [(layer, lambda given, out, name=name: self.length(name, out)),
+                      (layer.feed_forward.w2, lambda given, out, name=name: self.units(name, given))]
+            found += [(linear, lambda given, out, key=key, scored=scored: scored.update({key: out[:2].detach()}))
+                      for key, linear in (("q", a.wq), ("k", a.wk))]
+            found += [(a, lambda given, out, name=name, scored=scored: self.entropy(name, **scored))]
+        return found
 
     def length(self, name, out):
         self.found[f"norm/activation/{name}"] = out.detach().float().square().mean().sqrt()
@@ -122,13 +152,9 @@ class Inside:
 
     def entropy(self, name, q, k):
         """q: (B, T, H Q), k: (B, T, K Q), before their rotation."""
-        a, T = self.model.args, q.shape[1]
-        q, k = (ops.rotate(z.unflatten(-1, (-1, a.head_dim)).float(), self.model.rope[:T]) for z in (q, k))
-        q, k = q[:, -QUERIES:].transpose(1, 2), k.repeat_interleave(a.n_heads // a.n_kv_heads, 2).transpose(1, 2)
-        bos = self.model.bos_id
+        q, k, bos = rotated(self.model, q), rotated(self.model, k), self.model.bos_id
         seen = ops.within_documents(self.tokens, -1 if bos is None else bos)[:, :, -QUERIES:]  # (B, 1, queries, T)
-        scores = (q @ k.mT / a.head_dim ** 0.5).masked_fill(~seen, -math.inf)
-        log_p = scores.log_softmax(-1)
+        log_p = scores(q[:, :, -QUERIES:], k).masked_fill(~seen, -math.inf).log_softmax(-1)
         entropy = -(log_p.exp() * log_p.masked_fill(~seen, 0)).sum(-1)  # (B, H, queries)
         keys = seen.sum(-1).expand_as(entropy)
         share = (entropy / keys.log())[keys > 1]  # of what an even spread has
@@ -185,13 +211,6 @@ def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):
     return {"grad/noise_scale": (variance / square).item()} if square > 0 else {}
 
 
-def spell(pieces, i):
-    """A token as it is read: its space is a space, its byte a character or, where it is none by itself, <0x..>."""
-    piece, _, kind = pieces[i]
-    byte = int(piece[3:5], 16) if kind == 6 else 255
-    return chr(byte) if byte < 128 else piece.decode("utf-8", "replace").replace("\u2581", " ")
-
-
 PROBED = 1 << 22  # logits that probe holds at a time, in several copies: 16 MiB each
 
 
@@ -204,7 +223,8 @@ def probe(model, batches, tokenizer, amp, places=6):
     model.eval()
     for split, (x, y) in batches.items():
         every = math.ceil(x.numel() * tokenizer.vocab_size / PROBED)
-        with torch.no_grad(), amp, Inside(model, x) as inside:
+        inside = Inside(model, x)
+        with torch.no_grad(), amp, watching(inside.looks()):
             logits = model(x, every=every)[0].float()  # (B, N, V), of the positions 0, every, 2 every ...
         row = {"logits/histogram": histogram(logits)} | inside.read()
         log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
@@ -216,8 +236,8 @@ def probe(model, batches, tokenizer, amp, places=6):
             t = i * every
             seen = tokenizer.decode(x[b, max(0, t - 24):t + 1].tolist())
             guesses = [cell for j, q in zip(top[b, i].tolist(), top_p[b, i].tolist())
-                       for cell in (spell(pieces, j), round(q, 4))]
-            lines.append([split, seen, spell(pieces, int(y[b, t])), round(p_target[b, i].item(), 4), *guesses])
+                       for cell in (spell(pieces[j]), round(q, 4))]
+            lines.append([split, seen, spell(pieces[int(y[b, t])]), round(p_target[b, i].item(), 4), *guesses])
         row |= {"logits/p_target": p_target.mean().item(), "logits/p_max": top_p[..., 0].mean().item(),
                 "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()

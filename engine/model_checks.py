@@ -17,6 +17,7 @@ import torch
 
 from engine import checkpoint, parallel
 from engine.data_checks import Bug, Skip, Suspicion
+from engine.instruments import outputs, watching
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,22 +69,18 @@ def norms(r):
     """A forgotten normalisation: what a matrix reads from the residual stream has not the length that RMSNorm gives."""
     if not r.fresh:
         raise Skip
-    found, hooks = {}, []
+    found, looks = {}, []
 
-    def watch(name, linear):
-        hooks.append(linear.register_forward_pre_hook(
-            lambda module, given: found.update({name: given[0].float().square().mean().sqrt().item()})))
+    def look(name, linear):
+        looks.append((linear, lambda given, out: found.update({name: given.float().square().mean().sqrt().item()})))
 
     for i, layer in enumerate(r.model.layers):
         for part, names in ((layer.attention, "wq wk wv"), (layer.feed_forward, "w1 w3")):
             for name in names.split():
-                watch(f"layers.{i}.{'attention' if part is layer.attention else 'feed_forward'}.{name}", getattr(part, name))
-    watch("output", r.model.output)
-    try:
+                look(f"layers.{i}.{'attention' if part is layer.attention else 'feed_forward'}.{name}", getattr(part, name))
+    look("output", r.model.output)
+    with watching(looks):
         r.outputs(r.x[:1])
-    finally:
-        for hook in hooks:
-            hook.remove()
     least = 1 / math.sqrt(1 + r.args.norm_eps / FRESH ** 2)  # where eps is not small beside the embedding
     for name, length in found.items():
         if not 0.7 * least < length < 1.4:
@@ -167,18 +164,14 @@ def loss(r):
 def gradients(r):
     """A frozen layer, a detached gradient, a parameter that no optimizer has: each must get a finite gradient, not zero."""
     r.model.train(not r.args.dropout)
-    trained, seen = {p for group in r.opt.param_groups for p in group["params"]}, []
+    trained = {p for group in r.opt.param_groups for p in group["params"]}
     # of a tied embedding lm_head's gradient would hide that its own is missing
-    hook = r.model.tok_embeddings.register_forward_hook(lambda module, given, out: seen.append(out))
-    try:
-        with r.amp:
-            value = r.model(r.x, r.y)[1]
-        if seen[0].requires_grad:
-            seen[0].retain_grad()
-        if value.requires_grad:
-            (value * r.scale.factor).backward()
-    finally:
-        hook.remove()
+    with outputs({"embedding": r.model.tok_embeddings}) as found, r.amp:
+        value = r.model(r.x, r.y)[1]
+    if found["embedding"].requires_grad:
+        found["embedding"].retain_grad()
+    if value.requires_grad:
+        (value * r.scale.factor).backward()
     lengths = {name: None if p.grad is None else parallel.unshard(p.grad.norm()).item() for name, p in
                r.model.named_parameters()}
     for name, p in r.model.named_parameters():
@@ -192,7 +185,7 @@ def gradients(r):
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
-    if not r.sharded and (seen[0].grad is None or not seen[0].grad.norm()):
+    if not r.sharded and (found["embedding"].grad is None or not found["embedding"].grad.norm()):
         raise Bug("tok_embeddings gets no gradient from what it puts in: behind it something is detached")
 
 

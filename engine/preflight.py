@@ -20,6 +20,7 @@ from configurator import fail
 from engine import parallel
 from engine.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
 from engine.files import why
+from engine.instruments import outputs
 from engine.model_checks import (accumulation, attention, documents, future, gradients, loss, norms, rate, run,
                                  saved)
 
@@ -71,17 +72,10 @@ class Ready:
     @torch.no_grad()
     def outputs(self, tokens):
         """{layer: what it gives}, each (1, T, ...): the blocks and the logits, without dropout."""
-        found = {}
         self.model.eval()
-        hooks = [layer.register_forward_hook(lambda module, given, out, i=i: found.update({f"layers.{i}": out.float()}))
-                 for i, layer in enumerate(self.model.layers)]
-        try:
-            with self.amp:
-                found["the logits"] = self.model(tokens, every=True)[0].float()
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return found
+        with self.amp, outputs({f"layers.{i}": layer for i, layer in enumerate(self.model.layers)}) as found:
+            logits = self.model(tokens, every=True)[0]
+        return {name: out.float() for name, out in (found | {"the logits": logits}).items()}
 
 
 CHECKS = {check.__name__: check for check in (

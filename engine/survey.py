@@ -5,20 +5,13 @@ import math
 
 import numpy as np
 
-from tokenizer import BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from tokenizer import BYTE, NORMAL, UNKNOWN, USER_DEFINED, spell
 
 ROWS = 20  # of a table of pieces
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color-scheme:light dark}
 table{border-collapse:collapse;margin:.5em 0 2em}td,th{border-bottom:1px solid #8884;padding:.2em .8em;text-align:left;
 white-space:pre-wrap;overflow-wrap:anywhere}td.n{text-align:right;font-variant-numeric:tabular-nums}
 i{display:inline-block;height:.8em;background:#48a}"""
-
-
-def readable(piece, kind):
-    """A piece as one reads it: a space is ␣, the byte of an ASCII character that character, another byte <0x..>."""
-    byte = int(piece[3:5], 16) if kind == BYTE else 255
-    text = chr(byte) if byte < 128 else piece.decode("utf-8", "replace")
-    return text.replace(SPACE, "␣").replace(" ", "␣")
 
 
 def spelled(ids, pieces):
@@ -33,7 +26,7 @@ def spelled(ids, pieces):
             found += [f"⟨{character}⟩" for character in waiting.decode("utf-8", "replace")]
             waiting = b""
         if i is not None:
-            found.append(readable(piece, kind))
+            found.append(spell(pieces[i], "␣"))
     return "|".join(found)
 
 
@@ -93,14 +86,13 @@ def piece_tables(pieces, counts):
     total = max(1, counts.sum())
 
     def row(i):
-        return [readable(pieces[i][0], pieces[i][2]), int(counts[i]), f"{counts[i] / total:.2%}"]
+        return [spell(pieces[i], "␣"), int(counts[i]), f"{counts[i] / total:.2%}"]
 
     edges = [0, 1, 10, 100, 1000, 10_000, math.inf]
     use = [[f"{a:,}" if b <= a + 1 else f"{a:,} or more" if b == math.inf else f"{a:,} to {b - 1:,}",
             int(np.count_nonzero((counts >= a) & (counts < b)))] for a, b in zip(edges, edges[1:])]
     frequent = np.argsort(-counts, kind="stable")[:ROWS].tolist()
-    length = {i: len(readable(piece, kind)) for i, (piece, _, kind) in enumerate(pieces)
-              if counts[i] and kind in (NORMAL, USER_DEFINED)}
+    length = {i: len(spell(piece)) for i, piece in enumerate(pieces) if counts[i] and piece[2] in (NORMAL, USER_DEFINED)}
     longest = sorted(length, key=lambda i: (-length[i], -counts[i]))[:ROWS]
     return {"use of the vocabulary": [["times", "pieces"], *use],
             "most frequent pieces": [["piece", "times", "share"], *map(row, frequent)],

@@ -6,9 +6,9 @@ that file through its stdout, so a page that comes later knows which still run. 
 arguments, never through a shell. Their values are the user's: who knows the token may read what he may.
 """
 import fcntl
+import hashlib
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from configurator import advice, convert, read_file, source_knobs
+from configurator import advice, convert, fail, read_file, source_knobs
 from engine.files import write_atomic
 from page.runs import locks, read_json
 from page.server import Response, as_file
@@ -85,6 +85,8 @@ class Jobs:
         """Raises BlockingIOError where another page has this folder's queue."""
         self.runs, self.folder, self.lock, self.children = runs, runs.root / ".page", threading.RLock(), {}
         self.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.folder.iterdir()) and not (self.folder / "lock").is_file():
+            fail(f"{self.folder}: holds files that are not this page's; move them, or choose another folder of runs")
         self.alone = open(self.folder / "lock", "wb")
         fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         stored = read_json(self.folder / "jobs.json")
@@ -172,8 +174,9 @@ class Jobs:
                 words({name: value})
         content = {"program": "train.py", "method": "random" if method == "random" else "grid",
                    "metric": {"name": "loss/val", "goal": "minimize"}, "parameters": fixed | parameters}
-        path = self.folder / f"{re.sub('[^A-Za-z0-9_-]+', '-', Path(out_dir).name)}.json"
-        write_atomic(path, json.dumps(content, indent=1))
+        text = json.dumps(content, indent=1)
+        path = self.folder / f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"  # one that waits keeps its own
+        write_atomic(path, text)
         return str(path), out_dir
 
     def line(self, request):

@@ -83,7 +83,7 @@ def runcuda_bin(objects, where):
 
 def test_ops_equal_the_cpus(ops_bin, where):
     """On random shapes; emulated, with the threads of a block taking turns in random order."""
-    print(run(ops_bin, 1, 20 if where else 1, CUDA_ON_CPU_ORDER="2").stdout.decode())
+    print(run(ops_bin, 1, 20 if where else 2, CUDA_ON_CPU_ORDER="2").stdout.decode())
 
 
 def logits(binary, args, vocab, **environment):

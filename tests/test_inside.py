@@ -21,7 +21,8 @@ def small(**more):
 
 
 def look(model, tokens):
-    with torch.no_grad(), instruments.Inside(model, tokens) as inside:
+    inside = instruments.Inside(model, tokens)
+    with torch.no_grad(), instruments.watching(inside.looks()):
         model(tokens, every=1)
     return inside.read()
 

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from tests.conftest import LIBRARY, ROOT, SANITIZE, compile_c
-from tests.test_run import Model, run
+from tests.test_run import run, two_models
 
 
 @pytest.fixture(scope="module")
@@ -15,10 +15,7 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    Model(heads=8, kv=2, tied=False).write_gguf(folder / "one.gguf")
-    Model(seed=5).write_gguf(folder / "other.gguf", "q8_0")
-    return folder / "one.gguf", folder / "other.gguf"
+    return two_models(tmp_path_factory.mktemp("models"))
 
 
 def call(*command):

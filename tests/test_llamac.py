@@ -13,17 +13,14 @@ import llamac
 from tests.conftest import ROOT
 from tests.test_chat import AGAIN, ANSWER, CHATML, HI, LLAMA2, MARKS, SYSTEM, ZEPHYR, vocabulary
 from tests.test_encode import pieces_of, write_gguf
-from tests.test_run import Model, run
+from tests.test_run import Model, run, two_models
 
 pytestmark = pytest.mark.usefixtures("library")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    Model(heads=8, kv=2, tied=False).write_gguf(folder / "one.gguf")
-    Model(seed=5).write_gguf(folder / "other.gguf", "q8_0")
-    return folder / "one.gguf", folder / "other.gguf"
+    return two_models(tmp_path_factory.mktemp("models"))
 
 
 def continued(model, prompt, sampler, n):

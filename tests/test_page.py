@@ -302,6 +302,27 @@ def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
     assert filled.get("/api/jobs") == {"jobs": []}
 
 
+def test_each_sweep_that_waits_keeps_its_own_file(tmp_path):
+    page = Page(tmp_path)
+    kept = []
+    for name, dims in ("jobs", [32, 64]), ("jobs", [32, 96]), ("other", [32]):
+        form = {"knobs": {"out_dir": f"out/{name}"}, "sweep": {"parameters": {"dim": {"values": dims}}}}
+        words = shlex.split(page.get("/api/line", form)["line"])
+        kept.append((next(word for word in words if word.endswith(".json")), dims))
+    assert page.get("/api/jobs") == {"jobs": []} and len({path for path, _ in kept}) == 3
+    assert all(json.loads((tmp_path / path).read_text())["parameters"]["dim"]["values"] == dims for path, dims in kept)
+    page.end()
+
+
+def test_a_folder_of_that_name_that_is_not_the_pages_is_left_alone(tmp_path):
+    mine = tmp_path / "out/.page/jobs.json"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "that are not this page's" in done.stderr and done.stderr.count("\n") == 1
+    assert mine.read_text() == "mine" and [path.name for path in mine.parent.iterdir()] == ["jobs.json"]
+
+
 def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_path, request):
     (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
     page = Page(tmp_path)

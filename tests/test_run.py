@@ -189,6 +189,13 @@ class Model:
         return [folder / "m.gguf"], self.write_gguf(folder / "m.gguf", form)
 
 
+def two_models(folder):
+    """The files of two models that differ in weights, heads and format."""
+    Model(heads=8, kv=2, tied=False).write_gguf(folder / "one.gguf")
+    Model(seed=5).write_gguf(folder / "other.gguf", "q8_0")
+    return folder / "one.gguf", folder / "other.gguf"
+
+
 def instruction_sets():
     """Those that this machine has."""
     flags = Path("/proc/cpuinfo").read_text().split()

@@ -21,6 +21,7 @@ import torch
 
 import track
 from engine import follow, instruments
+from tokenizer import spell
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -338,7 +339,7 @@ def test_histograms_layers_and_tokens_as_rows_show_them():
         assert sum(found["counts"]) == 5 and value == found["edges"][0] < found["edges"][-1] <= value + 1e-6 * max(1, abs(value))
     assert [instruments.layer_of(name) for name in ("layers.3.attention.wq.weight", "norm.weight")] == ["layers.3", "norm"]
     pieces = [(b"<0x41>", 0.0, 6), (b"<0x7F>", 0.0, 6), (b"<0x80>", 0.0, 6), ("▁the".encode(), 0.0, 1), (b"<0x41>", 0.0, 4)]
-    assert [instruments.spell(pieces, i) for i in range(5)] == ["A", "\x7f", "<0x80>", " the", "<0x41>"]
+    assert [spell(piece) for piece in pieces] == ["A", "\x7f", "<0x80>", " the", "<0x41>"]
     state = {"loss_sum": 6.0, "loss_steps": 4}
     assert instruments.mean_loss(state) == 1.5 and math.isnan(instruments.mean_loss(state))
 

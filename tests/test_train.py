@@ -364,7 +364,8 @@ def test_a_run_that_never_improves_ends_with_a_trained_model_that_is_there(folde
     """Steps so large that they harm: fine-tuning ends above where it began."""
     done = run(folder, "--data=my.txt", "--init_from=whole", "--out_dir=harmed", "--max_iters=20", "--learning_rate=0.9",
                "--spike_z=0", "--wandb_log=True", "--warmup_iters=0")
-    assert done.returncode == 0 and "could not" not in done.stderr, done.stderr
+    warned = [line for line in done.stderr.splitlines() if "warning" in line and "layers." not in line]
+    assert done.returncode == 0 and "could not" not in done.stderr and not warned, done.stderr
     losses = {row["iter"]: row["loss/val"] for row in rows(folder, "harmed") if "loss/val" in row}
     assert losses[0] < min(losses[10], losses[20])
     best = min((10, 20), key=losses.get)
