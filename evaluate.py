@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from compare import pad, width
 from engine import checkpoint, parallel
 from engine.files import write_atomic
+from engine.load import load_model
 from engine.redact import redact
-from export import load_model
 from track import Wandb, new_run_id
 
 out_dir = "out"      # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file

@@ -12,7 +12,7 @@ from configurator import configure, fail  # first: it answers for packages that 
 import torch
 
 from engine import checkpoint, inside, parallel
-from export import load_model
+from engine.load import load_model
 from page.inside import html
 
 out_dir = "out"         # the model: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file

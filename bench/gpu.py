@@ -123,7 +123,7 @@ def tests():
 
 def logits():
     """Largest difference from model.py in float32 on the CPU, over the largest logit, with the weights of the same file."""
-    from export import load_model
+    from engine.load import load_model
     torch.set_float32_matmul_precision("highest")
     out = {}
     for form in FORMATS["15M"]:

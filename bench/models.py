@@ -19,6 +19,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import export
 from configurator import configure, fail
+from engine.formats import TYPES, tensors
+from engine.load import vocabulary_of
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
@@ -39,7 +41,7 @@ class RandomWeights:
     """A state_dict whose tensors are drawn anew at each access, each from a seed of its own: its name."""
 
     def __init__(self, args):
-        self.shapes = {ours: shape for ours, _, _, shape in export.tensors(args)}
+        self.shapes = {ours: shape for ours, _, _, shape in tensors(args)}
 
     def __getitem__(self, name):
         shape, generator = self.shapes[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -57,8 +59,8 @@ def vocabulary(size):
     words = [SPACE] + [space + "".join(letters) for n in (1, 2, 3) for space in (SPACE, "")
                        for letters in itertools.product(string.ascii_lowercase, repeat=n)]
     pieces = [*SPECIALS, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((word, NORMAL) for word in words)][:size]
-    return export.vocabulary_of([(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)],
-                                0, 1, 2, True, False, "the synthetic vocabulary")
+    return vocabulary_of([(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)],
+                         0, 1, 2, True, False, "the synthetic vocabulary")
 
 
 def path_of(shape, form):
@@ -66,9 +68,9 @@ def path_of(shape, form):
 
 
 def main():
-    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*export.TYPES, "v0", "v1", "v2"}):
+    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*TYPES, "v0", "v1", "v2"}):
         fail(f"{', '.join(unknown)}: no such shape or format; shapes are {', '.join(SHAPES)}, "
-             f"formats {', '.join(export.TYPES)}, v0, v1, v2")
+             f"formats {', '.join(TYPES)}, v0, v1, v2")
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
         path, args = path_of(shape, form), SHAPES[shape]
         if path.exists():

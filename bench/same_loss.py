@@ -17,7 +17,8 @@ import torch
 
 import data as corpus  # `data` is a knob
 from configurator import configure
-from export import interleaved_to_halves, tensors
+from engine.formats import tensors
+from export import interleaved_to_halves
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 

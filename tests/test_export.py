@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import export
-from engine import checkpoint
+from engine import checkpoint, formats, load
 from engine.costs import num_params
 from model import ModelArgs, Transformer
 from tests import odd_strings
@@ -30,7 +30,7 @@ SHAPES = {
     "gqa, untied": dict(dim=96, n_layers=3, n_heads=6, n_kv_heads=2, max_seq_len=16, tied=False),
     "odd hidden": dict(dim=48, n_layers=1, n_heads=2, hidden_dim=100, max_seq_len=8),
 }
-DTYPES = list(export.TYPES)
+DTYPES = list(formats.TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +176,7 @@ def test_llama2c_refuses_what_it_cannot_say(beyond, tmp_path, vocabulary, capsys
 def test_llama2c_read_back(shape, version, tmp_path):
     model = build(**SHAPES[shape])
     export.export_model(model.state_dict(), model.args, None, tmp_path / "m.bin", f"v{version}")
-    state, args = export.read_llama2c(tmp_path / "m.bin")
+    state, args = load.read_llama2c(tmp_path / "m.bin")
     assert args == model.args and set(state) == {name for name, _ in model.named_parameters()}
     for name, w in state.items():
         original = model.state_dict()[name]
@@ -199,10 +199,10 @@ def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabular
     export.export_model(model.state_dict(), model.args, vocabulary, path, dtype=dtype)
     reader = gguf.GGUFReader(path)
     found = {t.name: t for t in reader.tensors}
-    state, args, _ = export.read_gguf(path)
+    state, args, _ = load.read_gguf(path)
     assert len(found) == len(list(model.named_parameters())) and args == model.args
     for name, original in model.named_parameters():
-        theirs = found[next(other for ours, other, _, _ in export.tensors(model.args) if ours == name)]
+        theirs = found[next(other for ours, other, _, _ in formats.tensors(model.args) if ours == name)]
         original = original.detach().numpy()
         whole = original.ndim == 2 and original.shape[1] % 32 == 0
         wide = name in ("tok_embeddings.weight", "output.weight")
@@ -231,7 +231,7 @@ def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
     x[0], x[1], x[2, ::2], x[3] = 0, -0.0, 127, np.arange(64) - 32
     x[4], x[5, :32], x[5, 32:] = np.arange(64) / 2, np.linspace(-127, 0, 32), np.repeat(np.arange(16) - 8, 2)
     x[6], x[7] = np.arange(64) + 0.5, (0x3F800000 + (np.arange(64, dtype=np.uint32) << 15)).view(np.float32)
-    for dtype, kind in export.TYPES.items():
+    for dtype, kind in formats.TYPES.items():
         theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind.number))
         ours = np.frombuffer(b"".join(export.encoded("x", torch.from_numpy(x), dtype)), np.uint8)
         assert np.array_equal(ours, np.asarray(theirs).reshape(-1).view(np.uint8)), dtype
@@ -263,7 +263,7 @@ def test_gguf_metadata(tmp_path, vocabulary):
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": False, "tokenizer.ggml.add_space_prefix": True,
         "tokenizer.ggml.remove_extra_whitespaces": False, "tokenizer.chat_template": "{{x}}"}
-    assert export.read_gguf(path)[1] == model.args
+    assert load.read_gguf(path)[1] == model.args
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
@@ -271,7 +271,7 @@ def test_vocabulary_comes_back_from_a_gguf_file(kind, tmp_path, vocabulary):
     original = {"sentencepiece": vocabulary, "byte": Bytes(), "char": Characters(TEXT)}[kind]
     model = build(original.vocab_size, **SHAPES["mha"])
     export.export_model(model.state_dict(), model.args, original, tmp_path / "m.gguf")
-    again = export.read_model(tmp_path / "m.gguf")[2]
+    again = load.read_model(tmp_path / "m.gguf")[2]
     assert again.pieces() == original.pieces()
     strange = "naïve 日本 \u2581 😀" if kind != "char" else "girl girl"
     for text in ("", " ", TEXT, "  two  spaces ", "a\n\nb\tc", strange):
@@ -300,7 +300,7 @@ def test_what_llama_cpp_will_do_with_a_vocabulary(options, model, said, tmp_path
     lines = capsys.readouterr().out
     assert said in lines and lines.count("\n") == bool(said)
     assert scalars(gguf.GGUFReader(tmp_path / "m.gguf"))["tokenizer.ggml.model"] == model
-    again = export.read_model(tmp_path / "m.gguf")[2]
+    again = load.read_model(tmp_path / "m.gguf")[2]
     strings = ["Once upon", "ünknown ZZ  Ö", "girl  and "]
     assert [again.encode(s) for s in strings] == [original.encode(s) for s in strings]
     assert odd_strings.by_run(run_bin, tmp_path, strings) == [original.encode(s) for s in strings]
@@ -382,7 +382,7 @@ def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
     run = save_run(tmp_path / "run", model, vocabulary)
 
     def same(path, w=model.state_dict(), tokenizer=""):
-        state, args, found, _ = export.read_model(path, tokenizer)
+        state, args, found, _ = load.read_model(path, tokenizer)
         assert args == model.args and found.encode(TEXT) == vocabulary.encode(TEXT)
         assert all(torch.equal(state[name], w[name]) for name in w)
 
@@ -398,8 +398,8 @@ def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
         same(tmp_path / "back.gguf")
     command(monkeypatch, run / "model.gguf", dtype="q8_0", path=tmp_path / "q8.gguf")
     command(monkeypatch, run, dtype="q8_0", path=tmp_path / "q8 at once.gguf")
-    assert export.read_gguf(tmp_path / "q8.gguf")[2]["general.name"] == "run"
-    same(tmp_path / "q8.gguf", export.read_gguf(tmp_path / "q8 at once.gguf")[0])
+    assert load.read_gguf(tmp_path / "q8.gguf")[2]["general.name"] == "run"
+    same(tmp_path / "q8.gguf", load.read_gguf(tmp_path / "q8 at once.gguf")[0])
     command(monkeypatch, run / "model.gguf", format="hf")
     assert (run / "hf" / "tokenizer.model").exists() and (run / "hf" / "model.safetensors").exists()
 
@@ -488,7 +488,7 @@ def files(tmp_path_factory, vocabulary):
 
 
 def read(path):
-    return export.read_model(path) if path.read_bytes()[:4] == b"GGUF" else export.read_llama2c(path)
+    return load.read_model(path) if path.read_bytes()[:4] == b"GGUF" else load.read_llama2c(path)
 
 
 @pytest.mark.parametrize("format", ["gguf", "v0", "v1", "v2"])

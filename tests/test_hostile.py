@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-import export
+from engine import load
 from tests.conftest import FUZZ, LIBRARY, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
 from tests.test_encode import write_gguf
@@ -515,7 +515,7 @@ def test_the_checksum_of_another_file(run_debug_bin, tmp_path):
             assert said in run(run_debug_bin, path, "--verify", status=1)
         else:
             assert run(run_debug_bin, path, "--verify") == b"the weights are intact\n"
-        assert export.read_gguf(path)[2]["llamac.tensor_data.sha256"] == sums["llamac.tensor_data.sha256"]
+        assert load.read_gguf(path)[2]["llamac.tensor_data.sha256"] == sums["llamac.tensor_data.sha256"]
         damaged = bytearray(path.read_bytes())
         damaged[-77] ^= 1
         path.write_bytes(damaged)

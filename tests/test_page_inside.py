@@ -14,7 +14,8 @@ import torch
 import evaluate
 import sample
 from engine import inside
-from export import export_model, load_model
+from engine.load import load_model
+from export import export_model
 from model import ModelArgs, Transformer
 from page.inside import Inside
 from tests.conftest import ROOT

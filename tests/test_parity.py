@@ -14,6 +14,7 @@ import torch
 import evaluate
 import export
 import sample
+from engine import load
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, train_tokenizer
 
@@ -96,7 +97,7 @@ def exported(trained, vocabularies, tmp_path_factory, run_bin):
         path = tmp_path_factory.mktemp("file") / "model"
         export.export_model(model.state_dict(), model.args, vocabularies[shape], path, format, dtype)
         again = Transformer(model.args).eval()
-        again.load_state_dict(export.read_model(path)[0])
+        again.load_state_dict(load.read_model(path)[0])
         tokenizer = ["-z", path.with_name("tokenizer.bin")] if format != "gguf" else []
 
         def run(*arguments):

@@ -12,7 +12,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-from export import export_model, vocabulary_of
+from engine.load import vocabulary_of
+from export import export_model
 from model import ModelArgs, Transformer
 
 SPACE = "▁"
