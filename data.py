@@ -10,7 +10,7 @@ text (source code, say) is more than they are, all that is text. Left out, and n
 cache, other files. What is prepared is a folder of
 
     train.bin, val.bin   token ids, uint16 or uint32, every document BOS … EOS
-    tokenizer.model      the vocabulary (tokenizer.json for bytes and characters)
+    tokenizer.model      the vocabulary (tokenizer.json for byte-level BPE, bytes and characters)
     meta.json            counts, sizes, hashes; for stories the bits per byte that no model can beat
 
 and it is made once: its name ends in a hash of all it depends on (of a file: path, size and time of change).
@@ -37,8 +37,8 @@ from engine import survey
 from engine.prepare import SEED, Prepared, load
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
-vocab_source = "custom"  # custom (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
-vocab_size = 0           # of a custom vocabulary; 0: chosen by the size of the text
+vocab_source = "custom"  # custom or bpe (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
+vocab_size = 0           # of one that is trained; 0: chosen by the size of the text
 vocab_most = 0           # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0       # part held out for validation; 0: a tenth, at most 5 MB (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here

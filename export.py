@@ -28,7 +28,7 @@ from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
                             NO_BYTES, SINGLE, TYPES, gap, gguf_string, of_characters, tensors)
 from engine.load import read_model
-from tokenizer import BYTE, UNUSED, USER_DEFINED
+from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
@@ -65,7 +65,7 @@ def gguf_value(value, in_list=False):
         return 6, struct.pack("<f", value)
     if isinstance(value, list):
         parts = [gguf_value(v, in_list=True) for v in value]
-        return 9, struct.pack("<IQ", parts[0][0], len(parts)) + b"".join(data for _, data in parts)
+        return 9, struct.pack("<IQ", parts[0][0] if parts else 8, len(parts)) + b"".join(data for _, data in parts)
     return 8, gguf_string(value)
 
 
@@ -80,8 +80,22 @@ def gguf_tokenizer(vocabulary):
     return "t5" if of_characters(vocabulary) else NO_BYTES
 
 
-def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
+def vocabulary_metadata(vocabulary):
+    """The keys tokenizer.ggml.* of a GGUF file. Byte-level BPE, there "gpt2", is spelled in GPT-2's letters of bytes."""
     pieces, scores, types = (list(column) for column in zip(*vocabulary.pieces()))
+    if vocabulary.kind == "bpe":
+        letters = ["".join(LETTERS[b] for b in piece) if kind == NORMAL else piece for piece, kind in zip(pieces, types)]
+        own = {"model": "gpt2", "pre": vocabulary.pre, "tokens": letters, "token_type": types, "merges": vocabulary.merges()}
+    else:
+        own = {"model": gguf_tokenizer(vocabulary), "tokens": pieces, "scores": [float(score) for score in scores],
+               "token_type": types, "unknown_token_id": vocabulary.unk_id}
+    own |= {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id, "add_bos_token": vocabulary.add_bos,
+            "add_eos_token": False, "add_space_prefix": vocabulary.add_dummy_prefix,
+            "remove_extra_whitespaces": vocabulary.remove_extra_whitespaces}
+    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+
+
+def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
     scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float(args.rope_scaling)}
     return {
         CHECKSUM: "0" * 64,  # first, so that its place in the file is known when the sum is
@@ -102,17 +116,7 @@ def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
         "llama.rope.dimension_count": args.head_dim,
         "llama.rope.freq_base": float(args.rope_theta),
         **(scaling if args.rope_scaling != 1 else {}),
-        "tokenizer.ggml.model": gguf_tokenizer(vocabulary),
-        "tokenizer.ggml.tokens": pieces,
-        "tokenizer.ggml.scores": [float(score) for score in scores],
-        "tokenizer.ggml.token_type": types,
-        "tokenizer.ggml.bos_token_id": vocabulary.bos_id,
-        "tokenizer.ggml.eos_token_id": vocabulary.eos_id,
-        "tokenizer.ggml.unknown_token_id": vocabulary.unk_id,
-        "tokenizer.ggml.add_bos_token": True,
-        "tokenizer.ggml.add_eos_token": False,
-        "tokenizer.ggml.add_space_prefix": vocabulary.add_dummy_prefix,
-        "tokenizer.ggml.remove_extra_whitespaces": vocabulary.remove_extra_whitespaces,
+        **vocabulary_metadata(vocabulary),
         **extra,
     }
 
@@ -259,11 +263,11 @@ def write_hf(path, state, args, vocabulary, dtype):
     }
     stop = {"eos_token_id": [vocabulary.eos_id, vocabulary.bos_id], "pad_token_id": vocabulary.eos_id}
     generation = {"bos_token_id": vocabulary.bos_id, **stop, "max_length": args.max_seq_len}
-    name = [piece.decode() for piece, _, _ in vocabulary.pieces()]
+    special = {f"{kind}_token": vocabulary.pieces()[i][0].decode() for kind, i in
+               (("unk", vocabulary.unk_id), ("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)) if i is not None}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len,
-        "unk_token": name[vocabulary.unk_id], "bos_token": name[vocabulary.bos_id], "eos_token": name[vocabulary.eos_id],
-        "split_special_tokens": True, "clean_up_tokenization_spaces": False,
+        **special, "split_special_tokens": True, "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),
@@ -276,10 +280,12 @@ def write_hf(path, state, args, vocabulary, dtype):
 def differences(vocabulary, format):
     """Yields, a line each, where the readers of a format will not encode a text as this vocabulary does."""
     kinds = {kind for _, _, kind in vocabulary.pieces()}
-    if vocabulary.normalizer != "identity":
+    if vocabulary.normalizer != "identity" and (format, vocabulary.kind) != ("hf", "bpe"):
         problem = "transformers combines accents otherwise" if format == "hf" else "model files can't say that"
         yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: "
                "unusual characters of a prompt may be encoded otherwise")
+    if vocabulary.kind == "bpe":
+        return
     if format == "gguf" and gguf_tokenizer(vocabulary) == NO_BYTES:
         yield "the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this file, run reads it"
     elif format == "gguf" and vocabulary.remove_extra_whitespaces:
@@ -305,6 +311,8 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         fail(f"--dtype={dtype}: expected {' or '.join(known[format])} with --format={format}")
     if vocabulary and vocabulary.vocab_size != args.vocab_size:
         fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same")
+    if vocabulary and vocabulary.kind == "bpe" and format not in ("gguf", "hf"):
+        fail(f"--format={format}: llama2.c's tokenizer.bin can't hold byte-level BPE; use gguf or hf")
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, or llama2.c's .bin)")
     for line in differences(vocabulary, format) if vocabulary else ():

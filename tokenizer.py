@@ -1,15 +1,17 @@
 """
-Text ⇄ token ids. Three kinds of vocabulary behind one interface:
+Text ⇄ token ids. Four kinds of vocabulary behind one interface:
 
     sentencepiece  a Llama-style BPE model (tokenizer.model), trained here or by someone else
+    bpe            byte-level BPE as GPT-2, Llama 3, Qwen and SmolLM have it (tokenizer.json); needs `tokenizers`
     byte           259 ids: <unk>, <s>, </s> and the 256 bytes; any text, nothing to train
     char           <unk>, <s>, </s> and the sorted characters of one text; a character it has not seen is <unk>
 
-`pieces()` spells each vocabulary the way sentencepiece does, so that a GGUF file or llama2.c's tokenizer.bin made of
+`pieces()` spells each vocabulary but bpe the way sentencepiece does, so that a GGUF file or llama2.c's tokenizer.bin made of
 it works in a program that knows sentencepiece alone. There a space is U+2581 (▁), and so it is here: a text that
-itself holds U+2581 is encoded as if it held a space, and decodes to one.
+itself holds U+2581 is encoded as if it held a space, and decodes to one. The pieces of bpe are the bytes of their text.
 """
 import base64
+import codecs
 import hashlib
 import json
 import re
@@ -27,28 +29,51 @@ SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabul
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of piece, as in sentencepiece and GGUF
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
+MOST_TOKENS = 1 << 20  # that we believe a file
+codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
+
+# GPT-2's letter of each byte: the Latin-1 character where it is visible, else one from U+0100 on.
+PLAIN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+LETTERS = [chr(b if b in PLAIN else 0x100 + sum(other not in PLAIN for other in range(b))) for b in range(256)]
+BYTE_OF = {letter: bytes([b]) for b, letter in enumerate(LETTERS)}
+
+# The pre-tokenizers: how byte-level BPE cuts a text before it merges pairs. By llama.cpp's names, as steps of tokenizer.json.
+LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}  # with GPT-2's rules
+WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+         r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+PRE_TOKENIZERS = {"gpt-2": [LEVEL], "smollm": [{"type": "Digits", "individual_digits": True}, LEVEL]} | {
+    name: [{"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated", "invert": False},
+           LEVEL | {"use_regex": False}] for name, digits in (("llama-bpe", "{1,3}"), ("qwen2", ""))}
 
 
 def spell(piece, space=" "):
-    """An entry of `pieces()` as one reads it: a byte is its ASCII character or else <0x..>, a space is what `space` says."""
+    """
+    An entry of `pieces()` as one reads it: a byte is its ASCII character or else <0x..>, as bytes are that are no whole
+    character; a space is what `space` says.
+    """
     data, _, kind = piece
     byte = int(data[3:5], 16) if kind == BYTE else 255
-    return (chr(byte) if byte < 128 else data.decode("utf-8", "replace")).replace(SPACE, " ").replace(" ", space)
+    return (chr(byte) if byte < 128 else data.decode("utf-8", "hexadecimal")).replace(SPACE, " ").replace(" ", space)
 
 
 class Tokenizer:
     """
-    What all kinds share. kind: "sentencepiece", "byte" or "char"; vocab_size, bos_id, eos_id, unk_id: int;
-    add_dummy_prefix: a space is put before every text; remove_extra_whitespaces: runs of spaces are collapsed;
-    normalizer: "identity", or the name of the rules a loaded model rewrites its text by, compiled in charsmap.
+    What all kinds share. kind: "sentencepiece", "bpe", "byte" or "char"; vocab_size, bos_id, eos_id: int; unk_id: int or None;
+    add_bos: whether a prompt begins with BOS; add_dummy_prefix: a space is put before every text; remove_extra_whitespaces:
+    runs of spaces are collapsed; normalizer: "identity", or the name of the rules that a loaded vocabulary rewrites its text
+    by, which a sentencepiece model holds compiled in charsmap.
     """
     unk_id, bos_id, eos_id = 0, 1, 2
+    add_bos = True
     add_dummy_prefix = remove_extra_whitespaces = False
     normalizer, charsmap = "identity", b""
 
     @staticmethod
     def load(path):
-        """The tokenizer in a file: .json for a byte or char vocabulary, anything else a sentencepiece model."""
+        """
+        The tokenizer in a file: .json for a byte, char or bpe vocabulary, which may be Hugging Face's own tokenizer.json;
+        anything else is a sentencepiece model.
+        """
         path = Path(path)
         try:
             data = path.read_bytes()
@@ -87,12 +112,7 @@ class Tokenizer:
         return {
             "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(self),
             "normalizer": {"type": "Sequence", "normalizers": normalizers(self)}, "pre_tokenizer": None,
-            "post_processor": {
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-                         {"SpecialToken": {"id": bos, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {bos: {"id": bos, "ids": [self.bos_id], "tokens": [bos]}}},
+            "post_processor": behind(bos, self.bos_id),
             "decoder": {"type": "Sequence", "decoders": decoders(self)},
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": names[self.unk_id], "continuing_subword_prefix": None,
@@ -166,10 +186,7 @@ class Bytes(Tokenizer):
     def hugging_face(self):
         """As above, but bytes are spelled as GPT-2 does: its decoder keeps what is UTF-8 beside what is not."""
         made = super().hugging_face()
-        plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # these are their own letters
-        others = iter(range(0x100, 0x200))
-        names = [name for name, _ in SPECIALS] + [chr(b if b in plain else next(others)) for b in range(256)]
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        names, level = [name for name, _ in SPECIALS] + LETTERS, LEVEL | {"trim_offsets": False, "use_regex": False}
         made["model"] |= {"byte_fallback": False, "vocab": {name: i for i, name in enumerate(names)}}
         return made | {"normalizer": replace(SPACE, " "), "pre_tokenizer": level, "decoder": level}
 
@@ -201,22 +218,179 @@ class Characters(Tokenizer):
         return [(piece.encode(), 0.0, kind) for piece, kind in SPECIALS] + letters
 
 
+class ByteLevel(Tokenizer):
+    """
+    Byte-level BPE. data: the bytes of {"kind": "bpe", "bos", "eos": ids, "add_bos": bool, "vocab_size": int, "tokenizer": what
+    Hugging Face's tokenizer.json holds}, path: its name in messages. Ids up to vocab_size that no token has are [PAD<id>],
+    as llama.cpp's converter calls the rows of a model that its tokenizer doesn't use.
+    """
+    kind, unk_id = "bpe", None
+
+    def __init__(self, data, path):
+        stored = json.loads(data)
+        self.data, self.tokenizer, self.add_bos = data, stored["tokenizer"], bool(stored["add_bos"])
+        self.bos_id, self.eos_id, self.vocab_size = (int(stored[name]) for name in ("bos", "eos", "vocab_size"))
+        self.pre = pre_tokenizer(self.tokenizer, path)
+        self.normalizer = (self.tokenizer.get("normalizer") or {"type": "identity"})["type"]
+        self.model = hugging_face_model(self.tokenizer, path)
+        self.model.encode_special_tokens = True  # a text that holds "<s>" holds three letters, as everywhere here
+        self._pieces = byte_level_pieces(self.model, self.vocab_size, path)
+        if not 0 <= min(self.bos_id, self.eos_id) <= max(self.bos_id, self.eos_id) < self.vocab_size:
+            fail(f"{path}: BOS is {self.bos_id} and EOS {self.eos_id}, expected tokens below {self.vocab_size}")
+
+    def _encode(self, text):
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        """ids: ints -> str. Control tokens vanish; bytes that are not UTF-8 together become U+FFFD."""
+        found = (self._pieces[int(i)] for i in ids)
+        return b"".join(piece for piece, _, kind in found if kind not in (CONTROL, UNUSED)).decode(errors="replace")
+
+    def pieces(self):
+        """[(bytes of the text, 0.0, type)] in order of id."""
+        return self._pieces
+
+    def merges(self):
+        """["left right"] in GPT-2's letters, the one that comes first first."""
+        return [pair if isinstance(pair, str) else " ".join(pair) for pair in self.tokenizer["model"]["merges"]]
+
+    def export_bin(self, path):
+        fail(f"{path}: llama2.c's tokenizer.bin can't hold byte-level BPE; use --format=gguf or --format=hf")
+
+    def hugging_face(self):
+        return self.tokenizer
+
+
+def hugging_face_model(tokenizer, path):
+    """The tokenizers.Tokenizer of a tokenizer.json's content."""
+    try:
+        import tokenizers
+    except ImportError:
+        fail(f"{path}: byte-level BPE needs a package: pip install tokenizers")
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+    except Exception as e:  # it raises no other kind
+        fail(f"{path}: the package tokenizers can't read it ({str(e).splitlines()[0]}), expected a tokenizer.json that it wrote")
+
+
+def pre_tokenizer(tokenizer, path):
+    """llama.cpp's name of a tokenizer.json's pre-tokenizer. Whatever makes it other than byte-level BPE is refused."""
+    model, cut = tokenizer["model"], tokenizer.get("pre_tokenizer") or {"type": "none"}
+    steps = [LEVEL | step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step
+             for step in cut.get("pretokenizers", [cut])]
+    found = next((name for name, known in PRE_TOKENIZERS.items() if steps == known), None)
+    if model.get("type", "BPE") != "BPE" or steps[-1]["type"] != "ByteLevel":
+        fail(f"{path}: not byte-level BPE (its model is {model.get('type')}, its pre-tokenizer "
+             f"{' + '.join(step['type'] for step in steps)}); of a sentencepiece vocabulary give the tokenizer.model")
+    if not found:
+        fail(f"{path}: its pre-tokenizer is none of {', '.join(PRE_TOKENIZERS)}, which are the ones that ./run knows")
+    if (tokenizer.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        fail(f"{path}: its normalizer is {tokenizer['normalizer']['type']}, expected none or NFC")
+    for key in "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback":
+        if model.get(key):
+            fail(f"{path}: its model has {key}={model[key]!r}, expected none, as in byte-level BPE")
+    if bool(model.get("ignore_merges")) != (found == "llama-bpe"):
+        fail(f"{path}: ignore_merges is {bool(model.get('ignore_merges'))}, with the pre-tokenizer {found} "
+             f"expected {found == 'llama-bpe'}, as llama.cpp has it")
+    return found
+
+
+def byte_level_pieces(model, vocab_size, path):
+    """What `pieces()` says of a tokenizers.Tokenizer."""
+    vocabulary, added = model.get_vocab(with_added_tokens=True), model.get_added_tokens_decoder()
+    if vocab_size > MOST_TOKENS:
+        fail(f"{path}: {vocab_size} tokens, expected at most {MOST_TOKENS}")
+    pieces = [(b"[PAD%d]" % i, 0.0, UNUSED) for i in range(vocab_size)]
+    if vocabulary and max(vocabulary.values()) >= vocab_size or len({*vocabulary.values()}) < len(vocabulary):
+        fail(f"{path}: {len(vocabulary)} tokens with ids up to {max(vocabulary.values())}, expected one each below {vocab_size}")
+    for name, i in vocabulary.items():
+        if i in added:
+            pieces[i] = name.encode(), 0.0, CONTROL if added[i].special else USER_DEFINED
+        elif all(letter in BYTE_OF for letter in name):
+            pieces[i] = b"".join(map(BYTE_OF.get, name)), 0.0, NORMAL
+        else:
+            fail(f"{path}: token {i} is {name!r}, expected GPT-2's letters of bytes; not byte-level BPE")
+    return pieces
+
+
+def stored_byte_level(tokenizer, bos_id, eos_id, add_bos, vocab_size, path):
+    """The ByteLevel of what a tokenizer.json holds, and of what it doesn't say."""
+    stored = {"kind": "bpe", "bos": bos_id, "eos": eos_id, "add_bos": add_bos, "vocab_size": vocab_size, "tokenizer": tokenizer}
+    return ByteLevel(json.dumps(stored).encode(), path)
+
+
+def byte_level(pieces, merges, pre, bos_id, eos_id, add_bos, path):
+    """The ByteLevel of [(bytes of the text, score, type)] and ["left right"] in GPT-2's letters, best first."""
+    names = ["".join(LETTERS[b] for b in piece) if kind == NORMAL else piece.decode(errors="replace") for piece, _, kind in pieces]
+    steps, special = PRE_TOKENIZERS[pre], {CONTROL: True, USER_DEFINED: False}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": i, "content": names[i], "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": special[kind]}
+                         for i, (_, _, kind) in enumerate(pieces) if kind in special],
+        "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
+        "post_processor": behind(names[bos_id], bos_id) if add_bos else None, "decoder": LEVEL,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": pre == "llama-bpe",
+                  "vocab": {name: i for i, name in enumerate(names) if pieces[i][2] != UNUSED}, "merges": merges}}
+    return stored_byte_level(tokenizer, bos_id, eos_id, add_bos, len(pieces), path)
+
+
+def from_hugging_face(tokenizer, path):
+    """The ByteLevel of a tokenizer.json. BOS, EOS and the model's number of rows are what the files beside it say."""
+    pre_tokenizer(tokenizer, path)
+    model, beside = hugging_face_model(tokenizer, path), {}
+    for name in "generation_config", "config", "tokenizer_config":  # the last one knows best
+        try:
+            found = json.loads((path.parent / f"{name}.json").read_bytes())
+            beside |= {key: value for key, value in found.items() if value is not None}
+        except (OSError, ValueError, AttributeError):
+            pass
+
+    def special(which):
+        """The id of "bos" or "eos": tokenizer_config.json has its text, the others its number or a list of those."""
+        text, ids = beside.get(f"{which}_token", ""), beside.get(f"{which}_token_id")
+        found = model.token_to_id(text["content"] if isinstance(text, dict) else text)
+        return found if found is not None else ids[0] if isinstance(ids, list) and ids else ids
+
+    first, eos_id = model.encode("").ids[:1], special("eos")
+    if not isinstance(eos_id, int):
+        fail(f"{path}: no file beside it says what EOS is; expected a tokenizer_config.json with eos_token")
+    bos_id = first[0] if first else special("bos")
+    bos_id = bos_id if isinstance(bos_id, int) else eos_id  # as in Qwen: what ends a text stands between two
+    size, rows = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1, beside.get("vocab_size")
+    return stored_byte_level(tokenizer, bos_id, eos_id, first == [bos_id], max(size, rows if isinstance(rows, int) else 0), path)
+
+
 def load_json(data, path):
-    """The byte or char vocabulary in the bytes of a tokenizer.json."""
+    """The byte, char or bpe vocabulary in the bytes of a tokenizer.json."""
     try:
         stored = json.loads(data)
+        if "model" in stored and "added_tokens" in stored:
+            return from_hugging_face(stored, path)
+        if stored["kind"] == "bpe":
+            return ByteLevel(data, path)
         made = Bytes() if stored["kind"] == "byte" else Characters(stored["characters"])
         if made.data == data:
             return made
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    fail(f"{path}: not a vocabulary of ours, expected {{\"kind\": \"byte\"}} or {{\"kind\": \"char\", \"characters\": …}}")
+    fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected {{\"kind\": \"byte\"}}, "
+         f"{{\"kind\": \"char\", \"characters\": …}} or a tokenizer.json")
 
 
 # ---- the parts of Hugging Face's tokenizer.json
 
 def replace(pattern, content, kind="String"):
     return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
+
+
+def behind(bos, bos_id):
+    """The post-processor that puts BOS before a text, and before each of two."""
+    text, pair = ([{"SpecialToken": {"id": bos, "type_id": n}}, {"Sequence": {"id": name, "type_id": n}}]
+                  for n, name in enumerate("AB"))
+    return {"type": "TemplateProcessing", "single": text, "pair": text + pair,
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}}
 
 
 def merges(pieces):
@@ -298,6 +472,31 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, most=False):
         fail(f"--vocab_size={vocab_size}: this text does not hold so many pieces, expected at most {high}")
     Path(out_path).write_bytes(model)
     return Tokenizer.load(out_path)
+
+
+def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
+    """
+    Train byte-level BPE with the pre-tokenizer of that name. texts: iterable of str. It is written to out_path, and returned.
+    vocab_size counts <s>, </s>, 256 bytes and merges. A size this text cannot give is an error, or lowered with exact=False.
+    """
+    specials = ["<s>", "</s>"]
+    least = len(specials) + 256
+    if vocab_size < least and exact:
+        fail(f"--vocab_size={vocab_size}: too small, expected at least {least} (2 specials and 256 bytes)")
+    start = byte_level([(bytes([b]), 0.0, NORMAL) for b in range(256)], [], pre, 0, 0, False, out_path)
+    from tokenizers import trainers
+    trainer = trainers.BpeTrainer(vocab_size=max(vocab_size, least), special_tokens=specials, initial_alphabet=LETTERS,
+                                  show_progress=False)
+    start.model.train_from_iterator(iter(texts), trainer)
+    learned = json.loads(start.model.to_str())["model"]
+    names = sorted(learned["vocab"], key=learned["vocab"].get)
+    if exact and len(names) < vocab_size:
+        fail(f"--vocab_size={vocab_size}: this text does not hold so many pieces, expected at most {len(names)}")
+    pieces = [(name.encode(), 0.0, CONTROL) if name in specials else (b"".join(map(BYTE_OF.get, name)), 0.0, NORMAL)
+              for name in names]
+    made = byte_level(pieces, [" ".join(pair) for pair in learned["merges"]], pre, 0, 1, True, out_path)
+    made.save(out_path)
+    return made
 
 
 def attempt(lines, vocab_size, exact):

@@ -70,7 +70,7 @@ swanlab_log = False         # the same metrics and tables in SwanLab; offline wi
 trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install trackio)
 # ---- data
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder, prepared data
-vocab_source = "custom"     # custom: BPE trained on the data; byte; char; llama2; or a tokenizer.model
+vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level BPE; byte; char; llama2; or a tokenizer's path
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
 vocab_most = 0              # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
 val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB

@@ -18,7 +18,8 @@ from engine import checkpoint, sizes
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
                             NO_BYTES, TYPES, gap, of_characters, tensors)
 from model import ModelArgs, Transformer
-from tokenizer import BYTE, SPACE, Bytes, SentencePiece, Tokenizer
+from tokenizer import (BYTE, BYTE_OF, CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, UNUSED, USER_DEFINED, Bytes, SentencePiece,
+                       Tokenizer, byte_level)
 
 # Keys llama.* of a GGUF file: those that say something of the model or change nothing that it computes, and those that are
 # fine with one value. All others are refused, as in run.c, since they may change it.
@@ -242,14 +243,43 @@ def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra
     return SentencePiece(proto.SerializeToString(), where)
 
 
+def byte_level_of(metadata, where):
+    """The ByteLevel of a GGUF file whose tokenizer is "gpt2"."""
+    def get(key, default=None):
+        return metadata.get(f"tokenizer.ggml.{key}", default)
+
+    tokens, types, merges, pre = get("tokens"), get("token_type"), get("merges"), get("pre")
+    eos = get("eos_token_id")
+    ids = get("bos_token_id", eos), eos
+    lists = all(type(column) is list for column in (tokens, types, merges)) and len(tokens) == len(types)
+    if not lists or {*map(type, tokens)} != {bytes} or {*map(type, types)} != {int} or {*map(type, merges)} - {bytes}:
+        fail(f"{where}: a tokenizer 'gpt2' without tokens, types and merges of equal number; it is damaged")
+    if len({*tokens}) < len(tokens):
+        fail(f"{where}: two of its {len(tokens)} tokens have the same text, so nobody can tell which is meant")
+    if pre not in PRE_TOKENIZERS:
+        fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
+    if not all(type(i) is int and 0 <= i < len(tokens) for i in ids):
+        fail(f"{where}: BOS and EOS are {ids}, expected ids below the vocabulary's size {len(tokens)}")
+    pieces = []
+    for i, (token, kind) in enumerate(zip(tokens, types)):
+        text = token.decode(errors="replace")
+        if kind not in (NORMAL, CONTROL, USER_DEFINED, UNUSED) or kind == NORMAL and not all(c in BYTE_OF for c in text):
+            fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of bytes, or type 3, 4 or 5")
+        pieces.append((b"".join(map(BYTE_OF.get, text)) if kind == NORMAL else token, 0.0, kind))
+    adds = get("add_bos_token", pre == "llama-bpe")
+    return byte_level(pieces, [merge.decode(errors="replace") for merge in merges], pre, *ids, bool(adds), where)
+
+
 def gguf_vocabulary(metadata, where):
     def get(key, default=None):
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
+    if get("model") == "gpt2":
+        return byte_level_of(metadata, where)
     columns = [get("tokens"), get("scores"), get("token_type")]
     same = all(type(c) is list and len(c) == len(columns[0]) for c in columns)
     if get("model") not in ("llama", "t5", NO_BYTES) or not same:
-        fail(f"{where}: tokenizer {get('model')!r}, expected 'llama' with tokens, scores and types of equal number")
+        fail(f"{where}: tokenizer {get('model')!r}, expected 'gpt2', or 'llama' with tokens, scores and types of equal number")
     ids = [get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos"))]
     flags = get("add_space_prefix", True), get("remove_extra_whitespaces", False)
     kinds = [{bytes}, {int, float}, {int}, {int}, {bool}]

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from engine import kinds, stories
 from engine.files import publish, replacing, sha256
 from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
-from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
+from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
 VERSION = 1
 SEGMENT = 1 << 16   # bytes of a long document encoded at once
@@ -169,7 +169,10 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
         unsure = size != sum(p.stat().st_size for p in files)
     if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
         job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
-    if vocab_source not in ("custom", "byte", "char"):
+    kind, _, pre = vocab_source.partition(":")
+    if kind == "bpe" and pre not in ("", *PRE_TOKENIZERS):
+        fail(f"--vocab_source={vocab_source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: {', '.join(PRE_TOKENIZERS)}")
+    if kind not in ("custom", "bpe", "byte", "char"):
         job["vocab_file"] = vocabulary_file(vocab_source)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
@@ -215,8 +218,10 @@ def vocabulary_file(vocab_source):
     path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
     if (path / "meta.json").is_file():
         path /= load(path).meta["tokenizer"]
+    elif (path / "tokenizer.json").is_file():  # Hugging Face's folder
+        path /= "tokenizer.json"
     if not path.is_file():
-        fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, byte, char, llama2 (tokenizer.model in "
+        fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, bpe, byte, char, llama2 (tokenizer.model in "
              f"the working directory) or the path of a tokenizer")
     return str(path)
 
@@ -546,16 +551,19 @@ def texts(job, rows):
 
 def vocabulary(job, rows, partial):
     """The Tokenizer of a preparation: what an earlier try stored in the folder, or made now and stored there."""
-    name = job["vocab_source"]
+    name, _, pre = job["vocab_source"].partition(":")
     path = partial / tokenizer_name(job)
     if path.exists():
         return Tokenizer.load(path)
     temporary = path.with_name("new_" + path.name)
-    if name == "custom":
+    if name in ("custom", "bpe"):
         size = min(weights(job, rows).sum(), stories.SAMPLE if job["stories"] else SAMPLE)
         if size > 1 << 23:  # takes longer than one waits without a word
             print(f"learning a vocabulary of {job['vocab_goal']:,} from {size / 1e6:.0f} MB of text: 10 to 60 seconds", flush=True)
-        train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, bool(job["vocab_size"]), bool(job["vocab_most"]))
+        if name == "bpe":
+            train_byte_level(sample(job, rows), job["vocab_goal"], temporary, pre or "qwen2", bool(job["vocab_size"]))
+        else:
+            train_tokenizer(sample(job, rows), job["vocab_goal"], temporary, bool(job["vocab_size"]), bool(job["vocab_most"]))
     elif name == "byte":
         Bytes().save(temporary)
     elif name == "char":
@@ -572,7 +580,7 @@ def vocabulary(job, rows, partial):
 
 def tokenizer_name(job):
     """The file name of a preparation's tokenizer."""
-    ours = job["vocab_source"] in ("byte", "char") or job["vocab_file"].endswith(".json")
+    ours = job["vocab_source"].split(":")[0] in ("bpe", "byte", "char") or job["vocab_file"].endswith(".json")
     return "tokenizer.json" if ours else "tokenizer.model"
 
 
@@ -613,14 +621,14 @@ def part_encoder(partial):
     rows = np.load(partial / "rows.npy", mmap_mode="r")
     starts = part_starts(job, rows)
     tokenizer = Tokenizer.load(partial / tokenizer_name(job))
-    dtype = token_type(tokenizer)
+    dtype, ends = token_type(tokenizer), tokenizer.eos_id != tokenizer.bos_id  # a token that is both stands once between two
 
     def encode(number):
         ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
         for text, size, flags, bits in texts(job, rows[starts[number]:starts[number + 1]]):
             if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
                 text = text[1:]  # the tokenizer puts it back
-            ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST)))
+            ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST) and ends))
             counts[flags & VAL] += bool(flags & FIRST), size, bits
         arrays = {"train": np.array(ids[0], dtype), "val": np.array(ids[1], dtype), "counts": counts}
         write(partial / "parts" / f"{number}.npz", lambda f: np.savez(f, **arrays))

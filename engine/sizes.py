@@ -141,7 +141,7 @@ def known_pieces(s):
     """Pieces of a vocabulary that is not made for this run, about; 0 where it is."""
     if (Path(s.data) / "meta.json").is_file():
         return json.loads((Path(s.data) / "meta.json").read_text())["vocab_size"]
-    return {"custom": 0, "byte": 259, "char": 128}.get(s.vocab_source, 32000)
+    return {"custom": 0, "bpe": 0, "byte": 259, "char": 128}.get(s.vocab_source.split(":")[0], 32000)
 
 
 def blocks_for(size):
