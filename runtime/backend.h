@@ -61,18 +61,21 @@ typedef struct {
     int n_kv_heads;     // key and value heads; n_heads / n_kv_heads query heads share one
     int vocab_size;
     int seq_len;        // longest context the model was made for
-    int head_dim;       // dim / n_heads, even
+    int head_dim;       // width of a head, even
+    int q_dim;          // n_heads * head_dim
     int kv_dim;         // n_kv_heads * head_dim
     float norm_eps;     // inside RMSNorm's square root
-    float rope_theta;   // base of the rotary frequencies
-    float rope_scaling; // positions are divided by it
+    bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
+    float rope_scale;   // RoPE multiplies queries and keys by it (YaRN); else 1
 } Config;
 
 typedef struct {
     Mat attention_norm; // (1, dim) F32
-    Mat wq;             // (dim, dim)
+    Mat wq;             // (q_dim, dim)
     Mat wk, wv;         // (kv_dim, dim)
-    Mat wo;             // (dim, dim)
+    Mat bq, bk, bv;     // (1, q_dim), (1, kv_dim) twice F32; data is NULL where there is none
+    Mat q_norm, k_norm; // (1, head_dim) F32; likewise
+    Mat wo;             // (dim, q_dim)
     Mat ffn_norm;       // (1, dim) F32
     Mat w1, w3;         // (hidden_dim, dim): gate, up
     Mat w2;             // (dim, hidden_dim): down
@@ -83,18 +86,20 @@ typedef struct {
     Layer *layers;       // (n_layers,)
     Mat norm;            // (1, dim) F32
     Mat output;          // (vocab_size, dim); the embedding itself when the two are tied
+    Mat rope_factors; // (1, head_dim / 2) F32 in the file, which the frequencies are divided by; data is NULL where there is none
+    double *frequencies; // (head_dim / 2,) of RoPE: by how many radians a pair turns from a position to the next
 } Weights;
 
 typedef struct {
     Config config;
     Weights weights;
     const uint8_t *data; // GGUF: the tensors of the file, to its end
-    size_t data_size;    // bytes
+    size_t data_size; // bytes
     const uint8_t *list; // GGUF: names, shapes, types and offsets of the tensors
-    size_t list_size;    // bytes
-    bool mapped;         // the weights lie in a mapped file: pages that are dropped come back
-    bool no_copy;        // the CPU is to leave them there, where processes share them
-    const char *sha256;  // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
+    size_t list_size; // bytes
+    bool mapped; // the weights lie in a mapped file: pages that are dropped come back
+    bool no_copy; // the CPU is to leave them there, where processes share them
+    const char *sha256; // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
     const char *list_sha256; // the list's
 } Model;
 
@@ -114,9 +119,9 @@ struct Backend {
     float *(*alloc)(Backend *, size_t n);
     // x (T, dim) = rows `tokens` (T,) of the table: the first op of a call of forward
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
-    // out (T, dim) = causal attention of q, k, v (T, dim or kv_dim) = norm(x) wq^T, norm(x) wk^T, norm(x) wv^T, where norm is
-    // attention_norm of x (T, dim). q and k are rotated for positions pos..pos+T-1, pairs (2i, 2i+1) of each head; k and v
-    // go to the layer's cache; token t sees positions 0..pos+t
+    // out (T, q_dim) = causal attention of q, k, v (T, q_dim or kv_dim) = norm(x) wq^T + bq, norm(x) wk^T + bk, norm(x) wv^T + bv,
+    // where norm is attention_norm of x (T, dim). Each head of q and k is normalised by q_norm and k_norm, where the layer has
+    // them, and rotated for positions pos..pos+T-1; k and v go to the layer's cache; token t sees positions 0..pos+t
     void (*attention)(Backend *, int layer, const Layer *, float *out, const float *x, int pos, int T);
     // x (T, w.rows) += y (T, w.cols) w^T
     void (*add_product)(Backend *, float *x, const Mat *w, const float *y, int T);

@@ -5,25 +5,29 @@
 
 static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
+const char *const llamac_architectures[N_ARCHITECTURES] = {[LLAMA] = "llama", [QWEN2] = "qwen2", [QWEN3] = "qwen3"};
+
+// A key that begins with a dot follows the name of the architecture.
 static const char *const keys[N_KEYS] = {
     [ARCHITECTURE] = "general.architecture",
     [ALIGNMENT] = "general.alignment",
-    [CONTEXT_LENGTH] = "llama.context_length",
-    [EMBEDDING_LENGTH] = "llama.embedding_length",
-    [BLOCK_COUNT] = "llama.block_count",
-    [FEED_FORWARD_LENGTH] = "llama.feed_forward_length",
-    [HEAD_COUNT] = "llama.attention.head_count",
-    [HEAD_COUNT_KV] = "llama.attention.head_count_kv",
-    [KEY_LENGTH] = "llama.attention.key_length",
-    [VALUE_LENGTH] = "llama.attention.value_length",
-    [SLIDING_WINDOW] = "llama.attention.sliding_window",
-    [NORM_EPS] = "llama.attention.layer_norm_rms_epsilon",
-    [ROPE_DIMENSION] = "llama.rope.dimension_count",
-    [ROPE_BASE] = "llama.rope.freq_base",
-    [SCALING_TYPE] = "llama.rope.scaling.type",
-    [SCALING_FACTOR] = "llama.rope.scaling.factor",
-    [SCALE_LINEAR] = "llama.rope.scale_linear",
-    [VOCAB_SIZE] = "llama.vocab_size",
+    [CONTEXT_LENGTH] = ".context_length",
+    [EMBEDDING_LENGTH] = ".embedding_length",
+    [BLOCK_COUNT] = ".block_count",
+    [FEED_FORWARD_LENGTH] = ".feed_forward_length",
+    [HEAD_COUNT] = ".attention.head_count",
+    [HEAD_COUNT_KV] = ".attention.head_count_kv",
+    [KEY_LENGTH] = ".attention.key_length",
+    [VALUE_LENGTH] = ".attention.value_length",
+    [SLIDING_WINDOW] = ".attention.sliding_window",
+    [NORM_EPS] = ".attention.layer_norm_rms_epsilon",
+    [ROPE_DIMENSION] = ".rope.dimension_count",
+    [ROPE_BASE] = ".rope.freq_base",
+    [SCALING_TYPE] = ".rope.scaling.type",
+    [SCALING_FACTOR] = ".rope.scaling.factor",
+    [SCALING_CONTEXT] = ".rope.scaling.original_context_length",
+    [SCALE_LINEAR] = ".rope.scale_linear",
+    [VOCAB_SIZE] = ".vocab_size",
     [QUANTIZATION_VERSION] = "general.quantization_version",
     [TOKENIZER] = "tokenizer.ggml.model",
     [TOKENS] = "tokenizer.ggml.tokens",
@@ -41,24 +45,48 @@ static const char *const keys[N_KEYS] = {
     [LIST_CHECKSUM] = "llamac.tensor_list.sha256",
 };
 
-// More of llama.*: keys that are fine with the one value that says what forward computes, and those that change nothing
-// that it computes. All others are refused, since they may.
+// More of the architecture's: keys that are fine with the one value that says what forward computes, and those that change
+// nothing that it computes. All others are refused, since they may.
 static const struct {
     const char *key;
     double value;
 } fixed_keys[] = {
-    {"llama.attention.causal", 1},      {"llama.attention.clamp_kqv", 0}, {"llama.attention.max_alibi_bias", 0},
-    {"llama.expert_count", 0},          {"llama.expert_used_count", 0},   {"llama.rope.scaling.attn_factor", 1},
-    {"llama.use_parallel_residual", 0},
+    {".attention.causal", 1},
+    {".attention.clamp_kqv", 0},
+    {".attention.max_alibi_bias", 0},
+    {".expert_count", 0},
+    {".expert_used_count", 0},
+    {".rope.scaling.attn_factor", 1},
+    {".rope.scaling.yarn_beta_fast", 32},
+    {".rope.scaling.yarn_beta_slow", 1},
+    {".use_parallel_residual", 0},
 };
 static const char *const idle_keys[] = {
-    "llama.pooling_type",
-    "llama.rope.scaling.finetuned",
-    "llama.rope.scaling.original_context_length",
-    "llama.tensor_data_layout",
+    ".pooling_type",
+    ".rope.scaling.finetuned",
+    ".tensor_data_layout",
 };
 
-const char *llamac_key(int key) { return keys[key]; }
+// Whether a file's key is the one known, behind the architecture's name if that begins with a dot.
+static bool is_key(String key, const char *known, const char *architecture) {
+    size_t n = *known == '.' ? strlen(architecture) : 0;
+    return key.n > n && !memcmp(key.s, architecture, n) && equals((String){key.s + n, key.n - n}, known);
+}
+
+int llamac_architecture(const Value *values) {
+    String name = llamac_get_string(values, ARCHITECTURE);
+    int i = 0;
+    while (i < N_ARCHITECTURES && !equals(name, llamac_architectures[i])) i++;
+    return i;
+}
+
+KeyName llamac_key(const Value *values, int key) {
+    int architecture = llamac_architecture(values);
+    KeyName name;
+    bool prefixed = *keys[key] == '.' && architecture < N_ARCHITECTURES;
+    snprintf(name.s, sizeof name.s, "%s%s", prefixed ? llamac_architectures[architecture] : "", keys[key]);
+    return name;
+}
 
 static bool take_value(Reader *r, Value *v, Error *e) {
     *v = (Value){.present = true, .kind = take_u32(r), .count = 1};
@@ -97,34 +125,59 @@ static bool number_of(Value v, const char *key, double *out, Error *e) {
     return true;
 }
 
-// Refuses a key of llama.* that is none of `keys`, unless it is known to change nothing.
-static bool check_other_key(String key, Value v, Error *e) {
+// Refuses a key of the architecture that is none of `keys`, unless it is known to change nothing.
+static bool check_other_key(String key, Value v, const char *architecture, Error *e) {
     double value;
-    if (key.n < 6 || memcmp(key.s, "llama.", 6)) return true;
+    size_t n = strlen(architecture);
+    if (key.n <= n || memcmp(key.s, architecture, n) || key.s[n] != '.') return true;
     for (size_t i = 0; i < sizeof idle_keys / sizeof *idle_keys; i++)
-        if (equals(key, idle_keys[i])) return true;
+        if (is_key(key, idle_keys[i], architecture)) return true;
     for (size_t i = 0; i < sizeof fixed_keys / sizeof *fixed_keys; i++)
-        if (equals(key, fixed_keys[i].key)) {
-            TRY(number_of(v, fixed_keys[i].key, &value, e));
-            CHECK(value == fixed_keys[i].value, "metadata key %s is %g, expected %g", fixed_keys[i].key, value,
-                  fixed_keys[i].value);
+        if (is_key(key, fixed_keys[i].key, architecture)) {
+            char name[64];
+            snprintf(name, sizeof name, "%.*s", (int)key.n, key.s);
+            TRY(number_of(v, name, &value, e));
+            CHECK(value == fixed_keys[i].value, "metadata key %s is %g, expected %g", name, value, fixed_keys[i].value);
             return true;
         }
     return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes", (int)(key.n < 80 ? key.n : 80), key.s);
 }
 
+static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
+    *key = take_string(r);
+    return take_value(r, v, e);
+}
+
+// The architecture, without which other keys mean nothing; the reader stays where it is.
+static bool find_architecture(Reader r, uint64_t count, const char **name, Error *e) {
+    Value values[N_KEYS] = {0}, v;
+    String key, found;
+    for (uint64_t i = 0; i < count && !values[ARCHITECTURE].present; i++) {
+        TRY(take_entry(&r, &key, &v, e));
+        if (equals(key, keys[ARCHITECTURE])) values[ARCHITECTURE] = v;
+    }
+    int architecture = llamac_architecture(values);
+    found = llamac_get_string(values, ARCHITECTURE);
+    CHECK(architecture < N_ARCHITECTURES, "the architecture is '%.*s', expected llama, qwen2 or qwen3",
+          (int)(found.n < 40 ? found.n : 40), found.s);
+    *name = llamac_architectures[architecture];
+    return true;
+}
+
 bool llamac_take_metadata(Reader *r, uint64_t count, Value values[N_KEYS], Error *e) {
+    const char *architecture;
+    TRY(find_architecture(*r, count, &architecture, e));
     for (uint64_t i = 0; i < count; i++) {
-        String key = take_string(r);
+        String key;
         Value v;
-        TRY(take_value(r, &v, e));
+        TRY(take_entry(r, &key, &v, e));
         int k = 0;
-        while (k < N_KEYS && !equals(key, keys[k])) k++;
+        while (k < N_KEYS && !is_key(key, keys[k], architecture)) k++;
         if (k == N_KEYS) {
-            TRY(check_other_key(key, v, e));
+            TRY(check_other_key(key, v, architecture, e));
             continue;
         }
-        CHECK(!values[k].present, "metadata key %s appears twice", keys[k]);
+        CHECK(!values[k].present, "metadata key %.*s appears twice", (int)key.n, key.s);
         values[k] = v;
     }
     return true;
@@ -133,15 +186,15 @@ bool llamac_take_metadata(Reader *r, uint64_t count, Value values[N_KEYS], Error
 bool llamac_get_number(const Value *values, int key, double fallback, double *out, Error *e) {
     Value v = values[key];
     *out = fallback;
-    CHECK(v.present || !isnan(fallback), "metadata key %s is missing", keys[key]);
-    return !v.present || number_of(v, keys[key], out, e);
+    CHECK(v.present || !isnan(fallback), "metadata key %s is missing", llamac_key(values, key).s);
+    return !v.present || number_of(v, llamac_key(values, key).s, out, e);
 }
 
 bool llamac_get_int(const Value *values, int key, double fallback, int *out, Error *e) {
     double number;
     TRY(llamac_get_number(values, key, fallback, &number, e));
-    CHECK(number >= 0 && number <= INT_MAX && number == floor(number), "metadata key %s is %g, expected a whole number", keys[key],
-          number);
+    CHECK(number >= 0 && number <= INT_MAX && number == floor(number), "metadata key %s is %g, expected a whole number",
+          llamac_key(values, key).s, number);
     *out = (int)number;
     return true;
 }

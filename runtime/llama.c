@@ -20,7 +20,7 @@ struct llamac_session {
     int n_threads;
     bool all;                // logits of all tokens are kept
     float *x;                // (chunk, dim) residual stream, in the backend's memory
-    float *y;                // (chunk, dim) what attention found
+    float *y;                // (chunk, q_dim) what attention found
     float *logits;           // (1 or chunk, vocab_size) in the host's; NULL when they stay with the backend, which chooses
     int rows;                // of the logits that the last call left
     Candidate *candidates;   // (vocab_size,) the sampler's
@@ -110,7 +110,7 @@ static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, E
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
     bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose;
-    bool ok = (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.dim))
+    bool ok = (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.q_dim))
               && (!here || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
     if (!ok) b->close(b), s->backend = NULL;
     CHECK(ok, "not enough memory for the activations");

@@ -10,10 +10,31 @@
 #include <unistd.h>
 #include "model.h"
 
-enum { TOKEN_EMBEDDING, ATTENTION_NORM, WQ, WK, WV, WO, FFN_NORM, W1, W2, W3, NORM, OUTPUT, N_TENSORS };
+enum {
+    TOKEN_EMBEDDING,
+    ATTENTION_NORM,
+    WQ,
+    WK,
+    WV,
+    WO,
+    FFN_NORM,
+    W1,
+    W2,
+    W3,
+    NORM,
+    OUTPUT,
+    N_LLAMA2C, // those of llama2.c's formats
+    BQ = N_LLAMA2C,
+    BK,
+    BV,
+    Q_NORM,
+    K_NORM,
+    ROPE_FACTORS,
+    N_TENSORS
+};
 
 // The name in GGUF (per layer behind "blk.<layer>."), the place in Layer or Weights, and the shape:
-// V vocab_size, D dim, K kv_dim, F hidden_dim; the norms have one row.
+// V vocab_size, D dim, Q q_dim, K kv_dim, H head_dim, P its pairs, F hidden_dim; vectors have one row.
 static const struct {
     const char *name;
     bool per_layer;
@@ -22,19 +43,33 @@ static const struct {
 } tensors[N_TENSORS] = {
     [TOKEN_EMBEDDING] = {"token_embd.weight", false, offsetof(Weights, token_embedding), 'V', 'D'},
     [ATTENTION_NORM] = {"attn_norm.weight", true, offsetof(Layer, attention_norm), '1', 'D'},
-    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq), 'D', 'D'},
+    [WQ] = {"attn_q.weight", true, offsetof(Layer, wq), 'Q', 'D'},
     [WK] = {"attn_k.weight", true, offsetof(Layer, wk), 'K', 'D'},
     [WV] = {"attn_v.weight", true, offsetof(Layer, wv), 'K', 'D'},
-    [WO] = {"attn_output.weight", true, offsetof(Layer, wo), 'D', 'D'},
+    [WO] = {"attn_output.weight", true, offsetof(Layer, wo), 'D', 'Q'},
     [FFN_NORM] = {"ffn_norm.weight", true, offsetof(Layer, ffn_norm), '1', 'D'},
     [W1] = {"ffn_gate.weight", true, offsetof(Layer, w1), 'F', 'D'},
     [W2] = {"ffn_down.weight", true, offsetof(Layer, w2), 'D', 'F'},
     [W3] = {"ffn_up.weight", true, offsetof(Layer, w3), 'F', 'D'},
     [NORM] = {"output_norm.weight", false, offsetof(Weights, norm), '1', 'D'},
     [OUTPUT] = {"output.weight", false, offsetof(Weights, output), 'V', 'D'},
+    [BQ] = {"attn_q.bias", true, offsetof(Layer, bq), '1', 'Q'},
+    [BK] = {"attn_k.bias", true, offsetof(Layer, bk), '1', 'K'},
+    [BV] = {"attn_v.bias", true, offsetof(Layer, bv), '1', 'K'},
+    [Q_NORM] = {"attn_q_norm.weight", true, offsetof(Layer, q_norm), '1', 'H'},
+    [K_NORM] = {"attn_k_norm.weight", true, offsetof(Layer, k_norm), '1', 'H'},
+    [ROPE_FACTORS] = {"rope_freqs.weight", false, offsetof(Weights, rope_factors), '1', 'P'},
 };
 
-static bool is_norm(int tensor) { return tensors[tensor].rows == '1'; }
+static bool is_vector(int tensor) { return tensors[tensor].rows == '1'; }
+
+static bool is_head_norm(int tensor) { return tensor == Q_NORM || tensor == K_NORM; }
+
+// Whether a model of the architecture cannot be without the tensor; may have it.
+static bool is_needed(int tensor, int architecture) { return tensor < OUTPUT || (is_head_norm(tensor) && architecture == QWEN3); }
+static bool is_known(int tensor, int architecture) {
+    return tensor < N_TENSORS && (!is_head_norm(tensor) || architecture == QWEN3);
+}
 
 static Mat *place_of(Weights *w, int tensor, int layer) {
     char *base = tensors[tensor].per_layer ? (char *)&w->layers[layer] : (char *)w;
@@ -43,7 +78,8 @@ static Mat *place_of(Weights *w, int tensor, int layer) {
 
 // The tensor's shape, without data.
 static Mat shape_of(const Config *c, int tensor, Type type) {
-    const int size[] = {['1'] = 1, ['V'] = c->vocab_size, ['D'] = c->dim, ['K'] = c->kv_dim, ['F'] = c->hidden_dim};
+    const int size[] = {['1'] = 1,         ['V'] = c->vocab_size, ['D'] = c->dim,          ['Q'] = c->q_dim,
+                        ['K'] = c->kv_dim, ['H'] = c->head_dim,   ['P'] = c->head_dim / 2, ['F'] = c->hidden_dim};
     return (Mat){.type = type, .rows = size[(int)tensors[tensor].rows], .cols = size[(int)tensors[tensor].cols]};
 }
 
@@ -54,9 +90,10 @@ static uint64_t bytes_of(const Mat *m) {
     return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
 }
 
-enum { MOST_LAYERS = 1 << 12 };
+enum { MOST_LAYERS = 1 << 12, MOST_HEAD_DIM = 1 << 13, MOST_Q_DIM = 1 << 22 };
 
-// The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers.
+// The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers. A head_dim of 0 is
+// dim / n_heads.
 static bool check_config(Config *c, Error *e) {
     const struct {
         const char *name;
@@ -69,14 +106,49 @@ static bool check_config(Config *c, Error *e) {
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most, "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value,
               sizes[i].most);
-    CHECK(c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
-    CHECK(c->dim / c->n_heads % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->dim / c->n_heads);
+    CHECK(c->head_dim || c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
+    if (!c->head_dim) c->head_dim = c->dim / c->n_heads;
+    CHECK(c->head_dim % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->head_dim);
+    CHECK(c->head_dim <= MOST_HEAD_DIM && c->n_heads <= MOST_Q_DIM / c->head_dim,
+          "%d heads of %d numbers are too wide, expected up to %d numbers a head and %d in all", c->n_heads, c->head_dim,
+          MOST_HEAD_DIM, MOST_Q_DIM);
     CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
     CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
-    CHECK(c->rope_theta > 0 && isfinite(c->rope_theta), "rope_theta is %g, expected more than 0", c->rope_theta);
-    CHECK(c->rope_scaling > 0 && isfinite(c->rope_scaling), "rope_scaling is %g, expected more than 0", c->rope_scaling);
-    c->head_dim = c->dim / c->n_heads;
+    c->q_dim = c->n_heads * c->head_dim;
     c->kv_dim = c->n_kv_heads * c->head_dim;
+    return true;
+}
+
+// What RoPE's frequencies are made of.
+typedef struct {
+    double theta;  // pair i turns by theta^(-2i / head_dim) radians
+    double factor; // positions are divided by it
+    int context;   // YaRN: of the training before the context was stretched by the factor; 0: no YaRN
+} Rope;
+
+// How much of the stretching pair i gets, by YaRN (Peng 2023): a pair that turns 32 times in the context of training gets none, one
+// that turns once or less all of it, those between the more the slower they turn.
+static double stretch_of(const Rope *r, int head_dim, int i) {
+    double turns = head_dim / (2 * log(r->theta)), once = log(r->context / (2 * acos(-1)));
+    double first = fmax(0, floor(turns * (once - log(32)))), last = fmin(head_dim - 1, ceil(turns * once));
+    return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
+}
+
+// Fills in the frequencies, once all else of the model is there.
+static bool set_rope(Model *m, const Rope *r, Error *e) {
+    Config *c = &m->config;
+    const float *factors = m->weights.rope_factors.data;
+    double *f = m->weights.frequencies = resize(NULL, c->head_dim / 2, sizeof *f);
+    CHECK(f, no_memory);
+    CHECK(r->theta > 0 && isfinite(r->theta), "rope_theta is %g, expected more than 0", r->theta);
+    CHECK(r->factor > 0 && isfinite(r->factor), "rope_scaling is %g, expected more than 0", r->factor);
+    for (int i = 0; i < c->head_dim / 2; i++) {
+        double stretch = stretch_of(r, c->head_dim, i), factor = factors ? factors[i] : 1;
+        CHECK(factor > 0 && isfinite(factor), "factor %d of RoPE's frequencies is %g, expected more than 0", i, factor);
+        f[i] = pow(r->theta, -2.0 * i / c->head_dim) / factor * (stretch / r->factor + 1 - stretch);
+        CHECK(isfinite(f[i]), "RoPE's frequency %d is %g, expected a number", i, f[i]);
+    }
+    c->rope_scale = r->context && r->factor > 1 ? (float)(1 + 0.1 * log(r->factor)) : 1;
     return true;
 }
 
@@ -90,9 +162,9 @@ static const int order_v1[] = {ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, 
 
 // Lays the tensors out one after the other from bytes + at; returns where they end. With layers NULL it only measures.
 static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group, bool tied) {
-    for (int i = 0; i < N_TENSORS; i++) {
+    for (int i = 0; i < N_LLAMA2C; i++) {
         int tensor = version ? order_v1[i] : i;
-        Mat mat = shape_of(&m->config, tensor, version == 2 && !is_norm(tensor) ? INT8_GROUPS : F32);
+        Mat mat = shape_of(&m->config, tensor, version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32);
         mat.group = mat.type == INT8_GROUPS ? group : 0;
         if (tensor == OUTPUT && version == 0)
             at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim; // tables of cosines and sines, not needed
@@ -107,6 +179,14 @@ static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version
         }
     }
     return at;
+}
+
+// Layers without tensors.
+static bool take_layers(Model *m, Error *e) {
+    size_t n = m->config.n_layers;
+    CHECK((m->weights.layers = resize(NULL, n, sizeof(Layer))), no_memory);
+    memset(m->weights.layers, 0, n * sizeof(Layer));
+    return true;
 }
 
 static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) {
@@ -132,28 +212,58 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
                          .n_kv_heads = header[4],
                          .vocab_size = header[5],
                          .seq_len = header[6],
-                         .norm_eps = 1e-5f,
-                         .rope_theta = 10000,
-                         .rope_scaling = 1};
+                         .norm_eps = 1e-5f};
     Error wrong;
     CHECK(check_config(&m->config, &wrong), "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ",
           wrong.text);
     uint64_t end = lay_out(m, bytes, start, version, group, tied);
     CHECK(end == size, "the file has %zu bytes, its header makes %llu", size, (unsigned long long)end);
-    CHECK((m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer))), no_memory);
+    TRY(take_layers(m, e));
     lay_out(m, bytes, start, version, group, tied);
     if (tied) m->weights.output = m->weights.token_embedding;
-    return true;
+    return set_rope(m, &(Rope){10000, 1, 0}, e);
 }
 
 // ----------------------------------------------------------------------------
 // GGUF: "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data
 
+static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
+    String scaling = llamac_get_string(values, SCALING_TYPE);
+    double theta, factor, scale;
+    int context;
+    TRY(llamac_get_number(values, ROPE_BASE, 10000, &theta, e));
+    TRY(llamac_get_number(values, SCALE_LINEAR, 1, &scale, e));
+    TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
+    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", llamac_key(values, SCALING_FACTOR).s, factor,
+          llamac_key(values, SCALE_LINEAR).s, scale);
+    bool none = equals(scaling, "none"), yarn = equals(scaling, "yarn");
+    CHECK(!scaling.n || none || yarn || equals(scaling, "linear"),
+          "RoPE scaling '%.*s' is not supported, only linear and yarn (%s)", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s,
+          llamac_key(values, SCALING_TYPE).s);
+    TRY(llamac_get_int(values, SCALING_CONTEXT, seq_len, &context, e));
+    CHECK(!yarn || context > 0, "%s is %d, expected 1 or more", llamac_key(values, SCALING_CONTEXT).s, context);
+    *rope = (Rope){(float)theta, none ? 1 : (float)factor, yarn ? context : 0};
+    return true;
+}
+
+// Head widths, given or derived: one for queries, keys and values, and all of it rotated.
+static bool gguf_heads(const Value *values, Config *c, Error *e) {
+    int values_width, rotated;
+    TRY(llamac_get_int(values, KEY_LENGTH, 0, &c->head_dim, e));
+    CHECK(!values[KEY_LENGTH].present || c->head_dim, "%s is 0, expected 2 or more", llamac_key(values, KEY_LENGTH).s);
+    TRY(check_config(c, e));
+    TRY(llamac_get_int(values, VALUE_LENGTH, c->dim / c->n_heads, &values_width, e));
+    CHECK(values_width == c->head_dim, "%s is %d, but %s is %d: keys and values have to be as wide",
+          llamac_key(values, KEY_LENGTH).s, c->head_dim, llamac_key(values, VALUE_LENGTH).s, values_width);
+    TRY(llamac_get_int(values, ROPE_DIMENSION, c->head_dim, &rotated, e));
+    CHECK(rotated == c->head_dim, "%s is %d, expected the head size %d", llamac_key(values, ROPE_DIMENSION).s, rotated,
+          c->head_dim);
+    return true;
+}
+
 static bool gguf_config(const Value *values, Config *c, Error *e) {
-    String architecture = llamac_get_string(values, ARCHITECTURE), scaling = llamac_get_string(values, SCALING_TYPE);
-    double eps, theta, factor, scale;
-    CHECK(equals(architecture, "llama"), "the architecture is '%.*s', expected 'llama'",
-          (int)(architecture.n < 40 ? architecture.n : 40), architecture.s);
+    double eps;
+    int window, version;
     TRY(llamac_get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len, e));
     TRY(llamac_get_int(values, EMBEDDING_LENGTH, NAN, &c->dim, e));
     TRY(llamac_get_int(values, BLOCK_COUNT, NAN, &c->n_layers, e));
@@ -162,28 +272,14 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     TRY(llamac_get_int(values, HEAD_COUNT_KV, c->n_heads, &c->n_kv_heads, e));
     TRY(llamac_get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size, e));
     TRY(llamac_get_number(values, NORM_EPS, NAN, &eps, e));
-    TRY(llamac_get_number(values, ROPE_BASE, 10000, &theta, e));
-    TRY(llamac_get_number(values, SCALE_LINEAR, 1, &scale, e));
-    TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
-    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", llamac_key(SCALING_FACTOR), factor,
-          llamac_key(SCALE_LINEAR), scale);
-    CHECK(!scaling.n || equals(scaling, "linear") || equals(scaling, "none"), "RoPE scaling '%.*s' is not supported, only linear",
-          (int)(scaling.n < 40 ? scaling.n : 40), scaling.s);
-    c->norm_eps = (float)eps, c->rope_theta = (float)theta;
-    c->rope_scaling = equals(scaling, "none") ? 1 : (float)factor;
-    TRY(check_config(c, e));
-    for (int key = KEY_LENGTH; key <= ROPE_DIMENSION; key++) {
-        int size;
-        if (key != KEY_LENGTH && key != VALUE_LENGTH && key != ROPE_DIMENSION) continue;
-        TRY(llamac_get_int(values, key, c->head_dim, &size, e));
-        CHECK(size == c->head_dim, "%s is %d, expected the head size %d", llamac_key(key), size, c->head_dim);
-    }
-    int window, version;
+    c->norm_eps = (float)eps;
+    c->rope_halves = llamac_architecture(values) != LLAMA; // whose files have each head's rows in another order
+    TRY(gguf_heads(values, c, e));
     TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &window, e));
-    CHECK(!window || window >= c->seq_len, "%s is %d, expected none, or the whole context of %d", llamac_key(SLIDING_WINDOW),
-          window, c->seq_len);
+    CHECK(!window || window >= c->seq_len, "%s is %d, expected none, or the whole context of %d",
+          llamac_key(values, SLIDING_WINDOW).s, window, c->seq_len);
     TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
-    CHECK(version == 2, "%s is %d, expected 2", llamac_key(QUANTIZATION_VERSION), version);
+    CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s, version);
     return true;
 }
 
@@ -216,8 +312,8 @@ static const char *type_name(uint32_t type, char text[12]) {
     return known ? names[type] : text;
 }
 
-// Reads the list of tensors over to its end: each must be known and appear once, and none but the output may be missing.
-static bool check_list(Reader *r, const Config *c, uint64_t count, Error *e) {
+// Reads the list of tensors over to its end: each must be known and appear once, and none that is needed may be missing.
+static bool check_list(Reader *r, const Config *c, int architecture, uint64_t count, Error *e) {
     bool seen[MOST_LAYERS][N_TENSORS] = {0};
     char text[32];
     for (uint64_t i = 0; i < count; i++) {
@@ -229,13 +325,13 @@ static bool check_list(Reader *r, const Config *c, uint64_t count, Error *e) {
         const char *type = type_name(take_u32(r), text);
         take_u64(r);
         CHECK(!r->failed, "the list of tensors is cut off");
-        CHECK(tensor < N_TENSORS, "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
+        CHECK(is_known(tensor, architecture), "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
         CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", shown, name.s, type);
         seen[layer][tensor] = true;
     }
     for (int layer = 0; layer < c->n_layers; layer++)
-        for (int i = 0; i < OUTPUT; i++) {
-            if (seen[layer][i] || (layer && !tensors[i].per_layer)) continue;
+        for (int i = 0; i < N_TENSORS; i++) {
+            if (seen[layer][i] || !is_needed(i, architecture) || (layer && !tensors[i].per_layer)) continue;
             Mat mat = shape_of(c, i, F32);
             if (tensors[i].per_layer) snprintf(text, sizeof text, "blk.%d.", layer);
             return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows,
@@ -256,8 +352,8 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     char text[12];
     int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
     BlockSize block = block_size(type);
-    CHECK(is_norm(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s", shown, name.s,
-          type_name(type, text), is_norm(tensor) ? "F32" : GGUF_TYPES);
+    CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s", shown, name.s,
+          type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
           "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1], (unsigned long long)dims[0],
@@ -274,15 +370,15 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     return true;
 }
 
-static bool gguf_tensors(Reader *r, Model *m, uint64_t count, uint32_t alignment, Error *e) {
+static bool gguf_tensors(Reader *r, Model *m, int architecture, uint64_t count, uint32_t alignment, Error *e) {
     Reader list = *r;
     uint64_t end = 0;
-    TRY(check_list(&list, &m->config, count, e));
+    TRY(check_list(&list, &m->config, architecture, count, e));
     size_t start = (list.at + alignment - 1) / alignment * alignment;
     CHECK(start <= r->size, "the file ends before its data");
     m->list = r->bytes + r->at, m->list_size = list.at - r->at;
     m->data = r->bytes + start, m->data_size = r->size - start;
-    CHECK((m->weights.layers = resize(NULL, m->config.n_layers, sizeof(Layer))), no_memory);
+    TRY(take_layers(m, e));
     for (uint64_t i = 0; i < count; i++) TRY(take_tensor(r, m, alignment, &end, e));
     uint64_t padded = (end + alignment - 1) / alignment * alignment;
     CHECK(m->data_size == end || m->data_size == padded, "%llu bytes follow the last tensor",
@@ -305,8 +401,11 @@ static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size,
     TRY(llamac_get_int(values, ALIGNMENT, 32, &alignment, e));
     CHECK(alignment >= 8 && alignment <= 1 << 16 && (alignment & (alignment - 1)) == 0,
           "the alignment is %d, expected a power of two from 8", alignment);
+    Rope rope;
     TRY(gguf_config(values, &m->config, e));
-    TRY(gguf_tensors(&r, m, n_tensors, alignment, e));
+    TRY(gguf_rope(values, m->config.seq_len, &rope, e));
+    TRY(gguf_tensors(&r, m, llamac_architecture(values), n_tensors, alignment, e));
+    TRY(set_rope(m, &rope, e));
     const char **places[] = {&m->sha256, &m->list_sha256};
     for (int i = 0; i < 2; i++) {
         String checksum = llamac_get_string(values, CHECKSUM + i);
@@ -450,6 +549,7 @@ void llamac_close(llamac_model *m) {
     if (!m) return;
     llamac_free_tokenizer(&m->tokenizer);
     free(m->weights.weights.layers);
+    free(m->weights.weights.frequencies);
     unmap(&m->tokenizer_file);
     unmap(&m->file);
     free(m);
@@ -479,6 +579,7 @@ uint64_t llamac_weights_read(const Model *m, const uint8_t **first) {
     for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
             const Mat *mat = place_of((Weights *)&m->weights, i, layer);
+            if (!mat->data) continue;
             n += bytes_of(mat);
             if ((const uint8_t *)mat->data < *first) *first = mat->data;
         }

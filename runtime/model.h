@@ -11,6 +11,10 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "model files are littl
 // ----------------------------------------------------------------------------
 // GGUF's metadata (gguf.c)
 
+// The architectures that forward computes; gguf.c has their names.
+enum { LLAMA, QWEN2, QWEN3, N_ARCHITECTURES };
+extern const char *const llamac_architectures[N_ARCHITECTURES];
+
 enum { U8, I8, U16, I16, U32, I32, FLOAT, BOOL, STRING, ARRAY, U64, I64, DOUBLE, N_KINDS };
 
 // Keys that are read; gguf.c has their names.
@@ -25,12 +29,13 @@ enum {
     HEAD_COUNT_KV,
     KEY_LENGTH,
     VALUE_LENGTH,
+    ROPE_DIMENSION,
     SLIDING_WINDOW,
     NORM_EPS,
-    ROPE_DIMENSION,
     ROPE_BASE,
     SCALING_TYPE,
     SCALING_FACTOR,
+    SCALING_CONTEXT,
     SCALE_LINEAR,
     VOCAB_SIZE,
     QUANTIZATION_VERSION,
@@ -58,9 +63,15 @@ typedef struct {
     Reader data;     // reads the value
 } Value;
 
-const char *llamac_key(int key); // its name
+// Of the values that were read; N_ARCHITECTURES: none of those.
+int llamac_architecture(const Value *values);
 
-// Reads `count` keys and their values. A key of llama.* that may change what the model computes is an error.
+// A key's name in the file that the values are from, for messages.
+typedef struct { char s[64]; } KeyName;
+KeyName llamac_key(const Value *values, int key);
+
+// Reads `count` keys and their values. Another architecture than those above is an error, and so is a key of this one's that
+// may change what the model computes.
 bool llamac_take_metadata(Reader *, uint64_t count, Value values[N_KEYS], Error *);
 
 // A number of any kind; the fallback when the key is absent, an error when it is absent and the fallback is NAN.

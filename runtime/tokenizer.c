@@ -145,8 +145,8 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     for (int i = 0; i < 3; i++) {
         const Value *a = &v[arrays[i].key];
         CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
-              llamac_key(arrays[i].key));
-        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens", llamac_key(arrays[i].key),
+              llamac_key(v, arrays[i].key).s);
+        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens", llamac_key(v, arrays[i].key).s,
               (unsigned long long)a->count, vocab_size);
     }
     int space_prefix, extra_spaces_removed, add_bos;

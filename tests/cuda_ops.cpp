@@ -82,11 +82,14 @@ static void make(Matrix &m, Type type, int rows, int cols, int group) {
 struct Pair {
     std::vector<Matrix> matrices;
     std::vector<Layer> layers[2];
+    std::vector<double> frequencies;
     Model model[2]; // GPU, CPU
 };
 
-static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed) {
-    p.matrices.resize(3 + 9 * c.n_layers);
+static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed, bool biases = false, bool norms = false) {
+    p.matrices.resize(3 + 14 * c.n_layers);
+    p.frequencies.resize(c.head_dim / 2);
+    for (int i = 0; i < c.head_dim / 2; i++) p.frequencies[i] = pow(10000, -2.0 * i / c.head_dim);
     size_t used = 0;
     auto add = [&](Type t, int rows, int cols, auto place) {
         Matrix &m = p.matrices[used++];
@@ -97,21 +100,26 @@ static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed
     for (int i = 0; i < 2; i++) {
         p.layers[i].resize(c.n_layers);
         p.model[i] = {};
-        p.model[i].config = c, p.model[i].weights.layers = p.layers[i].data();
+        p.model[i].config = c, p.model[i].weights.layers = p.layers[i].data(), p.model[i].weights.frequencies = p.frequencies.data();
     }
     add(type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.token_embedding; });
     add(F32, 1, c.dim, [](Weights &w) -> Mat & { return w.norm; });
     add(type == Q4_0 ? Q8_0 : type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.output; }); // as in our files
     for (int l = 0; l < c.n_layers; l++) {
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].attention_norm; });
-        add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
+        add(type, c.q_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
         add(type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wk; });
         add(l && mixed ? BF16 : type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wv; });
-        add(type, c.dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wo; });
+        add(type, c.dim, c.q_dim, [=](Weights &w) -> Mat & { return w.layers[l].wo; });
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].ffn_norm; });
         add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w1; });
         add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w3; });
         add(type, c.dim, c.hidden_dim, [=](Weights &w) -> Mat & { return w.layers[l].w2; });
+        if (biases) add(F32, 1, c.q_dim, [=](Weights &w) -> Mat & { return w.layers[l].bq; });
+        if (biases) add(F32, 1, c.kv_dim, [=](Weights &w) -> Mat & { return w.layers[l].bk; });
+        if (biases) add(F32, 1, c.kv_dim, [=](Weights &w) -> Mat & { return w.layers[l].bv; });
+        if (norms) add(F32, 1, c.head_dim, [=](Weights &w) -> Mat & { return w.layers[l].q_norm; });
+        if (norms) add(F32, 1, c.head_dim, [=](Weights &w) -> Mat & { return w.layers[l].k_norm; });
     }
 }
 
@@ -164,7 +172,7 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
     int l = cf.n_layers - 1;
     Layer &gl = gw.layers[l], &cl = cw.layers[l];
-    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
     double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // the tensor cores take x in half precision
     std::vector<int> tokens(T);
     printf(" T=%d@%d", T, pos);
@@ -189,23 +197,23 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
             report("attention", y.difference(), plain ? exact : 3e-3); // 2e-3 of its products, 1e-3 of its own
         }
     }
-    y.fill();
+    x.fill();
 
     size_t n = (size_t)T * cf.vocab_size;
     std::vector<float> expected(n);
-    g->logits(g, found, &gw.norm, &gw.output, y.on_gpu, T);
-    c->logits(c, expected.data(), &cw.norm, &cw.output, y.on_cpu, T);
+    g->logits(g, found, &gw.norm, &gw.output, x.on_gpu, T);
+    c->logits(c, expected.data(), &cw.norm, &cw.output, x.on_cpu, T);
     report("logits", Array::compare(found, expected.data(), n), product);
     if (T > 1) return;
-    g->logits(g, NULL, &gw.norm, &gw.output, y.on_gpu, 1);
+    g->logits(g, NULL, &gw.norm, &gw.output, x.on_gpu, 1);
     int best = g->choose(g, 0, 0, 0), largest = 0;
     for (int i = 1; i < cf.vocab_size; i++)
         if (found[i] > found[largest]) largest = i;
     if (best != largest) failures++, printf(" largest=%d(expected %d)", best, largest);
     float bad = random_below(2) ? NAN : INFINITY;
-    cudaMemcpy(y.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
+    cudaMemcpy(x.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
     cudaDeviceSynchronize();
-    g->logits(g, NULL, &gw.norm, &gw.output, y.on_gpu, 1);
+    g->logits(g, NULL, &gw.norm, &gw.output, x.on_gpu, 1);
     if (g->choose(g, 0, 0, 0) != -1) failures++, printf(" choose does not see what is not finite");
 }
 
@@ -215,7 +223,7 @@ static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
     for (int l = 0; l < cf.n_layers; l++)
         for (int pos = 0, T; pos < n; pos += T) {
             T = n - pos < 100 ? n - pos : 100;
-            Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
+            Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
             g->attention(g, l, &p.model[0].weights.layers[l], y.on_gpu, x.on_gpu, pos, T);
             c->attention(c, l, &p.model[1].weights.layers[l], y.on_cpu, x.on_cpu, pos, T);
         }
@@ -225,7 +233,7 @@ static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
 static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
-    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.dim);
+    Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
     std::vector<int> tokens(T);
     for (int &token : tokens) token = random_below(cf.vocab_size);
     g->embed(g, x.on_gpu, &gw.token_embedding, tokens.data(), T);
@@ -235,7 +243,7 @@ static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
         Layer &gl = gw.layers[l], &cl = cw.layers[l];
         if (op == 0) g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T), c->attention(c, l, &cl, y.on_cpu, x.on_cpu, pos, T);
         if (op == 1) g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T), c->add_product(c, x.on_cpu, &cl.wo, y.on_cpu, T);
-        if (op == 2) g->add_product(g, y.on_gpu, &gl.wo, x.on_gpu, T), c->add_product(c, y.on_cpu, &cl.wo, x.on_cpu, T);
+        if (op == 2) g->add_product(g, y.on_gpu, &gl.wq, x.on_gpu, T), c->add_product(c, y.on_cpu, &cl.wq, x.on_cpu, T);
         if (op == 3) g->feed_forward(g, &gl, x.on_gpu, T), c->feed_forward(c, &cl, x.on_cpu, T);
     }
     report("program", fmax(x.difference(), y.difference()), 1e-2); // half precision, carried on by up to six ops
@@ -243,7 +251,7 @@ static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
 
 struct Activations {
     float *x, *y;
-    Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.dim); }
+    Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.q_dim); }
 };
 
 // One token through the model; the logits go to `out`, the same in all calls. Returns whether the ops were called.
@@ -304,15 +312,17 @@ static void compare_models(Type type) {
     int head = 2 * (1 + random_below(40)), heads = 1 + random_below(2), groups = 1 + random_below(2);
     if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8)); // else the rows have remainders
     Config c = {};
+    bool other = random_below(2); // than Llama: heads of any width, pairs that lie apart, biases, norms
     c.n_kv_heads = heads, c.n_heads = heads * groups, c.head_dim = head;
-    c.dim = c.n_heads * head, c.kv_dim = heads * head;
+    c.q_dim = c.n_heads * head, c.kv_dim = heads * head, c.dim = other && random_below(2) ? 32 * (1 + random_below(5)) : c.q_dim;
+    c.rope_halves = other, c.rope_scale = other && random_below(2) ? 1.2f : 1;
     c.hidden_dim = random_below(4) ? 32 * (1 + random_below(10)) : 1 + random_below(200);
     c.n_layers = 1 + random_below(2), c.vocab_size = 1 + random_below(150), c.seq_len = 600;
-    c.norm_eps = 1e-5f, c.rope_theta = 10000, c.rope_scaling = 1 + random_below(2);
+    c.norm_eps = 1e-5f;
     int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
     int positions = 1 + random_below(random_below(4) ? 80 : 600), T = 1 + random_below(positions < 100 ? positions : 100);
     Pair p;
-    make_pair(p, c, type, group, random_below(3) == 0);
+    make_pair(p, c, type, group, random_below(3) == 0, other && random_below(2), other && random_below(2));
     printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,
            c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
     Backend *gpu, *cpu;
@@ -338,8 +348,8 @@ static void compare_shape(Type type, int number) {
     auto shape = SHAPES[number];
     Config c = {};
     c.dim = shape.dim, c.n_heads = shape.heads, c.n_kv_heads = shape.kv_heads, c.head_dim = c.dim / c.n_heads;
-    c.kv_dim = c.n_kv_heads * c.head_dim, c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
-    c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f, c.rope_theta = 10000, c.rope_scaling = 1;
+    c.q_dim = c.dim, c.kv_dim = c.n_kv_heads * c.head_dim, c.rope_scale = 1, c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
+    c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f;
     Pair p;
     make_pair(p, c, type, 32, false);
     printf("type %d dim %d layers %d vocab %d", type, c.dim, c.n_layers, c.vocab_size);

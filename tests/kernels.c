@@ -96,6 +96,8 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
     memcpy(head2, head, 2 * pairs * sizeof *head);
     k->rotate(head, rotation, 2 * pairs), s->rotate(head2, rotation, 2 * pairs);
     compare(k, "rotate", head, head2, 2 * pairs, 1e-6);
+    k->rotate_halves(head, rotation, 2 * pairs), s->rotate_halves(head2, rotation, 2 * pairs);
+    compare(k, "rotate_halves", head, head2, 2 * pairs, 1e-6);
     free(x), free(w), free(y), free(z), free(f16), free(bf16), free(narrow), free(narrow2), free(head), free(head2), free(rotation);
 }
 
@@ -181,7 +183,7 @@ static void gated_of(const Kernels *k, Type type) {
     Task *make = quantised ? quantize_tokens : pairs ? pack_pairs : pack_panels;
     make(&me, &a.in, 0, quantised ? T : panels);
     swiglu_rows(&me, &a, 0, (rows + ROWS - 1) / ROWS);
-    for (int t = 0; t < T; t++) normalize(&cpu, xb + (size_t)t * cols, x + (size_t)t * cols, weight);
+    for (int t = 0; t < T; t++) normalize(&cpu, xb + (size_t)t * cols, x + (size_t)t * cols, weight, cols);
     make(&me, &apart, 0, quantised ? T : panels);
     multiply_some(&me, &(Product){h, &w, false}, &apart, 0, rows), multiply_some(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
     swiglu_tokens(&me, NULL, 0, T);

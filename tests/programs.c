@@ -50,19 +50,28 @@ static Model random_model(void) {
     static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
     Type type = types[below(6)];
     int heads = 1 + below(3), groups = 1 + below(6), head_dim = below(3) ? 16 * (1 + below(2)) : 2 * (1 + below(12));
+    bool biases = below(2), norms = below(2), wide = below(2); // wide: or narrow, for queries are as wide as they are
     Config c = {.n_layers = 1 + below(2), .n_heads = heads * groups, .n_kv_heads = heads, .head_dim = head_dim,
-                .dim = heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
-                .hidden_dim = below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f, .rope_theta = 10000, .rope_scaling = 1};
+                .q_dim = heads * groups * head_dim,
+                .dim = wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
+                .hidden_dim = below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f,
+                .rope_halves = below(2), .rope_scale = below(2) ? 1 : 1.2f};
     Model m = {.config = c, .weights = {.token_embedding = matrix(any_type(type), c.vocab_size, c.dim), .norm = matrix(F32, 1, c.dim),
                                         .output = matrix(any_type(type), c.vocab_size, c.dim),
+                                        .frequencies = malloc(head_dim / 2 * sizeof(double)),
                                         .layers = malloc(c.n_layers * sizeof(Layer))}};
-    for (int l = 0; l < c.n_layers; l++)
-        m.weights.layers[l] = (Layer){
-            .attention_norm = matrix(F32, 1, c.dim), .wq = matrix(any_type(type), c.dim, c.dim),
+    for (int i = 0; i < head_dim / 2; i++) m.weights.frequencies[i] = pow(10000, -2.0 * i / head_dim);
+    for (int l = 0; l < c.n_layers; l++) {
+        Layer *layer = &m.weights.layers[l];
+        *layer = (Layer){
+            .attention_norm = matrix(F32, 1, c.dim), .wq = matrix(any_type(type), c.q_dim, c.dim),
             .wk = matrix(any_type(type), c.kv_dim, c.dim), .wv = matrix(any_type(type), c.kv_dim, c.dim),
-            .wo = matrix(any_type(type), c.dim, c.dim), .ffn_norm = matrix(F32, 1, c.dim),
+            .wo = matrix(any_type(type), c.dim, c.q_dim), .ffn_norm = matrix(F32, 1, c.dim),
             .w1 = matrix(any_type(type), c.hidden_dim, c.dim), .w3 = matrix(any_type(type), c.hidden_dim, c.dim),
             .w2 = matrix(any_type(type), c.dim, c.hidden_dim)};
+        if (biases) layer->bq = matrix(F32, 1, c.q_dim), layer->bk = matrix(F32, 1, c.kv_dim), layer->bv = matrix(F32, 1, c.kv_dim);
+        if (norms) layer->q_norm = matrix(F32, 1, head_dim), layer->k_norm = matrix(F32, 1, head_dim);
+    }
     return m;
 }
 
@@ -70,12 +79,13 @@ static void free_model(Model *m) {
     Weights *w = &m->weights;
     for (int l = 0; l < m->config.n_layers; l++) {
         Layer *a = &w->layers[l];
-        Mat *all[] = {&a->attention_norm, &a->wq, &a->wk, &a->wv, &a->wo, &a->ffn_norm, &a->w1, &a->w3, &a->w2};
-        for (int i = 0; i < 9; i++) free((void *)all[i]->data), free((void *)all[i]->scales);
+        Mat *all[] = {&a->attention_norm, &a->wq, &a->wk, &a->wv, &a->wo, &a->ffn_norm, &a->w1, &a->w3, &a->w2,
+                      &a->bq, &a->bk, &a->bv, &a->q_norm, &a->k_norm};
+        for (int i = 0; i < 14; i++) free((void *)all[i]->data), free((void *)all[i]->scales);
     }
     Mat *all[] = {&w->token_embedding, &w->norm, &w->output};
     for (int i = 0; i < 3; i++) free((void *)all[i]->data), free((void *)all[i]->scales);
-    free(w->layers);
+    free(w->layers), free(w->frequencies);
 }
 
 typedef struct { Backend *b; float *x, *y, *logits; } Machine;
@@ -85,8 +95,8 @@ static Machine open_machine(Model *m, const char *isa, int threads) {
     setenv("LLAMAC_ISA", isa, 1);
     const char *wrong = llamac_cpu_open(&a.b, m, POSITIONS, threads);
     if (wrong) printf("%s: %s\n", isa, wrong), exit(2);
-    a.x = a.b->alloc(a.b, POSITIONS * m->config.dim), a.y = a.b->alloc(a.b, POSITIONS * m->config.dim);
-    memset(a.x, 0, POSITIONS * m->config.dim * sizeof(float)), memset(a.y, 0, POSITIONS * m->config.dim * sizeof(float));
+    a.x = a.b->alloc(a.b, POSITIONS * m->config.dim), a.y = a.b->alloc(a.b, POSITIONS * m->config.q_dim);
+    memset(a.x, 0, POSITIONS * m->config.dim * sizeof(float)), memset(a.y, 0, POSITIONS * m->config.q_dim * sizeof(float));
     a.logits = a.b->alloc(a.b, POSITIONS * m->config.vocab_size);
     return a;
 }
@@ -102,7 +112,7 @@ static void call(const Machine *a, const Model *m, const Call *c) {
     case 1: b->attention(b, c->layer, layer, a->y, a->x, c->pos, c->T); break;
     case 2: b->add_product(b, a->x, &layer->wo, a->y, c->T); break;
     case 3: b->feed_forward(b, layer, a->x, c->T); break;
-    case 4: b->add_product(b, a->y, &layer->wo, a->x, c->T); break;
+    case 4: b->add_product(b, a->y, &layer->wq, a->x, c->T); break;
     default: b->logits(b, a->logits, &w->norm, &w->output, a->x, c->T);
     }
 }
@@ -154,16 +164,16 @@ int main(int argc, char **argv) {
             run(&scalar, &m, calls, n, false);
             for (int i = 0; i < 3 * kinds; i++) {
                 const Machine *a = &others[i];
-                size_t wide = (size_t)T * m.config.dim, vocab = (size_t)T * m.config.vocab_size;
+                size_t wide = (size_t)T * m.config.dim, attended = (size_t)T * m.config.q_dim, vocab = (size_t)T * m.config.vocab_size;
                 run(a, &m, calls, n, together);
                 bool logits = false;
                 for (int k = 0; k < n; k++) logits |= calls[k].op == 5;
                 // a number in 8 bits that lies half-way between two may be rounded to either, which the next ops carry on
                 double most = 3e-2;
-                int wrong = differ("x", a->x, scalar.x, wide, most) + differ("y", a->y, scalar.y, wide, most)
+                int wrong = differ("x", a->x, scalar.x, wide, most) + differ("y", a->y, scalar.y, attended, most)
                           + (logits && differ("logits", a->logits, scalar.logits, vocab, most));
                 if (wrong) failed = 1, printf("%s, %d threads, round %d, T=%d at %d\n", found[i / 3]->name, 1 + i % 3, round, T, pos);
-                memcpy(a->x, scalar.x, wide * sizeof(float)), memcpy(a->y, scalar.y, wide * sizeof(float));
+                memcpy(a->x, scalar.x, wide * sizeof(float)), memcpy(a->y, scalar.y, attended * sizeof(float));
             }
         }
         scalar.b->close(scalar.b);

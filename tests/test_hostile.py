@@ -314,9 +314,16 @@ SHAPES = {"token_embd": [2, 4], "output_norm": [2], "blk.0.attn_norm": [2], "blk
           "blk.0.attn_v": [2, 2], "blk.0.attn_output": [2, 2]}
 
 
+BIASES = {"blk.0.attn_q.bias": [2], "blk.0.attn_k.bias": [2], "blk.0.attn_v.bias": [2]}
+HEAD_NORMS = {"blk.0.attn_q_norm.weight": [2], "blk.0.attn_k_norm.weight": [2]}
+
+
 def gguf_header(changes={}, shapes=SHAPES):
     """The header of the smallest model with other values (None: without the key)."""
-    values = {k: v for k, v in (VALUES | changes).items() if v}
+    name = (changes.get("general.architecture") or VALUES["general.architecture"])[1]
+    prefix = name if name in ("qwen2", "qwen3") else "llama"
+    values = {k.replace("llama.", f"{prefix}."): v for k, v in VALUES.items()}
+    values = {k: v for k, v in (values | changes).items() if v}
     out = b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values))
     out += b"".join(string(key) + value(*v) for key, v in values.items())
     for i, (name, shape) in enumerate(shapes.items()):
@@ -334,6 +341,9 @@ FINE_VALUES = [
     *({"llama.context_length": (kind, 8)} for kind in KINDS if kind != "bool"), {"llama.attention.head_count_kv": ("i64", 1)},
     {"llama.rope.scaling.type": ("string", "none"), "llama.rope.scaling.factor": ("float", 9)},
     {"llama.rope.scaling.type": ("string", "linear"), "llama.rope.scaling.factor": ("double", 2)},
+    {"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.scaling.factor": ("float", 4),
+     "llama.rope.scaling.original_context_length": ("u32", 2), "llama.rope.scaling.yarn_beta_fast": ("float", 32)},
+    *({"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.freq_base": ("float", theta)} for theta in (1, 0.5, 3e38, 1e-38)),
     *({key: ("bool", fine)} for key, fine in (("llama.attention.causal", True), ("llama.rope.scaling.finetuned", False))),
     {"llama.attention.key_length": ("u32", 2), "llama.attention.value_length": ("i64", 2), "llama.expert_count": ("u32", 0)},
     {"llama.rope.scaling.attn_factor": ("float", 1), "llama.rope.scaling.original_context_length": ("u32", 4)},
@@ -350,7 +360,9 @@ OTHER_KEYS = [  # what they say is not what we compute, so they are named
         ("llama.rope.scaling.attn_factor", ("float", 1.5)), ("llama.rope.scaling.attn_factor", ("float", float("nan"))),
         ("llama.attention.key_length", ("u32", 4)), ("llama.attention.value_length", ("u32", 1)),
         ("llama.attention.sliding_window", ("u32", 7)),
-        ("llama.rope.scaling.yarn_ext_factor", ("float", 1)), ("llama.logit_scale", ("float", 1)), ("llama.", ("u32", 1)),
+        ("llama.rope.scaling.yarn_ext_factor", ("float", 1)), ("llama.rope.scaling.yarn_beta_fast", ("float", 31)),
+        ("llama.rope.scaling.yarn_log_multiplier", ("float", 0.1)), ("llama.rope.dimension_count", ("u32", 4)),
+        *(("llama.attention.key_length", ("u64", x)) for x in (0, 2**31, 2**63)), ("llama.logit_scale", ("float", 1)), ("llama.", ("u32", 1)),
         ("llama.final_logit_softcapping", ("float", 30)), ("general.quantization_version", ("u32", 1)))),
     {"llama.rope.scale_linear": ("float", 2), "llama.rope.scaling.factor": ("float", 4)},
 ]
@@ -362,7 +374,10 @@ WRONG_VALUES = OTHER_KEYS + [
     *({key: None} for key in VALUES if key != "tokenizer.ggml.model"),
     *({"general.architecture": v} for v in (("string", "gpt2"), ("string", ""), ("string", "x" * 100), ("u32", 1),
                                             ("string[]", ["llama"]), ("string", "llama\0"))),
-    *({"llama.rope.scaling.type": ("string", v)} for v in ("yarn", "y" * 100, "linear ")),
+    *({"llama.rope.scaling.type": ("string", v)} for v in ("longrope", "y" * 100, "linear ")),
+    *({"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.scaling.original_context_length": v}
+      for v in (("u32", 0), ("i32", -1), ("u64", 2**31), ("string", "4"))),
+    *({"llama.attention.key_length": ("u32", x), "llama.attention.value_length": ("u32", x)} for x in (1, 3, 4, 2**13 + 2, 2**31 - 2)),
     *({"llama.rope.scaling.factor": v} for v in (("float", 0), ("float", -1), ("float", float("nan")), ("double", 1e39),
                                                  ("string", "2"), ("double", float("inf")))),
     *({key: wrong} for key, wrong in (("llama.rope.scale_linear", ("float", 0)), ("llama.\x1b[2J", ("u8[]", [1])), ("tokenizer.ggml.eot_token_id", ("u32", 4)),
@@ -389,8 +404,11 @@ WRONG_SHAPES = [SHAPES | {"token_embd": s} for s in ([2, 4, 2], [2, 4, 1, 2], [4
         ("blk.0.ffn_up", "blk.1.ffn_up.weight"), ("blk.0.ffn_up", "blk.99999999999999999999.ffn_up.weight"),
         ("blk.0.ffn_up", "blk.:.ffn_up.weight"), ("blk.0.ffn_up", "blk..ffn_up.weight"), ("blk.0.ffn_up", "blk./.ffn_up.weight"),
         ("blk.0.ffn_up", "blk.0.output_norm.weight"), ("output_norm", "blk.0.output_norm.weight"), ("output_norm", ""),
-        ("output_norm", "attn_norm.weight"), ("output_norm", "x" * 100), ("output_norm", "rope_freqs.weight"),
-        ("output_norm", "output_norm.weight\0"))]
+        ("output_norm", "attn_norm.weight"), ("output_norm", "x" * 100),
+        ("output_norm", "output_norm.weight\0"))] + [SHAPES | more for more in (
+            HEAD_NORMS, {"blk.0.attn_output.bias": [2]}, {"blk.0.attn_qkv.bias": [6]}, {"blk.1.attn_q.bias": [2]}, {"attn_q.bias": [2]},
+            {"blk.0.attn_q.bias": [1]}, {"blk.0.attn_q.bias": [2, 2]}, {"blk.0.attn_k.bias": [2**63]}, {"blk.0.attn_v.bias": [0]},
+            {"rope_freqs.weight": [2]}, {"rope_freqs.weight": [0]}, {"blk.0.rope_freqs.weight": [1]})]
 
 
 def test_metadata_and_tensors_of_every_kind(run_debug_bin, tmp_path):
@@ -415,6 +433,31 @@ def test_metadata_and_tensors_of_every_kind(run_debug_bin, tmp_path):
         file.seek(2**27, 1)
         file.write(after + bytes(-(len(header) - 5) % 32 + 32 * len(SHAPES)))
     assert "token 0 is too long" in run(run_debug_bin, path, "-n", 3, status=1)
+
+
+def test_architectures(run_debug_bin, tmp_path):
+    """Qwen2's and Qwen3's files: keys under their own names, biases, norms of heads; others are named with those that work."""
+    path = tmp_path / "m.gguf"
+
+    def said(changes, shapes, status=1, **architecture):
+        path.write_bytes(gguf_bytes({"general.architecture": ("string", architecture.get("of", "llama"))} | changes, shapes))
+        return run(run_debug_bin, path, "-n", 3, status=status)
+    for name in ("gemma3", "phi3", "qwen2moe", "qwen3moe", "llama4", "qwen", "Llama"):
+        assert f"the architecture is '{name}', expected llama, qwen2 or qwen3" in said({f"{name}.x": ("u32", 1)}, SHAPES, of=name)
+    for name, shapes in (("llama", SHAPES | BIASES), ("qwen2", SHAPES), ("qwen2", SHAPES | BIASES), ("qwen3", SHAPES | HEAD_NORMS),
+                         ("qwen3", SHAPES | HEAD_NORMS | BIASES)):
+        assert said({}, shapes, status=0, of=name) is not None
+        assert f"'{name}.logit_scale' is unknown" in said({f"{name}.logit_scale": ("float", 1)}, shapes, of=name)
+        assert f"{name}.block_count is missing" in said({f"{name}.block_count": None}, shapes, of=name)
+        assert f"{name}.block_count is 0.5" in said({f"{name}.block_count": ("float", 0.5)}, shapes, of=name)
+    assert "blk.0.attn_q_norm.weight (1 x 2) is missing" in said({}, SHAPES, of="qwen3")
+    assert "'blk.0.attn_q_norm.weight' (F32) is no part" in said({}, SHAPES | HEAD_NORMS, of="qwen2")
+    assert "is 1 x 1, expected 1 x 2" in said({}, SHAPES | HEAD_NORMS | {"blk.0.attn_k_norm.weight": [1]}, of="qwen3")
+    for value, status in ((1, 0), (8, 0), (1e-45, 0), (0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (-0.0, 1)):
+        data = gguf_bytes({}, SHAPES | {"rope_freqs.weight": [1]})
+        path.write_bytes(with_int(data, len(data) - 32, value, "<f"))
+        message = run(run_debug_bin, path, "-n", 3, status=status)
+        assert not status or "factor 0 of RoPE's frequencies" in message
 
 
 # ---- prompts

@@ -46,13 +46,12 @@ struct Cpu {
     int value_width;                // head_dim rounded up to TILE
     void *keys;                     // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
     void *values;                   // (n_layers, n_kv_heads, positions, value_width)
-    double *frequencies;            // (head_dim / 2,)
-    float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate
+    float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate or rotate_halves
     int rotations;                  // positions of it computed so far
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels.h
     Block *blocks, *gated_blocks;   // (chunk, columns / 32): in 8 bits; swiglu_rows reads the first and makes the second
     uint16_t *pairs, *gated_pairs;  // (columns / 2, tokens, 2) one after the other: in BF16; likewise
-    float *q, *k, *v;               // (chunk, dim), (chunk, kv_dim) twice: of attention
+    float *q, *k, *v;               // (chunk, q_dim), (chunk, kv_dim) twice: of attention
     float *h, *h2;                  // (chunk, hidden_dim): of feed_forward
     bool precise;                   // all logits are asked for: BF16 is multiplied in float32
     Model *model;                   // whose weights are put in tiles
@@ -89,8 +88,8 @@ static void add(Cpu *cpu, Task *task, const void *args, size_t size, int n, int6
 // ----------------------------------------------------------------------------
 // Products
 
-static void normalize(const Cpu *cpu, float *out, const float *x, const float *weight) {
-    int n = cpu->config.dim;
+// out (n,) = norm(x); they may be one.
+static void normalize(const Cpu *cpu, float *out, const float *x, const float *weight, int n) {
     float scale = 1.0f / sqrtf(cpu->kernels->types[F32].dot(x, x, n) / n + cpu->config.norm_eps);
     for (int i = 0; i < n; i++) out[i] = weight[i] * (scale * x[i]);
 }
@@ -243,7 +242,7 @@ static Activations inputs(Member *self, const MatmulArgs *a) {
     if (in.norm) in.x = in.panels = self->x;
     in.blocks = self->blocks;
     if (self->prepared) return in;
-    if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm);
+    if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm, in.cols);
     if (a->needs_blocks) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
     self->prepared = true;
     return in;
@@ -278,7 +277,7 @@ static void matmul_rows(Member *self, const void *args, int begin, int end) {
 static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *room) {
     size_t cols = a->cols;
     if (!a->norm) return a->x + t * cols;
-    for (int i = 0; i < n; i++) normalize(cpu, room + i * cols, a->x + (t + i) * cols, a->norm);
+    for (int i = 0; i < n; i++) normalize(cpu, room + i * cols, a->x + (t + i) * cols, a->norm, a->cols);
     return room;
 }
 
@@ -429,16 +428,21 @@ static void swiglu_tokens(Member *self, const void *args, int begin, int end) {
 // ----------------------------------------------------------------------------
 // Attention
 
-// Fills the table of rotations up to `positions`: angle = position / rope_scaling * rope_theta^(-2i / head_dim),
-// in double precision, because a float angle is off by 1e-4 at position 2000.
+// Where the numbers of pair i of a head stand.
+static int first_of_pair(const Config *c, int i) { return c->rope_halves ? i : 2 * i; }
+static int second_of_pair(const Config *c, int i) { return c->rope_halves ? i + c->head_dim / 2 : 2 * i + 1; }
+
+// Fills the table of rotations up to `positions`: angle = position * frequency, in double precision, because a float angle is off
+// by 1e-4 at position 2000.
 static void extend_rotations(Cpu *cpu, int positions) {
     const Config *c = &cpu->config;
     for (int half = c->head_dim / 2; cpu->rotations < positions; cpu->rotations++) {
         float *cosines = cpu->rotation + (size_t)cpu->rotations * 2 * c->head_dim, *sines = cosines + c->head_dim;
         for (int i = 0; i < half; i++) {
-            double angle = cpu->rotations / (double)c->rope_scaling * cpu->frequencies[i];
-            cosines[2 * i] = cosines[2 * i + 1] = (float)cos(angle);
-            sines[2 * i] = -(float)sin(angle), sines[2 * i + 1] = (float)sin(angle);
+            double angle = cpu->rotations * cpu->model->weights.frequencies[i];
+            float sine = (float)(c->rope_scale * sin(angle)), cosine = (float)(c->rope_scale * cos(angle));
+            cosines[first_of_pair(c, i)] = cosines[second_of_pair(c, i)] = cosine;
+            sines[first_of_pair(c, i)] = -sine, sines[second_of_pair(c, i)] = sine;
         }
     }
 }
@@ -458,8 +462,9 @@ static char *values_of(const Cpu *cpu, int layer, int head) {
 
 typedef struct {
     float *out;
+    const Layer *w;
     int layer, T;
-    bool rotated; // a step before rotates the queries and keys, and fills the cache
+    bool rotated; // a step before finishes the queries and keys, and fills the cache
 } AttentionArgs;
 
 // Stores the key and the value of a KV head of token t in the cache.
@@ -480,22 +485,39 @@ static void cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     }
 }
 
-// RoPE of the query heads that share a KV head, and of its key, of token t; key and value go to the cache.
-static void rope_and_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
+static void add_bias(const Cpu *cpu, float *x, const Mat *bias, int head) {
+    int n = cpu->config.head_dim;
+    if (bias->data) put_row(x, (const float *)bias->data + head * n, n, true);
+}
+
+// Bias, norm and RoPE of query or key `head` at a position; x (head_dim,).
+static void finish_head(const Cpu *cpu, float *x, const Mat *bias, const Mat *norm, int head, int pos) {
+    int n = cpu->config.head_dim;
+    const float *rotation = cpu->rotation + (size_t)pos * 2 * n;
+    add_bias(cpu, x, bias, head);
+    if (norm->data) normalize(cpu, x, x, norm->data, n);
+    if (cpu->config.rope_halves) cpu->kernels->rotate_halves(x, rotation, n);
+    else cpu->kernels->rotate(x, rotation, n);
+}
+
+// Finishes the query heads that share a KV head, its key and its value, of token t; key and value go to the cache.
+static void rope_and_cache(Cpu *cpu, const AttentionArgs *a, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads;
-    const float *rotation = cpu->rotation + (size_t)(cpu->pos + t) * 2 * c->head_dim;
-    float *q = cpu->q + (size_t)t * c->dim;
-    for (int i = head * shared; i < (head + 1) * shared; i++) cpu->kernels->rotate(q + i * c->head_dim, rotation, c->head_dim);
-    cpu->kernels->rotate(cpu->k + (size_t)t * c->kv_dim + head * c->head_dim, rotation, c->head_dim);
-    cache(cpu, layer, head, t, scratch);
+    const Layer *w = a->w;
+    int shared = c->n_heads / c->n_kv_heads, pos = cpu->pos + t;
+    float *q = cpu->q + (size_t)t * c->q_dim;
+    size_t at = (size_t)t * c->kv_dim + head * c->head_dim;
+    for (int i = head * shared; i < (head + 1) * shared; i++) finish_head(cpu, q + i * c->head_dim, &w->bq, &w->q_norm, i, pos);
+    finish_head(cpu, cpu->k + at, &w->bk, &w->k_norm, head, pos);
+    add_bias(cpu, cpu->v + at, &w->bv, head);
+    cache(cpu, a->layer, head, t, scratch);
 }
 
 // Items are tokens. They go head by head, for the keys of TILE tokens share their places in the cache.
 static void rope_tokens(Member *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     for (int head = 0; head < self->cpu->config.n_kv_heads; head++)
-        for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a->layer, head, t, self->scratch);
+        for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a, head, t, self->scratch);
 }
 
 // Attention of queries to positions: the first query sees `seen` of them, and each next one `more` more. The results go to
@@ -531,11 +553,11 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
         int first = item % groups * QUERIES, t = item / groups % tokens, head = item / groups / tokens;
         int left = (shared > 1 ? shared : a->T) - first, n = left < QUERIES ? left : QUERIES;
         int more = shared == 1, seen = cpu->pos + (shared > 1 ? t : first) + 1;
-        size_t at =
-            shared > 1 ? (size_t)t * c->dim + (head * shared + first) * c->head_dim : (size_t)first * c->dim + head * c->head_dim;
-        if (!a->rotated) rope_and_cache(cpu, a->layer, head, t, self->scratch);
+        size_t at = shared > 1 ? (size_t)t * c->q_dim + (head * shared + first) * c->head_dim
+                               : (size_t)first * c->q_dim + head * c->head_dim;
+        if (!a->rotated) rope_and_cache(cpu, a, head, t, self->scratch);
         Attention queries = {.q = cpu->q + at,
-                             .q_stride = shared > 1 ? c->head_dim : c->dim,
+                             .q_stride = shared > 1 ? c->head_dim : c->q_dim,
                              .n_queries = n,
                              .p = self->scratch,
                              .p_stride = room,
@@ -592,7 +614,7 @@ static void attention(Backend *b, int layer, const Layer *w, float *out, const f
     MatmulArgs qkv = products_of(cpu, products, 3, &w->attention_norm, x, T);
     int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1), n = 0;
     int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
-    AttentionArgs a = {out, layer, T, T > 1 || groups > 1};
+    AttentionArgs a = {out, w, layer, T, T > 1 || groups > 1};
     cpu->pos = pos;
     extend_rotations(cpu, pos + T);
     prepare(cpu, &qkv);
@@ -603,7 +625,7 @@ static void attention(Backend *b, int layer, const Layer *w, float *out, const f
         return;
     }
     multiply(cpu, &qkv);
-    if (a.rotated) add(cpu, rope_tokens, &a, sizeof a, T, 4 * c->dim);
+    if (a.rotated) add(cpu, rope_tokens, &a, sizeof a, T, 4 * c->q_dim);
     add(cpu, attention_groups, &a, sizeof a, items, cost);
 }
 
@@ -842,23 +864,22 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     cpu->value_width = round_up(c->head_dim);
     size_t heads = (size_t)c->n_layers * c->n_kv_heads, number = cpu->half ? 2 : 4;
     int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim, chunk = positions < CHUNK ? positions : CHUNK;
+    if (cols < c->q_dim) cols = c->q_dim;
     bool ok = (cpu->keys = allocate(cpu, heads * round_up(positions) * c->head_dim, number, 64))
               && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
-              && (cpu->frequencies = allocate(cpu, c->head_dim / 2, sizeof(double), 64))
               && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
               && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
               && (cpu->gated_blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
               && (cpu->panels = allocate(cpu, (size_t)(chunk + kernels->tokens) * cols, sizeof(float), 64))
               && (cpu->pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
               && (cpu->gated_pairs = allocate(cpu, (size_t)(chunk + kernels->tokens) * (cols + 1), sizeof(uint16_t), 64))
-              && (cpu->q = cpu_alloc(&cpu->ops, (size_t)chunk * c->dim))
+              && (cpu->q = cpu_alloc(&cpu->ops, (size_t)chunk * c->q_dim))
               && (cpu->k = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
               && (cpu->v = cpu_alloc(&cpu->ops, (size_t)chunk * c->kv_dim))
               && (cpu->h = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
               && (cpu->h2 = cpu_alloc(&cpu->ops, (size_t)chunk * c->hidden_dim))
               && (cpu->team.steps = allocate(cpu, (c->n_layers + 1) * MOST_STEPS, sizeof(Step), 64))
               && make_members(cpu, n_threads, cols, scratch_size(cpu, cols));
-    for (int i = 0; ok && i < c->head_dim / 2; i++) cpu->frequencies[i] = pow(c->rope_theta, -2.0 * i / c->head_dim);
     *backend = &cpu->ops;
     if (ok) llamac_team_start(&cpu->team, n_threads);
     if (ok) return NULL;

@@ -110,8 +110,10 @@ typedef struct {
     void (*transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n);
     // h (n,) = silu(h) * h2
     void (*swiglu)(float *h, const float *h2, int n);
-    // x (head_dim,) = x * rotation[0] + (of each pair, the other) * rotation[1]; rotation (2, head_dim)
+    // x (head_dim,) = x * rotation[0] + (of each pair, the other) * rotation[1]; rotation (2, head_dim). Pairs are (2i, 2i + 1),
+    // or (i, i + head_dim / 2)
     void (*rotate)(float *x, const float *rotation, int head_dim);
+    void (*rotate_halves)(float *x, const float *rotation, int head_dim);
     float (*largest)(const float *x, int n); // NaN if one is not finite
     // x (n,) = exp((x - most) * scale); returns their sum
     float (*exponentials)(float *x, float most, float scale, int n);

@@ -129,6 +129,14 @@ static void rotate(float *x, const float *rotation, int head_dim) {
     }
 }
 
+static void rotate_halves(float *x, const float *rotation, int head_dim) {
+    for (int i = 0, j = head_dim / 2; j < head_dim; i++, j++) {
+        float a = x[i], b = x[j];
+        x[i] = a * rotation[i] + b * rotation[head_dim + i];
+        x[j] = b * rotation[j] + a * rotation[head_dim + j];
+    }
+}
+
 static float largest(const float *x, int n) {
     float most = -INFINITY, poison = 0; // 0 times NaN or infinity is NaN
     for (int i = 0; i < n; i++) most = x[i] > most ? x[i] : most, poison += 0 * x[i];
@@ -185,6 +193,7 @@ const Kernels llamac_reference = {
     .transpose = transpose,
     .swiglu = swiglu,
     .rotate = rotate,
+    .rotate_halves = rotate_halves,
     .largest = largest,
     .exponentials = exponentials,
     .scores = scores,

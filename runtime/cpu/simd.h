@@ -373,6 +373,23 @@ TARGET static void rotate(float *x, const float *rotation, int head_dim) {
     }
 }
 
+// A vector of the first half and one of the second, or what is left of them.
+TARGET static void rotate_halves(float *x, const float *rotation, int head_dim) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i += LANES) {
+        int left = half - i < LANES ? half - i : LANES;
+        const float *numbers[] = {x + i, x + half + i, rotation + i, rotation + half + i, rotation + head_dim + i,
+                                  rotation + head_dim + half + i};
+        Floats v[6];
+        float tail[LANES];
+        UNROLL for (int j = 0; j < 6; j++) v[j] = left < LANES ? load_tail(F32, numbers[j], 0, left) : LOAD(numbers[j]);
+        for (int j = 0; j < 2; j++) {
+            STORE(left < LANES ? tail : x + j * half + i, FMA(v[1 - j], v[4 + j], MUL(v[j], v[2 + j])));
+            if (left < LANES) memcpy(x + j * half + i, tail, left * sizeof *tail);
+        }
+    }
+}
+
 TARGET static float largest(const float *x, int n) {
     Floats a = SET(-INFINITY), b = a, poison = SET(0); // 0 times NaN or infinity is NaN
     float rest = 0;
@@ -486,4 +503,4 @@ TARGET static void mix(const Attention *a) {
               [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
               [Q4_0] = {dot_q4, pack_q4, product_q4}}, \
     .floats_f16 = floats_f16, .floats_bf16 = floats_bf16, .halves = halves, .quantize = quantize, .transpose = transpose, \
-    .swiglu = swiglu, .rotate = rotate, .largest = largest, .exponentials = exponentials, .scores = scores, .mix = mix
+    .swiglu = swiglu, .rotate = rotate, .rotate_halves = rotate_halves, .largest = largest, .exponentials = exponentials, .scores = scores, .mix = mix

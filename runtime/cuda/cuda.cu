@@ -533,6 +533,8 @@ static __device__ float2 pair_at(const float *p) { return *(const float2 *)p; }
 static __device__ float2 pair_at(const __half *p) { return __half22float2(*(const __half2 *)p); }
 static __device__ void put_pair(float *p, float a, float b) { *(float2 *)p = make_float2(a, b); }
 static __device__ void put_pair(__half *p, float a, float b) { *(__half2 *)p = to_halves(a, b); }
+static __device__ void put_number(float *p, float a) { *p = a; }
+static __device__ void put_number(__half *p, float a) { *p = to_half(a); }
 
 template <typename Number> struct FormatOf;
 template <> struct FormatOf<float> : Format<F32> {};
@@ -593,6 +595,7 @@ static __device__ Seen<D> attend(const float *q, const Number *keys, const Numbe
 typedef struct {
     void *keys, *values; // (n_kv_heads, positions, width) of one layer
     int positions, width, n_heads, n_kv_heads, head_dim;
+    bool halves; // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
     const Input *input;
 } Cache;
 
@@ -691,23 +694,46 @@ static __device__ size_t place_in_cache(const Cache &c, int i, int pos) {
     return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }
 
+// What is added to queries, keys and values, and what their norms multiply with; NULL where there is none.
+typedef struct { const float *bq, *bk, *bv, *q_norm, *k_norm; } HeadWeights;
+
+// Adds their biases to q (T, n_heads, head_dim), k and v (T, n_kv_heads, head_dim), and normalises each head of q and k. A warp
+// takes a head; the grid is (n_heads + 2 n_kv_heads, T).
+static __global__ void __launch_bounds__(32) finish_heads(Cache c, HeadWeights w, float *q, float *k, float *v, float norm_eps) {
+    int head = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
+    bool is_q = head < c.n_heads, is_k = !is_q && head < c.n_heads + c.n_kv_heads;
+    if (!is_q) head -= is_k ? c.n_heads : c.n_heads + c.n_kv_heads;
+    float *x = (is_q ? q : is_k ? k : v) + ((size_t)t * (is_q ? c.n_heads : c.n_kv_heads) + head) * c.head_dim, sum = 0;
+    const float *bias = is_q ? w.bq : is_k ? w.bk : w.bv, *norm = is_q ? w.q_norm : is_k ? w.k_norm : NULL;
+    for (int i = lane; i < c.head_dim; i += 32) {
+        if (bias) x[i] += bias[head * c.head_dim + i];
+        sum += x[i] * x[i];
+    }
+    float scale = 1 / sqrtf(warp_sum(sum) / c.head_dim + norm_eps);
+    for (int i = lane; norm && i < c.head_dim; i += 32) x[i] *= scale * norm[i];
+}
+
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
 template <typename Number> static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
-    int dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim;
-    int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;
-    bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
-    if (i >= dim + 2 * kv_dim) return;
-    if (!is_q) i -= is_k ? dim : dim + kv_dim;
-    const float *from = is_q ? q + (size_t)t * dim + i : (is_k ? k : v) + (size_t)t * kv_dim + i;
-    float a = from[0], b = from[1];
+    int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
+    int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t, apart = 1;
+    bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
+    if (i >= q_dim + 2 * kv_dim) return;
+    if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
+    int pair = i % c.head_dim / 2;
+    if (c.halves && (is_q || is_k)) i -= pair, apart = half; // pair numbers i and i + apart
+    const float *from = is_q ? q + (size_t)t * q_dim + i : (is_k ? k : v) + (size_t)t * kv_dim + i;
+    float a = from[0], b = from[apart];
     if (is_q || is_k) {
-        turn(a, b, rotation[(size_t)pos * (c.head_dim / 2) + i % c.head_dim / 2]);
-        float *to = is_q ? q + (size_t)t * dim + i : k + (size_t)t * kv_dim + i;
-        to[0] = a, to[1] = b;
+        turn(a, b, rotation[(size_t)pos * half + pair]);
+        float *to = is_q ? q + (size_t)t * q_dim + i : k + (size_t)t * kv_dim + i;
+        to[0] = a, to[apart] = b;
     }
     if (is_q) return;
-    put_pair((Number *)(is_k ? c.keys : c.values) + place_in_cache(c, i, pos), a, b);
+    Number *place = (Number *)(is_k ? c.keys : c.values) + place_in_cache(c, i, pos);
+    if (apart == 1) put_pair(place, a, b);
+    else put_number(place, a), put_number(place + apart, b);
 }
 
 // ----------------------------------------------------------------------------
@@ -949,8 +975,8 @@ typedef struct {
     bool exact;                  // the cache holds float, else __half
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
-    float *y, *q, *k, *v, *h, *h2; // (rows, dim) twice, (rows, kv_dim) twice, (rows, hidden_dim) twice: inside of ops
-    __half *x16;                 // (CHUNK, dim or hidden_dim): x in half precision for products on the tensor cores
+    float *y, *q, *k, *v, *h, *h2; // (rows, dim), (rows, q_dim), (rows, kv_dim) twice, (rows, hidden_dim) twice: inside of ops
+    __half *x16;                 // (CHUNK, dim, q_dim or hidden_dim): x in half precision for products on the tensor cores
     const float *copied;         // in a pass: the x whose copy is in x16, NULL for none
     float *pieces;               // of attention, or of tiles
     unsigned *counters;          // zeros between kernels
@@ -1233,14 +1259,26 @@ template <typename Number> static void launch_attention(Cuda *c, Cache cache, fl
     }
 }
 
+static HeadWeights head_weights(const Layer *w) {
+    return {(const float *)w->bq.data, (const float *)w->bk.data, (const float *)w->bv.data, (const float *)w->q_norm.data,
+            (const float *)w->k_norm.data};
+}
+
+// Whether anything is done to queries, keys and values before they are rotated.
+static bool is_finished_apart(const HeadWeights &w) { return w.bq || w.bk || w.bv || w.q_norm || w.k_norm; }
+
 static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos, int T) {
     Cuda *c = (Cuda *)b;
     Cache cache = cache_of(c, layer);
     Product qkv[] = {{c->q, &w->wq, false}, {c->k, &w->wk, false}, {c->v, &w->wv, false}};
-    size_t pairs = (c->config.dim + 2 * (size_t)c->config.kv_dim) / 2;
+    size_t pairs = (c->config.q_dim + 2 * (size_t)c->config.kv_dim) / 2;
     if (!c->in_pass) send_input(c, NULL, 0, pos);
     rmsnorm(c, c->y, x, &w->attention_norm, T);
     matmul(c, qkv, 3, c->y, T);
+    HeadWeights heads = head_weights(w);
+    if (is_finished_apart(heads))
+        launch(c, finish_heads, dim3(cache.n_heads + 2 * cache.n_kv_heads, T), 32, 0, cache, heads, c->q, c->k, c->v,
+               c->config.norm_eps);
     launch(c, c->exact ? rotate<float> : rotate<__half>, dim3(blocks_for(pairs, 128), T), 128, 0, cache, c->q, c->k, c->v,
            c->rotation);
     if (c->exact) launch_attention<float>(c, cache, out, c->q, T);
@@ -1354,6 +1392,9 @@ static std::vector<Mat *> matrices(Weights *w, int n_layers) {
     if (w->output.data != w->token_embedding.data) all.push_back(&w->output);
     for (Layer *l = w->layers; l < w->layers + n_layers; l++)
         all.insert(all.end(), {&l->attention_norm, &l->wq, &l->wk, &l->wv, &l->wo, &l->ffn_norm, &l->w1, &l->w3, &l->w2});
+    for (Layer *l = w->layers; l < w->layers + n_layers; l++)
+        for (Mat *m : {&l->bq, &l->bk, &l->bv, &l->q_norm, &l->k_norm})
+            if (m->data) all.push_back(m);
     return all;
 }
 
@@ -1454,16 +1495,15 @@ static const char *upload(Cuda *c, Weights *w) {
     return ok ? NULL : NOT_PINNED;
 }
 
-// Cosine and sine of position / rope_scaling * rope_theta^(-2i / head_dim), in double precision as on the CPU.
-static void upload_rotation(Cuda *c) {
+// Cosine and sine of position * frequency, in double precision as on the CPU.
+static void upload_rotation(Cuda *c, const double *frequencies) {
     int positions = c->cache.positions, half = c->config.head_dim / 2;
     std::vector<float> table(2 * (size_t)positions * half);
     for (int i = 0; i < half; i++) {
-        double rate = pow(c->config.rope_theta, -2.0 * i / c->config.head_dim);
         for (int pos = 0; pos < positions; pos++) {
-            double angle = pos / (double)c->config.rope_scaling * rate;
-            table[2 * ((size_t)pos * half + i)] = (float)cos(angle);
-            table[2 * ((size_t)pos * half + i) + 1] = (float)sin(angle);
+            double angle = pos * frequencies[i];
+            table[2 * ((size_t)pos * half + i)] = (float)(c->config.rope_scale * cos(angle));
+            table[2 * ((size_t)pos * half + i) + 1] = (float)(c->config.rope_scale * sin(angle));
         }
     }
     CUDA(cudaMemcpy(c->rotation, table.data(), sizeof(float) * table.size(), cudaMemcpyHostToDevice));
@@ -1532,12 +1572,13 @@ static bool take_floats(Cuda *c, float **p, size_t n) { return (*p = (float *)ta
 // Takes all the memory but the activations of forward, which it counts too; NULL or what is wrong.
 static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
-    size_t wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim, free_bytes = 0, total = 0;
+    size_t wide = std::max(std::max(config->dim, config->hidden_dim), config->q_dim), free_bytes = 0, total = 0;
     size_t half = (c->exact ? sizeof(float) : sizeof(__half)) * config->n_layers * config->n_kv_heads * c->cache.positions
                   * c->cache.width; // of the cache: keys, and as much for values
     size_t n_counters = config->n_heads > 2 * c->multiprocessors ? config->n_heads : 2 * c->multiprocessors;
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
-    size_t activations = sizeof(float) * rows * (4 * (size_t)config->dim + 2 * config->kv_dim + 2 * config->hidden_dim);
+    size_t activations =
+        sizeof(float) * rows * (2 * (size_t)config->dim + 2 * config->q_dim + 2 * config->kv_dim + 2 * config->hidden_dim);
     activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
     for (Mat *m : matrices(w, config->n_layers)) c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
@@ -1547,7 +1588,7 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     bool ok = needed <= free_bytes && (c->weights = (const uint4 *)take(c, c->weights_size)) && (c->cache.keys = take(c, half))
               && (c->cache.values = take(c, half))
               && (c->rotation = (float2 *)take(c, sizeof(float) * c->cache.positions * config->head_dim))
-              && take_floats(c, &c->y, rows * config->dim) && take_floats(c, &c->q, rows * config->dim)
+              && take_floats(c, &c->y, rows * config->dim) && take_floats(c, &c->q, rows * config->q_dim)
               && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
               && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
               && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
@@ -1621,6 +1662,7 @@ static void open_token(Cuda *c, const Weights *w) {
     Token t = {};
     const void *kernel = (const void *)whole_token_of(l->wq.type, w->output.type);
     Mat qkv = l->wq, gate = l->w1;
+    if (config->q_dim != config->dim || config->rope_halves || is_finished_apart(head_weights(l))) return; // op by op
     if (!c->cooperative || !kernel || !has_units(&w->output) || !is_uniform(w, config->n_layers, &t.stride)) return;
     if (!join(&qkv, l->wk) || !join(&qkv, l->wv) || !join(&gate, l->w3)) return;
     t.jobs[QKV] = job_of(qkv, &l->attention_norm, false, blocks);
@@ -1687,7 +1729,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     int width = (config->head_dim + 7) / 8 * 8, splits = (positions + 255) / 256; // a tile of 32 for each of 8 warps
     c->splits = splits < 16 ? splits : 16;
     c->cache.positions = positions, c->cache.width = width, c->cache.head_dim = config->head_dim;
-    c->cache.n_heads = config->n_heads, c->cache.n_kv_heads = config->n_kv_heads;
+    c->cache.n_heads = config->n_heads, c->cache.n_kv_heads = config->n_kv_heads, c->cache.halves = config->rope_halves;
     const char *wrong = find_device(c, e);
     if (!wrong) wrong = take_memory(c, &model->weights, e);
     if (!wrong && !((c->input_host = (Input *)take_pinned(sizeof(Input))) && (c->best = (int *)take_pinned(sizeof(int)))))
@@ -1695,7 +1737,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     if (wrong) return cuda_close(&c->ops), wrong;
     c->cache.input = c->input;
     CUDA(cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking));
-    upload_rotation(c);
+    upload_rotation(c, model->weights.frequencies);
     if ((wrong = upload(c, &model->weights))) return cuda_close(&c->ops), wrong;
     launch(c, convert, 1, 256, 0, c->x16, c->pieces, 1); // loads the kernels, which can't be done in a recording
     c->records = can_record(c);
