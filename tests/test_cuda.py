@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from .conftest import LIBRARY, ROOT, SANITIZE
+from .test_architectures import random_model, write_gguf
 from .test_run import TEXT, Model
 
 CXX = os.environ.get("CXX", "c++")
@@ -99,6 +100,16 @@ def test_logits_equal_the_cpus(runcuda_bin, tmp_path, form):
     # Keys and values in half precision; what multiplies weights too. The CPU rounds what multiplies 4 bits to 8
     exact = {"v1:": 1e-3, "f32": 1e-3, "q4_0": 4e-2}.get(form, 1e-2)
     assert np.abs(ours - cpus).max() <= exact * np.abs(cpus).max()
+
+
+@pytest.mark.parametrize("case", ["llama, biases", "qwen2, tied, GQA", "qwen3, tied, GQA, narrow heads"])
+def test_architectures_equal_the_cpus(runcuda_bin, tmp_path, case):
+    """Logits of a prompt, and a text token by token."""
+    write_gguf(tmp_path / "m.gguf", *random_model(case))
+    ours, cpus = (logits(runcuda_bin, [tmp_path / "m.gguf", f"--device={d}"], 300) for d in ("cuda", "cpu"))
+    assert np.abs(ours - cpus).max() <= 1e-3 * np.abs(cpus).max()
+    args = [tmp_path / "m.gguf", "-t", 0, "-n", 8, "-i", "Hi", "--raw"]
+    assert run(runcuda_bin, *args).stdout == run(runcuda_bin, *args, "--device=cpu").stdout
 
 
 @pytest.mark.parametrize("hidden", [64, 60], ids=["one kernel", "recorded ops"])

@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import gguf
+import numpy as np
 import torch
 
 from engine.load import vocabulary_of
@@ -36,6 +38,28 @@ def model(vocab_size, tied, dim=8, **sizes):
     return Transformer(args).state_dict(), args
 
 
+def write_architecture(path, architecture, extra):
+    """The smallest model of an architecture as GGUF: heads of 4 where dim / n_heads is 2, YaRN, and `extra` tensors of ones."""
+    w = gguf.GGUFWriter(path, architecture)
+    for name, value in (("context_length", 4), ("embedding_length", 4), ("block_count", 1), ("feed_forward_length", 4),
+                        ("attention.head_count", 2), ("attention.head_count_kv", 1), ("attention.key_length", 4),
+                        ("attention.value_length", 4), ("rope.scaling.original_context_length", 2), ("vocab_size", 3)):
+        w.add_uint32(f"{architecture}.{name}", value)
+    w.add_layer_norm_rms_eps(1e-5)
+    w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    w.add_rope_scaling_factor(2.0)
+    shapes = {"token_embd.weight": (3, 4), "output_norm.weight": 4, "blk.0.attn_norm.weight": 4, "blk.0.attn_q.weight": (8, 4),
+              "blk.0.attn_k.weight": (4, 4), "blk.0.attn_v.weight": (4, 4), "blk.0.attn_output.weight": (4, 8),
+              "blk.0.ffn_norm.weight": 4, "blk.0.ffn_gate.weight": (4, 4), "blk.0.ffn_up.weight": (4, 4),
+              "blk.0.ffn_down.weight": (4, 4)}
+    for name, shape in (shapes | extra).items():
+        w.add_tensor(name, np.ones(shape, np.float32))
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+
+
 def write_seeds(folder):
     """Writes the seeds of every target into its own folder."""
     for target in TARGETS:
@@ -55,6 +79,10 @@ def write_seeds(folder):
             state, args = model(vocab.vocab_size, dtype != "f16", dim, rope_scaling=2.0 if dtype == "bf16" else 1.0)
             export_model(state, args, vocab, folder / target / f"{dtype}-{vocab.vocab_size}", "gguf", dtype, 32, "seed",
                          {"tokenizer.chat_template": "<|user|>"})
+    biases = {"blk.0.attn_q.bias": 8, "blk.0.attn_k.bias": 4, "blk.0.attn_v.bias": 4}
+    norms = {"blk.0.attn_q_norm.weight": 4, "blk.0.attn_k_norm.weight": 4}
+    for architecture, extra in (("llama", {"rope_freqs.weight": 2}), ("qwen2", biases), ("qwen3", norms)):
+        write_architecture(folder / "gguf" / architecture, architecture, extra)
     text = "  once upon a  time <s>▁▁café\n😀 <|user|>a  ".encode() + b"\xff\xc3"
     pieces = [(0x10, 5, " on"), (0x01, 3, "on"), (0x02, 2, "ce"), (0x02, 9, "é"), (0x23, 0, "a  "), (0x33, 4, "onc"),
               (0x28, 0, "<|user|>")]
