@@ -174,8 +174,11 @@ class Bytes(Tokenizer):
 
     def decode(self, ids):
         """ids: ints -> str. The specials vanish, <unk> excepted; bytes that are not UTF-8 become U+FFFD."""
-        spelled = {0: UNKNOWN_TEXT.encode(), 1: b"", 2: b""}
-        return b"".join(spelled[i] if i < 3 else bytes([i - 3]) for i in map(int, ids)).decode(errors="replace")
+        spelled = [UNKNOWN_TEXT.encode(), b"", b"", *(bytes([b]) for b in range(256))]
+        text = bytearray()  # join would take 80 bytes for each token
+        for i in map(int, ids):
+            text += spelled[i]
+        return text.decode(errors="replace")
 
     def pieces(self):
         """[(bytes of the piece, score, type)] in order of id."""

@@ -8,6 +8,7 @@ import torch
 
 from configurator import fail
 from engine import parallel
+from engine.instruments import PROBED
 from engine.ops import CrossEntropy
 from model import ModelArgs, Transformer
 
@@ -64,21 +65,20 @@ def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating
     return always | max(inside, after, key=lambda kinds: sum(kinds.values()))
 
 
-# What a process on a CPU takes beside its tensors; fitted to runs, doc/lab/instruments.md.
-PYTHON = 230 << 20               # a process that has imported all that train.py imports
-CODE = 42 << 20                  # what the first calls load, and where matrix products work
-HOLES = 0.27                     # of a pass: memory that is free but too scattered for what is needed next; ...
-SEVERAL, RECOMPUTED = 0.3, 0.8   # ... so much more where there are several passes a step, where blocks are computed again
+# What a process on a CPU takes beside its tensors where that can't be measured; doc/lab/instruments.md.
+PYTHON = 272 << 20  # a process that has imported and called all that a training needs
+LATER = 20 << 20    # code and files that a training loads after its first steps
+HOLES = 0.27        # of a pass: memory that is free but too scattered for what is needed next, or becomes so with time
 
 
-def expected_memory(s, args, device, amp_dtype, python=PYTHON, data=0):
+def expected_memory(s, args, device, amp_dtype, rows=0):
     """
-    {kind: bytes} of the peak of a training process, on a GPU of its tensors. "working": what a step needs for a moment, and
-    holes between. python: what the process has already; data: bytes of prepared text, mapped, which count as they are read.
+    {kind: bytes} of the peak of a training process, by arithmetic; on a GPU of its tensors. "working": what a step needs for
+    a moment, and holes between. rows: sequences of a forward pass, if not the settings'.
     """
     a, half, cpu = args, amp_dtype != torch.float32, device.type == "cpu"
     size, kv_dim, frugal = 2 if half else 4, args.n_kv_heads * args.head_dim, s.activation_checkpointing
-    rows = min(s.batch_size, sequences_here(s))
+    rows = rows or min(s.batch_size, sequences_here(s))
     tokens, accumulating = rows * s.max_seq_len, sequences_here(s) > rows
     # norms' inputs where their outputs don't tell; norms' outputs, q and attention's output, k v; a, b or their product
     block = (0 if cpu and not half else 8 * a.dim) + size * (4 * a.dim + 2 * kv_dim + a.hidden_dim * (3 if half and cpu else 2 if
@@ -98,9 +98,7 @@ def expected_memory(s, args, device, amp_dtype, python=PYTHON, data=0):
         after = {"gradients": kinds.pop("gradients"), "working": update}
         inside |= {"gradients": after["gradients"]} if accumulating else {}
         return kinds | max(inside, after, key=lambda some: sum(some.values()))
-    holes = HOLES + SEVERAL * accumulating + RECOMPUTED * frugal
-    working = update + backward + holes * (kinds["activations"] + logits + backward)
-    return kinds | {"working": working, "data": data, "Python and torch": python + CODE}
+    return kinds | {"working": update + backward + HOLES * (kinds["activations"] + logits + backward)}
 
 
 def refuse_too_large(s, args, device, amp_dtype):
@@ -161,6 +159,21 @@ class Rehearsal:
         self.optimizer.zero_grad()
         return norm
 
+    def check(self):
+        """As the check of the rate, which keeps the weights to put them back."""
+        before = [p.detach().clone() for p in self.model.parameters()]
+        self.forward_backward(max(1, 1024 // self.s.max_seq_len))
+        self.update()
+        return before
+
+    @torch.no_grad()
+    def predict(self):
+        """As the instruments look at predictions."""
+        x = self.tokens(4)
+        with self.amp:
+            logits = self.model(x, every=math.ceil(x.numel() * self.vocab_size / PROBED))[0].float()
+        return logits.softmax(-1).topk(min(3, self.vocab_size))
+
     @torch.no_grad()
     def forward(self, rows):
         with self.amp:
@@ -170,8 +183,8 @@ class Rehearsal:
 
 def measured_step(trial, seconds):
     """
-    Seconds of a training step: the median over `seconds`, or less for a run that is short itself. A large batch is measured
-    by some of its sequences.
+    (seconds of a training step, sequences of its passes): the median over `seconds`, or less for a run that is short itself.
+    A large batch is measured by some of its sequences.
     """
     s, share = trial.s, sequences_here(trial.s)
     timed(trial.forward_backward, 1), timed(trial.update)  # load what is loaded once
@@ -182,18 +195,32 @@ def measured_step(trial, seconds):
     while len(passes) < 3 or time.perf_counter() < end:
         passes.append(timed(trial.forward_backward, rows))
         updates.append(timed(trial.update))
-    return share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:])
+    return share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:]), rows
 
 
-def measure(s, vocab_size, make_optimizer, device, amp_dtype, seconds=1.0):
-    """{"step", "forward", "sample"}: seconds of a training step, of a token in an evaluation, of a token in a sample."""
-    trial = Rehearsal(s, vocab_size, make_optimizer, device, amp_dtype)
-    step = measured_step(trial, seconds)
+def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
+    """
+    What a training takes, by trying: {"step", "forward", "sample"}: seconds of a step, of a token in an evaluation, of a token in
+    a sample; {"memory"}: bytes of the process at its peak, on a GPU of tensors.
+    """
+    trial, share = Rehearsal(s, args.vocab_size, make_optimizer, device, amp_dtype), sequences_here(s)
+    step, rows = measured_step(trial, seconds)
+    whole = min(s.batch_size, share, max(rows, int(seconds * share / step)))  # of a pass that shows what it holds
+    for _ in range(min(2, -(-share // whole))):  # the second finds the gradients of the first
+        trial.forward_backward(whole)
+    trial.update()
+    trial.check()
     trial.model.eval()
-    rows = max(1, min(s.batch_size, sequences_here(s), int(0.5 * seconds / step * sequences_here(s))))
+    trial.predict()
     forward = min(timed(trial.forward, rows) for _ in range(2)) / rows / s.max_seq_len
     sample = min(timed(trial.model.generate, trial.tokens(1)[:, :1], 8) for _ in range(2)) / 8
-    return {"step": step, "forward": forward, "sample": sample}
+    kinds, tried = (expected_memory(s, args, device, amp_dtype, n) for n in (0, whole))
+    memory = sum(kinds.values()) - sum(tried.values())  # of what is larger than the trial
+    if device.type == "cpu":  # where the heap stays as large as it was
+        memory += parallel.memory_now(device) + LATER + HOLES * (kinds["activations"] + kinds["logits"])
+    else:
+        memory += parallel.peak_memory(device)
+    return {"step": step, "forward": forward, "sample": sample, "memory": memory}
 
 
 def timed(work, *args):
@@ -204,8 +231,8 @@ def timed(work, *args):
 
 
 def step_seconds(*arguments, seconds=0.3):
-    """measured_step of a model of its own: a short look, for the plan of --minutes."""
-    return measured_step(Rehearsal(*arguments), seconds)
+    """Seconds of a training step, by a model of its own: a short look, for the plan of --minutes."""
+    return measured_step(Rehearsal(*arguments), seconds)[0]
 
 
 def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
@@ -214,15 +241,19 @@ def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
     already. Seconds are None where they can't be measured in moments.
     """
     width, left = 2 if args.vocab_size <= 1 << 16 else 4, s.max_iters - begun
-    data = width * min(meta["train_tokens"] + meta["val_tokens"], 2 * left * tokens_per_step(s))
-    found = {"memory": expected_memory(s, args, device, amp_dtype, parallel.memory_now(device), data)}
-    if s.minutes or s.compile or s.sharded or left < 1:  # known, or not to be measured in moments
-        return found | {"seconds": 60 * s.minutes or None, "tokens_per_sec": None}
-    times = measure(s, args.vocab_size, make_optimizer, device, amp_dtype)
-    step, forward, sample = parallel.all_max([times[name] for name in ("step", "forward", "sample")], device)
-    evaluations = -(-left // s.eval_interval) + (begun == 0)
-    return found | {"seconds": left * step + evaluations * evaluation_seconds(s, meta, forward, sample),
-                    "tokens_per_sec": tokens_per_step(s) / step}
+    text = width * min(meta["train_tokens"] + meta["val_tokens"], 2 * left * tokens_per_step(s))  # which is mapped
+    kinds, cpu, seconds, speed = expected_memory(s, args, device, amp_dtype), device.type == "cpu", 60 * s.minutes or None, None
+    rest = PYTHON * cpu
+    if not (s.compile or s.sharded or left < 1):  # else it would take more than moments
+        found = measure(s, args, make_optimizer, device, amp_dtype, 0.1 if s.minutes else 1.0)
+        step, forward, sample, rest = parallel.all_max([found[name] for name in ("step", "forward", "sample", "memory")], device)
+        kinds.pop("working")
+        rest = max(0, rest - sum(kinds.values()))
+        evaluations = -(-left // s.eval_interval) + (begun == 0)
+        seconds = seconds or left * step + evaluations * evaluation_seconds(s, meta, forward, sample)
+        speed = None if s.minutes else tokens_per_step(s) / step
+    kinds |= {"text": text * cpu, "Python, torch and room to work" if cpu else "room to work": rest}
+    return {"memory": kinds, "seconds": seconds, "tokens_per_sec": speed}
 
 
 def evaluation_seconds(s, meta, forward, sample):
@@ -318,7 +349,7 @@ def show(s, args, device, amp_dtype, make_optimizer):
     """All that can be said of a preset without its data."""
     meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # as if they were enough
     foreseen, counts, flops = foresee(s, args, device, amp_dtype, make_optimizer, meta), parameters(args), flops_per_token(args)
-    foreseen["memory"].pop("data", None)
+    foreseen["memory"].pop("text", None)
     steps, tokens = s.max_iters, s.max_iters * tokens_per_step(s)
     print(f"parameters  {num_params(args):,} with a vocabulary of {args.vocab_size:,}")
     for kind, count in counts.items():

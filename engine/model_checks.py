@@ -246,17 +246,16 @@ def rate(r):
     """
     if r.sharded:
         raise Skip
-    model, losses = copy.deepcopy(r.model), []
+    model, losses = r.model, []
     model.train(not r.args.dropout)
     opt = r.make_optimizer(model, r.s.optimizer, r.s.learning_rate, r.s.weight_decay, r.s.beta1, r.s.beta2)
     opt.scale = copy.deepcopy(r.scale)
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    before = [p.detach().clone() for p in matrices]
-    for step in range(TRIAL_STEPS):
-        taken = r.train_step(step, model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
-        losses.append(taken[0].item())
-        if not step:
-            change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in zip(matrices, before)]))
+    with put_back(model) as before:
+        for step in range(TRIAL_STEPS):
+            taken = r.train_step(step, model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
+            losses.append(taken[0].item())
+            if not step:
+                change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))
     best = np.minimum.accumulate(losses)
     at, advice = f"at learning_rate={r.s.learning_rate:g}", "it is too high, try a tenth or a hundredth"
     if not max(losses - best) < MOST_RISE:
@@ -264,6 +263,17 @@ def rate(r):
                         f"{advice}")
     if change > MOST_CHANGE:
         raise Suspicion(f"{at} the first step changes a matrix by {change:.1f} times its own length: {advice}")
+
+
+@contextlib.contextmanager
+def put_back(model):
+    """{parameter: a copy of it}, from which they all are set again in the end."""
+    before = {p: p.detach().clone() for p in model.parameters()}
+    try:
+        yield before
+    finally:
+        for p, old in before.items():
+            p.data.copy_(old)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------

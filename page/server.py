@@ -30,7 +30,8 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
 }
-ENTRY = '<!doctype html><meta http-equiv="refresh" content="0; url=/">'  # without the token in the address
+# the page anew, without the token in its address
+ENTRY = '<!doctype html><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url=/">'
 
 
 @dataclass

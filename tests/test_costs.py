@@ -53,7 +53,7 @@ def words(size):
 def test_the_table_of_a_preset_needs_no_data(tmp_path):
     done = command(tmp_path, ROOT / "model.py", ROOT / "config/stories260K.py", "--max_iters=10", "--batch_size=2")
     assert done.returncode == 0, done.stderr
-    for part in ("parameters  260,032 ", "attention ", "FLOPs ", "Python and torch", "tokens/s, measured", "gguf q8_0", "v2 "):
+    for part in ("parameters  260,032 ", "attention ", "FLOPs ", "Python, torch and room to work", "tokens/s, measured", "gguf q8_0", "v2 "):
         assert part in done.stdout, part
     assert not list(tmp_path.iterdir())
     done = command(tmp_path, ROOT / "model.py", "--dim=63")
@@ -69,9 +69,9 @@ def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
                       activation_checkpointing=frugal)
             args = ModelArgs(dim=128, n_layers=4, n_heads=4, vocab_size=900, max_seq_len=128)
             least = costs.least_memory(args, 4 * 128, optimizer, dtype != torch.float32, frugal, accumulation > 1)
-            expected = costs.expected_memory(s, args, CPU, dtype, 0)
+            expected = costs.expected_memory(s, args, CPU, dtype)
             assert all(expected[kind] >= 0.99 * size for kind, size in least.items()), (least, expected)
-            assert sum(least.values()) < sum(expected.values()) < 4 * sum(least.values()) + costs.CODE
+            assert sum(least.values()) < sum(expected.values()) < 4 * sum(least.values())
 
 
 def test_what_blocks_keep_is_what_is_expected():
@@ -92,7 +92,7 @@ def test_what_blocks_keep_is_what_is_expected():
         weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), model.rope)}
         found = sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
         s = knobs(batch_size=4, max_seq_len=64)
-        expected = costs.expected_memory(s, args, CPU, dtype, 0)["activations"]
+        expected = costs.expected_memory(s, args, CPU, dtype)["activations"]
         assert abs(found - expected) < 0.08 * expected, dtype
 
 
@@ -108,7 +108,7 @@ def test_a_step_is_measured_as_it_is_trained():
     s = knobs(batch_size=2048, max_seq_len=32, activation_checkpointing=True, max_iters=1000)
     original, costs.Rehearsal = costs.Rehearsal, Watched
     try:
-        times = costs.measure(s, 99, make_optimizer, CPU, torch.float32, seconds=0.2)
+        times = costs.measure(s, costs.model_args(s, 99), make_optimizer, CPU, torch.float32, seconds=0.2)
     finally:
         costs.Rehearsal = original
     assert {bos for _, bos, _ in seen} == {1} and all(recompute for *_, recompute in seen)

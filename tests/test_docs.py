@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md", "doc/**/*.md", "bench/*.md")
                                for path in ROOT.glob(pages)} - {"README.md"})]
 STORIES = 400
-SHORT = {"train.py": ["--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--max_seq_len=64"],
+SHORT = {"train.py": ["--peak_tflops=0.1", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--max_seq_len=64"],
          "sweep.py": ["--count=2"], "pytest": ["--collect-only"]}
 NOT_RUN = {  # commands of which this is true are only read
     r"^(?!model\.py).*config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",

@@ -67,7 +67,7 @@ class Page:
         return found
 
     def end(self):
-        self.process.send_signal(signal.SIGINT)
+        self.process.terminate()  # SIGINT is ignored by what runs in a script's background
         return self.process.communicate(timeout=20)
 
 

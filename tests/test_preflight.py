@@ -37,6 +37,7 @@ def start(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(train, "train", lambda *args: None)
     monkeypatch.setattr(train, "source_version", dict)
+    monkeypatch.setattr(preflight, "SECONDS", 1000)  # on a busy machine, too
 
     def start(**given):
         for name, value in {**KNOBS, **SMALL, **given}.items():
@@ -311,6 +312,13 @@ def test_no_false_alarm(given, start):
 def test_a_rate_a_hundred_times_too_high(given, start):
     done = start(**given)
     assert warned(done, "rate"), done.all
+
+
+def test_the_costly_ones_are_left_out_and_named_when_the_time_is_over(start, monkeypatch):
+    monkeypatch.setattr(preflight, "SECONDS", 0)
+    monkeypatch.setattr(preflight, "SHARE", 0)
+    done = start()
+    assert done.code == 0 and "left out, since they take more than 0 s: rate, saved, run, leak" in done.out, done.all
 
 
 def test_leaked_validation_text(start):
