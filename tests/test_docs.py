@@ -10,16 +10,11 @@ is replaced where bash looks for programs:
   experiments of doc/lab, which `make test-long` runs (long_docs.py);
 - make builds what needs no GPU, and else shows that it knows the target; runcuda is run, whose flags it has.
 """
-import array
-import contextlib
-import gc
-import json
 import os
 import re
 import runpy
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +23,7 @@ import pytest
 
 import configurator
 from engine import stories
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md", "doc/**/*.md", "bench/*.md")
@@ -96,64 +92,16 @@ def read_only(argv):
 
 # ---- python, forked --------------------------------------------------------------------------------------------------
 
-def serve(address):
-    """Run the commands of clients, each in a process of its own that has torch."""
-    import safetensors.torch  # noqa: F401
-    import sentencepiece  # noqa: F401
-    import torch
-    import torch.distributed.run  # noqa: F401
-    import tqdm  # noqa: F401
-    gc.collect()
-    gc.freeze()  # or each process would take as long to end as to import it
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(address)
-        server.listen()
-        print("ready", flush=True)
-        while True:
-            client, _ = server.accept()
-            if not os.fork():
-                server.close()
-                return answer(client)
-            client.close()
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-
-
-def answer(client):
-    """In the child: its own child is the program, with the client's files, folder and environment."""
-    size, ancillary, _, _ = client.recvmsg(4, 1024)
-    files = array.array("i", ancillary[0][2])
-    message = b""
-    while len(message) < int.from_bytes(size, "big"):
-        message += client.recv(1 << 16)
-    argv, folder, environment = json.loads(message)
-    child = os.fork()
-    if child:
-        client.sendall(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
-        os._exit(0)
-    client.close()
-    for target, file in enumerate(files):
-        os.dup2(file, target)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.executable = shutil.which("python")
-    run_command(argv)
-
-
 def run_command(argv):
+    sys.executable = shutil.which("python")
     argv = argv[1:] if argv[0] == "-u" else argv
     if "ONLY_READ" in os.environ or any(re.search(pattern, " ".join(argv)) for pattern in NOT_RUN):
         return read_only(argv)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("configurator", "engine", "tests")]:
-        del sys.modules[name]  # those in the clone are meant
     if argv[0] == "-m":
+        forked.forget()
         sys.argv = [*argv[1:], *SHORT.get(argv[1], [])]
         return runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-    sys.argv = [*argv, *SHORT.get(argv[0], [])]
-    sys.path[0] = str(Path(argv[0]).resolve().parent)
-    runpy.run_path(argv[0], run_name="__main__")
+    return forked.script([*argv, *SHORT.get(argv[0], [])])
 
 
 # ---- the clone ----------------------------------------------------------------------------------------------------
@@ -238,4 +186,4 @@ def test_commands_within_sentences_are_known(monkeypatch):
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    forked.serve(sys.argv[1], run_command)

@@ -21,6 +21,7 @@ import torch
 
 import track
 from engine import follow, instruments
+from tests import forked
 from tokenizer import spell
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,8 +32,7 @@ def run(folder, *args, program=ROOT / "train.py", **env):
     tiny = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=2", "--n_heads=2", "--max_seq_len=32",
             "--batch_size=4", "--max_iters=20", "--log_interval=5", "--eval_iters=4", "--eval_interval=10", "--device=cpu",
             "--out_dir=out"]
-    return subprocess.run([sys.executable, str(program), *tiny, *args], cwd=folder, env=clean | env,
-                          capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return forked.run([program, *tiny, *args], folder, clean | env)
 
 
 @pytest.fixture(scope="module")

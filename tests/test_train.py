@@ -24,6 +24,7 @@ import track
 import train
 from engine import checkpoint, checks, costs, instruments, parallel, sizes
 from model import ModelArgs
+from tests import forked
 from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +55,8 @@ def command(*args, torchrun=0, max_restarts=0):
 
 def run(folder, *args, torchrun=0, **more):
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
+    if not torchrun and not more:
+        return forked.run(command(*args)[1:], folder, env)
     return subprocess.run(command(*args, torchrun=torchrun), cwd=folder, env=env, capture_output=True, text=True, **more)
 
 
