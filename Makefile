@@ -15,10 +15,10 @@ SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
 HEADERS := $(wildcard runtime/*.h runtime/*/*.h)
 VENV    := .venv/bin/python
-TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode
+TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe
 RUNS    := 3000000
 
-.PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long odd-strings coverage clean
+.PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
 
 help:                ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
@@ -97,6 +97,10 @@ fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, R
 encode-long: .venv/test run ## run's encoder against sentencepiece's, a million strings; then the time both take
 	$(VENV) -m tests.test_encode ./run 1000000
 	$(VENV) -m tests.test_encode ./run
+
+bpe-long: .venv/test lib ## byte-level BPE against tokenizers, a million strings; then the time both take (TEXTS="english.txt chinese.txt code.txt")
+	$(VENV) -m tests.test_bpe_run 1000000 $(TEXTS)
+	$(VENV) -m tests.test_bpe_run time $(TEXTS)
 
 odd-strings: .venv/test run ## odd strings in run, sentencepiece, transformers and, with LLAMA_CPP=folder, llama.cpp
 	LLAMA_CPP="$(LLAMA_CPP)" $(VENV) -m tests.odd_strings ./run

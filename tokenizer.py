@@ -325,6 +325,8 @@ def stored_byte_level(tokenizer, bos_id, eos_id, add_bos, vocab_size, path):
 def byte_level(pieces, merges, pre, bos_id, eos_id, add_bos, path):
     """The ByteLevel of [(bytes of the text, score, type)] and ["left right"] in GPT-2's letters, best first."""
     names = ["".join(LETTERS[b] for b in piece) if kind == NORMAL else piece.decode(errors="replace") for piece, _, kind in pieces]
+    if len({*names}) < len(names):
+        fail(f"{path}: two of its {len(names)} tokens are spelled alike, so nobody can tell which is meant")
     steps, special = PRE_TOKENIZERS[pre], {CONTROL: True, USER_DEFINED: False}
     tokenizer = {
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None,

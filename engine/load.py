@@ -254,8 +254,6 @@ def byte_level_of(metadata, where):
     lists = all(type(column) is list for column in (tokens, types, merges)) and len(tokens) == len(types)
     if not lists or {*map(type, tokens)} != {bytes} or {*map(type, types)} != {int} or {*map(type, merges)} - {bytes}:
         fail(f"{where}: a tokenizer 'gpt2' without tokens, types and merges of equal number; it is damaged")
-    if len({*tokens}) < len(tokens):
-        fail(f"{where}: two of its {len(tokens)} tokens have the same text, so nobody can tell which is meant")
     if pre not in PRE_TOKENIZERS:
         fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
     if not all(type(i) is int and 0 <= i < len(tokens) for i in ids):

@@ -1,11 +1,12 @@
 """What a prepared text looks like: lengths of documents, use of the vocabulary, copies; as tables, a picture, a page."""
+import codecs
 import collections
 import html
 import math
 
 import numpy as np
 
-from tokenizer import BYTE, NORMAL, UNKNOWN, USER_DEFINED, spell
+from tokenizer import BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED, spell
 
 ROWS = 20  # of a table of pieces
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;color-scheme:light dark}
@@ -15,19 +16,25 @@ i{display:inline-block;height:.8em;background:#48a}"""
 
 
 def spelled(ids, pieces):
-    """Tokens as one reads them, |between|: bytes that are a character together stand as it, in ⟨⟩ where it takes several."""
-    found, waiting = [], b""
-    for i in [*ids, None]:
-        piece, _, kind = pieces[i] if i is not None else (b"", 0, 0)
-        if kind == BYTE and int(piece[3:5], 16) > 127:
-            waiting += bytes([int(piece[3:5], 16)])
+    """
+    Tokens as one reads them, |between|. Tokens that end in the midst of a character stand together with those that complete it,
+    in ⟨⟩.
+    """
+    found, waiting, text, characters = [], [], "", codecs.getincrementaldecoder("utf-8")("replace")
+    for i in ids:
+        waiting.append(i)
+        text += characters.decode(piece_bytes(pieces[i]))
+        if characters.getstate()[0]:
             continue
-        if waiting:
-            found += [f"⟨{character}⟩" for character in waiting.decode("utf-8", "replace")]
-            waiting = b""
-        if i is not None:
-            found.append(spell(pieces[i], "␣"))
-    return "|".join(found)
+        found.append(spell(pieces[i], "␣") if len(waiting) == 1 else f"⟨{text.replace(SPACE, ' ').replace(' ', '␣')}⟩")
+        waiting, text = [], ""
+    return "|".join([*found, *(spell(pieces[i], "␣") for i in waiting)])
+
+
+def piece_bytes(piece):
+    """What a piece adds to the bytes of a text, spaces as U+2581."""
+    data, _, kind = piece
+    return bytes([int(data[3:5], 16)]) if kind == BYTE else data
 
 
 def documents(tokens, bos_id):
@@ -92,7 +99,8 @@ def piece_tables(pieces, counts):
     use = [[f"{a:,}" if b <= a + 1 else f"{a:,} or more" if b == math.inf else f"{a:,} to {b - 1:,}",
             int(np.count_nonzero((counts >= a) & (counts < b)))] for a, b in zip(edges, edges[1:])]
     frequent = np.argsort(-counts, kind="stable")[:ROWS].tolist()
-    length = {i: len(spell(piece)) for i, piece in enumerate(pieces) if counts[i] and piece[2] in (NORMAL, USER_DEFINED)}
+    length = {i: len(data.decode(errors="replace")) for i, (data, _, kind) in enumerate(pieces)
+              if counts[i] and kind in (NORMAL, USER_DEFINED)}
     longest = sorted(length, key=lambda i: (-length[i], -counts[i]))[:ROWS]
     return {"use of the vocabulary": [["times", "pieces"], *use],
             "most frequent pieces": [["piece", "times", "share"], *map(row, frequent)],

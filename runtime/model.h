@@ -43,6 +43,8 @@ enum {
     TOKENS,
     SCORES,
     TOKEN_TYPES,
+    PRE_TOKENIZER,
+    MERGES,
     BOS_ID,
     EOS_ID,
     EOT_ID,
@@ -91,6 +93,8 @@ typedef struct {
     signed n : 28, type : 4;
 } Piece; // no larger than its entry in a file
 
+typedef struct BytePairs BytePairs; // bpe.c
+
 typedef struct {
     Piece *pieces;                // (vocab_size,) texts lie in the file
     int vocab_size;
@@ -108,6 +112,7 @@ typedef struct {
     const char *space;            // how pieces write a space
     int bos, eos, unk;
     int eot;                      // ends an answer; -1: there is none
+    BytePairs *byte_pairs;        // of byte-level BPE; NULL: it is sentencepiece's
     String chat_template;         // in Jinja
 } Tokenizer;
 
@@ -123,6 +128,28 @@ void llamac_free_tokenizer(Tokenizer *);
 // The tokens of a text, in memory to be freed; their number in *n_tokens. With `bos`, the beginning token comes first.
 // With `prefix`, the text begins as the vocabulary wants it: with a space or not. No text becomes a control token.
 int *llamac_encode_text(const Tokenizer *, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *);
+
+// The token that is spelled like this and may come from text, or -1.
+int llamac_token_of(const Tokenizer *, const char *s, int n);
+
+// The longest user-defined piece that s (n bytes) begins with, or -1.
+int llamac_match_symbol(const Tokenizer *, const char *s, size_t n);
+
+// ----------------------------------------------------------------------------
+// Byte-level BPE (bpe.c)
+
+// Reads what such a tokenizer has beside its pieces, which are filled in, and builds the tables.
+bool llamac_byte_level(Tokenizer *, const Value *values, Error *);
+
+void llamac_find_bytes(Tokenizer *); // fills in byte_ids
+
+// As llamac_encode_text; NULL if memory was missing.
+int *llamac_encode_bytes(const Tokenizer *, const char *s, size_t n, bool bos, int *n_tokens);
+
+// Writes at most `room` of the bytes that a piece stands for, and returns how many they are.
+size_t llamac_decode_letters(const Piece *, char *out, size_t room);
+
+void llamac_free_byte_pairs(BytePairs *);
 
 // ----------------------------------------------------------------------------
 // Models (model.c)

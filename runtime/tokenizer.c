@@ -1,4 +1,4 @@
-// The tokenizer: sentencepiece's BPE.
+// The tokenizer: the vocabulary, and sentencepiece's BPE. Byte-level BPE is in bpe.c.
 #include <math.h>
 #include "model.h"
 
@@ -30,6 +30,11 @@ static int lookup(const Tokenizer *t, const char *s, int n) {
     const int *slot = slot_of(t, s, n);
     int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
     return type == NORMAL || type == USER_DEFINED || type == UNUSED ? *slot : -1;
+}
+
+int llamac_token_of(const Tokenizer *t, const char *s, int n) {
+    int id = lookup(t, s, n);
+    return id >= 0 && t->pieces[id].type != UNUSED ? id : -1;
 }
 
 // The byte that "<0x41>" stands for, or -1.
@@ -74,6 +79,7 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
     t->symbols = resize(NULL, n, sizeof *t->symbols);
     t->n_symbols = 0;
     CHECK(t->table && t->symbols, no_memory);
+    t->words_join = t->byte_pairs;
     memset(t->table, -1, t->table_size * sizeof *t->table);
     memset(t->byte_ids, -1, sizeof t->byte_ids);
     for (int i = 0; i < n; i++) {
@@ -91,7 +97,8 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
         *slot = i;
     }
     CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
-    TRY(check_bytes(t, e));
+    if (t->byte_pairs) llamac_find_bytes(t);
+    else TRY(check_bytes(t, e));
     qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
     return true;
 }
@@ -135,15 +142,18 @@ static bool is_character(const char *s, size_t n) { // of a piece, which is UTF-
 // The tokenizer inside a GGUF file.
 bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *e) {
     String kind = llamac_get_string(v, TOKENIZER);
+    bool byte_level = equals(kind, "gpt2");
     bool characters = equals(kind, "t5"); // what is written for llama.cpp where no piece is longer and none is a byte
-    CHECK(characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
-          "the tokenizer is not 'llama' (sentencepiece)");
+    CHECK(byte_level || characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
+          "the tokenizer is '%.*s', expected 'llama' (sentencepiece) or 'gpt2' (byte-level BPE)", (int)(kind.n < 40 ? kind.n : 40),
+          kind.s);
     const struct {
         int key;
         uint32_t kind;
     } arrays[] = {{TOKENS, STRING}, {SCORES, FLOAT}, {TOKEN_TYPES, I32}};
     for (int i = 0; i < 3; i++) {
         const Value *a = &v[arrays[i].key];
+        if (byte_level && arrays[i].key == SCORES) continue;
         CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
               llamac_key(v, arrays[i].key).s);
         CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens", llamac_key(v, arrays[i].key).s,
@@ -151,11 +161,11 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     }
     int space_prefix, extra_spaces_removed, add_bos;
     *t = (Tokenizer){.vocab_size = vocab_size, .space = LOWER_BLOCK, .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
+    t->eot = -1;
+    if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e));
     TRY(llamac_get_int(v, BOS_ID, 1, &t->bos, e));
     TRY(llamac_get_int(v, EOS_ID, 2, &t->eos, e));
     TRY(llamac_get_int(v, UNK_ID, 0, &t->unk, e));
-    t->eot = -1;
-    if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e));
     TRY(llamac_get_int(v, ADD_BOS, 1, &add_bos, e));
     TRY(llamac_get_int(v, SPACE_PREFIX, 1, &space_prefix, e));
     TRY(llamac_get_int(v, EXTRA_SPACES, 0, &extra_spaces_removed, e));
@@ -164,7 +174,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     Reader texts = v[TOKENS].data, scores = v[SCORES].data, types = v[TOKEN_TYPES].data;
     for (int i = 0; i < vocab_size; i++) {
         String s = take_string(&texts);
-        uint32_t score = take_u32(&scores), type = take_u32(&types);
+        uint32_t score = byte_level ? 0 : take_u32(&scores), type = take_u32(&types);
         CHECK(s.n <= LONGEST_PIECE, "token %d is too long", i);
         CHECK(type >= NORMAL && type <= BYTE, "token %d has type %u, expected 1 to 6", i, type);
         t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)type};
@@ -172,7 +182,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
         CHECK(!characters || type == UNKNOWN || type == CONTROL || (type == NORMAL && is_character(s.s, s.n)),
               "the tokenizer is 't5' and token %d is no single character, expected 'llama' (sentencepiece)", i);
     }
-    return llamac_index_pieces(t, e);
+    return byte_level ? llamac_byte_level(t, v, e) : llamac_index_pieces(t, e);
 }
 
 // ----------------------------------------------------------------------------
@@ -201,8 +211,7 @@ static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
     return lo;
 }
 
-// The longest user-defined piece that s (n bytes) begins with, or -1.
-static int match_symbol(const Tokenizer *t, const char *s, size_t n) {
+int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     int best = -1, lo = 0, hi = t->n_symbols;
     for (int d = 0; (size_t)d < n && lo < hi; d++) {
         lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
@@ -220,7 +229,7 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
     bool remove = t->extra_spaces_removed, after_space = remove;
     if (n && prefix) append(&out, t->space, space);
     for (size_t length; n; s += length, n -= length) {
-        int symbol = match_symbol(t, s, n), valid = llamac_utf8(s, n);
+        int symbol = llamac_match_symbol(t, s, n), valid = llamac_utf8(s, n);
         length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
         if (symbol < 0 && !valid) append_string(&out, "\xef\xbf\xbd");
         else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0) append(&out, t->space, space);
@@ -332,7 +341,7 @@ static void emit(Encoder *e, const char *s, int n, int id) {
 static bool encode_stretch(Encoder *e, const char *s, size_t n) {
     int n_parts = 0;
     for (; n; n_parts++) {
-        int symbol = match_symbol(e->t, s, n), valid = llamac_utf8(s, n);
+        int symbol = llamac_match_symbol(e->t, s, n), valid = llamac_utf8(s, n);
         int length = symbol >= 0 ? e->t->pieces[symbol].n : valid ? valid : 1;
         if (n_parts == e->capacity) {
             Part *larger = resize(e->parts, 2 * e->capacity + 64, sizeof(Part));
@@ -348,8 +357,17 @@ static bool encode_stretch(Encoder *e, const char *s, size_t n) {
     return !e->heap.failed;
 }
 
+static int *no_tokens(size_t n, Error *error) {
+    fail(error, "a text of %zu bytes is longer than %d, or there is not enough memory for it", n, LONGEST_TEXT);
+    return NULL;
+}
+
 // Time is O(n log n).
 int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *error) {
+    if (t->byte_pairs) {
+        int *tokens = llamac_encode_bytes(t, s, n, bos, n_tokens);
+        return tokens ? tokens : no_tokens(n, error);
+    }
     Text text = normalize(t, s, n, prefix && t->space_prefix);
     Encoder e = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     if (t->has_unused) e.split = calloc(t->vocab_size, sizeof(int));
@@ -359,11 +377,7 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, b
         while (end < text.n && (t->words_join || !begins_word(t, text.s, end, text.n))) end++;
         ok = encode_stretch(&e, text.s + start, end - start);
     }
-    if (!ok) {
-        fail(error, "a text of %zu bytes is longer than %d, or there is not enough memory for it", n, LONGEST_TEXT);
-        free(e.tokens);
-        e.tokens = NULL;
-    }
+    if (!ok) free(e.tokens), e.tokens = no_tokens(n, error);
     free(text.s);
     free(e.parts);
     free(e.split);
@@ -381,6 +395,7 @@ void llamac_free_tokenizer(Tokenizer *t) {
     free(t->pieces);
     free(t->table);
     free(t->symbols);
+    llamac_free_byte_pairs(t->byte_pairs);
     *t = (Tokenizer){0};
 }
 
@@ -396,6 +411,8 @@ size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, 
     const char *s = piece->s;
     size_t n = piece->n, space = strlen(t->space), length = 0;
     if (piece->type == CONTROL) return 0;
+    if (t->byte_pairs && piece->type == UNUSED) return 0; // a row of the model that no token has
+    if (t->byte_pairs && piece->type == NORMAL) return llamac_decode_letters(piece, out, room);
     if (piece->type == BYTE) {
         if (room) *out = (char)byte_of(piece);
         return 1;

@@ -50,7 +50,7 @@ C_TESTS = "test_run test_encode test_chat test_library test_hostile test_kernels
 RUN, LOADERS = "test_run.py and not team", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
 FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
          "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat", "bench.c": "test_bench",
-         "chat.c": "test_chat", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte", "llamac.h": "test_library",
+         "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte", "llamac.h": "test_library",
          "team.c": "team or on_threads", "team.h": "team or on_threads", "memory.c": "memory", "memory.h": "memory"}
 KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 # What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.

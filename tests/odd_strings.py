@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import export
 from model import ModelArgs, Transformer
-from tests.test_encode import LIKE_OURS, tokenize, train
-from tokenizer import Bytes, Characters, SentencePiece
+from tests.test_encode import LIKE_OURS, WORDS, tokenize, train
+from tokenizer import PRE_TOKENIZERS, Bytes, Characters, SentencePiece, train_byte_level
 
 CORES = ["Once upon a time", "été", "日本語 你好", "مرحبا", "नमस्ते", "😀", "👩‍👩‍👧", "e\u0301", "𝔘", "\u2581", "\u2581\u2581x", "\t",
          "\n", "\r\n", "\0", "\x01\x1b[0m\x7f", "\ufeff", "\u200b", "\u00a0", "\u2028", "\ufffd", "<s>", "</s>", "<unk>",
@@ -30,9 +30,14 @@ STRINGS = [around.format(core) for core in CORES for around in AROUND] + LONG
 
 @functools.cache
 def vocabularies():
-    """{kind: Tokenizer}: sentencepiece as train.py makes it, bytes, and characters of which most strings know few."""
+    """{kind: Tokenizer}: sentencepiece as train.py makes it, bytes, characters of which most strings know few, byte-level BPE."""
     return {"sentencepiece": SentencePiece(train(**LIKE_OURS).SerializeToString(), "tokenizer.model"), "byte": Bytes(),
-            "char": Characters("Once upon a time, été\n日本 語 it's")}
+            "char": Characters("Once upon a time, été\n日本 語 it's")} | {f"bpe {pre}": byte_level_of(pre) for pre in PRE_TOKENIZERS}
+
+
+def byte_level_of(pre):
+    with tempfile.TemporaryDirectory() as folder:
+        return train_byte_level([" ".join(WORDS) + " once upon  a time\n\tx == 12;\r\n"] * 9, 600, Path(folder, "t.json"), pre, exact=False)
 
 
 def export_both(vocabulary, folder):

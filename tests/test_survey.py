@@ -66,3 +66,13 @@ def test_a_large_text_is_read_in_part_and_the_table_says_so():
     row = data.data_rows(prepared)
     assert sum(row["data/lengths"]["counts"]) > 100_000 and row["pieces"][0][0] == "␣ab" and len(row["documents"]) == 6
     json.dumps(row)
+
+
+def test_tokens_that_are_a_character_together_stand_together():
+    """Pieces of bytes, as byte-level BPE has them, and what sentencepiece spells <0x..>; what is never completed shows its bytes."""
+    day, world = "日".encode(), "界".encode()
+    pieces = [(b"<s>", 0.0, 3), (b" the", 0.0, 1), (day, 0.0, 1), (day[:2], 0.0, 1), (day[2:] + world[:1], 0.0, 1), (world[1:], 0.0, 1),
+              (b"<0xE6>", 0.0, 6), (b"<0x97>", 0.0, 6), (b"<0xA5>", 0.0, 6), (b"<0x41>", 0.0, 6), ("\u2581a".encode(), 0.0, 1)]
+    for ids, text in (([0, 1, 2], "<s>|␣the|日"), ([3, 4, 5, 2], "⟨日界⟩|日"), ([6, 7, 8, 9, 10], "⟨日⟩|A|␣a"), ([2, 3], "日|<0xE6><0x97>"),
+                      ([6, 7], "<0xE6>|<0x97>"), ([5, 1], "<0x95><0x8C>|␣the"), ([3, 1], "⟨\ufffd␣the⟩"), ([], "")):
+        assert survey.spelled(ids, pieces) == text

@@ -1,5 +1,5 @@
 // Fuzz targets over the library's loaders, encoder and chat templates, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
-// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin or encode.
+// The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode or bpe.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
 #define _GNU_SOURCE 1 // as llama.c does, before the first header
 #include <stdint.h>
@@ -17,6 +17,7 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/gguf.c"
 #include "../../runtime/model.c"
 #include "../../runtime/tokenizer.c"
+#include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/llama.c"
 #include "../../runtime/bench.c"
@@ -69,7 +70,7 @@ static void use_tokenizer(const llamac_model *m, const char *s, size_t n) {
 // Two turns of a chat in every template: BOS, EOS and marks come from the template alone, whatever is said.
 static void use_chat(llamac_model *m) {
     Tokenizer *t = &m->tokenizer;
-    if (t->pieces[t->unk].type == CONTROL) return; // what is no piece becomes one then
+    if (t->unk >= 0 && t->pieces[t->unk].type == CONTROL) return; // what is no piece becomes one then
     static char words[] = " <|im_start|><|im_end|> </s><s><|user|>\xff [INST] ";
     llamac_use_template(m, NULL, NULL);
     for (int i = 0; i < N_TEMPLATES; i++) {
@@ -149,6 +150,46 @@ static void encode_target(const uint8_t *bytes, size_t size) {
     llamac_free_tokenizer(&m.tokenizer);
 }
 
+// The input is a pre-tokenizer, a number of merges, pairs of tokens that merge, and a text to encode with these and all bytes.
+static void bpe_target(const uint8_t *bytes, size_t size) {
+    enum { MOST = 64 };
+    static char spelled[256 + MOST][64];
+    if (size < 2) return;
+    int n_merges = bytes[1] % MOST, n = 256;
+    if (size < 2 + 2 * (size_t)n_merges) return;
+    llamac_model m = {.stop = -1};
+    Tokenizer *t = &m.tokenizer;
+    *t = (Tokenizer){.space = " ", .bos = 0, .eos = 1, .unk = -1, .eot = -1, .vocab_size = 256};
+    t->pieces = resize(NULL, 256 + MOST, sizeof *t->pieces);
+    t->byte_pairs = calloc(1, sizeof *t->byte_pairs);
+    for (int i = 0; i < 256; i++) t->pieces[i] = (Piece){spelled[i], 0, write_letter(i, spelled[i]), NORMAL};
+    Text merges = {0};
+    uint64_t count = 0;
+    for (int i = 0; i < n_merges; i++) {
+        const Piece *a = &t->pieces[bytes[2 + 2 * i] % n], *b = &t->pieces[bytes[3 + 2 * i] % n];
+        uint64_t length = a->n + b->n + 1;
+        if (length > 60) continue;
+        memcpy(spelled[n], a->s, a->n);
+        memcpy(spelled[n] + a->n, b->s, b->n);
+        append(&merges, (char *)&length, 8);
+        append(&merges, a->s, a->n);
+        append(&merges, " ", 1);
+        append(&merges, b->s, b->n);
+        count++;
+        if (among(t->pieces, n, spelled[n], (int)length - 1)) continue; // another way to make it
+        t->pieces[n] = (Piece){spelled[n], 0, (int)length - 1, n % 7 ? NORMAL : USER_DEFINED};
+        n++;
+    }
+    t->vocab_size = n;
+    t->byte_pairs->pre = bytes[0] % N_PRE_TOKENIZERS;
+    t->byte_pairs->longest = 60;
+    Value list = {.present = true, .is_array = true, .kind = STRING, .count = count, .data = {(uint8_t *)merges.s, merges.n, 0, false}};
+    if (llamac_index_pieces(t, NULL) && read_merges(t, list, NULL))
+        use_tokenizer(&m, (const char *)bytes + 2 + 2 * n_merges, size - 2 - 2 * n_merges);
+    llamac_free_tokenizer(t);
+    free(merges.s);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static const char *const versions[] = {"v0", "v1", "v2"};
     static const char *target;
@@ -159,13 +200,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     uint8_t *bytes = malloc(size ? size : 1); // no byte more than there are, and aligned as a file's are
     if (!bytes) abort();
     if (size) memcpy(bytes, data, size);
-    allowed = strcmp(target, "encode") ? size + ROOM : SIZE_MAX;
+    allowed = strcmp(target, "encode") && strcmp(target, "bpe") ? size + ROOM : SIZE_MAX;
     for (int version = 0; version < 3; version++)
         if (!strcmp(target, versions[version])) model_target(bytes, size, version, false);
     if (!strcmp(target, "gguf")) model_target(bytes, size, -1, false);
     if (!strcmp(target, "gguf_tokenizer")) model_target(bytes, size, -1, true);
     if (!strcmp(target, "tokenizer_bin")) tokenizer_bin_target(bytes, size);
     if (!strcmp(target, "encode")) encode_target(bytes, size);
+    if (!strcmp(target, "bpe")) bpe_target(bytes, size);
     allowed = SIZE_MAX;
     free(bytes);
     return 0;

@@ -17,9 +17,10 @@ import torch
 from engine.load import vocabulary_of
 from export import export_model
 from model import ModelArgs, Transformer
+from tokenizer import PRE_TOKENIZERS, byte_level
 
 SPACE = "▁"
-TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode"]
+TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe"]
 
 
 def vocabulary(byte_fallback, prefix=True, remove=False):
@@ -29,6 +30,13 @@ def vocabulary(byte_fallback, prefix=True, remove=False):
     pieces += [("<|user|>", 0, 4), ("a  ", 0, 4), (SPACE + "o", -1, 1), ("nc", -2, 5), (SPACE + "on", -3, 1),
                ("once", -4, 1), (SPACE, -5, 1), ("o", -6, 1), ("n", -7, 1), ("c", -8, 1), ("e", -9, 1), ("é", -10, 1)]
     return vocabulary_of([(p.encode(), float(s), t) for p, s, t in pieces], 0, 1, 2, prefix, remove, "seed")
+
+
+def byte_level_vocabulary(pre):
+    """A small one of byte-level BPE, with tokens of every type."""
+    pieces = [(b"<s>", 3), (b"</s>", 3), *((bytes([b]), 1) for b in b"onceab\n '\xc3\xa9"), (b"on", 1), (b"ce", 1), (b"once", 1),
+              (b" once", 1), (b"<|user|>", 4), (b"a  ", 4), (b"[PAD]", 5)]
+    return byte_level([(piece, 0.0, kind) for piece, kind in pieces], ["o n", "c e", "on ce", "Ġ once"], pre, 0, 1, True, "seed")
 
 
 def model(vocab_size, tied, dim=8, **sizes):
@@ -83,6 +91,10 @@ def write_seeds(folder):
     norms = {"blk.0.attn_q_norm.weight": 4, "blk.0.attn_k_norm.weight": 4}
     for architecture, extra in (("llama", {"rope_freqs.weight": 2}), ("qwen2", biases), ("qwen3", norms)):
         write_architecture(folder / "gguf" / architecture, architecture, extra)
+    for pre in PRE_TOKENIZERS:
+        vocab = byte_level_vocabulary(pre)
+        state, args = model(vocab.vocab_size, True)
+        export_model(state, args, vocab, folder / "gguf_tokenizer" / f"bpe-{pre}", "gguf", "f16", 32, "seed")
     text = "  once upon a  time <s>▁▁café\n😀 <|user|>a  ".encode() + b"\xff\xc3"
     pieces = [(0x10, 5, " on"), (0x01, 3, "on"), (0x02, 2, "ce"), (0x02, 9, "é"), (0x23, 0, "a  "), (0x33, 4, "onc"),
               (0x28, 0, "<|user|>")]
@@ -90,6 +102,9 @@ def write_seeds(folder):
     for flags in range(16):
         (folder / "encode" / f"{flags:02d}").write_bytes(bytes([flags, len(pieces)]) + packed + text)
 
+    merges = bytes([ord("o"), ord("n"), ord("c"), ord("e"), 0, 1, ord(" "), ord(" "), 0xC3, 0xA9, ord("1"), ord("2"), ord("'"), ord("s")])
+    for pre in range(4):
+        (folder / "bpe" / f"{pre}").write_bytes(bytes([pre, len(merges) // 2]) + merges + text + "it's 123\r\n\n 中文。'ſ\t".encode())
 
 if __name__ == "__main__":
     write_seeds(Path(sys.argv[1]))

@@ -1,0 +1,280 @@
+"""
+Byte-level BPE in C against Hugging Face's tokenizers, on random strings; vocabularies that must be refused; the table of
+characters. As a program, a long comparison, and the time that both take:
+
+    python -m tests.test_bpe_run STRINGS [ENGLISH CHINESE CODE]        texts to train the vocabularies on
+    python -m tests.test_bpe_run time [ENGLISH CHINESE CODE]
+"""
+import codecs
+import json
+import random
+import re
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import pre_tokenizers
+
+import export
+import llamac
+from engine import stories
+from tests.conftest import ROOT
+from tests.odd_strings import STRINGS
+from tests.test_bpe import small_model, theirs
+from tests.test_encode import encode_file, tokenize, write_gguf
+from tests.test_run import run
+from tokenizer import LETTERS, Tokenizer, byte_level, train_byte_level
+
+codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as every vocabulary here has it
+VOCABULARIES = {"english, llama-bpe": (0, "llama-bpe"), "english, gpt-2": (0, "gpt-2"), "chinese, qwen2": (1, "qwen2"),
+                "code, smollm": (2, "smollm"), "code, qwen2": (2, "qwen2")}  # the text's number, the pre-tokenizer
+SYMBOLS = ["<|user|>", "<|user|>x", "<|", "  ", "日月", "éé", "\n\n", " a"]
+ODD = ["'s", "'S", "'ll", "'LL", "'Re", "'ſ", "’s", "'", "''d", "\n", "\r\n", "\n\n", "\t", "\x0b", "\x1c", "\x85", "\u00a0", "\u2028",
+       "\u3000", "\u200b", "\u180e", "\ufeff", "٣٤", "Ⅷ", "½", "㊿", "12345", "1", "e\u0301", "\u0301", "ǅ", "ªº", "ʰ", "Ã", "Ġ", "ĊĊ", "🙂",
+       "👩‍👩‍👧", "🇨🇳", "한국어", "नमस्ते", "مرحبا", "_", "__init__", "==", "()", "...", "。", "，", "「", "…", "<s>", "</s>", "<0x41>", "\u2581"]
+
+
+def english():
+    return "\n\n".join(stories.write(5, n)[0] for n in range(300))
+
+
+def texts():
+    """English, Chinese and code, of what is here anyway."""
+    return [english(), (ROOT / "README.zh.md").read_text(), "".join(f.read_text() for f in sorted(ROOT.glob("*.py")))[:300_000]]
+
+
+def trained(text, pre, path, vocab_size=1000, symbols=SYMBOLS):
+    """A vocabulary with tokens that text may name, and one that none has."""
+    made = train_byte_level([text], vocab_size, path, pre, exact=False)
+    pieces = made.pieces() + [(symbol.encode(), 0.0, 4) for symbol in symbols] + [(b"[PAD]", 0.0, 5)]
+    return byte_level(pieces, made.merges(), pre, 0, 1, True, path)
+
+
+def write_model(vocabulary, path):
+    model = small_model(vocabulary.vocab_size)
+    export.export_model(model.state_dict(), model.args, vocabulary, path)
+
+
+def random_string(rng, words):
+    """Bytes: words, white space, symbols, characters of all planes, broken UTF-8."""
+    def piece():
+        kind = rng.randrange(16)
+        if kind < 6:
+            return rng.choice(words).encode()
+        if kind < 9:
+            return b" " * rng.choice((1, 1, 1, 2, 3, 5))
+        if kind < 11:
+            return rng.choice(ODD).encode()
+        if kind == 11:
+            return rng.choice(SYMBOLS).encode()
+        if kind == 12:
+            return bytes(rng.choices(range(256), k=rng.randrange(1, 4)))
+        if kind == 13:
+            return chr(rng.choice((rng.randrange(128), rng.randrange(0x80, 0x3000), rng.randrange(0x3000, 0xd800),
+                                   rng.randrange(0xe000, 0x11000), rng.randrange(0x1e000, 0x20000)))).encode()
+        if kind == 14:
+            return rng.choice(words).encode()[:rng.randrange(1, 4)]
+        return "".join(rng.choices("\n\r\t  \u00a0\u3000", k=rng.randrange(1, 5))).encode()
+    return b"".join(piece() for _ in range(rng.randrange(14)))
+
+
+def words_of(text):
+    """Words of a text, with the lines and spaces around some, and characters that stand alone."""
+    return [*dict.fromkeys(re.findall(r"\s*\w+|[^\w\s]+|\w[\w，。]{1,6}", text))][:5000] or ["a"]
+
+
+def difference(model, vocabulary, strings):
+    """The first string that the library encodes or decodes otherwise than tokenizers, with what both say; None: there is none."""
+    expected = vocabulary.model.encode_batch([s.decode(errors="each byte") for s in strings], add_special_tokens=False)
+    for string, other in zip(strings, expected):
+        ours = llamac.tokens_of("encode", model.pointer, string, len(string), False).tolist()
+        if ours != other.ids or model.decode(ours) != string.decode(errors="each byte").encode():
+            return string, ours, other.ids
+    return None
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_encodes_and_decodes_as_tokenizers_does(library, name, tmp_path, count=1500, seed=0):
+    number, pre = VOCABULARIES[name]
+    text = texts()[number]
+    vocabulary, rng = trained(text, pre, tmp_path / "t.json"), random.Random(f"{name} {seed}")
+    write_model(vocabulary, tmp_path / "m.gguf")
+    words = words_of(text)
+    strings = [s.encode() for s in STRINGS] + [random_string(rng, words) for _ in range(count)] + [text.encode()[:20_000]]
+    assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, strings) is None
+
+
+def test_characters_have_the_classes_that_regular_expressions_of_tokenizers_give_them():
+    """The first and the last character of each run in runtime/unicode.h."""
+    runs = [int(run, 16) for run in re.findall("0x([0-9a-f]+),", (ROOT / "runtime/unicode.h").read_text())]
+    found = {c: run & 3 for run, after in zip(runs, [*runs[1:], 0x110000 << 2]) for c in (run >> 2, (after >> 2) - 1)
+             if not 0xD800 <= c < 0xE000}
+    text, of_class = "".join(map(chr, found)), {n: [chr(c) for c in found if found[c] == n] for n in range(4)}
+    for number, pattern in ((1, r"\p{L}"), (2, r"\p{N}"), (3, r"\s")):
+        split = pre_tokenizers.Split(tokenizers.Regex(pattern), "removed", invert=True)
+        assert [piece for piece, _ in split.pre_tokenize_str(text)] == of_class[number], pattern
+    assert [piece for piece, _ in pre_tokenizers.Digits(True).pre_tokenize_str("a".join(of_class[2]))][::2] == of_class[2]
+
+
+def test_a_byte_that_has_no_token_is_left_out(run_bin, tmp_path):
+    """As in tokenizers: what stands around it may merge."""
+    content = json.loads(theirs("qwen2").to_str())
+    gone = LETTERS[ord("#")]
+    content["model"]["vocab"] = {name: i for i, name in enumerate(n for n in content["model"]["vocab"] if gone not in n)}
+    content["model"]["merges"] = [pair for pair in content["model"]["merges"] if gone not in "".join(pair)]
+    content["added_tokens"] = [token | {"id": len(content["model"]["vocab"]) + i} for i, token in enumerate(content["added_tokens"])]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    vocabulary = Tokenizer.load(tmp_path / "tokenizer.json")
+    write_model(vocabulary, tmp_path / "m.gguf")
+    strings = ["th#e", "#", "a # b", "##the"]
+    assert tokenize(run_bin, [tmp_path / "m.gguf"], [s.encode() for s in strings]) == [vocabulary.encode(s) for s in strings]
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "smollm"])
+def test_a_long_text_without_an_end_is_encoded_at_once(run_bin, tmp_path, pre):
+    """Quadratic encoding of one word, of white space or of a line without digits would take hours and hit the time limit."""
+    vocabulary = trained(english(), pre, tmp_path / "t.json")
+    write_model(vocabulary, tmp_path / "m.gguf")
+    rng = random.Random(1)
+    for text in ("".join(rng.choices("abcdefghilmnoprstuwé日", k=200_000)), " " * 200_000, "a b " * 50_000, "\n " * 100_000, "1" * 200_000):
+        assert encode_file(run_bin, tmp_path, text.encode()) == vocabulary.encode(text)
+
+
+# ---- files that must be refused, or be read all the same
+
+TOKENS = ["<s>", "</s>", "a", "b", "c", "ab", "abc", "<|u|>", "Ġ", "[PAD]"]
+TYPES = [3, 3, 1, 1, 1, 1, 1, 4, 1, 5]
+KEYS = {"pre": "qwen2", "merges": ["a b", "ab c"], "bos_token_id": 0, "eos_token_id": 1}
+
+
+def write_bpe(path, tokens=TOKENS, types=TYPES, model="gpt2", **changes):
+    """The smallest model with a vocabulary; changes: other values of keys, None: without the key."""
+    keys = {f"tokenizer.ggml.{key}": value for key, value in (KEYS | changes).items() if value is not None}
+    pieces = [(token if isinstance(token, bytes) else token.encode(), 0.0, kind) for token, kind in zip(tokens, types)]
+    write_gguf(path, pieces, tokenizer=model, **keys)
+
+
+def other(number, token):
+    """TOKENS with another one."""
+    return {"tokens": [token if i == number else t for i, t in enumerate(TOKENS)]}
+
+
+HOSTILE = {  # changes, and what run must say of them
+    "no merges": ({"merges": None}, "merges is missing"), "merges are numbers": ({"merges": [1]}, "merges is missing"),
+    "merges are one text": ({"merges": "a b"}, "merges is missing"),
+    "a merge without a space": ({"merges": ["a b", "abc"]}, "merge 1 is not two tokens"),
+    **{f"the merge {merge!r}": ({"merges": [merge]}, "merge 0 is not two tokens") for merge in ("", " ", "a", "a ", " b", "  ")},
+    "a merge of three": ({"merges": ["a b c"]}, "the second is no token"),
+    "a merge of what is no token": ({"merges": ["x b"]}, "the first is no token"),
+    "a merge to what is no token": ({"merges": ["b c"]}, "the whole is no token"),
+    "a merge to a control token": ({**other(1, "bc"), "merges": ["b c"]}, "the whole is no token"),
+    "a merge to what is unused": ({**other(9, "bc"), "merges": ["b c"]}, "the whole is no token"),
+    "a merge twice": ({"merges": ["a b", "ab c", "a b"]}, "merges 0 and 2 are the same"),
+    "a token twice": (other(4, "a"), "tokens 2 and 4 have the same text"),
+    "an empty token": (other(4, ""), "token 4 is empty"),
+    **{f"the token {token!r}": (other(4, token), "token 4 is not spelled in GPT-2's letters")
+       for token in (" ", "a b", "日", "\n", "\u0144", "\u00ad", "\x7f", "a\u0080")},
+    "unknown": ({"types": [3, 3, 1, 1, 2, 1, 1, 4, 1, 5]}, "token 4 has type 2"),
+    "a byte": ({"types": [3, 3, 1, 1, 6, 1, 1, 4, 1, 5]}, "token 4 has type 6"),
+    "another pre-tokenizer": ({"pre": "deepseek-llm"}, "'deepseek-llm'"),
+    "no pre-tokenizer": ({"pre": None}, "the pre-tokenizer is ''"), "a number": ({"pre": 1}, "the pre-tokenizer is ''"),
+    "no end": ({"eos_token_id": None}, "eos_token_id is missing"), "an end beyond": ({"eos_token_id": 10}, "beyond the vocabulary"),
+    "a beginning beyond": ({"bos_token_id": 10}, "beyond the vocabulary"), "another model": ({"model": "bert"}, "'bert'"),
+}
+
+
+def test_damaged_vocabularies_are_refused_in_one_line(run_debug_bin, tmp_path):
+    path = tmp_path / "m.gguf"
+    for changes, words in HOSTILE.values():
+        write_bpe(path, **changes)
+        assert words in run(run_debug_bin, path, "--tokenize", "-i", "a", status=1), words
+    write_bpe(path)
+    data = path.read_bytes()
+    assert data.count(b"a b") == 1
+    for bad in (b"\xff b", b"a\0b", b"\xc4 b"):
+        path.write_bytes(data.replace(b"a b", bad))
+        run(run_debug_bin, path, "--tokenize", "-i", "a", status=1)
+    for n in range(100, len(data) - 32, 101):
+        path.write_bytes(data[:n])
+        run(run_debug_bin, path, "--tokenize", "-i", "a", status=1)
+
+
+def test_what_a_vocabulary_may_lack(run_debug_bin, library, tmp_path):
+    """Bytes, ways to make a token, a beginning; where add_bos_token is missing, llama-bpe alone begins with BOS, as in llama.cpp."""
+    path = tmp_path / "m.gguf"
+    for changes, text, ids in (({}, "abc<|u|>ab cx", b"6 7 5 8 4"), ({"merges": ["ab c"]}, "ab", b"2 3"),
+                               ({"merges": ["ab c"], "pre": "llama-bpe"}, "ab abc", b"5 8 2 3 4"), ({}, "[PAD]</s>é", b"")):
+        write_bpe(path, **changes)
+        assert run(run_debug_bin, path, "--tokenize", "-i", text) == ids + b"\n", changes
+    assert run(run_debug_bin, path, "-n", 5, "-t", 9, "-s", 1)
+    for changes, expected in (({}, (0, 1, False)), ({"pre": "llama-bpe"}, (0, 1, True)),
+                              ({"bos_token_id": None, "add_bos_token": True}, (1, 1, True))):
+        write_bpe(path, **changes)
+        info = llamac.Model(path).info
+        assert (info.bos, info.eos, info.add_bos) == expected, changes
+
+
+def test_merges_built_to_collide(run_debug_bin, tmp_path):
+    """Pairs whose hash is the same would make a search long."""
+    # The slot is (left << 32 | right) * C >> (64 - bits), and there are 2^bits of them for so many pairs.
+    golden, size, bits = 0x9E3779B97F4A7C15, 3000, 12
+    base = [f"{a}{b}{c}" for a in "abcdefghijklmnop" for b in "abcdefghijklmnop" for c in "abcdefghijklmnop"][:size]
+    pairs = sorted((((left << 32 | right) * golden % 2**64) >> (64 - bits), left, right)
+                   for left in range(2, 402) for right in range(2, 402))[:2500]
+    names = ["<s>", "</s>", *base]
+    wholes = [names[left] + names[right] for _, left, right in pairs]
+    write_bpe(tmp_path / "m.gguf", names + wholes, [3, 3] + [1] * (len(base) + len(wholes)),
+              merges=[f"{names[left]} {names[right]}" for _, left, right in pairs])
+    assert "same hash" in run(run_debug_bin, tmp_path / "m.gguf", "--tokenize", "-i", "a", status=1)
+
+
+# ---- the long comparison
+
+def compare_many(count, sources):
+    for name, (number, pre) in VOCABULARIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            folder, rng = Path(folder), random.Random(f"long {name}")
+            vocabulary, words = trained(sources[number], pre, folder / "t.json", 4000), words_of(sources[number])
+            write_model(vocabulary, folder / "m.gguf")
+            model, each = llamac.Model(folder / "m.gguf"), count // len(VOCABULARIES)
+            for at in range(0, each, 10000):
+                found = difference(model, vocabulary, [random_string(rng, words) for _ in range(min(10000, each - at))])
+                assert found is None, (name, found)
+            print(f"{name}, {vocabulary.vocab_size:,} tokens: {each:,} strings, no difference", flush=True)
+
+
+def median_seconds(encode, text, times=15):
+    def once():
+        start = time.perf_counter()
+        encode(text)
+        return time.perf_counter() - start
+    return statistics.median(once() for _ in range(times))
+
+
+def time_encoding(sources):
+    """A table of seconds, medians of 15: the library's encode, and tokenizers' of a text and of its lines as a batch of one."""
+    print("| vocabulary | bytes | here, ms | tokenizers, ms | its cache cleared, ms |\n| --- | ---: | ---: | ---: | ---: |")
+    for name, (number, pre) in VOCABULARIES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            vocabulary = trained(sources[number], pre, Path(folder, "t.json"), 16000, [])
+            write_model(vocabulary, Path(folder, "m.gguf"))
+            model = llamac.Model(Path(folder, "m.gguf"))
+            for size in (10**4, 10**5, 10**6):
+                text = (sources[number] * (1 + size // len(sources[number]))).encode()[:size].decode(errors="ignore")
+                if len(sources[number].encode()) < size:
+                    continue
+                fresh = tokenizers.Tokenizer.from_str(vocabulary.model.to_str())
+                first = median_seconds(fresh.encode, text, 1)
+                ours, theirs = (1e3 * median_seconds(encode, text) for encode in (lambda t: model.encode(t, bos=False), fresh.encode))
+                print(f"| {name} | {size:,} | {ours:.2f} | {theirs:.2f} | {1e3 * first:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    what, *paths = sys.argv[1:]
+    sources = [Path(path).read_text(errors="ignore") for path in paths] or texts()
+    time_encoding(sources) if what == "time" else compare_many(int(what), sources)
