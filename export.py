@@ -23,10 +23,11 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 import torch
 
-from engine import checkpoint
+from engine import checkpoint, rope
 from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            NO_BYTES, SINGLE, TYPES, gap, gguf_string, of_characters, tensors)
+                            NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, heads_in,
+                            interleaved_to_halves, of_characters, tensors)
 from engine.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
@@ -95,27 +96,48 @@ def vocabulary_metadata(vocabulary):
     return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
 
 
+def gguf_rope(args):
+    """
+    (keys after the architecture's name, ROPE_FACTORS where there is such a tensor). YaRN is named, since programs compute it
+    themselves; other factors are a tensor, which llama.cpp has for llama alone.
+    """
+    rule, kind = rope.rule(args), architecture(args)
+    found = {f"rope.scaling.{key}": value for key, value in (("type", rule.get("rope_type")), ("factor", rule.get("factor")))}
+    if not rule or rule["rope_type"] == "linear":
+        return found if rule else {}, ()
+    if rule["rope_type"] == "yarn" and "attention_factor" not in rule:
+        return found | {"rope.scaling.original_context_length": rule["original_max_position_embeddings"]}, ()
+    if args.rope_attention != 1 or kind != "llama":
+        fail(f"GGUF can't say how {kind} slows its rotary positions, by {rule['rope_type']} with "
+             f"rope_attention={args.rope_attention:g}; use --format=hf")
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": float(args.rope_scaling)}
+    return linear if args.rope_scaling != 1 else {}, args.rope_factors
+
+
 def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
-    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": float(args.rope_scaling)}
+    sizes = {
+        "vocab_size": args.vocab_size,
+        "context_length": args.max_seq_len,
+        "embedding_length": args.dim,
+        "block_count": args.n_layers,
+        "feed_forward_length": args.hidden_dim,
+        "attention.head_count": args.n_heads,
+        "attention.head_count_kv": args.n_kv_heads,
+        **({f"attention.{each}_length": args.head_dim for each in ("key", "value")} if args.head_width or args.qk_norm else {}),
+        "attention.layer_norm_rms_epsilon": float(args.norm_eps),
+        "rope.dimension_count": args.head_dim,
+        "rope.freq_base": float(args.rope_theta),
+        **gguf_rope(args)[0],
+    }
     return {
         CHECKSUM: "0" * 64,  # first, so that its place in the file is known when the sum is
         LIST_CHECKSUM: hashlib.sha256(infos).hexdigest(),
-        "general.architecture": "llama",
+        "general.architecture": architecture(args),
         "general.name": name,
         "general.alignment": ALIGNMENT,
         "general.file_type": TYPES[dtype].file_type,
         **({"general.quantization_version": 2} if TYPES[dtype].block > 1 else {}),
-        "llama.vocab_size": args.vocab_size,
-        "llama.context_length": args.max_seq_len,
-        "llama.embedding_length": args.dim,
-        "llama.block_count": args.n_layers,
-        "llama.feed_forward_length": args.hidden_dim,
-        "llama.attention.head_count": args.n_heads,
-        "llama.attention.head_count_kv": args.n_kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": float(args.norm_eps),
-        "llama.rope.dimension_count": args.head_dim,
-        "llama.rope.freq_base": float(args.rope_theta),
-        **(scaling if args.rope_scaling != 1 else {}),
+        **{f"{architecture(args)}.{key}": value for key, value in sizes.items()},
         **vocabulary_metadata(vocabulary),
         **extra,
     }
@@ -151,12 +173,15 @@ def gguf_header(args, vocabulary, dtype, name, layout, extra):
 def write_gguf(path, state, args, vocabulary, dtype, name, extra):
     """The header, then the tensors, each padded to the alignment."""
     layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)]
+    factors = torch.tensor(gguf_rope(args)[1])
+    layout += [(ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32")] if len(factors) else []
     header = gguf_header(args, vocabulary, dtype, name, layout, extra)
-    digest = hashlib.sha256()
+    digest, halves = hashlib.sha256(), architecture(args) != "llama"
     with replacing(path) as f:
         f.write(header)
         for ours, _, _, kind in layout:
-            for data in encoded(ours, state[ours], kind):
+            w = factors if ours == ROPE_FACTORS else state[ours]
+            for data in encoded(ours, interleaved_to_halves(w, heads_in(ours, args) if halves else 0), kind):
                 f.write(data)
                 digest.update(data)
             padding = bytes(gap(f.tell(), ALIGNMENT))
@@ -168,9 +193,11 @@ def write_gguf(path, state, args, vocabulary, dtype, name, extra):
 
 def check_llama2c(args, vocabulary, version, group_size):
     """The group size that fits dim; says, in one line each, what these formats can't."""
-    for key, standard in (("norm_eps", 1e-5), ("rope_theta", 10000.0), ("rope_scaling", 1.0)):
+    for key, standard in (("norm_eps", 1e-5), ("rope_theta", 10000.0), ("rope_scaling", 1.0), ("rope_attention", 1.0),
+                          ("rope_factors", ()), ("head_width", 0), ("qkv_bias", False), ("qk_norm", False)):
         if getattr(args, key) != standard:
-            fail(f"the model has {key}={getattr(args, key)}, llama2.c's formats imply {standard}; use --format=gguf")
+            found = f"{getattr(args, key)}"
+            fail(f"the model has {key}={found[:40]}, llama2.c's formats imply {standard}; use --format=gguf")
     if group_size < 1:
         fail(f"--group_size={group_size}: expected at least 1, such as 64")
     asked = group_size
@@ -221,11 +248,6 @@ def write_llama2c(path, state, args, version, group_size):
                 f.writelines(table.numpy().tobytes() for table in frequency_tables(args))
 
 
-def interleaved_to_halves(w, n_heads):
-    """The rows of wq or wk from pairs (2i, 2i+1) in each head to Hugging Face's pairs (i, i + Q/2)."""
-    return w.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
-
-
 def write_safetensors(path, state, args, dtype):
     """The tensors under Hugging Face's names: uint64 length of a JSON header, the header, the data."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
@@ -235,12 +257,10 @@ def write_safetensors(path, state, args, dtype):
         offset += size
     text = json.dumps(header).encode()
     text += b" " * gap(len(text), 8)
-    heads = {"wq": args.n_heads, "wk": args.n_kv_heads}
     with replacing(path) as f:
         f.write(struct.pack("<Q", len(text)) + text)
         for name, _, _, _ in tensors(args):
-            w, kind = state[name], name.split(".")[-2]
-            f.writelines(encoded(name, interleaved_to_halves(w, heads[kind]) if kind in heads else w, dtype))
+            f.writelines(encoded(name, interleaved_to_halves(state[name], heads_in(name, args)), dtype))
 
 
 def write_hf(path, state, args, vocabulary, dtype):
@@ -251,13 +271,16 @@ def write_hf(path, state, args, vocabulary, dtype):
     folder = Path(path)
     folder.mkdir(exist_ok=True)
     write_safetensors(folder / "model.safetensors", state, args, dtype)
+    kind = architecture(args)
+    if args.qkv_bias and args.qk_norm:
+        fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
     config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "attention_bias": False,
         "hidden_size": args.dim, "intermediate_size": args.hidden_dim, "num_hidden_layers": args.n_layers,
         "num_attention_heads": args.n_heads, "num_key_value_heads": args.n_kv_heads, "head_dim": args.head_dim,
         "vocab_size": args.vocab_size, "max_position_embeddings": args.max_seq_len, "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta, "tie_word_embeddings": args.tied,
-        "rope_scaling": {"rope_type": "linear", "factor": args.rope_scaling} if args.rope_scaling != 1 else None,
+        "rope_scaling": rope.rule(args) or None,
         "bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id,
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }

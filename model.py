@@ -2,7 +2,7 @@
 The Llama architecture: token embedding, blocks of grouped-query attention with rotary positions and SwiGLU, RMSNorm
 before each, a classifier that may share the embedding. https://arxiv.org/abs/2302.13971
 
-Shapes: B batch, T time, D model width, H heads, K key/value heads, Q head width (D / H), F hidden width, V vocabulary.
+Shapes: B batch, T time, D model width, H heads, K key/value heads, Q head width, F hidden width, V vocabulary.
 """
 import math
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class ModelArgs:
     n_layers: int = 6
     n_heads: int = 6
     n_kv_heads: int = 0        # 0: as many as n_heads
+    head_width: int = 0        # 0: dim / n_heads
     vocab_size: int = 32000
     hidden_dim: int = 0        # 0: 2/3 of 4 dim, rounded up to a multiple of multiple_of
     multiple_of: int = 32
@@ -27,8 +28,12 @@ class ModelArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: float = 1.0  # positions are divided by it (linear scaling)
+    rope_factors: tuple = ()   # Q/2 numbers by which the pairs' frequencies are divided, as in Llama 3.1; (): none
+    rope_attention: float = 1.0  # by which the rotated queries and keys are multiplied, as YaRN does
     dropout: float = 0.0
     tied: bool = True          # the classifier shares the embedding's weights
+    qkv_bias: bool = False     # queries, keys and values have biases, as in Qwen2
+    qk_norm: bool = False      # each head's query and key is normed before its rotation, as in Qwen3
 
     def __post_init__(self):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
@@ -37,7 +42,7 @@ class ModelArgs:
 
     @property
     def head_dim(self):
-        return self.dim // self.n_heads
+        return self.head_width or self.dim // self.n_heads
 
 
 class RMSNorm(nn.Module):
@@ -56,29 +61,28 @@ def rope_table(args):
     """The rotation of pair i at position t, cosine and sine of t theta^(-2i/Q): (max_seq_len, Q/2, 2) float32."""
     i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
-    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim))
-    return torch.stack((angle.cos(), angle.sin()), -1).float()
+    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim)) / torch.tensor(args.rope_factors or 1.0, dtype=t.dtype)
+    return torch.stack((angle.cos(), angle.sin()), -1).mul(args.rope_attention).float()
 
 
 class Attention(nn.Module):
     def __init__(self, args):
         super().__init__()
         self.args = args
-        kv_dim = args.n_kv_heads * args.head_dim
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
-        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+        self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
+        self.wk, self.wv = (nn.Linear(args.dim, kv_dim, bias=args.qkv_bias) for _ in "kv")
+        self.wo = nn.Linear(q_dim, args.dim, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity() for _ in "qk")
 
     def forward(self, x, rope, cache=None, mask=None):
         """
         x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place.
         mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
         """
-        (B, T), a = x.shape[:2], self.args
-        q = ops.rotate(self.wq(x).view(B, T, a.n_heads, a.head_dim), rope)
-        k = ops.rotate(self.wk(x).view(B, T, a.n_kv_heads, a.head_dim), rope)
-        v = self.wv(x).view(B, T, a.n_kv_heads, a.head_dim)
+        T, a = x.shape[1], self.args
+        q, k, v = (w(x).unflatten(-1, (-1, a.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, H or K, Q)
+        q, k = ops.rotate(self.q_norm(q), rope), ops.rotate(self.k_norm(k), rope)
         if cache is not None:
             keys, values, pos = cache
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
@@ -137,7 +141,9 @@ class Transformer(nn.Module):
         the transpose of wv: a head first says what it looks at, and learns sooner where to look. doc/lab/recipe.md
         """
         for name, p in self.named_parameters():
-            if p.dim() == 2:
+            if name.endswith("bias"):
+                nn.init.zeros_(p)
+            elif p.dim() == 2:
                 residual = name.endswith("feed_forward.w2.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.args.n_layers) if residual else 0.02)
         for layer in self.layers:
@@ -147,9 +153,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, targets=None, cache=None, every=False):
         """
-        tokens (B, T) int64 -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in
-        nats. Without: logits (B, 1, V) of the last position, or (B, T, V) of every one, or of every n-th with every=n,
-        and None. `cache` comes from `new_cache`.
+        tokens (B, T) -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in nats. Else
+        logits (B, 1, V) of the last position, (B, T, V) of all, or every n-th with every=n, and None. cache: new_cache's.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -171,8 +176,7 @@ class Transformer(nn.Module):
         """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
         a = self.args
         shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
-        keys, values = (torch.zeros(shape, device=self.rope.device) for _ in range(2))
-        return {"keys": keys, "values": values, "pos": 0}
+        return {name: torch.zeros(shape, device=self.rope.device) for name in ("keys", "values")} | {"pos": 0}
 
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
@@ -185,8 +189,7 @@ class Transformer(nn.Module):
         for _ in range(max_new_tokens):
             if cache["pos"] + new.shape[1] > self.args.max_seq_len:
                 cache["pos"], new = 0, latest(tokens, self.args.max_seq_len)
-            logits = self(new, cache=cache)[0][:, -1].float()  # (B, V)
-            new = sample(logits, temperature, top_p, generator)  # (B, 1)
+            new = sample(self(new, cache=cache)[0][:, -1].float(), temperature, top_p, generator)  # (B, 1)
             tokens = torch.cat((tokens, new), dim=1)
             done |= torch.isin(new[:, 0], torch.tensor(tuple(stop), device=new.device, dtype=new.dtype))
             if done.all():
@@ -195,11 +198,8 @@ class Transformer(nn.Module):
 
 
 def latest(tokens, max_seq_len):
-    """
-    What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest, together half of it, so that a
-    token is evaluated twice, however long the text. `run` does the same.
-    """
-    half = max_seq_len // 2 if max_seq_len > 3 else 1
+    """What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest. `run` does the same."""
+    half = max_seq_len // 2 if max_seq_len > 3 else 1  # so a token is evaluated twice, however long the text
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
 
 

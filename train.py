@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, parallel, preflight, sizes
-from engine.checks import check_length, check_settings, refuse_nonsense, refuse_unseen
+from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
+from engine.load import adopt, weights
 from engine.parallel import say
 from engine.prepare import load, source_files, text_bytes
 from engine.redact import redact
@@ -83,6 +84,7 @@ dim = 64                    # model width
 n_layers = 2                # blocks
 n_heads = 2                 # query heads
 n_kv_heads = 0              # key/value heads; 0: as many as n_heads
+head_width = 0              # width of a head; 0: dim / n_heads
 hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
 multiple_of = 32            # rounding of the hidden width
 max_seq_len = 192           # context, in tokens
@@ -91,6 +93,10 @@ within_documents = True     # attention sees no other document; False: faster wh
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
+rope_factors = ""           # what divides the frequency of each pair of a head, as in Llama 3.1: numbers separated by commas
+rope_attention = 1.0        # what the rotated queries and keys are multiplied by, as YaRN does
+qkv_bias = False            # queries, keys and values have biases, as in Qwen2
+qk_norm = False             # each head's query and key is normed, as in Qwen3
 norm_eps = 1e-5             # of RMSNorm
 # ---- optimization
 batch_size = 6              # sequences per forward pass; 0: the most that fit; lower it when memory is short ...
@@ -190,15 +196,6 @@ def load_data(device):
                                 column=column, vocab_most=vocab_most)
     refuse_unseen(folder, device)
     return load(folder)
-
-
-def model_args(dataset):
-    """ModelArgs from the settings; the vocabulary is the data's."""
-    args = costs.model_args(knobs(), dataset.meta["vocab_size"])
-    if sizes.problem(args):
-        fail(sizes.problem(args))
-    check_length(knobs(), dataset)
-    return args
 
 
 def make_model(args, dataset, device):
@@ -311,7 +308,7 @@ def main(given):
         globals().update(taken)
         check_settings(knobs())
     elif checkpoint.fine_tuning(knobs()):
-        globals().update(adopted := checkpoint.adopt(knobs(), given))
+        globals().update(adopted := parallel.on_master(adopt, knobs(), given))
         given = given | adopted.keys()
     amp_dtype = parallel.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
@@ -322,7 +319,7 @@ def main(given):
     if depth:
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     globals().update(modes.own_settings(knobs()))
-    args = model_args(prepared)
+    args = checked_args(knobs(), prepared)
     if search and not resuming and not eval_only and not overfit:
         globals().update(parallel.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
     dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
@@ -337,7 +334,7 @@ def main(given):
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
-        parallel.load_weights(model, checkpoint.load(start, check=eval_only or not resuming)["model"])
+        parallel.load_weights(model, weights(start, check=eval_only or not resuming))
     if eval_only:
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")

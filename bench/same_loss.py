@@ -17,8 +17,7 @@ import torch
 
 import data as corpus  # `data` is a knob
 from configurator import configure
-from engine.formats import tensors
-from export import interleaved_to_halves
+from engine.formats import interleaved_to_halves, tensors
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 

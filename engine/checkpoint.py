@@ -391,6 +391,16 @@ def set_aside(out_dir):
     return aside
 
 
+def is_own(path):
+    """Whether a path is a run with a complete checkpoint, or a step folder."""
+    return complete(path) or pointer(path, "best") is not None or newest(path) is not None
+
+
+def origin(path):
+    """What init_from names: the step folder of a run, or, where somebody else's model stands, the path as it is."""
+    return Path(path) if Path(path).exists() and not is_own(path) else locate(path)
+
+
 def locate(path):
     """The step folder meant by a run's folder (its best, else its newest) or by a step folder itself; or one line."""
     path = Path(path)
@@ -501,7 +511,7 @@ def default_out_dir(data):
 
 
 def fine_tuning(s):
-    """Whether init_from is the path of a checkpoint to fine-tune."""
+    """Whether init_from is the path of a model to fine-tune."""
     return s.init_from not in ("auto", "resume", "scratch")
 
 
@@ -518,13 +528,13 @@ def find_start(s):
     found = take_out_dir(s)
     if found or not fine_tuning(s):
         return found, found is not None
-    return locate(s.init_from), False
+    return origin(s.init_from), False
 
 
 def find_evaluated(s):
     """What find_start returns where nothing is trained: the run in out_dir, or the checkpoint that init_from names."""
     if fine_tuning(s):
-        return locate(s.init_from), False
+        return origin(s.init_from), False
     found = newest(s.out_dir) if s.init_from != "scratch" else None
     if not found:
         fail(f"--eval_only=True with --init_from={s.init_from}: {s.out_dir} holds no checkpoint to evaluate; give the "
@@ -551,27 +561,6 @@ def take_out_dir(s):
     if s.init_from == "resume" and found is None:
         fail(f"--init_from=resume: {s.out_dir} holds no complete checkpoint; start one with --init_from=scratch")
     return found
-
-
-def adopt(s, given):
-    """
-    To fine-tune: sizes and vocabulary are those of the checkpoint that init_from names; return these settings. What is
-    `given` and says otherwise is refused.
-    """
-    origin = locate(s.init_from)
-    args, before, vocabulary = load(origin)["args"], stored_settings(origin), tokenizer_path(origin)
-    adopted = {k: v for k, v in args.items() if k in vars(s) and k not in ("dropout", "max_seq_len")}
-    for name in sorted(given & {*adopted, "vocab_source"}):
-        now = getattr(s, name)
-        same = now in (adopted.get(name), before.get(name))
-        if not same and not (name == "vocab_source" and same_file(now, vocabulary)):
-            fail(f"--{name}={now}: fine-tuning keeps sizes and vocabulary of {s.init_from}, where {name} is "
-                 f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
-    return adopted | {"vocab_source": str(vocabulary)}
-
-
-def same_file(a, b):
-    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
 
 
 def stored_settings(folder):

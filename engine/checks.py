@@ -4,7 +4,7 @@ import math
 import sys
 
 from configurator import fail
-from engine import modes, parallel, preflight
+from engine import costs, modes, parallel, preflight, sizes
 
 
 def check_settings(s):
@@ -35,12 +35,16 @@ def check_settings(s):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
 
 
-def check_length(s, dataset):
-    """Refuse data that are shorter than one context."""
+def checked_args(s, dataset):
+    """ModelArgs from the settings; the vocabulary is the data's. Refuses sizes that can't be, and data shorter than one context."""
+    args = costs.model_args(s, dataset.meta["vocab_size"])
+    if sizes.problem(args):
+        fail(sizes.problem(args))
     for split in ("train", "val"):
         if len(getattr(dataset, split)) < s.max_seq_len:
             fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "
                  f"max_seq_len={s.max_seq_len}; use more text, a shorter context, or another val_fraction")
+    return args
 
 
 def refuse_unseen(folder, device):

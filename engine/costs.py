@@ -18,14 +18,20 @@ def tokens_per_step(s):
 
 
 def model_args(s, vocab_size):
-    return ModelArgs(**{f.name: getattr(s, f.name) for f in fields(ModelArgs)} | {"vocab_size": vocab_size})
+    try:
+        factors = tuple(float(factor) for factor in s.rope_factors.split(",") if factor)
+    except ValueError:
+        fail(f"--rope_factors={s.rope_factors}: expected numbers separated by commas")
+    derived = {"vocab_size": vocab_size, "rope_factors": factors}
+    return ModelArgs(**{f.name: getattr(s, f.name) for f in fields(ModelArgs)} | derived)
 
 
 def parameters(args):
-    """{kind: parameters} of a model, each counted once."""
-    a, kv_dim = args, args.n_kv_heads * args.head_dim
-    return {"embedding": a.vocab_size * a.dim, "attention": a.n_layers * (2 * a.dim ** 2 + 2 * a.dim * kv_dim),
-            "feed-forward": a.n_layers * 3 * a.dim * a.hidden_dim, "norms": (2 * a.n_layers + 1) * a.dim,
+    """{kind: parameters} of a model, each counted once. Biases count among the norms: they are vectors like them."""
+    a, q_dim, kv_dim = args, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    vectors = 2 * a.dim + a.qk_norm * 2 * a.head_dim + a.qkv_bias * (q_dim + 2 * kv_dim)  # of a block
+    return {"embedding": a.vocab_size * a.dim, "attention": a.n_layers * 2 * a.dim * (q_dim + kv_dim),
+            "feed-forward": a.n_layers * 3 * a.dim * a.hidden_dim, "norms": a.n_layers * vectors + a.dim,
             "lm_head": 0 if a.tied else a.vocab_size * a.dim}
 
 
@@ -56,8 +62,10 @@ def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating
     half: matrix products in bfloat16; frugal: blocks are compiled or keep their inputs alone; accumulating: over several
     passes; shares: processes that share weights and optimizer. Temporaries and what Python takes are not in it.
     """
-    a, kv_dim, size, always = args, args.n_kv_heads * args.head_dim, 2 if half else 4, held(args, optimizer, shares)
-    kept = size * a.dim if frugal else 8 * a.dim + 2 * size * (a.dim + kv_dim + a.hidden_dim)  # norms' x; q k v, out, a b
+    a, q_dim, kv_dim = args, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    size, always = 2 if half else 4, held(args, optimizer, shares)
+    # norms' x; q k v, out, a b; q k before they are rotated
+    kept = size * a.dim if frugal else 8 * a.dim + size * (2 * (q_dim + kv_dim + a.hidden_dim) + a.qk_norm * (q_dim + kv_dim))
     inside = {"activations": tokens * a.n_layers * kept, "logits": 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE // 2)}
     after = {"gradients": always["weights"]}  # when all of them are there, nothing is left of the last pass
     if accumulating:
@@ -77,12 +85,13 @@ def expected_memory(s, args, device, amp_dtype, rows=0):
     a moment, and holes between. rows: sequences of a forward pass, if not the settings'.
     """
     a, half, cpu = args, amp_dtype != torch.float32, device.type == "cpu"
-    size, kv_dim, frugal = 2 if half else 4, args.n_kv_heads * args.head_dim, s.activation_checkpointing
+    q_dim, kv_dim = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
+    size, frugal = 2 if half else 4, s.activation_checkpointing
     rows = rows or min(s.batch_size, sequences_here(s))
     tokens, accumulating = rows * s.max_seq_len, sequences_here(s) > rows
     # norms' inputs where their outputs don't tell; norms' outputs, q and attention's output, k v; a, b or their product
-    block = (0 if cpu and not half else 8 * a.dim) + size * (4 * a.dim + 2 * kv_dim + a.hidden_dim * (3 if half and cpu else 2 if
-                                                                                                     cpu else 4))
+    block = (0 if cpu and not half else 8 * a.dim) + size * (2 * a.dim + 2 * (q_dim + kv_dim) + a.qk_norm * (q_dim + kv_dim)
+                                                             + a.hidden_dim * (3 if half and cpu else 2 if cpu else 4))
     block += 4 * (a.n_heads + 2) + s.within_documents * size * s.max_seq_len  # the mask as numbers, which each block keeps
     kept = block + 4 * a.dim * a.n_layers if frugal else block * a.n_layers
     logits = 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE if cpu else CrossEntropy.GPU_PIECE) * (1.5 if half else 1)
@@ -90,7 +99,7 @@ def expected_memory(s, args, device, amp_dtype, rows=0):
     kinds = held(a, s.optimizer, parallel.world if s.sharded else 1)
     kinds |= {"gradients": kinds["weights"], "activations": tokens * (kept + 8 * a.dim) + half * kinds["weights"] / 2,
               "logits": logits}
-    alike = a.n_layers * max((4 if kv_dim == a.dim else 2) * a.dim ** 2, 2 * a.dim * a.hidden_dim)  # go through Muon together
+    alike = a.n_layers * a.dim * max((4 if kv_dim == q_dim else 2) * q_dim, 2 * a.hidden_dim)  # go through Muon together
     update = 4 * min(alike, 1 << 28) * (4.3 if a.dim >= 128 else 6) if s.optimizer == "muon" else 0
     backward = max(0, 3 * size * tokens * a.hidden_dim - logits)
     if not cpu:  # whose memory has no holes: either a pass or an update

@@ -10,14 +10,20 @@ import numpy as np
 
 from tokenizer import CONTROL, NORMAL, UNKNOWN
 
-# Our name, GGUF's, Hugging Face's, shape. N: layer. V vocabulary, D width, K width of keys and values, F hidden width.
+# Our name, GGUF's, Hugging Face's, shape. N: layer. V vocabulary, D width, Q width of all queries, K of all keys or values,
+# H of a head, F hidden width. A name without .bias means its .weight.
 TENSORS = [
     ("tok_embeddings",            "token_embd",        "model.embed_tokens",                       "VD"),
     ("layers.N.attention_norm",   "blk.N.attn_norm",   "model.layers.N.input_layernorm",           "D"),
-    ("layers.N.attention.wq",     "blk.N.attn_q",      "model.layers.N.self_attn.q_proj",          "DD"),
+    ("layers.N.attention.wq",     "blk.N.attn_q",      "model.layers.N.self_attn.q_proj",          "QD"),
     ("layers.N.attention.wk",     "blk.N.attn_k",      "model.layers.N.self_attn.k_proj",          "KD"),
     ("layers.N.attention.wv",     "blk.N.attn_v",      "model.layers.N.self_attn.v_proj",          "KD"),
-    ("layers.N.attention.wo",     "blk.N.attn_output", "model.layers.N.self_attn.o_proj",          "DD"),
+    ("layers.N.attention.wo",     "blk.N.attn_output", "model.layers.N.self_attn.o_proj",          "DQ"),
+    ("layers.N.attention.wq.bias", "blk.N.attn_q.bias", "model.layers.N.self_attn.q_proj.bias",    "Q"),
+    ("layers.N.attention.wk.bias", "blk.N.attn_k.bias", "model.layers.N.self_attn.k_proj.bias",    "K"),
+    ("layers.N.attention.wv.bias", "blk.N.attn_v.bias", "model.layers.N.self_attn.v_proj.bias",    "K"),
+    ("layers.N.attention.q_norm", "blk.N.attn_q_norm", "model.layers.N.self_attn.q_norm",          "H"),
+    ("layers.N.attention.k_norm", "blk.N.attn_k_norm", "model.layers.N.self_attn.k_norm",          "H"),
     ("layers.N.ffn_norm",         "blk.N.ffn_norm",    "model.layers.N.post_attention_layernorm",  "D"),
     ("layers.N.feed_forward.w1",  "blk.N.ffn_gate",    "model.layers.N.mlp.gate_proj",             "FD"),
     ("layers.N.feed_forward.w2",  "blk.N.ffn_down",    "model.layers.N.mlp.down_proj",             "DF"),
@@ -35,16 +41,40 @@ ITER = "llamac.iter"  # of which iteration of a run the model is
 # Of the names, shapes, types and places of the tensors: programs that write others keep metadata they don't know, and where
 # this one does not fit, CHECKSUM is about another file.
 LIST_CHECKSUM = "llamac.tensor_list.sha256"
+ROPE_FACTORS = "rope_freqs.weight"  # ModelArgs.rope_factors in a GGUF file
 ALIGNMENT = 32
 
 
 def tensors(args, rows=TENSORS):
     """(our name, GGUF's, Hugging Face's, shape) of every tensor of a model, each row for all layers in turn."""
-    size = {"V": args.vocab_size, "D": args.dim, "K": args.n_kv_heads * args.head_dim, "F": args.hidden_dim}
+    size = {"V": args.vocab_size, "D": args.dim, "Q": args.n_heads * args.head_dim, "K": args.n_kv_heads * args.head_dim,
+            "H": args.head_dim, "F": args.hidden_dim}
+    there = {"output": not args.tied, "bias": args.qkv_bias, "q_norm": args.qk_norm, "k_norm": args.qk_norm}
     for *names, shape in rows:
-        if names[0] != "output" or not args.tied:
+        if there.get(names[0].split(".")[-1], True):
+            full = [name if name.endswith(".bias") else f"{name}.weight" for name in names]
             for n in range(args.n_layers if "N" in names[0] else 1):
-                yield (*(f"{name}.weight".replace("N", str(n)) for name in names), tuple(size[c] for c in shape))
+                yield (*(name.replace("N", str(n)) for name in full), tuple(size[c] for c in shape))
+
+
+def architecture(args):
+    """GGUF's name of a model's architecture."""
+    return "qwen3" if args.qk_norm else "qwen2" if args.qkv_bias else "llama"
+
+
+def heads_in(name, args):
+    """How many heads' pairs the rows of a tensor hold, by its name: of queries, keys, or the norm of one head; else 0."""
+    return {"wq": args.n_heads, "wk": args.n_kv_heads, "q_norm": 1, "k_norm": 1}.get(name.split(".")[-2], 0)
+
+
+def interleaved_to_halves(w, n_heads):
+    """The rows of a tensor from pairs (2i, 2i+1) in each head, which we and GGUF's llama have, to Hugging Face's (i, i + Q/2)."""
+    return w.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2) if n_heads else w
+
+
+def halves_to_interleaved(w, n_heads):
+    """And back."""
+    return w.unflatten(0, (n_heads, 2, -1)).transpose(1, 2).flatten(0, 2) if n_heads else w
 
 
 # ---- types of weights

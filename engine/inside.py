@@ -25,7 +25,7 @@ def record(model, ids):
     a, device = model.args, model.rope.device
     wanted = {"embedding": model.tok_embeddings}
     for i, layer in enumerate(model.layers):
-        wanted |= {("q", i): layer.attention.wq, ("k", i): layer.attention.wk, ("x", i): layer}
+        wanted |= {("q", i): layer.attention.q_norm, ("k", i): layer.attention.k_norm, ("x", i): layer}
     with outputs(wanted) as found:
         logits = model(torch.tensor([ids], device=device), every=True)[0][0]
     q, k = (torch.cat([rotated(model, found[name, i]) for i in range(a.n_layers)]) for name in "qk")  # layers as a batch

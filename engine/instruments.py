@@ -112,8 +112,8 @@ def outputs(modules):
 
 
 def rotated(model, z):
-    """What wq or wk gave, (B, T, heads Q), as attention takes it: (B, heads, T, Q) in float32."""
-    return ops.rotate(z.unflatten(-1, (-1, model.args.head_dim)).float(), model.rope[:z.shape[1]]).transpose(1, 2)
+    """What q_norm or k_norm gave, (B, T, heads, Q), as attention takes it: (B, heads, T, Q) in float32."""
+    return ops.rotate(z.float(), model.rope[:z.shape[1]]).transpose(1, 2)
 
 
 def scores(q, k):
@@ -138,8 +138,8 @@ class Inside:
             a, name, scored = layer.attention, f"layers.{i}", {}
             found += [(layer, lambda given, out, name=name: self.length(name, out)),
                       (layer.feed_forward.w2, lambda given, out, name=name: self.units(name, given))]
-            found += [(linear, lambda given, out, key=key, scored=scored: scored.update({key: out[:2].detach()}))
-                      for key, linear in (("q", a.wq), ("k", a.wk))]
+            found += [(norm, lambda given, out, key=key, scored=scored: scored.update({key: out[:2].detach()}))
+                      for key, norm in (("q", a.q_norm), ("k", a.k_norm))]
             found += [(a, lambda given, out, name=name, scored=scored: self.entropy(name, **scored))]
         return found
 
@@ -151,7 +151,7 @@ class Inside:
         self.found[f"dead/{name}"] = (most <= DEAD * most.mean()).float().mean()
 
     def entropy(self, name, q, k):
-        """q: (B, T, H Q), k: (B, T, K Q), before their rotation."""
+        """q: (B, T, H, Q), k: (B, T, K, Q), before their rotation."""
         q, k, bos = rotated(self.model, q), rotated(self.model, k), self.model.bos_id
         seen = ops.within_documents(self.tokens, -1 if bos is None else bos)[:, :, -QUERIES:]  # (B, 1, queries, T)
         log_p = scores(q[:, :, -QUERIES:], k).masked_fill(~seen, -math.inf).log_softmax(-1)

@@ -1,104 +1,54 @@
 """
-Models in files: what is read of runs, GGUF and llama2.c files. A damaged or hostile file ends in one line: every length, count
-and place in it is checked before it is used.
+Models in files: what is read of runs, of GGUF and llama2.c files, and of the folders of other projects (engine/folders.py). A
+damaged or hostile file ends in one line: every length, count and place in it is checked before it is used.
 """
 import hashlib
 import math
 import re
-import struct
-from collections import ChainMap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
-from engine import checkpoint, sizes
+from engine import checkpoint, folders, parallel, rope
+from engine.costs import num_params
+from engine.files import replacing
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            NO_BYTES, TYPES, gap, of_characters, tensors)
+                            NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, Type, gap, halves_to_interleaved, heads_in, of_characters,
+                            tensors)
+from engine.reader import Reader, Tensors, checked, getter
+from engine.sizes import rate_for
 from model import ModelArgs, Transformer
 from tokenizer import (BYTE, BYTE_OF, CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, UNUSED, USER_DEFINED, Bytes, SentencePiece,
                        Tokenizer, byte_level)
 
-# Keys llama.* of a GGUF file: those that say something of the model or change nothing that it computes, and those that are
-# fine with one value. All others are refused, as in run.c, since they may change it.
+# Keys ARCHITECTURE.* of a GGUF file: those that say something of the model or change nothing that it computes, and those that
+# are fine with one value. All others are refused, as in run.c, since they may change it.
+ARCHITECTURES = "llama", "qwen2", "qwen3"
 KNOWN_KEYS = set("""vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
     attention.head_count_kv attention.key_length attention.value_length attention.sliding_window
     attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor
     rope.scale_linear rope.scaling.finetuned rope.scaling.original_context_length pooling_type tensor_data_layout""".split())
 FIXED_KEYS = {"attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "expert_count": 0,
-              "expert_used_count": 0, "rope.scaling.attn_factor": 1, "use_parallel_residual": 0}
-MAX_CONTEXT = 1 << 20  # the longest context we believe a file
+              "expert_used_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_beta_fast": 32,
+              "rope.scaling.yarn_beta_slow": 1, "use_parallel_residual": 0}
 
 
-class Reader:
-    """The bytes of a file, front to back; whatever goes beyond its end is one line."""
-    SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+# ---- GGUF
 
-    def __init__(self, path):
-        self.path, self.at = path, 0
-        try:
-            self.data = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError) as e:  # ValueError: empty
-            fail(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})")
-
-    def fail(self, problem):
-        fail(f"{self.path}: {problem}")
-
-    def take(self, count):
-        """The next `count` bytes, a view."""
-        if count > len(self.data) - self.at:
-            self.fail(f"truncated or damaged, its {len(self.data)} bytes end in the middle of what its header implies")
-        self.at += count
-        return self.data[self.at - count:self.at]
-
-    def unpack(self, pattern):
-        return struct.unpack(pattern, self.take(struct.calcsize(pattern)).tobytes())
-
-    def string(self):
-        return self.take(self.unpack("<Q")[0]).tobytes()
-
-    def weights(self, name, w, shape):
-        """float32 w as a tensor of that shape."""
-        if not np.isfinite(w).all():
-            self.fail(f"{name} holds values that are not finite; damaged, or of a run that diverged")
-        return torch.from_numpy(w.reshape(shape))
-
-    def value(self, number):
-        """The next value of GGUF's type `number`: bool, int, float, str, or a list, its strings as bytes."""
-        if number == 8:
-            return self.string().decode(errors="replace")
-        if number == 9:
-            number, count = self.unpack("<IQ")
-            if number == 8:
-                return [self.string() for _ in range(count)]
-            kind = np.dtype(self.SCALARS.get(number) or self.fail(f"a list of type {number}, which GGUF has not"))
-            return self.take(count * kind.itemsize).view(kind).tolist()
-        value, = self.unpack(self.SCALARS.get(number) or self.fail(f"a value of type {number}, which GGUF has not"))
-        return float(str(np.float32(value))) if number == 6 else value  # 1e-05, not the 9.99999974e-06 it is
-
-
-def checked(reader, args, note=""):
-    """args, or one line when no model we can hold has them."""
-    problem = sizes.problem(args)
-    if problem or args.max_seq_len > MAX_CONTEXT:
-        reader.fail(note + (problem or f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"))
-    return args
-
-
-def check_keys(reader, metadata):
+def check_keys(reader, metadata, prefix):
     """Refuses what may change the numbers, and we don't know or can't."""
     for key, value in metadata.items():
-        name = key.removeprefix("llama.")
+        name = key.removeprefix(prefix)
         if name in FIXED_KEYS and name != key and value != FIXED_KEYS[name]:
             reader.fail(f"{key} is {value!r}, expected {FIXED_KEYS[name]}")
         if name != key and name not in KNOWN_KEYS and name not in FIXED_KEYS:
             reader.fail(f"{key[:80]!r} is unknown, and may change what the model computes")
-    scale = metadata.get("llama.rope.scale_linear")
-    if scale is not None and metadata.get("llama.rope.scaling.factor", scale) != scale:
-        reader.fail(f"llama.rope.scale_linear is {scale!r}, but llama.rope.scaling.factor "
-                    f"{metadata['llama.rope.scaling.factor']!r}")
+    scale, factor = metadata.get(f"{prefix}rope.scale_linear"), f"{prefix}rope.scaling.factor"
+    if scale is not None and metadata.get(factor, scale) != scale:
+        reader.fail(f"{prefix}rope.scale_linear is {scale!r}, but {factor} {metadata[factor]!r}")
     if metadata.get("general.quantization_version", 2) != 2:
         reader.fail(f"general.quantization_version is {metadata['general.quantization_version']!r}, expected 2")
 
@@ -110,7 +60,7 @@ def check_list(reader, infos, args):
     kinds = {kind.number: name for name, kind in TYPES.items()}
     listed, expected = {name: number for name, _, number, _ in infos}, {gguf: shape for _, gguf, _, shape in tensors(args)}
     for name, number in listed.items():
-        if name not in expected:
+        if name not in expected and name != ROPE_FACTORS:
             reader.fail(f"tensor {name[:80]!r} ({kinds.get(number, f'type {number}')}) is no part of the model described")
     for name, shape in expected.items():
         if name not in listed:
@@ -119,39 +69,65 @@ def check_list(reader, infos, args):
         reader.fail("one of its tensors appears twice")
 
 
-def gguf_args(reader, metadata, tied):
-    """The ModelArgs that GGUF metadata describe."""
-    def get(key, kind, default=None):
-        value = metadata.get(key, default)
-        if type(value) is not kind or (kind is not list and not 0 < value < math.inf):
-            reader.fail(f"{key} is {value!r}, expected " + ("a list" if kind is list else f"a positive {kind.__name__}"))
-        return value
+def gguf_args(reader, metadata, names):
+    """The ModelArgs that GGUF metadata and the names of the tensors describe, without what a tensor says of positions."""
+    kind = metadata.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        reader.fail(f"architecture {kind!r}, expected {' or '.join(map(repr, ARCHITECTURES))}")
+    check_keys(reader, metadata, f"{kind}.")
+    found = getter(metadata, reader.fail)
 
-    if metadata.get("general.architecture") != "llama":
-        reader.fail(f"architecture {metadata.get('general.architecture')!r}, expected 'llama'")
-    check_keys(reader, metadata)
-    scaling, n_heads = metadata.get("llama.rope.scaling.type", "linear"), get("llama.attention.head_count", int)
-    scale = get("llama.rope.scale_linear", float, 1.0)  # the older name
-    if scaling not in ("none", "linear"):
-        reader.fail(f"rope scaling {scaling!r}, expected linear or none")
-    args = checked(reader, ModelArgs(
-        dim=get("llama.embedding_length", int), n_layers=get("llama.block_count", int), n_heads=n_heads,
-        n_kv_heads=get("llama.attention.head_count_kv", int, n_heads), tied=tied,
-        vocab_size=len(get("tokenizer.ggml.tokens", list)), hidden_dim=get("llama.feed_forward_length", int),
-        max_seq_len=get("llama.context_length", int), norm_eps=get("llama.attention.layer_norm_rms_epsilon", float),
-        rope_theta=get("llama.rope.freq_base", float, 10000.0),
-        rope_scaling=get("llama.rope.scaling.factor", float, scale) if scaling == "linear" else 1.0))
-    for key in ("llama.rope.dimension_count", "llama.attention.key_length", "llama.attention.value_length"):
-        if metadata.get(key, args.head_dim) != args.head_dim:
-            reader.fail(f"{key} is {metadata[key]}, expected the head width {args.head_dim}")
-    window = metadata.get("llama.attention.sliding_window", 0)
+    def get(key, *rest):
+        return found(f"{kind}.{key}", *rest)
+
+    dim, n_heads = get("embedding_length", int), get("attention.head_count", int)
+    usual = dim // n_heads
+    head_width = get("attention.key_length", int, max(1, usual))
+    args = checked(ModelArgs(
+        dim=dim, n_layers=get("block_count", int), n_heads=n_heads, n_kv_heads=get("attention.head_count_kv", int, n_heads),
+        head_width=0 if head_width == usual else head_width, tied="output.weight" not in names,
+        vocab_size=len(found("tokenizer.ggml.tokens", list)), hidden_dim=get("feed_forward_length", int),
+        max_seq_len=get("context_length", int), norm_eps=get("attention.layer_norm_rms_epsilon", float),
+        rope_theta=get("rope.freq_base", float, 10000.0), qkv_bias="blk.0.attn_q.bias" in names, qk_norm=kind == "qwen3"),
+        reader.fail)
+    for key, missing in (("rope.dimension_count", args.head_dim), ("attention.value_length", usual)):
+        if metadata.get(f"{kind}.{key}", missing) != args.head_dim:
+            reader.fail(f"{kind}.{key} is {metadata.get(f'{kind}.{key}', missing)}, expected the head width {args.head_dim}")
+    window = metadata.get(f"{kind}.attention.sliding_window", 0)
     if window != 0 and not (type(window) is int and window >= args.max_seq_len):
-        reader.fail(f"llama.attention.sliding_window is {window!r}, expected none or the context of {args.max_seq_len}")
-    return args
+        reader.fail(f"{kind}.attention.sliding_window is {window!r}, expected none or the context of {args.max_seq_len}")
+    scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
+    if scaling not in ("none", "linear", "yarn"):
+        reader.fail(f"rope scaling {scaling!r}, expected linear, yarn or none")
+    factor = get("rope.scaling.factor", float, get("rope.scale_linear", float, 1.0))  # the latter is the older name
+    if scaling == "linear":
+        args.rope_scaling = factor
+    elif scaling == "yarn" and args.rope_theta > 1:
+        context = get("rope.scaling.original_context_length", int, args.max_seq_len)
+        args.rope_factors = rope.yarn(args.head_dim, args.rope_theta, factor, context)
+        args.rope_attention = rope.yarn_attention(factor)
+    return checked(args, reader.fail)
+
+
+def gguf_type(reader, name, number):
+    """The Type of a tensor; those of ggml that export.py doesn't write are decoded by the gguf package."""
+    known = next((kind for kind in TYPES.values() if kind.number == number), None)
+    if known:
+        return known
+    try:
+        import gguf
+        kind = gguf.GGMLQuantizationType(number)
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        gguf.quants.dequantize(np.zeros(size, np.uint8), kind)
+    except ImportError:
+        reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}; reading others needs: pip install gguf")
+    except (ValueError, KeyError, NotImplementedError):
+        reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}, or another that the gguf package knows")
+    return Type(number, 0, block, size, SINGLE, None, lambda raw: gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1))
 
 
 def read_gguf(path):
-    """(state_dict in float32, ModelArgs, {metadata key: value}) of a GGUF file; a damaged one ends in one line."""
+    """(Tensors in float32, ModelArgs, {metadata key: value}) of a GGUF file; a damaged one ends in one line."""
     r = Reader(path)
     magic, version, n_tensors, n_metadata = r.unpack("<4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
@@ -164,29 +140,43 @@ def read_gguf(path):
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         r.fail(f"alignment {alignment!r}, expected a positive number such as {ALIGNMENT}")
-    args = gguf_args(r, metadata, tied="output.weight" not in [name for name, *_ in infos])
+    args = gguf_args(r, metadata, {name for name, *_ in infos})
     check_list(r, infos, args)
     r.take(gap(r.at, alignment))
-    start, body = r.at, r.data[r.at:]
-    if CHECKSUM in metadata and listed and metadata[CHECKSUM] != hashlib.sha256(body).hexdigest():
+    if CHECKSUM in metadata and listed and metadata[CHECKSUM] != r.sha256():
         r.fail("damaged, its tensors are not what was exported (their checksum differs)")
-    ours = {gguf: (name, shape) for name, gguf, _, shape in tensors(args)}
-    kinds, state = {kind.number: kind for kind in TYPES.values()}, {}
+    reads = gguf_tensors(r, infos, args, alignment, metadata["general.architecture"] != "llama")
+    if ROPE_FACTORS in reads:
+        both = reads.pop(ROPE_FACTORS)().numpy() * np.array(args.rope_factors or (1.0,))
+        args.rope_factors = rope.factors(both)
+    return Tensors(reads), checked(args, r.fail), metadata
+
+
+def gguf_tensors(r, infos, args, alignment, halves):
+    """{our name: what reads the tensor}, from the Reader's place on. halves: its heads have Hugging Face's order of rows."""
+    start, reads = r.at, {}
+    ours = {gguf: (name, shape) for name, gguf, _, shape in tensors(args)} | {ROPE_FACTORS: (ROPE_FACTORS, (args.head_dim // 2,))}
     for gguf, shape, number, offset in infos:
-        kind = kinds.get(number) or r.fail(f"{gguf} has type {number}, expected one of {', '.join(TYPES)}")
+        kind = gguf_type(r, gguf, number)
         r.take(gap(r.at - start, alignment))
         name, expected = ours[gguf]
         if shape != expected or shape[-1] % kind.block or offset != r.at - start:
             r.fail(f"{gguf} has shape {shape} at offset {offset}, expected {expected} at {r.at - start}")
-        raw = r.take(math.prod(shape) // kind.block * kind.size)
-        state[name] = r.weights(gguf, kind.decode(raw), shape)
+        place = r.place(math.prod(shape) // kind.block * kind.size)
+        reads[name] = partial(gguf_tensor, r, gguf, kind, place, shape, heads_in(name, args) if halves else 0)
     if len(r.data) not in (r.at, r.at + gap(r.at - start, alignment)):
         r.fail(f"holds {len(r.data)} bytes, its header implies {r.at}")
-    return state, args, metadata
+    return reads
 
+
+def gguf_tensor(r, name, kind, place, shape, heads):
+    return halves_to_interleaved(r.weights(name, kind.decode(r.bytes_at(*place)), shape), heads)
+
+
+# ---- llama2.c
 
 def read_llama2c(path):
-    """(state_dict in float32, ModelArgs) of a llama2.c file, version 0, 1 or 2; a damaged one ends in one line."""
+    """(Tensors in float32, ModelArgs) of a llama2.c file, version 0, 1 or 2; a damaged one ends in one line."""
     r, version, group_size = Reader(path), 0, 1
     if r.unpack("<I")[0] == LLAMA2C_MAGIC:
         version, = r.unpack("<i")
@@ -201,26 +191,35 @@ def read_llama2c(path):
     vocab_size = vocab_size if version else abs(vocab_size)
     if min(dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len, group_size) < 1:
         r.fail("neither GGUF nor a llama2.c header, whose numbers are all positive")
-    args = ModelArgs(dim, n_layers, n_heads, n_kv_heads, vocab_size, hidden_dim, max_seq_len=max_seq_len, tied=tied)
-    checked(r, args, "" if version else "neither GGUF nor llama2.c's v1 or v2; read as v0, ")
-    r.at, state = LLAMA2C_HEADER if version else r.at, {}
+    args = ModelArgs(dim=dim, n_layers=n_layers, n_heads=n_heads, n_kv_heads=n_kv_heads, vocab_size=vocab_size,
+                     hidden_dim=hidden_dim, max_seq_len=max_seq_len, tied=tied)
+    checked(args, r.fail, "" if version else "neither GGUF nor llama2.c's v1 or v2; read as v0, ")
+    r.at, reads = LLAMA2C_HEADER if version else r.at, {}
     for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
-        count = math.prod(shape)
+        count, q = math.prod(shape), None
         if version == 2 and len(shape) == 2:
             if count % group_size:
                 r.fail(f"groups of {group_size} do not fill {name}, which has {count} values")
-            q = r.take(count).view(np.int8).reshape(-1, group_size)
-            with np.errstate(over="ignore", invalid="ignore"):  # `weights` looks at what comes out
-                w = q * r.take(4 * (count // group_size)).view("<f4").astype(np.float32)[:, None]
-        else:
-            w = r.take(4 * count).view("<f4").astype(np.float32)
-        state[name] = r.weights(name, w, shape)
+            q = r.place(count)
+            count //= group_size
+        reads[name] = partial(llama2c_tensor, r, name, q, r.place(4 * count), shape, group_size)
         if version == 0 and name == "norm.weight":
             r.take(4 * max_seq_len * args.head_dim)  # the frequency tables
     if r.at != len(r.data):
         r.fail(f"holds {len(r.data)} bytes, its header implies {r.at}")
-    return state, args
+    return Tensors(reads), args
 
+
+def llama2c_tensor(r, name, q, place, shape, group_size):
+    """The float32 numbers at a place; q: where the integers stand that they scale, in groups."""
+    w = r.bytes_at(*place).view("<f4").astype(np.float32)
+    if q:
+        with np.errstate(over="ignore", invalid="ignore"):  # `weights` looks at what comes out
+            w = r.bytes_at(*q).view(np.int8).reshape(-1, group_size) * w[:, None]
+    return r.weights(name, w, shape)
+
+
+# ---- vocabularies
 
 def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra_whitespaces, where):
     """A Tokenizer of the [(bytes, score, type)] in a model file, by way of the sentencepiece model they came from."""
@@ -303,18 +302,28 @@ def llama2c_vocabulary(path, vocab_size):
     return vocabulary_of(pieces, 0, 1, 2, True, False, path)
 
 
+# ---- whatever it is
+
 def read_model(path, tokenizer=""):
     """
-    (state_dict, ModelArgs, Tokenizer or None, {metadata to keep}) of a run's folder, a step folder, a GGUF or llama2.c
-    file. tokenizer: a vocabulary file to use instead of the one that comes with the model.
+    ({name: tensor}, ModelArgs, Tokenizer or None, {metadata to keep}) of a run's folder, a step folder, a GGUF or llama2.c file,
+    a Hugging Face folder, a folder of Meta's, or a file of weights in one of these. The tensors of all but runs are read when
+    they are asked for. tokenizer: a vocabulary file to use instead of the one that comes with the model.
     """
-    vocabulary, extra = tokenizer and not tokenizer.endswith(".bin") and Tokenizer.load(tokenizer) or None, {}
-    if not Path(path).is_file():
+    vocabulary, extra, path = tokenizer and not tokenizer.endswith(".bin") and Tokenizer.load(tokenizer) or None, {}, Path(path)
+    if path.suffix in (".pth", ".safetensors") and path.is_file():
+        path = path.parent
+    if checkpoint.is_own(path) or checkpoint.is_run(path) or not path.exists():
         folder = checkpoint.locate(path)
         saved = checkpoint.load(folder)
         state, args = saved["model"], ModelArgs(**saved["args"])
         vocabulary = vocabulary or Tokenizer.load(checkpoint.tokenizer_path(folder))
         extra = {ITER: checkpoint.manifest(folder)["step"]}
+    elif path.is_dir() and ((path / "config.json").exists() or (path / "params.json").exists()):
+        read = folders.read_meta if (path / "params.json").exists() and not (path / "config.json").exists() else folders.read_hf
+        state, args, vocabulary, extra = read(path, vocabulary)
+    elif path.is_dir():
+        fail(f"{path}: holds no complete checkpoint, no config.json of Hugging Face's and no params.json of Meta's")
     elif Reader(path).data[:4].tobytes() == b"GGUF":
         state, args, metadata = read_gguf(path)
         vocabulary = vocabulary or gguf_vocabulary(metadata, path)
@@ -324,7 +333,8 @@ def read_model(path, tokenizer=""):
     if tokenizer.endswith(".bin"):
         vocabulary = llama2c_vocabulary(tokenizer, args.vocab_size)
     if args.tied and "output.weight" not in state:
-        state = ChainMap(state, {"output.weight": state["tok_embeddings.weight"]})
+        state = Tensors({name: partial(state.__getitem__, name) for name in state} |
+                        {"output.weight": partial(state.__getitem__, "tok_embeddings.weight")})
     return state, args, vocabulary, extra
 
 
@@ -332,7 +342,59 @@ def load_model(path, tokenizer, device):
     """(Transformer ready to use, its Tokenizer) from whatever `read_model` reads."""
     state, args, vocabulary, _ = read_model(path, tokenizer)
     if vocabulary is None:
-        fail(f"{path}: a llama2.c file holds no vocabulary; give --tokenizer=tokenizer.bin (or .model, or .json)")
+        fail(f"{path}: holds no vocabulary; give --tokenizer=tokenizer.bin (or .model, or .json)")
     model = Transformer(args)
-    model.load_state_dict(state)
+    parallel.load_weights(model, state)
     return model.to(device).eval(), vocabulary
+
+
+# ---- a model to fine-tune; `s` has the settings of train.py as attributes
+
+MOST_ADOPTED = 1024  # tokens of context that fine-tuning takes over; more are for those who ask for them
+
+
+def weights(path, check=True):
+    """{name: parameter} of what `checkpoint.origin` gives."""
+    return checkpoint.load(path, check=check)["model"] if checkpoint.complete(path) else read_model(path)[0]
+
+
+def adopt(s, given):
+    """
+    To fine-tune: sizes, vocabulary and context are those of the model that init_from names, and the rate is a tenth of what a
+    model of its width begins with; return these settings. What is `given` and says otherwise is refused, but for context and rate.
+    """
+    path = checkpoint.origin(s.init_from)
+    own = checkpoint.complete(path)
+    _, args, vocabulary, _ = read_model(path)
+    if vocabulary is None:
+        fail(f"--init_from={s.init_from}: holds no vocabulary; convert it first: python export.py {s.init_from} --tokenizer=...")
+    before = checkpoint.stored_settings(path) if own else {}
+    file = checkpoint.tokenizer_path(path) if own else vocabulary_file(vocabulary, s.cache)
+    adopted = {k: v for k, v in vars(args).items() if k in vars(s) and k not in ("dropout", "max_seq_len")}
+    adopted["rope_factors"] = ",".join(map(repr, args.rope_factors))
+    for name in sorted(given & {*adopted, "vocab_source"}):
+        now = getattr(s, name)
+        same = now in (adopted.get(name), before.get(name))
+        if not same and not (name == "vocab_source" and same_file(now, file)):
+            fail(f"--{name}={now}: fine-tuning keeps sizes and vocabulary of {s.init_from}, where {name} is "
+                 f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
+    free = {"max_seq_len": min(args.max_seq_len, MOST_ADOPTED), "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
+    free = {name: value for name, value in free.items() if name not in given}
+    parallel.say(f"fine-tuning {s.init_from} ({num_params(args):,} parameters, context {args.max_seq_len:,})"
+                 + "".join(f"; {name}={value}" for name, value in free.items()))
+    return adopted | free | {"vocab_source": str(file)}
+
+
+def same_file(a, b):
+    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
+
+
+def vocabulary_file(vocabulary, cache):
+    """The vocabulary of somebody else's model as a file in the cache, for data to be prepared with."""
+    kind = ".model" if vocabulary.kind == "sentencepiece" else ".json"
+    path = Path(cache, "vocabularies", vocabulary.sha256()[:16] + kind)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as f:
+            f.write(vocabulary.data)
+    return path

@@ -116,29 +116,35 @@ def far(a, b):
 
 def plain_attention(module, x, args, swapped):
     """Attention by loops over heads, positions and pairs, in float64. x: (T, D) -> (T, D). swapped: the other pairs."""
-    wq, wk, wv, wo = (w.weight.detach().double().numpy() for w in (module.wq, module.wk, module.wv, module.wo))
+    w = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
     T, Q, x = len(x), args.head_dim, x.double().numpy()
-    out = np.zeros((T, args.dim))
+    out = np.zeros((T, args.n_heads * Q))
 
-    def rotated(vector, t):
+    def projected(name, head, t):
+        rows = slice(head * Q, (head + 1) * Q)
+        return w[f"{name}.weight"][rows] @ x[t] + (w[f"{name}.bias"][rows] if args.qkv_bias else 0)
+
+    def rotated(name, head, t):
+        vector = projected(f"w{name}", head, t)
+        if args.qk_norm:
+            vector = vector / math.sqrt((vector ** 2).mean() + args.norm_eps) * w[f"{name}_norm.weight"]
         turned = vector.copy()
         for i in range(Q // 2):
             a, b = (i, i + Q // 2) if swapped else (2 * i, 2 * i + 1)
-            angle = t / args.rope_scaling * args.rope_theta ** (-2 * i / Q)
+            angle = t / args.rope_scaling * args.rope_theta ** (-2 * i / Q) / (args.rope_factors[i] if args.rope_factors else 1)
             turned[a] = vector[a] * math.cos(angle) - vector[b] * math.sin(angle)
             turned[b] = vector[a] * math.sin(angle) + vector[b] * math.cos(angle)
-        return turned
+        return args.rope_attention * turned
 
     for h in range(args.n_heads):
         g = h // (args.n_heads // args.n_kv_heads)  # the key/value head of this one
-        q = [rotated(wq[h * Q:(h + 1) * Q] @ x[t], t) for t in range(T)]
-        k = [rotated(wk[g * Q:(g + 1) * Q] @ x[t], t) for t in range(T)]
-        v = [wv[g * Q:(g + 1) * Q] @ x[t] for t in range(T)]
+        q, k = ([rotated(name, head, t) for t in range(T)] for name, head in (("q", h), ("k", g)))
+        v = [projected("wv", g, t) for t in range(T)]
         for t in range(T):
             scores = np.array([q[t] @ k[s] / math.sqrt(Q) for s in range(t + 1)])
             p = np.exp(scores - scores.max())
             out[t, h * Q:(h + 1) * Q] = sum(p[s] / p.sum() * v[s] for s in range(t + 1))
-    return out @ wo.T
+    return out @ w["wo.weight"].T
 
 
 def loss(r):
@@ -181,7 +187,8 @@ def gradients(r):
             raise Bug(f"{name} gets no gradient: between it and the loss something is detached, or it is never used")
         if not math.isfinite(lengths[name]):
             raise Bug(f"the gradient of {name} is {lengths[name]}; look at what divides or takes logarithms behind it")
-        if not lengths[name] and not (r.x.shape[1] < 2 and name.split(".")[-2] in ("wq", "wk")):  # of one key no choice
+        choosing = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
+        if not lengths[name] and not (choosing and r.x.shape[1] < 2):  # of one key no choice
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")

@@ -233,14 +233,18 @@ def problem(args):
     for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
         if getattr(args, name) < 1:
             return f"{name} is {getattr(args, name)}, expected at least 1"
-    if args.dim % args.n_heads or args.head_dim % 2:
+    if args.head_width < 0 or args.head_width % 2:
+        return f"head_width is {args.head_width}, expected 0 or an even number"
+    if not args.head_width and (args.dim % args.n_heads or args.head_dim % 2):
         return f"dim={args.dim} over n_heads={args.n_heads} is no even head width; choose dim a multiple of 2 n_heads"
     if args.n_heads % args.n_kv_heads:
         return f"n_heads={args.n_heads} is not a multiple of n_kv_heads={args.n_kv_heads}"
     if not 0 <= args.dropout < 1:
         return f"dropout is {args.dropout}, expected 0 <= dropout < 1"
-    if args.rope_theta <= 0 or args.rope_scaling <= 0 or args.norm_eps <= 0:
-        return "rope_theta, rope_scaling and norm_eps must be positive"
+    if min(args.rope_theta, args.rope_scaling, args.norm_eps, args.rope_attention) <= 0:
+        return "rope_theta, rope_scaling, rope_attention and norm_eps must be positive"
+    if args.rope_factors and (len(args.rope_factors) != args.head_dim // 2 or not all(0 < f < math.inf for f in args.rope_factors)):
+        return f"rope_factors are {len(args.rope_factors)}, expected {args.head_dim // 2} positive numbers, one a pair of a head"
     return None
 
 

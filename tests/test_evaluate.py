@@ -80,7 +80,8 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
             "--device=cpu", "--log_interval=100", "--eval_interval=500", "--eval_iters=1", "--wandb_log=False"]
     (tmp_path / "base.txt").write_text("".join(f"{color} light {i}\n" for i in range(300) for color in words))
     first = command(tmp_path, "train.py", "--data=base.txt", "--max_iters=2", "--out_dir=base", *base)
-    tuned = command(tmp_path, "train.py", "--init_from=base", "--data=pairs.jsonl", "--out_dir=tuned", "--max_iters=200", *base)
+    tuned = command(tmp_path, "train.py", "--init_from=base", "--data=pairs.jsonl", "--out_dir=tuned", "--max_iters=200",
+                    "--learning_rate=6e-3", *base)
     assert (first.returncode, tuned.returncode) == (0, 0), first.stderr + tuned.stderr
     labelled = [{"prompt": f"{color} light {i}", "expected": act} for i in range(60, 70) for color, act in words.items()]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(e) + "\n" for e in labelled))

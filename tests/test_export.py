@@ -467,9 +467,10 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
 def test_writes_tensor_by_tensor(format, dtype, tmp_path, vocabulary):
     """Twenty times the size of a tensor is written with the memory of a few. (tracemalloc sees numpy's arrays.)"""
     model = build(dim=256, n_layers=24, n_heads=4, hidden_dim=512, max_seq_len=8)
-    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "first", format, dtype)
+    state = model.state_dict()
+    export.export_model(state, model.args, vocabulary, tmp_path / "first", format, dtype)
     tracemalloc.start()
-    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m", format, dtype)
+    export.export_model(state, model.args, vocabulary, tmp_path / "m", format, dtype)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     largest = 4 * 256 * 512
@@ -563,7 +564,7 @@ def with_metadata(path, changed, tensors=None):
     ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
     ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
-    ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+    ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
     ({"llama.rope.scaling.factor": 0.0}, "scaling.factor is 0.0"),  # linear is what a file means that names no type
     ({"llama.rope.dimension_count": 2}, "head width 4"), ({"llama.attention.value_length": 2}, "value_length is 2"),
     ({"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}, "scale_linear is 2.0, but"),
@@ -593,7 +594,7 @@ def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
 
 @pytest.mark.parametrize("tensors, said", [
     ({"blk.0.attn_q.weight": None}, "tensor blk.0.attn_q.weight (8, 8) is missing"),
-    ({"rope_freqs.weight": (4,)}, "tensor 'rope_freqs.weight' (f32) is no part of"),
+    ({"rope_freqs.weight": (4,)}, "rope_freqs.weight has shape (4,)"), ({"blk.0.attn_q.scale": (4,)}, "tensor 'blk.0.attn_q.scale' (f32) is no part of"),
     ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"),
     ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
 def test_tensors_that_cannot_be(tensors, said, tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine.costs import flops_per_token, num_params, parameters
 from engine.sizes import problem
@@ -20,6 +20,9 @@ SHAPES = {
     "odd hidden": SMALL | dict(hidden_dim=101),
     "theta and eps": SMALL | dict(rope_theta=500000.0, norm_eps=1e-3),
     "scaling": SMALL | dict(rope_scaling=2.5),
+    "head width": SMALL | dict(n_kv_heads=2, head_width=20),
+    "biases": SMALL | dict(n_kv_heads=2, qkv_bias=True),
+    "q and k normed": SMALL | dict(n_kv_heads=1, head_width=8, qk_norm=True),
 }
 
 
@@ -40,9 +43,10 @@ def twin(model):
     parts = {"attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
              "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj", "feed_forward.w2": "mlp.down_proj",
              "feed_forward.w3": "mlp.up_proj", "attention_norm": "input_layernorm",
-             "ffn_norm": "post_attention_layernorm", "tok_embeddings": "model.embed_tokens", "output": "lm_head"}
+             "ffn_norm": "post_attention_layernorm", "tok_embeddings": "model.embed_tokens", "output": "lm_head",
+             "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
     for name, w in model.state_dict().items():
-        if name.endswith(("wq.weight", "wk.weight")):
+        if name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm"):
             w = torch.cat([head[half] for head in w.split(a.head_dim)])
         for ours, other in parts.items():
             name = name.replace(ours, other)
@@ -50,11 +54,11 @@ def twin(model):
     rope = {"rope_type": "default", "rope_theta": a.rope_theta}
     if a.rope_scaling != 1:
         rope = {"rope_type": "linear", "factor": a.rope_scaling, "rope_theta": a.rope_theta}
-    config = LlamaConfig(
+    config = (Qwen3Config if a.qk_norm else Qwen2Config if a.qkv_bias else LlamaConfig)(
         vocab_size=a.vocab_size, hidden_size=a.dim, intermediate_size=a.hidden_dim, num_hidden_layers=a.n_layers,
-        num_attention_heads=a.n_heads, num_key_value_heads=a.n_kv_heads, max_position_embeddings=a.max_seq_len,
-        rms_norm_eps=a.norm_eps, rope_parameters=rope, tie_word_embeddings=a.tied)
-    llama = LlamaForCausalLM(config).eval()
+        num_attention_heads=a.n_heads, num_key_value_heads=a.n_kv_heads, head_dim=a.head_dim,
+        max_position_embeddings=a.max_seq_len, rms_norm_eps=a.norm_eps, rope_parameters=rope, tie_word_embeddings=a.tied)
+    llama = AutoModelForCausalLM.from_config(config).eval()
     llama.load_state_dict(theirs)
     return llama
 
@@ -96,7 +100,7 @@ def test_targets_of_minus_one_do_not_count():
     assert loss.item() == pytest.approx(kept.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa", "scaling"])
+@pytest.mark.parametrize("shape", ["mha", "gqa", "scaling", "biases", "q and k normed"])
 def test_cached_generation_equals_uncached(shape):
     model = build(**SHAPES[shape])
     tokens = torch.randint(101, (3, 5))
@@ -162,16 +166,18 @@ def test_top_p_and_temperature():
 def test_number_of_parameters(shape):
     model = build(**SHAPES[shape])
     a = model.args
-    kv_dim = a.dim * a.n_kv_heads // a.n_heads
-    layer = 2 * a.dim ** 2 + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim + 2 * a.dim
+    q_dim, kv_dim = a.head_dim * a.n_heads, a.head_dim * a.n_kv_heads
+    layer = 2 * a.dim * q_dim + 2 * a.dim * kv_dim + 3 * a.dim * a.hidden_dim + 2 * a.dim
+    layer += (2 * a.head_dim if a.qk_norm else 0) + (q_dim + 2 * kv_dim if a.qkv_bias else 0)
     expected = (1 if a.tied else 2) * a.vocab_size * a.dim + a.n_layers * layer + a.dim
     assert sum(p.numel() for p in model.parameters()) == expected == num_params(a)
     inside = {"attention": "attention.w", "feed-forward": "feed_forward", "norms": "norm", "embedding": "tok", "lm_head": "output"}
     for kind, name in inside.items():
-        assert parameters(a)[kind] == sum(p.numel() for n, p in model.named_parameters() if name in n), kind
+        found = [p.numel() for n, p in model.named_parameters() if (name in n and "bias" not in n) or (kind == "norms" and "bias" in n)]
+        assert parameters(a)[kind] == sum(found), kind
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa", "untied"])
+@pytest.mark.parametrize("shape", ["mha", "gqa", "untied", "head width"])
 def test_flops_per_token_against_a_count(shape):
     """
     PyTorch counts the matrix products alone. flops_per_token takes every parameter for one, which is 6 too many for

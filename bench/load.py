@@ -1,0 +1,75 @@
+"""
+The peak memory of `export.py FOLDER` over sizes of a Hugging Face folder: random bfloat16 weights that transformers saves in
+shards, written as GGUF.
+
+    python bench/load.py --shapes=15M,110M,1.1B --dtypes=bf16,q8_0
+
+Needs transformers, and room on the disk for each folder and file in turn, of which nothing stays.
+"""
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.models import SHAPES, vocabulary
+from configurator import configure, fail
+from engine.costs import num_params
+
+shapes = "15M,42M,110M,1.1B"  # which, of bench/models.py
+dtypes = "bf16,q8_0"          # of the GGUF files
+folder = "cache/load"         # where the folders and files are made
+shard = "500MB"               # the most that a file of the folder holds
+
+MAKE = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+d, f, n, h, k, v, c, tied = map(int, sys.argv[3:])
+config = LlamaConfig(hidden_size=d, intermediate_size=f, num_hidden_layers=n, num_attention_heads=h, num_key_value_heads=k,
+                     vocab_size=v, max_position_embeddings=c, tie_word_embeddings=bool(tied), dtype=torch.bfloat16)
+torch.set_default_dtype(torch.bfloat16)
+LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size=sys.argv[2])
+"""
+
+
+def make(path, args):
+    """The folder, by another process, whose memory is its own."""
+    numbers = (args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads, args.vocab_size, args.max_seq_len, args.tied)
+    done = subprocess.run([sys.executable, "-c", MAKE, path, shard, *(str(int(n)) for n in numbers)], capture_output=True, text=True)
+    if done.returncode:
+        fail(f"transformers could not make {path}: {(done.stderr.splitlines() or [''])[-1]}")
+    vocabulary(args.vocab_size).save(path / "tokenizer.model")
+
+
+def measure(command):
+    """(MiB at the peak, seconds) of a command: its own, since a child of this process forgets what came before."""
+    code = ("import resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode; "
+            "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)")
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code, *map(str, command)], capture_output=True, text=True)
+    if done.returncode:
+        fail(done.stderr.strip())
+    return int(done.stdout) / 1024, time.perf_counter() - start
+
+
+def main():
+    root = Path(__file__).resolve().parents[1]
+    empty, _ = measure([sys.executable, root / "export.py", "--help"])
+    print(f"{'shape':<8}{'parameters':>14}{'GGUF':>7}{'largest tensor, MiB':>21}{'peak, MiB':>11}{'seconds':>9}")
+    print(f"{'(imports alone)':<50}{empty:>11.0f}")
+    for shape in shapes.split(","):
+        args = SHAPES[shape] if shape in SHAPES else fail(f"{shape}: no such shape; expected {', '.join(SHAPES)}")
+        path = Path(folder, shape)
+        path.mkdir(parents=True, exist_ok=True)
+        make(path, args)
+        for dtype in dtypes.split(","):
+            peak, seconds = measure([sys.executable, root / "export.py", path, f"--dtype={dtype}"])
+            largest = 4 * max(args.vocab_size, args.hidden_dim) * args.dim / 2 ** 20  # as float32
+            print(f"{shape:<8}{num_params(args):>14,}{dtype:>7}{largest:>21.0f}{peak:>11.0f}{seconds:>9.1f}", flush=True)
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()

@@ -1,0 +1,332 @@
+"""Other people's models: Hugging Face and Meta folders and GGUF files in and out, against transformers and the gguf package."""
+import json
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+import export
+from engine import load, rope
+from engine.formats import architecture, interleaved_to_halves
+from model import ModelArgs, Transformer
+from tests.test_export import refused
+from tokenizer import train_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+V = 330
+TEXT = "once upon a time there was a little girl who played outside, in the park: Girl outside, 12 girls of 7."
+TINY = dict(vocab_size=V, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5,
+          "original_max_position_embeddings": 16}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+LONG = {"rope_type": "longrope", "short_factor": [1.0 + i for i in range(8)], "long_factor": [1.0 + i for i in range(8)],
+        "original_max_position_embeddings": 64, "attention_factor": 1.0, "rope_theta": 1e4, "factor": 1.0}
+CASES = {
+    "llama": (LlamaConfig, {}),
+    "llama, mha, tied, theta": (LlamaConfig, dict(num_key_value_heads=4, tie_word_embeddings=True, rope_parameters={"rope_theta": 5e5, "rope_type": "default"})),
+    "llama 3.2": (LlamaConfig, dict(tie_word_embeddings=True, head_dim=16, rope_parameters=LLAMA3)),
+    "llama, linear": (LlamaConfig, dict(rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 1e4})),
+    "llama, yarn": (LlamaConfig, dict(rope_parameters=YARN)),
+    "llama, each its own": (LlamaConfig, dict(rope_parameters=LONG)),
+    "mistral, heads wide": (MistralConfig, dict(head_dim=24, sliding_window=None)),
+    "qwen2": (Qwen2Config, {}),
+    "qwen2, tied, yarn": (Qwen2Config, dict(tie_word_embeddings=True, rms_norm_eps=1e-6, rope_parameters=YARN)),
+    "qwen3": (Qwen3Config, dict(head_dim=32)),
+    "qwen3, tied, linear": (Qwen3Config, dict(head_dim=16, tie_word_embeddings=True, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6})),
+}
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    words = ["once", "upon", "a", "time", "there", "was", "little", "girl", "who", "played", "outside", "park"]
+    lines = [" ".join(random.Random(n).choices(words, k=9)) for n in range(200)]
+    lines += [word[i:] for word in words for i in range(len(word))] * 3
+    return train_tokenizer(lines, V, tmp_path_factory.mktemp("vocabulary") / "tokenizer.model", exact=False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on two."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make(folder, kind, values, vocabulary, dtype=torch.float32, **options):
+    """A random model of transformers', saved; its every weight counts."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(kind(**TINY | {"vocab_size": vocabulary.vocab_size} | values)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(1, 0.2) if p.dim() == 1 and not p.shape[0] == 0 else p.normal_(0, 0.15)
+    model.to(dtype).save_pretrained(folder, **options)
+    vocabulary.save(folder / "tokenizer.model")
+    return model
+
+
+def imported(path):
+    """(model.py's Transformer of what stands there, its args)."""
+    state, args, _, _ = load.read_model(path)
+    model = Transformer(args).eval()
+    model.load_state_dict(state)
+    return model
+
+
+def far(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers_and_after_a_round_trip(case, tmp_path, vocabulary, run_bin):
+    """Through model.py, through run from GGUF, and in transformers again after out and in."""
+    kind, values = CASES[case]
+    theirs = make(tmp_path / "theirs", kind, values, vocabulary, max_shard_size="100KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    x = torch.randint(V, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, ours = theirs(x).logits, imported(tmp_path / "theirs")
+        assert far(ours(x, every=True)[0], expected) < 1e-4
+        state, args, found, extra = load.read_model(tmp_path / "theirs")
+        assert found.encode("once upon") == vocabulary.encode("once upon")
+        export.export_model(state, args, found, tmp_path / "m.gguf", extra=extra)
+        again = load.read_model(tmp_path / "m.gguf")
+        assert again[1] == args and all(torch.equal(again[0][name], w) for name, w in state.items())
+        assert gguf.GGUFReader(tmp_path / "m.gguf").get_field("general.architecture").contents() == architecture(args)
+        ids = torch.tensor([found.encode(TEXT, bos=True)])
+        said = subprocess.run([run_bin, tmp_path / "m.gguf", "--logits", "-i", TEXT], stdout=subprocess.PIPE, check=True).stdout
+        by_run = torch.from_numpy(np.frombuffer(said, "<f4").reshape(ids.shape[1], -1).copy())
+        assert 30 < ids.shape[1] <= 64 and far(by_run, theirs(ids).logits[0]) < 1e-4
+        export.export_model(state, args, found, tmp_path / "hf", "hf")
+        assert far(AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits, expected) < 1e-4
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "hf"))
+    kinds = [config.get("rope_parameters", config.get("rope_scaling")) or {} for config in (before, after)]
+    assert kinds[0].get("rope_type", "default") == kinds[1].get("rope_type", "default")
+    again = load.read_model(tmp_path / "hf")
+    assert again[1] == args and all(torch.equal(again[0][name], w) for name, w in state.items())
+
+
+def test_bfloat16_shards_are_read_tensor_by_tensor(tmp_path, vocabulary):
+    """Fifty times the size of a tensor, with the memory of a few."""
+    wide = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=24)
+    theirs = make(tmp_path / "theirs", LlamaConfig, wide, vocabulary, torch.bfloat16, max_shard_size="5MB")
+    x, peaks = torch.randint(V, (1, 20)), []
+    for _ in range(2):  # the first loads what is loaded once
+        tracemalloc.start()
+        state, args, found, _ = load.read_model(tmp_path / "theirs")
+        export.export_model(state, args, found, tmp_path / "m.gguf", dtype="bf16")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    whole, tensor = sum(p.numel() for p in theirs.parameters()), 4 * 256 * 512
+    assert 4 * whole > 100 * tensor and peaks[1] < 10 * tensor
+    assert all(torch.equal(w, load.read_model(tmp_path / "m.gguf")[0][name].bfloat16()) for name, w in state.items())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
+    with torch.no_grad():
+        assert far(imported(tmp_path / "m.gguf")(x, every=True)[0], again(x).logits) < 1e-4
+
+
+def test_tokens_that_a_folder_adds(tmp_path, vocabulary):
+    """Rows beyond the sentencepiece model are added tokens, or unused."""
+    n = vocabulary.vocab_size
+    make(tmp_path / "m", LlamaConfig, dict(vocab_size=n + 4), vocabulary)
+    added = {str(n): {"content": "<|im_start|>", "special": True}, str(n + 1): {"content": "<think>", "special": False}}
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "chat_template": "{{x}}"}))
+    _, _, found, extra = load.read_model(tmp_path / "m")
+    assert found.pieces()[n:] == [(b"<|im_start|>", 0.0, 3), (b"<think>", 0.0, 4), (b"[PAD%d]" % (n + 2), 0.0, 5), (b"[PAD%d]" % (n + 3), 0.0, 5)]
+    assert extra == {"tokenizer.chat_template": "{{x}}"} and found.encode("once upon") == vocabulary.encode("once upon")
+    assert n + 1 in found.encode("once<think>")
+
+
+@pytest.mark.parametrize("changed, said", [
+    ({"architectures": ["GemmaForCausalLM"]}, "['GemmaForCausalLM'], expected one of LlamaForCausalLM"), ({"architectures": None}, "architectures is None"),
+    ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported"), ({"mlp_bias": True}, "mlp_bias=True"),
+    ({"attention_bias": True}, "attention_bias=True"), ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config="),
+    ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map="), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, "sliding_window=32 is not supported"),
+    ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, "sliding_window=4096"),
+    ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_window=8"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"), ({"rope_scaling": {"type": "linear"}}, "factor is None"),
+    ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"), ({"rope_scaling": 3}, "rope_scaling is 3"),
+    ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not supported"), ({"rope_scaling": YARN | {"beta_fast": 1e-300}}, "beta_fast is 1e-300"),
+    ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0"), ({"rope_scaling": LONG | {"long_factor": [1.0] * 8}}, "another long_factor"),
+    ({"rope_scaling": LONG | {"short_factor": [1.0], "long_factor": [1.0]}}, "no list of 8"), ({"rope_theta": 0.5}, "rope_theta is 0.5"),
+    ({"rope_scaling": YARN | {"factor": 1e300}}, "rope_factors"), ({"head_dim": 15}, "head_width is 15"), ({"hidden_size": 10 ** 400}, "expected"),
+    ({"hidden_size": "64"}, "hidden_size is '64'"), ({"num_hidden_layers": 3}, "is missing"), ({"num_hidden_layers": 1}, "is no part"),
+    ({"head_dim": 1 << 40}, "expected at most 8192"), ({"vocab_size": 331}, "has shape"), ({"intermediate_size": 95}, "has shape"),
+    ({"max_position_embeddings": 1 << 40}, "a context of"), ({"num_key_value_heads": 3}, "not a multiple"), ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"), ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+])
+def test_what_is_not_supported_is_refused_by_name(changed, said, tmp_path, vocabulary, capsys):
+    folder = tmp_path / "m"
+    make(folder, LlamaConfig, {}, vocabulary)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    assert said in refused(capsys, load.read_model, folder)
+
+
+def with_header(path, change):
+    """A safetensors file whose JSON header is changed."""
+    data = path.read_bytes()
+    size, = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8:8 + size])
+    text = change(header) or header
+    text = text if isinstance(text, bytes) else json.dumps(text).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size:])
+
+
+def entry(**values):
+    return lambda header: header["model.norm.weight"].update(values)
+
+
+@pytest.mark.parametrize("change, said", [
+    (entry(dtype="F8_E4M3"), "is F8_E4M3, expected F32"), (entry(shape=[65]), "has shape (65,)"), (entry(shape=[-64]), "damaged"),
+    (entry(shape="64"), "damaged"), (entry(data_offsets=[0, 1 << 60]), "damaged"), (entry(data_offsets=[256, 0]), "damaged"),
+    (entry(data_offsets=[0, 128]), "and 128 bytes"), (entry(data_offsets=[-256, 0]), "damaged"), (entry(data_offsets=[0]), "damaged"),
+    (lambda header: header.pop("model.norm.weight") and None, "model.norm.weight (64,) is missing"),
+    (lambda header: header.update(more=header["model.norm.weight"]), "'more' is no part"), (lambda header: b"[1]", "not that of a safetensors"),
+    (lambda header: b"\xff", "not that of a safetensors"), (lambda header: header.update(a=3), "not that of a safetensors"),
+    (lambda header: b"[" * 50_000, "not that of a safetensors")])
+def test_damaged_safetensors(change, said, tmp_path, vocabulary, capsys):
+    make(tmp_path / "m", LlamaConfig, dict(num_hidden_layers=1), vocabulary)
+    with_header(tmp_path / "m/model.safetensors", change)
+    assert said in refused(capsys, load.read_model, tmp_path / "m")
+
+
+def test_damaged_folders(tmp_path, vocabulary, capsys):
+    folder, index = tmp_path / "m", tmp_path / "m/model.safetensors.index.json"
+    make(folder, LlamaConfig, {}, vocabulary, max_shard_size="100KB")
+    data = json.loads(index.read_text())
+    first = sorted(folder.glob("*.safetensors"))[0]
+    for weight_map, said in ((3, "no list"), ({"a": "../x.safetensors"}, "no list"), (data["weight_map"] | {"a": first.name}, "'a' is missing"),
+                             (data["weight_map"] | {"a": "none.safetensors"}, "No such file")):
+        index.write_text(json.dumps({"weight_map": weight_map}))
+        assert said in refused(capsys, load.read_model, folder)
+    index.write_text("{")
+    assert "not JSON" in refused(capsys, load.read_model, folder)
+    index.write_text(json.dumps(data))
+    for size in (0, 3, 8, 20, first.stat().st_size - 1):
+        whole = first.read_bytes()
+        first.write_bytes(whole[:size])
+        refused(capsys, load.read_model, folder)
+        first.write_bytes(whole)
+    bad = bytearray(first.read_bytes())
+    bad[-4:] = struct.pack("<f", float("nan"))
+    first.write_bytes(bad)
+    state = load.read_model(folder)[0]
+    assert "not finite" in refused(capsys, lambda: [state[name] for name in state])
+    for name in folder.glob("*.safetensors*"):
+        name.unlink()
+    (folder / "pytorch_model.bin").touch()
+    assert "which could run code" in refused(capsys, load.read_model, folder)
+    (folder / "config.json").unlink()
+    assert "no config.json" in refused(capsys, load.read_model, folder)
+    (folder / "tokenizer.model").write_bytes(b"x")
+
+
+# ---- Meta
+
+@pytest.mark.parametrize("n, params", [(1, {}), (2, {}), (2, {"use_scaled_rope": True, "rope_theta": 5e5, "tables": 0})])
+def test_a_folder_of_metas(n, params, tmp_path, vocabulary, capsys):
+    """Slices as Meta's programs make them: rows of wq, wk, wv, w1, w3 and output, columns of wo, w2 and (before Llama 3) the embedding."""
+    torch.manual_seed(2)
+    size, embedding = vocabulary.vocab_size - vocabulary.vocab_size % 2, params.pop("tables", 1)
+    args = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=size, hidden_dim=96, tied=False, max_seq_len=4096)
+    model = Transformer(args)
+    columns = {"tok_embeddings": embedding, "wo": 1, "w2": 1}
+    for i in range(n):
+        shard = {name: w if w.dim() == 1 else w.chunk(n, columns.get(name.split(".")[-2], 0))[i].clone().bfloat16()
+                 for name, w in model.state_dict().items()}
+        torch.save(shard | {"rope.freqs": torch.ones(8)}, tmp_path / f"consolidated.{i:02d}.pth")
+    (tmp_path / "params.json").write_text(json.dumps(
+        dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32, norm_eps=1e-5, vocab_size=-1) | params))
+    state, found, nobody, _ = load.read_model(tmp_path / "consolidated.00.pth")
+    assert nobody is None and found.hidden_dim == 96 and found.n_kv_heads == 2 and found.vocab_size == size and not found.tied
+    assert all(torch.equal(state[name].float(), w.bfloat16().float() if w.dim() > 1 else w) for name, w in model.state_dict().items())
+    if params:
+        assert found.max_seq_len == 131072 and rope.rule(found) == {
+            "rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    else:
+        assert found == args
+    (tmp_path / "params.json").write_text(json.dumps(dict(dim=64, n_layers=3, n_heads=4, norm_eps=1e-5)))
+    refused(capsys, load.read_model, tmp_path)
+    (tmp_path / "consolidated.00.pth").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
+    assert "cannot be read" in refused(capsys, load.read_model, tmp_path)
+
+
+# ---- GGUF
+
+def test_types_that_we_do_not_write(tmp_path, vocabulary):
+    """Q5_1, by the gguf package, in a file of Qwen3's, whose heads are halves there."""
+    make(tmp_path / "m", Qwen3Config, dict(head_dim=32), vocabulary)
+    state, args, found, _ = load.read_model(tmp_path / "m")
+    export.export_model(state, args, found, tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    w = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen3")
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture", "llamac.")):
+            w.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+    expected = {}
+    for t in reader.tensors:
+        data = np.asarray(t.data).reshape(t.shape[::-1])
+        if data.ndim == 2:
+            stored = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q5_1)
+            w.add_tensor(t.name, stored, raw_dtype=gguf.GGMLQuantizationType.Q5_1)
+            expected[t.name] = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q5_1)
+        else:
+            w.add_tensor(t.name, data)
+    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
+    again, args2, _ = load.read_gguf(tmp_path / "q.gguf")
+    assert args2 == args
+    assert np.array_equal(interleaved_to_halves(again["layers.0.attention.wq.weight"], 4).numpy(), expected["blk.0.attn_q.weight"])
+    assert np.array_equal(again["layers.1.feed_forward.w2.weight"].numpy(), expected["blk.1.ffn_down.weight"])
+
+
+@pytest.mark.parametrize("case, format, said", [
+    ("qwen2", "v1", "qkv_bias=True"), ("qwen3", "v0", "head_width=32"), ("llama 3.2", "v2", "rope_theta=500000.0"),
+    ("qwen3, tied, linear", "v2", "rope_theta=1000000.0")])
+def test_llama2c_refuses_what_it_cannot_say(case, format, said, tmp_path, vocabulary, capsys):
+    make(tmp_path / "m", *CASES[case], vocabulary)
+    state, args, found, _ = load.read_model(tmp_path / "m")
+    assert said in refused(capsys, export.export_model, state, args, found, tmp_path / "m.bin", format)
+
+
+# ---- fine-tuning
+
+def train(folder, *arguments):
+    return subprocess.run([sys.executable, ROOT / "train.py", "--device=cpu", "--checks=-run", *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
+    """The loss falls, and the export computes what transformers does with it: of a Qwen3 in shards, whose context is longer."""
+    make(tmp_path / "m", Qwen3Config, dict(head_dim=32, max_position_embeddings=2048, initializer_range=0.02), vocabulary, max_shard_size="100KB")
+    words = ["once", "upon", "a", "time", "there", "was", "little", "girl", "who", "played", "outside", "park"]
+    (tmp_path / "my.txt").write_text("\n".join(" ".join(random.Random(n).choices(words, k=40)) for n in range(400)))
+    done = train(tmp_path, "--data=my.txt", "--init_from=m", "--out_dir=tuned", "--max_iters=25", "--eval_interval=25", "--eval_iters=2",
+                 "--log_interval=5", "--max_seq_len=64", "--batch_size=4", "--warmup_iters=5")
+    assert not done.returncode, done.stderr
+    assert "fine-tuning m (" in done.stdout and "learning_rate=0.0006" in done.stdout and "context 2,048" in done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "tuned/log.jsonl").read_text().splitlines()]
+    losses = [row["loss/val"] for row in rows if "loss/val" in row]
+    assert losses[-1] < losses[0] - 0.5
+    assert gguf.GGUFReader(tmp_path / "tuned/model.gguf").get_field("general.architecture").contents() == "qwen3"
+    state, args, found, _ = load.read_model(tmp_path / "tuned")
+    assert args.qk_norm and args.head_dim == 32 and args.max_seq_len == 64 and found.encode("once upon") == vocabulary.encode("once upon")
+    export.export_model(state, args, found, tmp_path / "hf", "hf")
+    x = torch.randint(V, (1, 60))
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits
+        assert far(imported(tmp_path / "tuned/model.gguf")(x, every=True)[0], theirs) < 1e-4
+    shutil.rmtree(tmp_path / "m")  # a run goes on without its origin
+    more = train(tmp_path, "--init_from=resume", "--out_dir=tuned", "--data=my.txt", "--max_iters=26")
+    assert not more.returncode, more.stderr
