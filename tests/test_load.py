@@ -1,10 +1,10 @@
 """Other people's models: Hugging Face and Meta folders and GGUF files in and out, against transformers and the gguf package."""
 import json
+import os
 import random
 import shutil
 import struct
 import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import export
 from engine import load, rope
 from engine.formats import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
+from tests import forked
 from tests.test_export import refused
 from tokenizer import train_tokenizer
 
@@ -117,8 +118,8 @@ def test_logits_equal_transformers_and_after_a_round_trip(case, tmp_path, vocabu
 
 
 def test_bfloat16_shards_are_read_tensor_by_tensor(tmp_path, vocabulary):
-    """Fifty times the size of a tensor, with the memory of a few."""
-    wide = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=24)
+    """Forty times the size of a tensor, with the memory of a few."""
+    wide = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=9)
     theirs = make(tmp_path / "theirs", LlamaConfig, wide, vocabulary, torch.bfloat16, max_shard_size="5MB")
     x, peaks = torch.randint(V, (1, 20)), []
     for _ in range(2):  # the first loads what is loaded once
@@ -128,7 +129,7 @@ def test_bfloat16_shards_are_read_tensor_by_tensor(tmp_path, vocabulary):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     whole, tensor = sum(p.numel() for p in theirs.parameters()), 4 * 256 * 512
-    assert 4 * whole > 100 * tensor and peaks[1] < 10 * tensor
+    assert 4 * whole > 40 * tensor and peaks[1] < 10 * tensor
     assert all(torch.equal(w, load.read_model(tmp_path / "m.gguf")[0][name].bfloat16()) for name, w in state.items())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     with torch.no_grad():
@@ -304,7 +305,7 @@ def test_llama2c_refuses_what_it_cannot_say(case, format, said, tmp_path, vocabu
 # ---- fine-tuning
 
 def train(folder, *arguments):
-    return subprocess.run([sys.executable, ROOT / "train.py", "--device=cpu", "--checks=-run", *arguments], cwd=folder, capture_output=True, text=True)
+    return forked.run([ROOT / "train.py", "--device=cpu", "--checks=-run", "--peak_tflops=0.1", *arguments], folder, os.environ)
 
 
 def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
