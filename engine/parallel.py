@@ -49,10 +49,11 @@ GEFORCE = {"3060": 12.7, "3060 Ti": 16.2, "3070": 20.3, "3070 Ti": 21.7, "3080":
            "3090 Ti": 40.0, "4060": 15.1, "4060 Ti": 22.1, "4070": 29.1, "4070 SUPER": 35.5, "4070 Ti": 40.1,
            "4070 Ti SUPER": 44.1, "4080": 48.7, "4080 SUPER": 52.2, "4090": 82.6, "4090 D": 73.5,
            "5070": 30.9, "5070 Ti": 43.9, "5080": 56.3, "5090": 104.8}
-PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200": (989, 494), "H100 PCIe": (756, 378),
-         "H100 NVL": (835, 417), "H100": (989, 494), "A100": (312, 156), "L40S": (362, 183), "L40": (181, 90.5),
-         "L4": (121, 60), "A10G": (70, 35), "A10": (125, 62.5), "T4": (None, 8.1), "V100-SXM2": (None, 15.7),
-         "V100-PCIE": (None, 14.0), "MI300X": (1307, 163)} | {f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
+PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200 NVL": (835, 417), "H200": (989, 494),
+         "H100 PCIe": (756, 378), "H100 NVL": (835, 417), "H100": (989, 494), "A100": (312, 156), "L40S": (362, 183),
+         "L40": (181, 90.5), "L4": (121, 60), "A10G": (70, 35), "A10": (125, 62.5), "T4": (None, 8.1),
+         "V100-SXM2": (None, 15.7), "V100-PCIE": (None, 14.0), "MI300X": (1307, 163)} | {
+    f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
 FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}  # else as bfloat16
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}  # per GPU core in any type; later chips: Apple gives no figure
 
@@ -373,7 +374,7 @@ def free_memory(device):
 
 def published_flops(name, dtype, cores=0):
     """(FLOP/s of a device by its data sheet, the words of its name that tell); (None, "") where none is known."""
-    if "Laptop" in name or "Max-Q" in name:  # a desktop card's name, at whatever power the maker allows
+    if re.search("Laptop|Max-Q| MIG ", name):  # a desktop card's name, at whatever power the maker allows; a slice of a card
         return None, ""
     chip = name.removeprefix("Apple ").split(" ")[0] if name.startswith("Apple") else ""
     if chip in APPLE and cores:

@@ -961,7 +961,8 @@ def test_muon_moves_each_weight_by_a_fifth_of_the_rate(shape):
     ("Tesla V100-SXM2-16GB", None, 15.7), ("NVIDIA GeForce RTX 3080", 59.6, 29.8), ("AMD Instinct MI300X", 1307, 163),
     ("NVIDIA GeForce RTX 3080 Ti", 68.2, 34.1), ("NVIDIA GeForce RTX 4070 Ti SUPER", 88.2, 44.1),
     ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None), ("NVIDIA GeForce RTX 4090 D", 147, 73.5),
-    ("Apple M1 Max", 12.35, 12.35), ("Apple M2 Max", 13.68, 13.68), ("Apple M4 Pro", None, None), ("NVIDIA T400", None, None)])
+    ("Apple M1 Max", 12.35, 12.35), ("Apple M2 Max", 13.68, 13.68), ("Apple M4 Pro", None, None), ("NVIDIA T400", None, None),
+    ("NVIDIA H200 NVL", 835, 417), ("NVIDIA H200", 989, 494), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None)])
 def test_the_peak_is_that_of_the_very_device(name, bfloat16, float32):
     for dtype, peak in [(torch.bfloat16, bfloat16), (torch.float32, float32)]:
         found, _ = parallel.published_flops(name, dtype, cores=38)
