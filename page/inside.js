@@ -17,7 +17,7 @@ export async function show(main) {
   const { models } = await ask("api/inside"), view = h("div")
   if (!models.length) return void main.append(h("p", {}, t("No models yet: a run leaves one with its first checkpoint")))
   const select = h("select", { id: "model" }, models.map(name => h("option", { value: name, selected: name === state.get("model") }, name)))
-  const text = h("textarea", { id: "text", rows: 3, "aria-label": t("Text") }, state.get("text", "Once upon a time, there was a little girl."))
+  const text = h("textarea", { id: "text", rows: 3, style: "margin-top:.6rem", "aria-label": t("Text") }, state.get("text", "Once upon a time, there was a little girl."))
   const asked = () => ({ model: select.value, text: text.value })
   async function look() {
     say(t("This takes a moment"))

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import re
 import socket
 import subprocess
 import time
@@ -110,6 +111,64 @@ def test_a_persons_whole_way(tmp_path, browser, request):
     until(lambda: "trains" in text(browser))
     click(browser, "Stop")
     until(lambda: "not training" in text(browser))
+    look_inside(browser)
+    talk(browser)
+    script(browser, "document.getElementById('theme').click()")
+    check_page(browser)
+    for name in "start", "run?run=out/one", "runs", "inside", "talk":  # dark, then on a telephone
+        script(browser, f"location.hash = '#{name}'")
+        until(lambda: len(text(browser)) > 50)
+        time.sleep(1)
+        check_page(browser)
+        picture(browser, f"dark-{name[:3]}")
+        browser.set_window_size(400, 850)
+        time.sleep(1)
+        assert script(browser, "return document.documentElement.scrollWidth <= innerWidth"), name
+        picture(browser, f"phone-{name[:3]}")
+        browser.set_window_size(1280, 900)
+
+
+def look_inside(browser):
+    """Attention of all heads, one head, the lens: of the model that one() has trained."""
+    click(browser, "Look inside", "nav a")
+    until(lambda: browser.find_elements("css selector", "#model option"))
+    script(browser, "document.getElementById('model').value = 'out/one'")
+    words = browser.find_element("id", "text")
+    words.clear()
+    words.send_keys("To be or not to be")
+    click(browser, "Look inside", "#look")
+    until(lambda: browser.find_elements("css selector", "main canvas"))
+    check_page(browser)
+    picture(browser, "inside")
+    script(browser, "document.querySelector('main canvas').closest('button').click()")  # its words
+    until(lambda: len(browser.find_elements("css selector", "main svg line")) > 10)
+    for view in "Query × key", "Probabilities", "Logit lens", "Embeddings", "Weights":
+        click(browser, view)
+        until(lambda: browser.find_element("css selector", "[aria-selected=true]").text == view)
+        check_page(browser)
+    click(browser, "Logit lens")
+    picture(browser, "lens")
+
+
+def talk(browser):
+    """Two models continue a text, beside each other."""
+    click(browser, "Talk", "nav a")
+    until(lambda: browser.find_elements("css selector", "#model1 option"))
+    names = [option.text for option in browser.find_elements("css selector", "#model0 option")]
+    assert len(names) == 5, names  # two runs and a sweep of three
+    for n in 0, 1:
+        script(browser, "const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('change'))",
+               f"model{n}", names[n])
+    words = browser.find_element("id", "words")
+    words.clear()
+    words.send_keys("To be")
+    script(browser, "const e = document.getElementById('max_tokens'); e.value = 40; e.dispatchEvent(new Event('change'))")
+    click(browser, "Continue")
+    until(lambda: script(browser, "return !document.getElementById('go').disabled"))
+    said = [pane.text for pane in browser.find_elements("css selector", "#panes section")]
+    assert len(said) == 2 and all(re.search(r"To be.+\n\d+ tokens/s", pane, re.S) for pane in said), said
+    check_page(browser)
+    picture(browser, "talk")
 
 
 # ---- 200 runs ----------------------------------------------------------------------------------------------------
