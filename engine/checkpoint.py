@@ -584,7 +584,7 @@ def resume_settings(s, folder, given):
     changes = [[k, str(v), str(getattr(s, k))] for k, v in kept.items() if k in given and getattr(s, k) != v]
     taken = {k: v for k, v in kept.items() if k not in given} | {"init_from": begun}
     now = SimpleNamespace(**vars(s) | taken)
-    if "vocab_source" not in given and fine_tuning(now):  # the vocabulary of a checkpoint that may have gone
+    if fine_tuning(now) and ("vocab_source" not in given or s.vocab_source.endswith(".bin")):  # its origin may have gone
         taken["vocab_source"] = str(tokenizer_path(folder))
     parallel.say(f"{'evaluating' if s.eval_only else 'resuming'} {s.out_dir} at iteration {manifest(folder)['step']:,} of "
                  f"{now.max_iters:,}")

@@ -96,17 +96,24 @@ def gguf_args(reader, metadata, names):
     window = metadata.get(f"{kind}.attention.sliding_window", 0)
     if window != 0 and not (type(window) is int and window >= args.max_seq_len):
         reader.fail(f"{kind}.attention.sliding_window is {window!r}, expected none or the context of {args.max_seq_len}")
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
-    if scaling not in ("none", "linear", "yarn"):
-        reader.fail(f"rope scaling {scaling!r}, expected linear, yarn or none")
-    factor = get("rope.scaling.factor", float, get("rope.scale_linear", float, 1.0))  # the latter is the older name
-    if scaling == "linear":
-        args.rope_scaling = factor
-    elif scaling == "yarn" and args.rope_theta > 1:
-        context = get("rope.scaling.original_context_length", int, args.max_seq_len)
-        args.rope_factors = rope.yarn(args.head_dim, args.rope_theta, factor, context)
-        args.rope_attention = rope.yarn_attention(factor)
+    vars(args).update(gguf_rope(metadata.get(f"{kind}.rope.scaling.type", "linear"), get, args, reader.fail))
     return checked(args, reader.fail)
+
+
+def gguf_rope(scaling, get, args, refuse):
+    """{setting of ModelArgs: value} of the keys of a scaling of rotary positions; get: reads one behind the architecture's name."""
+    if scaling not in ("none", "linear", "yarn"):
+        refuse(f"rope scaling {scaling!r}, expected linear, yarn or none")
+    factor = get("rope.scaling.factor", float, get("rope.scale_linear", float, 1.0))  # the latter is the older name
+    if scaling == "none":
+        return {}
+    if scaling == "linear":
+        return {"rope_scaling": factor}
+    if args.rope_theta <= 1:
+        refuse(f"rope.freq_base is {args.rope_theta}, expected more than 1 with yarn")
+    context = get("rope.scaling.original_context_length", int, args.max_seq_len)
+    factors = rope.yarn(args.head_dim, args.rope_theta, factor, context)
+    return {"rope_factors": factors, "rope_attention": rope.yarn_attention(factor)}
 
 
 def gguf_type(reader, name, number):
@@ -366,13 +373,18 @@ def adopt(s, given):
     path = checkpoint.origin(s.init_from)
     own = checkpoint.complete(path)
     _, args, vocabulary, _ = read_model(path)
+    compared = {"vocab_source"}
+    if vocabulary is None and Path(s.vocab_source).is_file():
+        vocabulary, compared = read_model(path, s.vocab_source)[2], set()
     if vocabulary is None:
-        fail(f"--init_from={s.init_from}: holds no vocabulary; convert it first: python export.py {s.init_from} --tokenizer=...")
+        fail(f"--init_from={s.init_from}: holds no vocabulary; give it as --vocab_source=tokenizer.bin (or .model, or .json)")
+    if vocabulary.vocab_size != args.vocab_size:
+        fail(f"--init_from={s.init_from}: its vocabulary has {vocabulary.vocab_size} pieces, the model {args.vocab_size}")
     before = checkpoint.stored_settings(path) if own else {}
     file = checkpoint.tokenizer_path(path) if own else vocabulary_file(vocabulary, s.cache)
     adopted = {k: v for k, v in vars(args).items() if k in vars(s) and k not in ("dropout", "max_seq_len")}
     adopted["rope_factors"] = ",".join(map(repr, args.rope_factors))
-    for name in sorted(given & {*adopted, "vocab_source"}):
+    for name in sorted(given & {*adopted, *compared}):
         now = getattr(s, name)
         same = now in (adopted.get(name), before.get(name))
         if not same and not (name == "vocab_source" and same_file(now, file)):

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -15,12 +16,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import export
-from engine import load, rope
+from configurator import source_knobs
+from engine import costs, load, rope
 from engine.formats import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
 from tests.test_export import refused
-from tokenizer import train_tokenizer
+from tokenizer import Tokenizer, train_byte_level, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 V = 330
@@ -304,6 +306,43 @@ def test_llama2c_refuses_what_it_cannot_say(case, format, said, tmp_path, vocabu
 
 # ---- fine-tuning
 
+def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
+    """Sizes, vocabulary and a short context; a llama2.c file needs the vocabulary named."""
+    make(tmp_path / "m", *CASES["llama 3.2"], vocabulary)
+    knobs = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()} | {"cache": str(tmp_path / "cache")}
+
+    def adopt(path, **given):
+        return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}), given.keys())
+
+    found = adopt(tmp_path / "m")
+    args = costs.model_args(SimpleNamespace(**knobs | found), vocabulary.vocab_size)
+    assert args == load.read_model(tmp_path / "m")[1] and found["learning_rate"] == 6e-4 and found["max_seq_len"] == 64
+    assert Path(found["vocab_source"]).read_bytes() == vocabulary.data
+    assert {"learning_rate", "max_seq_len"}.isdisjoint(adopt(tmp_path / "m", learning_rate=1e-3, max_seq_len=32))
+    assert "--rope_theta=3.0: fine-tuning keeps" in refused(capsys, adopt, tmp_path / "m", rope_theta=3.0)
+    assert "--vocab_source=byte: fine-tuning keeps" in refused(capsys, adopt, tmp_path / "m", vocab_source="byte")
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=vocabulary.vocab_size, max_seq_len=4096))
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v1")
+    found = adopt(tmp_path / "m.bin", vocab_source=str(tmp_path / "tokenizer.bin"))
+    assert found["dim"] == 32 and found["max_seq_len"] == 1024 and found["learning_rate"] == 6e-4
+    assert Tokenizer.load(found["vocab_source"]).encode("once upon") == vocabulary.encode("once upon")
+    assert "give it as --vocab_source" in refused(capsys, adopt, tmp_path / "m.bin")
+    assert "holds no complete checkpoint" in refused(capsys, adopt, tmp_path / "none")
+
+
+def test_byte_level_vocabulary_of_a_folder(tmp_path, vocabulary):
+    """A tokenizer.json, whose tokens are fewer than the model's rows."""
+    made = train_byte_level(["once upon a time there was a girl who played outside in the park, 12 times"] * 9, 290, tmp_path / "bpe.json", exact=False)
+    make(tmp_path / "m", Qwen2Config, dict(tie_word_embeddings=True, vocab_size=made.vocab_size + 7), vocabulary)
+    (tmp_path / "m/tokenizer.model").unlink()
+    (tmp_path / "m/tokenizer.json").write_text(json.dumps(made.hugging_face()))
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps({"eos_token": made.pieces()[made.eos_id][0].decode()}))
+    state, args, found, _ = load.read_model(tmp_path / "m")
+    assert found.kind == "bpe" and found.vocab_size == args.vocab_size == made.vocab_size + 7
+    export.export_model(state, args, found, tmp_path / "m.gguf")
+    assert load.read_model(tmp_path / "m.gguf")[2].encode("once upon 12") == made.encode("once upon 12") == found.encode("once upon 12")
+
+
 def train(folder, *arguments):
     return forked.run([ROOT / "train.py", "--device=cpu", "--checks=-run", "--peak_tflops=0.1", *arguments], folder, os.environ)
 
@@ -331,3 +370,19 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     shutil.rmtree(tmp_path / "m")  # a run goes on without its origin
     more = train(tmp_path, "--init_from=resume", "--out_dir=tuned", "--data=my.txt", "--max_iters=26")
     assert not more.returncode, more.stderr
+    more = train(tmp_path, "--init_from=hf", "--eval_only=True", "--data=my.txt", "--max_seq_len=64", "--eval_iters=2", "--out_dir=none")
+    assert f"validation loss {losses[-1]:.3f}"[:-1] in more.stdout, more.stderr
+
+
+@pytest.mark.parametrize("flag, kind", [("--qk_norm=True", "qwen3"), ("--qkv_bias=True", "qwen2"), ("--head_width=24", "llama")])
+def test_training_with_what_others_have(flag, kind, tmp_path):
+    """All checks before the first step pass, and the export is named after the architecture that has it."""
+    (tmp_path / "my.txt").write_text("\n".join(f"the girl played {n} times in the park and once outside" for n in range(700)))
+    done = forked.run([ROOT / "train.py", "--data=my.txt", "--vocab_source=byte", "--max_iters=4", "--eval_interval=4", "--eval_iters=1",
+                       "--max_seq_len=32", "--device=cpu", "--peak_tflops=0.1", flag, "--out_dir=out"], tmp_path, os.environ)
+    assert not done.returncode and "warning" not in done.stdout + done.stderr and " passed" in done.stdout, done.stdout + done.stderr
+    assert gguf.GGUFReader(tmp_path / "out/model.gguf").get_field("general.architecture").contents() == kind
+    model, again = (imported(tmp_path / name) for name in ("out", "out/model.gguf"))
+    x = torch.randint(259, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(model(x, every=True)[0], again(x, every=True)[0])
