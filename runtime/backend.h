@@ -23,12 +23,18 @@ typedef enum {
     F32 = 0,
     F16 = 1,
     Q4_0 = 2,           // blocks of 32 in a row: half-precision scale, 16 bytes of (low, high) nibbles, value = q - 8
+    Q4_1 = 3,           // the same with a half-precision minimum, value = scale * q + minimum
+    Q5_0 = 6,           // Q4_0 and Q4_1 with a fifth bit, of value = q - 16
+    Q5_1 = 7,
     Q8_0 = 8,           // blocks of 32 in a row: half-precision scale, 32 signed bytes
+    Q4_K = 12,          // blocks of 256 in a row: eight scales and minima of 6 bits, in units of two half-precision numbers
+    Q5_K = 13,          // the same with a fifth bit
+    Q6_K = 14,          // blocks of 256 in a row: sixteen scales of 8 bits in units of a half-precision number, value = q - 32
     BF16 = 30,
     INT8_GROUPS = 1000, // signed bytes; one float32 scale for each `group` numbers of the flattened matrix
 } Type;
 
-#define GGUF_TYPES "F32, F16, BF16, Q8_0 or Q4_0" // for messages
+#define GGUF_TYPES "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K" // for messages
 
 typedef struct { int numbers, bytes; } BlockSize;
 
@@ -40,9 +46,18 @@ static inline BlockSize block_size(uint32_t type) {
     case BF16: return (BlockSize){1, 2};
     case Q8_0: return (BlockSize){32, 34};
     case Q4_0: return (BlockSize){32, 18};
+    case Q4_1: return (BlockSize){32, 20};
+    case Q5_0: return (BlockSize){32, 22};
+    case Q5_1: return (BlockSize){32, 24};
+    case Q4_K: return (BlockSize){256, 144};
+    case Q5_K: return (BlockSize){256, 176};
+    case Q6_K: return (BlockSize){256, 210};
     default: return (BlockSize){0, 0};
     }
 }
+
+// A type for messages: ggml's name, or its number in `text`.
+const char *llamac_type_name(uint32_t type, char text[12]);
 
 typedef struct {
     Type type;

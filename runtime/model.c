@@ -300,8 +300,7 @@ static int find_tensor(String name, const Config *c, int *layer) {
     return tensor;
 }
 
-// A tensor's type for messages: ggml's name, or its number.
-static const char *type_name(uint32_t type, char text[12]) {
+const char *llamac_type_name(uint32_t type, char text[12]) {
     static const char *const names[] = {
         "F32",  "F16",  "Q4_0", "Q4_1",    [6] = "Q5_0", "Q5_1",    "Q8_0",  "Q8_1",         "Q2_K",  "Q3_K",         "Q4_K",
         "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS",     "IQ3_XXS", "IQ1_S", "IQ4_NL",       "IQ3_S", "IQ2_S",        "IQ4_XS",
@@ -322,7 +321,7 @@ static bool check_list(Reader *r, const Config *c, int architecture, uint64_t co
         int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, c, &layer);
         CHECK(r->failed || (n_dims >= 1 && n_dims <= 4), "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
         take(r, 8 * (uint64_t)n_dims);
-        const char *type = type_name(take_u32(r), text);
+        const char *type = llamac_type_name(take_u32(r), text);
         take_u64(r);
         CHECK(!r->failed, "the list of tensors is cut off");
         CHECK(is_known(tensor, architecture), "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
@@ -353,7 +352,7 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
     BlockSize block = block_size(type);
     CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s", shown, name.s,
-          type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
+          llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
           "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1], (unsigned long long)dims[0],

@@ -1,6 +1,7 @@
 // Compares the kernels of each instruction set that this machine has with the reference, op by op, on random sizes that
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
 #include "../runtime/cpu/cpu.c"
+#include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 
 enum { MOST = 700 };
@@ -33,13 +34,12 @@ static uint16_t *shorts(size_t n, bool bf16) {
     return x;
 }
 
-static uint8_t *blocks_of(int rows, int n_blocks, int size) { // rows of Q8_0 or Q4_0
-    uint8_t *bytes = malloc((size_t)rows * n_blocks * size);
-    for (int i = 0; i < rows * n_blocks * size; i++) {
-        uint16_t scale = half_of(number());
-        bytes[i] = i % size < 2 ? scale >> 8 * (i % size) : below(256);
-        if (i % size == 1) bytes[i] = scale >> 8, bytes[i - 1] = (uint8_t)scale;
-    }
+static uint8_t *blocks_of(Type type, size_t n) { // of a quantised type
+    size_t size = block_size(type).bytes;
+    uint8_t *bytes = malloc(n * size);
+    for (size_t i = 0; i < n * size; i++) bytes[i] = below(256);
+    for (size_t i = 0; i < n; i++)
+        for (int j = 0; j < halves_of(type); j++) memcpy(bytes + i * size + halves_at(type) + 2 * j, (uint16_t[]){half_of(number())}, 2);
     return bytes;
 }
 
@@ -64,12 +64,12 @@ static void compare_bytes(const Kernels *k, const char *op, const void *found, c
 // A number half-way between two may be rounded to either, for a product and a sum may be one instruction.
 static void compare_blocks(const Kernels *k, const Block *found, const Block *expected, int n) {
     for (int b = 0; b < n; b++) {
-        int sum = 0, other = 0;
+        int sum = 0, half = 0, other = 0;
         for (int i = 0; i < 32; i++) {
-            sum += found[b].q[i];
+            sum += found[b].q[i], half += i < 16 ? found[b].q[i] : 0;
             other += abs(found[b].q[i] - expected[b].q[i]);
         }
-        if (found[b].scale == expected[b].scale && found[b].sum == sum && other <= 1) continue;
+        if (found[b].scale == expected[b].scale && found[b].sum == sum && found[b].half == half && other <= 1) continue;
         failed = true;
         printf("%s quantize: %d numbers differ\n", k->name, other);
     }
@@ -104,7 +104,7 @@ static void rows_of_floats(const Kernels *k, const Kernels *s) {
 static Mat matrix(Type type, int rows, int cols) {
     Mat m = {.type = type, .rows = rows, .cols = cols, .group = 7};
     size_t n = (size_t)rows * cols;
-    m.data = is_quantised(&m) ? blocks_of(rows, cols / 32, unit_size(&m)) : type == F32 ? (void *)floats(n)
+    m.data = is_quantised(&m) ? blocks_of(type, n / block_size(type).numbers) : type == F32 ? (void *)floats(n)
            : (void *)shorts(n, type == BF16); // INT8_GROUPS leaves half of them
     m.scales = type == INT8_GROUPS ? floats(n / 7 + 1) : NULL;
     return m;
@@ -112,12 +112,13 @@ static Mat matrix(Type type, int rows, int cols) {
 
 // A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
 static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
-    int blocks = type == Q8_0 || type == Q4_0, n = 1 + below(9), cols = blocks ? n * 32 : 1 + below(150);
+    int width = block_size(type).numbers, blocks = width > 1, cols = blocks ? (1 + below(width == 32 ? 9 : 3)) * width : 1 + below(150);
+    int n = cols / 32;
     int rows = 1 + below(70), T = 1 + below(40);
     Mat m = matrix(type, rows, cols);
     float *x = floats((size_t)T * cols), *row = floats(cols);
     for (int i = 0; i < 32 && i < cols && below(2); i++) x[i] = 0;
-    Block *b = malloc((size_t)T * n * sizeof *b);
+    Block *b = malloc((size_t)T * (n + 1) * sizeof *b);
     if (blocks) {
         Block *b2 = malloc((size_t)T * n * sizeof *b);
         k->quantize(b, x, T * n), s->quantize(b2, x, T * n), compare_blocks(k, b, b2, T * n);
@@ -164,7 +165,7 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
 
 // What swiglu_rows makes of many tokens, their norm taken on the way, beside the same one step after the other: the very same.
 static void gated_of(const Kernels *k, Type type) {
-    int quantised = type == Q8_0 || type == Q4_0, cols = quantised ? 32 * (1 + below(4)) : 1 + below(150);
+    int width = block_size(type).numbers, quantised = width > 1, cols = quantised ? width * (1 + below(width == 32 ? 4 : 2)) : 1 + below(150);
     int rows = below(2) ? 32 * (1 + below(3)) : 1 + below(100), T = 2 + below(40), most = cols > rows ? cols : rows;
     size_t room = (size_t)(T + k->tokens) * (most + 1), n = (size_t)T * rows;
     int panels = (T + k->tokens - 1) / k->tokens, pairs = k->bf16s && type == BF16 && below(2);
@@ -202,7 +203,8 @@ static void gated_of(const Kernels *k, Type type) {
 
 // The same of one token, some rows after the other: h in blocks, and nothing behind them.
 static void gated_of_one(const Kernels *k, Type type) {
-    int quantised = type == Q8_0 || type == Q4_0, cols = quantised ? 32 * (1 + below(4)) : 1 + below(150), rows = 32 * (1 + below(9));
+    int width = block_size(type).numbers, quantised = width > 1, cols = quantised ? width * (1 + below(width == 32 ? 4 : 2)) : 1 + below(150);
+    int rows = 32 * (1 + below(9));
     float *x = floats(cols), *weight = floats(cols), *h = floats(rows), *h2 = floats(rows);
     Cpu cpu = {.kernels = k, .config = {.dim = cols, .norm_eps = 1e-5f}, .gated_blocks = malloc(rows / 32 * sizeof(Block))};
     Member me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)), .scratch = floats(cols)};
@@ -254,18 +256,19 @@ static void example_of_a_tile(const Kernels *k) {
 
 int main(int argc, char **argv) {
     const Kernels *found[MOST_KERNELS];
-    Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
+    Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K};
+    enum { TYPES = sizeof types / sizeof *types };
     int n = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {
             rows_of_floats(found[i], &llamac_reference);
-            for (int j = 0; j < 6; j++) matrix_products(found[i], &llamac_reference, types[j]);
+            for (int j = 0; j < TYPES; j++) matrix_products(found[i], &llamac_reference, types[j]);
             for (int half = 0; half < 2; half++) attention_ops(found[i], &llamac_reference, half);
         }
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++)
-            for (int j = 0; j < 6; j++) {
+            for (int j = 0; j < TYPES; j++) {
                 gated_of_one(found[i], types[j]);
                 if (has_tiles(found[i])) gated_of(found[i], types[j]);
             }

@@ -4,6 +4,7 @@
 // has such programs for GPUs.
 //   programs SEED ROUNDS; exit code 1 if one differs.
 #include "../runtime/cpu/cpu.c"
+#include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 
 enum { POSITIONS = 40, OPS = 12 };
@@ -20,9 +21,9 @@ static uint16_t half_of(float f) {
 }
 
 static Mat matrix(Type type, int rows, int cols) {
-    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = BF16;
+    if (block_size(type).numbers && cols % block_size(type).numbers) type = BF16;
     Mat m = {.type = type, .rows = rows, .cols = cols, .group = 16};
-    size_t n = (size_t)rows * cols, size = is_quantised(&m) ? n / 32 * unit_size(&m) : type == F32 ? 4 * n : type == INT8_GROUPS ? n : 2 * n;
+    size_t n = (size_t)rows * cols, size = is_quantised(&m) ? (size_t)rows * units(&m) * unit_size(&m) : type == F32 ? 4 * n : type == INT8_GROUPS ? n : 2 * n;
     uint8_t *bytes = malloc(size);
     float *scales = malloc((n / 16 + 1) * sizeof *scales), small = 1 / sqrtf(cols);
     for (size_t i = 0; i < n / 16 + 1; i++) scales[i] = small * 0x1p-7f;
@@ -33,28 +34,30 @@ static Mat matrix(Type type, int rows, int cols) {
         if (type == F32) memcpy(bytes + 4 * i, &f, 4);
         else memcpy(bytes + 2 * i, type == F16 ? (char *)&half : (char *)&f + 2, 2);
     }
-    for (size_t i = 0; is_quantised(&m) && i < size; i += unit_size(&m)) {
-        uint16_t scale = half_of(small * (type == Q8_0 ? 0x1p-7f : 0x1p-3f));
-        memcpy(bytes + i, &scale, 2);
-    }
+    float largest = type == Q8_0 ? 127 : type == Q6_K ? 32 * 128 : type >= Q4_K ? 15 * 63 : 8; // whole number, about
+    uint16_t scale = half_of(small / largest);
+    for (size_t i = 0; is_quantised(&m) && i < size; i += unit_size(&m))
+        for (int j = 0; j < halves_of(type); j++) memcpy(bytes + i + halves_at(type) + 2 * j, &scale, 2);
     m.data = bytes, m.scales = scales;
     return m;
 }
 
 static Type any_type(Type usual) {
-    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
-    return below(3) ? usual : types[below(6)];
+    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K};
+    return below(3) ? usual : types[below(12)];
 }
 
 static Model random_model(void) {
-    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS};
-    Type type = types[below(6)];
+    static const Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS, Q4_K, Q6_K};
+    Type type = types[below(8)];
     int heads = 1 + below(3), groups = 1 + below(6), head_dim = below(3) ? 16 * (1 + below(2)) : 2 * (1 + below(12));
+    bool blocks = type == Q4_K || type == Q6_K; // of 256 numbers
+    if (blocks) heads = 1 + below(2), groups = 8 / heads, head_dim = 32;
     bool biases = below(2), norms = below(2), wide = below(2); // wide: or narrow, for queries are as wide as they are
     Config c = {.n_layers = 1 + below(2), .n_heads = heads * groups, .n_kv_heads = heads, .head_dim = head_dim,
                 .q_dim = heads * groups * head_dim,
-                .dim = wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
-                .hidden_dim = below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f,
+                .dim = blocks ? 256 : wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
+                .hidden_dim = blocks && below(3) ? 256 : below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f,
                 .rope_halves = below(2), .rope_scale = below(2) ? 1 : 1.2f};
     Model m = {.config = c, .weights = {.token_embedding = matrix(any_type(type), c.vocab_size, c.dim), .norm = matrix(F32, 1, c.dim),
                                         .output = matrix(any_type(type), c.vocab_size, c.dim),

@@ -27,7 +27,11 @@ GGUF = {"tok": "token_embd", "norm": "output_norm", "output": "output", "attenti
         "wq": "blk.N.attn_q", "wk": "blk.N.attn_k", "wv": "blk.N.attn_v", "wo": "blk.N.attn_output",
         "ffn_norm": "blk.N.ffn_norm", "w1": "blk.N.ffn_gate", "w2": "blk.N.ffn_down", "w3": "blk.N.ffn_up"}
 TYPES = {"f16": gguf.GGMLQuantizationType.F16, "bf16": gguf.GGMLQuantizationType.BF16,
-         "q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
+         **{name.lower(): gguf.GGMLQuantizationType[name]
+            for name in ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")}}
+# Rows that fill no blocks of 256 have the type that llama-quantize takes for them
+SHORTER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+K_HALVES = {"q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}  # where a block's numbers in half precision stand
 
 
 def round_to_8_bits(x):
@@ -35,6 +39,17 @@ def round_to_8_bits(x):
     blocks = x.reshape(-1, 32)
     scale = blocks.abs().amax(1, keepdim=True) / 127
     return ((blocks / scale).round() * scale).reshape(x.shape)
+
+
+def random_k(x, dtype, rng):
+    """Blocks of a K type for (rows, cols) numbers as large as those of x: random bits, but for the scale and unit of minima."""
+    kind = TYPES[dtype]
+    width, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (x.size // width, size), dtype=np.uint8)
+    unit = np.float32(x.std() / {"q4_k": 160, "q5_k": 320, "q6_k": 1400}[dtype])
+    for at in K_HALVES[dtype]:
+        blocks[:, at:at + 2] = (unit * rng.uniform(0.5, 1, (len(blocks), 1)) * (8 if at else 1)).astype("<f2").view(np.uint8)
+    return blocks.reshape(len(x), -1)
 
 
 class Model:
@@ -139,6 +154,14 @@ class Model:
         path.write_bytes(struct.pack("<I", max(map(len, pieces))) + b"".join(
             struct.pack("<fI", 0, len(p)) + p for p in pieces))
 
+    def type_of(self, key, x, dtype):
+        """The type of a weight in a file of `dtype`; "q4_k_m" has some matrices in Q6_K, and an embedding in Q5_0."""
+        if x.ndim < 2 or (dtype[0] == "q" and x.shape[1] % 32):
+            return "f32"
+        if dtype == "q4_k_m":
+            dtype = "q5_0" if key == "tok" and not self.tied else "q6_k" if key[0] in ("wv", "w2") or key in ("tok", "output") else "q4_k"
+        return SHORTER[dtype] if dtype in SHORTER and x.shape[1] % 256 else dtype
+
     def write_gguf(self, path, dtype="f32", template=None, **metadata):
         w = gguf.GGUFWriter(path, "llama")
         w.add_context_length(self.seq)
@@ -162,16 +185,16 @@ class Model:
             w.add_chat_template(template)
         for key, value in metadata.items():
             w.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-        held = {}
+        held, rng = {}, np.random.default_rng(self.dim)
         for key in self.names(["tok", *LAYER, "norm", "output"]):
             name, layer = key if isinstance(key, tuple) else (key, 0)
             held[key] = x = self.w[key]
             name = GGUF[name].replace("N", str(layer)) + ".weight"
-            quantise = x.ndim == 2 and dtype != "f32" and not (dtype[0] == "q" and x.shape[1] % 32)
-            if quantise:
-                data = gguf.quants.quantize(x, TYPES[dtype])
-                held[key] = gguf.quants.dequantize(data, TYPES[dtype]).astype(np.float32)
-                w.add_tensor(name, data, raw_dtype=TYPES[dtype])
+            kind = self.type_of(key, x, dtype)
+            if kind != "f32":
+                data = random_k(x, kind, rng) if kind in K_HALVES else gguf.quants.quantize(x, TYPES[kind])
+                held[key] = gguf.quants.dequantize(data, TYPES[kind]).astype(np.float32).reshape(x.shape)
+                w.add_tensor(name, data, raw_dtype=TYPES[kind])
             else:
                 w.add_tensor(name, x)
         w.write_header_to_file()
@@ -249,6 +272,9 @@ SHAPES = {
     "hidden 100": dict(dim=32, hidden=100, heads=2, kv=2, layers=3, tied=False),
     "odd hidden, width 36": dict(dim=36, hidden=77, heads=6, kv=3),
 }
+WIDE = {"blocks of 256": dict(dim=256, hidden=512, heads=4, kv=2, layers=1, tied=False),
+        "blocks of 256 and 32": dict(dim=256, hidden=160, heads=4, kv=1, layers=1)}
+K_FORMS = ["q4_k", "q5_k", "q6_k", "q4_k_m"]
 FORMS = ["v0:", "v1:", "v2:64", "v2:32", "v2:24", "v2:7", "f32", "f16", "bf16", "q8_0", "q4_0"]
 TEXT = "The quick brown fox — jumps über den Zaun, 100 times, and then it does so again and again."  # over 64 tokens
 
@@ -264,6 +290,17 @@ def test_logits_equal_transformers(run_bin, tmp_path, shape, form):
     expected = model.logits(ids_of(TEXT, form[0] == "v"), held, form)
     for isa in ISAS:
         assert_close(logits(run_bin, args, TEXT, model.vocab, isa), expected, form)
+
+
+@pytest.mark.parametrize("form", ["q4_1", "q5_0", "q5_1", *K_FORMS])
+@pytest.mark.parametrize("shape", WIDE)
+def test_logits_of_all_types_of_blocks_equal_transformers(run_bin, tmp_path, shape, form):
+    model = Model(**WIDE[shape])
+    args, held = model.write(tmp_path, form)
+    expected = model.logits(ids_of(TEXT), held, form)
+    for isa in ISAS:
+        assert_close(logits(run_bin, args, TEXT, model.vocab, isa), expected, form)
+        assert len({run(run_bin, *args, "-t", 0, "-n", 40, *flags, isa=isa) for flags in ([], ["--no-copy"], ["-j", 1])}) == 1
 
 
 def test_an_instruction_set_that_is_not_there(run_bin, tmp_path):

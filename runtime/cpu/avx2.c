@@ -74,6 +74,11 @@ TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     return FLOATS(DOT_SMALL(minus_offset(8, x), nibbles(q), LOAD_I(x->q)));
 }
 
+TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
+    Partial scales = _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a));
+    return _mm256_fmadd_ps(FLOATS(DOT_SMALL(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q))), scales, sum);
+}
+
 #include "simd.h"
 
 static bool supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); } // all such have f16c

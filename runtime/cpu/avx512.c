@@ -59,6 +59,12 @@ TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(minus_offset(8, x), nibbles(q), activations));
 }
 
+TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
+    __m256i w = _mm256_loadu_si256((const __m256i *)q), activations = _mm256_loadu_si256((const __m256i *)x->q);
+    Partial products = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(_mm256_setzero_si256(), w, activations));
+    return _mm256_fmadd_ps(products, _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a)), sum);
+}
+
 #include "simd.h"
 
 static bool supported(void) {

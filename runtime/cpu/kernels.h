@@ -11,36 +11,40 @@
 // all matrices that they are multiplied with.
 typedef struct {
     float scale;   // largest magnitude / 127
-    int32_t sum;   // of q
+    int16_t sum;   // of q
+    int16_t half;  // of the first 16
     int8_t q[32];  // round(x / scale)
 } Block;
 
 // Tiles: the weights of TILE rows of a matrix, reordered so that the numbers that one instruction multiplies lie together.
 // Rows 0..15 of the matrix become its first row of tiles, rows 16..31 its second; what is missing at the end is zero. Each
-// tile has one unit of all 16 rows: a column of F32, two columns of BF16, a block of 32 columns of Q8_0 or Q4_0. If w[r][c]
-// is row r, column c, the first row of tiles is
+// tile has one unit of all 16 rows: a column of F32, two columns of BF16, a block of 32 or 256 columns of a quantised type. If
+// w[r][c] is row r, column c, the first row of tiles is
 //
 //         tile 0, 64 bytes                            tile 1
 //   F32   w[0][0]   w[1][0]   ... w[15][0]          | w[0][1]   w[1][1]   ... w[15][1]   | ...
 //   BF16  w[0][0,1] w[1][0,1] ... w[15][0,1]        | w[0][2,3] w[1][2,3] ... w[15][2,3] | ...
 //
-//         tile 0, Q8_TILE = 544 bytes                                                      tile 1
+//         tile 0, 544 bytes                                                                tile 1
 //   Q8_0  16 half-precision scales, one for each row                                     | 16 scales
 //         group 0: w[0][0..3]   w[1][0..3]   ... w[15][0..3]      64 bytes               | w[0][32..35] ...
 //         group 1: w[0][4..7]   w[1][4..7]   ... w[15][4..7]                             |
 //         ...                                                                            |
 //         group 7: w[0][28..31] w[1][28..31] ... w[15][28..31]                           |
 //
-//         tile 0, Q4_TILE = 288 bytes
+//         tile 0, 288 bytes
 //   Q4_0  16 scales, then 4 such groups: the low nibbles of group g are columns 4g..4g+3, the high ones 16+4g..16+4g+3
 //
-// Bytes of Q8_0 are w + 128 where the instruction wants them unsigned; nibbles of Q4_0 are w + 8, as in the file.
+// Bytes of Q8_0 are w + 128 where the instruction wants them unsigned; nibbles of Q4_0 are w + 8, as in the file. All other
+// quantised types go the same way: first the half-precision numbers of the 16 blocks (of two, first all of one), then the
+// rest of the blocks as it stands in the file, by groups of 4 bytes of each row. So a tile has as many bytes as its blocks. The
+// fifth bits of Q5_0 and Q5_1 alone change their order: bit i of a group's byte k is column 4i + k.
 //
 // Example: row 18, column 37 of a Q8_0 matrix with 64 columns. Row 18 is number 2 of the second row of tiles, which begins
 // behind 64 / 32 tiles, at byte 2 * 544 = 1088. Column 37 is number 5 of the second block: its tile begins at 1088 + 544 =
 // 1632. There, the scale is at 1632 + 2 * 2 = 1636. The byte is in group 5 / 4 = 1, behind the scales (32 bytes) and group 0
 // (64 bytes), in row 2's four bytes (2 * 4), number 5 % 4 = 1 of them: 1632 + 32 + 64 + 8 + 1 = 1737.
-enum { TILE = 16, Q8_TILE = 34 * TILE, Q4_TILE = 18 * TILE };
+enum { TILE = 16 };
 
 // What a product of floats prefetches while it computes: in each step of two columns, the next weights; and in each step
 // whose number has no bit of `mask`, a cache line of the output, where two lines side by side belong to one token. All of
@@ -66,7 +70,7 @@ typedef struct {
     float *y;
     const uint8_t *tiles;
     int tile_rows;
-    const void *x;   // Q8_0, Q4_0: Block (T, cols / 32). Others: a panel, float (cols, T) or pairs in BF16 (cols / 2, T, 2)
+    const void *x;   // Quantised types: Block (T, cols / 32). Others: a panel, float (cols, T) or pairs in BF16 (cols / 2, T, 2)
     int cols, T;     // T of a panel: 1, 2, 4, 8 or Kernels' tokens; of pairs at least 4
     Prefetch prefetch;
 } TileProduct;

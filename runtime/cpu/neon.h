@@ -74,4 +74,9 @@ TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I(x->q + 16)));
 }
 
+TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
+    int32x4_t low = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I(x->q)), high = DOT(vdupq_n_s32(0), LOAD_I(q + 16), LOAD_I(x->q + 16));
+    return vfmaq_n_f32(vfmaq_n_f32(sum, vcvtq_f32_s32(low), a), vcvtq_f32_s32(high), b);
+}
+
 #include "simd.h"

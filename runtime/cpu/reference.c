@@ -1,6 +1,6 @@
 // Each kernel in plain C: what is computed, one number after the other.
 #include <math.h>
-#include "kernels.h"
+#include "blocks.h"
 
 // To the nearest half, ties to even; infinity beyond the largest.
 static uint16_t float_to_half(float f) {
@@ -80,9 +80,10 @@ static void quantize(Block *out, const float *x, int n_blocks) {
             memcpy(&bits, &rounded, 4);
             out->q[i] = (int8_t)bits;
             sum += (int8_t)bits;
+            if (i == 15) out->half = (int16_t)sum;
         }
         out->scale = most / 127;
-        out->sum = sum;
+        out->sum = (int16_t)sum;
     }
 }
 
@@ -111,6 +112,35 @@ static float dot_q4(const void *row, const void *x, int cols) {
     }
     return sum;
 }
+
+// The part of a block's numbers that is multiplied with x, from number `at` on.
+static float dot_part(Type type, const Numbers *n, int at, const Block *x) {
+    float sum = 0;
+    for (int c = 0, scale = numbers_per_scale(type); c < 32; c += scale) {
+        int32_t product = 0;
+        for (int i = c; i < c + scale; i++) product += (n->q[at + i] - zero_of(type)) * x->q[i];
+        sum += n->scale[(at + c) / scale] * product;
+    }
+    return x->scale * (has_minima(type) ? sum - n->min[at / 32] * x->sum : sum);
+}
+
+ALWAYS float dot_blocks(Type type, const uint8_t *row, const Block *x, int cols) {
+    const int width = block_size(type).numbers;
+    float sum = 0;
+    Numbers n;
+    for (const Block *end = x + cols / 32; x < end; row += block_size(type).bytes) {
+        take_block(type, &n, row);
+        for (int at = 0; at < width; at += 32) sum += dot_part(type, &n, at, x++);
+    }
+    return sum;
+}
+
+static float dot_q4_1(const void *row, const void *x, int cols) { return dot_blocks(Q4_1, row, x, cols); }
+static float dot_q5_0(const void *row, const void *x, int cols) { return dot_blocks(Q5_0, row, x, cols); }
+static float dot_q5_1(const void *row, const void *x, int cols) { return dot_blocks(Q5_1, row, x, cols); }
+static float dot_q4_k(const void *row, const void *x, int cols) { return dot_blocks(Q4_K, row, x, cols); }
+static float dot_q5_k(const void *row, const void *x, int cols) { return dot_blocks(Q5_K, row, x, cols); }
+static float dot_q6_k(const void *row, const void *x, int cols) { return dot_blocks(Q6_K, row, x, cols); }
 
 static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
     for (int i = 0; i < n; i++)
@@ -185,7 +215,13 @@ const Kernels llamac_reference = {
               [F16] = {.dot = dot_f16},
               [BF16] = {.dot = dot_bf16},
               [Q8_0] = {.dot = dot_q8},
-              [Q4_0] = {.dot = dot_q4}},
+              [Q4_0] = {.dot = dot_q4},
+              [Q4_1] = {.dot = dot_q4_1},
+              [Q5_0] = {.dot = dot_q5_0},
+              [Q5_1] = {.dot = dot_q5_1},
+              [Q4_K] = {.dot = dot_q4_k},
+              [Q5_K] = {.dot = dot_q5_k},
+              [Q6_K] = {.dot = dot_q6_k}},
     .floats_f16 = floats_f16,
     .floats_bf16 = floats_bf16,
     .halves = halves,

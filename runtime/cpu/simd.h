@@ -14,16 +14,18 @@
 //   STORE_8(p, i)        int32 from -127 to 127 as bytes
 //   BF16_LOW(i), BF16_HIGH(i)  the lower, the upper halves of 32 bits as floats
 //   DOT(c, w, x)         c + the products of each lane's four bytes; w unsigned if Q8_OFFSET is 128, else signed
-//   DOT_SMALL(c, w, x)   the same for w from 0 to 15
+//   DOT_SMALL(c, w, x)   the same for w from 0 to 63
 //   AND_15, SHIFT_4      of bytes: w & 15; w >> 4, where the bits above the low four are cleared
 //   Q8_OFFSET            what is added to the bytes in Q8_0's tiles
 //   Partial, PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b): floats in which the products of a block's 32 bytes are summed
 //   block_q8(q, x), block_q4(q, x)  Partial with the products of one block's numbers with the activations in Block x
+//   add_small(sum, q, x, a, b)  sum + a times the products of the first 16 bytes of q, from 0 to 63, + b times the others'
 //   HALF(h)              a half as float
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1, HIGH_32 = a2 b2 a3 b3: four int32
 // SIMD_KERNELS, at the end, are the initialisers of its table. Functions that take the type, or how many tokens and rows of
 // tiles they work on, are inlined with constants.
 #include <math.h>
+#include "blocks.h"
 
 // clang-format off: it knows no UNROLL
 
@@ -95,6 +97,31 @@ INLINE float dot_blocks(Type type, const uint8_t *row, const Block *x, int n_blo
 TARGET static float dot_q8(const void *row, const void *x, int cols) { return dot_blocks(Q8_0, row, x, cols / 32); }
 TARGET static float dot_q4(const void *row, const void *x, int cols) { return dot_blocks(Q4_0, row, x, cols / 32); }
 
+// Of other types a block becomes bytes before. What the sums of the activations make of zeros and minima is added apart.
+INLINE float dot_numbers(Type type, const uint8_t *row, const Block *x, int cols) {
+    const int per = numbers_per_scale(type), zero = zero_of(type);
+    Partial sum = PARTIAL_SET(0);
+    float rest = 0;
+    Numbers n;
+    for (const Block *end = x + cols / 32; x < end; row += block_size(type).bytes) {
+        take_block(type, &n, row);
+        for (int at = 0; at < block_size(type).numbers; at += 32, x++) {
+            float a = x->scale * n.scale[at / per], b = per == 32 ? a : x->scale * n.scale[at / per + 1];
+            sum = add_small(sum, n.q + at, x, a, b);
+            if (zero) rest -= zero * (a * x->half + b * (x->sum - x->half));
+            if (has_minima(type)) rest -= x->scale * n.min[at / 32] * x->sum;
+        }
+    }
+    return PARTIAL_SUM(sum, PARTIAL_SET(0)) + rest;
+}
+
+TARGET static float dot_q4_1(const void *row, const void *x, int cols) { return dot_numbers(Q4_1, row, x, cols); }
+TARGET static float dot_q5_0(const void *row, const void *x, int cols) { return dot_numbers(Q5_0, row, x, cols); }
+TARGET static float dot_q5_1(const void *row, const void *x, int cols) { return dot_numbers(Q5_1, row, x, cols); }
+TARGET static float dot_q4_k(const void *row, const void *x, int cols) { return dot_numbers(Q4_K, row, x, cols); }
+TARGET static float dot_q5_k(const void *row, const void *x, int cols) { return dot_numbers(Q5_K, row, x, cols); }
+TARGET static float dot_q6_k(const void *row, const void *x, int cols) { return dot_numbers(Q6_K, row, x, cols); }
+
 INLINE void floats_of(Type type, float *out, const void *w, int n) {
     int i = 0;
     for (; i + LANES <= n; i += LANES) STORE(out + i, load(type, w, i));
@@ -120,7 +147,7 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
     enum { PARTS = 32 / LANES };
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
         Floats v[PARTS];
-        Ints largest = SET_I(0), sum = largest; // as bits, among which NaN is larger than any number
+        Ints largest = SET_I(0), sums[2] = {largest, largest}; // as bits, among which NaN is larger than any number
         UNROLL for (int i = 0; i < PARTS; i++) v[i] = LOAD(x + i * LANES), largest = MAX_I(largest, MAGNITUDE(v[i]));
         int32_t bits = LARGEST_I(largest);
         float most;
@@ -129,10 +156,11 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
         UNROLL for (int i = 0; i < PARTS; i++) {
             Ints q = INTS(MIN(MAX(MUL(v[i], inverse), SET(-127)), SET(127))); // a bound for NaN and infinity
             STORE_8(out->q + i * LANES, q);
-            sum = ADD_I(sum, q);
+            sums[2 * i / PARTS] = ADD_I(sums[2 * i / PARTS], q);
         }
         out->scale = most / 127;
-        out->sum = SUM_I(sum);
+        out->half = (int16_t)SUM_I(sums[0]);
+        out->sum = (int16_t)(out->half + SUM_I(sums[1]));
     }
 }
 
@@ -167,25 +195,48 @@ TARGET static void pack_words(uint8_t *tiles, const uint8_t *rows, size_t stride
     transpose(tiles, rows, stride, TILE, units);
 }
 
+// Bits of 32 columns in the order of a tile: bit i of byte k is column 4i + k. A product spreads 4 bits over 4 bytes.
+ALWAYS uint32_t order_bits(uint32_t bits) {
+    uint32_t ordered = 0;
+    for (int i = 0; i < 8; i++) ordered |= ((bits >> 4 * i & 15) * 0x00204081 & 0x01010101) << i;
+    return ordered;
+}
+
+INLINE void order_rows(uint8_t *words) {
+    uint32_t bits[TILE];
+    memcpy(bits, words, sizeof bits);
+    for (int r = 0; r < TILE; r++) bits[r] = order_bits(bits[r]);
+    memcpy(words, bits, sizeof bits);
+}
+
 INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t stride, int n_blocks) {
-    const size_t size = type == Q8_0 ? 34 : 18;
+    const int size = block_size(type).bytes, halves = halves_of(type), n = words_of(type);
     Quad offset = SET_QUAD(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0);
     for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
-        for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * r, rows + r * stride, 2);
-        for (int r = 0; r < TILE; r += 4) {
-            transpose_4x4(tiles + 2 * TILE + 4 * r, 4 * TILE, rows + r * stride + 2, stride, offset);
-            if (type == Q8_0) transpose_4x4(tiles + 18 * TILE + 4 * r, 4 * TILE, rows + r * stride + 18, stride, offset);
-        }
+        uint8_t *words = tiles + 2 * halves * TILE;
+        for (int i = 0; i < halves; i++)
+            for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * (i * TILE + r), rows + r * stride + halves_at(type) + 2 * i, 2);
+        for (int r = 0; r < TILE; r += 4)
+            for (int c = 0, first; c < n; c += 4) { // the last four again, where the number of words is no multiple of 4
+                first = c + 4 <= n ? c : n - 4;
+                transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, rows + r * stride + words_at(type) + 4 * first, stride, offset);
+            }
+        if (type == Q5_0 || type == Q5_1) order_rows(words);
     }
 }
 
-TARGET static void pack_q8(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
-    pack_blocks(Q8_0, tiles, rows, stride, units);
-}
-
-TARGET static void pack_q4(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
-    pack_blocks(Q4_0, tiles, rows, stride, units);
-}
+#define PACK(name, type) \
+    TARGET static void name(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) { \
+        pack_blocks(type, tiles, rows, stride, units); \
+    }
+PACK(pack_q8, Q8_0)
+PACK(pack_q4, Q4_0)
+PACK(pack_q4_1, Q4_1)
+PACK(pack_q5_0, Q5_0)
+PACK(pack_q5_1, Q5_1)
+PACK(pack_q4_k, Q4_K)
+PACK(pack_q5_k, Q5_K)
+PACK(pack_q6_k, Q6_K)
 
 // ----------------------------------------------------------------------------
 // Products of tiles with floats
@@ -274,44 +325,118 @@ INLINE Ints four_bytes(const int8_t *q) {
     return SET_I(bytes);
 }
 
-// T tokens with some rows of tiles. Products of a block are summed as integers, then scaled by both scales.
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
+
+// Bits of each word, moved down (up, if `shift` is negative); then those of the mask.
+INLINE Ints bits(Ints v, int shift, uint32_t mask) {
+    return (Ints)((shift < 0 ? (Words)v << -shift : (Words)v >> shift) & mask);
+}
+
+INLINE Ints either(Ints a, Ints b) { return (Ints)((Words)a | (Words)b); }
+
+INLINE Ints nibbles_of(Ints v, int high) { return high ? SHIFT_4(v) : AND_15(v); }
+
+// A tile's columns that share a scale are multiplied at once: part s of them. Parts go in steps, in which i is a constant: the low
+// and the high nibbles of the same bytes.
+INLINE int parts_of_step(Type type) { return type == Q6_K ? 4 : type == Q4_K || type == Q5_K ? 2 : 1; }
+INLINE int part_of(Type type, int step, int i) { return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i; }
+
+INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
+
+// Four columns of LANES rows as bytes, zero_of(type) too large: of part i of a step, from column 4g + 16h on. h is 1 only of types
+// whose high nibbles are the other half of the same block.
+INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, int h) {
+    if (type == Q8_0) return word_at(words, g);
+    if (type == Q4_0 || type == Q4_1) return nibbles_of(word_at(words, g), h);
+    if (type == Q5_0 || type == Q5_1)
+        return either(nibbles_of(word_at(words, 1 + g), h), bits(word_at(words, 0), g + 4 * h - 4, 0x10101010));
+    if (type == Q4_K) return nibbles_of(word_at(words, 3 + 8 * step + g), i);
+    if (type == Q5_K) {
+        Ints fifth = bits(bits(word_at(words, 3 + g), 2 * step, ~0u), i - 4, 0x10101010);
+        return either(nibbles_of(word_at(words, 11 + 8 * step + g), i), fifth);
+    }
+    Ints upper = bits(word_at(words, 32 + step / 2 * 8 + i % 2 * 4 + g), step % 2 * 2, ~0u); // Q6_K
+    return either(nibbles_of(word_at(words, step * 8 + i % 2 * 4 + g), i / 2), bits(upper, i / 2 * 4 - 4, 0x30303030));
+}
+
+// Of 6 bits, of Q4_K and Q5_K: the scales (blocks.h) of part s; or the minima.
+INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
+    if (s < 4) return bits(word_at(words, minima), 8 * s, 63);
+    return either(bits(word_at(words, 2), 8 * (s - 4) + 4 * minima, 15), bits(word_at(words, minima), 8 * (s - 4) + 2, 0x30));
+}
+
+INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
+    Floats scales = LOAD_F16((const void *)halves);
+    if (type == Q4_K || type == Q5_K) return MUL(scales, FLOATS(k_scales(words, s, 0)));
+    if (type != Q6_K) return scales;
+    return MUL(scales, FLOATS((Ints)((SignedWords)((Words)word_at(words, 48 + s / 4) << (24 - s % 4 * 8)) >> 24)));
+}
+
+INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
+    Floats minima = LOAD_F16((const void *)(halves + 2 * TILE));
+    return type == Q4_1 || type == Q5_1 ? MUL(minima, SET(-1)) : MUL(minima, FLOATS(k_scales(words, s, 1)));
+}
+
+// The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers, then scaled by both
+// scales.
+INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x, size_t n_blocks,
+                     int step, const int i, const int T, const int tile_rows) {
+    const int per = numbers_per_scale(type), s = part_of(type, step, i), first = type == Q6_K ? 16 * (i % 2) : 0, zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
+    const int both = type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q5_1 ? 2 : 1; // parts of a nibble
+    const uint8_t *halves[SUMS], *words[SUMS];
+    x += s * per / 32;
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
+        halves[v] = tile + v / VECTORS * next + 2 * (v % VECTORS) * LANES;
+        words[v] = tile + v / VECTORS * next + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
+    }
+    Ints products[SUMS][TOKENS_Q];
+    UNROLL for (int t = 0; t < T; t++) {
+        const Block *b = x + t * n_blocks;
+        int sum = per == 32 ? b->sum : first ? b->sum - b->half : b->half;
+        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) products[v][t] = SET_I(zero ? -zero * sum : 0);
+    }
+    for (int g = 0; g < per / 4 / both; g++)
+        UNROLL for (int h = 0; h < both; h++) {
+            Ints w[SUMS];
+            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) w[v] = numbers_at(type, words[v], step, i, g, h);
+            UNROLL for (int t = 0; t < T; t++) {
+                Ints q = four_bytes(x[t * n_blocks].q + first + 4 * g + 16 * h);
+                UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+                    products[v][t] = type == Q8_0 ? DOT(products[v][t], w[v], q) : DOT_SMALL(products[v][t], w[v], q);
+            }
+        }
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
+        Floats scales = scales_at(type, halves[v], words[v], s);
+        UNROLL for (int t = 0; t < T; t++)
+            sums[v][t] = FMA(FLOATS(products[v][t]), MUL(scales, SET(x[t * n_blocks].scale)), sums[v][t]);
+        if (!has_minima(type)) continue;
+        Floats minima = minima_at(type, halves[v], words[v], s);
+        UNROLL for (int t = 0; t < T; t++)
+            sums[v][t] = FMA(minima, SET(-x[t * n_blocks].scale * x[t * n_blocks].sum), sums[v][t]);
+    }
+}
+
+// T tokens with some rows of tiles.
 INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
-    const size_t n_blocks = p->cols / 32, size = type == Q8_0 ? Q8_TILE : Q4_TILE, next = n_blocks * size; // bytes
+    const int width = block_size(type).numbers, per = numbers_per_scale(type);
+    const size_t size = block_size(type).bytes * TILE, next = p->cols / width * size; // bytes
     const Block *x = p->x;
     const uint8_t *tiles = p->tiles, *end = tiles + next;
     Floats sums[SUMS][TOKENS_Q];
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
         UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
-    for (; tiles != end; tiles += size, x++) {
-        Ints products[SUMS][TOKENS_Q];
-        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
-            UNROLL for (int t = 0; t < T; t++)
-                products[v][t] = SET_I((type == Q8_0 ? -Q8_OFFSET : -8) * x[t * n_blocks].sum);
-        for (int g = 0; g < (type == Q8_0 ? 8 : 4); g++) {
-            Ints w[SUMS];
-            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
-                w[v] = LOAD_I(tiles + v / VECTORS * next + 2 * TILE + (g * TILE + v % VECTORS * LANES) * 4);
-            UNROLL for (int t = 0; t < T; t++) {
-                const int8_t *q = x[t * n_blocks].q + 4 * g;
-                Ints first = four_bytes(q), second = four_bytes(q + (type == Q8_0 ? 0 : 16));
-                UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
-                    if (type == Q8_0) products[v][t] = DOT(products[v][t], w[v], first);
-                    else products[v][t] = DOT_SMALL(DOT_SMALL(products[v][t], AND_15(w[v]), first), SHIFT_4(w[v]), second);
-            }
-        }
-        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
-            Floats scales = LOAD_F16((const void *)(tiles + v / VECTORS * next + 2 * (v % VECTORS) * LANES));
-            UNROLL for (int t = 0; t < T; t++)
-                sums[v][t] = FMA(FLOATS(products[v][t]), MUL(scales, SET(x[t * n_blocks].scale)), sums[v][t]);
-        }
-    }
+    for (; tiles != end; tiles += size, x += width / 32)
+        for (int step = 0; step < width / per / parts_of_step(type); step++)
+            UNROLL for (int i = 0; i < parts_of_step(type); i++)
+                add_part(type, sums, tiles, next, x, p->cols / 32, step, i, T, tile_rows);
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
         UNROLL for (int t = 0; t < T; t++) STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
 
 // T tokens with each row of tiles.
 INLINE void block_rows(Type type, TileProduct p, const int T) {
-    const size_t size = (size_t)(p.cols / 32) * (type == Q8_0 ? Q8_TILE : Q4_TILE);
+    const size_t size = (size_t)(p.cols / block_size(type).numbers) * block_size(type).bytes * TILE;
     if (TILE_ROWS == 2 && T == TOKENS_Q && p.tile_rows == 2) block_tiles(type, &p, T, TILE_ROWS);
     else for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += size) block_tiles(type, &p, T, 1);
 }
@@ -330,6 +455,12 @@ INLINE void product_of_blocks(Type type, TileProduct p) {
 
 TARGET static void product_q8(const TileProduct *p) { product_of_blocks(Q8_0, *p); }
 TARGET static void product_q4(const TileProduct *p) { product_of_blocks(Q4_0, *p); }
+TARGET static void product_q4_1(const TileProduct *p) { product_of_blocks(Q4_1, *p); }
+TARGET static void product_q5_0(const TileProduct *p) { product_of_blocks(Q5_0, *p); }
+TARGET static void product_q5_1(const TileProduct *p) { product_of_blocks(Q5_1, *p); }
+TARGET static void product_q4_k(const TileProduct *p) { product_of_blocks(Q4_K, *p); }
+TARGET static void product_q5_k(const TileProduct *p) { product_of_blocks(Q5_K, *p); }
+TARGET static void product_q6_k(const TileProduct *p) { product_of_blocks(Q6_K, *p); }
 
 // ----------------------------------------------------------------------------
 // SwiGLU, RoPE, softmax
@@ -501,6 +632,9 @@ TARGET static void mix(const Attention *a) {
     .tokens = TOKENS, \
     .types = {[F32] = {dot_f32, pack_words, product_f32}, [F16] = {.dot = dot_f16}, \
               [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
-              [Q4_0] = {dot_q4, pack_q4, product_q4}}, \
+              [Q4_0] = {dot_q4, pack_q4, product_q4}, [Q4_1] = {dot_q4_1, pack_q4_1, product_q4_1}, \
+              [Q5_0] = {dot_q5_0, pack_q5_0, product_q5_0}, [Q5_1] = {dot_q5_1, pack_q5_1, product_q5_1}, \
+              [Q4_K] = {dot_q4_k, pack_q4_k, product_q4_k}, [Q5_K] = {dot_q5_k, pack_q5_k, product_q5_k}, \
+              [Q6_K] = {dot_q6_k, pack_q6_k, product_q6_k}}, \
     .floats_f16 = floats_f16, .floats_bf16 = floats_bf16, .halves = halves, .quantize = quantize, .transpose = transpose, \
     .swiglu = swiglu, .rotate = rotate, .rotate_halves = rotate_halves, .largest = largest, .exponentials = exponentials, .scores = scores, .mix = mix

@@ -1,21 +1,14 @@
+#include "blocks.h"
 #include "weights.h"
 
-static void floats_q8_0(float *out, const uint8_t *row, int n) {
-    for (; n > 0; n -= 32, row += 34, out += 32) {
-        uint16_t scale;
-        memcpy(&scale, row, 2);
-        float d = half_to_float(scale);
-        for (int i = 0; i < 32; i++) out[i] = d * (int8_t)row[2 + i];
-    }
-}
-
-static void floats_q4_0(float *out, const uint8_t *row, int n) {
-    for (; n > 0; n -= 32, row += 18, out += 32) {
-        uint16_t scale;
-        memcpy(&scale, row, 2);
-        float d = half_to_float(scale);
-        for (int i = 0; i < 16; i++) out[i] = d * ((row[2 + i] & 15) - 8);
-        for (int i = 0; i < 16; i++) out[16 + i] = d * ((row[2 + i] >> 4) - 8);
+static void floats_of_blocks(Type type, float *out, const uint8_t *row, int n) {
+    const int width = block_size(type).numbers;
+    for (Numbers b; n > 0; n -= width, row += block_size(type).bytes, out += width) {
+        take_block(type, &b, row);
+        for (int i = 0; i < width; i++) {
+            int part = i / numbers_per_scale(type);
+            out[i] = b.scale[part] * (b.q[i] - zero_of(type)) - (has_minima(type) ? b.min[part] : 0);
+        }
     }
 }
 
@@ -35,13 +28,13 @@ static void floats_int8_groups(float *out, const Mat *m, int64_t first, int n) {
 void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int n) {
     const uint8_t *data = m->data;
     int64_t first = (int64_t)r * m->cols + c;
+    BlockSize block = block_size(m->type);
     switch (m->type) {
     case F32: memcpy(out, data + 4 * first, n * sizeof(float)); break;
     case F16: k->floats_f16(out, data + 2 * first, n); break;
     case BF16: k->floats_bf16(out, data + 2 * first, n); break;
-    case Q8_0: floats_q8_0(out, data + first / 32 * 34, n); break;
-    case Q4_0: floats_q4_0(out, data + first / 32 * 18, n); break;
     case INT8_GROUPS: floats_int8_groups(out, m, first, n); break;
+    default: floats_of_blocks(m->type, out, data + first / block.numbers * block.bytes, n);
     }
 }
 
@@ -58,7 +51,7 @@ static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int 
 }
 
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    enum { STRIP = 64 }; // units
+    enum { STRIP = 2176 }; // bytes of each row at once: 64 units of Q8_0
     const TypeKernels *type = tile_kernels(k, m);
     int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
     size_t size = unit_size(m), stride = n * size;
@@ -66,10 +59,10 @@ void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
         type->pack(tiles, (const uint8_t *)m->data + r * stride, stride, n);
         return;
     }
-    _Alignas(64) uint8_t strip[TILE * STRIP * 34] = {0};
-    for (int u = 0; u < n; u += STRIP, tiles += TILE * STRIP * size) {
-        int part = n - u < STRIP ? n - u : STRIP;
-        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP * size, m, r + i, u, part);
-        type->pack(tiles, strip, STRIP * size, part);
+    _Alignas(64) uint8_t strip[TILE * STRIP] = {0};
+    for (int u = 0, part; u < n; u += part, tiles += TILE * part * size) {
+        part = n - u < (int)(STRIP / size) ? n - u : (int)(STRIP / size);
+        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP, m, r + i, u, part);
+        type->pack(tiles, strip, STRIP, part);
     }
 }

@@ -4,11 +4,14 @@
 
 #include "kernels.h"
 
-static inline bool is_quantised(const Mat *m) { return m->type == Q8_0 || m->type == Q4_0; }
+// Whether rows are stored in blocks, which are multiplied with Blocks of activations.
+static inline bool is_quantised(const Mat *m) { return block_size(m->type).numbers > 1; }
 
 // What is packed as one: a block, two numbers of BF16, or a float, which other types become. Its bytes; how many a row has.
-static inline int unit_size(const Mat *m) { return m->type == Q8_0 ? 34 : m->type == Q4_0 ? 18 : 4; }
-static inline int units(const Mat *m) { return is_quantised(m) ? m->cols / 32 : m->type == BF16 ? (m->cols + 1) / 2 : m->cols; }
+static inline int unit_size(const Mat *m) { return is_quantised(m) ? block_size(m->type).bytes : 4; }
+static inline int units(const Mat *m) {
+    return is_quantised(m) ? m->cols / block_size(m->type).numbers : m->type == BF16 ? (m->cols + 1) / 2 : m->cols;
+}
 
 // Bytes of a row of tiles: of TILE rows of the matrix.
 static inline size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_size(m) * TILE; }
@@ -27,7 +30,7 @@ static inline const TypeKernels *tile_kernels(const Kernels *k, const Mat *m) {
     return &k->types[m->type <= BF16 && k->types[m->type].product ? m->type : F32];
 }
 
-// n numbers of row r, from column c on, as floats. Of quantised types, c is a multiple of 32.
+// n numbers of row r, from column c on, as floats. Of quantised types, c and n are whole blocks.
 void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int n);
 
 // A row of tiles: of up to TILE rows from r on; rows beyond the last are zero.

@@ -1382,6 +1382,10 @@ static Size size_of(const Mat *m) {
     }
 }
 
+static bool is_known(Type type) {
+    return type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0 || type == INT8_GROUPS;
+}
+
 static size_t aligned(size_t n, size_t to) { return (n + to - 1) / to * to; }
 static size_t numbers_of(const Mat *m) { return aligned(size_of(m).numbers, sizeof(uint4)); } // rows in whole units follow
 static size_t scales_of(const Mat *m) { return aligned(size_of(m).scales, sizeof(float)); }    // each other without a gap
@@ -1717,8 +1721,22 @@ static bool can_record(Cuda *c) {
     return ok;
 }
 
+// Returns NULL, or what is wrong with the types of the weights.
+static const char *check_types(Model *model, llamac_error *e) {
+    char number[12];
+    for (const Mat *m : matrices(&model->weights, model->config.n_layers)) {
+        if (is_known(m->type)) continue;
+        snprintf(e->text, sizeof e->text, "weights of type %s, expected F32, F16, BF16, Q8_0 or Q4_0; --device=cpu takes them",
+                 llamac_type_name(m->type, number));
+        return e->text;
+    }
+    return NULL;
+}
+
 const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *e) {
     const Config *config = &model->config;
+    const char *wrong = check_types(model, e);
+    if (wrong) return wrong;
     if (config->head_dim > HEAD_MAX)
         return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
@@ -1730,7 +1748,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     c->splits = splits < 16 ? splits : 16;
     c->cache.positions = positions, c->cache.width = width, c->cache.head_dim = config->head_dim;
     c->cache.n_heads = config->n_heads, c->cache.n_kv_heads = config->n_kv_heads, c->cache.halves = config->rope_halves;
-    const char *wrong = find_device(c, e);
+    wrong = find_device(c, e);
     if (!wrong) wrong = take_memory(c, &model->weights, e);
     if (!wrong && !((c->input_host = (Input *)take_pinned(sizeof(Input))) && (c->best = (int *)take_pinned(sizeof(int)))))
         wrong = NOT_PINNED;
