@@ -91,7 +91,7 @@ fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, R
 	    -o cache/fuzz/fuzz tests/fuzz/fuzz.c tests/fuzz/printer.c runtime/cpu/*.c -lm -pthread
 	$(VENV) tests/fuzz/seeds.py cache/fuzz/seeds
 	for target in $(TARGETS); do mkdir -p cache/fuzz/$$target && TARGET=$$target cache/fuzz/fuzz -runs=$(RUNS) \
-	    -max_len=16384 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
+	    -max_len=24576 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
 	    cache/fuzz/$$target cache/fuzz/seeds/$$target tests/fuzz/corpus || exit 1; done
 
 encode-long: .venv/test run ## run's encoder against sentencepiece's, a million strings; then the time both take

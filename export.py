@@ -26,14 +26,14 @@ import torch
 from engine import checkpoint, rope
 from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, heads_in,
+                            FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, heads_in,
                             interleaved_to_halves, of_characters, tensors)
 from engine.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: the folder of a run, or of runs (the newest), a step folder, a GGUF or llama2.c file
 format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
-dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0 or q4_0; in hf: f32, f16 or bf16
+dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
 tokenizer = ""     # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 path = ""          # where to write; empty: beside what is exported
@@ -135,22 +135,40 @@ def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
         "general.architecture": architecture(args),
         "general.name": name,
         "general.alignment": ALIGNMENT,
-        "general.file_type": TYPES[dtype].file_type,
-        **({"general.quantization_version": 2} if TYPES[dtype].block > 1 else {}),
+        "general.file_type": FILE_TYPES[dtype],
+        **({"general.quantization_version": 2} if dtype[0] == "q" else {}),
         **{f"{architecture(args)}.{key}": value for key, value in sizes.items()},
         **vocabulary_metadata(vocabulary),
         **extra,
     }
 
 
-def gguf_type(name, shape, dtype):
+# Types whose blocks rows of another length than a multiple of 256 don't fill, and what llama.cpp takes for them
+SHORTER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def deserves_bits(layer, n_layers):
+    """Whether llama.cpp gives this layer's values, and what leads out of its feed-forward network, 6 bits among 4 or 5."""
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def gguf_type(name, shape, dtype, n_layers):
     """
-    The type a tensor has in a GGUF file of `dtype`. Norms, and rows that don't fill blocks, stay float32. Among 4-bit
-    matrices the embedding and the classifier keep 8 bits, because precision is worth most there.
+    The type a tensor has in a GGUF file of `dtype`. Norms, and rows that don't fill blocks, stay float32. Among matrices of
+    fewer bits the embedding and the classifier keep 8, because precision is worth most there. The mixtures (_m) are
+    llama.cpp's.
     """
-    if len(shape) == 1 or shape[-1] % TYPES[dtype].block:
+    if len(shape) == 1:
         return "f32"
-    return "q8_0" if dtype == "q4_0" and name in ("tok_embeddings.weight", "output.weight") else dtype
+    kind = dtype.removesuffix("_m")
+    if kind[0] == "q" and name in ("tok_embeddings.weight", "output.weight"):
+        kind = "q8_0"
+    elif kind != dtype and name.split(".")[-2] in ("wv", "w2") and deserves_bits(int(name.split(".")[1]), n_layers):
+        kind = "q6_k"
+    if kind in SHORTER and shape[-1] % 256:
+        kind = SHORTER[kind]
+    return "f32" if shape[-1] % TYPES[kind].block else kind
 
 
 def gguf_header(args, vocabulary, dtype, name, layout, extra):
@@ -172,7 +190,7 @@ def gguf_header(args, vocabulary, dtype, name, layout, extra):
 
 def write_gguf(path, state, args, vocabulary, dtype, name, extra):
     """The header, then the tensors, each padded to the alignment."""
-    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype)) for ours, gguf, _, shape in tensors(args)]
+    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype, args.n_layers)) for ours, gguf, _, shape in tensors(args)]
     factors = torch.tensor(gguf_rope(args)[1])
     layout += [(ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32")] if len(factors) else []
     header = gguf_header(args, vocabulary, dtype, name, layout, extra)
@@ -327,7 +345,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     will do for v0, v1, v2), name: general.name, extra: more GGUF metadata. Raises OSError when the disk fails; what
     stood at `path` before is then untouched.
     """
-    known = {"gguf": tuple(TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",), "v2": ("f32",)}
+    known = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",), "v2": ("f32",)}
     if format not in known:
         fail(f"--format={format}: expected {' or '.join(known)}")
     if dtype not in known[format]:

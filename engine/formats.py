@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine import blocks
 from tokenizer import CONTROL, NORMAL, UNKNOWN
 
 # Our name, GGUF's, Hugging Face's, shape. N: layer. V vocabulary, D width, Q width of all queries, K of all keys or values,
@@ -79,14 +80,11 @@ def halves_to_interleaved(w, n_heads):
 
 # ---- types of weights
 
-Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])  # 32 values: x = d q
-Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])  # 32 values: x = d (q - 8); the first 16 in the low nibbles
 HALF, SINGLE = float(np.finfo("f2").max), float(np.finfo("f4").max)
 
 
 class Type(NamedTuple):
     number: int         # ggml's number of the type
-    file_type: int      # general.file_type of a GGUF file mostly of this type
     block: int          # values in a block ...
     size: int           # ... and the bytes they take
     largest: float      # magnitude that fits
@@ -94,54 +92,32 @@ class Type(NamedTuple):
     decode: Callable    # stored bytes, uint8 (n size,) -> float32, n block values
 
 
-def reciprocal(d):
-    """1 / d; 0 where that would overflow, which is where half precision stores d as 0."""
-    return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 1e-38)
-
-
 def to_bf16(x):
     bits = x.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")  # to nearest, ties to even
 
 
-def to_q8_0(x):
-    blocks = x.reshape(-1, 32)
-    d = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = blocks * reciprocal(d)
-    whole = np.trunc(scaled)
-    out = np.empty(len(blocks), Q8_0)
-    out["d"], out["q"] = d[:, 0], whole + np.sign(scaled) * (np.abs(scaled - whole) >= 0.5)  # ties away from 0, as ggml
-    return out
-
-
-def to_q4_0(x):
-    blocks = x.reshape(-1, 32)
-    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-    d = extreme / np.float32(-8)  # the value of greatest magnitude, whatever its sign, becomes q = 0
-    q = np.minimum(np.trunc(blocks * reciprocal(d) + np.float32(8.5)), 15).astype(np.uint8)
-    out = np.empty(len(blocks), Q4_0)
-    out["d"], out["q"] = d[:, 0], q[:, :16] | q[:, 16:] << 4
-    return out
-
-
-def from_q8_0(raw):
-    blocks = raw.view(Q8_0)
-    return blocks["q"] * blocks["d"].astype(np.float32)[:, None]
-
-
-def from_q4_0(raw):
-    blocks = raw.view(Q4_0)
-    q = np.concatenate((blocks["q"] & 15, blocks["q"] >> 4), axis=1).astype(np.float32)
-    return (q - 8) * blocks["d"].astype(np.float32)[:, None]
+def in_blocks(number, kind, largest, encode, decode, *args):
+    """The Type whose blocks are numpy's `kind`; encode and decode get the kind and args too."""
+    values = 256 if "scales" in kind.names else 32
+    return Type(number, values, kind.itemsize, largest, blocks.in_pieces(encode, kind, *args), lambda raw: decode(raw, kind, *args))
 
 
 TYPES = {
-    "f32": Type(0, 0, 1, 4, SINGLE, lambda x: x.astype("<f4"), lambda raw: raw.view("<f4").astype("f4")),
-    "f16": Type(1, 1, 1, 2, HALF, lambda x: x.astype("<f2"), lambda raw: raw.view("<f2").astype("f4")),
-    "bf16": Type(30, 32, 1, 2, 3.38e38, to_bf16, lambda raw: (raw.view("<u2").astype("u4") << 16).view("f4")),
-    "q8_0": Type(8, 7, 32, 34, 127 * HALF, to_q8_0, from_q8_0),
-    "q4_0": Type(2, 2, 32, 18, 8 * HALF, to_q4_0, from_q4_0),
+    "f32": Type(0, 1, 4, SINGLE, lambda x: x.astype("<f4"), lambda raw: raw.view("<f4").astype("f4")),
+    "f16": Type(1, 1, 2, HALF, lambda x: x.astype("<f2"), lambda raw: raw.view("<f2").astype("f4")),
+    "bf16": Type(30, 1, 2, 3.38e38, to_bf16, lambda raw: (raw.view("<u2").astype("u4") << 16).view("f4")),
+    "q8_0": in_blocks(8, blocks.Q8_0, 127 * HALF, blocks.to_q8_0, blocks.from_q8_0),
+    "q4_0": in_blocks(2, blocks.Q4_0, 8 * HALF, blocks.to_symmetric, blocks.from_32, 8),
+    "q4_1": in_blocks(3, blocks.Q4_1, 7 * HALF, blocks.to_affine, blocks.from_32, 15),
+    "q5_0": in_blocks(6, blocks.Q5_0, 16 * HALF, blocks.to_symmetric, blocks.from_32, 16),
+    "q5_1": in_blocks(7, blocks.Q5_1, HALF, blocks.to_affine, blocks.from_32, 31),
+    "q4_k": in_blocks(12, blocks.Q4_K, 63 * HALF, blocks.to_k, blocks.from_k, 15),
+    "q5_k": in_blocks(13, blocks.Q5_K, 63 * HALF, blocks.to_k, blocks.from_k, 31),
+    "q6_k": in_blocks(14, blocks.Q6_K, 31 * 127 * HALF, blocks.to_q6_k, blocks.from_q6_k),
 }
+# What a GGUF file may be written in: general.file_type of the file
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 
 
 # ---- parts of a GGUF file

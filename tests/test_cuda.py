@@ -163,6 +163,16 @@ def test_what_a_gpu_cannot_do(runcuda_bin, tmp_path, where):
     assert "heads of 514 numbers" in one_line(run(runcuda_bin, *args, status=1).stderr)
 
 
+def test_types_that_only_the_cpu_knows(runcuda_bin, tmp_path):
+    model = Model(dim=256, hidden=64, layers=1, heads=4, kv=1)
+    for form, named in (("q4_k", "Q4_K"), ("q5_1", "Q5_1"), ("q6_k", "Q6_K")):
+        model.write_gguf(tmp_path / "m.gguf", form)
+        args = [tmp_path / "m.gguf", "-t", 0, "-n", 4]
+        assert f"weights of type {named}, expected F32" in one_line(run(runcuda_bin, *args, status=1).stderr)
+        done = run(runcuda_bin, *args, "--device=auto")
+        assert named.encode() in done.stderr and done.stdout == run(runcuda_bin, *args, "--device=cpu").stdout
+
+
 def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
     """No cooperative launch, no recording (some ways to share a GPU): the ops do it, with the same text."""
     if where:

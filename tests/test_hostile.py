@@ -253,8 +253,9 @@ def test_random_damage_never_breaks_the_program(run_debug_bin, tmp_path):
 def test_all_modes_under_sanitizers(run_debug_bin, tmp_path):
     model = Model(heads=8, kv=2, seq=100)
     (tmp_path / "text").write_bytes(TEXT.encode() + b"\xff\0")
-    for form in ("v0:", "v2:24", "f16", "bf16", "q8_0", "q4_0"):
-        args, _ = model.write(tmp_path, form)
+    wide = Model(dim=256, hidden=256, heads=4, kv=2, layers=1, seq=100, vocab=260, tied=False)
+    for form in ("v0:", "v2:24", "f16", "bf16", "q8_0", "q4_0", "q4_k_m", "q5_k"):
+        args, _ = (wide if "_k" in form else model).write(tmp_path, form)
         run(run_debug_bin, *args, "-i", TEXT[:90], "-n", 100, "-s", 1, "-j", 3)
         run(run_debug_bin, *args, "--perplexity", tmp_path / "text", "-j", 2)
         run(run_debug_bin, *args, "--logits", "-f", tmp_path / "text")
@@ -627,7 +628,7 @@ def test_fuzzing(request, seeds, tmp_path_factory, target):
     leak, and no allocation larger than the file and 64 KiB (see fuzz.c)."""
     env = dict(os.environ, TARGET=target)
     if shutil.which("clang") and not os.environ.get("COVERAGE"):
-        command = [request.getfixturevalue("libfuzzer_bin"), "-runs=30000", "-seed=1", "-max_len=16384", "-timeout=20",
+        command = [request.getfixturevalue("libfuzzer_bin"), "-runs=30000", "-seed=1", "-max_len=24576", "-timeout=20",
                    "-rss_limit_mb=2048", tmp_path_factory.mktemp("found"), FUZZ / "corpus", seeds / target]
     else:
         command = [request.getfixturevalue("mutate_bin"), "30000", *sorted((seeds / target).iterdir())]

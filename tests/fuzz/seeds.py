@@ -42,7 +42,7 @@ def byte_level_vocabulary(pre):
 def model(vocab_size, tied, dim=8, **sizes):
     torch.manual_seed(0)
     args = ModelArgs(dim=dim, n_layers=sizes.pop("n_layers", 1), n_heads=2, n_kv_heads=sizes.pop("n_kv_heads", 1),
-                     vocab_size=vocab_size, hidden_dim=dim, max_seq_len=4, tied=tied, **sizes)
+                     vocab_size=vocab_size, hidden_dim=sizes.pop("hidden_dim", dim), max_seq_len=4, tied=tied, **sizes)
     return Transformer(args).state_dict(), args
 
 
@@ -81,10 +81,11 @@ def write_seeds(folder):
             (folder / "tokenizer_bin" / version).write_bytes(size_byte + (folder / version / "tokenizer.bin").read_bytes())
             (folder / version / "tokenizer.bin").unlink()
     for target, vocab in (("gguf", small), ("gguf_tokenizer", small), ("gguf_tokenizer", large)):
-        for dtype, dim in (("f32", 8), ("f16", 8), ("bf16", 8), ("q8_0", 32), ("q4_0", 32)):
+        for dtype, dim in (("f32", 8), ("f16", 8), ("bf16", 8), ("q8_0", 32), ("q4_0", 32), ("q4_k_m", 32)):
             if vocab is large and dtype != "f16":
                 continue
-            state, args = model(vocab.vocab_size, dtype != "f16", dim, rope_scaling=2.0 if dtype == "bf16" else 1.0)
+            wide = {"hidden_dim": 256} if dtype == "q4_k_m" else {}  # so that w2 is in blocks of 256
+            state, args = model(vocab.vocab_size, dtype != "f16", dim, **wide, rope_scaling=2.0 if dtype == "bf16" else 1.0)
             export_model(state, args, vocab, folder / target / f"{dtype}-{vocab.vocab_size}", "gguf", dtype, 32, "seed",
                          {"tokenizer.chat_template": "<|user|>"})
     biases = {"blk.0.attn_q.bias": 8, "blk.0.attn_k.bias": 4, "blk.0.attn_v.bias": 4}
