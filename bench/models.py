@@ -19,7 +19,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import export
 from configurator import configure, fail
-from engine.formats import TYPES, tensors
+from engine.formats import FILE_TYPES, tensors
 from engine.load import vocabulary_of
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
@@ -68,9 +68,9 @@ def path_of(shape, form):
 
 
 def main():
-    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*TYPES, "v0", "v1", "v2"}):
+    if unknown := (set(shapes.split(",")) - set(SHAPES)) or (set(formats.split(",")) - {*FILE_TYPES, "v0", "v1", "v2"}):
         fail(f"{', '.join(unknown)}: no such shape or format; shapes are {', '.join(SHAPES)}, "
-             f"formats {', '.join(TYPES)}, v0, v1, v2")
+             f"formats {', '.join(FILE_TYPES)}, v0, v1, v2")
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
         path, args = path_of(shape, form), SHAPES[shape]
         if path.exists():

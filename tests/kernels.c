@@ -112,9 +112,9 @@ static Mat matrix(Type type, int rows, int cols) {
 
 // A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
 static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
-    int width = block_size(type).numbers, blocks = width > 1, cols = blocks ? (1 + below(width == 32 ? 9 : 3)) * width : 1 + below(150);
-    int n = cols / 32;
-    int rows = 1 + below(70), T = 1 + below(40);
+    int width = block_size(type).numbers, blocks = width > 1, cols = blocks ? (1 + below(width == 32 ? 9 : 2)) * width : 1 + below(150);
+    int n = cols / 32, most = width == 256 ? 20 : 40;
+    int rows = 1 + below(2 * most), T = 1 + below(most);
     Mat m = matrix(type, rows, cols);
     float *x = floats((size_t)T * cols), *row = floats(cols);
     for (int i = 0; i < 32 && i < cols && below(2); i++) x[i] = 0;
@@ -263,12 +263,12 @@ int main(int argc, char **argv) {
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {
             rows_of_floats(found[i], &llamac_reference);
-            for (int j = 0; j < TYPES; j++) matrix_products(found[i], &llamac_reference, types[j]);
+            for (int j = 0; j < (round % 2 ? 6 : TYPES); j++) matrix_products(found[i], &llamac_reference, types[j]);
             for (int half = 0; half < 2; half++) attention_ops(found[i], &llamac_reference, half);
         }
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++)
-            for (int j = 0; j < TYPES; j++) {
+            for (int j = 0; j < (round % 2 ? 6 : TYPES); j++) {
                 gated_of_one(found[i], types[j]);
                 if (has_tiles(found[i])) gated_of(found[i], types[j]);
             }
