@@ -79,6 +79,11 @@ TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Bloc
     return _mm256_fmadd_ps(FLOATS(DOT_SMALL(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q))), scales, sum);
 }
 
+TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
+    __m256i w = _mm256_or_si256(nibbles(q), fifth_bits(fifth));
+    return _mm256_fmadd_ps(FLOATS(DOT_SMALL(_mm256_setzero_si256(), w, LOAD_I(x->q))), _mm256_set1_ps(a), sum);
+}
+
 #include "simd.h"
 
 static bool supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); } // all such have f16c

@@ -65,6 +65,12 @@ TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Bloc
     return _mm256_fmadd_ps(products, _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a)), sum);
 }
 
+TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
+    __m256i w = _mm256_or_si256(nibbles(q), fifth_bits(fifth)), activations = _mm256_loadu_si256((const __m256i *)x->q);
+    Partial products = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(_mm256_setzero_si256(), w, activations));
+    return _mm256_fmadd_ps(products, _mm256_set1_ps(a), sum);
+}
+
 #include "simd.h"
 
 static bool supported(void) {

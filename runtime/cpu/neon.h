@@ -79,4 +79,17 @@ TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Bloc
     return vfmaq_n_f32(vfmaq_n_f32(sum, vcvtq_f32_s32(low), a), vcvtq_f32_s32(high), b);
 }
 
+// 16 in each byte whose bit is set.
+TARGET static inline int32x4_t fifth_bits(uint32_t bits) {
+    uint8x16_t own = vcombine_u8(vdup_n_u8((uint8_t)bits), vdup_n_u8((uint8_t)(bits >> 8)));
+    uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
+    return vreinterpretq_s32_u8(vandq_u8(vtstq_u8(own, mask), vdupq_n_u8(16)));
+}
+
+TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
+    int32x4_t w = LOAD_I(q), products = DOT(vdupq_n_s32(0), vorrq_s32(AND_15(w), fifth_bits(fifth)), LOAD_I(x->q));
+    products = DOT(products, vorrq_s32(SHIFT_4(w), fifth_bits(fifth >> 16)), LOAD_I(x->q + 16));
+    return vfmaq_n_f32(sum, vcvtq_f32_s32(products), a);
+}
+
 #include "simd.h"

@@ -20,6 +20,8 @@
 //   Partial, PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b): floats in which the products of a block's 32 bytes are summed
 //   block_q8(q, x), block_q4(q, x)  Partial with the products of one block's numbers with the activations in Block x
 //   add_small(sum, q, x, a, b)  sum + a times the products of the first 16 bytes of q, from 0 to 63, + b times the others'
+//   add_nibbles(sum, q, fifth, x, a)  sum + a times the products of 32 numbers, the low nibbles of q (16,), then the high ones, with
+//                        the bits of `fifth` before them
 //   HALF(h)              a half as float
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1, HIGH_32 = a2 b2 a3 b3: four int32
 // SIMD_KERNELS, at the end, are the initialisers of its table. Functions that take the type, or how many tokens and rows of
@@ -37,6 +39,9 @@
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
+
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 
 // ----------------------------------------------------------------------------
 // Rows
@@ -97,7 +102,27 @@ INLINE float dot_blocks(Type type, const uint8_t *row, const Block *x, int n_blo
 TARGET static float dot_q8(const void *row, const void *x, int cols) { return dot_blocks(Q8_0, row, x, cols / 32); }
 TARGET static float dot_q4(const void *row, const void *x, int cols) { return dot_blocks(Q4_0, row, x, cols / 32); }
 
-// Of other types a block becomes bytes before. What the sums of the activations make of zeros and minima is added apart.
+// Q4_1, Q5_0, Q5_1. What the sum of the activations makes of zeros and minima is added apart.
+INLINE float dot_nibbles(Type type, const uint8_t *row, const Block *x, int n_blocks) {
+    Partial sum = PARTIAL_SET(0);
+    float rest = 0;
+    for (int b = 0; b < n_blocks; b++, row += block_size(type).bytes, x++) {
+        uint16_t halves[2];
+        uint32_t fifth = 0;
+        memcpy(halves, row, 4);
+        if (type != Q4_1) memcpy(&fifth, row + words_at(type), 4);
+        float scale = HALF(halves[0]) * x->scale;
+        sum = add_nibbles(sum, row + block_size(type).bytes - 16, fifth, x, scale);
+        rest += x->sum * (has_minima(type) ? HALF(halves[1]) * x->scale : -zero_of(type) * scale);
+    }
+    return PARTIAL_SUM(sum, PARTIAL_SET(0)) + rest;
+}
+
+TARGET static float dot_q4_1(const void *row, const void *x, int cols) { return dot_nibbles(Q4_1, row, x, cols / 32); }
+TARGET static float dot_q5_0(const void *row, const void *x, int cols) { return dot_nibbles(Q5_0, row, x, cols / 32); }
+TARGET static float dot_q5_1(const void *row, const void *x, int cols) { return dot_nibbles(Q5_1, row, x, cols / 32); }
+
+// Blocks of 256 become bytes before.
 INLINE float dot_numbers(Type type, const uint8_t *row, const Block *x, int cols) {
     const int per = numbers_per_scale(type), zero = zero_of(type);
     Partial sum = PARTIAL_SET(0);
@@ -115,9 +140,6 @@ INLINE float dot_numbers(Type type, const uint8_t *row, const Block *x, int cols
     return PARTIAL_SUM(sum, PARTIAL_SET(0)) + rest;
 }
 
-TARGET static float dot_q4_1(const void *row, const void *x, int cols) { return dot_numbers(Q4_1, row, x, cols); }
-TARGET static float dot_q5_0(const void *row, const void *x, int cols) { return dot_numbers(Q5_0, row, x, cols); }
-TARGET static float dot_q5_1(const void *row, const void *x, int cols) { return dot_numbers(Q5_1, row, x, cols); }
 TARGET static float dot_q4_k(const void *row, const void *x, int cols) { return dot_numbers(Q4_K, row, x, cols); }
 TARGET static float dot_q5_k(const void *row, const void *x, int cols) { return dot_numbers(Q5_K, row, x, cols); }
 TARGET static float dot_q6_k(const void *row, const void *x, int cols) { return dot_numbers(Q6_K, row, x, cols); }
@@ -159,8 +181,9 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
             sums[2 * i / PARTS] = ADD_I(sums[2 * i / PARTS], q);
         }
         out->scale = most / 127;
-        out->half = (int16_t)SUM_I(sums[0]);
-        out->sum = (int16_t)(out->half + SUM_I(sums[1]));
+        int32_t both = SUM_I(ADD_I(sums[0], (Ints)((Words)sums[1] << 16))); // one sum in each half of the word
+        out->half = (int16_t)both;
+        out->sum = (int16_t)(out->half + (both - out->half) / 65536);
     }
 }
 
@@ -325,9 +348,6 @@ INLINE Ints four_bytes(const int8_t *q) {
     return SET_I(bytes);
 }
 
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
-
 // Bits of each word, moved down (up, if `shift` is negative); then those of the mask.
 INLINE Ints bits(Ints v, int shift, uint32_t mask) {
     return (Ints)((shift < 0 ? (Words)v << -shift : (Words)v >> shift) & mask);
@@ -428,8 +448,10 @@ INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int 
         UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
     for (; tiles != end; tiles += size, x += width / 32)
         for (int step = 0; step < width / per / parts_of_step(type); step++)
-            UNROLL for (int i = 0; i < parts_of_step(type); i++)
+            UNROLL for (int i = 0; i < parts_of_step(type); i++) {
                 add_part(type, sums, tiles, next, x, p->cols / 32, step, i, T, tile_rows);
+                if (T == TOKENS_Q && parts_of_step(type) > 1) __asm__ volatile("" ::: "memory"); // or parts would share what fits no registers
+            }
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
         UNROLL for (int t = 0; t < T; t++) STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }

@@ -35,6 +35,14 @@ AVX2 static inline __m256i nibbles(const uint8_t *q) {
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(low, 4), low), _mm256_set1_epi8(15));
 }
 
+// 16 in each byte whose bit is set.
+AVX2 static inline __m256i fifth_bits(uint32_t bits) {
+    __m256i place = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    __m256i mask = _mm256_set1_epi64x((long long)0x8040201008040201);
+    __m256i own = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32((int)bits), place), mask);
+    return _mm256_and_si256(_mm256_cmpeq_epi8(own, mask), _mm256_set1_epi8(16));
+}
+
 // What corrects a block's product for the offset of its weights. It stands in one lane, as all are summed in the end.
 AVX2 static inline __m256i minus_offset(int offset, const Block *x) {
     return _mm256_castsi128_si256(_mm_cvtsi32_si128(-offset * x->sum));
