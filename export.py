@@ -156,14 +156,14 @@ def deserves_bits(layer, n_layers):
 def gguf_type(name, shape, dtype, n_layers):
     """
     The type a tensor has in a GGUF file of `dtype`. Norms, and rows that don't fill blocks, stay float32. Among matrices of
-    fewer bits the embedding and the classifier keep 8, because precision is worth most there. The mixtures (_m) are
+    fewer bits the embedding and the classifier keep 6 or 8, because precision is worth most there. The mixtures (_m) are
     llama.cpp's.
     """
     if len(shape) == 1:
         return "f32"
     kind = dtype.removesuffix("_m")
     if kind[0] == "q" and name in ("tok_embeddings.weight", "output.weight"):
-        kind = "q8_0"
+        kind = "q8_0" if dtype in ("q8_0", "q4_0") else "q6_k"
     elif kind != dtype and name.split(".")[-2] in ("wv", "w2") and deserves_bits(int(name.split(".")[1]), n_layers):
         kind = "q6_k"
     if kind in SHORTER and shape[-1] % 256:

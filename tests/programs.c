@@ -7,7 +7,7 @@
 #include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 
-enum { POSITIONS = 40, OPS = 12 };
+enum { POSITIONS = 40, OPS = 3, CALLS = 12 }; // OPS a layer: of mixed types each takes up to 9 of its steps
 
 static uint32_t state;
 
@@ -122,7 +122,7 @@ static void call(const Machine *a, const Model *m, const Call *c) {
 
 // A program: T tokens at `pos`, whose keys and values before are in every layer's cache already.
 static int random_program(Call *calls, const Model *m, int pos, int T) {
-    int n = 1 + below(OPS);
+    int n = 2 + below(OPS * m->config.n_layers);
     for (int i = 0; i < n; i++) {
         calls[i] = (Call){i ? 1 + below(5) : 0, below(m->config.n_layers), pos, T, {0}};
         for (int t = 0; t < T; t++) calls[i].tokens[t] = below(m->config.vocab_size);
@@ -161,7 +161,7 @@ int main(int argc, char **argv) {
         for (int i = 0; i < kinds; i++)
             for (int j = 0; j < 3; j++) others[3 * i + j] = open_machine(&m, found[i]->name, 1 + j);
         for (int pos = 0, T; pos < POSITIONS; pos += T) {
-            Call calls[OPS + 4];
+            Call calls[CALLS];
             T = below(2) ? 1 : 1 + below(POSITIONS - pos);
             int n = random_program(calls, &m, pos, T), together = below(2);
             run(&scalar, &m, calls, n, false);

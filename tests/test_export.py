@@ -212,7 +212,7 @@ def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabular
             kind = "F32"
         elif dtype in MIXED:  # of up to 3 layers the last has more bits
             last = name.startswith(f"layers.{model.args.n_layers - 1}.") and name.split(".")[-2] in ("wv", "w2")
-            kind = "Q8_0" if wide else MIXED[dtype][last + 2 * (original.shape[1] % 256 > 0)]
+            kind = MIXED[dtype][(last or wide) + 2 * (original.shape[1] % 256 > 0)]
         else:
             kind = "Q8_0" if dtype == "q4_0" and wide else dtype.upper()
         assert theirs.tensor_type.name == kind and tuple(theirs.shape) == original.shape[::-1], name
@@ -284,6 +284,8 @@ def test_mixtures_are_those_of_llama_quantize():
             for name in "attention.wq attention.wk attention.wv attention.wo feed_forward.w1 feed_forward.w2 feed_forward.w3".split():
                 kind = export.gguf_type(f"layers.{layer}.{name}.weight", (512, 512), dtype, 17)
                 assert kind.upper() == (more if wide and name[-2:] in ("wv", "w2") else less), (layer, name)
+        for name in "tok_embeddings.weight", "output.weight":
+            assert export.gguf_type(name, (512, 512), dtype, 17) == "q6_k"
 
 
 def test_gguf_metadata(tmp_path, vocabulary):
