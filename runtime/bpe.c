@@ -352,7 +352,7 @@ static Text clean(const char *s, size_t n) {
     for (size_t at = 0, from = 0; at <= n;) {
         int length = at < n ? llamac_utf8(s + at, n - at) : 0;
         if (!length) {
-            append(&out, s + from, at - from);
+            if (at > from) append(&out, s + from, at - from); // s may be NULL where n is 0
             if (at < n) append_string(&out, "\xef\xbf\xbd");
             from = ++at;
         } else at += length;
