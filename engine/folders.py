@@ -53,16 +53,15 @@ def hf_args(path, tied=None):
         fail(f"{path}: {problem}")
 
     get, names = getter(config, refuse), config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
-        refuse(f"architectures is {names!r}, expected one of {', '.join(ARCHITECTURES)}")
-    kind = ARCHITECTURES[names[0]]
+    kind = next((kind for name, kind in ARCHITECTURES.items() if names == [name]), None)
+    if not kind:
+        refuse(f"architectures is {repr(names)[:80]}, expected one of {', '.join(ARCHITECTURES)}")
     for key, value in FIXED.items():
         if config.get(key, value) != value:
-            shown = f"{key}={str(config[key])[:60]}"
-            refuse(f"{shown} is not supported, expected {'none' if value is None else value}")
+            refuse(f"{key}={printable(config[key])} is not supported, expected {'none' if value is None else value}")
     context, n_heads = get("max_position_embeddings", int), get("num_attention_heads", int)
-    refuse_window(config, kind, context, refuse)
     dim, layers = get("hidden_size", int), get("num_hidden_layers", int)
+    refuse_window(config, kind, context, get("max_window_layers", int, 28) < layers, refuse)
     head_width = get("head_dim", int, 128 if kind == "qwen3" else max(1, dim // n_heads))
     args = ModelArgs(
         dim=dim, n_layers=layers, n_heads=n_heads, n_kv_heads=get("num_key_value_heads", int, n_heads),
@@ -73,33 +72,38 @@ def hf_args(path, tied=None):
     return checked(args, refuse)
 
 
-def refuse_window(config, kind, context, refuse):
-    """A sliding window that is shorter than the context changes what attention sees."""
+def printable(value):
+    """The beginning of a stranger's value for a message."""
+    return str(value)[:60].encode(errors="replace").decode()
+
+
+def refuse_window(config, kind, context, some, refuse):
+    """A sliding window shorter than the context changes what attention sees. some: whether Qwen's would slide in a layer."""
     window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     layers = config.get("layer_types")
     slides = kind == "mistral" or bool(config.get("use_sliding_window"))
     if isinstance(layers, list):
         slides = any(layer != "full_attention" for layer in layers) or kind == "mistral" and slides
     elif kind != "mistral":
-        slides = slides and config.get("max_window_layers", 28) < config.get("num_hidden_layers", 0)
+        slides = slides and some
     if slides and window is not None and not (type(window) is int and window >= context):
-        refuse(f"sliding_window={window} is not supported, expected none, or one that holds the context of {context}; "
-               f"max_position_embeddings={window} would give a model of that context")
+        refuse(f"sliding_window={printable(window)} is not supported, expected none, or one that holds the context of {context}; "
+               f"max_position_embeddings={printable(window)} would give a model of that context")
 
 
 def hf_rope(config, args, refuse):
     """{setting of ModelArgs: value} of a config.json's rotary positions."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict):
-        refuse(f"rope_scaling is {found!r}, expected an object")
+        refuse(f"rope_scaling is {repr(found)[:80]}, expected an object")
     kind = found.get("rope_type", found.get("type", "default"))
-    if kind not in ROPE_KEYS:
-        refuse(f"rope_type {kind!r} is not supported, expected {', '.join(ROPE_KEYS)}")
+    if kind not in [*ROPE_KEYS]:
+        refuse(f"rope_type {repr(kind)[:80]} is not supported, expected {', '.join(ROPE_KEYS)}")
     found = {"rope_theta": config.get("rope_theta", 10000.0), "original_max_position_embeddings": args.max_seq_len} | {
         key: value for key, value in found.items() if value is not None}
     for key in found.keys() - {"rope_type", "type", "rope_theta", "original_max_position_embeddings", *ROPE_KEYS[kind].split()}:
         if (key, found[key]) != ("partial_rotary_factor", 1):
-            refuse(f"{key} is not supported in the {kind} scaling of rotary positions")
+            refuse(f"{printable(key)} is not supported in the {kind} scaling of rotary positions")
     get, Q = getter(found, refuse), args.head_dim
     theta, scaling = get("rope_theta", float), {}
     if theta <= 1:
@@ -216,9 +220,10 @@ def widened(vocabulary, folder, rows):
         fail(f"{path}: added_tokens_decoder is no object of tokens")
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data)
     for i in range(vocabulary.vocab_size, rows):
-        token = added.get(str(i), {"content": f"[PAD{i}]", "special": None})
-        kind = {None: UNUSED, True: CONTROL}.get(token.get("special"), USER_DEFINED)
-        proto.pieces.add(piece=token["content"], score=0.0, type=kind)
+        token = added.get(str(i))
+        kind = UNUSED if token is None else CONTROL if token.get("special") else USER_DEFINED
+        name = token["content"] if token else f"[PAD{i}]"
+        proto.pieces.add(piece=name.encode(errors="replace").decode(), score=0.0, type=kind)
     return SentencePiece(proto.SerializeToString(), folder / "tokenizer.model")
 
 
@@ -228,7 +233,7 @@ def chat_template(folder):
     found = read_json(path).get("chat_template") if path.exists() else None
     if found is None and other.exists():
         found = other.read_text(encoding="utf-8", errors="replace")
-    return {"tokenizer.chat_template": found} if isinstance(found, str) else {}
+    return {"tokenizer.chat_template": found.encode(errors="replace").decode()} if isinstance(found, str) else {}
 
 
 def read_hf(folder, tokenizer=None):

@@ -176,6 +176,7 @@ def gguf_tensors(r, infos, args, alignment, halves):
     return reads
 
 
+@np.errstate(all="ignore")  # `weights` looks at what comes out
 def gguf_tensor(r, name, kind, place, shape, heads):
     return halves_to_interleaved(r.weights(name, kind.decode(r.bytes_at(*place)), shape), heads)
 

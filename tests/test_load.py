@@ -178,6 +178,38 @@ def test_what_is_not_supported_is_refused_by_name(changed, said, tmp_path, vocab
     assert said in refused(capsys, load.read_model, folder)
 
 
+ODD = [None, [], {}, "x", -1, 0, 1.5, True, [[]], "\ud800", 10 ** 30, 1e300, {"a": {}}, [None]]
+
+
+def test_odd_values_are_read_or_refused_in_one_line(tmp_path, vocabulary, capsys):
+    """Every value of the JSON files of a folder, replaced by odd ones."""
+    folder, outcomes = tmp_path / "m", []
+    make(folder, Qwen2Config, dict(num_hidden_layers=1, rope_parameters=YARN, vocab_size=vocabulary.vocab_size + 1), vocabulary)
+    added = {str(vocabulary.vocab_size): {"content": "<x>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added, "chat_template": "{{x}}"}))
+    capsys.readouterr()  # transformers' bars
+    for path in folder / "config.json", folder / "tokenizer_config.json":
+        whole = json.loads(path.read_text())
+        places = [(whole, key) for key in whole] + [(value, key) for value in whole.values() if isinstance(value, dict) for key in value]
+        places += [(added[key], inner) for added in [whole.get("added_tokens_decoder", {})] for key in added for inner in added[key]]
+        for values, key in places:
+            before = values[key]
+            for odd in ODD:
+                values[key] = odd
+                path.write_text(json.dumps(whole))
+                try:
+                    state, _, found, extra = load.read_model(folder)
+                    [state[name] for name in state], found.pieces(), export.gguf_value(extra.get("tokenizer.chat_template", ""))
+                    outcomes.append("read")
+                except SystemExit as e:
+                    said = capsys.readouterr().err
+                    assert e.code == 2 and said.count("\n") == 1, said
+                    outcomes.append("refused")
+            values[key] = before
+        path.write_text(json.dumps(whole))
+    assert min(outcomes.count("read"), outcomes.count("refused")) > 50
+
+
 def with_header(path, change):
     """A safetensors file whose JSON header is changed."""
     data = path.read_bytes()
