@@ -130,7 +130,7 @@ def gguf_type(reader, name, number):
         reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}; reading others needs: pip install gguf")
     except (ValueError, KeyError, NotImplementedError):
         reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}, or another that the gguf package knows")
-    return Type(number, 0, block, size, SINGLE, None, lambda raw: gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1))
+    return Type(number, block, size, SINGLE, None, lambda raw: gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1))
 
 
 def read_gguf(path):

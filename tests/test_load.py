@@ -302,8 +302,8 @@ def test_a_folder_of_metas(n, params, tmp_path, vocabulary, capsys):
 # ---- GGUF
 
 def test_types_that_we_do_not_write(tmp_path, vocabulary):
-    """Q5_1, by the gguf package, in a file of Qwen3's, whose heads are halves there."""
-    make(tmp_path / "m", Qwen3Config, dict(head_dim=32), vocabulary)
+    """TQ2_0, by the gguf package, in a file of Qwen3's, whose heads are halves there."""
+    make(tmp_path / "m", Qwen3Config, dict(head_dim=64, hidden_size=256, intermediate_size=256), vocabulary)
     state, args, found, _ = load.read_model(tmp_path / "m")
     export.export_model(state, args, found, tmp_path / "m.gguf")
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
@@ -315,9 +315,9 @@ def test_types_that_we_do_not_write(tmp_path, vocabulary):
     for t in reader.tensors:
         data = np.asarray(t.data).reshape(t.shape[::-1])
         if data.ndim == 2:
-            stored = gguf.quants.quantize(data, gguf.GGMLQuantizationType.Q5_1)
-            w.add_tensor(t.name, stored, raw_dtype=gguf.GGMLQuantizationType.Q5_1)
-            expected[t.name] = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q5_1)
+            stored = gguf.quants.quantize(data, gguf.GGMLQuantizationType.TQ2_0)
+            w.add_tensor(t.name, stored, raw_dtype=gguf.GGMLQuantizationType.TQ2_0)
+            expected[t.name] = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.TQ2_0)
         else:
             w.add_tensor(t.name, data)
     w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
