@@ -244,6 +244,25 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
     free(q), free(p), free(p2), free(y), free(z), free(keys), free(values);
 }
 
+// The scalar kernel takes one query at a time.
+static void panels_of(const Kernels *k, const Kernels *s) {
+    int cols = 1 + below(90), tiles = 1 + below(6), Q = k->queries, apart = tiles * TILE + below(20);
+    bool keys = below(2); // or as values lie
+    size_t next = keys ? (size_t)cols * TILE : TILE, column = keys ? TILE : (size_t)tiles * TILE;
+    float *w = floats((size_t)cols * tiles * TILE), *x = floats((size_t)cols * Q), *y = floats((size_t)Q * apart);
+    float *z = malloc((size_t)Q * apart * sizeof *z), *one = malloc(cols * sizeof *one);
+    memcpy(z, y, (size_t)Q * apart * sizeof *z);
+    PanelProduct p = {y, w, x, apart, next, column, tiles, cols, below(2)};
+    k->panel_product(&p);
+    for (int q = 0; q < Q; q++) {
+        for (int c = 0; c < cols; c++) one[c] = x[c * Q + q];
+        p.y = z + (size_t)q * apart, p.x = one;
+        s->panel_product(&p);
+    }
+    compare(k, "panel_product", y, z, (size_t)Q * apart, 1e-6);
+    free(w), free(x), free(y), free(z), free(one);
+}
+
 // The example of kernels.h: where row 18, column 37 of a Q8_0 matrix with 64 columns and its scale are.
 static void example_of_a_tile(const Kernels *k) {
     Mat m = {.type = Q8_0, .rows = 32, .cols = 64, .data = calloc(32 * 2, 34)};
@@ -265,6 +284,7 @@ int main(int argc, char **argv) {
             rows_of_floats(found[i], &llamac_reference);
             for (int j = 0; j < (round % 2 ? 6 : TYPES); j++) matrix_products(found[i], &llamac_reference, types[j]);
             for (int half = 0; half < 2; half++) attention_ops(found[i], &llamac_reference, half);
+            panels_of(found[i], &llamac_reference);
         }
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++)

@@ -7,9 +7,10 @@
 #include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 
-enum { POSITIONS = 40, OPS = 3, CALLS = 12 }; // OPS a layer: of mixed types each takes up to 9 of its steps
+enum { POSITIONS = 570, OPS = 3, CALLS = 12 }; // OPS a layer: of mixed types each takes up to 9 of its steps
 
 static uint32_t state;
+static int positions; // of this round
 
 static int below(int n) { return (int)((state = state * 1664525 + 1013904223) >> 8) % n; }
 static float number(void) { return (below(1 << 20) - (1 << 19)) * 0x1p-19f; }
@@ -56,7 +57,7 @@ static Model random_model(void) {
     bool biases = below(2), norms = below(2), wide = below(2); // wide: or narrow, for queries are as wide as they are
     Config c = {.n_layers = 1 + below(2), .n_heads = heads * groups, .n_kv_heads = heads, .head_dim = head_dim,
                 .q_dim = heads * groups * head_dim,
-                .dim = blocks ? 256 : wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = POSITIONS,
+                .dim = blocks ? 256 : wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = positions,
                 .hidden_dim = blocks && below(3) ? 256 : below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f,
                 .rope_halves = below(2), .rope_scale = below(2) ? 1 : 1.2f};
     Model m = {.config = c, .weights = {.token_embedding = matrix(any_type(type), c.vocab_size, c.dim), .norm = matrix(F32, 1, c.dim),
@@ -96,11 +97,11 @@ typedef struct { Backend *b; float *x, *y, *logits; } Machine;
 static Machine open_machine(Model *m, const char *isa, int threads) {
     Machine a = {0};
     setenv("LLAMAC_ISA", isa, 1);
-    const char *wrong = llamac_cpu_open(&a.b, m, POSITIONS, threads);
+    const char *wrong = llamac_cpu_open(&a.b, m, positions, threads);
     if (wrong) printf("%s: %s\n", isa, wrong), exit(2);
-    a.x = a.b->alloc(a.b, POSITIONS * m->config.dim), a.y = a.b->alloc(a.b, POSITIONS * m->config.q_dim);
-    memset(a.x, 0, POSITIONS * m->config.dim * sizeof(float)), memset(a.y, 0, POSITIONS * m->config.q_dim * sizeof(float));
-    a.logits = a.b->alloc(a.b, POSITIONS * m->config.vocab_size);
+    a.x = a.b->alloc(a.b, positions * m->config.dim), a.y = a.b->alloc(a.b, positions * m->config.q_dim);
+    memset(a.x, 0, positions * m->config.dim * sizeof(float)), memset(a.y, 0, positions * m->config.q_dim * sizeof(float));
+    a.logits = a.b->alloc(a.b, positions * m->config.vocab_size);
     return a;
 }
 
@@ -155,14 +156,16 @@ int main(int argc, char **argv) {
     int kinds = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int round = 0; round < rounds; round++) {
+        positions = round ? 40 : POSITIONS; // more than a block of attention's, once
         Model m = random_model();
         Machine scalar = open_machine(&m, "scalar", 1);
         Machine others[24];
         for (int i = 0; i < kinds; i++)
             for (int j = 0; j < 3; j++) others[3 * i + j] = open_machine(&m, found[i]->name, 1 + j);
-        for (int pos = 0, T; pos < POSITIONS; pos += T) {
+        for (int pos = 0, T; pos < positions; pos += T) {
             Call calls[CALLS];
-            T = below(2) ? 1 : 1 + below(POSITIONS - pos);
+            int most = positions - pos < CHUNK ? positions - pos : CHUNK;
+            T = below(2) ? 1 : 1 + below(most);
             int n = random_program(calls, &m, pos, T), together = below(2);
             run(&scalar, &m, calls, n, false);
             for (int i = 0; i < 3 * kinds; i++) {

@@ -464,6 +464,7 @@ typedef struct {
     float *out;
     const Layer *w;
     int layer, T;
+    int span;     // tokens of one head that share what is loaded
     bool rotated; // a step before finishes the queries and keys, and fills the cache
 } AttentionArgs;
 
@@ -520,45 +521,36 @@ static void rope_tokens(Member *self, const void *args, int begin, int end) {
         for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a, head, t, self->scratch);
 }
 
-// Attention of queries to positions: the first query sees `seen` of them, and each next one `more` more. The results go to
-// `out`, q_stride numbers apart like the queries.
-static void attend(const Kernels *k, const Attention *a, int seen, int more, float *out) {
+// Attention of queries to all n positions. The results go to `out`, q_stride numbers apart like the queries.
+static void attend(const Kernels *k, const Attention *a, float *out) {
     float sums[QUERIES];
     k->scores(a);
-    for (int i = 0; i < a->n_queries; i++, seen += more) {
+    for (int i = 0; i < a->n_queries; i++) {
         float *p = a->p + i * a->p_stride;
-        sums[i] = k->exponentials(p, k->largest(p, seen), 1 / sqrtf(a->head_dim), seen);
-        for (int j = seen; j < a->n; j++) p[j] = 0;
+        sums[i] = k->exponentials(p, k->largest(p, a->n), 1 / sqrtf(a->head_dim), a->n);
     }
     k->mix(a);
     for (int i = 0; i < a->n_queries; i++)
         for (int j = 0; j < a->head_dim; j++) out[i * a->q_stride + j] = a->out[i * a->width + j] / sums[i];
 }
 
-// Up to QUERIES queries of a KV head at once share what is loaded: of heads that share it, or, when each has its own, of
-// tokens. So many groups of them has a KV head.
-static int query_groups(const Cpu *cpu, int T) {
-    int shared = cpu->config.n_heads / cpu->config.n_kv_heads; // query heads of a KV head
-    return shared > 1 ? (shared + QUERIES - 1) / QUERIES : (T + QUERIES - 1) / QUERIES;
-}
+// Of one token: up to QUERIES query heads that share a KV head also share what is loaded. So many groups of them it has.
+static int query_groups(const Cpu *cpu) { return (cpu->config.n_heads / cpu->config.n_kv_heads + QUERIES - 1) / QUERIES; }
 
-// Items are groups of queries: of each KV head, one group of tokens, or of each token one group of heads, after the other.
+// Of one token; items are groups of query heads.
 static void attention_groups(Member *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
-    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), tokens = shared > 1 ? a->T : 1;
+    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu);
     size_t room = round_up(cpu->positions);
     for (int item = begin; item < end; item++) {
-        int first = item % groups * QUERIES, t = item / groups % tokens, head = item / groups / tokens;
-        int left = (shared > 1 ? shared : a->T) - first, n = left < QUERIES ? left : QUERIES;
-        int more = shared == 1, seen = cpu->pos + (shared > 1 ? t : first) + 1;
-        size_t at = shared > 1 ? (size_t)t * c->q_dim + (head * shared + first) * c->head_dim
-                               : (size_t)first * c->q_dim + head * c->head_dim;
-        if (!a->rotated) rope_and_cache(cpu, a, head, t, self->scratch);
+        int first = item % groups * QUERIES, head = item / groups, left = shared - first;
+        size_t at = (size_t)(head * shared + first) * c->head_dim;
+        if (!a->rotated) rope_and_cache(cpu, a, head, 0, self->scratch);
         Attention queries = {.q = cpu->q + at,
-                             .q_stride = shared > 1 ? c->head_dim : c->q_dim,
-                             .n_queries = n,
+                             .q_stride = c->head_dim,
+                             .n_queries = left < QUERIES ? left : QUERIES,
                              .p = self->scratch,
                              .p_stride = room,
                              .out = self->scratch + QUERIES * room,
@@ -567,8 +559,114 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
                              .half = cpu->half,
                              .head_dim = c->head_dim,
                              .width = cpu->value_width,
-                             .n = seen + more * (n - 1)};
-        attend(cpu->kernels, &queries, seen, more, a->out + at);
+                             .n = cpu->pos + 1};
+        attend(cpu->kernels, &queries, a->out + at);
+    }
+}
+
+// Of many tokens: up to SPAN tokens of a query head go over the positions BLOCK by BLOCK, whose keys and values are loaded once for
+// all of them. What a token has seen so far is scaled down whenever a larger score comes (Milakov 2018).
+enum { SPAN = CHUNK, BLOCK = 512 };
+
+// So many tokens that each member has two spans or more, if that leaves enough to share what is loaded.
+static int span_of(const Cpu *cpu, int T) {
+    int span = SPAN;
+    while (span > SPAN / 4 && cpu->config.n_heads * ((T + span - 1) / span) < 2 * cpu->team.n_threads) span /= 2;
+    return span;
+}
+
+typedef struct {
+    float *q;          // (panels, head_dim, queries of a panel)
+    float *out;        // (SPAN, value_width): values weighted with exp(score - most)
+    float *most, *sum; // (SPAN,): the largest score; the sum of the weights
+    float *scores, *p; // (queries, BLOCK), and, after exp, (BLOCK, queries)
+} Span;
+
+// Places in scratch, whose number goes to `size` where that is given.
+static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
+    int queries = cpu->kernels->queries, tokens = SPAN + queries;
+    Span s = {.q = scratch};
+    s.out = s.q + tokens * cpu->config.head_dim;
+    s.scores = s.out + tokens * cpu->value_width;
+    s.p = s.scores + BLOCK * queries;
+    s.most = s.p + BLOCK * queries;
+    s.sum = s.most + tokens;
+    if (size) *size = s.sum + tokens - scratch;
+    return s;
+}
+
+// Queries t.. of a head, which lie q_dim apart, as a panel. Those that are missing are zero.
+static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
+    const Config *c = &cpu->config;
+    const float *q = cpu->q + (size_t)t * c->q_dim + (size_t)head * c->head_dim;
+    int queries = cpu->kernels->queries;
+    if (n == queries) cpu->kernels->transpose((uint8_t *)panel, (const uint8_t *)q, 4 * (size_t)c->q_dim, queries, c->head_dim);
+    else
+        for (int d = 0; d < c->head_dim; d++)
+            for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * (size_t)c->q_dim + d] : 0;
+}
+
+// Scores (n,) of token t of the span, of which it sees the first, become weights.
+static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int sees, int n) {
+    const Kernels *k = cpu->kernels;
+    float largest = sees > 0 ? k->largest(scores, sees) : -INFINITY, scale = 1 / sqrtf(cpu->config.head_dim);
+    if (sees < n) memset(scores + sees, 0, (n - sees) * sizeof *scores);
+    if (sees == 0) return;
+    if (!(largest <= s->most[t])) { // or is not a number
+        float shrink = expf((s->most[t] - largest) * scale), *out = s->out + (size_t)t * cpu->value_width;
+        s->most[t] = largest, s->sum[t] *= shrink;
+        for (int d = 0; d < cpu->value_width; d++) out[d] *= shrink;
+    }
+    s->sum[t] += k->exponentials(scores, s->most[t], scale, sees);
+}
+
+// The panel with token t of the span and those behind it sees a block of n positions: t `seen` of them, each next one 1 more.
+static void attend_panel(const Cpu *cpu, const Span *s, int t, const void *keys, const void *values, int seen, int n) {
+    const Kernels *k = cpu->kernels;
+    size_t head_dim = cpu->config.head_dim, width = cpu->value_width;
+    int queries = k->queries, all = seen + queries - 1;
+    n = all < n ? all : n;
+    if (n <= 0) return;
+    PanelProduct scores = {
+        s->scores, keys, s->q + t * head_dim, BLOCK, head_dim * TILE, TILE, round_up(n) / TILE, (int)head_dim, false, cpu->half};
+    k->panel_product(&scores);
+    for (int i = 0; i < queries; i++)
+        weigh(cpu, s, t + i, s->scores + i * BLOCK, seen + i < 0 ? 0 : seen + i < n ? seen + i : n, n);
+    if (queries > 1) k->transpose((uint8_t *)s->p, (const uint8_t *)s->scores, BLOCK * sizeof(float), queries, n);
+    PanelProduct mix = {s->out + t * width, values, queries > 1 ? s->p : s->scores, width, TILE, width, (int)width / TILE, n, true,
+                        cpu->half};
+    k->panel_product(&mix);
+}
+
+// Tokens t..t+tokens-1 of a query head.
+static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, int head, int t, int tokens) {
+    const Config *c = &cpu->config;
+    size_t width = cpu->value_width, number = cpu->half ? 2 : 4;
+    int queries = cpu->kernels->queries, kv_head = head / (c->n_heads / c->n_kv_heads), first = cpu->pos + t;
+    for (int i = 0; i < tokens; i += queries)
+        load_queries(cpu, s->q + i * c->head_dim, head, t + i, tokens - i < queries ? tokens - i : queries);
+    memset(s->out, 0, (SPAN + queries) * width * sizeof *s->out);
+    for (int i = 0; i < SPAN + queries; i++) s->most[i] = -INFINITY, s->sum[i] = 0;
+    for (int from = 0; from < first + tokens; from += BLOCK) {
+        int left = first + tokens - from, n = left < BLOCK ? left : BLOCK;
+        const char *keys = keys_of(cpu, a->layer, kv_head) + (size_t)from * c->head_dim * number;
+        const char *values = values_of(cpu, a->layer, kv_head) + from * width * number;
+        for (int i = 0; i < tokens; i += queries) attend_panel(cpu, s, i, keys, values, first + i + 1 - from, n);
+    }
+    for (int i = 0; i < tokens; i++) {
+        float *out = a->out + (size_t)(t + i) * c->q_dim + (size_t)head * c->head_dim;
+        for (int d = 0; d < c->head_dim; d++) out[d] = s->out[i * width + d] / s->sum[i];
+    }
+}
+
+// Items are spans of tokens of a query head, one head after the other.
+static void attention_spans(Member *self, const void *args, int begin, int end) {
+    const AttentionArgs *a = args;
+    int spans = (a->T + a->span - 1) / a->span;
+    Span s = span_in(self->cpu, self->scratch, NULL);
+    for (int item = begin; item < end; item++) {
+        int t = item % spans * a->span;
+        attend_span(self->cpu, a, &s, item / spans, t, a->T - t < a->span ? a->T - t : a->span);
     }
 }
 
@@ -612,9 +710,9 @@ static void attention(Backend *b, int layer, const Layer *w, float *out, const f
     const Config *c = &cpu->config;
     Product products[] = {{cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
     MatmulArgs qkv = products_of(cpu, products, 3, &w->attention_norm, x, T);
-    int groups = query_groups(cpu, T), items = c->n_kv_heads * groups * (c->n_heads > c->n_kv_heads ? T : 1), n = 0;
-    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * QUERIES;
-    AttentionArgs a = {out, w, layer, T, T > 1 || groups > 1};
+    int groups = query_groups(cpu), span = span_of(cpu, T), n = 0;
+    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * (T > 1 ? span : QUERIES);
+    AttentionArgs a = {out, w, layer, T, span, T > 1 || groups > 1};
     cpu->pos = pos;
     extend_rotations(cpu, pos + T);
     prepare(cpu, &qkv);
@@ -626,7 +724,8 @@ static void attention(Backend *b, int layer, const Layer *w, float *out, const f
     }
     multiply(cpu, &qkv);
     if (a.rotated) add(cpu, rope_tokens, &a, sizeof a, T, 4 * c->q_dim);
-    add(cpu, attention_groups, &a, sizeof a, items, cost);
+    if (T > 1) add(cpu, attention_spans, &a, sizeof a, c->n_heads * ((T + span - 1) / span), cost);
+    else add(cpu, attention_groups, &a, sizeof a, c->n_kv_heads * groups, cost);
 }
 
 static void add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
@@ -830,9 +929,11 @@ static void end(Backend *b) {
 // What any operation needs for itself, in floats.
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
     size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens); // of two matrices
-    size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols;
+    size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols, span;
+    span_in(cpu, cpu->keys, &span);
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
+    most = most > span ? most : span;
     return (most + 15) / 16 * 16;
 }
 

@@ -90,6 +90,18 @@ typedef struct {
     bool half;            // keys and values are in half precision rather than float32
 } Attention;
 
+// Attention of many tokens is products of panels, (cols, Kernels' queries), with tiles of TILE rows of numbers: those of queries with
+// keys, rows of head_dim columns, and those of probabilities with values, rows of as many columns as positions.
+typedef struct {
+    float *y;            // (queries, y_stride): products with row r of tile i at column TILE i + r
+    const void *w;       // number c of row r of tile i is w[next i + column c + r]
+    const float *x;      // (cols, queries)
+    size_t y_stride, next, column;
+    int tiles, cols;
+    bool add;            // to what y holds
+    bool half;           // w is in half precision rather than float32
+} PanelProduct;
+
 // What depends on the type of the weights. A type without `dot` or `product` is multiplied as F32.
 typedef struct {
     // Product of a row as it lies in the file with x: Block (cols / 32,) of quantised types, else float (cols,)
@@ -104,6 +116,7 @@ typedef struct {
     const char *name;
     bool (*supported)(void); // by this machine; NULL where the compiler or the architecture does not know the set
     int tokens;              // most tokens of a panel; 1: the kernels have no tiles, and a panel is a row of the activations
+    int queries;             // of a panel in PanelProduct
     TypeKernels types[BF16 + 1];
     // out (n,) = w (n,) as float32
     void (*floats_f16)(float *out, const void *w, int n);
@@ -123,6 +136,7 @@ typedef struct {
     float (*exponentials)(float *x, float most, float scale, int n);
     void (*scores)(const Attention *); // p = q keys^T, up to n rounded up to TILE
     void (*mix)(const Attention *);    // out = p values
+    void (*panel_product)(const PanelProduct *);
     // Where the machine multiplies BF16 by itself (else NULL): x in BF16; and BF16's product with pairs of columns
     void (*bf16s)(uint16_t *out, const float *x, int n);
     void (*pairs_product)(const TileProduct *);

@@ -205,12 +205,21 @@ static void mix(const Attention *a) {
         }
 }
 
+static void panel_product(const PanelProduct *p) {
+    for (int row = 0; row < p->tiles * TILE; row++) {
+        float sum = p->add ? p->y[row] : 0;
+        for (int c = 0; c < p->cols; c++) sum += number(p->w, row / TILE * p->next + c * p->column + row % TILE, p->half) * p->x[c];
+        p->y[row] = sum;
+    }
+}
+
 static bool always(void) { return true; }
 
 const Kernels llamac_reference = {
     .name = "scalar",
     .supported = always,
     .tokens = 1,
+    .queries = 1,
     .types = {[F32] = {.dot = dot_f32},
               [F16] = {.dot = dot_f16},
               [BF16] = {.dot = dot_bf16},
@@ -234,4 +243,5 @@ const Kernels llamac_reference = {
     .exponentials = exponentials,
     .scores = scores,
     .mix = mix,
+    .panel_product = panel_product,
 };

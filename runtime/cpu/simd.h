@@ -598,8 +598,10 @@ INLINE void score_queries(Type type, const Attention *a, int first, const int n)
 }
 
 INLINE void score_all(Type type, const Attention *a) {
-    if (a->n_queries == QUERIES) score_queries(type, a, 0, QUERIES);
-    else for (int i = 0; i < a->n_queries; i++) score_queries(type, a, i, 1);
+    if (a->n_queries == 1) score_queries(type, a, 0, 1);
+    else if (a->n_queries == 2) score_queries(type, a, 0, 2);
+    else if (a->n_queries == 3) score_queries(type, a, 0, 3);
+    else score_queries(type, a, 0, QUERIES);
 }
 
 TARGET static void scores(const Attention *a) {
@@ -641,8 +643,10 @@ INLINE void mix_queries(Type type, const Attention *a, int first, const int n) {
 }
 
 INLINE void mix_all(Type type, const Attention *a) {
-    if (a->n_queries == QUERIES) mix_queries(type, a, 0, QUERIES);
-    else for (int i = 0; i < a->n_queries; i++) mix_queries(type, a, i, 1);
+    if (a->n_queries == 1) mix_queries(type, a, 0, 1);
+    else if (a->n_queries == 2) mix_queries(type, a, 0, 2);
+    else if (a->n_queries == 3) mix_queries(type, a, 0, 3);
+    else mix_queries(type, a, 0, QUERIES);
 }
 
 TARGET static void mix(const Attention *a) {
@@ -650,8 +654,37 @@ TARGET static void mix(const Attention *a) {
     else mix_all(F32, a);
 }
 
+enum { PANEL = TOKENS < 8 ? 4 : 8 }; // queries, of which a chunk has whole panels
+
+INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int tiles) {
+    const char *w = (const char *)p->w + first * p->next * (type == F16 ? 2 : 4);
+    float *y = p->y + first * TILE;
+    Floats sums[SUMS][TOKENS], column[SUMS];
+    const float *x = p->x;
+    UNROLL for (int v = 0; v < tiles * VECTORS; v++)
+        UNROLL for (int t = 0; t < PANEL; t++) sums[v][t] = p->add ? LOAD(y + t * p->y_stride + v * LANES) : SET(0);
+    for (int c = 0; c < p->cols; c++, w += p->column * (type == F16 ? 2 : 4), x += PANEL) {
+        UNROLL for (int v = 0; v < tiles * VECTORS; v++) column[v] = load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
+        add_column(sums, column, x, PANEL, tiles);
+    }
+    UNROLL for (int v = 0; v < tiles * VECTORS; v++)
+        UNROLL for (int t = 0; t < PANEL; t++) STORE(y + t * p->y_stride + v * LANES, sums[v][t]);
+}
+
+INLINE void panel_of(Type type, const PanelProduct *p) {
+    for (int i = 0; i < p->tiles; i += TILE_ROWS) {
+        if (i + TILE_ROWS <= p->tiles) panel_tiles(type, p, i, TILE_ROWS);
+        else panel_tiles(type, p, i, 1);
+    }
+}
+
+TARGET static void panel_product(const PanelProduct *p) {
+    if (p->half) panel_of(F16, p);
+    else panel_of(F32, p);
+}
+
 #define SIMD_KERNELS \
-    .tokens = TOKENS, \
+    .tokens = TOKENS, .queries = PANEL, .panel_product = panel_product, \
     .types = {[F32] = {dot_f32, pack_words, product_f32}, [F16] = {.dot = dot_f16}, \
               [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
               [Q4_0] = {dot_q4, pack_q4, product_q4}, [Q4_1] = {dot_q4_1, pack_q4_1, product_q4_1}, \
