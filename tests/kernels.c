@@ -247,12 +247,13 @@ static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
 // The scalar kernel takes one query at a time.
 static void panels_of(const Kernels *k, const Kernels *s) {
     int cols = 1 + below(90), tiles = 1 + below(6), Q = k->queries, apart = tiles * TILE + below(20);
-    bool keys = below(2); // or as values lie
+    bool keys = below(2), half = below(2); // or as values lie; or float32
     size_t next = keys ? (size_t)cols * TILE : TILE, column = keys ? TILE : (size_t)tiles * TILE;
-    float *w = floats((size_t)cols * tiles * TILE), *x = floats((size_t)cols * Q), *y = floats((size_t)Q * apart);
+    float *x = floats((size_t)cols * Q), *y = floats((size_t)Q * apart);
+    void *w = half ? (void *)shorts((size_t)cols * tiles * TILE, false) : floats((size_t)cols * tiles * TILE);
     float *z = malloc((size_t)Q * apart * sizeof *z), *one = malloc(cols * sizeof *one);
     memcpy(z, y, (size_t)Q * apart * sizeof *z);
-    PanelProduct p = {y, w, x, apart, next, column, tiles, cols, below(2)};
+    PanelProduct p = {y, w, x, apart, next, column, tiles, cols, below(2), half};
     k->panel_product(&p);
     for (int q = 0; q < Q; q++) {
         for (int c = 0; c < cols; c++) one[c] = x[c * Q + q];
