@@ -29,7 +29,7 @@ from engine.load import load_model
 from engine.redact import redact
 from track import Wandb, new_run_id
 
-out_dir = "out"      # the model: a run, a folder of runs (the newest), a step, Hugging Face's folder, Meta's, a GGUF or llama2.c file
+out_dir = "out"      # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 perplexity = ""      # a UTF-8 text to predict
 data = ""            # labelled prompts, .jsonl

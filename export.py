@@ -32,7 +32,7 @@ from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HE
 from engine.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
-out_dir = "out"    # what to export: a run, a folder of runs (the newest), a step, Hugging Face's folder, Meta's, a GGUF or llama2.c file
+out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
 format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
 dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim

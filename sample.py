@@ -15,7 +15,7 @@ from engine import checkpoint, inside, parallel
 from engine.load import load_model
 from page.inside import html
 
-out_dir = "out"         # the model: a run, a folder of runs (the newest), a step, Hugging Face's folder, Meta's, a GGUF or llama2.c file
+out_dir = "out"         # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
 prompt = ""             # the text to continue
 num_samples = 1         # how many continuations
