@@ -79,6 +79,7 @@ typedef struct {
     int head_dim;       // width of a head, even
     int q_dim;          // n_heads * head_dim
     int kv_dim;         // n_kv_heads * head_dim
+    int window;         // positions that a token sees at most, itself among them; 0: all before it
     float norm_eps;     // inside RMSNorm's square root
     bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
     float rope_scale;   // RoPE multiplies queries and keys by it (YaRN); else 1
@@ -136,7 +137,8 @@ struct Backend {
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
     // out (T, q_dim) = causal attention of q, k, v (T, q_dim or kv_dim) = norm(x) wq^T + bq, norm(x) wk^T + bk, norm(x) wv^T + bv,
     // where norm is attention_norm of x (T, dim). Each head of q and k is normalised by q_norm and k_norm, where the layer has
-    // them, and rotated for positions pos..pos+T-1; k and v go to the layer's cache; token t sees positions 0..pos+t
+    // them, and rotated for positions pos..pos+T-1; k and v go to the layer's cache; token t sees positions 0..pos+t, or
+    // the last `window` of them
     void (*attention)(Backend *, int layer, const Layer *, float *out, const float *x, int pos, int T);
     // x (T, w.rows) += y (T, w.cols) w^T
     void (*add_product)(Backend *, float *x, const Mat *w, const float *y, int T);

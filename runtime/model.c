@@ -263,7 +263,7 @@ static bool gguf_heads(const Value *values, Config *c, Error *e) {
 
 static bool gguf_config(const Value *values, Config *c, Error *e) {
     double eps;
-    int window, version;
+    int version;
     TRY(llamac_get_int(values, CONTEXT_LENGTH, NAN, &c->seq_len, e));
     TRY(llamac_get_int(values, EMBEDDING_LENGTH, NAN, &c->dim, e));
     TRY(llamac_get_int(values, BLOCK_COUNT, NAN, &c->n_layers, e));
@@ -275,9 +275,10 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     c->norm_eps = (float)eps;
     c->rope_halves = llamac_architecture(values) != LLAMA; // whose files have each head's rows in another order
     TRY(gguf_heads(values, c, e));
-    TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &window, e));
-    CHECK(!window || window >= c->seq_len, "%s is %d, expected none, or the whole context of %d",
-          llamac_key(values, SLIDING_WINDOW).s, window, c->seq_len);
+    TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &c->window, e));
+    if (c->window >= c->seq_len) c->window = 0;
+    CHECK(!c->window || llamac_architecture(values) == LLAMA, "%s is %d, expected none, or the whole context of %d",
+          llamac_key(values, SLIDING_WINDOW).s, c->window, c->seq_len); // elsewhere only some layers have it
     TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
     CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s, version);
     return true;

@@ -58,7 +58,7 @@ static Model random_model(void) {
     Config c = {.n_layers = 1 + below(2), .n_heads = heads * groups, .n_kv_heads = heads, .head_dim = head_dim,
                 .q_dim = heads * groups * head_dim,
                 .dim = blocks ? 256 : wide ? 32 * (1 + below(4)) : heads * groups * head_dim, .kv_dim = heads * head_dim, .vocab_size = 1 + below(90), .seq_len = positions,
-                .hidden_dim = blocks && below(3) ? 256 : below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f,
+                .hidden_dim = blocks && below(3) ? 256 : below(3) ? 32 * (1 + below(4)) : 1 + below(150), .norm_eps = 1e-5f, .window = below(3) ? 0 : 1 + below(positions),
                 .rope_halves = below(2), .rope_scale = below(2) ? 1 : 1.2f};
     Model m = {.config = c, .weights = {.token_embedding = matrix(any_type(type), c.vocab_size, c.dim), .norm = matrix(F32, 1, c.dim),
                                         .output = matrix(any_type(type), c.vocab_size, c.dim),

@@ -24,6 +24,7 @@ CASES = {
     "llama, heads wider than dim": dict(head_dim=48),
     "llama, heads of 10": dict(head_dim=10, rope_parameters=YARN),
     "mistral": dict(num_key_value_heads=2, sliding_window=None, head_dim=32),
+    "mistral, window": dict(num_key_value_heads=2, sliding_window=20),
     "qwen2": dict(),
     "qwen2, tied, GQA": dict(num_key_value_heads=2, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
     "qwen2, YaRN, 8 heads": dict(num_attention_heads=8, num_key_value_heads=1, rope_parameters=YARN),
@@ -89,6 +90,8 @@ def write_gguf(path, model, architecture, dtype="f32", changes={}, **metadata):
     w.add_value_length(width)
     if architecture == "llama":
         w.add_rope_dimension_count(width)
+    if getattr(config, "sliding_window", None) and architecture == "llama":
+        w.add_sliding_window(config.sliding_window)
     w.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         w.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -129,7 +132,7 @@ def test_logits_equal_transformers(run_bin, tmp_path, case):
         assert_close(logits(run_bin, [tmp_path / "m.gguf"], TEXT, 300, isa), expected, "f32")
 
 
-@pytest.mark.parametrize("case", ["qwen2, tied, GQA", "qwen2", "qwen3", "qwen3, GQA, wide heads"])
+@pytest.mark.parametrize("case", ["mistral, window", "qwen2, tied, GQA", "qwen2", "qwen3", "qwen3, GQA, wide heads"])
 def test_greedy_text_equals_transformers(run_bin, tmp_path, case):
     """Token by token over the cache, with one thread and more: then some members make whole heads."""
     model, architecture = random_model(case, seed=3)

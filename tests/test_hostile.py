@@ -349,7 +349,7 @@ FINE_VALUES = [
     {"llama.attention.key_length": ("u32", 2), "llama.attention.value_length": ("i64", 2), "llama.expert_count": ("u32", 0)},
     {"llama.rope.scaling.attn_factor": ("float", 1), "llama.rope.scaling.original_context_length": ("u32", 4)},
     {"llama.rope.scale_linear": ("float", 4)}, {"llama.rope.scale_linear": ("float", 4), "llama.rope.scaling.factor": ("float", 4)},
-    {"llama.attention.sliding_window": ("u32", 8)}, {"llama.tensor_data_layout": ("string", "Meta AI original pth")},
+    *({"llama.attention.sliding_window": ("u32", x)} for x in (0, 1, 7, 8, 2**31 - 1)), {"llama.tensor_data_layout": ("string", "Meta AI original pth")},
     {"general.quantization_version": ("u32", 2)}, {"tokenizer.ggml.eot_token_id": ("u32", 3)},
     {"llama.rope.freq_base": ("u32", 500000)}, {"something.else": ("u8[]", [1, 2])}, {"general.alignment": ("u64", 32)},
     {"llama.vocab_size": ("u16", 4)}, {"tokenizer.ggml.add_bos_token": ("u8", 1)}, {"general.name": ("string", "\x1b[2J")},
@@ -360,7 +360,7 @@ OTHER_KEYS = [  # what they say is not what we compute, so they are named
         ("llama.attention.causal", ("bool", False)), ("llama.attention.causal", ("string", "yes")), ("llama.expert_count", ("u32", 8)),
         ("llama.rope.scaling.attn_factor", ("float", 1.5)), ("llama.rope.scaling.attn_factor", ("float", float("nan"))),
         ("llama.attention.key_length", ("u32", 4)), ("llama.attention.value_length", ("u32", 1)),
-        ("llama.attention.sliding_window", ("u32", 7)),
+        ("llama.attention.sliding_window", ("i32", -1)), ("llama.attention.sliding_window", ("u64", 2**31)),
         ("llama.rope.scaling.yarn_ext_factor", ("float", 1)), ("llama.rope.scaling.yarn_beta_fast", ("float", 31)),
         ("llama.rope.scaling.yarn_log_multiplier", ("float", 0.1)), ("llama.rope.dimension_count", ("u32", 4)),
         *(("llama.attention.key_length", ("u64", x)) for x in (0, 2**31, 2**63)), ("llama.logit_scale", ("float", 1)), ("llama.", ("u32", 1)),
@@ -454,6 +454,7 @@ def test_architectures(run_debug_bin, tmp_path):
     assert "blk.0.attn_q_norm.weight (1 x 2) is missing" in said({}, SHAPES, of="qwen3")
     assert "'blk.0.attn_q_norm.weight' (F32) is no part" in said({}, SHAPES | HEAD_NORMS, of="qwen2")
     assert "is 1 x 1, expected 1 x 2" in said({}, SHAPES | HEAD_NORMS | {"blk.0.attn_k_norm.weight": [1]}, of="qwen3")
+    assert "qwen2.attention.sliding_window is 7" in said({"qwen2.attention.sliding_window": ("u32", 7)}, SHAPES, of="qwen2")
     for value, status in ((1, 0), (8, 0), (1e-45, 0), (0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (-0.0, 1)):
         data = gguf_bytes({}, SHAPES | {"rope_freqs.weight": [1]})
         path.write_bytes(with_int(data, len(data) - 32, value, "<f"))

@@ -521,13 +521,20 @@ static void rope_tokens(Member *self, const void *args, int begin, int end) {
         for (int t = begin; t < end; t++) rope_and_cache(self->cpu, a, head, t, self->scratch);
 }
 
-// Attention of queries to all n positions. The results go to `out`, q_stride numbers apart like the queries.
-static void attend(const Kernels *k, const Attention *a, float *out) {
+// The first position that the token at `pos` sees.
+static int first_seen(const Cpu *cpu, int pos) {
+    int window = cpu->config.window;
+    return window && pos >= window ? pos - window + 1 : 0;
+}
+
+// Attention of queries to all n positions but the first `hidden`. The results go to `out`, q_stride numbers apart like the queries.
+static void attend(const Kernels *k, const Attention *a, int hidden, float *out) {
     float sums[QUERIES];
     k->scores(a);
     for (int i = 0; i < a->n_queries; i++) {
-        float *p = a->p + i * a->p_stride;
-        sums[i] = k->exponentials(p, k->largest(p, a->n), 1 / sqrtf(a->head_dim), a->n);
+        float *p = a->p + i * a->p_stride, most = k->largest(p + hidden, a->n - hidden);
+        sums[i] = k->exponentials(p + hidden, most, 1 / sqrtf(a->head_dim), a->n - hidden);
+        memset(p, 0, hidden * sizeof *p);
     }
     k->mix(a);
     for (int i = 0; i < a->n_queries; i++)
@@ -543,7 +550,8 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu);
-    size_t room = round_up(cpu->positions);
+    size_t room = round_up(cpu->positions), number = cpu->half ? 2 : 4;
+    int start = first_seen(cpu, cpu->pos), from = start / TILE * TILE;
     for (int item = begin; item < end; item++) {
         int first = item % groups * QUERIES, head = item / groups, left = shared - first;
         size_t at = (size_t)(head * shared + first) * c->head_dim;
@@ -554,13 +562,13 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
                              .p = self->scratch,
                              .p_stride = room,
                              .out = self->scratch + QUERIES * room,
-                             .keys = keys_of(cpu, a->layer, head),
-                             .values = values_of(cpu, a->layer, head),
+                             .keys = keys_of(cpu, a->layer, head) + (size_t)from * c->head_dim * number,
+                             .values = values_of(cpu, a->layer, head) + (size_t)from * cpu->value_width * number,
                              .half = cpu->half,
                              .head_dim = c->head_dim,
                              .width = cpu->value_width,
-                             .n = cpu->pos + 1};
-        attend(cpu->kernels, &queries, a->out + at);
+                             .n = cpu->pos + 1 - from};
+        attend(cpu->kernels, &queries, start - from, a->out + at);
     }
 }
 
@@ -606,12 +614,16 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
             for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * (size_t)c->q_dim + d] : 0;
 }
 
-// Scores (n,) of token t of the span, of which it sees the first, become weights.
-static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int sees, int n) {
+// Scores (n,) of token t of the span, which sees the first `seen` but those before its window, become weights.
+static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int seen, int n) {
     const Kernels *k = cpu->kernels;
-    float largest = sees > 0 ? k->largest(scores, sees) : -INFINITY, scale = 1 / sqrtf(cpu->config.head_dim);
-    if (sees < n) memset(scores + sees, 0, (n - sees) * sizeof *scores);
-    if (sees == 0) return;
+    int end = seen < 0 ? 0 : seen < n ? seen : n, hidden = first_seen(cpu, seen - 1), sees = end - hidden;
+    if (sees <= 0) hidden = end = 0;
+    memset(scores, 0, hidden * sizeof *scores);
+    memset(scores + end, 0, (n - end) * sizeof *scores);
+    if (sees <= 0) return;
+    scores += hidden;
+    float largest = k->largest(scores, sees), scale = 1 / sqrtf(cpu->config.head_dim);
     if (!(largest <= s->most[t])) { // or is not a number
         float shrink = expf((s->most[t] - largest) * scale), *out = s->out + (size_t)t * cpu->value_width;
         s->most[t] = largest, s->sum[t] *= shrink;
@@ -630,8 +642,7 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const void *keys,
     PanelProduct scores = {
         s->scores, keys, s->q + t * head_dim, BLOCK, head_dim * TILE, TILE, round_up(n) / TILE, (int)head_dim, false, cpu->half};
     k->panel_product(&scores);
-    for (int i = 0; i < queries; i++)
-        weigh(cpu, s, t + i, s->scores + i * BLOCK, seen + i < 0 ? 0 : seen + i < n ? seen + i : n, n);
+    for (int i = 0; i < queries; i++) weigh(cpu, s, t + i, s->scores + i * BLOCK, seen + i, n);
     if (queries > 1) k->transpose((uint8_t *)s->p, (const uint8_t *)s->scores, BLOCK * sizeof(float), queries, n);
     PanelProduct mix = {s->out + t * width, values, queries > 1 ? s->p : s->scores, width, TILE, width, (int)width / TILE, n, true,
                         cpu->half};
@@ -647,7 +658,7 @@ static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, i
         load_queries(cpu, s->q + i * c->head_dim, head, t + i, tokens - i < queries ? tokens - i : queries);
     memset(s->out, 0, (SPAN + queries) * width * sizeof *s->out);
     for (int i = 0; i < SPAN + queries; i++) s->most[i] = -INFINITY, s->sum[i] = 0;
-    for (int from = 0; from < first + tokens; from += BLOCK) {
+    for (int from = first_seen(cpu, first) / BLOCK * BLOCK; from < first + tokens; from += BLOCK) {
         int left = first + tokens - from, n = left < BLOCK ? left : BLOCK;
         const char *keys = keys_of(cpu, a->layer, kv_head) + (size_t)from * c->head_dim * number;
         const char *values = values_of(cpu, a->layer, kv_head) + from * width * number;

@@ -1739,6 +1739,7 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     if (wrong) return wrong;
     if (config->head_dim > HEAD_MAX)
         return format(e, "heads of %.0f numbers, expected up to %.0f", config->head_dim, HEAD_MAX, 0, 0);
+    if (config->window) return format(e, "a sliding window of %.0f positions, which --device=cpu has", config->window, 0, 0, 0);
     Cuda *c = (Cuda *)calloc(1, sizeof *c);
     if (!c) return "out of memory";
     c->blocks = new std::vector<void *>, c->moved = new std::vector<Moved>;
