@@ -157,6 +157,7 @@ static void bpe_target(const uint8_t *bytes, size_t size) {
     if (size < 2) return;
     int n_merges = bytes[1] % MOST, n = 256;
     if (size < 2 + 2 * (size_t)n_merges) return;
+    size_t text = size - 2 - 2 * n_merges; // of longer ones there is nothing new to learn
     llamac_model m = {.stop = -1};
     Tokenizer *t = &m.tokenizer;
     *t = (Tokenizer){.space = " ", .bos = 0, .eos = 1, .unk = -1, .eot = -1, .vocab_size = 256};
@@ -185,7 +186,7 @@ static void bpe_target(const uint8_t *bytes, size_t size) {
     t->byte_pairs->longest = 60;
     Value list = {.present = true, .is_array = true, .kind = STRING, .count = count, .data = {(uint8_t *)merges.s, merges.n, 0, false}};
     if (llamac_index_pieces(t, NULL) && read_merges(t, list, NULL))
-        use_tokenizer(&m, (const char *)bytes + 2 + 2 * n_merges, size - 2 - 2 * n_merges);
+        use_tokenizer(&m, (const char *)bytes + 2 + 2 * n_merges, text < 128 ? text : 128);
     llamac_free_tokenizer(t);
     free(merges.s);
 }
