@@ -461,7 +461,7 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     (dict(val_fraction=-0.1), "--val_fraction=-0.1"), (dict(val_fraction=1.5), "--val_fraction=1.5"),
     (dict(vocab_source="nowhere.model"), "nowhere.model"), (dict(vocab_source="llama2"), "tokenizer.model"),
     (dict(source="stories:x"), "stories:N"), (dict(source="stories:0"), "stories:N"),
-    (dict(source="stories:" + "9" * 200), "stories:N"), (dict(vocab_source="chars"), "custom, byte, char"),
+    (dict(source="stories:" + "9" * 200), "stories:N"), (dict(vocab_source="chars"), "custom, bpe, byte, char"),
     (dict(source="."), "a folder without"), (dict(source="/dev/null"), "not a regular file"),
 ])
 def test_bad_arguments_are_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capfd):
