@@ -29,7 +29,8 @@ from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
                             FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, heads_in,
                             interleaved_to_halves, of_characters, tensors)
-from engine.load import read_model
+from engine.folders import MADE_BY, is_folder_of_ours
+from engine.load import is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -269,7 +270,7 @@ def write_llama2c(path, state, args, version, group_size):
 
 def write_safetensors(path, state, args, dtype):
     """The tensors under Hugging Face's names: uint64 length of a JSON header, the header, the data."""
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header, offset = {"__metadata__": {"format": "pt"} | MADE_BY}, 0
     for _, _, hf, shape in tensors(args):
         size = math.prod(shape) * TYPES[dtype].size
         header[hf] = {"dtype": dtype.upper(), "shape": shape, "data_offsets": [offset, offset + size]}
@@ -287,12 +288,11 @@ def write_hf(path, state, args, vocabulary, dtype):
     A Hugging Face folder: model.safetensors, config.json, generation_config.json and the tokenizer. A text that holds
     "<s>" holds three letters, as everywhere here (split_special_tokens); generation ends where sample.py's does.
     """
-    folder = Path(path)
-    folder.mkdir(exist_ok=True)
-    write_safetensors(folder / "model.safetensors", state, args, dtype)
-    kind = architecture(args)
+    folder, kind = Path(path), architecture(args)
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
+    folder.mkdir(exist_ok=True)
+    write_safetensors(folder / "model.safetensors", state, args, dtype)
     config = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "attention_bias": False,
         "hidden_size": args.dim, "intermediate_size": args.hidden_dim, "num_hidden_layers": args.n_layers,
@@ -339,6 +339,9 @@ def differences(vocabulary, format):
         yield f"the vocabulary has unused pieces, which {reader} does not take apart: it may encode texts otherwise than run"
 
 
+FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",), "v2": ("f32",)}  # dtypes
+
+
 def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64, name="llamac",
                  extra=None):
     """
@@ -346,11 +349,10 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     will do for v0, v1, v2), name: general.name, extra: more GGUF metadata. Raises OSError when the disk fails; what
     stood at `path` before is then untouched.
     """
-    known = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",), "v2": ("f32",)}
-    if format not in known:
-        fail(f"--format={format}: expected {' or '.join(known)}")
-    if dtype not in known[format]:
-        fail(f"--dtype={dtype}: expected {' or '.join(known[format])} with --format={format}")
+    if format not in FORMATS:
+        fail(f"--format={format}: expected {' or '.join(FORMATS)}")
+    if dtype not in FORMATS[format]:
+        fail(f"--dtype={dtype}: expected {' or '.join(FORMATS[format])} with --format={format}")
     if vocabulary and vocabulary.vocab_size != args.vocab_size:
         fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same")
     if vocabulary and vocabulary.kind == "bpe" and format not in ("gguf", "hf"):
@@ -381,6 +383,23 @@ def exported_step(path):
         return None
 
 
+HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+            "tokenizer.model")
+
+
+def refuse_foreign(target, format):
+    """One line where an export to `target` would replace a file that is not known, by place or content, to be one."""
+    files = [target / name for name in HF_FILES] if format == "hf" else [target]
+    files += [target.with_name("tokenizer.bin")] if format in ("v0", "v1", "v2") else []
+    folder = target.absolute().parent
+    if checkpoint.is_run(folder) and target.name in ("model.gguf", "last.gguf", "model.bin", "hf"):
+        return
+    ours = {"gguf": is_gguf_of_ours, "hf": lambda path: is_folder_of_ours(target)}.get(format, lambda path: False)
+    for path in files:
+        if path.is_file() and not ours(path):
+            fail(f"{path}: is there and not known to be an export; move it, or give another --path")
+
+
 def main():
     origin = checkpoint.run_folder(out_dir)
     source, name = Path(origin), "model.gguf" if format == "gguf" else "hf" if format == "hf" else "model.bin"
@@ -388,6 +407,8 @@ def main():
     target = Path(path or beside)
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
+    if format in FORMATS:
+        refuse_foreign(target, format)
     state, args, vocabulary, extra = read_model(origin, tokenizer)
     try:
         export_model(state, args, vocabulary, target, format, dtype, group_size, source.resolve().stem, extra)

@@ -28,6 +28,7 @@ ROPE_KEYS = {"default": "", "linear": "factor", "llama3": "factor low_freq_facto
              "yarn": "factor attention_factor beta_fast beta_slow truncate finetuned",
              "longrope": "factor attention_factor short_factor long_factor"}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+MADE_BY = {"made_by": "llamac"}  # in the header of the weights that export.py writes
 MOST_JSON = 100 << 20  # bytes of a header, as the safetensors library has it, or of a config
 
 
@@ -156,6 +157,16 @@ def safetensors(path):
             r.fail(f"{name[:80]!r} has shape {list(shape)} and stands at {ends}, which can't be in {most} bytes; damaged")
         placed[name] = dtype, shape, r.at + ends[0], ends[1] - ends[0]
     return placed
+
+
+def is_folder_of_ours(folder):
+    """Whether export.py wrote the weights of a Hugging Face folder, which then say so."""
+    path = folder / "model.safetensors"
+    if not path.is_file() or path.stat().st_size < 8:
+        return False
+    r = Reader(path)
+    size, = r.unpack("<Q")
+    return size < len(r.data) and json.dumps(MADE_BY)[1:-1].encode() in r.take(min(size, 4096)).tobytes()
 
 
 def hf_files(folder):

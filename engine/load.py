@@ -136,14 +136,7 @@ def gguf_type(reader, name, number):
 def read_gguf(path):
     """(Tensors in float32, ModelArgs, {metadata key: value}) of a GGUF file; a damaged one ends in one line."""
     r = Reader(path)
-    magic, version, n_tensors, n_metadata = r.unpack("<4sIQQ")
-    if magic != b"GGUF" or version not in (2, 3):
-        r.fail(f"magic {magic!r} and version {version}, expected b'GGUF' and 2 or 3")
-    metadata = {r.string().decode(errors="replace"): r.value(*r.unpack("<I")) for _ in range(n_metadata)}
-    before = r.at
-    infos = [(r.string().decode(errors="replace"), r.unpack(f"<{min(*r.unpack('<I'), 4)}Q")[::-1], *r.unpack("<IQ"))
-             for _ in range(n_tensors)]  # (name, shape, type, offset)
-    listed = LIST_CHECKSUM not in metadata or metadata[LIST_CHECKSUM] == hashlib.sha256(r.data[before:r.at]).hexdigest()
+    metadata, infos, listed = gguf_head(r)
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         r.fail(f"alignment {alignment!r}, expected a positive number such as {ALIGNMENT}")
@@ -157,6 +150,27 @@ def read_gguf(path):
         both = reads.pop(ROPE_FACTORS)().numpy() * np.array(args.rope_factors or (1.0,))
         args.rope_factors = rope.factors(both)
     return Tensors(reads), checked(args, r.fail), metadata
+
+
+def gguf_head(r):
+    """({metadata key: value}, [(name, shape, type, offset)] of the tensors, whether that list is as it was exported)."""
+    magic, version, n_tensors, n_metadata = r.unpack("<4sIQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        r.fail(f"magic {magic!r} and version {version}, expected b'GGUF' and 2 or 3")
+    metadata = {r.string().decode(errors="replace"): r.value(*r.unpack("<I")) for _ in range(n_metadata)}
+    before = r.at
+    infos = [(r.string().decode(errors="replace"), r.unpack(f"<{min(*r.unpack('<I'), 4)}Q")[::-1], *r.unpack("<IQ"))
+             for _ in range(n_tensors)]  # (name, shape, type, offset)
+    return metadata, infos, metadata.get(LIST_CHECKSUM) in (None, hashlib.sha256(r.data[before:r.at]).hexdigest())
+
+
+def is_gguf_of_ours(path):
+    """Whether export.py wrote a file: programs that make another of it keep its checksums, which then don't fit."""
+    r = Reader(path)
+    if r.data[:4].tobytes() != b"GGUF":
+        return False
+    metadata, _, listed = gguf_head(r)
+    return LIST_CHECKSUM in metadata and listed
 
 
 def gguf_tensors(r, infos, args, alignment, halves):

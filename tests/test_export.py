@@ -656,3 +656,26 @@ def test_impossible_llama2c_headers(files, tmp_path, capsys):
             (37, 0, "neither GGUF"), (37, 7, "groups of 7 do not fill")]:
         path.write_bytes(data[:at] + struct.pack("<i", value) + data[at + 4:])
         assert said in refused(capsys, read, path)
+
+
+def test_what_is_not_known_to_be_an_export_is_never_replaced(tmp_path, vocabulary, monkeypatch, capsys):
+    """In a folder that was there before: files of others under our names stay, our own are written anew."""
+    run, mine = save_run(tmp_path / "run", build(), vocabulary), tmp_path / "mine"
+    mine.mkdir()
+    for name in "model.gguf", "config.json", "tokenizer.bin", "m.bin":
+        (mine / name).write_text(f"my {name}")
+    gguf_file = mine / "ours.gguf"
+    command(monkeypatch, run, path=gguf_file)
+    changed = gguf_file.read_bytes().replace(b"blk.0.attn_norm", b"blk.0.attn_morn")  # another program's, with our checksums
+    (mine / "other.gguf").write_bytes(changed)
+    before = {path.name: path.read_bytes() for path in mine.iterdir()}
+    for knobs in (dict(path=mine / "model.gguf"), dict(path=mine / "other.gguf"), dict(path=mine, format="hf"),
+                  dict(path=mine / "m.bin", format="v1"), dict(path=mine / "new.bin", format="v2")):
+        assert "not known to be an export; move it" in refused(capsys, command, monkeypatch, run, **knobs)
+    assert {path.name: path.read_bytes() for path in mine.iterdir()} == before
+    command(monkeypatch, run, path=tmp_path / "hf", format="hf")
+    for knobs in (dict(path=gguf_file, dtype="q8_0"), dict(path=tmp_path / "hf", format="hf"),
+                  *[{}, dict(format="v2"), dict(format="hf")] * 2):
+        command(monkeypatch, run, **knobs)
+    (tmp_path / "hf/model.gguf").write_text("mine")
+    assert "hf/model.gguf: is there" in refused(capsys, command, monkeypatch, tmp_path / "hf")

@@ -398,11 +398,12 @@ INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, 
     return type == Q4_1 || type == Q5_1 ? MUL(minima, SET(-1)) : MUL(minima, FLOATS(k_scales(words, s, 1)));
 }
 
-// The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers, then scaled by both
-// scales.
+// The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers, then
+// scaled by both scales.
 INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x, size_t n_blocks,
                      int step, const int i, const int T, const int tile_rows) {
-    const int per = numbers_per_scale(type), s = part_of(type, step, i), first = type == Q6_K ? 16 * (i % 2) : 0, zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
+    const int per = numbers_per_scale(type), s = part_of(type, step, i), first = type == Q6_K ? 16 * (i % 2) : 0;
+    const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
     const int both = type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q5_1 ? 2 : 1; // parts of a nibble
     const uint8_t *halves[SUMS], *words[SUMS];
     x += s * per / 32;
@@ -437,7 +438,7 @@ INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile
     }
 }
 
-// Tiles of 256 columns are read back and forth, which hides from the processor that memory is read in one stream.
+// Parts of a tile of 256 columns are read back and forth, which hides from the processor that memory is read in one stream.
 INLINE void prefetch_share(const uint8_t *tile, size_t share, int step) {
     for (size_t i = 0; i < share; i += 64) __builtin_prefetch(tile + step * share + i);
 }
@@ -456,7 +457,8 @@ INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int 
             if (T == 1 && width == 256) prefetch_share(tiles + 2 * size, size / steps, step);
             UNROLL for (int i = 0; i < parts_of_step(type); i++) {
                 add_part(type, sums, tiles, next, x, p->cols / 32, step, i, T, tile_rows);
-                if (T == TOKENS_Q && parts_of_step(type) > 1) __asm__ volatile("" ::: "memory"); // or parts would share what fits no registers
+                // or parts would share what fits no registers
+                if (T == TOKENS_Q && parts_of_step(type) > 1) __asm__ volatile("" ::: "memory");
             }
         }
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
