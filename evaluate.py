@@ -105,7 +105,7 @@ def score(model, vocabulary, prompt, classes, device="cpu"):
     """
     The probability of each class among `classes` as what stands behind the prompt, to its end (EOS): (len(classes),).
     """
-    ids = [vocabulary.encode(prompt + between + c, bos=True, eos=True) for c in classes]
+    ids = [vocabulary.encode_prompt(prompt + between + c, eos=True) for c in classes]
     longest = max(map(len, ids)) - 1
     if longest > model.args.max_seq_len:
         fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context is "
@@ -229,9 +229,9 @@ def choose(model, vocabulary, context, choices, device="cpu"):
     model's context loses its beginning. As lm-eval's acc and acc_norm: https://arxiv.org/abs/2405.14782
     """
     context = context.rstrip()
-    before, ids, starts = len(vocabulary.encode(context, bos=True)), [], []
+    before, ids, starts = len(vocabulary.encode_prompt(context)), [], []
     for choice in choices:
-        whole = vocabulary.encode(f"{context} {choice}", bos=True)
+        whole = vocabulary.encode(f"{context} {choice}", bos=vocabulary.add_bos or not context)
         kept = whole[-model.args.max_seq_len - 1:]
         ids.append(kept)
         starts.append(max(1, before - (len(whole) - len(kept))))

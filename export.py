@@ -27,8 +27,8 @@ import torch
 from engine import checkpoint, rope
 from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, heads_in,
-                            interleaved_to_halves, of_characters, tensors)
+                            FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, gguf_type,
+                            heads_in, interleaved_to_halves, of_characters, tensors)
 from engine.folders import MADE_BY, is_folder_of_ours
 from engine.load import is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
@@ -143,34 +143,6 @@ def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
         **vocabulary_metadata(vocabulary),
         **extra,
     }
-
-
-# Types whose blocks rows of another length than a multiple of 256 don't fill, and what llama.cpp takes for them
-SHORTER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-
-
-def deserves_bits(layer, n_layers):
-    """Whether llama.cpp gives this layer's values, and what leads out of its feed-forward network, 6 bits among 4 or 5."""
-    eighth = n_layers // 8
-    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
-
-
-def gguf_type(name, shape, dtype, n_layers):
-    """
-    The type a tensor has in a GGUF file of `dtype`. Norms, and rows that don't fill blocks, stay float32. Among matrices of
-    fewer bits the embedding and the classifier keep 6 or 8, because precision is worth most there. The mixtures (_m) are
-    llama.cpp's.
-    """
-    if len(shape) == 1:
-        return "f32"
-    kind = dtype.removesuffix("_m")
-    if kind[0] == "q" and name in ("tok_embeddings.weight", "output.weight"):
-        kind = "q8_0" if dtype in ("q8_0", "q4_0") else "q6_k"
-    elif kind != dtype and name.split(".")[-2] in ("wv", "w2") and deserves_bits(int(name.split(".")[1]), n_layers):
-        kind = "q6_k"
-    if kind in SHORTER and shape[-1] % 256:
-        kind = SHORTER[kind]
-    return "f32" if shape[-1] % TYPES[kind].block else kind
 
 
 def gguf_header(args, vocabulary, dtype, name, layout, extra):

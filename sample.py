@@ -52,7 +52,7 @@ def main():
     model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     if attention:
         return write_attention(model, vocabulary)
-    ids = vocabulary.encode(prompt, bos=True)
+    ids = vocabulary.encode_prompt(prompt)
     start = torch.tensor([ids], device=place)
     generator = torch.Generator(device=place).manual_seed(seed)
     stop, slid = (vocabulary.bos_id, vocabulary.eos_id), False

@@ -85,6 +85,11 @@ class Tokenizer:
         """text: str -> ids: list of int, with BOS before and EOS behind where asked."""
         return [self.bos_id] * bos + self._encode(text) + [self.eos_id] * eos
 
+    def encode_prompt(self, text, eos=False):
+        """As run begins a prompt: with BOS where the vocabulary says so, or where there is nothing else."""
+        ids = self._encode(text)
+        return [self.bos_id] * (self.add_bos or not ids) + ids + [self.eos_id] * eos
+
     def sha256(self):
         """Hex digest of the file this tokenizer is saved as."""
         return hashlib.sha256(self.data).hexdigest()

@@ -128,7 +128,7 @@ def logits():
     out = {}
     for form in FORMATS["15M"]:
         model, vocabulary = load_model(str(path_of("15M", form)), "", "cpu")
-        ids = vocabulary.encode(PROMPT, bos=True)
+        ids = vocabulary.encode_prompt(PROMPT)
         with torch.no_grad():
             expected = model(torch.tensor([ids]), every=True)[0][0].numpy()
         ours = np.frombuffer(call("./runcuda", path_of("15M", form), "--logits", "-i", PROMPT), np.float32)

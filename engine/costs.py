@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 import torch
 
 from configurator import fail
-from engine import parallel
+from engine import formats, parallel
 from engine.instruments import PROBED
 from engine.ops import CrossEntropy
 from model import ModelArgs, Transformer
@@ -331,19 +331,17 @@ def span(seconds):
 
 def file_sizes(args, group_size=64):
     """{format: bytes} of the model's files. A vocabulary takes 22 bytes a piece, about, and 4 kB come before it."""
-    a, found = args, {}
-    rows = {"embedding": a.dim, "attention": a.dim, "lm_head": a.dim}  # their lengths; w2's is another
-    counts = parameters(a)
-    pieces = [(counts[kind], length, kind in ("embedding", "lm_head")) for kind, length in rows.items()]
-    pieces += [(2 * counts["feed-forward"] // 3, a.dim, False), (counts["feed-forward"] // 3, a.hidden_dim, False)]
-    for name, block, size, table in (("f32", 1, 4, 4), ("bf16", 1, 2, 2), ("q8_0", 32, 34, 34), ("q4_0", 32, 18, 34)):
-        found[f"gguf {name}"] = 4096 + 22 * a.vocab_size + 4 * counts["norms"] + sum(
-            count * 4 if length % block else count // block * (table if is_table else size) for count, length, is_table in pieces)
-    while a.dim % group_size:
+    found, shapes = {}, [(name, shape) for name, _, _, shape in formats.tensors(args)]
+    for dtype in formats.FILE_TYPES:
+        types = [formats.TYPES[formats.gguf_type(name, shape, dtype, args.n_layers)] for name, shape in shapes]
+        size = sum(math.prod(shape) // t.block * t.size for (_, shape), t in zip(shapes, types))
+        found[f"gguf {dtype}"] = 4096 + 22 * args.vocab_size + size
+    while args.dim % group_size:
         group_size //= 2
-    matrices = num_params(a) - counts["norms"]
-    found["v0"] = 28 + 4 * num_params(a) + 4 * a.max_seq_len * a.head_dim
-    return found | {"v2": 256 + 4 * counts["norms"] + matrices + 4 * matrices // group_size}
+    norms = parameters(args)["norms"]
+    matrices = num_params(args) - norms
+    found["v0"] = 28 + 4 * num_params(args) + 4 * args.max_seq_len * args.head_dim
+    return found | {"v2": 256 + 4 * norms + matrices + 4 * matrices // group_size}
 
 
 def bandwidth(size, seconds=0.2):

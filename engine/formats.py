@@ -118,6 +118,32 @@ TYPES = {
 }
 # What a GGUF file may be written in: general.file_type of the file
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+# Types whose blocks rows of another length than a multiple of 256 don't fill, and what llama.cpp takes for them
+SHORTER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+
+
+def deserves_bits(layer, n_layers):
+    """Whether llama.cpp gives this layer's values, and what leads out of its feed-forward network, 6 bits among 4 or 5."""
+    eighth = n_layers // 8
+    return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
+
+
+def gguf_type(name, shape, dtype, n_layers):
+    """
+    The type a tensor has in a GGUF file of `dtype`. Norms, and rows that don't fill blocks, stay float32. Among matrices of
+    fewer bits the embedding and the classifier keep 6 or 8, because precision is worth most there. The mixtures (_m) are
+    llama.cpp's.
+    """
+    if len(shape) == 1:
+        return "f32"
+    kind = dtype.removesuffix("_m")
+    if kind[0] == "q" and name in ("tok_embeddings.weight", "output.weight"):
+        kind = "q8_0" if dtype in ("q8_0", "q4_0") else "q6_k"
+    elif kind != dtype and name.split(".")[-2] in ("wv", "w2") and deserves_bits(int(name.split(".")[1]), n_layers):
+        kind = "q6_k"
+    if kind in SHORTER and shape[-1] % 256:
+        kind = SHORTER[kind]
+    return "f32" if shape[-1] % TYPES[kind].block else kind
 
 
 # ---- parts of a GGUF file

@@ -70,8 +70,8 @@ def likeliest(pieces, log_p, target=None):
 
 
 def describe(model, vocabulary, text, name=""):
-    """All of it, for JSON. The text is cut to what can be shown; its tokens begin with BOS."""
-    ids = vocabulary.encode(text, bos=True)
+    """All of it, for JSON. The text is cut to what can be shown; its tokens begin as run's."""
+    ids = vocabulary.encode_prompt(text)
     whole, ids = len(ids), ids[:most_tokens(model.args)]
     found, pieces = record(model, ids), vocabulary.pieces()
     if not all(p.isfinite().all() for p in [found["logits"], *model.parameters()]):

@@ -249,7 +249,7 @@ def write_samples(model, tokenizer, device, prompts, seed):
     rows = []
     model.eval()
     for prompt in prompts:
-        ids = torch.tensor([tokenizer.encode(prompt, bos=True)], device=device)
+        ids = torch.tensor([tokenizer.encode_prompt(prompt)], device=device)
         if ids.shape[1] >= model.args.max_seq_len:
             ids = ids[:, :1]
         for how, temperature in (("greedy", 0), ("sampled", 0.8)):

@@ -116,7 +116,7 @@ def gguf_rope(scaling, get, args, refuse):
     return {"rope_factors": factors, "rope_attention": rope.yarn_attention(factor)}
 
 
-def gguf_type(reader, name, number):
+def known_type(reader, name, number):
     """The Type of a tensor; those of ggml that export.py doesn't write are decoded by the gguf package."""
     known = next((kind for kind in TYPES.values() if kind.number == number), None)
     if known:
@@ -178,7 +178,7 @@ def gguf_tensors(r, infos, args, alignment, halves):
     start, reads = r.at, {}
     ours = {gguf: (name, shape) for name, gguf, _, shape in tensors(args)} | {ROPE_FACTORS: (ROPE_FACTORS, (args.head_dim // 2,))}
     for gguf, shape, number, offset in infos:
-        kind = gguf_type(r, gguf, number)
+        kind = known_type(r, gguf, number)
         r.take(gap(r.at - start, alignment))
         name, expected = ours[gguf]
         if shape != expected or shape[-1] % kind.block or offset != r.at - start:

@@ -311,7 +311,7 @@ def run(r):
     if r.sharded or not is_built():
         raise Skip
     prompt = r.s.sample_prompt.split("|")[0]
-    tokens = torch.tensor([r.dataset.tokenizer.encode(prompt, bos=True)[:r.s.max_seq_len]], device=r.device)
+    tokens = torch.tensor([r.dataset.tokenizer.encode_prompt(prompt)[:r.s.max_seq_len]], device=r.device)
     if not 2 <= tokens.shape[1] < r.s.max_seq_len:
         raise Skip
     other = copy.copy(r)

@@ -78,6 +78,7 @@ def test_a_hugging_face_folder_encodes_as_transformers_does(pre, tmp_path):
     for text, ids in zip(texts, expected):
         assert ours.encode(text) == ids, text
         assert ours.decode(ids) == text
+    assert ours.encode_prompt("a") == oracle("a")["input_ids"] and ours.encode_prompt("") == [ours.bos_id]
     assert ours.encode("a", bos=True, eos=True) == [ours.bos_id, *ours.encode("a"), ours.eos_id]
     assert [ours.pieces()[i] for i in ours.encode("<|user|>")] == [(b"<|user|>", 0.0, USER_DEFINED)]
     assert ours.pieces()[ours.bos_id] == (b"<s>", 0.0, CONTROL) and ours.decode([ours.bos_id, ours.eos_id]) == ""
@@ -101,6 +102,7 @@ def test_what_stands_beside_a_tokenizer_is_read(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
     loaded = Tokenizer.load(tmp_path / "tokenizer.json")
     assert (loaded.bos_id, loaded.eos_id, loaded.add_bos) == (420, 421, True)
+    assert loaded.encode_prompt("a") == llama.encode("a").ids
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
