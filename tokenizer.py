@@ -372,12 +372,19 @@ def from_hugging_face(tokenizer, path):
     return stored_byte_level(tokenizer, bos_id, eos_id, first == [bos_id], max(size, rows if isinstance(rows, int) else 0), path)
 
 
+def of_single_letters(tokenizer):
+    """The byte or char vocabulary whose tokenizer.json this is, as export.py writes it; None where it is another's."""
+    letters = (name.replace(SPACE, " ") for name in tokenizer["model"]["vocab"])
+    candidates = Bytes(), Characters("".join(letter for letter in letters if len(letter) == 1))
+    return next((made for made in candidates if json.loads(json.dumps(made.hugging_face())) == tokenizer), None)
+
+
 def load_json(data, path):
     """The byte, char or bpe vocabulary in the bytes of a tokenizer.json."""
     try:
         stored = json.loads(data)
         if "model" in stored and "added_tokens" in stored:
-            return from_hugging_face(stored, path)
+            return of_single_letters(stored) or from_hugging_face(stored, path)
         if stored["kind"] == "bpe":
             return ByteLevel(data, path)
         made = Bytes() if stored["kind"] == "byte" else Characters(stored["characters"])

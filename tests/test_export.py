@@ -419,6 +419,9 @@ def test_transformers_generates_what_sample_does(kind, tmp_path, vocabulary, one
     written = llama.generate(start["input_ids"], attention_mask=start["attention_mask"])[0].tolist()
     assert tokenizer.decode(written, skip_special_tokens=True) == vocabulary.decode(sample) == TEXT
     assert written == ids[0].tolist()
+    state, args, back, _ = load.read_model(tmp_path / "hf")
+    assert (args, back.kind, back.sha256()) == (model.args, kind, vocabulary.sha256())
+    assert torch.equal(state["output.weight"], model.state_dict()["output.weight"])
 
 
 # ---- the command
