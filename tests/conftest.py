@@ -12,10 +12,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "tests" / "fuzz"
-SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+SANITIZE = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 LIBRARY = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("runtime/**/*.c"))
 PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
+ISAS = [f for f in LIBRARY if Path(f).stem in ("avx2", "avx512", "neon", "neondot")]  # most of the compiling
 KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name != "cpu.c"]  # of tests that include cpu.c
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()
@@ -41,15 +42,17 @@ def compile_object(source, command, folder=ROOT):
 
 
 def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")):
-    """A program, or with -c an object."""
+    """A program, or with -c an object. standard: of what is not the program's own."""
     what, command = [str(w) for w in what], [compiler, f"-std={standard}", *WARN]
+    ours = [compiler, "-std=c11", *WARN]
     if COVERAGE:  # without optimisation and sanitizers, which would change the branches
         target = Path(COVERAGE, target.name)
         what = ["--coverage", *(w for w in what if not w.startswith(("-O", "-fsanitize", "-fno-sanitize")))]
         subprocess.run([*command, *what, "-o", target, "-lm", "-pthread"], check=True, cwd=ROOT)
         return str(target)
     flags = [w for w in what if w != "-c" and not w.endswith((".c", ".o")) and not w.startswith("-l")]
-    objects = [compile_object(w, [*command, *flags]) if w.endswith(".c") else w for w in what if w.endswith((".c", ".o"))]
+    objects = [compile_object(w, [*(ours if w in ISAS else command), *flags]) if w.endswith(".c") else w
+               for w in what if w.endswith((".c", ".o"))]
     if "-c" in what:
         shutil.copy(objects[0], target)
     else:
@@ -108,12 +111,11 @@ def run_debug_bin(tmp_path_factory):
 @pytest.fixture(scope="session")
 def faults_bin(tmp_path_factory):
     """run under sanitizers, inside a program that fails each call to the system in turn (fuzz/faults.c)."""
-    folder = tmp_path_factory.mktemp("faults")
-    names = [f"{Path(source).stem}.o" for source in PROGRAM]
-    for source, name in zip(PROGRAM, names):
-        compile_c(folder / name, *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
-    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *(Path(COVERAGE or folder, name) for name in names),
-                     standard="gnu11")
+    folder, calling = tmp_path_factory.mktemp("faults"), [source for source in PROGRAM if source not in ISAS]
+    objects = [Path(COVERAGE or folder, f"{Path(source).stem}.o") for source in calling]
+    for source, done in zip(calling, objects):
+        compile_c(folder / done.name, *SANITIZE, "-include", FUZZ / "faults.h", "-c", source, standard="gnu11")
+    return compile_c(folder / "faults", *SANITIZE, FUZZ / "faults.c", *objects, *ISAS, standard="gnu11")
 
 
 @pytest.fixture(scope="session")

@@ -93,7 +93,7 @@ HEADERS = ("errno.h fcntl.h limits.h math.h pthread.h sched.h signal.h stdatomic
 def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
     """A stand-in for macOS and the BSDs: what only Linux has is an error to mention."""
     write_names_away(tmp_path / "other.h", HEADERS, LINUX_MACROS, LINUX_NAMES)
-    compile_c(tmp_path / "run", "-O1", "-U__linux__", "-U__linux", "-include", tmp_path / "other.h", *PROGRAM,
+    compile_c(tmp_path / "run", "-O0", "-U__linux__", "-U__linux", "-include", tmp_path / "other.h", *PROGRAM,
               compiler=compiler)
     if compiler == "cc":
         Model().write_gguf(tmp_path / "m.gguf")
@@ -104,7 +104,7 @@ def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
 def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
     """A stand-in for GCC 9, which has neither the intrinsics nor the processor's feature by name."""
     write_names_away(tmp_path / "gcc9.h", "immintrin.h", "", "_mm512_dpbf16_ps _mm512_cvtneps_pbh __m512bh")
-    compile_c(tmp_path / "run", "-O1", "-U__GNUC__", "-D__GNUC__=9", "-include", tmp_path / "gcc9.h", *PROGRAM,
+    compile_c(tmp_path / "run", "-O0", "-U__GNUC__", "-D__GNUC__=9", "-include", tmp_path / "gcc9.h", *PROGRAM,
               compiler="gcc")
     Model().write_gguf(tmp_path / "m.gguf")
     assert "LLAMAC_ISA" in run(tmp_path / "run", tmp_path / "m.gguf", status=1, isa="avx512bf16")
@@ -114,7 +114,7 @@ def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
 def test_arithmetic_that_hides_nan_is_refused(tmp_path, flags):
     for compiler in {"cc", *filter(shutil.which, ["gcc", "clang"])}:
         for source in LIBRARY:
-            done = subprocess.run([compiler, "-std=c11", *flags.split(), "-c", source, "-o", tmp_path / "x.o"], cwd=ROOT,
+            done = subprocess.run([compiler, "-std=c11", *flags.split(), "-E", source, "-o", tmp_path / "x.i"], cwd=ROOT,
                                   capture_output=True, text=True)
             assert done.returncode and "compile with -O3 instead" in done.stderr and done.stderr.count("error:") == 1
 

@@ -557,6 +557,6 @@ def test_same_text_as_llama2c(run_bin, small_model, flags):
 @pytest.mark.parametrize("threads", [2, 3, 8])
 def test_the_team_does_every_item_once(tmp_path, threads):
     """Tasks follow each other so fast that members still look at the last one while the next is made ready."""
-    team = compile_c(tmp_path / "team", "-O2", "tests/team.c", *KERNELS)
+    team = compile_c(tmp_path / "team", "-O3", "tests/team.c", *KERNELS)
     done = subprocess.run([team, str(threads), "200000"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "every item once\n")
