@@ -12,6 +12,7 @@ import math
 import string
 import sys
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,14 +27,15 @@ from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
 shapes = "15M,42M,110M,1.1B"            # which, of these and 260K
 formats = "f32,bf16,q8_0,q4_0,v0,v2"    # GGUF of that type; llama2.c's v0 (float32) and v2 (int8 in groups)
+context = 1024                          # of the models, in tokens; give those of another a folder of their own
 models = "cache/bench"                  # the folder they go to
 
 SHAPES = {
-    "260K": ModelArgs(dim=64, n_layers=5, n_heads=8, n_kv_heads=4, hidden_dim=172, vocab_size=512, max_seq_len=512),
-    "15M": ModelArgs(dim=288, n_layers=6, n_heads=6, hidden_dim=768, max_seq_len=1024),
-    "42M": ModelArgs(dim=512, n_layers=8, n_heads=8, hidden_dim=1376, max_seq_len=1024),
-    "110M": ModelArgs(dim=768, n_layers=12, n_heads=12, hidden_dim=2048, max_seq_len=1024),
-    "1.1B": ModelArgs(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, max_seq_len=1024, tied=False),
+    "260K": ModelArgs(dim=64, n_layers=5, n_heads=8, n_kv_heads=4, hidden_dim=172, vocab_size=512),
+    "15M": ModelArgs(dim=288, n_layers=6, n_heads=6, hidden_dim=768),
+    "42M": ModelArgs(dim=512, n_layers=8, n_heads=8, hidden_dim=1376),
+    "110M": ModelArgs(dim=768, n_layers=12, n_heads=12, hidden_dim=2048),
+    "1.1B": ModelArgs(dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, hidden_dim=5632, tied=False),
 }
 
 
@@ -72,7 +74,7 @@ def main():
         fail(f"{', '.join(unknown)}: no such shape or format; shapes are {', '.join(SHAPES)}, "
              f"formats {', '.join(FILE_TYPES)}, v0, v1, v2")
     for shape, form in itertools.product(shapes.split(","), formats.split(",")):
-        path, args = path_of(shape, form), SHAPES[shape]
+        path, args = path_of(shape, form), replace(SHAPES[shape], max_seq_len=context)
         if path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)

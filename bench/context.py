@@ -1,0 +1,98 @@
+"""
+Long prompts, and what is decoded behind them, by the library here and by llama.cpp and ik_llama.cpp on the same files.
+
+    make lib
+    python bench/context.py --shapes=110M --formats=q8_0,q4_k_m --llama_bench=llama.cpp/build/bin/llama-bench
+
+The programs take turns; what counts is the ratio of the medians. A sample of ours is a prompt evaluated in pieces, as ./run does,
+then `decoded` tokens behind it. The models (random weights, a context of 32768) go to `models`.
+"""
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from configurator import configure, fail
+
+shapes = "110M,1.1B"      # of bench/models.py
+formats = "q8_0,q4_k_m"   # of the model files
+positions = 4096          # tokens of the prompt
+decoded = 16              # tokens behind it
+threads = 2
+samples = 3               # of each program, taking turns
+kv = "f32"                # our KV cache: f32, f16 or q8; theirs is f16
+llama_bench = ""          # llama.cpp's llama-bench
+ik_llama_bench = ""       # ik_llama.cpp's
+ik_flags = "-rtr 1 -fa 1"
+models = "cache/bench_long"
+
+AT_ONCE = 512    # tokens of a prompt
+
+
+def ours(path):
+    """(tokens/s of the prompt, of decoding behind it)."""
+    import llamac
+    session = llamac.Session(llamac.Model(path), positions + decoded, threads=threads, logits="sample", kv=kv)
+    vocabulary = session.model.info.vocab_size
+    tokens = (np.arange(positions) * 97 % (vocabulary - 300) + 300).astype(np.int32)
+    for _ in range(20):  # after which the weights are in order
+        session.forward(tokens[:1], 0)
+    session.forward(tokens[:128], 0)
+    start = time.perf_counter()
+    for at in range(0, positions, AT_ONCE):
+        session.forward(tokens[at:at + AT_ONCE], at)
+    middle = time.perf_counter()
+    for n in range(decoded):
+        session.forward(tokens[:1], positions + n)
+    return positions / (middle - start), decoded / (time.perf_counter() - middle)
+
+
+def theirs(binary, path, more):
+    """The same by llama-bench."""
+    command = [binary, "-m", path, "-t", threads, "-r", 1, "-o", "json", *more]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        fail(f"{' '.join(map(str, command))}: exit code {done.returncode}: {(done.stderr.strip() or 'silent').splitlines()[-1]}")
+    return [test["avg_ts"] for test in json.loads(done.stdout)]
+
+
+def peers():
+    """{name: how to measure a file}: (prompt, decode) in tokens/s."""
+    found = {"llamac": ours}
+    if llama_bench:
+        long = ["-p", positions, "-n", 0], ["-p", 0, "-n", decoded, "-d", positions]
+        for flash in 0, 1:
+            found[f"llama.cpp, -fa {flash}"] = lambda path, flash=flash: sum(
+                (theirs(llama_bench, path, [*words, "-fa", flash]) for words in long), [])
+    if ik_llama_bench:
+        long = ["-p", positions, "-n", 0], ["-p", 0, "-n", 0, "-gp", f"{positions},{decoded}"]
+        found["ik_llama.cpp"] = lambda path: sum((theirs(ik_llama_bench, path, [*words, *ik_flags.split()]) for words in long), [])
+    return found
+
+
+def main():
+    print("| model | program | prompt, tok/s | decode, tok/s |\n| --- | --- | ---: | ---: |")
+    for shape in shapes.split(","):
+        for form in formats.split(","):
+            subprocess.run([sys.executable, ROOT / "bench/models.py", f"--shapes={shape}", f"--formats={form}",
+                            f"--models={models}", "--context=32768"], check=True, stdout=sys.stderr)
+            taken, path = {}, Path(models, shape, f"{form}.gguf")
+            for _ in range(samples):
+                for name, program in peers().items():
+                    taken.setdefault(name, []).append(program(path))
+            speeds = {name: [median(values) for values in zip(*found)] for name, found in taken.items()}
+            best = [max(found) for found in zip(*[s for name, s in speeds.items() if name != "llamac"])]
+            for name, found in speeds.items():
+                ratios = [f" ({a / b:.2f}×)" for a, b in zip(found, best)] if name == "llamac" and best else ["", ""]
+                print(f"| {shape} {form} | {name} | " + " | ".join(f"{v:,.1f}{r}" for v, r in zip(found, ratios)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    configure(globals())
+    main()
