@@ -4,6 +4,7 @@ Several runs side by side, without a server.
     python compare.py                                    every run in out: what differs, and how they ended, as a table
     python compare.py out/a out/b --plot=runs.html       and their losses over tokens and over time; .svg: the chart alone
     python compare.py wandb --sort=learning_rate         every run that the W&B client has logged there
+    python compare.py --plot=seeds.svg --group=dim       those with the same dim as one curve with a band
 
 A run is an out folder with its log.jsonl and config.json, or a folder of the W&B client's (offline-run-..., run-...);
 any other folder stands for the runs in it. The columns "last" are of one moment, the last evaluation; so are those
@@ -12,21 +13,31 @@ called "best", of the evaluation with the least validation loss.
 import html
 import json
 import math
+import os
 import re
 import sys
 import unicodedata
+from array import array
+from itertools import repeat
 from pathlib import Path
 from string import Template
 
 import numpy as np
 
 from configurator import configure, fail
-from track import read_rows, read_wandb
+from engine.files import read_json
+from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
 sort = "loss/val"     # the metric (of validation losses the best) or setting the table is sorted by
 plot = ""             # an .html or .svg file for the curves
+group = ""            # a setting: runs in which it is the same are drawn as their mean, in a band from least to greatest
 
+X = ("iter", "tokens", "time")
+MOST_METRICS = 1000  # of a run
+PIECE = 1 << 20      # bytes read at once
+MOST_LINE = 1 << 26
+CHECK = 48           # bytes before the place where reading goes on, which show whether the file was written anew
 LOSSES = ("loss/train", "loss/val", "bpb/val")
 RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter", *(f"best {name}" for name in LOSSES[1:]),
            "best at iter", "perf/tokens_per_sec", "minutes")
@@ -35,24 +46,122 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
 
 
+class Run:
+    """
+    A run as far as its folder was read: its numbers in columns, with NaN where a row has none, and where its tables stand.
+    config: dict; count: rows; metrics: {name: last value}; evaluations: [{"iter", loss: value}] of each moment with one.
+    """
+
+    def __init__(self, folder, name=""):
+        self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
+        self.forget()
+
+    def forget(self):
+        self.version, self.offset, self.end, self.stat, self.piece = self.version + 1, 0, b"", None, PIECE
+        self.count, self.columns, self.tables = 0, {}, []  # tables: (offset, length) of the lines that have some
+        self.metrics, self.evaluations = {}, []
+
+    def read(self):
+        """
+        Read one piece more, from the beginning where the file was written anew; whether there may be another. Raises
+        OSError.
+        """
+        stat = os.stat(self.folder / "log.jsonl")
+        if self.stat == (stat.st_ino, stat.st_size, stat.st_mtime_ns):
+            return False
+        with open(self.folder / "log.jsonl", "rb") as f:
+            f.seek(self.offset - len(self.end))
+            if f.read(len(self.end)) != self.end:
+                self.forget()
+                f.seek(0)
+            data = f.read(self.piece)
+        if not self.offset:
+            self.config = read_json(self.folder / "config.json")
+        whole = data.rfind(b"\n") + 1
+        for line in data[:whole].splitlines(keepends=True):
+            row = parse_row(line)
+            if row is not None and self.take(row):
+                self.tables.append((self.offset, len(line)))
+            self.offset += len(line)
+        self.end = (self.end + data[:whole])[-CHECK:]
+        if len(data) == self.piece and (whole or self.piece < MOST_LINE):
+            self.piece = PIECE if whole else 2 * self.piece  # a line that is longer than a piece
+            return True
+        self.stat = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return False
+
+    def take(self, row):
+        """Note a row; whether it has tables."""
+        if not isinstance(row["iter"], (int, float)):
+            return False
+        tables, columns, metrics, count = False, self.columns, self.metrics, self.count
+        for name, value in row.items():
+            kind = type(value)
+            if kind is list or kind is dict or name not in metrics and len(metrics) >= MOST_METRICS:
+                tables |= kind is list
+                continue
+            metrics[name] = value
+            if kind is float or kind is int:
+                column = columns.get(name)
+                if column is None:
+                    column = columns[name] = array("d" if name in X else "f")
+                if len(column) < count:
+                    column.extend(repeat(math.nan, count - len(column)))
+                column.append(value if -1e300 < value < 1e300 else math.nan)
+        self.count += 1
+        if "loss/val" in row:
+            self.evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
+        return tables
+
+    def column(self, name, start=0):
+        """A metric's values from row `start` on, NaN where a row has none: (rows,)."""
+        found = np.full(self.count - start, np.nan)
+        values = np.array(self.columns.get(name, ())[start:], dtype=float)
+        found[:len(values)] = values
+        return found
+
+    def x(self, axis, start=0):
+        """Where the rows from `start` on stand on an axis: iter, tokens, or seconds without the pauses."""
+        if axis == "seconds":
+            return np.array(seconds(np.nan_to_num(self.column("time")))[start:])
+        return self.column(axis if axis in self.columns else "iter", start)
+
+    def line(self, metric, axis):
+        """(x, y) of the rows that have the metric: two arrays."""
+        x, y = self.x(axis), self.column(metric)
+        there = np.isfinite(x) & np.isfinite(y)
+        return x[there], y[there]
+
+    def results(self):
+        """{column: value} of its end, its last evaluation and its best; beside them each metric under its own name."""
+        metrics, evaluations = self.metrics, self.evaluations
+        finite = [row for row in evaluations if isinstance(row["loss/val"], float)]
+        last, best = evaluations[-1] if evaluations else metrics, min(finite, key=lambda row: row["loss/val"], default={})
+        found = metrics | {k: best[k] for k in LOSSES[1:] if k in best}
+        found |= {f"last {k}": last[k] for k in LOSSES if k in last}
+        found |= {f"best {k}": best[k] for k in LOSSES[1:] if k in best}
+        if last["iter"] != metrics["iter"]:
+            found["last at iter"] = last["iter"]
+        return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": float(self.x("seconds")[-1]) / 60}
+
+
 def read_run(folder):
-    """
-    {"name", "config": {key: value}, "rows": [{"iter", "tokens", "time", metric: value}]} of a run's folder. ValueError:
-    it is none.
-    """
+    """The Run of a folder, all of it. ValueError: it is none."""
     folder = Path(folder)
     try:
         if list(folder.glob("*.wandb")):
             run = read_wandb_run(folder)
         else:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            run = {"name": str(folder), "config": config, "rows": read_rows(folder / "log.jsonl")}
+            run, config = Run(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            while run.read():
+                pass
+            run.config = config
     except (OSError, ValueError) as e:
         raise ValueError(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl, or one of "
                          f"W&B's") from e
-    if not isinstance(run["config"], dict):
+    if not isinstance(run.config, dict):
         raise ValueError(f"{folder}: not a run (its config.json is not {{key: value}})")
-    if not run["rows"]:
+    if not run.count:
         raise ValueError(f"{folder}: its log has no rows yet")
     return run
 
@@ -74,15 +183,16 @@ def read_runs(folders):
 
 def read_wandb_run(folder):
     """The same from what the W&B client wrote, whether or not it was ever online."""
-    name, config, rows = folder.name, {}, []
+    run, name = Run(folder), folder.name
     for record in read_wandb(folder):
         if record["type"] == "run":
             name = record["run"].get("display_name", name)
-            config |= {k: v for k, v in record["run"]["config"]["update"].items() if k != "_wandb"}
+            run.config |= {k: v for k, v in record["run"]["config"]["update"].items() if k != "_wandb"}
         elif record["type"] == "history":
             item = record["history"]["item"]
-            rows.append(item | {"iter": item.get("iter", item["_step"]), "time": item["_timestamp"]})
-    return {"name": f"{name} ({folder.name})", "config": config, "rows": rows}
+            run.take(item | {"iter": item.get("iter", item["_step"]), "time": item["_timestamp"]})
+    run.name = f"{name} ({folder.name})"
+    return run
 
 
 def run_folders(names):
@@ -101,39 +211,10 @@ def seconds(times):
     return [0.0, *np.cumsum(np.where(gaps < 20 * usual + 10, gaps, usual)).tolist()]
 
 
-def times(run):
-    return [row.get("time", 0.0) for row in run["rows"]]
-
-
-def fold(row, metrics, evaluations):
-    """Note a row: the last value of each metric; of each evaluation the losses at that moment."""
-    metrics.update((k, v) for k, v in row.items() if not isinstance(v, (list, dict)))
-    if "loss/val" in row:
-        evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
-
-
-def summary(metrics, evaluations, minutes):
-    """{column: value} of a run's end, its last evaluation and its best; beside them each metric under its own name."""
-    finite = [row for row in evaluations if isinstance(row["loss/val"], float)]
-    last, best = evaluations[-1] if evaluations else metrics, min(finite, key=lambda row: row["loss/val"], default={})
-    found = metrics | {k: best[k] for k in LOSSES[1:] if k in best}
-    found |= {f"last {k}": last[k] for k in LOSSES if k in last} | {f"best {k}": best[k] for k in LOSSES[1:] if k in best}
-    if last["iter"] != metrics["iter"]:
-        found["last at iter"] = last["iter"]
-    return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": minutes}
-
-
-def results(run):
-    metrics, evaluations = {}, []
-    for row in run["rows"]:
-        fold(row, metrics, evaluations)
-    return summary(metrics, evaluations, seconds(times(run))[-1] / 60)
-
-
 def differences(found):
     """The names of the settings that are not the same in all runs."""
-    keys = dict.fromkeys(k for run in found for k, v in run["config"].items() if not isinstance(v, dict))
-    return [k for k in keys if k not in NOT_SETTINGS and len({repr(run["config"].get(k)) for run in found}) > 1]
+    keys = dict.fromkeys(k for run in found for k, v in run.config.items() if not isinstance(v, dict))
+    return [k for k in keys if k not in NOT_SETTINGS and len({repr(run.config.get(k)) for run in found}) > 1]
 
 
 def text(value):
@@ -150,12 +231,12 @@ def rank(value):
 
 
 def cells(found):
-    """The comparison as rows of values, the first of them the columns' names."""
-    settings, ends = differences(found), [results(run) for run in found]
-    values = [{"run": run["name"], **run["config"], **end} for run, end in zip(found, ends)]
+    """The comparison as rows of values, the first of them the columns' names. ValueError: nothing has what sorts it."""
+    settings, ends = differences(found), [run.results() for run in found]
+    values = [{"run": run.name, **run.config, **end} for run, end in zip(found, ends)]
     metrics = [name for name in RESULTS if any(name in end for end in ends)]
     if not any(sort in v for v in values):
-        fail(f"--sort={sort}: no such setting or metric; expected one of {', '.join([*settings, *metrics])}")
+        raise ValueError(f"--sort={sort}: no such setting or metric; expected one of {', '.join([*settings, *metrics])}")
     values.sort(key=lambda v: rank(v.get(sort)))
     shown = sort in settings or sort in metrics or f"best {sort}" in metrics
     columns = ["run", *settings, *([] if shown else [sort]), *metrics]
@@ -193,14 +274,41 @@ def log_ticks(low, high):
     return [y for k in powers for n in (1, 1.5, 2, 3, 5, 7) if low <= (y := n * 10.0 ** k) <= high]
 
 
+def thin(x, y, buckets=300):
+    """Of a line's points at most two for each bucket of neighbours, the least and the greatest, so that no peak is lost."""
+    if len(y) <= 2 * buckets:
+        return x, y
+    size = math.ceil(len(y) / buckets)
+    whole = np.append(y, np.repeat(y[-1], -len(y) % size)).reshape(-1, size)
+    first = np.arange(len(whole)) * size
+    keep = np.concatenate((first + whole.argmin(1), first + whole.argmax(1), [0, len(y) - 1]))
+    keep = np.unique(np.minimum(keep, len(y) - 1))
+    return x[keep], y[keep]
+
+
+def band(lines, points=200):
+    """
+    The mean of lines [(x, y)], their least and their greatest: (x, mean, low, high), four arrays. It stands where all have
+    values that came at least halfway, since a mean of whoever is left jumps where one of them ends.
+    """
+    lines = [line for line in lines if len(line[0])]
+    end = max((x[-1] for x, _ in lines), default=0)
+    lines = [(x, y) for x, y in lines if x[-1] >= end / 2]
+    low, high = max((x[0] for x, _ in lines), default=0), min((x[-1] for x, _ in lines), default=-1)
+    x = np.linspace(low, high, points if low <= high else 0)
+    ys = np.array([np.interp(x, *line) for line in lines] or [x])
+    return x, ys.mean(0), ys.min(0), ys.max(0)
+
+
 def panel(curves, left, label, low, high, width=400, height=300):
     """
-    One chart as SVG. curves: [(color, [(x, training loss)], [(x, validation loss)])]; training thin, validation with
-    dots. The losses' axis is logarithmic, because runs differ in the end, where the losses are small.
+    One chart as SVG. curves: [(color, training, validation)], each (x, y) or a band's (x, y, low, high); training thin,
+    validation with dots. The losses' axis is logarithmic, because runs differ in the end, where the losses are small.
     """
-    right = max((x for _, *both in curves for points in both for x, _ in points), default=0) or 1
+    right = max((line[0].max(initial=0) for _, *both in curves for line in both), default=0) or 1
     across = lambda x: left + width * x / right
     down = lambda y: 20 + height * math.log(high / min(max(y, low), high)) / math.log(high / low)
+    path = lambda x, y: " ".join(f"{across(a):.1f},{down(b):.1f}" for a, b in zip(x, y))
     parts = [f'<rect x="{left}" y="20" width="{width}" height="{height}" fill="none" stroke="#999"/>']
     for x in ticks(0, right):
         parts.append(f'<text x="{across(x):.1f}" y="{height + 36}" text-anchor="middle">{x:g}</text>'
@@ -210,55 +318,73 @@ def panel(curves, left, label, low, high, width=400, height=300):
                      f'<path d="M{left} {down(y):.1f}h{width}" stroke="#eee"/>')
     parts.append(f'<text x="{left + width / 2}" y="{height + 54}" text-anchor="middle">{label}</text>')
     for color, *both in curves:
-        for points, style in zip(both, ('opacity="0.4"', 'stroke-width="1.8"')):
-            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" {style}/>')
-        parts += [f'<circle cx="{across(x):.1f}" cy="{down(y):.1f}" r="2.5" fill="{color}"/>' for x, y in both[1]]
+        for (x, y, *edges), style in zip(both, ('opacity="0.4"', 'stroke-width="1.8"')):
+            if edges:
+                around = path(np.append(x, x[::-1]), np.append(edges[0], edges[1][::-1]))
+                parts.append(f'<polygon points="{around}" fill="{color}" opacity="0.15"/>')
+            parts.append(f'<polyline points="{path(x, y)}" fill="none" stroke="{color}" {style}/>')
+        if not edges:
+            parts += [f'<circle cx="{across(a):.1f}" cy="{down(b):.1f}" r="2.5" fill="{color}"/>' for a, b in zip(x, y)]
     return "".join(parts)
 
 
-def chart(found):
-    """The losses of all runs as SVG, over tokens on the left and over time on the right."""
-    values = [row[k] for run in found for row in run["rows"] for k in ("loss/train", "loss/val")
-              if isinstance(row.get(k), float) and 0 < row[k] < math.inf]
-    if not values:
-        fail("--plot: none of these runs has a loss/train or loss/val")
-    low, high = 0.97 * min(values), 1.03 * max(values)
-    over = {"tokens (millions)": lambda run: [row.get("tokens", row["iter"]) / 1e6 for row in run["rows"]],
-            "minutes": lambda run: [t / 60 for t in seconds(times(run))]}
-    bottom = 96 + 18 * len(found)
+def groups_of(found, group):
+    """{name: runs} of the curves: each run by itself, or all in which the setting `group` is the same."""
+    if not group:
+        return {run.name: [run] for run in found}
+    if not any(group in run.config for run in found):
+        raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found)) or 'config.json'}")
+    groups = {}
+    for run in found:
+        groups.setdefault(run.config.get(group), []).append(run)
+    return {f"{group}={value} ({len(members)})": members for value, members in groups.items()}
+
+
+def chart(found, group=""):
+    """The losses of all runs as SVG, over tokens on the left and over time on the right. ValueError: there are none."""
+    values = np.concatenate([run.line(metric, "iter")[1] for run in found for metric in LOSSES[:2]])
+    values = values[values > 0]
+    if not len(values):
+        raise ValueError("--plot: none of these runs has a loss/train or loss/val")
+    low, high, groups = 0.97 * values.min(), 1.03 * values.max(), groups_of(found, group)
+    bottom = 96 + 18 * len(groups)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 940 {300 + bottom}" width="940" font-size="12" '
              f'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>']
-    for (label, axis), left in zip(over.items(), (50, 510)):
-        curves = [(COLORS[n % len(COLORS)], *([(x, row[k]) for x, row in zip(axis(run), run["rows"])
-                                              if isinstance(row.get(k), float)] for k in ("loss/train", "loss/val")))
-                  for n, run in enumerate(found)]
+    for label, axis, scale, left in (("tokens (millions)", "tokens", 1e6, 50), ("minutes", "seconds", 60, 510)):
+        curves = []
+        for n, members in enumerate(groups.values()):
+            both = [[np.divide(run.line(metric, axis), [[scale], [1]]) for run in members] for metric in LOSSES[:2]]
+            curves.append((COLORS[n % len(COLORS)], *(band(lines) if group else thin(*lines[0]) for lines in both)))
         parts.append(panel(curves, left, label, low, high))
     parts.append('<text x="50" y="14">loss, nats per token; with dots: validation</text>')
-    for n, run in enumerate(found):
+    for n, name in enumerate(groups):
         y = 384 + 18 * n
         parts.append(f'<path d="M50 {y - 4}h24" stroke="{COLORS[n % len(COLORS)]}" stroke-width="2"/>'
-                     f'<text x="82" y="{y}">{html.escape(run["name"])}</text>')
+                     f'<text x="82" y="{y}">{html.escape(name)}</text>')
     return "".join(parts) + "</svg>\n"
 
 
-def page(found, table):
+def page(found, group=""):
     """Table and chart in one HTML file that needs nothing else."""
+    table = cells(found)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
     body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(str(v))}">{html.escape(text(v))}</td>' for v in row)
                    + "</tr>" for row in table[1:])
-    return Template(PAGE.read_text(encoding="utf-8")).substitute(table=f"<tr>{head}</tr>{body}", chart=chart(found))
+    return Template(PAGE.read_text(encoding="utf-8")).substitute(table=f"<tr>{head}</tr>{body}", chart=chart(found, group))
 
 
 def main(folders):
     found = read_runs(run_folders(folders))
     if plot and not plot.endswith((".html", ".svg")):
         fail(f"--plot={plot}: expected a name that ends in .html or .svg")
-    table = cells(found)
-    print("\n".join(lines(table)))
+    try:
+        table, drawn = lines(cells(found)), plot and (page if plot.endswith(".html") else chart)(found, group)
+    except ValueError as e:
+        fail(e)
+    print("\n".join(table))
     if plot:
         try:
-            Path(plot).write_text(page(found, table) if plot.endswith(".html") else chart(found), encoding="utf-8")
+            Path(plot).write_text(drawn, encoding="utf-8")
         except OSError as e:
             fail(f"--plot={plot}: cannot be written ({e.strerror})")
         print(f"wrote {plot}")

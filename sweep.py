@@ -128,20 +128,20 @@ def run_trial(sweep, number, values, folder):
     if code:
         print(f"trial {number} failed with code {code}", flush=True)
         return None
-    return best(sweep, compare.read_runs([folder / str(number)])[0]["rows"])
+    return best(sweep, compare.read_runs([folder / str(number)])[0])
 
 
 def sweep_varies(sweep, name):
     return "value" not in sweep["parameters"].get(name, {"value": 0})
 
 
-def best(sweep, rows):
+def best(sweep, run):
     """The best value that the metric had in a run."""
     metric = sweep.get("metric", {"name": "loss/val"})
-    values = [row[metric["name"]] for row in rows if isinstance(row.get(metric["name"]), (int, float))]
-    if not values:
-        fail(f"{file}: no run has the metric {metric['name']!r}; expected one of {', '.join(rows[-1])}")
-    return max(values) if metric.get("goal") == "maximize" else min(values)
+    _, values = run.line(metric["name"], "iter")
+    if not len(values):
+        fail(f"{file}: no run has the metric {metric['name']!r}; expected one of {', '.join(run.columns)}")
+    return float(values.max() if metric.get("goal") == "maximize" else values.min())
 
 
 def bayes(sweep, folder, trials):
@@ -179,7 +179,10 @@ def main():
     if not done:
         fail(f"{file}: no trial came to its first row; why is said above")
     compare.sort = sweep.get("metric", {}).get("name", "loss/val")
-    print("\n".join(compare.lines(compare.cells(compare.read_runs(done)))))
+    try:
+        print("\n".join(compare.lines(compare.cells(compare.read_runs(done)))))
+    except ValueError as e:
+        fail(e)
 
 
 if __name__ == "__main__":

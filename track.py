@@ -40,7 +40,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from configurator import fail
-from engine.files import sha256, why, write_atomic
+from engine.files import read_json, sha256, why, write_atomic
 from engine.follow import Parser, Tee, follow
 from engine.redact import redact
 
@@ -176,10 +176,7 @@ def recorded(folders):
 
 def about(out_dir):
     """What out_dir/wandb.json says of a run: {"id", "project", "name", ..., "folders": [of the W&B client's logs]}."""
-    try:
-        return json.loads(Path(out_dir, "wandb.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    return read_json(Path(out_dir, "wandb.json"))
 
 
 class Wandb:

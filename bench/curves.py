@@ -27,27 +27,26 @@ png = "curves.png"   # the picture (needs: pip install matplotlib)
 
 def value(run, name):
     """Of a setting, or of what the model has."""
-    found = run["config"] | run["config"]["model_args"]
+    found = run.config | run.config["model_args"]
     if name not in found:
-        fail(f"{run['name']}: has no setting {name!r}; its config.json lists what there is")
-    return run["config"].get(name) or found[name]  # 0 and "" mean that the model knows
+        fail(f"{run.name}: has no setting {name!r}; its config.json lists what there is")
+    return run.config.get(name) or found[name]  # 0 and "" mean that the model knows
 
 
 def group(run):
     """What the run's colour stands for."""
-    return ", ".join(f"{name}={value(run, name)}" for name in by.split("+") if name) or run["name"]
+    return ", ".join(f"{name}={value(run, name)}" for name in by.split("+") if name) or run.name
 
 
 def curve(run):
     """[(x, metric)] over training."""
-    scale = {"tokens": 1, "flops": run["config"]["flops_per_token"], "iter": 1}[over]
-    rows = [row for row in run["rows"] if isinstance(row.get(metric), float) and row["iter"] > 0]
-    return [(row["iter" if over == "iter" else "tokens"] * scale, row[metric]) for row in rows]
+    scale = {"tokens": 1, "flops": run.config["flops_per_token"], "iter": 1}[over]
+    return [(x * scale, y) for x, y in zip(*run.line(metric, "iter" if over == "iter" else "tokens")) if x > 0]
 
 
 def end(run):
     """The last value of the metric."""
-    return [row[metric] for row in run["rows"] if isinstance(row.get(metric), float)][-1]
+    return run.line(metric, "iter")[1][-1]
 
 
 def draw_curves(axes, groups):
@@ -68,10 +67,10 @@ def draw_ends(axes, groups):
 
 def main(folders):
     found = compare.read_runs(compare.run_folders(folders))
-    others = [run["name"] for run in found if "model_args" not in run["config"]]
+    others = [run.name for run in found if "model_args" not in run.config]
     if others:
         print(f"left out, since train.py did not make them: {', '.join(others)}", file=sys.stderr)
-    found = [run for run in found if run["name"] not in others]
+    found = [run for run in found if run.name not in others]
     if not found:
         fail("no runs; expected their folders, as in: python bench/curves.py out/a out/b")
     groups = {}

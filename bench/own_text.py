@@ -66,16 +66,16 @@ def train(text, name, words):
         (folder / "seconds").write_text(str(time.perf_counter() - start))
         (folder / "judged").write_text(json.dumps({name: judged(command, folder, name, env) for name in ("best", "latest")}))
     run, losses = compare.read_runs([folder])[0], json.loads((folder / "judged").read_text())
-    config = run["config"]
+    config = run.config
     said = (f"V {config['model_args']['vocab_size']}, {config['dim']} x {config['n_layers']}, {config['batch_size']} x "
             f"{config['max_seq_len']}, rate {config['learning_rate']:.2g}, dropout {config['dropout']}, {config['optimizer']}, "
-            f"{run['rows'][-1]['iter']} steps, epoch {run['rows'][-1]['epoch']:.2g}")
+            f"{run.metrics['iter']} steps, epoch {run.metrics['epoch']:.2g}")
     return losses["best"], losses["latest"], float((folder / "seconds").read_text()), config["n_params"], said
 
 
 def judged(command, folder, name, env):
     """Bits per byte of a run's best or latest checkpoint."""
-    config, path = compare.read_runs([folder])[0]["config"], folder / "checkpoints" / (folder / name).read_text().strip()
+    config, path = compare.read_runs([folder])[0].config, folder / "checkpoints" / (folder / name).read_text().strip()
     words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True", f"--eval_iters={JUDGED}",
              f"--out_dir={folder}/judge"]
     done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=True)

@@ -2,6 +2,7 @@
 import contextlib
 import errno
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def write_atomic(path, text):
     """Replace a small text file so that a reader sees the old content or the new, never a part."""
     with replacing(path) as f:
         f.write(text.encode())
+
+
+def read_json(path):
+    """The object in a JSON file; {} where there is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def why(error):

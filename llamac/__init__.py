@@ -3,8 +3,10 @@ The C library from Python: runtime/llamac.h by ctypes, over the libllamac.so tha
 
     model = llamac.Model("out/demo/model.gguf")
     session, sampler = llamac.Session(model), llamac.Sampler(temperature=0.8, topp=0.9, state=1)
-    tokens = model.encode("Once upon a time")
-    session.forward(tokens, 0)
+    for text, *_ in llamac.generate(session, model.encode("Once upon a time"), sampler, most=100, stop=["The end"]):
+        print(text, end="", flush=True)
+
+    session.forward(tokens, 0)  # step by step
     token = session.sample(sampler)
     model.decode([token], previous=tokens[-1])
 
@@ -19,6 +21,8 @@ from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c
 from pathlib import Path
 
 import numpy as np
+
+from llamac.text import generate  # noqa: F401 (part of the interface)
 
 PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[:2]]  # where it is looked for
 

@@ -1,33 +1,41 @@
-// The page's frame: views by the address, elements, live events. What comes from a log or a model is text, never HTML.
-import { t, language, setLanguage } from "./words.js"
+// The page's frame: views by the address, what the server is asked, live events.
+import { h } from "./dom.js"
+import { t, language } from "./words.js"
 
-export { t }
-export const views = { runs: "Runs", start: "Start", inside: "Look inside", talk: "Talk" }  // and run, which follows one run
+const views = { runs: "Runs", start: "Start", inside: "Look inside", talk: "Talk" }
+const modules = { runs: "compare", run: "follow", start: "start", inside: "inside", talk: "talk" }
 export const colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f5fc7", "#8a8a8a"]
 
-/** An element: h("a", {href: "#x", onclick: f}, "text", child, ...). Children that are no elements become text. */
-export function h(tag, attributes, ...children) {
-  const element = document.createElement(tag)
-  for (const [name, value] of Object.entries(attributes || {})) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value)
-    else if (name in element && !["list", "form"].includes(name) && typeof value !== "string") element[name] = value
-    else if (value !== null && value !== undefined) element.setAttribute(name, value)
-  }
-  element.append(...children.flat(9).filter(c => c !== null && c !== undefined && c !== false))
-  return element
-}
-
 /** What the server answers; an error is said to the reader and thrown. */
-export async function ask(path, body) {
-  const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) }
+async function answer(path, options) {
   let found
   try {
-    const answer = await fetch(path, options)
-    found = answer.headers.get("Content-Type").startsWith("application/json") ? await answer.json() : { error: await answer.text() }
-    if (!answer.ok && !found.error) found.error = answer.statusText
-  } catch (e) { found = { error: t("The page's server does not answer") } }
-  if (found.error) { say(found.error, true); throw new Error(found.error) }
-  return found
+    const got = await fetch(path, options)
+    const isJson = got.headers.get("Content-Type").startsWith("application/json")
+    found = isJson ? await got.json() : { error: await got.text() }
+  } catch {
+    found = { error: t("The page's server does not answer") }
+  }
+  if (!found.error) return found
+  say(found.error, true)
+  throw new Error(found.error)
+}
+export const ask = (path, query = {}) => answer(`${path}?${new URLSearchParams(query)}`)
+export const tell = (path, body) => answer(path, { method: "POST", body: JSON.stringify(body) })
+
+/** Keep a Blob as a file. */
+export function keep(blob, name) {
+  const link = h("a", { href: URL.createObjectURL(blob), download: name })
+  link.click()
+  URL.revokeObjectURL(link.href)
+}
+
+/** Keep what the server answers as a file. */
+export async function save(path, body, name) {
+  const got = await fetch(path, { method: "POST", body: JSON.stringify(body) })
+  if (!got.ok) return say((await got.json()).error, true)
+  keep(await got.blob(), name)
+  say(t("Saved"))
 }
 
 export function say(text, bad) {
@@ -43,22 +51,26 @@ export const state = {
   get(name, otherwise = "") { return this.params.get(name) ?? otherwise },
   set(values) {  // without a new entry in the history, nor a new view
     const params = this.params
-    for (const [name, value] of Object.entries(values)) value === "" || value === null ? params.delete(name) : params.set(name, value)
+    for (const [name, value] of Object.entries(values)) {
+      if (value === "" || value === null) params.delete(name)
+      else params.set(name, value)
+    }
     history.replaceState(null, "", `#${this.view}${params.size ? "?" : ""}${params}`)
   },
 }
 export const link = (view, params) => `#${view}?${new URLSearchParams(params)}`
 
-/** The seven figures of compare.py's tables. */
+/** As compare.py's tables show it. */
 export function number(value) {
-  if (typeof value !== "number") return value === null || value === undefined ? "" : String(value)
+  if (typeof value !== "number") return String(value ?? "")
   if (Number.isInteger(value)) return value.toLocaleString("en")
   return Math.abs(value) >= 1e-3 && Math.abs(value) < 100 ? value.toFixed(4) : value.toPrecision(4)
 }
 
 export function copyable(text) {
-  return h("div", { class: "row" }, h("pre", { class: "grow", tabindex: 0 }, text),
-    h("button", { onclick: () => navigator.clipboard.writeText(text).then(() => say(t("Copied"))) }, t("Copy")))
+  const copy = () => navigator.clipboard.writeText(text).then(() => say(t("Copied")))
+  const shown = h("pre", { class: "grow", tabindex: 0 }, text)
+  return h("div", { class: "row" }, shown, h("button", { onclick: copy }, t("Copy")))
 }
 
 /** Call f at most every `wait` ms, and once more behind the last call. */
@@ -67,42 +79,56 @@ export function throttle(f, wait) {
   return () => { timer ??= setTimeout(() => { timer = null; f() }, wait) }
 }
 
-let live, listener = () => {}, current = 0, shown
+/** Call f once nobody has asked for `wait` ms, as last asked. */
+export function settle(f, wait) {
+  let timer
+  return (...values) => { clearTimeout(timer); timer = setTimeout(() => f(...values), wait) }
+}
+
+let live, listener, shown, current = 0
+/** Hand live events to f, until another view is shown. */
 export function listen(f) { listener = f }
 
 function connect() {
   live = new EventSource("api/live")
   live.onmessage = message => {
     const event = JSON.parse(message.data)
-    if (event.system) {
-      const { cpu, memory, gpus } = event.system
-      document.getElementById("system").textContent = [cpu !== undefined && `CPU ${cpu} %`, memory && `${memory[0]} / ${memory[1]} GiB`,
-        ...(gpus || []).map(g => `${g[0]} ${g[1]} % ${g[2]} MiB`)].filter(Boolean).join(" · ")
-    }
-    listener(event)
+    if (event.system) drawSystem(event.system)
+    listener?.(event)
   }
 }
 
-async function show() {
-  const view = state.view, turn = ++current, main = document.getElementById("main")
-  listener = () => {}
-  shown?.end?.()
-  document.getElementById("tabs").replaceChildren(...Object.entries(views).map(([name, title]) =>
-    h("a", { href: `#${name}`, "aria-current": name === view || view === "run" && name === "runs" ? "page" : null }, t(title))))
-  document.documentElement.lang = language()
-  document.getElementById("language").textContent = language() === "zh" ? "English" : "中文"
-  const names = { runs: "compare", run: "follow", start: "start", inside: "inside", talk: "talk" }
-  say("")
-  try {
-    const module = await import(`./${names[view] || "compare"}.js`)
-    if (turn !== current) return
-    const fresh = h("div")
-    main.replaceChildren(fresh)
-    shown = await module.show(fresh)
-  } catch (e) { say(e.message, true); console.error(e) }
+function drawSystem({ cpu, memory, gpus }) {
+  const words = [cpu !== undefined && `CPU ${cpu} %`, memory && `${memory.join(" / ")} GiB`,
+    ...gpus.map(([name, busy, used]) => `${name} ${busy} % ${used} MiB`)]
+  document.getElementById("system").textContent = words.filter(Boolean).join(" · ")
 }
 
-document.getElementById("language").onclick = () => { setLanguage(language() === "zh" ? "en" : "zh"); show() }
+async function show() {
+  const view = state.view in modules ? state.view : "runs", turn = ++current, tab = view === "run" ? "runs" : view
+  listener = null
+  shown?.end?.()
+  document.getElementById("tabs").replaceChildren(...Object.entries(views).map(([name, title]) =>
+    h("a", { href: `#${name}`, "aria-current": name === tab ? "page" : null }, t(title))))
+  say("")
+  try {
+    const module = await import(`./${modules[view]}.js`)
+    if (turn !== current) return
+    const fresh = h("div")
+    document.getElementById("main").replaceChildren(fresh)
+    shown = await module.show(fresh)
+  } catch (e) {
+    say(e.message, true)
+    console.error(e)
+  }
+}
+
+document.documentElement.lang = language
+document.getElementById("language").textContent = language === "zh" ? "English" : "中文"
+document.getElementById("language").onclick = () => {
+  localStorage.setItem("language", language === "zh" ? "en" : "zh")
+  location.reload()
+}
 document.getElementById("theme").onclick = () => {
   const dark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
   localStorage.setItem("theme", document.documentElement.dataset.theme = dark ? "light" : "dark")
@@ -110,5 +136,4 @@ document.getElementById("theme").onclick = () => {
 }
 window.addEventListener("hashchange", show)
 window.addEventListener("pagehide", () => live?.close())
-connect()
-show()
+show().then(connect)  // the first picture comes first

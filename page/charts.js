@@ -1,39 +1,41 @@
 // Curves: read from the server, kept up to date, drawn by Bokeh where it is installed, else as plain lines.
-import { h, t, ask, number, say, throttle } from "./app.js"
+import { ask, keep, number, say } from "./app.js"
+import { h } from "./dom.js"
+import { t } from "./words.js"
 
 const library = window.Bokeh  // index.html loads it first; without the package it is empty
 library?.set_log_level("error")
-function floats(text) {
-  const packed = atob(text), bytes = new Uint8Array(packed.length)
-  for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i)
-  return new Float32Array(bytes.buffer)
-}
 export const axes = { tokens: "Tokens", iter: "Steps", seconds: "Seconds" }
+const floats = text => new Float32Array(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer)
 
 /** The points of a metric by run, read once and then on from live events. */
 export class Curves {
-  constructor(metric, axis, run) { Object.assign(this, { metric, axis, run, lines: new Map(), asked: 0 }) }
+  constructor(metric, axis, run) { Object.assign(this, { metric, axis, run, lines: new Map(), asked: 0, range: {} }) }
 
-  async load(range) {
+  async load(range = this.range) {
     const asked = ++this.asked, query = { metric: this.metric, x: this.axis, run: this.run || "", ...range }
-    const found = await ask(`api/curves?${new URLSearchParams(query)}`), xs = floats(found.x), ys = floats(found.y)
+    const found = await ask("api/curves", query), xs = floats(found.x), ys = floats(found.y)
     if (asked !== this.asked) return
+    this.range = range
     this.lines.clear()
     let at = 0
-    for (const [name, points, rows, version] of found.runs) {
-      this.lines.set(name, { x: [...xs.subarray(at, at + points)], y: [...ys.subarray(at, at + points)], rows, version })
+    for (const [name, points, rows] of found.runs) {
+      this.lines.set(name, { x: [...xs.subarray(at, at + points)], y: [...ys.subarray(at, at + points)], rows })
       at += points
     }
   }
 
-  /** Whether a live event brought points. */
+  /** Whether a live event brought points; "again": all are to be read again. */
   take({ run, from, rows, again }) {
     if (!run || this.run && run.name !== this.run) return false
     if (again || !this.lines.has(run.name)) return again || rows[this.metric] ? "again" : false
     const line = this.lines.get(run.name), ys = rows[this.metric] || []
     ys.forEach((y, i) => {
       const x = rows[this.axis]?.[i]
-      if (from + i >= line.rows && typeof y === "number" && typeof x === "number") { line.x.push(x); line.y.push(y) }
+      if (from + i >= line.rows && typeof y === "number" && typeof x === "number") {
+        line.x.push(x)
+        line.y.push(y)
+      }
     })
     line.rows = run.rows
     return ys.length > 0
@@ -43,90 +45,104 @@ export class Curves {
 /** Exponential moving average, corrected at its beginning; share: of the past. */
 export function smooth(ys, share) {
   let sum = 0, weight = 0
-  return ys.map(y => { sum = share * sum + (1 - share) * y; weight = share * weight + 1 - share; return sum / weight })
+  return share ? ys.map(y => {
+    sum = share * sum + (1 - share) * y
+    weight = share * weight + 1 - share
+    return sum / weight
+  }) : ys
 }
 
-function at(x, y, where) {  // the line's value there, NaN outside of it
-  let low = 0, high = x.length - 1
-  if (where < x[0] || where > x[high]) return NaN
-  while (high - low > 1) { const middle = low + high >> 1; x[middle] <= where ? low = middle : high = middle }
-  return x[high] === x[low] ? y[low] : y[low] + (y[high] - y[low]) * (where - x[low]) / (x[high] - x[low])
-}
-
-/** Of lines that form a group: their mean, least and greatest along x, where all are that came halfway. */
-export function band(all, points = 200) {
-  const end = Math.max(...all.map(l => l.x.at(-1))), lines = all.filter(l => l.x.at(-1) >= end / 2)
-  const low = Math.max(...lines.map(l => l.x[0])), high = Math.min(...lines.map(l => l.x.at(-1))), found = { x: [], y: [], low: [], high: [] }
-  for (let i = 0; i <= points; i++) {
-    const x = low + (high - low) * i / points, ys = lines.map(l => at(l.x, l.y, x)).filter(y => !isNaN(y))
-    if (ys.length < lines.length) continue
-    found.x.push(x); found.y.push(ys.reduce((a, b) => a + b) / ys.length); found.low.push(Math.min(...ys)); found.high.push(Math.max(...ys))
-  }
-  return found
-}
-
-const zoomed = new Set()  // charts whose range of x is one
+const all = new Set()  // charts, whose range of x is one
 let resetting = false
 
 function whole() {
   resetting = true
-  for (const chart of zoomed) chart.reset()
+  for (const chart of all) chart.reset()
   setTimeout(() => { resetting = false }, 100)
 }
 
-/** A chart in a card. draw(lines, {logx, logy}): lines [{name, color, x, y, width, alpha}], bands [{color, x, low, high}]. */
+const make = (name, attributes = {}) => new (library.Models.get(name))(attributes)
+const fields = names => Object.fromEntries(Object.entries(names).map(([name, field]) => [name, { field }]))
+
+/** A chart in a card. Lines are [{name, color, x, y, width, alpha}], bands [{color, x, low, high}]. */
 export class Chart {
-  constructor(title, { csv, remove, axis } = {}) {
-    this.place = h("div", { class: "chart", role: "img", "aria-label": title })
+  constructor(title, { csv, remove, axis }) {
+    Object.assign(this, { title, axis, place: h("div", { class: "chart", role: "img", "aria-label": title }) })
+    const button = (text, onclick, name) => h("button", { class: "plain", onclick, "aria-label": name }, text)
     this.element = h("section", { class: "card" }, h("div", { class: "row" }, h("h2", { class: "grow" }, title),
-      h("button", { class: "plain", onclick: () => this.png(title) }, "PNG"), csv && h("a", { href: csv, download: "curves.csv" }, "CSV"),
-      h("button", { class: "plain", onclick: whole }, t("Whole")),
-      remove && h("button", { class: "plain", onclick: remove, "aria-label": `${t("Remove")} ${title}` }, "×")), this.place)
-    this.axis = axis
-    zoomed.add(this)
+      button("PNG", () => this.png()), h("a", { href: csv, download: "curves.csv" }, "CSV"), button(t("Whole"), whole),
+      button("×", remove, `${t("Remove")} ${title}`)), this.place)
+    all.add(this)
   }
 
-  end() { zoomed.delete(this); this.clear() }
-  clear() { this.manager?.clear?.(); this.place.replaceChildren(); this.plot = null }
+  end() {
+    all.delete(this)
+    this.clear()
+  }
+
+  clear() {
+    this.manager?.clear?.()
+    this.place.replaceChildren()
+    this.plot = null
+  }
 
   async draw(lines, bands, { logx, logy }) {
-    const key = `${logx}${logy}${document.documentElement.lang}`
-    this.lines = lines
-    if (!library) return this.svg(lines, logx, logy)
-    const lines_ = { xs: lines.map(l => l.x), ys: lines.map(l => l.y), color: lines.map(l => l.color), name: lines.map(l => l.name),
-      alpha: lines.map(l => l.alpha ?? 1), width: lines.map(l => l.width ?? 1.6) }
-    const bands_ = { xs: bands.map(b => [...b.x, ...b.x.toReversed()]), ys: bands.map(b => [...b.high, ...b.low.toReversed()]), color: bands.map(b => b.color) }
-    if (this.plot && this.key === key) { this.source.data = lines_; this.areas.data = bands_; return }
-    if (this.busy) return
-    this.busy = true
-    try { await this.make(lines_, bands_, logx, logy, key) } finally { this.busy = false }
+    if (!library) return this.plain(lines, logx ? Math.log10 : Number, logy ? Math.log10 : Number)
+    const of = (found, name, usual) => found.map(part => part[name] ?? usual)
+    const round = (x, y) => [...x, ...y.toReversed()]
+    const curves = { xs: of(lines, "x"), ys: of(lines, "y"), color: of(lines, "color"), name: of(lines, "name"),
+      alpha: of(lines, "alpha", 1), width: of(lines, "width", 1.6) }
+    const areas = { xs: bands.map(b => round(b.x, b.x)), ys: bands.map(b => round(b.high, b.low)),
+      color: of(bands, "color") }
+    if (this.plot && this.scales === `${logx} ${logy}`) {
+      this.curves.data = curves
+      this.areas.data = areas
+    } else if (!this.busy) {
+      this.busy = true
+      try { await this.begin(curves, areas, logx, logy) } finally { this.busy = false }
+    }
   }
 
-  async make(lines, bands, logx, logy, key) {
+  async begin(curves, areas, logx, logy) {
     this.clear()
-    const style = getComputedStyle(document.documentElement), color = name => style.getPropertyValue(name).trim()
-    const make = (name, attributes = {}) => new (library.Models.get(name))(attributes)
-    const text = { axis_label_text_color: color("--soft"), major_label_text_color: color("--soft"), axis_line_color: color("--line"),
-      major_tick_line_color: color("--line"), minor_tick_line_color: null, axis_label_text_font_style: "normal" }
-    const plot = make("Plot", { x_range: make("DataRange1d", { range_padding: 0.01 }), y_range: make("DataRange1d"), x_scale: make(logx ? "LogScale" : "LinearScale"),
-      y_scale: make(logy ? "LogScale" : "LinearScale"), sizing_mode: "stretch_both", toolbar_location: null, background_fill_color: color("--card"),
-      border_fill_color: color("--card"), outline_line_color: null, min_border: 4 })
-    const below = make(logx ? "LogAxis" : "LinearAxis", { axis_label: t(axes[this.axis]), ...text, ...(logx ? {} : { formatter: make("NumeralTickFormatter", { format: "0[.]0a" }) }) })
-    const left = make(logy ? "LogAxis" : "LinearAxis", { ...text, formatter: make("BasicTickFormatter", { use_scientific: false, precision: "auto" }) })
-    plot.add_layout(below, "below"); plot.add_layout(left, "left")
-    for (const axis of [below, left]) plot.add_layout(make("Grid", { axis, dimension: axis === below ? 0 : 1, grid_line_color: color("--grid") }))
-    this.source = make("ColumnDataSource", { data: lines }); this.areas = make("ColumnDataSource", { data: bands })
-    plot.add_renderers(make("GlyphRenderer", { data_source: this.areas, glyph: make("Patches", { xs: { field: "xs" }, ys: { field: "ys" }, fill_color: { field: "color" }, fill_alpha: 0.18, line_color: null }) }))
-    const renderer = make("GlyphRenderer", { data_source: this.source, glyph: make("MultiLine", { xs: { field: "xs" }, ys: { field: "ys" }, line_color: { field: "color" }, line_alpha: { field: "alpha" }, line_width: { field: "width" } }) })
-    plot.add_renderers(renderer)
+    this.curves = make("ColumnDataSource", { data: curves })
+    this.areas = make("ColumnDataSource", { data: areas })
+    const lines = make("GlyphRenderer", { data_source: this.curves, glyph: make("MultiLine",
+      fields({ xs: "xs", ys: "ys", line_color: "color", line_alpha: "alpha", line_width: "width" })) })
+    const bands = make("GlyphRenderer", { data_source: this.areas, glyph: make("Patches",
+      { ...fields({ xs: "xs", ys: "ys", fill_color: "color" }), fill_alpha: 0.18, line_color: null }) })
+    const plot = this.frame(logx, logy)
+    plot.add_renderers(bands)
+    plot.add_renderers(lines)
     const zoom = make("BoxZoomTool", { dimensions: "width" })
-    plot.toolbar.tools = [zoom, make("HoverTool", { renderers: [renderer], line_policy: "nearest", tooltips: [["", "@name"], [t(axes[this.axis]), "$data_x{0[.]00a}"], ["", "$data_y{0.0000}"]] })]
+    const tooltips = [["", "@name"], [t(axes[this.axis]), "$data_x{0[.]00a}"], ["", "$data_y{0.0000}"]]
+    plot.toolbar.tools = [zoom, make("HoverTool", { renderers: [lines], line_policy: "nearest", tooltips })]
     plot.toolbar.active_drag = zoom
-    const document_ = new (library.require("document").Document)()
-    document_.add_root(plot)
-    this.manager = await library.embed.add_document_standalone(document_, this.place, [this.place])
-    Object.assign(this, { plot, key })
+    const page = new (library.require("document").Document)()
+    page.add_root(plot)
+    this.manager = await library.embed.add_document_standalone(page, this.place, [this.place])
+    Object.assign(this, { plot, scales: `${logx} ${logy}` })
     plot.on_event("rangesupdate", () => this.zoom({ start: plot.x_range.start, end: plot.x_range.end }))
+  }
+
+  /** Bokeh's plot with its axes and grids, in the page's colours. */
+  frame(logx, logy) {
+    const style = getComputedStyle(document.documentElement), color = name => style.getPropertyValue(name).trim()
+    const plot = make("Plot", { x_range: make("DataRange1d", { range_padding: 0.01 }), y_range: make("DataRange1d"),
+      x_scale: make(logx ? "LogScale" : "LinearScale"), y_scale: make(logy ? "LogScale" : "LinearScale"),
+      sizing_mode: "stretch_both", toolbar_location: null, background_fill_color: color("--card"),
+      border_fill_color: color("--card"), outline_line_color: null, min_border: 4 })
+    const axis = (side, log, attributes) => {
+      const axis = make(log ? "LogAxis" : "LinearAxis", { axis_label_text_color: color("--soft"),
+        major_label_text_color: color("--soft"), axis_line_color: color("--line"), major_tick_line_color: color("--line"),
+        minor_tick_line_color: null, axis_label_text_font_style: "normal", ...attributes })
+      plot.add_layout(axis, side)
+      plot.add_layout(make("Grid", { axis, dimension: side === "below" ? 0 : 1, grid_line_color: color("--grid") }))
+    }
+    const short = logx ? {} : { formatter: make("NumeralTickFormatter", { format: "0[.]0a" }) }
+    axis("below", logx, { axis_label: t(axes[this.axis]), ...short })
+    axis("left", logy, { formatter: make("BasicTickFormatter", { use_scientific: false, precision: "auto" }) })
+    return plot
   }
 
   get view() { return this.manager && [...this.manager.roots ?? this.manager][0] }
@@ -135,36 +151,36 @@ export class Chart {
   zoom({ start, end }) {
     if (resetting) return
     this.plot.y_range.have_updated_interactively = false  // it fits what is shown
-    for (const other of zoomed) if (other.plot && other.axis === this.axis) {
-      if (other !== this) { other.plot.x_range.have_updated_interactively = true; other.plot.x_range.setv({ start, end }) }
+    for (const other of all) {
+      if (!other.plot || other.axis !== this.axis) continue
+      if (other !== this) {
+        other.plot.x_range.have_updated_interactively = true
+        other.plot.x_range.setv({ start, end })
+      }
       other.onzoom?.({ from: start, to: end })
     }
   }
-  reset() { this.view?.reset?.(); this.onzoom?.({}) }
 
-  png(title) {
-    this.view?.export("png").canvas.toBlob(blob =>
-      h("a", { href: URL.createObjectURL(blob), download: `${title.replaceAll("/", "-")}.png` }).click())
+  reset() {
+    this.view?.reset?.()
+    this.onzoom?.({})
   }
 
-  svg(lines, logx, logy) {
-    const fx = logx ? Math.log10 : v => v, fy = logy ? Math.log10 : v => v, W = 600, H = 300
-    const points = lines.map(l => l.x.map((x, i) => [fx(x), fy(l.y[i])]).filter(p => isFinite(p[0]) && isFinite(p[1])))
-    const all = points.flat(), low = i => all.reduce((a, p) => Math.min(a, p[i]), Infinity), high = i => all.reduce((a, p) => Math.max(a, p[i]), -Infinity)
-    const [x0, x1, y0, y1] = [low(0), high(0), low(1), high(1)]
-    const svg = (tag, attributes, text) => {
-      const element = document.createElementNS("http://www.w3.org/2000/svg", tag)
-      for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value)
-      element.textContent = text ?? ""
-      return element
-    }
-    const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none" })
-    points.forEach((line, n) => picture.append(svg("polyline", { fill: "none", stroke: lines[n].color, "stroke-opacity": lines[n].alpha ?? 1,
-      points: line.map(([x, y]) => `${(50 + (W - 60) * (x - x0) / (x1 - x0 || 1)).toFixed(1)},${(10 + (H - 40) * (y1 - y) / (y1 - y0 || 1)).toFixed(1)}`).join(" ") })))
-    const back = (value, log) => number(log ? 10 ** value : value)
-    if (all.length) [[2, 18, back(y1, logy)], [2, H - 32, back(y0, logy)], [50, H - 10, back(x0, logx)], [W - 60, H - 10, back(x1, logx)]]
-      .forEach(([x, y, text]) => picture.append(svg("text", { x, y }, text)))
-    this.place.replaceChildren(picture)
+  png() { this.view?.export("png").canvas.toBlob(blob => keep(blob, `${this.title.replaceAll("/", "-")}.png`)) }
+
+  /** Without Bokeh: lines and the ends of the axes. */
+  plain(lines, fx, fy) {
+    const points = lines.map(l => l.x.map((x, i) => [fx(x), fy(l.y[i]), x, l.y[i]]).filter(p => isFinite(p[0] + p[1])))
+    const flat = points.flat(), none = [0, 0, 0, 0]
+    const end = (i, sign) => flat.reduce((a, p) => sign * p[i] > sign * a[i] ? p : a, flat[0] ?? none)
+    const [left, right, low, high] = [end(0, -1), end(0, 1), end(1, -1), end(1, 1)]
+    const across = x => 50 + 540 * (x - left[0]) / (right[0] - left[0] || 1)
+    const down = y => 10 + 260 * (high[1] - y) / (high[1] - low[1] || 1)
+    const labels = [[2, 18, high[3]], [2, 268, low[3]], [50, 290, left[2]], [540, 290, right[2]]]
+    this.place.replaceChildren(h("svg", { viewBox: "0 0 600 300", preserveAspectRatio: "none" },
+      points.map((line, n) => h("polyline", { fill: "none", stroke: lines[n].color, "stroke-opacity": lines[n].alpha ?? 1,
+        points: line.map(([x, y]) => `${across(x).toFixed(1)},${down(y).toFixed(1)}`).join(" ") })),
+      labels.map(([x, y, value]) => h("text", { x, y }, number(value)))))
     say(t("Plain lines; for charts with zoom: pip install bokeh"))
   }
 }

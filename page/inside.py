@@ -8,14 +8,15 @@ import sys
 import threading
 from pathlib import Path
 
-from page.server import Response
+from page.server import Response, as_file
 from page.talk import models_of
 
 SECONDS = 120   # that one look may take
 MOST_TEXT = 20_000
 FOLDER = Path(__file__).parent
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <title>Look inside</title><style>{style}</style><body><main id="main"></main>
 <script type="application/json" id="data">{data}</script>
 <script type="module">{view}
@@ -25,7 +26,8 @@ draw(document.getElementById("main"), JSON.parse(document.getElementById("data")
 
 def html(data):
     """One file with the view and its data, in which no text can end the script: < is written as an escape."""
-    style, view = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "look.js"))
+    style, dom, look = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "dom.js", "look.js"))
+    view = dom + look.replace('import { h, select, table } from "./dom.js"\n', "")
     return PAGE.format(style=style, view=view, data=json.dumps(data).replace("<", "\\u003c"))
 
 
@@ -57,8 +59,9 @@ class Inside:
             raise ValueError(f"expected a text of at most {MOST_TEXT} characters")
         with self.one:
             try:
-                done = subprocess.run([sys.executable, "-m", "page.inside", str(paths[name].resolve()), name], timeout=SECONDS,
-                                      input=text.encode("utf-8", "replace"), capture_output=True, cwd=FOLDER.parent)
+                command = [sys.executable, "-m", "page.inside", str(paths[name].resolve()), name]
+                done = subprocess.run(command, timeout=SECONDS, input=text.encode("utf-8", "replace"),
+                                      capture_output=True, cwd=FOLDER.parent)
             except subprocess.TimeoutExpired as e:
                 raise ValueError(f"{name}: nothing was found within {SECONDS} s") from e
         if done.returncode:
@@ -71,7 +74,7 @@ class Inside:
 
     def file(self, request):
         return Response(html(json.loads(self.data(request))), kind="text/html",
-                        headers={"Content-Disposition": 'attachment; filename="inside.html"'})
+                        headers=as_file("inside.html"))
 
 
 def main(path, name):

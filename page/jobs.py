@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 
 from configurator import advice, convert, fail, read_file, source_knobs
-from engine.files import write_atomic
-from page.runs import locks, read_json
-from page.server import Response, as_file
+from engine.files import read_json, write_atomic
+from page.runs import locks, trainer
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
@@ -94,8 +93,9 @@ class Jobs:
         threading.Thread(target=self.work, daemon=True).start()
 
     def routes(self):
-        asked = {"knobs": self.knobs, "jobs": self.state, "look": self.look, "console": self.console, "estimate": self.estimate}
-        told = {"line": self.line, "start": self.start, "stop": self.stop, "queue": self.queue, "save": self.save}
+        asked = {"knobs": self.knobs, "jobs": self.state, "look": self.look, "console": self.console,
+                 "estimate": self.estimate}
+        told = {"line": self.line, "start": self.start, "stop": self.stop, "queue": self.queue}
         return {f"GET /api/{name}": f for name, f in asked.items()} | {f"POST /api/{name}": f for name, f in told.items()}
 
     def keep(self):
@@ -206,7 +206,7 @@ class Jobs:
         given = request.json()
         with self.lock:
             if "run" in given:
-                pid = self.runs.run(given["run"]).trainer(locks())
+                pid = trainer(self.runs.folder(given["run"]), locks())
                 if pid is None:
                     raise ValueError("nobody trains there")
                 os.kill(pid, signal.SIGTERM)
@@ -243,19 +243,6 @@ class Jobs:
         """What train.py tells of this choice before its first step: parameters, memory, time. Three steps are taken."""
         arguments = words(json.loads(request.query.get("knobs", "{}")), request.query.get("preset", ""))
         return {"text": output([str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"])}
-
-    def save(self, request):
-        """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
-        names = request.json().get("runs")
-        folders = [str(self.runs.folder(name)) for name in (names if isinstance(names, list) else [])]
-        path = self.folder / f"saved-{os.getpid()}-{threading.get_ident()}.html"
-        try:
-            said = output([str(HOME / "compare.py"), *folders, f"--plot={path}"])
-            if not path.exists():
-                raise ValueError(said.strip().splitlines()[-1] if said.strip() else "nothing was written")
-            return Response(path.read_bytes(), kind="text/html", headers=as_file("runs.html"))
-        finally:
-            path.unlink(missing_ok=True)
 
 
 def output(arguments):

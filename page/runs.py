@@ -1,9 +1,10 @@
 """
-The runs in a folder, read once and then on as they grow: numbers in columns of float32, texts where they stand in the file.
+The runs in a folder, read once and then on as they grow; compare.py has the reader.
 
 A client never sends a path: it names a run of the list. Log and configuration are data that anyone may have written.
 """
 import base64
+import contextlib
 import json
 import math
 import os
@@ -11,131 +12,62 @@ import re
 import socket
 import threading
 import time
-from array import array
-from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 
 import compare
-from engine.files import write_atomic
+from compare import Run
+from engine.files import read_json, write_atomic
 from page.server import Response, as_file
 from track import TABLES, Alerts, about, parse_row
 
-X = ("iter", "tokens", "time")
-MOST_METRICS = 1000  # of a run
-PIECE = 1 << 20      # bytes read at once
-MOST_LINE = 1 << 26
-BUSY = 0.25          # seconds of reading before the reader answers
-NEW_ROWS = 200       # that a client is told of one by one
-CHECK = 48           # bytes before the place where reading goes on, which show whether the file was written anew
+BUSY = 0.15     # seconds that a long log is read before others have their turn
+NEW_ROWS = 200  # that a client is told of one by one
 
 
-class Run:
-    """log.jsonl and config.json of a folder, as far as they were read."""
-
-    def __init__(self, name, folder):
-        self.name, self.folder, self.version, self.config = name, Path(folder), 0, {}
-        self.forget()
-
-    def forget(self):
-        self.version, self.offset, self.end, self.stat, self.piece = self.version + 1, 0, b"", None, PIECE
-        self.count, self.columns, self.texts = 0, {}, []  # texts: (offset, length) of rows with tables
-        self.metrics, self.evaluations = {}, []
-
-    def read(self):
-        """Read one piece more; whether there may be another."""
-        try:
-            stat = os.stat(self.folder / "log.jsonl")
-            if self.stat == (stat.st_ino, stat.st_size, stat.st_mtime_ns):
-                return False
-            with open(self.folder / "log.jsonl", "rb") as f:
-                f.seek(self.offset - len(self.end))
-                if f.read(len(self.end)) != self.end:
-                    self.forget()
-                    f.seek(0)
-                data = f.read(self.piece)
-        except OSError:
-            return False
-        if not self.offset:
-            self.config = read_json(self.folder / "config.json")
-        whole = data.rfind(b"\n") + 1
-        for line in data[:whole].splitlines(keepends=True):
-            self.take(line)
-            self.offset += len(line)
-        self.end = (self.end + data[:whole])[-CHECK:]
-        if len(data) == self.piece and (whole or self.piece < MOST_LINE):
-            self.piece = PIECE if whole else 2 * self.piece  # a line that is longer than a piece
-            return True
-        self.stat = stat.st_ino, stat.st_size, stat.st_mtime_ns
-        return False
-
-    def take(self, line):
-        row = parse_row(line)
-        if row is None or not isinstance(row["iter"], (int, float)):
-            return
-        texts = False
-        for name, value in row.items():
-            kind = type(value)
-            if kind is float or kind is int:
-                column = self.columns.get(name)
-                if column is None:
-                    if len(self.columns) >= MOST_METRICS:
-                        continue
-                    column = self.columns[name] = array("d" if name in X else "f")
-                if len(column) < self.count:
-                    column.extend(repeat(math.nan, self.count - len(column)))
-                column.append(value if -1e300 < value < 1e300 else math.nan)
-            elif kind is list:
-                texts = True
-        self.count += 1
-        compare.fold(row, self.metrics, self.evaluations)
-        if texts:
-            self.texts.append((self.offset, len(line)))
-
-    def column(self, name, start=0):
-        """A metric's values from row `start` on, NaN where a row has none: (rows,)."""
-        found = np.full(self.count - start, np.nan)
-        values = np.array(self.columns.get(name, ())[start:], dtype=float)
-        found[:len(values)] = values
-        return found
-
-    def x(self, axis, start=0):
-        """Where the rows from `start` on stand on an axis: iter, tokens, or seconds without the pauses."""
-        if axis == "seconds":
-            return np.array(compare.seconds(np.nan_to_num(self.column("time")))[start:])
-        return self.column(axis if axis in self.columns else "iter", start)
-
-    def results(self):
-        """What compare.py's table has of the run."""
-        return compare.summary(self.metrics, self.evaluations, self.x("seconds")[-1] / 60) if self.count else {}
-
-    def tables(self, most=40):
-        """[{"iter", "samples": [[...]], ...}] of the last rows with tables."""
-        found = []
-        try:
-            with open(self.folder / "log.jsonl", "rb") as f:
-                for offset, length in self.texts[-most:]:
-                    f.seek(offset)
-                    row = parse_row(f.read(length)) or {}
-                    found.append({"iter": row.get("iter")} | {k: row[k] for k in TABLES if isinstance(row.get(k), list)})
-        except OSError:
-            pass
-        return found
-
-    def trainer(self, locked):
-        """The process that trains here now, None: nobody. locked: see locks()."""
-        try:
-            path = self.folder / "trainer.json"
-            found, inode = json.loads(path.read_text(encoding="utf-8")), path.stat().st_ino
-            pid = int(found["pid"])
-            if found["host"] != socket.gethostname()[:64] or pid <= 1:
-                return None
-            if locked is None:
-                os.kill(pid, 0)
-            return pid if locked is None or (pid, inode) in locked else None
-        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+def glance(run, places=24, window=1 << 15):
+    """A Run of a few rows from all over a log, to be shown while the log is read; None of a short one."""
+    found = Run(run.folder)
+    found.version, found.config = 0, read_json(run.folder / "config.json")
+    with contextlib.suppress(OSError), open(run.folder / "log.jsonl", "rb") as f:
+        size = f.seek(0, os.SEEK_END)
+        window = min(window, size // places)
+        if window < 1 << 13:
             return None
+        for n in range(places):
+            f.seek(n * size // places if n + 1 < places else size - window)
+            lines = f.read(window).split(b"\n")[1:-1]
+            rows = lines[:1] + [line for line in lines[1:] if b'"loss/val"' in line][:1] + lines[-1:] * (n == places - 1)
+            for row in filter(None, map(parse_row, rows)):
+                found.take(row)
+    return found if found.count else None
+
+
+def tables(run, most=40):
+    """[{"iter", "samples": [[...]], ...}] of a run's last rows with tables."""
+    found = []
+    with contextlib.suppress(OSError), open(run.folder / "log.jsonl", "rb") as f:
+        for offset, length in run.tables[-most:]:
+            f.seek(offset)
+            row = parse_row(f.read(length)) or {}
+            found.append({"iter": row.get("iter")} | {k: row[k] for k in TABLES if isinstance(row.get(k), list)})
+    return found
+
+
+def trainer(folder, locked):
+    """The process that trains in a folder now, None: nobody. locked: see locks()."""
+    try:
+        path = folder / "trainer.json"
+        found, inode = json.loads(path.read_text(encoding="utf-8")), path.stat().st_ino
+        pid = int(found["pid"])
+        if found["host"] != socket.gethostname()[:64] or pid <= 1:
+            return None
+        if locked is None:
+            os.kill(pid, 0)
+        return pid if locked is None or (pid, inode) in locked else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None
 
 
 def locks():
@@ -145,29 +77,6 @@ def locks():
         return {(int(w[4]), int(w[5].split(":")[2])) for w in words if w[1] == "FLOCK"}
     except (OSError, ValueError, IndexError):
         return None
-
-
-def read_json(path):
-    """The object in a file; {} where there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def thin(x, y, buckets):
-    """At most two points for each bucket of neighbours, the least and the greatest, so that no peak is lost."""
-    there = np.isfinite(y) & np.isfinite(x)
-    x, y = x[there], y[there]
-    if len(y) <= 2 * buckets:
-        return x, y
-    size = math.ceil(len(y) / buckets)
-    whole = np.append(y, np.repeat(y[-1], -len(y) % size)).reshape(-1, size)
-    first = np.arange(len(whole)) * size
-    keep = np.concatenate((first + whole.argmin(1), first + whole.argmax(1), [0, len(y) - 1]))
-    keep = np.unique(np.minimum(keep, len(y) - 1))
-    return x[keep], y[keep]
 
 
 def clean(value):
@@ -183,7 +92,7 @@ class Runs:
     """All runs below a folder. `extra()` gives what live() tells besides."""
 
     def __init__(self, root, extra=dict):
-        self.root, self.extra, self.runs, self.lock = Path(root), extra, {}, threading.RLock()
+        self.root, self.extra, self.runs, self.glances, self.lock = Path(root), extra, {}, {}, threading.RLock()
         self.looked, self.read_at, self.locked = -math.inf, -math.inf, set()
 
     def look(self):
@@ -194,11 +103,13 @@ class Runs:
             if Path(folder).relative_to(self.root).parts[3:]:
                 inside.clear()
             if "log.jsonl" in names and "config.json" in names:
-                found[folder] = self.runs.get(folder) or Run(folder, folder)
+                found[folder] = self.runs.get(folder) or Run(folder)
+                if folder not in self.runs and (first := glance(found[folder])):
+                    self.glances[folder] = first
         self.runs = found
 
-    def refresh(self):
-        """Read what is new, for a moment; whether there is more. The files are asked twice a second, whoever watches."""
+    def refresh(self, most=0.05):
+        """Read what is new, for `most` seconds; whether there is more. Files are asked twice a second, whoever watches."""
         with self.lock:
             now = time.monotonic()
             if now - self.looked > 3:
@@ -206,19 +117,22 @@ class Runs:
                 self.look()
             if now - self.read_at < 0.4:
                 return False
-            busy = False
-            self.locked = locks()
-            for run in list(self.runs.values()):
-                while run.read():
-                    if time.monotonic() - now > BUSY:
-                        busy = True
-                        break
-                if busy or time.monotonic() - now > BUSY:
-                    break
-            else:
-                self.read_at = time.monotonic()
-                return False
-            return True
+            self.locked, end = locks(), time.monotonic() + most
+            for name, run in list(self.runs.items()):
+                more = True
+                while more and time.monotonic() < end:
+                    more = False
+                    with contextlib.suppress(OSError):
+                        more = run.read()
+                if more:
+                    return True
+                self.glances.pop(name, None)
+            self.read_at = time.monotonic()
+            return False
+
+    def shown(self):
+        """The runs as far as they were read; a few rows of each that is being read for the first time."""
+        return [self.glances.get(name, run) for name, run in self.runs.items()]
 
     def run(self, name):
         """The run of this name. ValueError: there is none."""
@@ -227,78 +141,107 @@ class Runs:
             raise ValueError(f"there is no run {str(name)[:200]!r}")
         return self.runs[name]
 
+    def whole(self, names):
+        """The runs of these names, read to their ends."""
+        found = [self.run(name) for name in names]
+        while self.refresh():
+            pass
+        return found
+
     def folder(self, name):
         return self.run(name).folder
 
     def notes(self):
         return read_json(self.root / ".page" / "notes.json")
 
-    # ---- routes: page.js and compare.js ask these
+    # ---- routes: the modules of the page ask these
 
     def routes(self):
         return {"GET /api/runs": self.table, "GET /api/curves": self.curves, "GET /api/csv": self.csv,
-                "GET /api/live": self.live, "GET /api/run": self.details, "POST /api/notes": self.note}
+                "GET /api/live": self.live, "GET /api/run": self.details, "POST /api/bands": self.bands,
+                "POST /api/notes": self.note, "POST /api/save": self.save}
 
     def entry(self, run):
         """A run's line in the table."""
-        numbers = {k: v for k, v in run.results().items() if k in compare.RESULTS or "/" in k}
+        numbers = {k: v for k, v in run.results().items() if k in compare.RESULTS or "/" in k} if run.count else {}
         return {"name": run.name, "rows": run.count, "max_iters": run.config.get("max_iters"), "results": clean(numbers),
-                "training": run.trainer(self.locked) is not None}
+                "training": trainer(run.folder, self.locked) is not None}
 
     def table(self, request):
         """What differs between the runs, what each reached, and the names of all metrics."""
         self.refresh()
         with self.lock:
-            found, notes = list(self.runs.values()), self.notes()
-            settings = compare.differences([{"config": run.config} for run in found])
-            metrics = dict.fromkeys(name for run in found for name in run.columns if name not in X)
+            found, notes = self.shown(), self.notes()
+            settings = compare.differences(found)
+            metrics = dict.fromkeys(name for run in found for name in run.columns if name not in compare.X)
             entries = [self.entry(run) | {"settings": clean({k: run.config.get(k) for k in settings})}
                        | notes.get(run.name, {}) for run in found]
             return {"settings": settings, "metrics": list(metrics), "runs": entries,
                     "columns": [k for k in compare.RESULTS if any(k in entry["results"] for entry in entries)]}
 
+    def line(self, run, asked):
+        """What is asked for of a run, {"metric", "x", "from", "to"}: (x, y), with a point more beyond both ends."""
+        x, y = run.line(asked.get("metric"), asked.get("x"))
+        low, high = float(asked.get("from", -math.inf)), float(asked.get("to", math.inf))
+        inside = np.flatnonzero((x >= low) & (x <= high))
+        around = slice(max(0, inside.min(initial=len(x)) - 1), inside.max(initial=-1) + 2)
+        return x[around], y[around]
+
     def curves(self, request):
         """A metric of all runs, or of `run`: {"runs": [[name, points, rows read, version]], "x", "y": float32, base64}."""
-        metric, axis, only = (request.query.get(name, "") for name in ("metric", "x", "run"))
+        only = request.query.get("run", "")
         buckets = max(100, min(300, 30000 // max(1, 1 if only else len(self.runs))))
-        low, high = (float(request.query.get(name, default)) for name, default in (("from", -math.inf), ("to", math.inf)))
         self.refresh()
         names, xs, ys = [], [], []
         with self.lock:
-            for run in [self.run(only)] if only else self.runs.values():
-                if metric in run.columns:
-                    x, y = run.x(axis), run.column(metric)
-                    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-                    inside = np.flatnonzero((x >= low) & (x <= high))
-                    around = slice(max(0, inside.min(initial=len(x)) - 1), inside.max(initial=-1) + 2)  # lines go to the edge
-                    x, y = thin(x[around], y[around], buckets)
+            for run in [self.run(only)] if only else self.shown():
+                if request.query.get("metric") in run.columns:
+                    x, y = compare.thin(*self.line(run, request.query), buckets)
                     names.append([run.name, len(x), run.count, run.version])
                     xs.append(x.astype("<f4"))
                     ys.append(y.astype("<f4"))
         packed = [base64.b64encode(np.concatenate(part or [np.zeros(0, "<f4")]).tobytes()).decode() for part in (xs, ys)]
         return {"runs": names, "x": packed[0], "y": packed[1]}
 
-    def csv(self, request):
-        """All values of a metric, a line each."""
-        metric, lines = request.query.get("metric", ""), ["run,iter,tokens,seconds,value"]
+    def bands(self, request):
+        """For a metric and {"groups": [[run, ...], ...]}, each group's [x, mean, low, high] by compare.band."""
+        asked, groups = {name: str(value) for name, value in request.json().items()}, request.json().get("groups")
+        if not isinstance(groups, list) or not all(isinstance(members, list) for members in groups):
+            raise ValueError("expected groups: lists of runs")
         with self.lock:
-            for run in self.runs.values():
+            lines = [[self.line(run, asked) for run in self.shown() if run.name in members] for members in groups]
+        return [[part.tolist() for part in compare.band(group)] for group in lines]
+
+    def csv(self, request):
+        """All rows with a metric, of all runs."""
+        metric, only = request.query.get("metric", ""), request.query.get("run", "")
+        lines = ["run,iter,tokens,seconds,value"]
+        with self.lock:
+            for run in self.whole([only] if only else list(self.runs)):
                 x = [run.x(axis) for axis in ("iter", "tokens", "seconds")]
                 name = '"' + run.name.replace('"', '""') + '"'
                 lines += [f"{name},{i:.0f},{t:.0f},{s:.3f},{v:.7g}" for i, t, s, v in zip(*x, run.column(metric)) if v == v]
         return Response("\n".join(lines) + "\n", kind="text/csv", headers=as_file("curves.csv"))
 
+    def save(self, request):
+        """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
+        asked = request.json()
+        with self.lock:
+            names = asked.get("runs") if isinstance(asked.get("runs"), list) else []
+            found = compare.page(self.whole(names), str(asked.get("group") or ""))
+        return Response(found, kind="text/html", headers=as_file("runs.html"))
+
     def live(self, request):
         """Events: rows as they are written, {"run", "from": row, "rows": {metric: [values]}}, and what extra() gives."""
         self.refresh()
-        seen, told, said = {run.name: (run.version, run.count) for run in self.runs.values()}, {}, 0.0
+        seen, told, said = {run.name: (run.version, run.count) for run in self.shown()}, {}, 0.0
         yield {"hello": True}
         while True:
-            busy = self.refresh()
+            busy = self.refresh(BUSY)
             with self.lock:
-                events = [self.news(run, *seen.get(run.name, (0, 0))) for run in self.runs.values()
+                events = [self.news(run, *seen.get(run.name, (0, 0))) for run in self.shown()
                           if seen.get(run.name) != (run.version, run.count)]
-                seen = {run.name: (run.version, run.count) for run in self.runs.values()}
+                seen = {run.name: (run.version, run.count) for run in self.shown()}
             for name, value in self.extra().items():
                 if told.get(name) != value:
                     told[name] = value
@@ -327,7 +270,7 @@ class Runs:
             files = {path.name: path.stat().st_size for path in sorted(run.folder.glob("*.gguf"))}
             steps = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*") if path.is_dir())
             return self.entry(run) | {
-                "config": clean(run.config), "tables": clean(run.tables()), "alerts": alerts[-50:], "files": files,
+                "config": clean(run.config), "tables": clean(tables(run)), "alerts": alerts[-50:], "files": files,
                 "checkpoints": steps, "evaluation": clean(read_json(run.folder / "evaluation.json")),
                 "wandb": found.get("url", ""), **self.notes().get(run.name, {})}
 

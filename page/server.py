@@ -25,8 +25,9 @@ MOST_CONNECTIONS = 100
 MOST_BYTES = 1 << 20  # of a request's body
 PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
-                               "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+                               "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+                               "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
 }
@@ -40,8 +41,7 @@ class Request:
     path: str
     query: dict
     body: bytes = b""
-    headers: dict = field(default_factory=dict)  # names in lower case
-    gone: Callable = lambda: False               # whether the reader has gone meanwhile
+    gone: Callable = lambda: False  # whether the reader has gone meanwhile
 
     def json(self):
         """The body, a JSON object."""
@@ -200,8 +200,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.body()
         if body is not None:
             self.server.arrived(self.connection, True)
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            self.answer(Request(self.command, parts.path, query, body, headers, self.gone))
+            self.answer(Request(self.command, parts.path, query, body, self.gone))
 
     do_POST = do_GET
 
@@ -280,7 +279,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b": \n\n" if event is None else f"data: {text}\n\n".encode())
 
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
 
 
 def file(path, **headers):

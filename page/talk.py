@@ -3,7 +3,6 @@ Models that answer: `/v1/models`, `/v1/completions` and `/v1/chat/completions` a
 
 Every request has a context of its own; the requests' tokens are computed in turns, since one forward pass uses all cores.
 """
-import codecs
 import contextlib
 import mmap
 import secrets
@@ -20,7 +19,6 @@ from page.server import Response
 AT_ONCE = 16          # requests that are answered in turns; more wait
 IDLE = 2              # sessions kept for the next requests: the start of one takes longer than a token
 IN_MEMORY = 1 << 28   # bytes of a model file that is read whole, so that nobody can cut it off while it is in use
-PIECE = 64            # tokens of a prompt that one turn takes
 FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
          "tools": [], "functions": [], "response_format": {"type": "text"}}  # what a request may say, but not otherwise
 REQUIRED = object()
@@ -147,7 +145,7 @@ def chat_tokens(model, body):
     system = content(messages.pop(0)) if messages[0].get("role") in ("system", "developer") else None
     expected = ["user", "assistant"] * len(messages)
     if len(messages) % 2 == 0 or [m.get("role") for m in messages] != expected[:len(messages)]:
-        raise Wrong("messages: expected an optional system message, then user and assistant in turn, the user last", "messages")
+        raise Wrong("messages: expected a system message if any, then user and assistant in turn, the user last", "messages")
     tokens = []
     for n, message in enumerate(messages):
         if n % 2:
@@ -174,7 +172,8 @@ def wish(body, chat, voice):
     temperature = value(body, "temperature", number, 1, lambda x: 0 <= x <= 100, "a number from 0 to 100")
     top_p = value(body, "top_p", number, 1, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
     seed = value(body, "seed", int, secrets.randbits(63) + 1, expected="a whole number") & (1 << 64) - 1
-    stop = value(body, "stop", (str, list), [], lambda s: len(s) <= (4 if isinstance(s, list) else 10000), "one to four texts")
+    few = lambda found: len(found) <= (4 if isinstance(found, list) else 10000)
+    stop = value(body, "stop", (str, list), [], few, "one to four texts")
     stop = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(s, str) for s in stop):
         raise Wrong("stop: expected one to four texts", "stop")
@@ -190,40 +189,6 @@ def wish(body, chat, voice):
                 value(body, "stream", bool, False, expected="true or false"), bool(options.get("include_usage")))
 
 
-class Held:
-    """Text that comes in bytes and goes out when it is certain: whole characters, none that a stop text may begin with."""
-
-    def __init__(self, stop):
-        self.stop, self.decoder, self.held, self.stopped = stop, codecs.getincrementaldecoder("utf-8")("replace"), "", False
-
-    def take(self, data, last=False):
-        self.held += self.decoder.decode(data, last)
-        cuts = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        if cuts:
-            self.held, self.stopped, last = self.held[:min(cuts)], True, True
-        most = max((len(s) for s in self.stop), default=1) - 1
-        keep = 0 if last else next((n for n in range(min(most, len(self.held)), 0, -1)
-                                    if any(s.startswith(self.held[-n:]) for s in self.stop)), 0)
-        out, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
-        return out
-
-
-def entry(model, row, previous, token, rivals, offset):
-    """What is told of a token: its text and log probability, and those of the likeliest."""
-    row = row.astype(np.float64) - row.max()
-    row -= np.log(np.exp(row).sum())
-    likeliest = np.argsort(-row, kind="stable")[:rivals]
-
-    def told(t):
-        data = model.decode([int(t)], previous)
-        try:
-            spelled = data.decode()
-        except UnicodeDecodeError:
-            spelled = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-        return {"token": spelled, "logprob": float(row[t]), "bytes": list(data)}
-    return told(token) | {"top_logprobs": [told(t) for t in likeliest], "offset": offset}
-
-
 class Talk:
     """models: a function that gives {name: path of a model file}."""
 
@@ -237,7 +202,8 @@ class Talk:
 
     def list(self, request):
         return {"object": "list", "data": [
-            {"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime), "chat": has_template(path)}
+            {"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime),
+             "chat": has_template(path)}
             for name, path in self.models().items()]}
 
     def voice(self, name):
@@ -267,61 +233,28 @@ class Talk:
 
     def events(self, voice, asked):
         """The events of a stream. A reader who goes ends it at the next."""
-        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "chat.completion.chunk" if asked.chat else "text_completion",
-                "created": int(time.time()), "model": asked.name}
+        kind = "chat.completion.chunk" if asked.chat else "text_completion"
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": asked.name}
         while not self.places.acquire(timeout=1):
             yield None
         try:
             if asked.chat:
                 yield head | {"choices": [choice(True, "", [], None) | {"delta": {"role": "assistant", "content": ""}}]}
             count, reason = 0, None
-            for words, entries, count, reason in self.speak(voice, asked):
-                yield head | {"choices": [choice(asked.chat, words, entries, reason)]} if words or entries or reason else None
+            with voice.session() as session:
+                told = llamac.generate(session, asked.tokens, asked.sampler, asked.most, asked.stop, asked.rivals, self.turns)
+                for words, entries, count, reason in told:
+                    news = words or entries or reason
+                    yield head | {"choices": [choice(asked.chat, words, entries, reason)]} if news else None
             if asked.usage or not asked.stream:
                 n = len(asked.tokens)
-                yield head | {"choices": [], "usage": {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}}
+                usage = {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}
+                yield head | {"choices": [], "usage": usage}
             yield "[DONE]"
         except llamac.Error as e:  # too little memory, broken weights
             yield {"error": {"message": str(e), "type": "server_error", "param": None, "code": None}}
         finally:
             self.places.release()
-
-    def speak(self, voice, asked):
-        """Yields (text, entries of its tokens, tokens so far, None or why it ends), a token a turn."""
-        model, tokens, window, held = voice.model, asked.tokens, [], Held(asked.stop)
-        with voice.session() as session:
-            count = length = 0
-            entries, reason, new = [], None, tokens
-            while not reason:
-                new = slide(window, new, session.positions)
-                for at in range(0, len(new), PIECE):
-                    with self.turns:
-                        session.forward(new[at:at + PIECE], len(window))
-                    window += new[at:at + PIECE]
-                with self.turns:
-                    row = session.logits[-1].copy() if asked.rivals is not None else None
-                    token = session.sample(asked.sampler)
-                ended, data = model.ends(token), b""
-                if not ended:
-                    if row is not None:
-                        entries.append(entry(model, row, window[-1], token, asked.rivals, length + len(held.held)))
-                    data, count = model.decode([token], window[-1]), count + 1
-                words = held.take(data, ended or count == asked.most)
-                length, new = length + len(words), [token]
-                reason = "stop" if ended or held.stopped else "length" if count == asked.most else None
-                certain = [e for e in entries if e["offset"] < length or reason and not held.stopped]
-                entries = entries[len(certain):]
-                yield words, certain, count, reason
-
-
-def slide(window, new, positions):
-    """What is to be evaluated behind the window, which loses its older half, but not BOS, where it is full; as run does."""
-    if len(window) + len(new) <= positions:
-        return new
-    half = positions // 2 if positions > 3 else 1
-    kept = [window[0], *(window + new)[1 - half:]] if half > 1 else new[-1:]
-    window.clear()
-    return kept
 
 
 def choice(chat, words, entries, reason):
@@ -333,7 +266,8 @@ def choice(chat, words, entries, reason):
         told = {"tokens": [e["token"] for e in entries], "token_logprobs": [e["logprob"] for e in entries],
                 "top_logprobs": [{r["token"]: r["logprob"] for r in e["top_logprobs"]} for e in entries],
                 "text_offset": [e["offset"] for e in entries]}
-    return {"index": 0, **({"delta": {"content": words}} if chat else {"text": words}), "logprobs": told, "finish_reason": reason}
+    said = {"delta": {"content": words}} if chat else {"text": words}
+    return {"index": 0, **said, "logprobs": told, "finish_reason": reason}
 
 
 def whole(asked, events, gone):
@@ -360,8 +294,9 @@ def whole(asked, events, gone):
 
 def has_template(path):
     """Whether a model file names a chat template, which stands before its tensors."""
-    with contextlib.suppress(OSError, ValueError), open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(b"tokenizer.chat_template", 0, 1 << 24) >= 0
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as f:
+        with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(b"tokenizer.chat_template", 0, 1 << 24) >= 0
     return False
 
 

@@ -36,13 +36,20 @@ def test_rows_read_back_are_the_logs(tmp_path):
     done = subprocess.run([sys.executable, "-m", "tests.trackers", tmp_path / "out", str(ROWS)], cwd=ROOT, env=env, text=True,
                           capture_output=True)
     print(done.stdout, done.stderr)
-    assert (done.returncode, done.stderr) == (0, "") and "SwanLab offline" in done.stdout and "trackio show" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    for name, said in ("SwanLab", "SwanLab offline"), ("trackio", "trackio show"):  # on a busy machine it starts too late to say so
+        assert said in done.stdout or f"{name} is still starting" in done.stdout
     logged = track.read_rows(tmp_path / "out/log.jsonl")
     assert len(logged) == ROWS
 
     read = ("import json; from trackio.sqlite_storage import SQLiteStorage as s; "
             "print(json.dumps([s.get_logs('llamac', 'run-ab12'), s.get_run_config('llamac', 'run-ab12')]))")
-    rows, config = json.loads(subprocess.run([sys.executable, "-c", read], env=env, text=True, capture_output=True, check=True).stdout)
+    for _ in range(120):  # it goes on by itself behind the training's end
+        found = subprocess.run([sys.executable, "-c", read], env=env, text=True, capture_output=True, check=True).stdout
+        rows, config = json.loads(found)
+        if len(rows) >= ROWS:
+            break
+        time.sleep(0.5)
     assert [numbers(row) for row in rows] == [numbers(row) for row in logged] and config["lr"] == 0.1
     assert [row["step"] for row in rows] == [row["iter"] for row in logged]
     assert [row["tables/samples"]["_value"][0]["text"] for row in rows if "tables/samples" in row] == \

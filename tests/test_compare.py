@@ -7,6 +7,7 @@ import sys
 import xml.dom.minidom
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import compare as program
@@ -98,6 +99,20 @@ def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
     assert len(dots) == 2 * 9 and {dot.getAttribute("fill") for dot in dots} == {line.getAttribute("stroke") for line in lines}
 
 
+def test_a_groups_mean_stands_where_all_its_runs_have_values(folders):
+    """It is that of plain sums, and does not jump where a run ends; one that hardly began says nothing."""
+    lines = [(np.arange(n), slope * np.arange(float(n)) + 1) for n, slope in ((101, 1), (81, 2), (61, 6), (20, 1000), (0, 0))]
+    x, mean, low, high = program.band(lines)
+    assert x[0] == 0 and x[-1] == 60 and mean == pytest.approx(3 * x + 1) and low == pytest.approx(x + 1)
+    assert high == pytest.approx(6 * x + 1) and [len(part) for part in program.band([])] == [0, 0, 0, 0]
+    assert [len(part) for part in program.band([([1, 2], [1, 1]), ([3, 4], [1, 1])])] == [0, 0, 0, 0]  # they never stand together
+    (folders / "b16/config.json").write_text(json.dumps({"batch_size": 4, "dim": 32}))
+    assert compare(folders, "b2", "b4", "b16", "--plot=c.svg", "--group=batch_size").returncode == 0
+    svg = xml.dom.minidom.parse(str(folders / "c.svg"))
+    assert len(svg.getElementsByTagName("polyline")) == len(svg.getElementsByTagName("polygon")) == 2 * 2 * 2
+    assert {"batch_size=2 (1)", "batch_size=4 (2)"} <= {t.firstChild.data for t in svg.getElementsByTagName("text")}
+
+
 def test_ticks_are_round_and_within():
     for low, high in (0, 7), (0, 0.00032), (2, 3), (0.1, 0.11), (0, 1e6):
         found = program.ticks(low, high)
@@ -142,7 +157,8 @@ def test_the_clients_logs_read_the_same(folders):
 
 @pytest.mark.parametrize("words, message", [
     ([], "out: not a run"), (["odd"], "its config.json is not {key"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
-    (["b2", "--plot=c.png"], ".html or .svg"), (["b2", "--plot=no/c.svg"], "cannot be written")])
+    (["b2", "--plot=c.png"], ".html or .svg"),
+    (["b2", "b4", "--plot=c.svg", "--group=nothing"], "no such setting; expected one of batch_size"), (["b2", "--plot=no/c.svg"], "cannot be written")])
 def test_mistakes_end_in_one_line(folders, words, message):
     for name, config, row in ("odd", [], {"iter": 1}), ("bare", {}, {"iter": 1, "time": 0, "loss/val": float("nan")}):
         (folders / name).mkdir()

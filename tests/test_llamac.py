@@ -42,6 +42,19 @@ def test_it_writes_what_run_writes(run_bin, models):
             assert continued(llamac.Model(source), "One", llamac.Sampler(*sampler), 40) + b"\n" == expected
 
 
+def test_generate_writes_what_run_writes(run_bin, models):
+    """By the seed of run; also behind the context, which slides."""
+    for path, flags, sampler in ((models[0], ("-t", 0), (0, 0.9, 1)), (models[1], ("-t", 0.8, "-s", 7), (0.8, 0.9, 7))):
+        model = llamac.Model(path)
+        prompt = model.encode("One").tolist()
+        for most in 20, model.info.seq_len + 20:
+            told = list(llamac.generate(llamac.Session(model), prompt, llamac.Sampler(*sampler), most))
+            expected = run(run_bin, path, *flags, "-n", len(prompt) - 1 + most, "--raw", "-i", "One")[:-1]
+            assert "One" + "".join(text for text, *_ in told) == expected.decode(errors="replace")
+            assert told[-1][2:] in ((most, "length"), (len(told) - 1, "stop"))
+            assert not any(entries for _, entries, *_ in told)
+
+
 def test_two_models_used_by_threads(models):
     """Each has a session of its own in every thread, and says what it says alone."""
     one, other = map(llamac.Model, models)

@@ -23,6 +23,7 @@ from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 
 import compare
+from configurator import source_knobs
 from page import runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -250,10 +251,31 @@ def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
     rng = np.random.default_rng(0)
     x, y = np.arange(2000.0), rng.random(2000)
     y[777], y[1234], y[5] = 9, -9, math.nan
-    few, values = runs.thin(x, y, 100)
+    there = np.isfinite(y)
+    few, values = compare.thin(x[there], y[there], 100)
     assert len(few) <= 202 and {777, 1234, 0, 1999} <= set(few) and list(few) == sorted(few) and np.isfinite(values).all()
+    both = {"metric": "loss/train", "x": "iter", "from": 100, "groups": [["out/a", "out/b"], [], ["none", ["x"]]]}
+    (x, mean, low, high), *empty = filled.get("/api/bands", both)
+    assert x[0] == 90 and x[-1] == 590 and mean[-1] == pytest.approx(5 / 6.9 + 0.05) and empty == [[[]] * 4] * 2
+    assert np.subtract(high, low) == pytest.approx([0.1] * 200, abs=1e-5)
+    assert filled.ask("/api/bands", {"groups": 3})[0] == filled.ask("/api/bands", {"groups": [3]})[0] == 400
     status, headers, text = filled.ask("/api/csv?metric=loss/val")
     assert status == 200 and text.count("\n") == 1 + 4 * 6 and '"out/a",0,0,0.000,5.1' in text
+
+
+def test_a_long_log_is_shown_at_a_glance_before_it_is_read(tmp_path):
+    write_run(tmp_path / "out/long", rows=6000)
+    found = runs.Runs(tmp_path / "out")
+    found.look()
+    glance, = found.shown()
+    assert 48 <= glance.count < 100 and glance.metrics["iter"] == 59990 and glance.x("iter").tolist() == sorted(glance.x("iter"))
+    assert len(glance.line("loss/val", "iter")[0]) >= 24 and not found.runs[glance.name].count
+    assert found.refresh(0) and found.shown() == [glance]
+    while found.refresh(1):
+        pass
+    run, = found.shown()
+    assert run.count == 6000 and run.results() | {"minutes": 0} == glance.results() | {
+        "minutes": 0, **{name: value for name, value in run.results().items() if "best" in name or "last" in name or "val" in name}}
 
 
 def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
@@ -347,6 +369,16 @@ def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_pat
     until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "failed")
     assert "error:" in page.get("/api/console?job=3")["text"]
     page.end()
+
+
+def test_the_chinese_page_has_words_for_all_it_says_and_help_for_every_knob():
+    found, knobs = json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8")), source_knobs(ROOT / "train.py")
+    assert list(found["knobs"]) == list(knobs)
+    assert all(text and text != knobs[name][2] for name, text in found["knobs"].items())
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "page").glob("*.js"))
+    sections, states = {section for _, section, _ in knobs.values()}, {"queued", "running", "stopped", "failed", "ended"}
+    assert set(re.findall(r'\bt\("([^"]+)"\)', source)) | sections | states <= found["words"].keys()
+    assert all(f'"{word}"' in source or word in sections | states for word in found["words"])
 
 
 # ---- in a browser -------------------------------------------------------------------------------------------------

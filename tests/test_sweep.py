@@ -9,6 +9,7 @@ import pytest
 import yaml
 from wandb.sdk.launch.sweeps import utils as agent
 
+import compare
 import sweep
 import train
 from configurator import configure
@@ -103,9 +104,11 @@ def test_a_trial_that_is_stopped_stops_the_sweep(tmp_path):
 
 
 def test_the_best_value_is_the_goals():
-    rows = [{"acc": 0.1, "loss/val": 3.0}, {"acc": 0.4, "loss/val": "nan"}, {"acc": 0.2, "loss/val": 2.0}]
-    assert sweep.best({"metric": {"name": "acc", "goal": "maximize"}}, rows) == 0.4
-    assert sweep.best({"metric": {"name": "acc"}}, rows) == 0.1 and sweep.best({}, rows) == 2.0
+    found = compare.Run("x")
+    for i, row in enumerate(({"acc": 0.125, "loss/val": 3.0}, {"acc": 0.5, "loss/val": "nan"}, {"acc": 0.25, "loss/val": 2.0})):
+        found.take({"iter": i} | row)
+    assert sweep.best({"metric": {"name": "acc", "goal": "maximize"}}, found) == 0.5
+    assert sweep.best({"metric": {"name": "acc"}}, found) == 0.125 and sweep.best({}, found) == 2.0
 
 
 def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path):
