@@ -46,7 +46,7 @@ test-long: .venv/test lib ## the long proofs: 100 stops at random steps, 100 kil
 
 test-trackers:       ## SwanLab and trackio themselves, in an environment of their own: what they hold is log.jsonl
 	$(PYTHON) -m venv cache/trackers
-	cache/trackers/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) pytest tqdm numpy swanlab==0.10.3 trackio==0.43.0
+	cache/trackers/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c requirements-extras.txt pytest tqdm numpy swanlab trackio
 	cache/trackers/bin/python -m pytest -q -s tests/long_trackers.py
 
 mutations: .venv/test ## do the tests notice 200 changed operators, constants and conditions of Python? (two hours)
@@ -117,7 +117,7 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	$(VENV) -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -r requirements.txt
 	@touch $@
 
-.venv/test: .venv/demo requirements-dev.txt
+.venv/test: .venv/demo requirements-dev.txt requirements-extras.txt
 	$(VENV) -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
 	@touch $@
 

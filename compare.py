@@ -333,7 +333,7 @@ def groups_of(found, group):
     if not group:
         return {run.name: [run] for run in found}
     if not any(group in run.config for run in found):
-        raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found)) or 'config.json'}")
+        raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found))}")
     groups = {}
     for run in found:
         groups.setdefault(run.config.get(group), []).append(run)

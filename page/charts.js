@@ -82,6 +82,7 @@ export class Chart {
 
   clear() {
     this.manager?.clear?.()
+    if (this.plot) library.documents.splice(library.documents.indexOf(this.plot.document), 1)
     this.place.replaceChildren()
     this.plot = null
   }
@@ -90,7 +91,8 @@ export class Chart {
     if (!library) return this.plain(lines, logx ? Math.log10 : Number, logy ? Math.log10 : Number)
     const of = (found, name, usual) => found.map(part => part[name] ?? usual)
     const round = (x, y) => [...x, ...y.toReversed()]
-    const curves = { xs: of(lines, "x"), ys: of(lines, "y"), color: of(lines, "color"), name: of(lines, "name"),
+    const copies = name => lines.map(line => [...line[name]])  // Bokeh takes an array that has only grown for the same one
+    const curves = { xs: copies("x"), ys: copies("y"), color: of(lines, "color"), name: of(lines, "name"),
       alpha: of(lines, "alpha", 1), width: of(lines, "width", 1.6) }
     const areas = { xs: bands.map(b => round(b.x, b.x)), ys: bands.map(b => round(b.high, b.low)),
       color: of(bands, "color") }

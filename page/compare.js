@@ -141,10 +141,10 @@ export async function show(main) {
       columns.map(column => h("td", { "data-column": column })))
   }
   function drawTable() {
-    const columns = ["tags", ...found.settings, ...found.columns], at = body.firstChild?.scrollTop
+    const columns = ["tags", ...found.settings, ...found.columns], { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
     body.replaceChildren(table(t("Runs"), ["run", ...columns].map(head), order.map(run => row(run, columns)), ""))
     update()
-    body.firstChild.scrollTop = at
+    Object.assign(body.firstChild, { scrollTop, scrollLeft })
     parallel.replaceChildren(...coordinates(order.filter(run => !hidden.has(run.name)), found.settings, pick))
   }
   /** The numbers of the table as it stands, so that nobody loses his place in it. */

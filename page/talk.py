@@ -241,8 +241,9 @@ class Talk:
             if asked.chat:
                 yield head | {"choices": [choice(True, "", [], None) | {"delta": {"role": "assistant", "content": ""}}]}
             count, reason = 0, None
+            how = dict(most=asked.most, stop=asked.stop, rivals=asked.rivals, turn=self.turns)
             with voice.session() as session:
-                told = llamac.generate(session, asked.tokens, asked.sampler, asked.most, asked.stop, asked.rivals, self.turns)
+                told = llamac.generate(session, asked.tokens, asked.sampler, **how)
                 for words, entries, count, reason in told:
                     news = words or entries or reason
                     yield head | {"choices": [choice(asked.chat, words, entries, reason)]} if news else None

@@ -223,7 +223,9 @@ def test_200_runs_of_2000_rows(many, browser):
         now, since = script(browser, "return performance.now()"), time.monotonic()
         with open(many.folder / "out/run100/log.jsonl", "a") as out:
             write_row(out, 100, ROWS + i, random.Random(i))
-        until(lambda: script(browser, "return performance.getEntriesByName('redrawn')[0]?.startTime > arguments[0]", now))
+        until(lambda: script(browser, "return performance.getEntriesByName('redrawn')[0]?.startTime > arguments[0]"
+                                      " && Bokeh.documents.every(d => [...d.roots()][0].x_range.end > arguments[1])",
+                             now, (ROWS + i) * 20 * 1152))
         delays.append(time.monotonic() - since)
     most, now = memory(many.process)
     print(f"a live row is on the chart after {', '.join(f'{s:.2f}' for s in delays)} s")

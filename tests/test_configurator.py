@@ -265,3 +265,10 @@ print(settings(globals()))
 """)
     done = subprocess.run([sys.executable, script, "--knob=3"], capture_output=True, text=True)
     assert done.stdout == "{'knob': 3}\n", done.stderr
+
+
+def test_every_package_that_users_are_asked_to_install_is_pinned():
+    pinned = set(re.findall(r"^([a-z-]+)==", "".join(path.read_text() for path in ROOT.glob("requirements*.txt")), re.M))
+    asked = {name for where in ("*.py", "engine/*.py", "page/*.js", "doc/*.md", "README*.md") for path in ROOT.glob(where)
+             for name in re.findall(r"pip install (?:-c \S+ )?([a-z]+)\b", path.read_text(encoding="utf-8"))}
+    assert {"bokeh", "tokenizers", "optuna", "trackio"} <= asked <= pinned

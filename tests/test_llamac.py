@@ -1,5 +1,6 @@
 """The library's Python face: the texts of ./run, two models and threads, mistakes, and what it leaves of memory."""
 import gc
+import shutil
 import subprocess
 import sys
 import threading
@@ -134,8 +135,7 @@ def test_mistakes_are_the_librarys_own_words(models, tmp_path):
 
 def test_without_a_library_it_says_make_lib(tmp_path):
     (tmp_path / "llamac").symlink_to(tmp_path / "real")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "__init__.py").write_text((ROOT / "llamac/__init__.py").read_text())
+    shutil.copytree(ROOT / "llamac", tmp_path / "real")
     for content in (None, b"", b"not a library"):
         if content is not None:
             (tmp_path / "libllamac.so").write_bytes(content)

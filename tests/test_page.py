@@ -439,6 +439,10 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     until(lambda: script(browser, "return document.querySelectorAll('.left td').length > 9"))
     check_page(browser)
     assert EVIL in browser.find_element("tag name", "main").text
+    ends = "return Bokeh.documents.map(d => [...d.roots()][0].x_range.end)"
+    until(lambda: len(script(browser, ends)) == 2 and max(script(browser, ends)) < 60000)
+    add_row(filled.folder / "out/a", {"iter": 600, "tokens": 99000, "loss/train": 0.8, "loss/val": 0.9, "time": 1e9 + 60})
+    until(lambda: min(script(browser, ends)) > 90000)  # what came was drawn
     script(browser, "location.hash = '#start?dim=128'")
     until(lambda: "--dim=128" in browser.find_element("tag name", "main").text)
     check_page(browser)
