@@ -29,6 +29,7 @@ port = 8765          # of the address; 0: any that is free
 def routes():
     """All there is. The runs are found in their folder; jobs.py has the trainings that were started here."""
     found = Runs(runs)
+    found.look()  # so that the first picture waits for nothing
     try:
         jobs = Jobs(found)
     except BlockingIOError:

@@ -97,7 +97,7 @@ class Runs:
 
     def look(self):
         """Find new runs and lose those that are gone."""
-        found = {}
+        self.looked, found = time.monotonic(), {}
         for folder, inside, names in os.walk(self.root):
             inside[:] = sorted(d for d in inside if d not in ("checkpoints", "tensorboard") and not d.startswith("."))
             if Path(folder).relative_to(self.root).parts[3:]:
@@ -113,7 +113,6 @@ class Runs:
         with self.lock:
             now = time.monotonic()
             if now - self.looked > 3:
-                self.looked = now
                 self.look()
             if now - self.read_at < 0.4:
                 return False
@@ -216,8 +215,9 @@ class Runs:
         """All rows with a metric, of all runs."""
         metric, only = request.query.get("metric", ""), request.query.get("run", "")
         lines = ["run,iter,tokens,seconds,value"]
+        found = self.whole([only] if only else list(self.runs))
         with self.lock:
-            for run in self.whole([only] if only else list(self.runs)):
+            for run in found:
                 x = [run.x(axis) for axis in ("iter", "tokens", "seconds")]
                 name = '"' + run.name.replace('"', '""') + '"'
                 lines += [f"{name},{i:.0f},{t:.0f},{s:.3f},{v:.7g}" for i, t, s, v in zip(*x, run.column(metric)) if v == v]
@@ -225,11 +225,13 @@ class Runs:
 
     def save(self, request):
         """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
-        asked = request.json()
+        asked, names = request.json(), request.json().get("runs")
+        found = [run for run in self.whole(names if isinstance(names, list) else []) if run.count]
+        if not found:
+            raise ValueError("no runs to save")
         with self.lock:
-            names = asked.get("runs") if isinstance(asked.get("runs"), list) else []
-            found = compare.page(self.whole(names), str(asked.get("group") or ""))
-        return Response(found, kind="text/html", headers=as_file("runs.html"))
+            content = compare.page(found, str(asked.get("group") or ""))
+        return Response(content, kind="text/html", headers=as_file("runs.html"))
 
     def live(self, request):
         """Events: rows as they are written, {"run", "from": row, "rows": {metric: [values]}}, and what extra() gives."""
