@@ -108,6 +108,7 @@ async function show() {
   const view = state.view in modules ? state.view : "runs", turn = ++current, tab = view === "run" ? "runs" : view
   listener = null
   shown?.end?.()
+  shown = null
   document.getElementById("tabs").replaceChildren(...Object.entries(views).map(([name, title]) =>
     h("a", { href: `#${name}`, "aria-current": name === tab ? "page" : null }, t(title))))
   say("")
@@ -116,7 +117,9 @@ async function show() {
     if (turn !== current) return
     const fresh = h("div")
     document.getElementById("main").replaceChildren(fresh)
-    shown = await module.show(fresh)
+    const made = await module.show(fresh)
+    if (turn === current) shown = made
+    else made?.end?.()  // another view was asked for meanwhile
   } catch (e) {
     say(e.message, true)
     console.error(e)
