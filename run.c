@@ -373,6 +373,7 @@ static const char help[] =
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
     "  -j NUMBER        threads (as many as cores)\n"
+    "  --kv NAME        how keys and values are kept: f32, f16 or q8 (f32; f16 where the weights are quantised)\n"
     "  --no-copy        compute from the file's own pages, which processes share; slower after the first tokens\n"
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
@@ -393,6 +394,7 @@ static const char default_device[] = "cpu";
 typedef struct {
     const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *template, *perplexity, *device;
     double temperature, topp, seed, steps, context, threads;
+    int kv_bits;
     bool raw, no_copy, tokenize, logits, verify, bench, json;
 } Options;
 
@@ -404,6 +406,13 @@ static double parse_number(const char *flag, const char *s, double least, double
     if (!plain || *end || !(value >= least && value <= most))
         die(flag, "'%.40s' is not a %snumber from %.0f to %.0f", s, whole ? "whole " : "", least, most);
     return value;
+}
+
+static int parse_kv(const char *name) {
+    if (!strcmp(name, "f32")) return 32;
+    if (!strcmp(name, "f16")) return 16;
+    if (!strcmp(name, "q8")) return 8;
+    die("--kv", "'%.40s' is no type of the KV cache, expected f32, f16 or q8", name);
 }
 
 static void parse_option(Options *o, const char *flag, const char *value) {
@@ -422,6 +431,7 @@ static void parse_option(Options *o, const char *flag, const char *value) {
     else if (!strcmp(flag, "--perplexity")) o->perplexity = value;
     else if (!strcmp(flag, "--device")) o->device = value;
     else if (!strcmp(flag, "--template")) o->template = value;
+    else if (!strcmp(flag, "--kv")) o->kv_bits = parse_kv(value);
     else die(flag, "no such option; see run --help");
 }
 
@@ -440,6 +450,7 @@ static Options parse_options(int argc, char **argv) {
         else if (!strcmp(argv[i], "--json")) o.json = true;
         else if (!strncmp(argv[i], "--device=", 9)) parse_option(&o, "--device", argv[i] + 9);
         else if (!strncmp(argv[i], "--template=", 11)) parse_option(&o, "--template", argv[i] + 11);
+        else if (!strncmp(argv[i], "--kv=", 5)) parse_option(&o, "--kv", argv[i] + 5);
         else parse_option(&o, argv[i], argv[i + 1]), i++;
     }
     if (!o.model) die("no model given", "expected ./run model.gguf, options after it; see ./run --help");
@@ -484,7 +495,8 @@ int main(int argc, char **argv) {
     r.options = (llamac_options){.positions = o.context ? (int)o.context : r.info.seq_len,
                                  .n_threads = (int)o.threads,
                                  .device = o.device,
-                                 .no_copy = o.no_copy};
+                                 .no_copy = o.no_copy,
+                                 .kv_bits = o.kv_bits};
     r.printer.raw = o.raw;
     r.steps = o.steps ? (int)o.steps : r.options.positions;
     r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, o.seed ? (uint64_t)o.seed : (uint64_t)time(NULL)};

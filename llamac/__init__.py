@@ -32,7 +32,8 @@ def struct(name, **fields):
 
 
 Error = type("Error", (RuntimeError,), {"__doc__": "What is wrong, in one line.", "__module__": __name__})
-Options = struct("Options", positions=c_int, n_threads=c_int, device=c_char_p, no_copy=c_bool, logits=c_int)
+Options = struct("Options", positions=c_int, n_threads=c_int, device=c_char_p, no_copy=c_bool, logits=c_int,
+                 kv_bits=c_int)
 Sampler = struct("Sampler", temperature=c_float, topp=c_float, state=c_uint64)  # state: a seed, but not 0
 Info = struct("Info", dim=c_int, hidden_dim=c_int, n_layers=c_int, n_heads=c_int, n_kv_heads=c_int, vocab_size=c_int,
               seq_len=c_int, has_tokenizer=c_bool, add_bos=c_bool, bos=c_int, eos=c_int, eot=c_int)
@@ -124,10 +125,14 @@ class Model:
 
 
 class Session:
-    """The KV cache of a text, and the threads that compute. logits: of the "last" token, "all", or enough to "sample"."""
+    """
+    The KV cache of a text, and the threads that compute. logits: of the "last" token, "all", or enough to "sample".
+    kv: how keys and values are kept, "f32", "f16" or "q8"; None: f16 where the weights are quantised, else f32.
+    """
 
-    def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None):
-        options = Options(positions, threads, device and device.encode(), no_copy, ["sample", "last", "all"].index(logits))
+    def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None, kv=None):
+        bits, kept = {None: 0, "f32": 32, "f16": 16, "q8": 8}[kv], ["sample", "last", "all"].index(logits)
+        options = Options(positions, threads, device and device.encode(), no_copy, kept, bits)
         self.pointer = owned(self, "llamac_stop", call("start", model.pointer, byref(options)), model)
         self.lock, self.model, self.all, self.shape = threading.Lock(), model, logits == "all", None
         self.positions, self.note = library().llamac_positions(self.pointer), library().llamac_note(self.pointer).decode()

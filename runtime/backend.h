@@ -115,6 +115,7 @@ typedef struct {
     size_t list_size; // bytes
     bool mapped; // the weights lie in a mapped file: pages that are dropped come back
     bool no_copy; // the CPU is to leave them there, where processes share them
+    int kv_bits; // of a number in the CPU's cache of keys and values: 32, 16 or 8; 0: 16 where the weights are quantised, else 32
     const char *sha256; // their checksum by the file's metadata, 64 hexadecimal digits; NULL when there is none
     const char *list_sha256; // the list's
 } Model;

@@ -104,6 +104,7 @@ static int default_threads(void) {
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
     Error told;
+    CHECK(!gpu || !m->kv_bits, "GPUs choose the KV cache's type themselves: 16 bits, or 32 of float32 models; leave --kv out");
     const char *wrong =
         gpu ? llamac_cuda_open(&s->backend, m, s->positions, &told) : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
@@ -125,6 +126,8 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     CHECK(cpu || automatic || !strcmp(default_device, "cuda"),
           "this program computes on the CPU; make runcuda builds the one for GPUs");
     CHECK(o->positions >= 0 && o->positions <= c->seq_len, "%d positions, but the model's context is %d", o->positions, c->seq_len);
+    bool kv = !o->kv_bits || o->kv_bits == 32 || o->kv_bits == 16 || o->kv_bits == 8;
+    CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
     s->all = o->logits == LLAMAC_ALL_LOGITS;
@@ -154,6 +157,7 @@ llamac_session *llamac_start(const llamac_model *model, const llamac_options *op
     s->model = model->weights;
     s->model.weights.layers = layers;
     s->model.no_copy = options && options->no_copy;
+    s->model.kv_bits = options ? options->kv_bits : 0;
     if (open_session(s, options ? options : &(llamac_options){0}, e)) return s;
     return llamac_stop(s), NULL;
 }

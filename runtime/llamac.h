@@ -109,6 +109,7 @@ typedef struct {
     const char *device; // cpu, cuda, or auto: cuda where it can be used; NULL: what the library was built for
     bool no_copy;       // compute from the file's own pages, which processes share; slower after the first tokens
     llamac_logits_kept logits;
+    int kv_bits;        // of a number in the KV cache: 32, 16 or 8; 0: 16 where the weights are quantised, else 32
 } llamac_options;
 
 // Begins a session; NULL as options: all zero. Sessions of one model share its file, but each may keep weights of its own.

@@ -219,41 +219,52 @@ static void gated_of_one(const Kernels *k, Type type) {
     free((void *)w.data), free((void *)w.scales), free((void *)w2.data), free((void *)w2.scales);
 }
 
-static void attention_ops(const Kernels *k, const Kernels *s, bool half) {
+static void *numbers(Type type, size_t n) { // of a cache
+    if (type != INT8_GROUPS) return type == F16 ? (void *)shorts(n, false) : floats(n);
+    int8_t *bytes = malloc(n);
+    for (size_t i = 0; i < n; i++) bytes[i] = below(255) - 127;
+    return bytes;
+}
+
+static void attention_ops(const Kernels *k, const Kernels *s, Type type) {
     int n = 1 + below(70), head_dim = 2 * (1 + below(40)), width = round_up(head_dim), Q = 1 + below(4), room = round_up(n);
     float *q = floats(4 * head_dim), *p = floats(4 * room), *p2 = floats(4 * room);
     float *y = floats(4 * width), *z = floats(4 * width);
-    void *keys = half ? (void *)shorts((size_t)room * head_dim, false) : floats((size_t)room * head_dim);
-    void *values = half ? (void *)shorts((size_t)n * width, false) : floats((size_t)n * width);
+    void *keys = numbers(type, (size_t)room * head_dim), *values = numbers(type, (size_t)n * width);
+    float *scales = floats(n);
+    double most = type == INT8_GROUPS ? 127 * 2e-6 : 2e-6;
     Attention a = {.q = q, .p = p, .out = y, .keys = keys, .values = values, .q_stride = head_dim, .p_stride = room,
-                   .n_queries = Q, .head_dim = head_dim, .width = width, .n = n, .half = half}, b = a;
+                   .n_queries = Q, .head_dim = head_dim, .width = width, .n = n, .type = type}, b = a;
     b.p = p2, b.out = z;
     k->scores(&a), s->scores(&b);
     for (int i = 0; i < Q; i++) {
-        compare(k, "scores", p + i * room, p2 + i * room, n, 2e-6);
+        compare(k, "scores", p + i * room, p2 + i * room, n, most);
+        k->multiply(p + i * room, scales, n), s->multiply(p2 + i * room, scales, n);
+        compare(k, "multiply", p + i * room, p2 + i * room, n, most);
         memcpy(p + i * room, p2 + i * room, n * sizeof *p); // small differences would grow
-        float most = k->largest(p + i * room, n);
-        compare(k, "largest", &most, (float[]){s->largest(p2 + i * room, n)}, 1, 1e-6);
-        float sum = k->exponentials(p + i * room, most, 3, n), sum2 = s->exponentials(p2 + i * room, most, 3, n);
+        float largest = k->largest(p + i * room, n);
+        compare(k, "largest", &largest, (float[]){s->largest(p2 + i * room, n)}, 1, 1e-6);
+        float sum = k->exponentials(p + i * room, largest, 3, n), sum2 = s->exponentials(p2 + i * room, largest, 3, n);
         compare(k, "exponentials", p + i * room, p2 + i * room, n, 1e-6);
         compare(k, "sum of exponentials", &sum, &sum2, 1, 2e-6);
     }
     b.p = p;
     k->mix(&a), s->mix(&b);
     compare(k, "mix", y, z, Q * width, 2e-6);
-    free(q), free(p), free(p2), free(y), free(z), free(keys), free(values);
+    free(q), free(p), free(p2), free(y), free(z), free(keys), free(values), free(scales);
 }
 
 // The scalar kernel takes one query at a time.
 static void panels_of(const Kernels *k, const Kernels *s) {
     int cols = 1 + below(90), tiles = 1 + below(6), Q = k->queries, apart = tiles * TILE + below(20);
-    bool keys = below(2), half = below(2); // or as values lie; or float32
+    bool keys = below(2); // or as values lie
+    Type type = (Type[]){F32, F16, INT8_GROUPS}[below(3)];
     size_t next = keys ? (size_t)cols * TILE : TILE, column = keys ? TILE : (size_t)tiles * TILE;
     float *x = floats((size_t)cols * Q), *y = floats((size_t)Q * apart);
-    void *w = half ? (void *)shorts((size_t)cols * tiles * TILE, false) : floats((size_t)cols * tiles * TILE);
+    void *w = numbers(type, (size_t)cols * tiles * TILE);
     float *z = malloc((size_t)Q * apart * sizeof *z), *one = malloc(cols * sizeof *one);
     memcpy(z, y, (size_t)Q * apart * sizeof *z);
-    PanelProduct p = {y, w, x, apart, next, column, tiles, cols, below(2), half};
+    PanelProduct p = {y, w, x, apart, next, column, tiles, cols, below(2), type};
     k->panel_product(&p);
     for (int q = 0; q < Q; q++) {
         for (int c = 0; c < cols; c++) one[c] = x[c * Q + q];
@@ -262,6 +273,66 @@ static void panels_of(const Kernels *k, const Kernels *s) {
     }
     compare(k, "panel_product", y, z, (size_t)Q * apart, 1e-6);
     free(w), free(x), free(y), free(z), free(one);
+}
+
+// Number d of a position's key or value, as the cache of one head has it.
+static double kept_number(const Cpu *cpu, bool key, int pos, int d) {
+    size_t at = key ? pos / TILE * TILE * cpu->config.head_dim + d * TILE + pos % TILE : pos * cpu->value_width + d;
+    const void *w = key ? cpu->keys : cpu->values;
+    if (cpu->kv == F16) return half_to_float(((const uint16_t *)w)[at]);
+    if (cpu->kv == F32) return ((const float *)w)[at];
+    return (key ? cpu->key_scales : cpu->value_scales)[pos] * (double)((const int8_t *)w)[at];
+}
+
+// In double precision: out (head_dim,) = attention of q to n positions, by the numbers as the cache has them or as they were.
+static void attention_of(const Cpu *cpu, double *out, const float *q, int n, bool rounded) {
+    int dim = cpu->config.head_dim;
+    double sum = 0;
+    memset(out, 0, dim * sizeof *out);
+    for (int i = 0; i < n; i++) {
+        double score = 0;
+        for (int d = 0; d < dim; d++) score += q[d] * (rounded ? kept_number(cpu, true, i, d) : cpu->k[i * dim + d]);
+        double weight = exp(score / sqrt(dim));
+        for (int d = 0; d < dim; d++) out[d] += weight * (rounded ? kept_number(cpu, false, i, d) : cpu->v[i * dim + d]);
+        sum += weight;
+    }
+    for (int d = 0; d < dim; d++) out[d] /= sum;
+}
+
+// Attention of the last T of n tokens, two query heads to a KV head, over a cache of the type. A number of magnitude 1 at most
+// is off by `unit` at most; so a score by unit |q|_1 / sqrt(head_dim), and its weight by twice that, about.
+static void kept(const Kernels *k, Type type) {
+    int n = 1 + below(below(4) ? 70 : 700), T = n < 9 || below(2) ? 1 : 2 + below(8);
+    int dim = 2 * (1 + below(40)), width = round_up(dim);
+    double unit = type == F32 ? 0 : type == F16 ? 0x1p-11 : 0.5001 / 127, exact[80], whole[80];
+    float *out = floats((size_t)T * 2 * dim), *q = floats((size_t)n * 2 * dim);
+    Team team = {.n_threads = 1};
+    Cpu cpu = {.kernels = k, .positions = n, .kv = type, .value_width = width, .team = team, .k = floats((size_t)n * dim),
+               .config = {.n_layers = 1, .n_heads = 2, .n_kv_heads = 1, .head_dim = dim, .q_dim = 2 * dim, .kv_dim = dim},
+               .v = floats((size_t)n * dim), .keys = numbers(type, (size_t)round_up(n) * dim),
+               .values = numbers(type, (size_t)n * width),
+               .key_scales = type == INT8_GROUPS ? floats(n) : NULL, .value_scales = type == INT8_GROUPS ? floats(n) : NULL};
+    Member me = {.cpu = &cpu, .scratch = malloc(scratch_size(&cpu, dim) * sizeof(float))};
+    for (int i = 0; i < n * 2 * dim; i++) q[i] *= 4; // few positions have most of the weight
+    for (int t = 0; t < n; t++) cache(&cpu, 0, 0, t, me.scratch);
+    AttentionArgs a = {out, NULL, 0, T, SPAN, true};
+    cpu.pos = n - T, cpu.q = q;
+    if (T == 1) attention_groups(&me, &a, 0, 1);
+    else attention_spans(&me, &a, 0, 2);
+    for (int i = 0; i < 2 * T; i++, q += dim) {
+        double size = 0;
+        for (int d = 0; d < dim; d++) size += fabs(q[d]);
+        double most = unit + exp(2 * unit * size / sqrt(dim)) - 1;
+        attention_of(&cpu, whole, q, n - T + 1 + i / 2, false), attention_of(&cpu, exact, q, n - T + 1 + i / 2, true);
+        for (int d = 0; d < dim; d++) {
+            double found = out[i * dim + d];
+            if (fabs(found - exact[d]) <= 1e-5 && fabs(found - whole[d]) <= most + 1e-5) continue;
+            failed = true;
+            printf("%s cache of type %d: %g, rounded %g, in full %g\n", k->name, type, found, exact[d], whole[d]);
+        }
+    }
+    free(out), free(cpu.q), free(cpu.k), free(cpu.v), free(cpu.keys), free(cpu.values), free(me.scratch);
+    free(cpu.key_scales), free(cpu.value_scales);
 }
 
 // The example of kernels.h: where row 18, column 37 of a Q8_0 matrix with 64 columns and its scale are.
@@ -284,7 +355,8 @@ int main(int argc, char **argv) {
         for (int round = 0; round < rounds; round++) {
             rows_of_floats(found[i], &llamac_reference);
             for (int j = 0; j < (round % 2 ? 6 : TYPES); j++) matrix_products(found[i], &llamac_reference, types[j]);
-            for (int half = 0; half < 2; half++) attention_ops(found[i], &llamac_reference, half);
+            for (int j = 0; j < 3; j++) attention_ops(found[i], &llamac_reference, (Type[]){F32, F16, INT8_GROUPS}[j]);
+            kept(found[i], (Type[]){F32, F16, INT8_GROUPS}[round % 3]);
             panels_of(found[i], &llamac_reference);
         }
     for (int i = 0; i < n; i++)

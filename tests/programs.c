@@ -156,8 +156,10 @@ int main(int argc, char **argv) {
     int kinds = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int round = 0; round < rounds; round++) {
+        static const int kv_bits[] = {0, 32, 16, 8};
         positions = round ? 40 : POSITIONS; // more than a block of attention's, once
         Model m = random_model();
+        m.kv_bits = kv_bits[below(4)];
         Machine scalar = open_machine(&m, "scalar", 1);
         Machine others[24];
         for (int i = 0; i < kinds; i++)

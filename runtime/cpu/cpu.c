@@ -42,10 +42,11 @@ struct Cpu {
     Config config;
     const Kernels *kernels;
     int positions;
-    bool half;                      // the cache is in half precision rather than float32
+    Type kv;                        // of the cache: F32, F16, or INT8_GROUPS with a scale for each key and each value
     int value_width;                // head_dim rounded up to TILE
-    void *keys;                     // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
-    void *values;                   // (n_layers, n_kv_heads, positions, value_width)
+    char *keys;                     // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
+    char *values;                   // (n_layers, n_kv_heads, positions, value_width)
+    float *key_scales, *value_scales; // (n_layers, n_kv_heads, positions) of INT8_GROUPS; else NULL
     float *rotation;                // (positions, 2, head_dim): cosines, sines, for Kernels' rotate or rotate_halves
     int rotations;                  // positions of it computed so far
     float *panels;                  // (columns, tokens) one after the other: activations of a chunk, see kernels.h
@@ -449,15 +450,20 @@ static void extend_rotations(Cpu *cpu, int positions) {
 
 static int round_up(int n) { return (n + TILE - 1) / TILE * TILE; }
 
-// Where a layer's keys, or values, of one KV head begin.
-static char *keys_of(const Cpu *cpu, int layer, int head) {
-    size_t numbers = (size_t)round_up(cpu->positions) * cpu->config.head_dim;
-    return (char *)cpu->keys + (layer * (size_t)cpu->config.n_kv_heads + head) * numbers * (cpu->half ? 2 : 4);
-}
+// What is cached of a KV head.
+typedef struct {
+    char *keys, *values;
+    float *key_scales, *value_scales; // NULL: there are none
+} Cached;
 
-static char *values_of(const Cpu *cpu, int layer, int head) {
-    size_t numbers = (size_t)cpu->positions * cpu->value_width;
-    return (char *)cpu->values + (layer * (size_t)cpu->config.n_kv_heads + head) * numbers * (cpu->half ? 2 : 4);
+// A layer's, from position `from` on, a multiple of TILE.
+static Cached cached(const Cpu *cpu, int layer, int head, int from) {
+    size_t size = number_size(cpu->kv), heads = layer * (size_t)cpu->config.n_kv_heads + head;
+    size_t row = heads * cpu->positions + from;
+    Cached c = {cpu->keys + (heads * round_up(cpu->positions) + from) * cpu->config.head_dim * size,
+                cpu->values + row * cpu->value_width * size, NULL, NULL};
+    if (cpu->key_scales) c.key_scales = cpu->key_scales + row, c.value_scales = cpu->value_scales + row;
+    return c;
 }
 
 typedef struct {
@@ -468,21 +474,36 @@ typedef struct {
     bool rotated; // a step before finishes the queries and keys, and fills the cache
 } AttentionArgs;
 
+// x (n,) as scale * out, to the nearest; returns the scale, which is NaN if a number of x is not finite.
+static float to_bytes(int8_t *out, const float *x, int n) {
+    float most = 0, poison = 0, rounded; // 0 times NaN or infinity is NaN
+    for (int i = 0; i < n; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most, poison += 0 * x[i];
+    float inverse = most > 1e-30f ? 127 / most : 0;
+    for (int i = 0; i < n; i++) {
+        int32_t bits; // the lowest are the integer, with such a number added
+        rounded = x[i] * inverse + 0x1.8p23f;
+        memcpy(&bits, &rounded, 4);
+        out[i] = (int8_t)bits;
+    }
+    return most / 127 + poison;
+}
+
 // Stores the key and the value of a KV head of token t in the cache.
 static void cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
-    int n = c->head_dim, pos = cpu->pos + t;
+    int n = c->head_dim, pos = cpu->pos + t, row = pos % TILE;
     const float *k = cpu->k + (size_t)t * c->kv_dim + head * n, *v = cpu->v + (size_t)t * c->kv_dim + head * n;
-    char *key = keys_of(cpu, layer, head), *value = values_of(cpu, layer, head);
-    size_t at = (size_t)pos / TILE * TILE * n + pos % TILE;
-    if (cpu->half) {
-        uint16_t *narrow = (uint16_t *)scratch;
-        cpu->kernels->halves(narrow, k, n);
-        for (int i = 0; i < n; i++) ((uint16_t *)key)[at + i * TILE] = narrow[i];
-        cpu->kernels->halves((uint16_t *)value + (size_t)pos * cpu->value_width, v, n);
+    Cached to = cached(cpu, layer, head, pos - row);
+    void *key = scratch, *value = to.values + (size_t)row * cpu->value_width * number_size(cpu->kv);
+    if (cpu->kv == INT8_GROUPS) {
+        to.key_scales[row] = to_bytes(key, k, n), to.value_scales[row] = to_bytes(value, v, n);
+        for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + row] = ((int8_t *)key)[i];
+    } else if (cpu->kv == F16) {
+        cpu->kernels->halves(key, k, n), cpu->kernels->halves(value, v, n);
+        for (int i = 0; i < n; i++) ((uint16_t *)to.keys)[i * TILE + row] = ((uint16_t *)key)[i];
     } else {
-        for (int i = 0; i < n; i++) ((float *)key)[at + i * TILE] = k[i];
-        memcpy((float *)value + (size_t)pos * cpu->value_width, v, n * sizeof(float));
+        memcpy(value, v, n * sizeof(float));
+        for (int i = 0; i < n; i++) ((float *)to.keys)[i * TILE + row] = k[i];
     }
 }
 
@@ -533,8 +554,10 @@ static void attend(const Kernels *k, const Attention *a, int hidden, int seen, i
     float sums[QUERIES];
     k->scores(a);
     for (int i = 0; i < a->n_queries; i++, seen += more) {
-        float *p = a->p + i * a->p_stride, most = k->largest(p + hidden, seen - hidden);
-        sums[i] = k->exponentials(p + hidden, most, 1 / sqrtf(a->head_dim), seen - hidden);
+        float *p = a->p + i * a->p_stride;
+        if (a->key_scales) k->multiply(p + hidden, a->key_scales + hidden, seen - hidden);
+        sums[i] = k->exponentials(p + hidden, k->largest(p + hidden, seen - hidden), 1 / sqrtf(a->head_dim), seen - hidden);
+        if (a->value_scales) k->multiply(p + hidden, a->value_scales + hidden, seen - hidden);
         memset(p, 0, hidden * sizeof *p);
         memset(p + seen, 0, (a->n - seen) * sizeof *p);
     }
@@ -555,22 +578,25 @@ static void attention_groups(Member *self, const void *args, int begin, int end)
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), more = a->T > 1;
-    size_t room = round_up(cpu->positions), number = cpu->half ? 2 : 4;
+    size_t room = round_up(cpu->positions);
     int start = first_seen(cpu, cpu->pos), from = start / TILE * TILE;
     for (int item = begin; item < end; item++) {
         int first = item % groups * QUERIES, head = item / groups, left = shared * a->T - first, t = more ? first : 0;
         int n = left < QUERIES ? left : QUERIES, seen = cpu->pos + t + 1 - from;
         size_t at = (size_t)t * c->q_dim + (size_t)(head * shared + first - t) * c->head_dim;
         if (!a->rotated) rope_and_cache(cpu, a, head, 0, self->scratch);
+        Cached kv = cached(cpu, a->layer, head, from);
         Attention queries = {.q = cpu->q + at,
                              .q_stride = more ? c->q_dim : c->head_dim,
                              .n_queries = n,
                              .p = self->scratch,
                              .p_stride = room,
                              .out = self->scratch + QUERIES * room,
-                             .keys = keys_of(cpu, a->layer, head) + (size_t)from * c->head_dim * number,
-                             .values = values_of(cpu, a->layer, head) + (size_t)from * cpu->value_width * number,
-                             .half = cpu->half,
+                             .keys = kv.keys,
+                             .values = kv.values,
+                             .key_scales = kv.key_scales,
+                             .value_scales = kv.value_scales,
+                             .type = cpu->kv,
                              .head_dim = c->head_dim,
                              .width = cpu->value_width,
                              .n = seen + more * (n - 1)};
@@ -621,7 +647,7 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
 }
 
 // Scores (n,) of token t of the span, which sees the first `seen` but those before its window, become weights.
-static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int seen, int n) {
+static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, const Cached *kv, int seen, int n) {
     const Kernels *k = cpu->kernels;
     int end = seen < 0 ? 0 : seen < n ? seen : n, hidden = first_seen(cpu, seen - 1), sees = end - hidden;
     if (sees <= 0) hidden = end = 0;
@@ -629,6 +655,7 @@ static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int seen,
     memset(scores + end, 0, (n - end) * sizeof *scores);
     if (sees <= 0) return;
     scores += hidden;
+    if (kv->key_scales) k->multiply(scores, kv->key_scales + hidden, sees);
     float largest = k->largest(scores, sees), scale = 1 / sqrtf(cpu->config.head_dim);
     if (!(largest <= s->most[t])) { // or is not a number
         float shrink = expf((s->most[t] - largest) * scale), *out = s->out + (size_t)t * cpu->value_width;
@@ -636,29 +663,30 @@ static void weigh(const Cpu *cpu, const Span *s, int t, float *scores, int seen,
         for (int d = 0; d < cpu->value_width; d++) out[d] *= shrink;
     }
     s->sum[t] += k->exponentials(scores, s->most[t], scale, sees);
+    if (kv->value_scales) k->multiply(scores, kv->value_scales + hidden, sees);
 }
 
 // The panel with token t of the span and those behind it sees a block of n positions: t `seen` of them, each next one 1 more.
-static void attend_panel(const Cpu *cpu, const Span *s, int t, const void *keys, const void *values, int seen, int n) {
+static void attend_panel(const Cpu *cpu, const Span *s, int t, const Cached *kv, int seen, int n) {
     const Kernels *k = cpu->kernels;
-    size_t head_dim = cpu->config.head_dim, width = cpu->value_width;
-    int queries = k->queries, all = seen + queries - 1;
+    size_t dim = cpu->config.head_dim, width = cpu->value_width;
+    int queries = k->queries, all = seen + queries - 1, tiles;
+    const float *p = queries > 1 ? s->p : s->scores;
     n = all < n ? all : n;
     if (n <= 0) return;
-    PanelProduct scores = {
-        s->scores, keys, s->q + t * head_dim, BLOCK, head_dim * TILE, TILE, round_up(n) / TILE, (int)head_dim, false, cpu->half};
+    tiles = round_up(n) / TILE;
+    PanelProduct scores = {s->scores, kv->keys, s->q + t * dim, BLOCK, dim * TILE, TILE, tiles, (int)dim, false, cpu->kv};
     k->panel_product(&scores);
-    for (int i = 0; i < queries; i++) weigh(cpu, s, t + i, s->scores + i * BLOCK, seen + i, n);
+    for (int i = 0; i < queries; i++) weigh(cpu, s, t + i, s->scores + i * BLOCK, kv, seen + i, n);
     if (queries > 1) k->transpose((uint8_t *)s->p, (const uint8_t *)s->scores, BLOCK * sizeof(float), queries, n);
-    PanelProduct mix = {s->out + t * width, values, queries > 1 ? s->p : s->scores, width, TILE, width, (int)width / TILE, n, true,
-                        cpu->half};
+    PanelProduct mix = {s->out + t * width, kv->values, p, width, TILE, width, (int)width / TILE, n, true, cpu->kv};
     k->panel_product(&mix);
 }
 
 // Tokens t..t+tokens-1 of a query head.
 static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, int head, int t, int tokens) {
     const Config *c = &cpu->config;
-    size_t width = cpu->value_width, number = cpu->half ? 2 : 4;
+    size_t width = cpu->value_width;
     int queries = cpu->kernels->queries, kv_head = head / (c->n_heads / c->n_kv_heads), first = cpu->pos + t;
     for (int i = 0; i < tokens; i += queries)
         load_queries(cpu, s->q + i * c->head_dim, head, t + i, tokens - i < queries ? tokens - i : queries);
@@ -666,9 +694,8 @@ static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, i
     for (int i = 0; i < SPAN + queries; i++) s->most[i] = -INFINITY, s->sum[i] = 0;
     for (int from = first_seen(cpu, first) / BLOCK * BLOCK; from < first + tokens; from += BLOCK) {
         int left = first + tokens - from, n = left < BLOCK ? left : BLOCK;
-        const char *keys = keys_of(cpu, a->layer, kv_head) + (size_t)from * c->head_dim * number;
-        const char *values = values_of(cpu, a->layer, kv_head) + from * width * number;
-        for (int i = 0; i < tokens; i += queries) attend_panel(cpu, s, i, keys, values, first + i + 1 - from, n);
+        Cached kv = cached(cpu, a->layer, kv_head, from);
+        for (int i = 0; i < tokens; i += queries) attend_panel(cpu, s, i, &kv, first + i + 1 - from, n);
     }
     for (int i = 0; i < tokens; i++) {
         float *out = a->out + (size_t)(t + i) * c->q_dim + (size_t)head * c->head_dim;
@@ -949,7 +976,7 @@ static void end(Backend *b) {
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
     size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens); // of two matrices
     size_t attention = QUERIES * ((size_t)round_up(cpu->positions) + cpu->value_width), most = cols, span;
-    span_in(cpu, cpu->keys, &span);
+    span_in(cpu, cpu->rotation, &span);
     most = most > tiles ? most : tiles;
     most = most > attention ? most : attention;
     most = most > span ? most : span;
@@ -980,13 +1007,16 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     cpu->model = model;
     cpu->kernels = kernels;
     cpu->positions = positions;
-    cpu->half = is_quantised(&model->weights.layers[0].wq);
+    bool half = model->kv_bits == 16 || (!model->kv_bits && is_quantised(&model->weights.layers[0].wq));
+    cpu->kv = model->kv_bits == 8 ? INT8_GROUPS : half ? F16 : F32;
     cpu->value_width = round_up(c->head_dim);
-    size_t heads = (size_t)c->n_layers * c->n_kv_heads, number = cpu->half ? 2 : 4;
+    size_t heads = (size_t)c->n_layers * c->n_kv_heads, number = number_size(cpu->kv), scale = sizeof(float);
     int cols = c->dim > c->hidden_dim ? c->dim : c->hidden_dim, chunk = positions < CHUNK ? positions : CHUNK;
     if (cols < c->q_dim) cols = c->q_dim;
     bool ok = (cpu->keys = allocate(cpu, heads * round_up(positions) * c->head_dim, number, 64))
               && (cpu->values = allocate(cpu, heads * positions * cpu->value_width, number, 64))
+              && (number > 1 || (cpu->key_scales = allocate(cpu, heads * positions, scale, 64)))
+              && (number > 1 || (cpu->value_scales = allocate(cpu, heads * positions, scale, 64)))
               && (cpu->rotation = allocate(cpu, (size_t)positions * 2 * c->head_dim, sizeof(float), 64))
               && (cpu->blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
               && (cpu->gated_blocks = allocate(cpu, (size_t)chunk * (cols / 32 + 1), sizeof(Block), 64))
@@ -1005,5 +1035,5 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     if (ok) return NULL;
     cpu_close(&cpu->ops);
     *backend = NULL;
-    return "not enough memory for the context; ask for fewer tokens with -n";
+    return "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer bits of each with --kv";
 }

@@ -87,7 +87,8 @@ typedef struct {
     int n_queries;        // at most QUERIES
     int head_dim, width;  // width: head_dim rounded up to a multiple of TILE
     int n;                // positions
-    bool half;            // keys and values are in half precision rather than float32
+    Type type;            // of keys and values: F32, F16 or INT8_GROUPS
+    const float *key_scales, *value_scales; // (n,) of INT8_GROUPS, else NULL; scores and mix leave them to those who call
 } Attention;
 
 // Attention of many tokens is products of panels, (cols, Kernels' queries), with tiles of TILE rows of numbers: those of queries with
@@ -99,7 +100,7 @@ typedef struct {
     size_t y_stride, next, column;
     int tiles, cols;
     bool add;            // to what y holds
-    bool half;           // w is in half precision rather than float32
+    Type type;           // of w: F32, F16 or INT8_GROUPS, without its scales
 } PanelProduct;
 
 // What depends on the type of the weights. A type without `dot` or `product` is multiplied as F32.
@@ -134,6 +135,7 @@ typedef struct {
     float (*largest)(const float *x, int n); // NaN if one is not finite
     // x (n,) = exp((x - most) * scale); returns their sum
     float (*exponentials)(float *x, float most, float scale, int n);
+    void (*multiply)(float *x, const float *y, int n); // x (n,) *= y
     void (*scores)(const Attention *); // p = q keys^T, up to n rounded up to TILE
     void (*mix)(const Attention *);    // out = p values
     void (*panel_product)(const PanelProduct *);
@@ -141,6 +143,9 @@ typedef struct {
     void (*bf16s)(uint16_t *out, const float *x, int n);
     void (*pairs_product)(const TileProduct *);
 } Kernels;
+
+// Bytes of a number of the types that are rows of numbers.
+static inline size_t number_size(Type type) { return type == F32 ? 4 : type == INT8_GROUPS ? 1 : 2; }
 
 static inline bool has_tiles(const Kernels *k) { return k->tokens > 1; }
 

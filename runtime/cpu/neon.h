@@ -11,6 +11,7 @@ typedef float32x4_t Floats;
 #define LOAD(p) vld1q_f32(p)
 #define LOAD_F16(p) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)(p))))
 #define LOAD_BF16(p) vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)(p)), 16))
+#define LOAD_8(p) load_4_bytes(p)
 #define STORE(p, v) vst1q_f32(p, v)
 #define STORE_F16(p, v) vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v)))
 #define SET(x) vdupq_n_f32(x)
@@ -56,6 +57,12 @@ typedef float32x4_t Partial;
 #define PARTIAL_FMA(a, b, c) vfmaq_f32(c, a, b)
 #define PARTIAL_SUM(a, b) vaddvq_f32(vaddq_f32(a, b))
 #define HALF(h) half_to_float(h)
+
+TARGET static inline float32x4_t load_4_bytes(const int8_t *p) {
+    int32_t bytes;
+    memcpy(&bytes, p, 4);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes))))));
+}
 
 TARGET static inline void store_4_bytes(int8_t *p, int32x4_t i) {
     int16x4_t shorts = vmovn_s32(i);

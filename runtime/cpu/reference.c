@@ -179,8 +179,13 @@ static float exponentials(float *x, float most, float scale, int n) {
     return sum;
 }
 
-static float number(const void *x, size_t i, bool half) {
-    return half ? half_to_float(((const uint16_t *)x)[i]) : ((const float *)x)[i];
+static void multiply(float *x, const float *y, int n) {
+    for (int i = 0; i < n; i++) x[i] *= y[i];
+}
+
+static float number(Type type, const void *x, size_t i) {
+    if (type == INT8_GROUPS) return ((const int8_t *)x)[i];
+    return type == F16 ? half_to_float(((const uint16_t *)x)[i]) : ((const float *)x)[i];
 }
 
 static void scores(const Attention *a) {
@@ -189,7 +194,7 @@ static void scores(const Attention *a) {
             float sum = 0;
             for (int d = 0; d < a->head_dim; d++) {
                 size_t at = (size_t)i / TILE * TILE * a->head_dim + d * TILE + i % TILE;
-                sum += a->q[query * a->q_stride + d] * number(a->keys, at, a->half);
+                sum += a->q[query * a->q_stride + d] * number(a->type, a->keys, at);
             }
             a->p[query * a->p_stride + i] = sum;
         }
@@ -200,15 +205,16 @@ static void mix(const Attention *a) {
         for (int d = 0; d < a->width; d++) {
             float sum = 0;
             for (int i = 0; i < a->n; i++)
-                sum += a->p[query * a->p_stride + i] * number(a->values, (size_t)i * a->width + d, a->half);
+                sum += a->p[query * a->p_stride + i] * number(a->type, a->values, (size_t)i * a->width + d);
             a->out[query * a->width + d] = sum;
         }
 }
 
 static void panel_product(const PanelProduct *p) {
     for (int row = 0; row < p->tiles * TILE; row++) {
+        size_t at = row / TILE * p->next + row % TILE;
         float sum = p->add ? p->y[row] : 0;
-        for (int c = 0; c < p->cols; c++) sum += number(p->w, row / TILE * p->next + c * p->column + row % TILE, p->half) * p->x[c];
+        for (int c = 0; c < p->cols; c++) sum += number(p->type, p->w, at + c * p->column) * p->x[c];
         p->y[row] = sum;
     }
 }
@@ -241,6 +247,7 @@ const Kernels llamac_reference = {
     .rotate_halves = rotate_halves,
     .largest = largest,
     .exponentials = exponentials,
+    .multiply = multiply,
     .scores = scores,
     .mix = mix,
     .panel_product = panel_product,

@@ -4,8 +4,8 @@
 //   TILE_ROWS            rows of tiles worked on at once, 1 or 2
 //   TOKENS, TOKENS_Q     how many tokens are worked on at once with them, of floats and of Blocks, so that the sums, or
 //                        the sums and the products, and the weights of all rows stay in registers
-//   LOAD, LOAD_F16, LOAD_BF16, STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of the lanes), ROUND
-//                        MAX and MIN give the second operand when one is NaN
+//   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (of int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of the
+//                        lanes), ROUND. MAX and MIN give the second operand when one is NaN
 //   LARGEST(v)           the largest lane, any if one is NaN
 //   SWAP(v)              of each pair of lanes, the other
 //   POW2(n)              2^n for integers n from -126 to 127
@@ -20,8 +20,8 @@
 //   Partial, PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b): floats in which the products of a block's 32 bytes are summed
 //   block_q8(q, x), block_q4(q, x)  Partial with the products of one block's numbers with the activations in Block x
 //   add_small(sum, q, x, a, b)  sum + a times the products of the first 16 bytes of q, from 0 to 63, + b times the others'
-//   add_nibbles(sum, q, fifth, x, a)  sum + a times the products of 32 numbers, the low nibbles of q (16,), then the high ones, with
-//                        the bits of `fifth` before them
+//   add_nibbles(sum, q, fifth, x, a)  sum + a times the products of 32 numbers, the low nibbles of q (16,), then the high
+//                        ones, with the bits of `fifth` before them
 //   HALF(h)              a half as float
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1, HIGH_32 = a2 b2 a3 b3: four int32
 // SIMD_KERNELS, at the end, are the initialisers of its table. Functions that take the type, or how many tokens and rows of
@@ -50,6 +50,7 @@ typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 INLINE Floats load(Type type, const void *w, size_t i) {
     if (type == F16) return LOAD_F16((const uint16_t *)w + i);
     if (type == BF16) return LOAD_BF16((const uint16_t *)w + i);
+    if (type == INT8_GROUPS) return LOAD_8((const int8_t *)w + i);
     return LOAD((const float *)w + i);
 }
 
@@ -238,11 +239,13 @@ INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t s
     for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
         uint8_t *words = tiles + 2 * halves * TILE;
         for (int i = 0; i < halves; i++)
-            for (int r = 0; r < TILE; r++) memcpy(tiles + 2 * (i * TILE + r), rows + r * stride + halves_at(type) + 2 * i, 2);
+            for (int r = 0; r < TILE; r++)
+                memcpy(tiles + 2 * (i * TILE + r), rows + r * stride + halves_at(type) + 2 * i, 2);
         for (int r = 0; r < TILE; r += 4)
             for (int c = 0, first; c < n; c += 4) { // the last four again, where the number of words is no multiple of 4
                 first = c + 4 <= n ? c : n - 4;
-                transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, rows + r * stride + words_at(type) + 4 * first, stride, offset);
+                const uint8_t *from = rows + r * stride + words_at(type) + 4 * first;
+                transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, from, stride, offset);
             }
         if (type == Q5_0 || type == Q5_1) order_rows(words);
     }
@@ -357,15 +360,17 @@ INLINE Ints either(Ints a, Ints b) { return (Ints)((Words)a | (Words)b); }
 
 INLINE Ints nibbles_of(Ints v, int high) { return high ? SHIFT_4(v) : AND_15(v); }
 
-// A tile's columns that share a scale are multiplied at once: part s of them. Parts go in steps, in which i is a constant: the low
-// and the high nibbles of the same bytes.
+// A tile's columns that share a scale are multiplied at once: part s of them. Parts go in steps, in which i is a constant:
+// the low and the high nibbles of the same bytes.
 INLINE int parts_of_step(Type type) { return type == Q6_K ? 4 : type == Q4_K || type == Q5_K ? 2 : 1; }
-INLINE int part_of(Type type, int step, int i) { return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i; }
+INLINE int part_of(Type type, int step, int i) {
+    return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i;
+}
 
 INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
 
-// Four columns of LANES rows as bytes, zero_of(type) too large: of part i of a step, from column 4g + 16h on. h is 1 only of types
-// whose high nibbles are the other half of the same block.
+// Four columns of LANES rows as bytes, zero_of(type) too large: of part i of a step, from column 4g + 16h on. h is 1 only of
+// types whose high nibbles are the other half of the same block.
 INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, int h) {
     if (type == Q8_0) return word_at(words, g);
     if (type == Q4_0 || type == Q4_1) return nibbles_of(word_at(words, g), h);
@@ -383,7 +388,8 @@ INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, 
 // Of 6 bits, of Q4_K and Q5_K: the scales (blocks.h) of part s; or the minima.
 INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
     if (s < 4) return bits(word_at(words, minima), 8 * s, 63);
-    return either(bits(word_at(words, 2), 8 * (s - 4) + 4 * minima, 15), bits(word_at(words, minima), 8 * (s - 4) + 2, 0x30));
+    int at = 8 * (s - 4);
+    return either(bits(word_at(words, 2), at + 4 * minima, 15), bits(word_at(words, minima), at + 2, 0x30));
 }
 
 INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
@@ -398,10 +404,10 @@ INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, 
     return type == Q4_1 || type == Q5_1 ? MUL(minima, SET(-1)) : MUL(minima, FLOATS(k_scales(words, s, 1)));
 }
 
-// The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers, then
-// scaled by both scales.
-INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x, size_t n_blocks,
-                     int step, const int i, const int T, const int tile_rows) {
+// The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers,
+// then scaled by both scales.
+INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x,
+                     size_t n_blocks, int step, const int i, const int T, const int tile_rows) {
     const int per = numbers_per_scale(type), s = part_of(type, step, i), first = type == Q6_K ? 16 * (i % 2) : 0;
     const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
     const int both = type == Q4_0 || type == Q4_1 || type == Q5_0 || type == Q5_1 ? 2 : 1; // parts of a nibble
@@ -581,6 +587,12 @@ TARGET static float exponentials(float *x, float most, float scale, int n) {
     return total;
 }
 
+TARGET static void multiply(float *x, const float *y, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) STORE(x + i, MUL(LOAD(x + i), LOAD(y + i)));
+    for (; i < n; i++) x[i] *= y[i];
+}
+
 // ----------------------------------------------------------------------------
 // Attention
 
@@ -589,7 +601,7 @@ TARGET static float exponentials(float *x, float most, float scale, int n) {
 INLINE void score_queries(Type type, const Attention *a, int first, const int n) {
     const float *q = a->q + first * a->q_stride;
     const char *keys = a->keys;
-    const size_t size = (type == F16 ? 2 : 4) * (size_t)TILE; // bytes of one d in a tile
+    const size_t size = number_size(type) * TILE; // bytes of one d in a tile
     for (int i = 0; i < a->n; i += TILE, keys += size * a->head_dim)
         for (int v = 0; v < VECTORS; v++) {
             Floats even[QUERIES], odd[QUERIES];
@@ -614,7 +626,8 @@ INLINE void score_all(Type type, const Attention *a) {
 }
 
 TARGET static void scores(const Attention *a) {
-    if (a->half) score_all(F16, a);
+    if (a->type == F16) score_all(F16, a);
+    else if (a->type == INT8_GROUPS) score_all(INT8_GROUPS, a);
     else score_all(F32, a);
 }
 
@@ -623,7 +636,7 @@ TARGET static void scores(const Attention *a) {
 INLINE void mix_columns(Type type, const Attention *a, int first, int d, const int n, const int vectors) {
     const int chains = n == 1 ? 2 : 1;
     const float *p = a->p + first * a->p_stride;
-    const char *values = (const char *)a->values + d * (type == F16 ? 2 : 4);
+    const char *values = (const char *)a->values + d * number_size(type);
     Floats sums[QUERIES + 1][4];
     UNROLL for (int i = 0; i < n * chains; i++)
         UNROLL for (int v = 0; v < vectors; v++) sums[i][v] = SET(0);
@@ -659,21 +672,23 @@ INLINE void mix_all(Type type, const Attention *a) {
 }
 
 TARGET static void mix(const Attention *a) {
-    if (a->half) mix_all(F16, a);
+    if (a->type == F16) mix_all(F16, a);
+    else if (a->type == INT8_GROUPS) mix_all(INT8_GROUPS, a);
     else mix_all(F32, a);
 }
 
 enum { PANEL = TOKENS < 8 ? 4 : 8 }; // queries, of which a chunk has whole panels
 
 INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int tiles) {
-    const char *w = (const char *)p->w + first * p->next * (type == F16 ? 2 : 4);
+    const char *w = (const char *)p->w + first * p->next * number_size(type);
     float *y = p->y + first * TILE;
     Floats sums[SUMS][TOKENS], column[SUMS];
     const float *x = p->x;
     UNROLL for (int v = 0; v < tiles * VECTORS; v++)
         UNROLL for (int t = 0; t < PANEL; t++) sums[v][t] = p->add ? LOAD(y + t * p->y_stride + v * LANES) : SET(0);
-    for (int c = 0; c < p->cols; c++, w += p->column * (type == F16 ? 2 : 4), x += PANEL) {
-        UNROLL for (int v = 0; v < tiles * VECTORS; v++) column[v] = load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
+    for (int c = 0; c < p->cols; c++, w += p->column * number_size(type), x += PANEL) {
+        UNROLL for (int v = 0; v < tiles * VECTORS; v++)
+            column[v] = load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
         add_column(sums, column, x, PANEL, tiles);
     }
     UNROLL for (int v = 0; v < tiles * VECTORS; v++)
@@ -688,7 +703,8 @@ INLINE void panel_of(Type type, const PanelProduct *p) {
 }
 
 TARGET static void panel_product(const PanelProduct *p) {
-    if (p->half) panel_of(F16, p);
+    if (p->type == F16) panel_of(F16, p);
+    else if (p->type == INT8_GROUPS) panel_of(INT8_GROUPS, p);
     else panel_of(F32, p);
 }
 
@@ -701,4 +717,5 @@ TARGET static void panel_product(const PanelProduct *p) {
               [Q4_K] = {dot_q4_k, pack_q4_k, product_q4_k}, [Q5_K] = {dot_q5_k, pack_q5_k, product_q5_k}, \
               [Q6_K] = {dot_q6_k, pack_q6_k, product_q6_k}}, \
     .floats_f16 = floats_f16, .floats_bf16 = floats_bf16, .halves = halves, .quantize = quantize, .transpose = transpose, \
-    .swiglu = swiglu, .rotate = rotate, .rotate_halves = rotate_halves, .largest = largest, .exponentials = exponentials, .scores = scores, .mix = mix
+    .swiglu = swiglu, .rotate = rotate, .rotate_halves = rotate_halves, .largest = largest, .exponentials = exponentials, \
+    .multiply = multiply, .scores = scores, .mix = mix
