@@ -26,7 +26,7 @@ positions = 4096          # tokens of the prompt
 decoded = 16              # tokens behind it
 threads = 2
 samples = 3               # of each program, taking turns
-kv = "f32"                # our KV cache: f32, f16 or q8; theirs is f16
+kv_bits = 0               # of a number in our KV cache: 32, 16 or 8; 0: what suits the file, here 16, as theirs
 llama_bench = ""          # llama.cpp's llama-bench
 ik_llama_bench = ""       # ik_llama.cpp's
 ik_flags = "-rtr 1 -fa 1"
@@ -38,7 +38,7 @@ AT_ONCE = 512    # tokens of a prompt
 def ours(path):
     """(tokens/s of the prompt, of decoding behind it)."""
     import llamac
-    session = llamac.Session(llamac.Model(path), positions + decoded, threads=threads, logits="sample", kv=kv)
+    session = llamac.Session(llamac.Model(path), positions + decoded, threads=threads, logits="sample", kv_bits=kv_bits)
     vocabulary = session.model.info.vocab_size
     tokens = (np.arange(positions) * 97 % (vocabulary - 300) + 300).astype(np.int32)
     for _ in range(20):  # after which the weights are in order
