@@ -127,12 +127,12 @@ class Model:
 class Session:
     """
     The KV cache of a text, and the threads that compute. logits: of the "last" token, "all", or enough to "sample".
-    kv: how keys and values are kept, "f32", "f16" or "q8"; None: f16 where the weights are quantised, else f32.
+    kv_bits: of a number in the cache, 32, 16 or 8; 0: 16 where the weights are quantised, else 32.
     """
 
-    def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None, kv=None):
-        bits, kept = {None: 0, "f32": 32, "f16": 16, "q8": 8}[kv], ["sample", "last", "all"].index(logits)
-        options = Options(positions, threads, device and device.encode(), no_copy, kept, bits)
+    def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None, kv_bits=0):
+        kept = ["sample", "last", "all"].index(logits)
+        options = Options(positions, threads, device and device.encode(), no_copy, kept, kv_bits)
         self.pointer = owned(self, "llamac_stop", call("start", model.pointer, byref(options)), model)
         self.lock, self.model, self.all, self.shape = threading.Lock(), model, logits == "all", None
         self.positions, self.note = library().llamac_positions(self.pointer), library().llamac_note(self.pointer).decode()

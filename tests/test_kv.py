@@ -2,7 +2,6 @@
 the attention over each with that in double precision, on every instruction set."""
 import re
 import subprocess
-from ctypes import byref
 from pathlib import Path
 
 import numpy as np
@@ -72,18 +71,18 @@ def test_other_names_are_refused(run_bin, tmp_path, flags, said):
     assert said in run(run_bin, tmp_path / "m.gguf", *flags, status=1)
 
 
-def test_types_in_the_library(library, tmp_path):
+def test_bits_in_the_library(library, tmp_path):
     Model().write_gguf(tmp_path / "m.gguf")
     model = llamac.Model(tmp_path / "m.gguf")
     tokens, found = model.encode(TEXT), {}
-    for kv in (None, *ERRORS):
-        session = llamac.Session(model, kv=kv)
+    for bits in (0, 32, 16, 8):
+        session = llamac.Session(model, kv_bits=bits)
         session.forward(tokens, 0)
-        found[kv] = session.logits[-1].copy()
-    assert (found[None] == found["f32"]).all() and all((found["f32"] != found[kv]).any() for kv in ("f16", "q8"))
+        found[bits] = session.logits[-1].copy()
+    assert (found[0] == found[32]).all() and all((found[32] != found[bits]).any() for bits in (16, 8))
     for bits in (-8, 1, 7, 64):
         with pytest.raises(llamac.Error, match=f"a KV cache of {bits} bits, expected 32, 16 or 8"):
-            llamac.call("start", model.pointer, byref(llamac.Options(kv_bits=bits)))
+            llamac.Session(model, kv_bits=bits)
 
 
 def logits_and_peak(binary, args, text, vocab, folder):
