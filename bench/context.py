@@ -7,6 +7,7 @@ Long prompts, and what is decoded behind them, by the library here and by llama.
 The programs take turns; what counts is the ratio of the medians. A sample of ours is a prompt evaluated in pieces, as ./run does,
 then `decoded` tokens behind it. The models (random weights, a context of 32768) go to `models`.
 """
+import functools
 import json
 import subprocess
 import sys
@@ -64,16 +65,18 @@ def theirs(binary, path, more):
 
 def peers():
     """{name: how to measure a file}: (prompt, decode) in tokens/s."""
-    found = {"llamac": ours}
+    prompt, behind, ik_behind = (["-p", positions, "-n", 0], ["-p", 0, "-n", decoded, "-d", positions],
+                                 ["-p", 0, "-n", 0, "-gp", f"{positions},{decoded}"])
+    programs = {}
     if llama_bench:
-        long = ["-p", positions, "-n", 0], ["-p", 0, "-n", decoded, "-d", positions]
-        for flash in 0, 1:
-            found[f"llama.cpp, -fa {flash}"] = lambda path, flash=flash: sum(
-                (theirs(llama_bench, path, [*words, "-fa", flash]) for words in long), [])
+        programs |= {f"llama.cpp, -fa {n}": (llama_bench, [[*test, "-fa", n] for test in (prompt, behind)]) for n in (0, 1)}
     if ik_llama_bench:
-        long = ["-p", positions, "-n", 0], ["-p", 0, "-n", 0, "-gp", f"{positions},{decoded}"]
-        found["ik_llama.cpp"] = lambda path: sum((theirs(ik_llama_bench, path, [*words, *ik_flags.split()]) for words in long), [])
-    return found
+        programs["ik_llama.cpp"] = ik_llama_bench, [[*test, *ik_flags.split()] for test in (prompt, ik_behind)]
+    return {"llamac": ours} | {name: functools.partial(both, *program) for name, program in programs.items()}
+
+
+def both(binary, tests, path):
+    return sum((theirs(binary, path, test) for test in tests), [])
 
 
 def main():
