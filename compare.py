@@ -97,7 +97,7 @@ class Run:
         tables, columns, metrics, count = False, self.columns, self.metrics, self.count
         for name, value in row.items():
             kind = type(value)
-            if kind is list or kind is dict or name not in metrics and len(metrics) >= MOST_METRICS:
+            if kind is list or kind is dict or len(metrics) >= MOST_METRICS and name not in metrics and name not in X:
                 tables |= kind is list
                 continue
             metrics[name] = value
@@ -109,7 +109,7 @@ class Run:
                     column.extend(repeat(math.nan, count - len(column)))
                 column.append(value if -1e300 < value < 1e300 else math.nan)
         self.count += 1
-        if "loss/val" in row:
+        if "loss/val" in row and "loss/val" in metrics:
             self.evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
         return tables
 

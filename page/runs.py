@@ -163,7 +163,7 @@ class Runs:
     def entry(self, run):
         """A run's line in the table."""
         numbers = {k: v for k, v in run.results().items() if k in compare.RESULTS or "/" in k} if run.count else {}
-        return {"name": run.name, "rows": run.count, "max_iters": run.config.get("max_iters"), "results": clean(numbers),
+        return {"name": run.name, "rows": run.count, "max_iters": clean(run.config.get("max_iters")), "results": clean(numbers),
                 "training": trainer(run.folder, self.locked) is not None}
 
     def table(self, request):

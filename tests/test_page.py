@@ -278,6 +278,25 @@ def test_a_long_log_is_shown_at_a_glance_before_it_is_read(tmp_path):
         "minutes": 0, **{name: value for name, value in run.results().items() if "best" in name or "last" in name or "val" in name}}
 
 
+def test_odd_rows_and_settings_leave_the_table_whole(filled):
+    rows = [{f"m{n}": n for n in range(2000)} | {"loss/val": 1.0, "iter": 5}, {"iter": 6, "loss/val": [1]}, {"iter": True},
+            {"iter": 1e308, "time": 1e308, "loss/val": {}, "tokens": "x"}, {"iter": 7, "loss/train": "nan"}]
+    for n in range(len(rows)):
+        write_run(filled.folder / f"out/odd{n}", rows=0, max_iters=[math.nan, "x", None, [math.inf], {"a": math.nan}][n])
+        for row in rows[n:] + rows[:n]:
+            add_row(filled.folder / f"out/odd{n}", row)
+    assert until(lambda: sum(run["rows"] == 5 for run in filled.get("/api/runs")["runs"]) == 5)
+    status, _, text = filled.ask("/api/runs")
+    assert status == 200 and "NaN" not in text and "Infinity" not in text
+    for metric in "loss/val", "loss/train", "iter", "m3":
+        for axis in "iter", "tokens", "seconds":
+            filled.get(f"/api/curves?{urlencode({'metric': metric, 'x': axis})}")
+    for n in range(len(rows)):
+        assert "NaN" not in filled.ask(f"/api/run?run=out/odd{n}")[2]
+        shutil.rmtree(filled.folder / f"out/odd{n}")
+    until(lambda: not any("odd" in run["name"] for run in filled.get("/api/runs")["runs"]))
+
+
 def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
     folder = filled.folder / "out/live"
     write_run(folder, 3, rows=20)
