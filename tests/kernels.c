@@ -113,7 +113,7 @@ static Mat matrix(Type type, int rows, int cols) {
 // A matrix of any type, in tiles and as it lies in the file, times T tokens; and the scalar kernels against what the format says.
 static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
     int width = block_size(type).numbers, blocks = width > 1, cols = blocks ? (1 + below(width == 32 ? 9 : 2)) * width : 1 + below(150);
-    int n = cols / 32, most = width == 256 ? 20 : 40;
+    int n = cols / 32, most = width == 256 ? 30 : 40;
     int rows = 1 + below(2 * most), T = 1 + below(most);
     Mat m = matrix(type, rows, cols);
     float *x = floats((size_t)T * cols), *row = floats(cols);

@@ -72,6 +72,7 @@ struct Cpu {
 
 enum {
     CHUNK = 128,         // tokens: more of them no longer make a product faster
+    LEAST_UNPACKED = 24, // tokens for which tiles of blocks of 256 are unpacked once
     LEAST_PAIRS = 16,    // tokens for which BF16 weights are multiplied with activations in BF16
     PATIENT_TOKENS = 16, // decoded before the weights are put in tiles
     MOST_STEPS = 24,     // of a layer
@@ -161,15 +162,24 @@ typedef struct {
     const Mat *w;
     const uint8_t *tiles;
     int n;
+    bool unpacked;
 } TileRows;
 
 // Rows r..end-1 in tiles: those kept, or made in `room`.
 static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *room) {
-    TileRows rows = {w, room, (end - r + TILE - 1) / TILE};
+    TileRows rows = {w, room, (end - r + TILE - 1) / TILE, false};
     if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
     else
         for (int i = 0; i < rows.n; i++) llamac_pack(k, room + i * tiles_size(w), w, r + i * TILE);
     return rows;
+}
+
+// Unpacks rows of tiles for T tokens, where there are enough of them, to `room`.
+static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *room) {
+    const Mat *w = rows->w;
+    if (T < LEAST_UNPACKED || !tile_kernels(k, w)->unpack) return;
+    tile_kernels(k, w)->unpack(room, rows->tiles, rows->n * (w->cols / 256));
+    rows->tiles = room, rows->unpacked = true;
 }
 
 // Where the results of a panel go, `stride` bytes from token to token.
@@ -195,7 +205,8 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output out
 // y (width, ROWS) = a panel times one or two rows of tiles; of one token y (n TILE,), and n may be any number.
 static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a, Panel panel, Output output) {
     const Mat *w = rows->w;
-    TileProduct p = {.y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width};
+    TileProduct p = {
+        .y = y, .tiles = rows->tiles, .tile_rows = rows->n, .cols = w->cols, .T = panel.width, .unpacked = rows->unpacked};
     if (is_quantised(w)) {
         p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
         tile_kernels(k, w)->product(&p);
@@ -212,7 +223,9 @@ static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, con
 static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end, float *scratch) {
     const Mat *w = p->w;
     float *y = scratch; // (tokens of a panel, ROWS)
-    TileRows rows = tile_rows(k, w, r, end, (uint8_t *)(y + k->tokens * ROWS));
+    uint8_t *room = (uint8_t *)(y + k->tokens * ROWS);
+    TileRows rows = tile_rows(k, w, r, end, room);
+    unpack(k, &rows, a->T, room + 2 * ROWS * w->cols);
     for (int t = 0; t < a->T;) {
         Panel panel = panel_at(k, t, a->T, w->type == BF16 && a->pairs);
         float *out = p->out + (size_t)t * w->rows + r;
@@ -397,6 +410,8 @@ static void swiglu_tiles(Member *self, const MatmulArgs *a, int r, int end) {
     uint8_t *room = (uint8_t *)(up + k->tokens * ROWS);
     TileRows gates = tile_rows(k, w, r, end, room);
     TileRows ups = tile_rows(k, a->products[1].w, r, end, room + gates.n * tiles_size(w));
+    unpack(k, &gates, a->in.T, room + 2 * ROWS * w->cols);
+    unpack(k, &ups, a->in.T, room + 4 * ROWS * w->cols);
     for (int t = 0; t < a->in.T;) {
         Panel panel = panel_at(k, t, a->in.T, w->type == BF16 && a->in.pairs);
         multiply_panel(k, gate, &gates, &a->in, panel, (Output){gate, ROWS * sizeof(float)});

@@ -72,6 +72,7 @@ typedef struct {
     int tile_rows;
     const void *x;   // Quantised types: Block (T, cols / 32). Others: a panel, float (cols, T) or pairs in BF16 (cols / 2, T, 2)
     int cols, T;     // T of a panel: 1, 2, 4, 8 or Kernels' tokens; of pairs at least 4
+    bool unpacked;   // tiles are those that TypeKernels' unpack makes
     Prefetch prefetch;
 } TileProduct;
 
@@ -110,7 +111,12 @@ typedef struct {
     // Makes one row of tiles of TILE rows with `units` units, `stride` bytes apart
     void (*pack)(uint8_t *tiles, const uint8_t *rows, size_t stride, int units);
     void (*product)(const TileProduct *);
+    // Makes n tiles of UNPACKED bytes of those of a type with blocks of 256, for products with many tokens; else NULL. For columns
+    // that share a scale: TILE scales, TILE minima where the type has them, then groups of a byte for each number, as in Q8_0
+    void (*unpack)(uint8_t *out, const uint8_t *tiles, int n);
 } TypeKernels;
+
+enum { UNPACKED = 5120 };
 
 // The kernels of one instruction set.
 typedef struct {

@@ -4,8 +4,8 @@
 //   TILE_ROWS            rows of tiles worked on at once, 1 or 2
 //   TOKENS, TOKENS_Q     how many tokens are worked on at once with them, of floats and of Blocks, so that the sums, or
 //                        the sums and the products, and the weights of all rows stay in registers
-//   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (of int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of the
-//                        lanes), ROUND. MAX and MIN give the second operand when one is NaN
+//   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (of int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN, FMA (a * b + c), SUM (of
+//                        the lanes), ROUND. MAX and MIN give the second operand when one is NaN
 //   LARGEST(v)           the largest lane, any if one is NaN
 //   SWAP(v)              of each pair of lanes, the other
 //   POW2(n)              2^n for integers n from -126 to 127
@@ -404,9 +404,36 @@ INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, 
     return type == Q4_1 || type == Q5_1 ? MUL(minima, SET(-1)) : MUL(minima, FLOATS(k_scales(words, s, 1)));
 }
 
+// Of an unpacked part: bytes of its scales and minima, and of all.
+INLINE int part_head(Type type) { return (has_minima(type) ? 8 : 4) * TILE; }
+INLINE int part_size(Type type) { return part_head(type) + numbers_per_scale(type) * TILE; }
+
+INLINE void unpack_part(Type type, uint8_t *out, const uint8_t *tile, int step, const int i) {
+    const int s = part_of(type, step, i);
+    out += s * part_size(type);
+    UNROLL for (int v = 0; v < VECTORS; v++, out += 4 * LANES) {
+        const uint8_t *halves = tile + 2 * v * LANES, *words = tile + 2 * halves_of(type) * TILE + 4 * v * LANES;
+        STORE((float *)out, scales_at(type, halves, words, s));
+        if (has_minima(type)) STORE((float *)out + TILE, minima_at(type, halves, words, s));
+        for (int g = 0; g < numbers_per_scale(type) / 4; g++)
+            STORE((float *)(out + part_head(type)) + g * TILE, (Floats)numbers_at(type, words, step, i, g, 0));
+    }
+}
+
+INLINE void unpack_tiles(Type type, uint8_t *out, const uint8_t *tiles, int n) {
+    const int steps = 256 / numbers_per_scale(type) / parts_of_step(type);
+    for (; n > 0; n--, out += UNPACKED, tiles += block_size(type).bytes * TILE)
+        for (int step = 0; step < steps; step++)
+            UNROLL for (int i = 0; i < parts_of_step(type); i++) unpack_part(type, out, tiles, step, i);
+}
+
+TARGET static void unpack_q4_k(uint8_t *out, const uint8_t *tiles, int n) { unpack_tiles(Q4_K, out, tiles, n); }
+TARGET static void unpack_q5_k(uint8_t *out, const uint8_t *tiles, int n) { unpack_tiles(Q5_K, out, tiles, n); }
+TARGET static void unpack_q6_k(uint8_t *out, const uint8_t *tiles, int n) { unpack_tiles(Q6_K, out, tiles, n); }
+
 // The columns of part i of a step with T tokens; x: the Blocks of the tile's first columns. Products are summed as integers,
 // then scaled by both scales.
-INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x,
+INLINE void add_part(Type type, bool unpacked, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile, size_t next, const Block *x,
                      size_t n_blocks, int step, const int i, const int T, const int tile_rows) {
     const int per = numbers_per_scale(type), s = part_of(type, step, i), first = type == Q6_K ? 16 * (i % 2) : 0;
     const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
@@ -414,8 +441,9 @@ INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile
     const uint8_t *halves[SUMS], *words[SUMS];
     x += s * per / 32;
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
-        halves[v] = tile + v / VECTORS * next + 2 * (v % VECTORS) * LANES;
-        words[v] = tile + v / VECTORS * next + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
+        const uint8_t *own = tile + v / VECTORS * next, *part = own + s * part_size(type) + 4 * (v % VECTORS) * LANES;
+        halves[v] = unpacked ? part : own + 2 * (v % VECTORS) * LANES;
+        words[v] = unpacked ? part + part_head(type) : own + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
     }
     Ints products[SUMS][TOKENS_Q];
     UNROLL for (int t = 0; t < T; t++) {
@@ -426,7 +454,8 @@ INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile
     for (int g = 0; g < per / 4 / both; g++)
         UNROLL for (int h = 0; h < both; h++) {
             Ints w[SUMS];
-            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) w[v] = numbers_at(type, words[v], step, i, g, h);
+            UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+                w[v] = unpacked ? word_at(words[v], g) : numbers_at(type, words[v], step, i, g, h);
             UNROLL for (int t = 0; t < T; t++) {
                 Ints q = four_bytes(x[t * n_blocks].q + first + 4 * g + 16 * h);
                 UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
@@ -434,11 +463,11 @@ INLINE void add_part(Type type, Floats sums[SUMS][TOKENS_Q], const uint8_t *tile
             }
         }
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
-        Floats scales = scales_at(type, halves[v], words[v], s);
+        Floats scales = unpacked ? LOAD((const float *)halves[v]) : scales_at(type, halves[v], words[v], s);
         UNROLL for (int t = 0; t < T; t++)
             sums[v][t] = FMA(FLOATS(products[v][t]), MUL(scales, SET(x[t * n_blocks].scale)), sums[v][t]);
         if (!has_minima(type)) continue;
-        Floats minima = minima_at(type, halves[v], words[v], s);
+        Floats minima = unpacked ? LOAD((const float *)halves[v] + TILE) : minima_at(type, halves[v], words[v], s);
         UNROLL for (int t = 0; t < T; t++)
             sums[v][t] = FMA(minima, SET(-x[t * n_blocks].scale * x[t * n_blocks].sum), sums[v][t]);
     }
@@ -450,9 +479,9 @@ INLINE void prefetch_share(const uint8_t *tile, size_t share, int step) {
 }
 
 // T tokens with some rows of tiles.
-INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
+INLINE void block_tiles(Type type, bool unpacked, const TileProduct *p, const int T, const int tile_rows) {
     const int width = block_size(type).numbers, steps = width / numbers_per_scale(type) / parts_of_step(type);
-    const size_t size = block_size(type).bytes * TILE, next = p->cols / width * size; // bytes
+    const size_t size = unpacked ? UNPACKED : block_size(type).bytes * TILE, next = p->cols / width * size; // bytes
     const Block *x = p->x;
     const uint8_t *tiles = p->tiles, *end = tiles + next;
     Floats sums[SUMS][TOKENS_Q];
@@ -462,9 +491,9 @@ INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int 
         for (int step = 0; step < steps; step++) {
             if (T == 1 && width == 256) prefetch_share(tiles + 2 * size, size / steps, step);
             UNROLL for (int i = 0; i < parts_of_step(type); i++) {
-                add_part(type, sums, tiles, next, x, p->cols / 32, step, i, T, tile_rows);
+                add_part(type, unpacked, sums, tiles, next, x, p->cols / 32, step, i, T, tile_rows);
                 // or parts would share what fits no registers
-                if (T == TOKENS_Q && parts_of_step(type) > 1) __asm__ volatile("" ::: "memory");
+                if (T == TOKENS_Q && parts_of_step(type) > 1 && !unpacked) __asm__ volatile("" ::: "memory");
             }
         }
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
@@ -472,10 +501,12 @@ INLINE void block_tiles(Type type, const TileProduct *p, const int T, const int 
 }
 
 // T tokens with each row of tiles.
-INLINE void block_rows(Type type, TileProduct p, const int T) {
-    const size_t size = (size_t)(p.cols / block_size(type).numbers) * block_size(type).bytes * TILE;
-    if (TILE_ROWS == 2 && T == TOKENS_Q && p.tile_rows == 2) block_tiles(type, &p, T, TILE_ROWS);
-    else for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += size) block_tiles(type, &p, T, 1);
+INLINE void block_rows(Type type, bool unpacked, TileProduct p, const int T) {
+    const size_t size = unpacked ? UNPACKED : block_size(type).bytes * TILE; // bytes of a tile
+    if (TILE_ROWS == 2 && T == TOKENS_Q && p.tile_rows == 2) block_tiles(type, unpacked, &p, T, TILE_ROWS);
+    else
+        for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += p.cols / block_size(type).numbers * size)
+            block_tiles(type, unpacked, &p, T, 1);
 }
 
 // Behind the next T tokens.
@@ -484,10 +515,15 @@ INLINE TileProduct skip(TileProduct p, const int T) {
     return p;
 }
 
+INLINE void product_of_some(Type type, bool unpacked, TileProduct p) {
+    for (; p.T >= TOKENS_Q; p = skip(p, TOKENS_Q)) block_rows(type, unpacked, p, TOKENS_Q);
+    for (; p.T >= 2; p = skip(p, 2)) block_rows(type, unpacked, p, 2);
+    if (p.T) block_rows(type, unpacked, p, 1);
+}
+
 INLINE void product_of_blocks(Type type, TileProduct p) {
-    for (; p.T >= TOKENS_Q; p = skip(p, TOKENS_Q)) block_rows(type, p, TOKENS_Q);
-    for (; p.T >= 2; p = skip(p, 2)) block_rows(type, p, 2);
-    if (p.T) block_rows(type, p, 1);
+    if (block_size(type).numbers == 256 && p.unpacked) product_of_some(type, true, p);
+    else product_of_some(type, false, p);
 }
 
 TARGET static void product_q8(const TileProduct *p) { product_of_blocks(Q8_0, *p); }
@@ -714,8 +750,9 @@ TARGET static void panel_product(const PanelProduct *p) {
               [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
               [Q4_0] = {dot_q4, pack_q4, product_q4}, [Q4_1] = {dot_q4_1, pack_q4_1, product_q4_1}, \
               [Q5_0] = {dot_q5_0, pack_q5_0, product_q5_0}, [Q5_1] = {dot_q5_1, pack_q5_1, product_q5_1}, \
-              [Q4_K] = {dot_q4_k, pack_q4_k, product_q4_k}, [Q5_K] = {dot_q5_k, pack_q5_k, product_q5_k}, \
-              [Q6_K] = {dot_q6_k, pack_q6_k, product_q6_k}}, \
+              [Q4_K] = {dot_q4_k, pack_q4_k, product_q4_k, unpack_q4_k}, \
+              [Q5_K] = {dot_q5_k, pack_q5_k, product_q5_k, unpack_q5_k}, \
+              [Q6_K] = {dot_q6_k, pack_q6_k, product_q6_k, unpack_q6_k}}, \
     .floats_f16 = floats_f16, .floats_bf16 = floats_bf16, .halves = halves, .quantize = quantize, .transpose = transpose, \
     .swiglu = swiglu, .rotate = rotate, .rotate_halves = rotate_halves, .largest = largest, .exponentials = exponentials, \
     .multiply = multiply, .scores = scores, .mix = mix
