@@ -78,7 +78,7 @@ class Attention(nn.Module):
     def forward(self, x, rope, cache=None, mask=None):
         """
         x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place.
-        mask: (B, 1, T, T), what a query may see of the keys; None: itself and all before.
+        mask: (B, 1, T, T), what a query may see of the keys, or ops.Documents; None: itself and all before.
         """
         T, a = x.shape[1], self.args
         q, k, v = (w(x).unflatten(-1, (-1, a.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, H or K, Q)
@@ -151,15 +151,15 @@ class Transformer(nn.Module):
             v = v.repeat_interleave(self.args.n_heads // self.args.n_kv_heads, 0)  # (H, Q, D)
             layer.attention.wo.weight.data.copy_(v.flatten(0, 1).T)
 
-    def forward(self, tokens, targets=None, cache=None, every=False):
+    def forward(self, tokens, targets=None, cache=None, every=False, documents=None):
         """
         tokens (B, T) -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in nats. Else
-        logits (B, 1, V) of the last position, (B, T, V) of all, or every n-th with every=n, and None. cache: new_cache's.
+        logits (B, 1, V) of the last position, (B, T, V) of all, or every n-th, and None. cache: new_cache's. documents: ops'
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
-        mask = ops.within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None
+        mask = documents or (ops.within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None)
         for i, layer in enumerate(self.layers):
             if self.recompute and self.training:
                 x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)

@@ -24,7 +24,7 @@ import torch
 from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, data_rows, prepare
-from engine import checkpoint, costs, modes, parallel, preflight, sizes
+from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
 from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.fit import largest_batch, until_found
@@ -89,7 +89,7 @@ hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded
 multiple_of = 32            # rounding of the hidden width
 max_seq_len = 192           # context, in tokens
 dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
-within_documents = True     # attention sees no other document; False: faster where contexts are long, or on a GPU
+within_documents = True     # attention sees no other document; False: faster where contexts are long
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions
@@ -147,13 +147,15 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     x, y = dataset.batch(step)
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
+    packed = within_documents and not dropout and ops.has_packed_attention(device, amp, head_width or dim // n_heads)
     total = torch.zeros((), device=device)
     for i, (xb, yb) in enumerate(micro_batches):
         share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding
+        documents = ops.documents_of(xb, dataset.separator, device) if packed else None
         xb, yb = parallel.to_device(device, xb, yb)
         with parallel.accumulate(model, last=i == len(micro_batches) - 1):
             with amp:
-                loss = model(xb, yb)[1] * share
+                loss = model(xb, yb, documents=documents)[1] * share
             (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor)
@@ -205,7 +207,7 @@ def make_model(args, dataset, device):
     model.bos_id = dataset.separator if within_documents else None
     model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
-        parallel.shard(model)
+        parallel.shard(model, parallel.autocast_dtype(dtype, device))
     return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
 
 

@@ -244,6 +244,14 @@ def beside():
     return out
 
 
+def choices():
+    """bench/train.py at that shape: documents by a mask and packed, a bfloat16 residual stream, a wait in each step."""
+    file = Path("cache/bench/choices.json")
+    call(sys.executable, "bench/train.py", *TRAINING, "--variants=True", "--steps=10", f"--json_file={file}", limit=300)
+    rows = {row["program"]: row["tokens_per_sec"] for row in json.loads(file.read_text())["programs"]}
+    return {name: round(speed / rows["ours, compiled"], 3) for name, speed in rows.items()}
+
+
 def profile():
     """Where the time of a step goes; the whole list is in cache/bench."""
     said = call(sys.executable, "bench/train.py", *TRAINING, "--profile=ours, compiled", "--steps=5", limit=150).decode()
@@ -289,7 +297,7 @@ def resume():
 STEPS = [("machine", machine, 5), ("build", build, 60), ("ops", ops, 30), ("logits", logits, 20), ("text", text, 20),
          ("sanitizers", sanitizers, 60), ("copy", copy_bandwidth, 5), ("speed 15M", lambda: speed("15M"), 20),
          ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
-         ("beside", beside, 120), ("profile", profile, 50), ("variants", variants, 40), ("attention", attention, 5),
+         ("beside", beside, 120), ("profile", profile, 50), ("variants", variants, 40), ("attention", attention, 5), ("choices", choices, 240),
          ("sampling", sampling, 10), ("tests", tests, 60)]
 
 

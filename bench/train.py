@@ -5,6 +5,7 @@ The speed of a training step, ours beside llama2.c's, nanoGPT's and Hugging Face
     python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
     python bench/train.py --profile="ours, compiled"         where the time of its step goes
+    python bench/train.py --compile=True --variants=True     what masks, a narrower residual stream and waits cost (on a GPU)
 
 A step is forward, backward, clipping and the optimizer. Every program runs in a process of its own, so that its peak
 memory is its own; they take turns, a few steps each, and the median of the turns counts. Weights and tokens are random.
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from configurator import configure, fail, read_file
-from engine import parallel
+from engine import ops, parallel
 from engine.costs import flops_per_token
 
 preset = "config/stories15M.py"  # sizes of the model
@@ -41,6 +42,7 @@ hf = False          # measure LlamaForCausalLM of transformers
 muon = False        # measure ours with Muon as well
 compile = False     # measure ours under torch.compile as well
 recompute = False   # measure ours with activation checkpointing as well
+variants = False    # measure ours, compiled, in other ways as well: VARIANTS
 profile = ""        # instead: the operations that take this program's time
 json_file = ""      # the result goes here
 worker = ""         # internal: be this program
@@ -101,10 +103,13 @@ def build_hf(place):
     return model, opt, lambda net, x, y: net(x, labels=x).loss, 0  # it shifts the labels itself
 
 
+# Of ours, compiled: what tells them apart stands in make
+VARIANTS = {"mask": "attention within documents by a mask", "packed": "the same by PyTorch's kernel for packed documents",
+            "half": "a residual stream in bfloat16", "waits": "a wait for the device before each update, as the guard's"}
 PROGRAMS = {
     "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
     "ours, compiled": lambda place: build_ours(place, "adamw"), "ours, recompute": lambda place: build_ours(place, "adamw"),
-    "llama2.c": build_llama2c, "nanoGPT": build_nanogpt, "nanoGPT, compiled": build_nanogpt, "transformers": build_hf,
+    **{f"ours, {kind}, compiled": lambda place: build_ours(place, "adamw") for kind in VARIANTS}, "llama2.c": build_llama2c, "nanoGPT": build_nanogpt, "nanoGPT, compiled": build_nanogpt, "transformers": build_hf,
 }
 
 
@@ -117,14 +122,23 @@ def make(name):
     net = torch.compile(model) if name.endswith("compiled") else model
     model.recompute = name.endswith("recompute")
     amp = torch.autocast(place.type, torch.bfloat16, enabled=dtype == "bfloat16")
-    tokens = torch.randint(vocab_size, (batch_size, max_seq_len + 1), device=place)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    tokens = torch.randint(2, vocab_size, (batch_size, max_seq_len + 1))
+    if "mask" in name or "packed" in name:
+        tokens[:, ::200] = model.bos_id = 1
+    if "packed" in name:
+        known = ops.documents_of(tokens[:, :-1].contiguous(), 1, place)
+        loss_of = lambda net, x, y: net(x, y, documents=known)[1]
+    if "half" in name:
+        model.tok_embeddings.register_forward_hook(lambda module, args, x: x.bfloat16())
+    x, y = tokens[:, :-1].contiguous().to(place), tokens[:, 1:].contiguous().to(place)
 
     def step():
         with amp:
             loss = loss_of(net, x, y)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if "waits" in name:
+            torch.stack((loss.detach(), norm)).tolist()
         opt.step()
         opt.zero_grad()
         return loss.detach()  # else its graph lies between the next step's tensors
@@ -185,6 +199,7 @@ def best_product():
 def main():
     peak = [best_product()]
     chosen = ["ours"] + ["ours, muon"] * muon + ["ours, compiled"] * compile + ["ours, recompute"] * recompute
+    chosen += [f"ours, {kind}, compiled" for kind in VARIANTS] * variants
     chosen += ["llama2.c"] * bool(llama2c) + ["nanoGPT, compiled" if compile else "nanoGPT"] * bool(nanogpt)
     chosen += ["transformers"] * hf
     processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,

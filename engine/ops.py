@@ -3,7 +3,9 @@ The ops of model.py, written out for speed and memory, each beside its plain for
 (tests/test_ops.py). GPUs and the compiler have kernels for the plain formulas: `written_out` says which is used, and an op
 that decides otherwise says why.
 """
+import inspect
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +24,11 @@ def compute_dtype(x):
 
 def rms_norm(x, w, eps):
     """x / rms(x) * w over the last dimension, in float32, returned in the type of matrix products. x: (..., D), w: (D,)."""
-    return RMSNorm.apply(x, w, eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
+    return RMSNorm.apply(x, w.float(), eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
 
 
 def rms_norm_plain(x, w, eps):
-    return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
+    return F.rms_norm(x.float(), w.shape, w.float(), eps).to(compute_dtype(x))
 
 
 class RMSNorm(torch.autograd.Function):
@@ -77,14 +79,55 @@ def rotate_plain(x, rope):
 def attention(q, k, v, mask=None, dropout=0.0):
     """
     softmax(q k^T / sqrt(Q)) v. q: (B, T, H, Q); k, v: (B, S, K, Q), each for H / K heads of q -> (B, T, H Q). mask:
-    (T, S) or (B, 1, T, S), what a query may see of the keys; None: itself and all before.
+    (T, S) or (B, 1, T, S), what a query may see of the keys, or Documents; None: itself and all before.
     """
+    if isinstance(mask, Documents):
+        return packed_attention(q, k, v, mask)
     heads = q.shape[2]
     if mask is not None and q.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
                                        is_causal=mask is None, dropout_p=dropout, enable_gqa=k.shape[2] != heads)
     return y.transpose(1, 2).flatten(2)
+
+
+class Documents(NamedTuple):
+    """Where the parts of tokens (B, T) that see each other begin, and B T: (N + 1,) int32; none is longer than T."""
+    starts: torch.Tensor
+    longest: int
+
+
+def documents_of(tokens, bos_id, device):
+    """
+    The Documents of tokens (B, T), which are in the CPU's memory, on the device: to find them there is to wait for it. None
+    where no token tells where one begins.
+    """
+    if bos_id is None:
+        return None
+    first = tokens == bos_id
+    first[:, 0] = True
+    starts = torch.cat((first.flatten().nonzero()[:, 0], torch.tensor([tokens.numel()]))).int()
+    if device.type == "cuda":
+        starts = starts.pin_memory()
+    return Documents(starts.to(device, non_blocking=True), tokens.shape[1])
+
+
+def has_packed_attention(device, amp, width):
+    """Whether PyTorch has a kernel for the Documents of heads of this width, computed in as amp says: flash attention's."""
+    if device.type != "cuda" or width % 8 or width > 256 or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+    with amp:  # the first releases of varlen_attn take other words
+        return torch.is_autocast_enabled("cuda") and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def packed_attention(q, k, v, documents):
+    """attention within documents without a mask: no T x T, and no products across a border."""
+    from torch.nn.attention.varlen import varlen_attn  # brings the compiler along, which a CPU is spared
+    (starts, longest), gqa = documents, k.shape[2] != q.shape[2]
+    q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # (B T, H or K, Q)
+    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+    return y.unflatten(0, (-1, longest)).flatten(2)
 
 
 def within_documents(tokens, bos_id):

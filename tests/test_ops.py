@@ -1,4 +1,5 @@
 """What engine/ops.py writes out against its plain formulas, values and gradients; and that every Linear has its say."""
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -73,6 +74,52 @@ def test_what_compilers_get_equals_what_is_written_out(monkeypatch):
     for name in ("rms_norm", "rotate", "swiglu", "cross_entropy"):
         monkeypatch.setattr(ops, name, getattr(ops, f"{name}_plain"))
     found += [step(net), step(torch.compile(net, backend="aot_eager", fullgraph=True))]
+    for expected, *others in zip(*found):
+        assert all((a - expected).norm() <= 1e-5 * expected.norm() for a in others)
+
+
+def by_documents(q, k, v, starts):
+    """What flash attention computes of packed documents, one after the other. q: (B T, H, Q); k, v: (B T, K, Q)."""
+    parts = zip(*(z.transpose(0, 1)[None].split(starts.diff().tolist(), 2) for z in (q, k, v)))
+    done = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]) for part in parts]
+    return torch.cat(done, 2)[0].transpose(0, 1)
+
+
+@pytest.fixture(scope="module")
+def varlen():
+    """PyTorch's attention of packed documents, with kernels for the CPU, which it has none for."""
+    from torch.nn.attention import varlen
+
+    def forward(q, k, v, starts_q, starts_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *_):
+        assert is_causal and torch.equal(starts_q, starts_k) and max_q == max_k >= starts_q.diff().max() and scale is None
+        y = by_documents(q, k, v, starts_q)
+        return y.contiguous(), y.new_zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(dy, q, k, v, out, lse, starts, *_):
+        leaves = [z.detach().requires_grad_() for z in (q, k, v)]
+        with ThreadPoolExecutor() as apart:  # where no kernel is running; inside of one there is no autograd
+            grads = apart.submit(lambda: torch.autograd.grad(by_documents(*leaves, starts), leaves, dy)).result()
+        return tuple(torch.empty_like(z).copy_(grad) for z, grad in zip((q, k, v), grads))
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+
+
+def test_packed_documents_equal_the_mask(varlen, monkeypatch):
+    """Loss and gradients of a model; compiled, they are one graph. A row begins in the middle of a document."""
+    net, x = build(**SMALL, n_kv_heads=2), torch.randint(3, 101, (3, 21))
+    x[0, ::5], x[1, 7], x[2, 3:5], net.bos_id = 1, 1, 1, 1
+    documents = ops.documents_of(x[:, :-1], 1, x.device)
+    assert documents.starts.tolist() == [0, 5, 10, 15, 20, 27, 40, 43, 44, 60] and documents.longest == 20
+    assert ops.documents_of(x, None, x.device) is None
+
+    def step(f, **known):
+        loss = f(x[:, :-1], x[:, 1:], **known)[1]
+        return [loss, *torch.autograd.grad(loss, list(net.parameters()))]
+
+    found = [step(net), step(net, documents=documents)]
+    monkeypatch.setattr(ops, "cross_entropy", ops.cross_entropy_plain)
+    found += [step(torch.compile(net, backend="aot_eager", fullgraph=True), documents=documents)]
     for expected, *others in zip(*found):
         assert all((a - expected).norm() <= 1e-5 * expected.norm() for a in others)
 
