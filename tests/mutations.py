@@ -57,7 +57,8 @@ KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"
 BLIND_OUTSIDE = f"{BLIND} or plain_c or on_arm or every_item_once or memory_that_is_free"
 BLIND_INSIDE = f"{BLIND} or fuzzing or once_failed or tokenizer or vocabular or every_item_once or memory_that_is_free"
-CUDA_TESTS = "test_cuda"
+# Of the GPU's kernels: their emulation, and what looks for races in it and emulates them for GPUs before Hopper.
+CUDA_TESTS = [["tests/test_cuda.py", "-k", "not make_runcuda"], ["tests/long_cuda.py", "-k", "have_no_races or before_hopper"]]
 # An object is another one if the change is one at all.
 COMPILERS = [[compiler, "-std=c11", "-w", "-O2"] for compiler in ("cc", "aarch64-linux-gnu-gcc") if shutil.which(compiler)]
 
@@ -124,8 +125,8 @@ def c_changes(source):
     return found
 
 
-GUARDS = re.compile(r"^[ \t]*(?:__sync\w+|__threadfence|meet_grid|await|__pipeline_\w+|expect_nothing|prepare|CUDA)\(.*;[^\n]*$"
-                    r"|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
+GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|meet_grid|await|__pipeline_\w+|expect_nothing|prepare"
+                    r"|CUDA\(cuda\w+Synchronize)\(.*;[^\n]*$|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
 
 
 def guards(source):
@@ -235,7 +236,8 @@ def tests_of(path, change, tests):
     file's own first; of C files by the lists above."""
     name = str(path.relative_to(ROOT))
     if path.parent.name == "cuda":
-        return [[f"tests/{CUDA_TESTS}.py"]]
+        orders = b" if " not in b" " + path.read_bytes()[change[0]:change[1]]  # a barrier, a fence, a wait: a matter of races
+        return CUDA_TESTS[::-1] if orders else CUDA_TESTS
     if path.suffix in (".c", ".h"):
         modules, first = [f"tests/{test}.py" for test in C_TESTS.split()], FIRST.get(path.name, KERNEL_TESTS)
         blind = BLIND_INSIDE if path.parent.name == "cpu" else BLIND_OUTSIDE

@@ -160,14 +160,12 @@ struct Blocks { // of 32 numbers, with a scale in half precision
     static __device__ float scale(const Unit &u) { return __half2float(u.scale); }
 };
 
-static __device__ void signed_bytes(const uint4 &bits, float *out) {
-    const uint32_t words[] = {bits.x, bits.y, bits.z, bits.w};
-    for (int i = 0; i < 4; i++) bytes_to_floats(words[i] ^ 0x80808080u, 128, out + 4 * i);
-}
-
 template <> struct Format<Q8_0> : Blocks {
     enum { N = 16 };
-    static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
+    static __device__ void numbers(const Unit &u, float *out) { // signed bytes
+        const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+        for (int i = 0; i < 4; i++) bytes_to_floats(words[i] ^ 0x80808080u, 128, out + 4 * i);
+    }
 };
 
 template <> struct Format<Q4_0> : Blocks {
@@ -180,21 +178,6 @@ template <> struct Format<Q4_0> : Blocks {
             bytes_to_floats(words[i] >> 4 & 0x0f0f0f0fu, 8, out + 16 + 4 * i);
         }
     }
-};
-
-template <> struct Format<INT8_GROUPS> { // of groups that are a power of two, 16 or more
-    enum { N = 16 };
-    typedef float Scale;
-    struct Unit {
-        uint4 bits;
-        float scale;
-    };
-    static __device__ Scale scale_at(const Mat &m, size_t at) {
-        return __ldg((const float *)m.scales + (at >> (__ffs(m.group) - 1)));
-    }
-    static __device__ Unit unit(const uint4 &bits, Scale scale) { return {bits, scale}; }
-    static __device__ float scale(const Unit &u) { return u.scale; }
-    static __device__ void numbers(const Unit &u, float *out) { signed_bytes(u.bits, out); }
 };
 
 // A unit of the flattened matrix.
@@ -1041,7 +1024,7 @@ static WholeToken *whole_token_of(Type type, Type last) {
     case BF16: return whole_token<BF16, BF16, __half>;
     case Q8_0: return whole_token<Q8_0, Q8_0, __half>;
     case Q4_0: return whole_token<Q4_0, Q4_0, __half>;
-    default: return whole_token<INT8_GROUPS, INT8_GROUPS, __half>;
+    default: return NULL;
     }
 }
 
@@ -1123,11 +1106,8 @@ static void rmsnorm(Cuda *c, float *out, const float *x, const Mat *weight, int 
     launch(c, normalize, T, 512, 0, out, copy_of(c, out, T), x, (const float *)weight->data, weight->cols, c->config.norm_eps);
 }
 
-// Whether rows consist of whole units that the kernels above this can load.
-static bool has_units(const Mat *m) {
-    bool groups = m->type != INT8_GROUPS || (m->group >= 16 && (m->group & (m->group - 1)) == 0);
-    return m->cols % 32 == 0 && groups;
-}
+// Whether rows consist of whole units that the kernels above this can load. llama2.c's groups may be of any length.
+static bool has_units(const Mat *m) { return m->cols % 32 == 0 && m->type != INT8_GROUPS; }
 
 typedef void Matvec(Parts, const float *, int);
 typedef void Tiles(Parts, const float *, int, int);
@@ -1138,8 +1118,7 @@ static Matvec *matvec_of(Type type) {
     case F16: return matvec<F16>;
     case BF16: return matvec<BF16>;
     case Q8_0: return matvec<Q8_0>;
-    case Q4_0: return matvec<Q4_0>;
-    default: return matvec<INT8_GROUPS>;
+    default: return matvec<Q4_0>;
     }
 }
 
@@ -1173,8 +1152,7 @@ static Tensor *tensor_of(Type type) {
     case F16: return matmul_tensor<F16>;
     case BF16: return matmul_tensor<BF16>;
     case Q8_0: return matmul_tensor<Q8_0>;
-    case Q4_0: return matmul_tensor<Q4_0>;
-    default: return matmul_tensor<INT8_GROUPS>;
+    default: return matmul_tensor<Q4_0>;
     }
 }
 
@@ -1199,8 +1177,7 @@ static Tiles *tiles_of(Type type) {
     case F16: return matmul_tiles<F16>;
     case BF16: return matmul_tiles<BF16>;
     case Q8_0: return matmul_tiles<Q8_0>;
-    case Q4_0: return matmul_tiles<Q4_0>;
-    default: return matmul_tiles<INT8_GROUPS>;
+    default: return matmul_tiles<Q4_0>;
     }
 }
 #endif
@@ -1639,11 +1616,10 @@ static bool is_uniform(const Weights *w, int n_layers, Stride *stride) {
 // Whether the rows of b follow those of a as if they were one matrix's; a becomes that.
 static bool join(Mat *a, const Mat &b) {
     Size size = size_of(a);
-    bool whole = a->type != INT8_GROUPS || (size_t)a->rows * a->cols % a->group == 0;
     bool follows = (const char *)b.data == (const char *)a->data + size.numbers
                    && (!a->scales || (const char *)b.scales == (const char *)a->scales + size.scales);
     a->rows += b.rows;
-    return whole && follows;
+    return follows;
 }
 
 static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {

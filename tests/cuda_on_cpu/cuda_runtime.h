@@ -2,7 +2,8 @@
 // Threads are fibers that take turns (fibers.cpp), so a race can't crash, but the order of the turns can be changed
 // (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but all of
 // them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.
-// Memory is filled with NaN where CUDA leaves it uninitialised. What it can't show: timing, caches.
+// Memory is filled with NaN where CUDA leaves it uninitialised. What a stream has to do is done as late as can be.
+// What it can't show: timing, caches.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -10,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <algorithm>
+#include <deque>
 #include <functional>
 #include <tuple>
 #include <vector>
@@ -23,6 +25,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
+#define UNWATCHED __attribute__((no_sanitize("address"), no_sanitize("undefined"))) // what touches no memory of a kernel
 #define LAUNCH_SHARED(name) float *name = (float *)cuda_on_cpu::launch_shared
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
@@ -53,7 +56,7 @@ void expect(void *arrival, unsigned bytes);
 void copy_bulk(void *to, const void *from, unsigned bytes, void *arrival);
 void wait_for_arrival(void *arrival, unsigned round);
 
-template <typename T> T exchange(T value, int lane) {
+template <typename T> UNWATCHED T exchange(T value, int lane) {
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
     bits = exchange_bits(bits, lane);
@@ -81,7 +84,6 @@ template <typename T> T __ldg(const T *p) {
     if ((uintptr_t)p % sizeof(T)) cuda_on_cpu::fail("a load that is not aligned");
     return *p;
 }
-static inline int __ffs(int x) { return __builtin_ffs(x); }
 static inline uint32_t __float_as_uint(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
 static inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -99,7 +101,7 @@ struct alignas(4) __half2 { __half x, y; };
 static inline float __half2float(__half h) {
     int sign = h.bits >> 15, exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
     float f = exponent == 31 ? (mantissa ? NAN : INFINITY)
-            : exponent ? ldexpf(1024 + mantissa, exponent - 25) : ldexpf(mantissa, -24);
+            : exponent ? __uint_as_float((exponent + 112) << 23 | mantissa << 13) : mantissa * 0x1p-24f;
     return sign ? -f : f;
 }
 
@@ -142,9 +144,20 @@ inline bool allocates() { // the first so many times
     return !s || times++ < atoi(s);
 }
 
+// What is submitted to the stream is done when the host waits for it, and not before; the default stream's at once
+inline std::deque<std::function<void()>> stream;
+inline size_t submitted, done;
+inline std::vector<size_t> events; // how much was submitted before each
+
 inline cudaError_t submit(std::function<void()> work) {
     if (capture) capture->push_back(work);
-    else work();
+    else stream.push_back(work), submitted++;
+    return cudaSuccess;
+}
+
+inline cudaError_t wait(size_t until) {
+    if (capture) fail("waiting in a capture");
+    for (; done < until; stream.pop_front()) done++, stream.front()();
     return cudaSuccess;
 }
 }
@@ -153,7 +166,7 @@ static inline const char *cudaGetErrorString(cudaError_t e) { return e == cudaEr
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-static inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize() { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
 static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, 227 << 10}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
@@ -165,7 +178,7 @@ template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
     return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
 }
 static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
-static inline cudaError_t cudaFree(void *p) { free(p); return cudaSuccess; }
+static inline cudaError_t cudaFree(void *p) { cuda_on_cpu::wait(cuda_on_cpu::submitted); free(p); return cudaSuccess; }
 static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
 static inline cudaError_t cudaHostRegister(void *, size_t, int) { if (cuda_on_cpu::capture) cuda_on_cpu::fail("registering in a capture"); return cudaSuccess; }
 static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
@@ -176,11 +189,11 @@ static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, 
 }
 static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) { *s = 1; return cudaSuccess; }
 static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { if (cuda_on_cpu::capture) cuda_on_cpu::fail("waiting in a capture"); return cudaSuccess; }
-static inline cudaError_t cudaEventCreate(cudaEvent_t *) { return cudaSuccess; }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *, int) { return cudaSuccess; }
-static inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
+static inline cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = (int)cuda_on_cpu::events.size(); cuda_on_cpu::events.push_back(0); return cudaSuccess; }
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, int) { return cudaEventCreate(e); }
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { cuda_on_cpu::events.at(e) = cuda_on_cpu::submitted; return cudaSuccess; }
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { return cuda_on_cpu::wait(cuda_on_cpu::events.at(e)); }
 static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
@@ -189,7 +202,7 @@ static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { *
 static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) { *e = new std::vector<std::function<void()>>(*g); return cudaSuccess; }
 static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
 static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { delete e; return cudaSuccess; }
-static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) { for (auto &work : *e) work(); return cudaSuccess; }
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) { for (auto &work : *e) cuda_on_cpu::submit(work); return cudaSuccess; }
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A... args) {

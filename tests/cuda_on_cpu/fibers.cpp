@@ -1,16 +1,16 @@
 // The threads of a GPU as fibers that take turns at barriers and shuffles. With RACES, ThreadSanitizer, under which the
 // kernels are then compiled but not this file, is told what CUDA orders by barriers, by fences around atomics and by waiting
 // for copies, and of nothing else: neither a shuffle nor the lanes' going in step orders memory (CUDA C++ Programming Guide).
-// So it finds two accesses that a GPU might do in the other order, in whatever order they come here.
+// So it finds two accesses that a GPU might do in the other order, in whatever order they come here. This file is compiled
+// without sanitizers, for speed; what it copies for the kernels it asks AddressSanitizer about, where the program has that.
 #include "cuda_runtime.h"
 #include <ucontext.h>
 #include <map>
 #include <memory>
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#else
-#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)0)
-#endif
+
+extern "C" __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *, size_t);
+extern "C" __attribute__((weak)) void *__asan_region_is_poisoned(void *, size_t);
+
 #ifdef RACES
 #include <sanitizer/tsan_interface.h>
 extern "C" void __tsan_read_range(void *, unsigned long);
@@ -165,8 +165,13 @@ static void do_copy(const Copy &c) { // such that ThreadSanitizer does not see i
     for (size_t i = 0; i < c.n; i++) ((volatile char *)c.to)[i] = ((const char *)c.from)[i];
 }
 
+static void check_room(const void *p, size_t n) {
+    if (__asan_region_is_poisoned && __asan_region_is_poisoned((void *)p, n)) fail("a copy beyond the end of its memory");
+}
+
 static Copy send_for(void *to, const void *from, size_t n, size_t alignment) {
     if (((uintptr_t)to | (uintptr_t)from | n) % alignment) fail("a copy that is not aligned");
+    check_room(to, n), check_room(from, n);
     __tsan_read_range((void *)from, n);
     __tsan_write_range(to, n);
     return {to, from, n};
@@ -220,13 +225,13 @@ static void enter() {
     rest();
 }
 
-static int order() { const char *s = getenv("CUDA_ON_CPU_ORDER"); return s ? atoi(s) : 0; }
-
 static std::vector<int> turns(int n) {
+    static const char *order = getenv("CUDA_ON_CPU_ORDER");
+    static const bool backward = order && *order == '1', shuffled = order && *order == '2';
     static uint32_t state = 1;
     std::vector<int> all(n);
-    for (int i = 0; i < n; i++) all[i] = order() == 1 ? n - 1 - i : i;
-    for (int i = n - 1; i > 0 && order() == 2; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
+    for (int i = 0; i < n; i++) all[i] = backward ? n - 1 - i : i;
+    for (int i = n - 1; i > 0 && shuffled; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
     return all;
 }
 
@@ -238,7 +243,7 @@ static void prepare_fiber(Fiber &f, Block *block, int thread) {
     f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();
-    ASAN_UNPOISON_MEMORY_REGION(f.memory.get(), STACK); // what the last block's thread left there
+    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(f.memory.get(), STACK); // what its last thread left there
     prepare(&f.context, f.memory.get(), STACK, enter);
     block->warps[thread / 32].barrier.members++;
     block->warps[thread / 32].shuffle.members++;

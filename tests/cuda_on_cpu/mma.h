@@ -18,7 +18,7 @@ static inline void check_alignment(const void *p, int stride, size_t size) {
     if ((uintptr_t)p % 32 || stride * size % 16) cuda_on_cpu::fail("a tile that is not aligned");
 }
 
-template <typename F> void fill_fragment(F &f, float value) { for (auto &x : f.x) x = value; }
+template <typename F> UNWATCHED void fill_fragment(F &f, float value) { for (auto &x : f.x) x = value; }
 
 template <typename Use, typename T, typename Layout>
 void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout> &f, const T *p, int stride) {
@@ -39,7 +39,7 @@ template <typename F> void store_matrix_sync(float *p, const F &f, int stride, l
         p[layout == mem_row_major ? i / 16 * stride + i % 16 : i % 16 * stride + i / 16] = f.x[i];
 }
 
-template <typename D, typename A, typename B> void mma_sync(D &d, const A &a, const B &b, const D &c) {
+template <typename D, typename A, typename B> UNWATCHED void mma_sync(D &d, const A &a, const B &b, const D &c) {
     float left[256], right[256];
     if (!first_lane()) return;
     for (int i = 0; i < 256; i++) left[i] = __half2float(a.x[i]), right[i] = __half2float(b.x[i]);
