@@ -207,7 +207,7 @@ def make_model(args, dataset, device):
     model.bos_id = dataset.separator if within_documents else None
     model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
-        parallel.shard(model, parallel.autocast_dtype(dtype, device))
+        parallel.shard(model)
     return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
 
 

@@ -24,11 +24,11 @@ def compute_dtype(x):
 
 def rms_norm(x, w, eps):
     """x / rms(x) * w over the last dimension, in float32, returned in the type of matrix products. x: (..., D), w: (D,)."""
-    return RMSNorm.apply(x, w.float(), eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
+    return RMSNorm.apply(x, w, eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
 
 
 def rms_norm_plain(x, w, eps):
-    return F.rms_norm(x.float(), w.shape, w.float(), eps).to(compute_dtype(x))
+    return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
 
 
 class RMSNorm(torch.autograd.Function):

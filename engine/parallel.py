@@ -33,7 +33,7 @@ local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
 local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many there are on it
 master = rank == 0                                 # the one that writes files and talks
 if world > 1:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor, distribute_tensor
 else:
     FSDPModule = DTensor = ()  # one process has none, and is spared half a second and 45 MB of imports
@@ -129,16 +129,14 @@ def rendezvous():
             time.sleep(0.1)
 
 
-def shard(model, dtype):
+def shard(model):
     """
     FSDP2: from here on each process holds a slice of every parameter (a DTensor), and gathers the parameters of one
-    block when it comes to compute it. https://arxiv.org/abs/2304.11277. dtype: of the products, and so of what blocks
-    gather: half the bytes in bfloat16. Slices, sums of gradients and the residual stream stay in float32.
+    block when it comes to compute it. https://arxiv.org/abs/2304.11277
     """
     global writers
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
-        fully_shard(block, mp_policy=policy)
+        fully_shard(block)
     fully_shard(model)
     writers = dist.new_group(backend="gloo", timeout=PATIENCE)
 
