@@ -746,10 +746,10 @@ TARGET static void panel_product(const PanelProduct *p) {
 
 #define SIMD_KERNELS \
     .tokens = TOKENS, .queries = PANEL, .panel_product = panel_product, \
-    .types = {[F32] = {dot_f32, pack_words, product_f32}, [F16] = {.dot = dot_f16}, \
-              [BF16] = {dot_bf16, pack_words, product_bf16}, [Q8_0] = {dot_q8, pack_q8, product_q8}, \
-              [Q4_0] = {dot_q4, pack_q4, product_q4}, [Q4_1] = {dot_q4_1, pack_q4_1, product_q4_1}, \
-              [Q5_0] = {dot_q5_0, pack_q5_0, product_q5_0}, [Q5_1] = {dot_q5_1, pack_q5_1, product_q5_1}, \
+    .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, [F16] = {.dot = dot_f16}, \
+              [BF16] = {dot_bf16, pack_words, product_bf16, NULL}, [Q8_0] = {dot_q8, pack_q8, product_q8, NULL}, \
+              [Q4_0] = {dot_q4, pack_q4, product_q4, NULL}, [Q4_1] = {dot_q4_1, pack_q4_1, product_q4_1, NULL}, \
+              [Q5_0] = {dot_q5_0, pack_q5_0, product_q5_0, NULL}, [Q5_1] = {dot_q5_1, pack_q5_1, product_q5_1, NULL}, \
               [Q4_K] = {dot_q4_k, pack_q4_k, product_q4_k, unpack_q4_k}, \
               [Q5_K] = {dot_q5_k, pack_q5_k, product_q5_k, unpack_q5_k}, \
               [Q6_K] = {dot_q6_k, pack_q6_k, product_q6_k, unpack_q6_k}}, \
