@@ -1,19 +1,22 @@
 # Tiny Shakespeare character by character: python train.py config/shakespeare.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; --data=input.txt takes a copy of yours
-#   parameters: 2 x (4 x 128 x 128 + 3 x 128 x 352) + vocabulary = 0.41M; two blocks cost half of four, and learn more in the time
-#   tokens:     24 sequences x 64 = 1536 a step, 1900 steps = 2.9 million, three epochs
+#   parameters: 3 x (2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256) and 2 x 68 x 128 of the vocabulary = 0.46M
+#   tokens:     8 sequences x 256 = 2048 a step, 1700 steps = 3.5 million, three and a half epochs
 out_dir = "out/shakespeare"
 data = "tinyshakespeare"
 vocab_source = "char"
 dim = 128
-n_layers = 2
-n_heads = 4
-max_seq_len = 64
-batch_size = 24
-max_iters = 1900
+n_layers = 3
+n_heads = 8
+n_kv_heads = 4
+hidden_dim = 256
+tied = False                 # so few characters cost nothing twice, and each matrix learns its own task
+max_seq_len = 256
+batch_size = 8
+max_iters = 1700
 warmup_iters = 10
-learning_rate = 5e-3
-decay_fraction = 0.8
-eval_interval = 500
+learning_rate = 8e-3
+decay_fraction = 1.0
+eval_interval = 425
 eval_iters = 0               # the whole validation split
 sample_prompt = "ROMEO:"
