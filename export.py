@@ -220,10 +220,15 @@ def to_groups(x, group_size):
     return np.rint(groups / np.where(scale == 0, 1, scale)[:, None]).astype(np.int8), scale
 
 
+def llama2c_sizes(args, version):
+    """The header's seven ints; the first version says by a negative vocabulary that there is a classifier of its own."""
+    return struct.pack("<7i", args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads,
+                       args.vocab_size if version or args.tied else -args.vocab_size, args.max_seq_len)
+
+
 def write_llama2c(path, state, args, version, group_size):
     """llama2.c version 0, 1 or 2: a header of ints, then the tensors, each for all layers in turn."""
-    header = struct.pack("<7i", args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads,
-                         args.vocab_size if version or args.tied else -args.vocab_size, args.max_seq_len)
+    header = llama2c_sizes(args, version)
     if version:
         header = struct.pack("<Ii", LLAMA2C_MAGIC, version) + header + struct.pack("<B", args.tied)
         header += struct.pack("<i", group_size) if version == 2 else b""
@@ -359,16 +364,27 @@ HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "token
             "tokenizer.model")
 
 
-def refuse_foreign(target, format):
-    """One line where an export to `target` would replace a file that is not known, by place or content, to be one."""
-    files = [target / name for name in HF_FILES] if format == "hf" else [target]
-    files += [target.with_name("tokenizer.bin")] if format in ("v0", "v1", "v2") else []
-    folder = target.absolute().parent
-    if checkpoint.is_run(folder) and target.name in ("model.gguf", "last.gguf", "model.bin", "hf"):
-        return
-    ours = {"gguf": is_gguf_of_ours, "hf": lambda path: is_folder_of_ours(target)}.get(format, lambda path: False)
-    for path in files:
-        if path.is_file() and not ours(path):
+def is_bin_of_run(path, args):
+    """Whether a llama2.c file, which bears no mark, is known by its place in a run's folder and its sizes."""
+    if path.name != "model.bin" or not checkpoint.is_run(path.absolute().parent):
+        return False
+    with open(path, "rb") as f:
+        head = f.read(36)
+    return llama2c_sizes(args, 0) == head[:28] or llama2c_sizes(args, 1) == head[8:]
+
+
+def refuse_foreign(target, format, args, vocabulary):
+    """One line where an export to `target` would replace a file that is not known to be an earlier one."""
+    if format == "gguf":
+        known = {target: is_gguf_of_ours}
+    elif format == "hf":
+        known = {target / name: lambda path: is_folder_of_ours(target) for name in HF_FILES}
+    else:
+        known = {target: lambda path: is_bin_of_run(path, args)}
+        if vocabulary:
+            known[target.with_name("tokenizer.bin")] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
+    for path, is_ours in known.items():
+        if path.is_file() and not is_ours(path):
             fail(f"{path}: is there and not known to be an export; move it, or give another --path")
 
 
@@ -379,10 +395,10 @@ def main():
     target = Path(path or beside)
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
-    if format in FORMATS:
-        refuse_foreign(target, format)
     state, args, vocabulary, extra = read_model(origin, tokenizer)
     try:
+        if format in FORMATS:
+            refuse_foreign(target, format, args, vocabulary)
         export_model(state, args, vocabulary, target, format, dtype, group_size, source.resolve().stem, extra)
     except OSError as e:
         fail(f"{target}: cannot be written ({e.strerror or e}); nothing was changed")

@@ -97,7 +97,7 @@ class Tokenizer:
     def save(self, path):
         Path(path).write_bytes(self.data)
 
-    def export_bin(self, path):
+    def tokenizer_bin(self):
         """
         llama2.c's tokenizer.bin, little-endian: uint32 length of the longest piece, then for each piece its float32
         score, int32 length and bytes. A space is a space there, and BOS and EOS are written on lines of their own.
@@ -105,10 +105,12 @@ class Tokenizer:
         spelled = {self.bos_id: b"\n<s>\n", self.eos_id: b"\n</s>\n"}
         entries = [(spelled.get(i, piece.replace(SPACE.encode(), b" ")), score)
                    for i, (piece, score, _) in enumerate(self.pieces())]
-        with open(path, "wb") as f:
-            f.write(struct.pack("<I", max(len(piece) for piece, _ in entries)))
-            for piece, score in entries:
-                f.write(struct.pack("<fi", score, len(piece)) + piece)
+        longest = struct.pack("<I", max(len(piece) for piece, _ in entries))
+        return longest + b"".join(struct.pack("<fi", score, len(piece)) + piece for piece, score in entries)
+
+    def export_bin(self, path):
+        """Write tokenizer_bin()."""
+        Path(path).write_bytes(self.tokenizer_bin())
 
     def hugging_face(self):
         """A tokenizer.json of Hugging Face's tokenizers, as a dict: the same ids for the same text, BOS before them."""

@@ -682,3 +682,20 @@ def test_what_is_not_known_to_be_an_export_is_never_replaced(tmp_path, vocabular
         command(monkeypatch, run, **knobs)
     (tmp_path / "hf/model.gguf").write_text("mine")
     assert "hf/model.gguf: is there" in refused(capsys, command, monkeypatch, tmp_path / "hf")
+
+
+def test_a_runs_folder_too_may_hold_files_of_others(tmp_path, vocabulary, monkeypatch, capsys):
+    run = save_run(tmp_path / "run", build(), vocabulary)
+    (run / "hf").mkdir()
+    for name in "model.gguf", "model.bin", "tokenizer.bin", "hf/config.json":
+        (run / name).write_text(f"my {name}")
+        for format in {".gguf": ("gguf",), ".bin": ("v0", "v1", "v2"), ".json": ("hf",)}[(run / name).suffix]:
+            assert f"{name}: is there" in refused(capsys, command, monkeypatch, run, format=format)
+        assert (run / name).read_text() == f"my {name}"
+        (run / name).unlink()
+    for _ in range(2):
+        for version in "v0", "v1", "v2":
+            command(monkeypatch, run, format=version)
+    command(monkeypatch, run, format="v2", path=tmp_path / "run/b.bin")  # beside the same tokenizer.bin
+    larger = save_run(tmp_path / "larger", build(dim=128), vocabulary)
+    assert "model.bin: is there" in refused(capsys, command, monkeypatch, larger, format="v1", path=run / "model.bin")
