@@ -346,7 +346,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     write_llama2c(path, model_state, args, int(format[1]), group_size)
     if vocabulary:
         with replacing(Path(path).with_name("tokenizer.bin")) as f:
-            vocabulary.export_bin(f.name)
+            f.write(vocabulary.tokenizer_bin())
 
 
 def exported_step(path):

@@ -108,10 +108,6 @@ class Tokenizer:
         longest = struct.pack("<I", max(len(piece) for piece, _ in entries))
         return longest + b"".join(struct.pack("<fi", score, len(piece)) + piece for piece, score in entries)
 
-    def export_bin(self, path):
-        """Write tokenizer_bin()."""
-        Path(path).write_bytes(self.tokenizer_bin())
-
     def hugging_face(self):
         """A tokenizer.json of Hugging Face's tokenizers, as a dict: the same ids for the same text, BOS before them."""
         names = [piece.decode() for piece, _, _ in self.pieces()]
@@ -264,8 +260,8 @@ class ByteLevel(Tokenizer):
         """["left right"] in GPT-2's letters, the one that comes first first."""
         return [pair if isinstance(pair, str) else " ".join(pair) for pair in self.tokenizer["model"]["merges"]]
 
-    def export_bin(self, path):
-        fail(f"{path}: llama2.c's tokenizer.bin can't hold byte-level BPE; use --format=gguf or --format=hf")
+    def tokenizer_bin(self):
+        fail("byte-level BPE: llama2.c's tokenizer.bin can't hold it; use --format=gguf or --format=hf")
 
     def hugging_face(self):
         return self.tokenizer

@@ -19,7 +19,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from configurator import configure, fail
+from bench.run import call
+from configurator import configure
 
 shapes = "110M,1.1B"      # of bench/models.py
 formats = "q8_0,q4_k_m"   # of the model files
@@ -56,11 +57,8 @@ def ours(path):
 
 def theirs(binary, path, more):
     """The same by llama-bench."""
-    command = [binary, "-m", path, "-t", threads, "-r", 1, "-o", "json", *more]
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        fail(f"{' '.join(map(str, command))}: exit code {done.returncode}: {(done.stderr.strip() or 'silent').splitlines()[-1]}")
-    return [test["avg_ts"] for test in json.loads(done.stdout)]
+    said, _ = call([binary, "-m", path, "-t", threads, "-r", 1, "-o", "json", *more], threads)
+    return [test["avg_ts"] for test in json.loads(said)]
 
 
 def peers():

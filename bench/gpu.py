@@ -297,8 +297,8 @@ def resume():
 STEPS = [("machine", machine, 5), ("build", build, 60), ("ops", ops, 30), ("logits", logits, 20), ("text", text, 20),
          ("sanitizers", sanitizers, 60), ("copy", copy_bandwidth, 5), ("speed 15M", lambda: speed("15M"), 20),
          ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
-         ("beside", beside, 120), ("profile", profile, 50), ("variants", variants, 40), ("attention", attention, 5), ("choices", choices, 240),
-         ("sampling", sampling, 10), ("tests", tests, 60)]
+         ("beside", beside, 120), ("profile", profile, 50), ("variants", variants, 40), ("attention", attention, 5),
+         ("choices", choices, 240), ("sampling", sampling, 10), ("tests", tests, 60)]
 
 
 def show_plan():

@@ -7,7 +7,6 @@ Needs `make lib`. llama-perplexity cuts the text into pieces of a context, each 
 second half of each, and writes the log probabilities in 16 bits (steps of 0.00024 nats); the library here reads the same tokens.
 Last column: how far apart llama.cpp's own two best are, in nats, where the two programs' likeliest tokens differ (the most).
 """
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.run import call
 from configurator import configure, fail
 
 models = ""      # GGUF files, separated by commas
@@ -28,17 +28,11 @@ pieces = 16      # of the text, at most
 AT_ONCE = 64     # tokens whose logits one call leaves
 
 
-def call(name, *words):
-    done = subprocess.run([Path(llama_cpp, name), *map(str, words)], capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        fail(f"{name}: exit code {done.returncode}: {(done.stderr.strip() or 'silent').splitlines()[-1]}")
-
-
 def theirs(model, folder):
     """(tokens (n, context) int32, log probabilities (n, context / 2 - 1, vocabulary) float32) of llama.cpp's."""
     file = Path(folder, "logits")
-    call("llama-perplexity", "-m", model, "-f", text, "-c", context, "-b", context, "--chunks", pieces, "-t", 2,
-         "--kl-divergence-base", file)
+    call([Path(llama_cpp, "llama-perplexity"), "-m", model, "-f", text, "-c", context, "-b", context, "--chunks", pieces,
+          "-t", 2, "--kl-divergence-base", file], 2)
     data = file.read_bytes()
     size, vocabulary, n = np.frombuffer(data, "<i4", 3, 8)
     tokens = np.frombuffer(data, "<i4", n * size, 20).reshape(n, size)
@@ -83,7 +77,7 @@ def main():
             for kind in quantize.split(","):
                 path = Path(folder, "quantised.gguf") if kind else Path(model)
                 if kind:
-                    call("llama-quantize", model, path, kind)
+                    call([Path(llama_cpp, "llama-quantize"), model, path, kind], 2)
                 compare(f"{Path(model).parent.name or model} {kind}", path, folder)
 
 

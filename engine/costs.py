@@ -370,7 +370,8 @@ def show(s, args, device, amp_dtype, make_optimizer):
         print(f"            {kind:<17}{binary(size):>11}")
     print(f"time        {time_line(s, foreseen)}")
     print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
-    cache = 4 * args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len  # half of the context, keys and values
+    numbers = args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len  # half of the context, keys and values
     for name, size in file_sizes(args).items():
-        read = size * (1 if args.tied else 1 - counts["embedding"] / num_params(args)) + cache
+        read = size * (1 if args.tied else 1 - counts["embedding"] / num_params(args))
+        read += numbers * (4 if name in ("gguf f32", "gguf f16", "gguf bf16", "v0") else 2)  # of quantised weights float16
         print(f"            {name:<13}{size:>15,}  {bandwidth(read) / read:>10,.0f}")

@@ -3,6 +3,7 @@ The ops of model.py, written out for speed and memory, each beside its plain for
 (tests/test_ops.py). GPUs and the compiler have kernels for the plain formulas: `written_out` says which is used, and an op
 that decides otherwise says why.
 """
+import functools
 import inspect
 import math
 from typing import NamedTuple
@@ -116,9 +117,15 @@ def has_packed_attention(device, amp, width):
     """Whether PyTorch has a kernel for the Documents of heads of this width, computed in as amp says: flash attention's."""
     if device.type != "cuda" or width % 8 or width > 256 or torch.cuda.get_device_capability(device) < (8, 0):
         return False
+    with amp:
+        return torch.is_autocast_enabled("cuda") and takes_fewer_keys()
+
+
+@functools.cache
+def takes_fewer_keys():
+    """Whether varlen_attn is there for fewer heads of keys than of queries; its first releases take other words."""
     from torch.nn.attention.varlen import varlen_attn
-    with amp:  # the first releases of varlen_attn take other words
-        return torch.is_autocast_enabled("cuda") and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(q, k, v, documents):

@@ -42,7 +42,7 @@ def compile_object(source, command, folder=ROOT):
 
 
 def compile_c(target, *what, standard="c11", compiler=os.environ.get("CC", "cc")):
-    """A program, or with -c an object. standard: of what is not the program's own."""
+    """A program, or with -c an object. standard: the kernels of an instruction set are C11 whatever it says."""
     what, command = [str(w) for w in what], [compiler, f"-std={standard}", *WARN]
     ours = [compiler, "-std=c11", *WARN]
     if COVERAGE:  # without optimisation and sanitizers, which would change the branches
