@@ -40,6 +40,7 @@ source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a f
 vocab_source = "custom"  # custom or bpe (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
 vocab_size = 0           # of one that is trained; 0: chosen by the size of the text
 vocab_most = 0           # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
+text_most = 0            # bytes of the text to prepare for training, spread over all of it; 0: all of it
 val_fraction = 0.0       # part held out for validation; 0: a tenth, at most 5 MB (of stories, 2000 at most)
 cache = "cache"          # prepared data and downloads go here
 column = "text"          # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
@@ -289,7 +290,8 @@ def show_data(prepared):
 
 if __name__ == "__main__":
     configure(globals(), positional="source")
-    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most)
+    prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most,
+                       text_most=text_most)
     print(prepared)
     if show or page or png:
         show_data(load(prepared))

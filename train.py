@@ -74,6 +74,7 @@ data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, 
 vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level BPE; byte; char; llama2; or a tokenizer's path
 vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
 vocab_most = 0              # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
+text_most = 0               # bytes of the text to prepare for training, spread over all of it; 0: all of it
 val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB
 column = "text"             # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
 skip_bad = False            # leave out files of a folder that can't be read as text, and count them
@@ -195,7 +196,7 @@ def evaluate(model, dataset, device, amp):
 def load_data(device):
     """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
     folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
-                                column=column, vocab_most=vocab_most)
+                                column=column, vocab_most=vocab_most, text_most=text_most)
     refuse_unseen(folder, device)
     return load(folder)
 

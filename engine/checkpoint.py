@@ -660,7 +660,7 @@ def other_data(s, folder):
     """In words: how the data differ from those that a checkpoint was trained on."""
     from engine.prepare import source_files  # here: it takes half a tenth of a second to import
     stored = stored_settings(folder)
-    for name in ("data", "vocab_source", "vocab_size", "vocab_most", "val_fraction"):
+    for name in ("data", "vocab_source", "vocab_size", "vocab_most", "text_most", "val_fraction"):
         if stored.get(name) != getattr(s, name):
             return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
     before, now = ({path: rest for path, *rest in files}

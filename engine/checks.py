@@ -15,7 +15,7 @@ def check_settings(s):
     if s.minutes and (s.depth or s.max_minutes):
         fail(f"--minutes={s.minutes:g} and --{'depth' if s.depth else 'max_minutes'}: expected one of them")
     for name in ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "vocab_most",
-                 "depth", "minutes", "early_stop", "peak_tflops"):
+                 "text_most", "depth", "minutes", "early_stop", "peak_tflops"):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
     if not 0 < s.learning_rate < 1:

@@ -42,6 +42,7 @@ from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_l
 VERSION = 1
 SEGMENT = 1 << 16   # bytes of a long document encoded at once
 PART = 1 << 21      # bytes of text in a part, the unit of progress
+STRETCH = 1 << 18   # bytes of text that are taken together where a part of a text is prepared
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
 STORY_BYTES = 560   # of an average story, for the progress bar
@@ -114,17 +115,18 @@ def fingerprint(folder):
 # ---- what to prepare --------------------------------------------------------------------------------------------
 
 def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache="cache", workers=0, skip_bad=False,
-            column="text", urls=None, vocab_most=0):
+            column="text", urls=None, vocab_most=0, text_most=0):
     """
     The prepared folder of a source (a Path), made if it is not there yet, whatever the number of worker processes
     (0: one for each core) with the same bytes. val_fraction: 0 holds out a tenth, HELD_OUT bytes at most; skip_bad: files
     of a folder that can't be read are left out, not refused; column: where the text stands in tables and .jsonl; urls:
-    {source: URL} of the folders that DOWNLOADS are in; vocab_most: see train_tokenizer.
+    {source: URL} of the folders that DOWNLOADS are in; vocab_most: see train_tokenizer; text_most: see spread.
     """
     try:
         if (Path(source) / "meta.json").is_file():
             return Path(source)
-        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most)
+        job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most,
+                       text_most)
         folder = Path(cache) / job["name"]
         if not folder.exists():
             with locked(Path(cache)):  # who waits here finds the work done
@@ -142,7 +144,7 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
         fail(f"{source}: preparation was interrupted; the same command continues it")
 
 
-def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, column="text", vocab_most=0):
+def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, column="text", vocab_most=0, text_most=0):
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
     if not 0 <= val_fraction < 1:
         fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1 (0: a tenth, at most 5 MB)")
@@ -151,11 +153,13 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
              f"or --vocab_source=byte or char")
     job = {"source": source, "stories": 0, "files": [], "changes": [], "left_out": "", "skip_bad": skip_bad, "column": column,
            "val_fraction": val_fraction or 0.1, "val_most": HELD_OUT if not val_fraction else math.inf,
-           "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_file": "", "vocab_most": 0 if vocab_size else vocab_most,
-           "vocab_goal": vocab_size or vocab_most}
+           "text_most": text_most, "vocab_source": vocab_source, "vocab_size": vocab_size, "vocab_file": "",
+           "vocab_most": 0 if vocab_size else vocab_most, "vocab_goal": vocab_size or vocab_most}
     unsure = False  # whether the tenth may be above the limit, or below
     if source.split(":")[0] == "stories":
         job["stories"] = count_stories(source)
+        if text_most:
+            fail(f"--text_most={text_most}: the stories are made, not read; expected stories:N")
         name, depends_on, size = source.replace(":", ""), [job["stories"], stories.GRAMMAR], 0
         job["vocab_goal"] = job["vocab_goal"] or stories.VOCAB_SIZE
     elif source in DOWNLOADS:
@@ -177,7 +181,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
     key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad,
-           *["vocab_most"] * bool(job["vocab_most"]), *[column] * (column != "text"),
+           *["vocab_most"] * bool(job["vocab_most"]), *["text_most", text_most] * bool(text_most), *[column] * (column != "text"),
            *["most"] * (not val_fraction and (unsure or size > 10 * HELD_OUT))]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [name, vocab_source + str(vocab_size or ""), digest]
@@ -345,7 +349,8 @@ def build(job, folder, workers, urls):
         path.unlink(missing_ok=True)
     publish(partial, folder)
     meta = json.loads((folder / "meta.json").read_text())
-    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+    part = f" ({meta['train_bytes'] / meta['whole_bytes']:.2%} of the text)" if "whole_bytes" in meta else ""
+    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on{part}, {meta['val_tokens']:,} to validate, "
           f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
 
 
@@ -387,7 +392,29 @@ def plan(job, copies):
         documents[documents[:, 0] == 1, 3] |= VAL
     else:
         documents = split(documents, job)
-    return segments(documents, cuts)
+    rows = segments(documents, cuts)
+    whole = int(weights(job, rows[rows[:, 3] & VAL == 0]).sum())
+    if not 0 < job["text_most"] < whole:
+        return rows
+    job["whole"] = whole
+    return spread(rows, job["text_most"])
+
+
+def spread(rows, most):
+    """
+    Of the `rows` to train on as many stretches of STRETCH bytes as have `most` bytes, at equal distances; of those of
+    validation all. A stretch that begins or ends within a document does so as a document of its own.
+    """
+    sizes = np.where(rows[:, 3] & VAL, 0, rows[:, 2] - rows[:, 1])
+    stretch = (np.cumsum(sizes) - sizes) // STRETCH
+    count = int(sizes.sum() // STRETCH) + 1
+    chosen = np.zeros(count, bool)
+    chosen[np.linspace(0, count - 1, max(1, int(most // STRETCH))).astype(int)] = True
+    keep = chosen[stretch] | (rows[:, 3] & VAL > 0)
+    for flag, beside in (FIRST, np.append(True, keep[:-1])), (LAST, np.append(keep[1:], True)):
+        inside = ~beside & (rows[:, 3] & flag == 0)
+        rows[inside, 3] |= flag | STRIP
+    return rows[keep]
 
 
 def read_files(job, copies):
@@ -728,6 +755,8 @@ def assemble(job, rows, partial, tokenizer):
             "train_bytes": int(counts[0, 1]), "val_bytes": int(counts[1, 1]), "fingerprint": fingerprint(partial)}
     if job.get("bad"):
         meta["skipped"] = [path for path, _ in job["bad"]]
+    if "whole" in job:
+        meta["whole_bytes"] = job["whole"]
     if job["stories"]:
         meta["floor_bpb"] = counts[1, 2] / counts[1, 1]
         meta["entropy_bits_per_story"] = stories.entropy()

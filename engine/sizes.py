@@ -54,6 +54,7 @@ WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 
 MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
 RESERVE = 0.03     # of the minutes, for what comes after the last step
 EVALUATIONS = 12   # of a run
+LARGE = 1 << 26    # bytes of a text that may be too large to prepare all of it
 WORTH = 0.006      # of a run's time, that one of them may take
 
 
@@ -91,7 +92,24 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
             plan |= {"dim": (plan["dim"][0], why)} if "dim" in plan else {}
             break
         plan = wider
+    plan |= part_of_text(s, given, plan, minutes, size, make_optimizer, device, amp_dtype)
     return {"minutes": (minutes, "as given" if s.minutes else "unless --minutes says otherwise")} | plan
+
+
+def part_of_text(s, given, plan, minutes, size, *machine):
+    """
+    The plan's part for a text so large that it would be prepared for longer than it is read: at least four times what the time
+    can read, at 4 bytes a token, as a power of two, so that other runs find it prepared.
+    """
+    if "text_most" in given or size < LARGE or s.data.split(":")[0] == "stories" or (Path(s.data) / "meta.json").is_file():
+        return {}
+    trial = copy.copy(s)
+    vars(trial).update(values(plan))
+    pieces = known_pieces(trial) or trial.vocab_size or trial.vocab_most
+    tokens = tokens_per_step(trial) * 54 * minutes / step_seconds(trial, pieces, *machine)
+    most = max(LARGE // 4, 2 ** math.ceil(math.log2(16 * tokens)))
+    why = f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there is time to read"
+    return {"text_most": (most, why)} if 2 * most <= size else {}
 
 
 def shape(s, given, dim, size):
@@ -169,7 +187,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     possible = seconds / step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
     steps = max(20, round(min(possible, epochs_for(meta["train_bytes"]) / passes)))
     epochs, limited = steps * passes, steps < possible
-    read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * epochs:.2g} % of the text"
+    read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of the text"
     plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else
                          (10 * steps, f"more than there is time for; about {steps:,}, {read}"),
             "learning_rate": (rate_for(s.dim), "falls with the width"),
@@ -182,6 +200,11 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
     return seconds, {name: both for name, both in plan.items() if name not in given}
+
+
+def share_of(epochs, meta):
+    """Of the whole text what has been read, where a part of it was prepared and read `epochs` < 1 times."""
+    return epochs * meta["train_bytes"] / meta.get("whole_bytes", meta["train_bytes"])
 
 
 def epochs_for(size):
@@ -206,7 +229,7 @@ def training_seconds(minutes):
 def limit(s, state, row, meta):
     """What keeps the loss of a run that is over from being lower, and what to change, in a line."""
     epochs, blocks = row["epoch"], 12 * s.n_layers * s.dim ** 2
-    read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * epochs:.2g} % of it was read"
+    read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of it was read"
     if state["last"]:
         return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
     if state["step"] >= s.max_iters and epochs < 0.9 * epochs_for(meta["train_bytes"]):

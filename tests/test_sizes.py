@@ -84,6 +84,21 @@ def test_every_plan_can_train(monkeypatch, size):
         assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
 
 
+def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, tmp_path):
+    found = [plan(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
+    assert found == sorted(set(found)) and found[0] >= sizes.LARGE // 4 and all(most & (most - 1) == 0 for most in found)
+    s = plan(monkeypatch, 10 ** 11)
+    readable = 3e2 / (0.002 + 6 * (12 * s.n_layers * s.dim ** 2 + s.vocab_most * s.dim) * costs.tokens_per_step(s) / 5e10)
+    assert 3 < s.text_most / (4 * readable * costs.tokens_per_step(s)) < 9  # a token has about four bytes
+    assert not plan(monkeypatch, 10_000_000).text_most and not plan(monkeypatch, 10 ** 11, flops=1e16).text_most
+    assert plan(monkeypatch, 10 ** 11, text_most=5).text_most == 5 and not plan(monkeypatch, 10 ** 11, data="stories").text_most
+    (tmp_path / "meta.json").write_text('{"vocab_size": 500}')
+    assert not plan(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
+    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
+    row = {"epoch": 0.5, "tokens": 500_000}
+    assert "(0.5 % of it was read)" in sizes.limit(s, {"last": None, "step": 50}, row, meta)
+
+
 def test_what_is_given_stays(monkeypatch):
     s = plan(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
