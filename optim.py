@@ -57,7 +57,7 @@ class AdamW:
     TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what UpdateNorms copies
 
     def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
-        self.param_groups = [group | {"lr": lr} for group in groups]
+        self.param_groups = [group | {"lr": lr * group["scale"]} for group in groups]
         self.state = defaultdict(dict)
         self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}
 
@@ -85,7 +85,7 @@ class Muon:
     WIDE = 128          # short side from which the iterations are faster in bfloat16, where there is such; good enough for them
 
     def __init__(self, params, lr, weight_decay, momentum=0.95):
-        self.param_groups = [{"params": params, "lr": lr, "weight_decay": weight_decay, "momentum": momentum}]
+        self.param_groups = [{"params": params, "lr": lr, "scale": 1.0, "weight_decay": weight_decay, "momentum": momentum}]
         self.state = defaultdict(dict)
         self.half = parallel.has_bfloat16(params[0].device)
 
@@ -132,6 +132,10 @@ class Together:
         self.scale.divide([p.grad for p in self.names if p.grad is not None])
         for optimizer in self.optimizers:
             optimizer.step(observe)
+
+    def set_rate(self, rate):
+        for group in self.param_groups:
+            group["lr"] = rate * group["scale"]
 
     def zero_grad(self):
         for p in self.names:
@@ -182,15 +186,17 @@ class LossScale:
             s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
-def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2):
-    """kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are."""
+def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0):
+    """
+    kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are. table_rate: by how much
+    the rate of embedding and classifier is larger.
+    """
     blocks, tables, vectors = [], [], []
     for name, p in model.named_parameters():
         (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
-    if kind == "adamw":
-        tables += blocks
-    groups = [{"params": tables, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    adamw = AdamW(groups, learning_rate, beta1, beta2)
+    kinds = [(tables, table_rate, weight_decay), (vectors, 1.0, 0.0)] + [(blocks, 1.0, weight_decay)] * (kind == "adamw")
+    adamw = AdamW([{"params": params, "scale": scale, "weight_decay": decay} for params, scale, decay in kinds],
+                  learning_rate, beta1, beta2)
     if kind == "adamw":
         return Together(model, adamw)
     return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)

@@ -105,6 +105,7 @@ gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x th
 max_iters = 3000            # steps
 optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
 learning_rate = 6e-3        # peak
+table_rate = 1.0            # of embedding and classifier, times learning_rate
 weight_decay = 0.1          # of the matrices
 beta1 = 0.9                 # AdamW
 beta2 = 0.95                # AdamW
@@ -209,7 +210,7 @@ def make_model(args, dataset, device):
     model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
         parallel.shard(model)
-    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2)
+    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate)
 
 
 def plan_from_time(given, *machine):
@@ -411,8 +412,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
         rate = learning_rate_at(s, step, spent := seconds / clock["end"])
         bar.total = min(s.max_iters, round(step / spent)) if spent and step else s.max_iters  # what the time allows
-        for group in opt.param_groups:
-            group["lr"] = rate
+        opt.set_rate(rate)
         loss, norm, taken = train_step(step, model, opt, dataset, device, amp, guard, update_norms)
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1

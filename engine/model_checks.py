@@ -255,7 +255,7 @@ def rate(r):
         raise Skip
     model, losses = r.model, []
     model.train(not r.args.dropout)
-    opt = r.make_optimizer(model, r.s.optimizer, r.s.learning_rate, r.s.weight_decay, r.s.beta1, r.s.beta2)
+    opt = r.make_optimizer(model, r.s.optimizer, r.s.learning_rate, r.s.weight_decay, r.s.beta1, r.s.beta2, r.s.table_rate)
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):

@@ -161,8 +161,7 @@ def stepper(g, config, model, opt, dataset, device, amp):
     opt.scale = g["LossScale"](config["compute_dtype"] == "float16")
 
     def take(step, rate):
-        for group in opt.param_groups:
-            group["lr"] = rate
+        opt.set_rate(rate)
         return g["train_step"](step, wrapped, opt, dataset, device, amp, guard, norms)[0].item()
     return take
 

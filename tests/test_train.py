@@ -1130,6 +1130,24 @@ def test_gradients_are_made_out_of_autocast():
     assert seen == [False]
 
 
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
+    def moved(table_rate):
+        torch.manual_seed(0)
+        model, x = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, tied=False)), torch.arange(8)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model(x[None], x[None])[1].backward()
+        opt = optim.make_optimizer(model, kind, 0.1, 0.0, 0.9, 0.95, table_rate)
+        opt.set_rate(1e-3)
+        opt.step()
+        return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+    one, three = moved(1.0), moved(3.0)
+    for name in one:
+        times = 3 if name in ("tok_embeddings.weight", "output.weight") else 1
+        assert one[name].abs().max() > 0 and torch.allclose(three[name], times * one[name], rtol=1e-3, atol=1e-8), name
+
+
 def test_a_loss_that_is_no_number_ends_the_run(capsys):
     class Log:
         rows = []
