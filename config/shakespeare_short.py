@@ -16,6 +16,7 @@ batch_size = 16
 max_iters = 235
 warmup_iters = 10
 learning_rate = 1.6e-2
+table_rate = 2.0
 decay_fraction = 1.0
 eval_interval = 235
 eval_iters = 50              # 51,200 characters of each split, before the first step and at the end

@@ -126,6 +126,8 @@ def shape(s, given, dim, size):
     plan = {"dim": (dim, "as wide as the rules go"),
             "n_layers": (layers, "few: a short training makes more of width than of depth"),
             "n_heads": (heads, "32 dimensions each, from width 512 on 64"),
+            "tied": (False, "embedding and classifier learn more as two tables, where a text is read little")
+                    if read_little(dim, layers, size) else (True, "embedding and classifier are one table, as it is read often"),
             "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
             "batch_size": (math.ceil(sequences / passes), f"sequences of a forward pass; a step has {tokens:,} tokens, about"),
             "gradient_accumulation_steps": (passes, "forward passes a step")}
@@ -143,9 +145,10 @@ def shape(s, given, dim, size):
 def vocabulary(dim, n_layers, size):
     """
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
-    parameters, with 36 L D three quarters, and a piece that comes less than once in 192 bytes is hardly learned.
+    parameters, with 18 L D it and a classifier of its own have three quarters, and a piece that comes less than once in 192
+    bytes is hardly learned.
     """
-    rows = min(36 * n_layers * dim, 4096) if read_little(dim, n_layers, size) else 0
+    rows = min(18 * n_layers * dim, 4096) if read_little(dim, n_layers, size) else 0
     most = min(max(rows, 6 * n_layers * dim), size // 192, 32768) // 64 * 64
     return most if most >= 384 else 0
 
@@ -191,6 +194,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else
                          (10 * steps, f"more than there is time for; about {steps:,}, {read}"),
             "learning_rate": (rate_for(s.dim), "falls with the width"),
+            "table_rate": (2.0 if s.tied else 4.0, "embedding and classifier learn faster; more so where they are two"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
             "dropout": (dropout_for(epochs), "grows with how often the text is read"),
             "weight_decay": (0.1 if epochs < 50 else 0.3, "0.3 where the text is read very often"),

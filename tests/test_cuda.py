@@ -2,6 +2,7 @@
 The GPU's kernels. On the CPU they run as they are, thread by thread, under sanitizers (cuda_on_cpu/); with nvcc they are
 compiled for real; with a GPU they run there. Every op against the CPU's, whole models against the CPU's program.
 """
+import json
 import os
 import shutil
 import subprocess
@@ -177,7 +178,7 @@ def test_types_that_only_the_cpu_knows(runcuda_bin, tmp_path):
 
 
 def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
-    """No cooperative launch, no recording (some ways to share a GPU): the ops do it, with the same text."""
+    """No cooperative launch, no recording (some ways to share a GPU), little shared memory: the ops do it, with the same text."""
     if where:
         pytest.skip("the GPU here is whole")
     Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=64).write_gguf(tmp_path / "m.gguf")
@@ -185,6 +186,14 @@ def test_where_the_driver_refuses(runcuda_bin, tmp_path, where):
     expected = run(runcuda_bin, *args, "--device=cpu").stdout
     for refused in ("together", "recording", "together recording"):
         assert run(runcuda_bin, *args, CUDA_ON_CPU_REFUSES=refused).stdout == expected
+    for most in 1 << 12, 1 << 14, 1 << 15, 1 << 16:
+        assert run(runcuda_bin, *args, CUDA_ON_CPU_SHARED=str(most)).stdout == expected
+
+
+def test_the_bench_waits_for_what_it_times(runcuda_bin, tmp_path):
+    Model(dim=32, hidden=64, layers=1, heads=2, kv=1, seq=64).write_gguf(tmp_path / "m.gguf")
+    found = json.loads(run(runcuda_bin, tmp_path / "m.gguf", "--bench", "--json", "-n", 2).stdout)
+    assert found["bandwidth_gb_per_s"] > 0 and found["decode_tokens_per_s"] > 0
 
 
 def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):

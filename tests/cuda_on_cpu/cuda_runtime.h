@@ -120,7 +120,8 @@ static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half
 
 // ---- the runtime
 
-enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice };
+enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice,
+                   cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
        cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
@@ -135,6 +136,7 @@ struct cudaFuncAttributes { int unused; };
 namespace cuda_on_cpu {
 inline cudaGraph_t capture;
 inline int multiprocessors() { const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS"); return s ? atoi(s) : 12; }
+inline size_t shared_memory() { const char *s = getenv("CUDA_ON_CPU_SHARED"); return s ? strtoull(s, NULL, 10) : 227 << 10; }
 inline size_t free_memory() { const char *s = getenv("CUDA_ON_CPU_MEMORY"); return s ? strtoull(s, NULL, 10) : (size_t)1 << 30; }
 
 inline bool refuses(const char *what) { const char *s = getenv("CUDA_ON_CPU_REFUSES"); return s && strstr(s, what); } // as MPS may
@@ -167,7 +169,7 @@ static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize() { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, 227 << 10}; return cudaSuccess; }
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, cuda_on_cpu::shared_memory()}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
 template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
@@ -194,7 +196,7 @@ static inline cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = (int)cuda_on_cp
 static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, int) { return cudaEventCreate(e); }
 static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { cuda_on_cpu::events.at(e) = cuda_on_cpu::submitted; return cudaSuccess; }
 static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { return cuda_on_cpu::wait(cuda_on_cpu::events.at(e)); }
-static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t) { *ms = 1; return cudaSuccess; }
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t e) { *ms = 1; return cuda_on_cpu::events.at(e) > cuda_on_cpu::done ? cudaErrorNotReady : cudaSuccess; }
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported; cuda_on_cpu::capture = new std::vector<std::function<void()>>; return cudaSuccess; }
