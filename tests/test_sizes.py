@@ -99,6 +99,15 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
     assert "(0.5 % of it was read)" in sizes.limit(s, {"last": None, "step": 50}, row, meta)
 
 
+def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
+    meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
+    rate = lambda s: sizes.values(sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1])["table_rate"]
+    often, little = plan(monkeypatch, 10_000, 1.0), plan(monkeypatch, 10_000_000, 1.0)
+    assert often.tied and not little.tied and rate(often) < rate(little)
+    one = plan(monkeypatch, 10_000_000, 1.0, tied=True)
+    assert one.tied and rate(one) == rate(often)
+
+
 def test_what_is_given_stays(monkeypatch):
     s = plan(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
