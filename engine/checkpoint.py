@@ -661,8 +661,8 @@ def other_data(s, folder):
     from engine.prepare import source_files  # here: it takes half a tenth of a second to import
     stored = stored_settings(folder)
     for name in ("data", "vocab_source", "vocab_size", "vocab_most", "text_most", "val_fraction"):
-        if stored.get(name) != getattr(s, name):
-            return f"holds a run with {name}={stored.get(name)}, now it is {getattr(s, name)}"
+        if stored.get(name, getattr(s, name)) != getattr(s, name):
+            return f"holds a run with {name}={stored[name]}, now it is {getattr(s, name)}"
     before, now = ({path: rest for path, *rest in files}
                    for files in (stored.get("data_files", []), source_files(s.data, s.cache, s.column)))
     changed = sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))

@@ -148,8 +148,7 @@ class Rehearsal:
         self.s, self.vocab_size, self.device = s, vocab_size, device
         self.model = Transformer(model_args(s, vocab_size)).to(device)
         self.model.bos_id, self.model.recompute = 1 if s.within_documents else None, s.activation_checkpointing
-        self.optimizer = make_optimizer(self.model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2,
-                                        s.table_rate)
+        self.optimizer = make_optimizer(self.model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
         self.amp = torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32)
 
     def tokens(self, rows):

@@ -203,6 +203,8 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
                            "thousand tokens, less than a hundredth of the time"),
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
+    if s.optimizer == "adamw":
+        del plan["table_rate"]
     return seconds, {name: both for name, both in plan.items() if name not in given}
 
 
@@ -236,6 +238,8 @@ def limit(s, state, row, meta):
     read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of it was read"
     if state["last"]:
         return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
+    if "whole_bytes" in meta and epochs > 1:
+        return f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were prepared ({read}): more --text_most lowers the loss"
     if state["step"] >= s.max_iters and epochs < 0.9 * epochs_for(meta["train_bytes"]):
         return f"limited by --max_iters={s.max_iters}, as given ({read})"
     if state["step"] >= s.max_iters:

@@ -97,6 +97,7 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
     row = {"epoch": 0.5, "tokens": 500_000}
     assert "(0.5 % of it was read)" in sizes.limit(s, {"last": None, "step": 50}, row, meta)
+    assert "4 MB of the text that were prepared (read 2 times)" in sizes.limit(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
 
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
@@ -106,6 +107,9 @@ def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
     assert often.tied and not little.tied and rate(often) < rate(little)
     one = plan(monkeypatch, 10_000_000, 1.0, tied=True)
     assert one.tied and rate(one) == rate(often)
+    one.optimizer = "adamw"
+    with pytest.raises(KeyError):
+        rate(one)
 
 
 def test_what_is_given_stays(monkeypatch):
