@@ -239,7 +239,8 @@ def limit(s, state, row, meta):
     if state["last"]:
         return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
     if "whole_bytes" in meta and epochs > 1:
-        return f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were prepared ({read}): more --text_most lowers the loss"
+        return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were prepared ({read}): more --text_most "
+                f"lowers the loss")
     if state["step"] >= s.max_iters and epochs < 0.9 * epochs_for(meta["train_bytes"]):
         return f"limited by --max_iters={s.max_iters}, as given ({read})"
     if state["step"] >= s.max_iters:
