@@ -257,7 +257,7 @@ def values(plan):
 def show_plan(plan):
     parallel.say("sizes from the text, this machine and the time; what the command line gives stays:")
     for name, (value, why) in plan.items():
-        parallel.say(f"  {name:14}{value:<8} {why}")
+        parallel.say(f"  {name:14}{value!s:<8} {why}")
 
 
 def problem(args):

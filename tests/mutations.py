@@ -8,8 +8,8 @@ read one by one.
     python -m tests.mutations 100 c           of the C program
     python -m tests.mutations 0 cuda          each barrier, fence, wait and check of the GPU's kernels, all of them
 
---seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that, --part=2/7 the
-second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
+--seed=N draws others, --workers=N runs so many at a time, --files=a.py,b.py changes those alone, --files=-a.py all but that,
+--part=2/7 the second seventh of the draw, --again=output.txt what survived in that run, --done=output.txt what it has not tried.
 `map test_data test_train` maps those anew. A map is good for the files it was made with. Linux only, like what it starts.
 """
 import ast
@@ -50,7 +50,8 @@ C_TESTS = "test_run test_encode test_chat test_library test_hostile test_kernels
 RUN, LOADERS = "test_run.py and not team", "hostile_gguf or hostile_llama2c or of_every_kind or checksum or hashlib"
 FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "bytes.h": f"{RUN} or {LOADERS}", "model.h": RUN,
          "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat", "bench.c": "test_bench",
-         "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte", "llamac.h": "test_library",
+         "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte",
+         "llamac.h": "test_library",
          "team.c": "team or on_threads", "team.h": "team or on_threads", "memory.c": "memory", "memory.h": "memory"}
 KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 # What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.
@@ -108,7 +109,8 @@ def python_changes(source):
 
 
 TOKEN = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|^[ \t]*#(?:\\\n|[^\n])*'
-                   r"|(?P<op><<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+<>])|(?P<number>\b\d+(?:\.\d+)?\b)", re.M | re.S)
+                   r"|(?P<op><<=|>>=|->|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+<>])"
+                   r"|(?P<number>\b\d+(?:\.\d+)?\b)", re.M | re.S)
 C_SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-", "-": "+",
            "<<": ">>", ">>": "<<", "+=": "-=", "-=": "+="}
 
@@ -134,7 +136,8 @@ def guards(source):
     return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
 
 
-KINDS = {"py": (("*.py", "engine/*.py"), python_changes), "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes), "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
+KINDS = {"py": (("*.py", "engine/*.py"), python_changes), "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
+         "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
 
 
 def copy_to(folder):
@@ -151,7 +154,8 @@ def children():
 
 def pytest(folder, *words, limit, **env):
     """(exit code or None, output) of pytest in a copy. No process that a test started outlives it."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")} | env
+    own = {"OMP_NUM_THREADS": "1", "WARN": "-w", "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent / "tmp")}
+    env = os.environ | own | env
     (folder.parent / "tmp").mkdir()
     with open(folder.parent / "output", "w+") as output:
         process = subprocess.Popen([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words], cwd=folder, env=env,
@@ -226,7 +230,8 @@ def lines_of(source, change):
 
     A module's own lines run once in a process, at the import, so every test that runs anything of the file guards them."""
     first, last = (source.encode()[:place].count(b"\n") + 1 for place in change[:2])
-    around = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt) and node.lineno <= first <= node.end_lineno]
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= first <= node.end_lineno]
     functions = [node for node in around if isinstance(node, ast.FunctionDef) and first >= node.body[0].lineno]
     return range(around[-1].lineno, last + 1), bool(functions)
 
@@ -286,7 +291,8 @@ def try_change(path, change, tests, every):
             apply(copy, path, change)
             code, output = pytest(copy, "-x", *words, limit=limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
-        who = f"no end within {limit:.0f} s" if code is None else None if code == 0 else noticed[1] if noticed else f"exit code {code}"
+        failed = noticed[1] if noticed else f"exit code {code}"
+        who = f"no end within {limit:.0f} s" if code is None else failed if code else None
         count += int((re.search(r"(\d+) passed", output) or "00")[1])
         if who:
             break
@@ -347,7 +353,8 @@ def main(count, kind):
     sources = {path: path.read_text(encoding="utf-8") for path in paths}
     changes = [(path, change) for path in paths for change in find(sources[path])]
     random.Random(seed).shuffle(changes)
-    sound = (job for job in changes if kind == "cuda" or (is_another_program(*job) if kind == "c" else is_a_change(sources[job[0]], job[1])))
+    is_sound = {"py": lambda path, change: is_a_change(sources[path], change), "c": is_another_program, "cuda": lambda *_: True}
+    sound = (job for job in changes if is_sound[kind](*job))
     this, parts = map(int, part.split("/"))
     count = count or len(changes)
     drawn = sorted(itertools.islice(sound, count * (this - 1) // parts, count * this // parts))
@@ -366,7 +373,8 @@ def main(count, kind):
         if results:
             print(f"{path.relative_to(ROOT)}: {sum(who is not None for who in results)} of {len(results)}")
     noticed = sum(who is not None for who in found)
-    print(f"{noticed} of {len(drawn)} changes were noticed ({100 * noticed / max(1, len(drawn)):.0f} %), of {len(changes)} that there are")
+    share = 100 * noticed / max(1, len(drawn))
+    print(f"{noticed} of {len(drawn)} changes were noticed ({share:.0f} %), of {len(changes)} that there are")
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     (tmp_path / "my.txt").write_bytes(words)
     args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1"]
     text = run(tmp_path, *args, "--minutes=0.05")
-    assert "minutes       0.05" in text and "as given" in text and "\nlimited by the " in text
+    assert "minutes       0.05" in text and "as given" in text and "tied          True" in text and "\nlimited by the " in text
     assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
     stored = json.loads((tmp_path / "out/my/config.json").read_text())
     stored = stored.get("config", stored)
