@@ -28,7 +28,7 @@ from pathlib import Path
 STARTED = time.monotonic()  # when this program began, about
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
-    ("lr max_lr peak_lr", "learning_rate", ""),
+    ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
     ("epochs num_epochs n_epochs num_train_epochs", "max_iters", "which counts steps, not passes over the data"),
     ("steps max_steps num_steps n_steps train_steps iters num_iters num_iterations", "max_iters", ""),
     ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"),

@@ -57,6 +57,7 @@ class AdamW:
     TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what UpdateNorms copies
 
     def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
+        groups = [{"scale": 1.0} | group for group in groups]  # of the rate
         self.param_groups = [group | {"lr": lr * group["scale"]} for group in groups]
         self.state = defaultdict(dict)
         self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}

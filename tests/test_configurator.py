@@ -149,7 +149,7 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
         "max_grad_norm>grad_clip lr_scheduler_type>schedule report_to>wandb_log bf16>dtype "
         "gradient_checkpointing>activation_checkpointing resume_from_checkpoint>init_from run_name>wandb_run_name "
         "model>init_from batchsize>batch_size lerning_rate>learning_rate weight_deacy>weight_decay "
-        "rate>learning_rate warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
+        "rate>learning_rate embedding_lr>table_rate warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
     "sample": "model>out_dir start>prompt checkpoint>out_dir top_k>top_p max_length>max_new_tokens",
     "export": "version>format output>path",
     "data": "dataset>source",

@@ -220,24 +220,24 @@ def test_a_tenth_is_held_out_up_to_a_limit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["text", "documents", "jsonl"])
 def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(prepare, "STRETCH", 4096)
-    texts = [" ".join(f"{n}.{word}" for word in prose(450, n).split(" ")) for n in range(400)]
+    monkeypatch.setattr(prepare, "STRETCH", 2048)
+    texts = [" ".join(f"{n}.{word}" for word in prose(450, n).split(" ")) for n in range(200)]
     path = tmp_path / ("a.jsonl" if source == "jsonl" else "a.txt")
     between = {"text": " ", "documents": "\n<|endoftext|>\n", "jsonl": "\n"}[source]
     path.write_text(between.join(json.dumps({"text": text}) if source == "jsonl" else text for text in texts))
     whole, part = (data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, text_most=most))
-                   for most in (0, 40_000))
+                   for most in (0, 20_000))
     assert ["% of the text)" in line for line in capfd.readouterr().out.splitlines()] == [False, True]
     assert bytes(whole.val) == bytes(part.val) and part.meta["whole_bytes"] in range(whole.meta["train_bytes"], os.path.getsize(path))
-    assert 20_000 < part.meta["train_bytes"] < 60_000 and "whole_bytes" not in whole.meta
+    assert 10_000 < part.meta["train_bytes"] < 30_000 and "whole_bytes" not in whole.meta
     found = documents(part.train, part.tokenizer)
     if source == "text":
         assert all(text in " ".join(texts) and text[:1].strip() and text[-1:].strip() for text in found)
     else:
         assert set(found) <= {text.strip() for text in texts}
     begun = [int(text.split(".")[0]) for text in found]
-    assert begun == sorted(begun) and max(np.diff([*begun, 400])) < 60 and begun[0] == 0
-    assert data.prepare(path, "byte", cache=tmp_path / "cache", text_most=40_000) == part.folder != whole.folder
+    assert begun == sorted(begun) and max(np.diff([*begun, 200])) < 40 and begun[0] == 0
+    assert data.prepare(path, "byte", cache=tmp_path / "cache", text_most=20_000) == part.folder != whole.folder
     more = data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, text_most=10 ** 9))
     assert more.meta == whole.meta | {"source": str(path)}
     assert "expected stories:N" in refused(capfd, lambda: data.prepare("stories", cache=tmp_path / "cache", text_most=9))
