@@ -154,8 +154,7 @@ class Transformer(nn.Module):
     def forward(self, tokens, targets=None, cache=None, every=False, documents=None):
         """
         tokens (B, T) -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in nats. Else
-        logits (B, 1, V) of the last position, with every=n (B, ceil(T / n), V) of every n-th, and None. cache: new_cache's.
-        documents: ops.documents_of's of a packed batch.
+        logits (B, 1, V) of the last position or, with every=n, of every n-th, and None. cache, documents: new_cache's, ops'.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]

@@ -406,9 +406,9 @@ def adopt(s, given):
             fail(f"--{name}={now}: fine-tuning keeps sizes and vocabulary of {s.init_from}, where {name} is "
                  f"{before.get(name, adopted.get(name))}; leave --{name} out, or train from nothing, without --init_from")
     free = {"max_seq_len": min(args.max_seq_len, MOST_ADOPTED), "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
-    if s.eval_only:  # else all of a large text would be prepared
-        free["text_most"] = before.get("text_most", s.text_most)
-    free = {name: value for name, value in free.items() if name not in given and value != getattr(s, name)}
+    if s.eval_only and before.get("text_most"):  # else all of a large text would be prepared
+        free["text_most"] = before["text_most"]
+    free = {name: value for name, value in free.items() if name not in given}
     parallel.say(f"fine-tuning {s.init_from} ({num_params(args):,} parameters, context {args.max_seq_len:,})"
                  + "".join(f"; {name}={value}" for name, value in free.items()))
     return adopted | free | {"vocab_source": str(file)}

@@ -184,6 +184,14 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     assert rows(tmp_path / "out/my")[-1]["iter"] > last["iter"]
 
 
+def test_an_evaluation_prepares_as_much_of_a_text_as_its_model_was_trained_on(tmp_path):
+    (tmp_path / "my.txt").write_bytes((ROOT / "README.md").read_bytes()[:9000])
+    args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1", "--vocab_source=byte", "--dim=32", "--max_seq_len=32", "--checks=none"]
+    run(tmp_path, *args, "--text_most=2000", "--max_iters=2", "--eval_iters=1")
+    text = run(tmp_path, "--data=my.txt", "--device=cpu", "--init_from=out/my", "--eval_only=True", "--out_dir=other")
+    assert "; text_most=2000" in text and "validation loss" in text
+
+
 def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     words = (ROOT / "README.md").read_text(encoding="utf-8").encode()[:3000]
     (tmp_path / "my.txt").write_bytes(words)
