@@ -278,23 +278,24 @@ def conclude(state, args, model, dataset, tracker, row):
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
 
 
-def save(writer, state, args, model, opt, dataset, config, metric):
+def save(writer, t, metric):
     """
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
     that fails costs a warning, and the next save tries again. Sharded processes each write their slices.
     """
-    weights = checkpoint.snapshot(dict(model.named_parameters()), copy=parallel.is_sharded(model))  # a tied one once
-    train = checkpoint.snapshot({"optimizer": opt.state_dict(), "state": state})
-    step, best, keep = state["step"], state["best"], 0 if always_save_checkpoint else keep_last
+    sharded, dataset = parallel.is_sharded(t.model), t.dataset
+    weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
+    train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state})
+    step, best, keep = t.state["step"], t.state["best"], 0 if always_save_checkpoint else keep_last
 
     def work():
-        folder = checkpoint.save(out_dir, step, {"args": asdict(args), "model": weights}, train, config,
+        folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights}, train, t.config,
                                  dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
         if metric <= best and parallel.master:
-            whole = checkpoint.load(folder)["model"] if parallel.is_sharded(model) else weights
-            export_model(whole, args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
+            whole = checkpoint.load(folder)["model"] if sharded else weights
+            export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
 
-    if parallel.master or parallel.is_sharded(model):
+    if parallel.master or sharded:
         checkpoint.warn_of(writer.start(work))
 
 
@@ -351,15 +352,13 @@ def main(given):
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
             preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
-        modes.loop(globals())(config, state, dataset, args, model, opt, place, amp, changes)
+        modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes))
     parallel.close()
 
 
-def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
-    """
-    The loop. state is what a continuation needs besides weights and optimizer: {"step", "best", "guard", ...}; changes:
-    the settings given anew to a resumed run, which go into the log.
-    """
+def train(t):
+    """The loop of a modes.Training, until its steps, its time or its text come to an end, or somebody stops it."""
+    config, state, dataset, args, raw_model, opt, device, amp, changes = t
     s, writer = knobs(), checkpoint.Writer()
     tracker = start_tracking(s, config, state) if parallel.master else Tracker()
     clock = checkpoint.session_clock(state["clock"], max_minutes, minutes)
@@ -389,7 +388,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
         state["clock"] = clock | {"seconds": seconds}
         with watch.paused():
             if stop:
-                save(writer, state, args, raw_model, opt, dataset, config, math.inf)  # at once, whatever follows
+                save(writer, t, math.inf)  # at once, whatever follows
             if due or stop:
                 row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
             if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
@@ -401,8 +400,7 @@ def train(config, state, dataset, args, raw_model, opt, device, amp, changes):
                 tracker.log(row)
                 show(row, bar)
             if step > resumed and ("loss/val" in row or save_now):
-                metric = row.get("loss/val", math.inf)
-                save(writer, state, args, raw_model, opt, dataset, config, metric)
+                save(writer, t, row.get("loss/val", math.inf))
             if guard.state["in_a_row"] >= max_skips:
                 checkpoint.go_back(s, raw_model, opt, guard, writer)
         if end or stop:

@@ -19,6 +19,7 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +34,22 @@ HOPELESS = 400       # overfit fails after so many steps without a loss that is 
 LONGEST = 5000       # ... or so many in all
 WARM = 10            # steps of warm-up before the constant rate
 leaving = []         # the folder to remove at the end, and those made for it
+
+
+class Training(NamedTuple):
+    """
+    All that a loop needs, settled. config: the settings and what costs.describe derived; state: what a continuation needs
+    besides weights and optimizer; args: ModelArgs; amp: autocast's context; changes: [[setting, before, now]] of a resumed run.
+    """
+    config: dict
+    state: dict
+    dataset: Any
+    args: Any
+    model: Any
+    opt: Any
+    device: Any
+    amp: Any
+    changes: list
 
 
 # ---- what they have in common ------------------------------------------------------------------------------------------
@@ -106,7 +123,7 @@ def own_settings(s):
 
 
 def loop(g):
-    """What main calls: train, or the mode in its place. Both take the same arguments."""
+    """What main calls: train, or the mode in its place. Both take a Training."""
     name = chosen(SimpleNamespace(**g))
     if not name:
         return g["train"]
@@ -116,9 +133,9 @@ def loop(g):
     return functools.partial(run, overfit if name == "overfit" else dry_run, g)
 
 
-def run(mode, g, *arguments):
+def run(mode, g, training):
     """A mode to its end: its folder goes, and its exit code, if it is not 0, ends the program."""
-    code = mode(g, *arguments)
+    code = mode(g, training)
     parallel.on_master(checkpoint.release)
     parallel.on_master(clean_up)
     if code:
@@ -155,30 +172,30 @@ def set_all(place, values):
         setattr(place, name, value)
 
 
-def stepper(g, config, model, opt, dataset, device, amp):
-    """take(step, rate): train.py's step at this rate, which returns the loss, a float."""
-    wrapped, guard, norms = parallel.wrap(model), g["SpikeDetector"](math.inf), UpdateNorms(model)
-    opt.scale = g["LossScale"](config["compute_dtype"] == "float16")
+def stepper(g, t):
+    """take(step, rate): train.py's step of a Training t at this rate, which returns the loss, a float."""
+    wrapped, guard, norms = parallel.wrap(t.model), g["SpikeDetector"](math.inf), UpdateNorms(t.model)
+    t.opt.scale = g["LossScale"](t.config["compute_dtype"] == "float16")
 
     def take(step, rate):
-        opt.set_rate(rate)
-        return g["train_step"](step, wrapped, opt, dataset, device, amp, guard, norms)[0].item()
+        t.opt.set_rate(rate)
+        return g["train_step"](step, wrapped, t.opt, t.dataset, t.device, t.amp, guard, norms)[0].item()
     return take
 
 
 # ---- overfit -----------------------------------------------------------------------------------------------------------
 
-def overfit(g, config, state, dataset, args, model, opt, device, amp, changes):
+def overfit(g, t):
     """
     Step 0 again and again: the same windows, the same randomness, a constant rate. What can learn anything learns these by
     heart. Returns the exit code, 0 for PASS.
     """
-    take = stepper(g, config, model, opt, dataset, device, amp)
+    take, model, dataset = stepper(g, t), t.model, t.dataset
     x, y = whole_batch(dataset)
     least = {reach: least_loss(x, y, model.bos_id, reach) for reach in (0, 1, None)}
     enough = least[None] + ENOUGH
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    right = [p_right(model, dataset, device, amp, g["batch_size"])]
+    right = [p_right(t, g["batch_size"])]
     say(f"overfit: {len(x)} window{'s' * (len(x) > 1)} of {x.shape[1]} tokens, the same at every step, without dropout, at "
         f"learning_rate={g['learning_rate']}; who knows them by heart has a loss of {least[None]:.4f}, {enough:.4f} is enough")
     losses, lowest, since = [], math.inf, 0
@@ -190,7 +207,7 @@ def overfit(g, config, state, dataset, args, model, opt, device, amp, changes):
             say(f"step {n:>5} | loss {losses[-1]:.4f}")
         if losses[-1] <= enough or not math.isfinite(losses[-1]):
             break
-    right.append(p_right(model, dataset, device, amp, g["batch_size"]))
+    right.append(p_right(t, g["batch_size"]))
     still = [name for name, p in model.named_parameters() if not differs(p, before[name])]
     reached = f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability {right[0]:.4f} -> {right[1]:.4f}"
     moved = f"; {named(still)} never changed" if still else ""
@@ -244,17 +261,17 @@ def least_loss(x, y, bos_id, reach=None):
 
 
 @torch.no_grad()
-def p_right(model, dataset, device, amp, rows):
-    """The mean probability that the model gives to the targets of step 0, over all processes."""
-    total = torch.zeros(2, device=device)  # sum of probabilities, predictions
-    model.eval()
-    for x, y in zip(*(t.split(rows) for t in dataset.batch(0))):
-        x, y = parallel.to_device(device, x, y)
-        with amp:
-            logits = model(x, every=1)[0]  # (B, T, V)
+def p_right(t, rows):
+    """The mean probability that a Training's model gives to the targets of step 0, over all processes."""
+    total = torch.zeros(2, device=t.device)  # sum of probabilities, predictions
+    t.model.eval()
+    for x, y in zip(*(both.split(rows) for both in t.dataset.batch(0))):
+        x, y = parallel.to_device(t.device, x, y)
+        with t.amp:
+            logits = t.model(x, every=1)[0]  # (B, T, V)
         p = logits.float().softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
         total += torch.stack(((p * (y >= 0)).sum(), (y >= 0).sum()))
-    model.train()
+    t.model.train()
     right, predictions = parallel.mean(total).tolist()
     return right / max(1, predictions)
 
@@ -276,23 +293,23 @@ def named(names, most=3):
 
 # ---- dry run -------------------------------------------------------------------------------------------------------------
 
-def dry_run(g, config, state, dataset, args, model, opt, device, amp, changes):
+def dry_run(g, t):
     """
     The loop for two steps, with evaluation, tracking, checkpoint and export; a model and an optimizer made anew from the
     checkpoint, which have to be the same; the third step with them; ./run on the exported file.
     """
     seconds = Counter()
-    state["clock"] = {"seconds": 0.0, "limit": 0.0, "end": math.inf}
+    t.state["clock"] = {"seconds": 0.0, "limit": 0.0, "end": math.inf}
     with contextlib.ExitStack() as stack:
         stack.enter_context(replaced(checkpoint, farewell=lambda s, state, *_: f"dry run: {state['step']} steps are taken"))
         for place, name, what in ((g, "train_step", "steps"), (g, "assess", "evaluation"), (checkpoint, "save", "checkpoints"),
                                   (g, "export_model", "export"), (g, "start_tracking", "tracker's start")):
             old = place[name] if isinstance(place, dict) else getattr(place, name)
             stack.enter_context(replaced(place, **{name: timed(seconds, what, old)}))
-        g["train"](config, state, dataset, args, model, opt, device, amp, changes)
-        model, opt, state = timed(seconds, "reload", reloaded)(g, state, dataset, args, model, opt, device)
+        g["train"](t)
+        again = timed(seconds, "reload", reloaded)(g, t)
         g["max_iters"] = 3
-        g["train"](config, state, dataset, args, model, opt, device, amp, [["max_iters", "2", "3"]])
+        g["train"](again._replace(changes=[["max_iters", "2", "3"]]))
     parallel.on_master(try_files, g, seconds)
     spent = ", ".join(f"{what} {taken:.1f} s" for what, taken in seconds.items())
     say(f"dry run: all worked, 3 steps with everything around them: {spent}; of all this only prepared data stay, in {g['cache']}")
@@ -309,21 +326,21 @@ def timed(seconds, what, call):
     return timed_call
 
 
-def reloaded(g, state, dataset, args, model, opt, device):
-    """(model, opt, state) as a resumed run gets them from the checkpoint; one line if they are not what was saved."""
-    kept = {kind: {name: t.detach().clone() if parallel.is_shard(t) else t.detach().to("cpu", copy=True)
-                   for name, t in tensors.items()} for kind, tensors in parts(model, opt).items()}
+def reloaded(g, t):
+    """The Training as a resumed run gets it from the checkpoint; one line if weights or optimizer are not what was saved."""
+    kept = {kind: {name: p.detach().clone() if parallel.is_shard(p) else p.detach().to("cpu", copy=True)
+                   for name, p in tensors.items()} for kind, tensors in parts(t.model, t.opt).items()}
     parallel.on_master(checkpoint.release)
     s = SimpleNamespace(**g | {"init_from": "resume"})
     start, _ = parallel.on_master(checkpoint.find_start, s)
-    model, opt = g["make_model"](args, dataset, device)
-    state = checkpoint.restore(s, start, state["fixed"], opt)
+    model, opt = g["make_model"](t.args, t.dataset, t.device)
+    state = checkpoint.restore(s, start, t.state["fixed"], opt)
     parallel.load_weights(model, checkpoint.load(start, check=False)["model"])
     for kind, tensors in parts(model, opt).items():
         for name, tensor in kept[kind].items():
             if name not in tensors or differs(tensor, tensors[name]):
                 fail(f"the checkpoint gives back another {kind} {name} than was saved")
-    return model, opt, state
+    return t._replace(model=model, opt=opt, state=state)
 
 
 def parts(model, opt):

@@ -124,10 +124,10 @@ def hushed():
         os.close(nowhere)
 
 
-def profile(g, config, state, dataset, args, model, opt, device, amp, changes):
+def profile(g, t):
     """Run the loop over WARM + STEPS steps, with its ingredients measured; print the shares and write the trace."""
-    phases = Phases(device)
-    look, of = Look(g["train_step"], phases, device), phases.of
+    phases = Phases(t.device)
+    look, of = Look(g["train_step"], phases, t.device), phases.of
 
     def start_tracking(*arguments):
         tracker = g_tracking(*arguments)
@@ -147,34 +147,33 @@ def profile(g, config, state, dataset, args, model, opt, device, amp, changes):
     with (replaced(g, train_step=look, start_tracking=start_tracking, assess=lambda *_: {}, conclude=lambda *_: None,
                    save=lambda *_: None, max_iters=WARM + STEPS + 1, log_interval=STEPS,
                    **{name: of("logging", g[name]) for name in ("mean_loss", "show", "refuse_nonsense")}),
-          replaced(dataset, batch=of("data", dataset.batch)),
-          replaced(opt, step=of("optimizer", opt.step), zero_grad=of("optimizer", opt.zero_grad)),
+          replaced(t.dataset, batch=of("data", t.dataset.batch)),
+          replaced(t.opt, step=of("optimizer", t.opt.step), zero_grad=of("optimizer", t.opt.zero_grad)),
           replaced(torch.nn.utils, clip_grad_norm_=of("optimizer", torch.nn.utils.clip_grad_norm_)),
           replaced(UpdateNorms, take=of("logging", UpdateNorms.take)), replaced(Stopwatch, read=of("logging", Stopwatch.read)),
           replaced(parallel, wrap=wrap, accumulate=accumulate, to_device=of("data", parallel.to_device),
                    **{name: of("communication", getattr(parallel, name)) for name in ("mean", "all_max") if parallel.world > 1})):
-        g["train"](config, state, dataset, args, model, opt, device,
-                   Reusable(lambda: phases.around("forward", amp)), changes)
+        g["train"](t._replace(amp=Reusable(lambda: phases.around("forward", t.amp))))
     if parallel.master:
-        report(g, config, look, device, amp)
+        report(g, t, look)
 
 
-def report(g, config, look, device, amp):
+def report(g, t, look):
     """The tables, and where the trace is."""
     events = look.profiler.events()
     ranges = [e.time_range for e in events if e.name.startswith("ProfilerStep")]
     steps = (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e6  # seconds, by the profiler
     seconds = look.seconds | {"waiting": steps - sum(look.seconds.values())}
     wall, plain = look.wall, look.at[WARM - 1] - look.at[WARM - 2]
-    say(f"profile: {STEPS} steps of {config['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by the "
+    say(f"profile: {STEPS} steps of {t.config['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by the "
         f"clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")
     for name in (*PHASES, "waiting"):
         say(f"  {name:<14} {100 * seconds.get(name, 0) / wall:6.2f} %  {1e3 * seconds.get(name, 0) / STEPS:9.3f} ms a step")
     say(f"  {'sum':<14} {100 * sum(seconds.values()) / wall:6.2f} %")
-    say(f"the ten largest ops, against {config['peak_flops'] / 1e12:.3g} TFLOP/s ({config['mfu_basis']}) and against a copy of as "
-        f"many bytes:")
+    say(f"the ten largest ops, against {t.config['peak_flops'] / 1e12:.3g} TFLOP/s ({t.config['mfu_basis']}) and against a copy of "
+        f"as many bytes:")
     say(f"  {'op':<46} {'calls':>7} {'ms a step':>10} {'share':>8}   of the roofline")
-    for op in largest_ops(events, config["peak_flops"], device, amp):
+    for op in largest_ops(events, t.config["peak_flops"], t.device, t.amp):
         say(f"  {op.name[:46]:<46} {op.calls / STEPS:7.0f} {1e3 * op.seconds / STEPS:10.3f} {100 * op.seconds / wall:6.1f} %   "
             f"{op.roofline}")
     trace = artifact(g, "json.gz")

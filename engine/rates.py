@@ -19,12 +19,12 @@ BELOW, ABOVE = 4.0, 2.0            # the range around the best of them: longer t
 DIVERGED = 1.5                     # nats that the loss rises above its least, or twice the least, until it counts as lost
 
 
-def lr_find(g, config, state, dataset, args, model, opt, device, amp, changes):
+def lr_find(g, t):
     """
     A ramp of the rate from LOW to HIGH, which shows where training becomes unstable; then four short trainings around what
     it suggests, each from the same weights over the same batches. Weights, optimizer and random numbers end as they began.
     """
-    take, s = stepper(g, config, model, opt, dataset, device, amp), SimpleNamespace(**g)
+    take, s, model, opt = stepper(g, t), SimpleNamespace(**g), t.model, t.opt
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def train_shortly(rate):
@@ -32,7 +32,7 @@ def lr_find(g, config, state, dataset, args, model, opt, device, amp, changes):
         return rate, short_training(take, s, rate)
 
     before = [group["lr"] for group in opt.param_groups]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[t.device] if t.device.type == "cuda" else []):
         say(f"lr_find: a ramp of {RAMP} steps from {LOW:g} to {HIGH:g}, then four rates over {SWEEP} steps each, and more where "
             f"the best lies at an end; nothing is applied")
         ramp = take_ramp(take)

@@ -146,11 +146,12 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
     monkeypatch.setattr(rates, "SWEEP", 20)
     seen, plain = [], rates.lr_find
 
-    def lr_find(g, config, state, dataset, args, model, opt, *more):
+    def lr_find(g, t):
         def everything():
-            return [p.clone() for p in model.parameters()], torch.get_rng_state(), opt.state_dict(), [g["lr"] for g in opt.param_groups]
+            weights, rates = [p.clone() for p in t.model.parameters()], [group["lr"] for group in t.opt.param_groups]
+            return weights, torch.get_rng_state(), t.opt.state_dict(), rates
         before = everything()
-        assert not plain(g, config, state, dataset, args, model, opt, *more)
+        assert not plain(g, t)
         after = everything()
         assert all(torch.equal(a, b) for a, b in zip(before[0] + [before[1]], after[0] + [after[1]]))
         assert before[2:] == after[2:] and before[2] == {}
