@@ -30,6 +30,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 MOST_TOKENS = 1 << 20  # that we believe a file
+WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
 
 # GPT-2's letter of each byte: the Latin-1 character where it is visible, else one from U+0100 on.
@@ -113,7 +114,7 @@ class Tokenizer:
         names = [piece.decode() for piece, _, _ in self.pieces()]
         bos = names[self.bos_id]
         return {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": added_tokens(self),
+            "version": "1.0", **WHOLE, "added_tokens": added_tokens(self),
             "normalizer": {"type": "Sequence", "normalizers": normalizers(self)}, "pre_tokenizer": None,
             "post_processor": behind(bos, self.bos_id),
             "decoder": {"type": "Sequence", "decoders": decoders(self)},
@@ -234,7 +235,7 @@ class ByteLevel(Tokenizer):
 
     def __init__(self, data, path):
         stored = json.loads(data)
-        self.data, self.tokenizer, self.add_bos = data, stored["tokenizer"], bool(stored["add_bos"])
+        self.data, self.tokenizer, self.add_bos = data, stored["tokenizer"] | WHOLE, bool(stored["add_bos"])
         self.bos_id, self.eos_id, self.vocab_size = (int(stored[name]) for name in ("bos", "eos", "vocab_size"))
         self.pre = pre_tokenizer(self.tokenizer, path)
         self.normalizer = (self.tokenizer.get("normalizer") or {"type": "identity"})["type"]
@@ -332,7 +333,7 @@ def byte_level(pieces, merges, pre, bos_id, eos_id, add_bos, path):
         fail(f"{path}: two of its {len(names)} tokens are spelled alike, so nobody can tell which is meant")
     steps, special = PRE_TOKENIZERS[pre], {CONTROL: True, USER_DEFINED: False}
     tokenizer = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "version": "1.0", **WHOLE, "normalizer": None,
         "added_tokens": [{"id": i, "content": names[i], "single_word": False, "lstrip": False, "rstrip": False,
                           "normalized": False, "special": special[kind]}
                          for i, (_, _, kind) in enumerate(pieces) if kind in special],
@@ -382,6 +383,7 @@ def load_json(data, path):
     try:
         stored = json.loads(data)
         if "model" in stored and "added_tokens" in stored:
+            stored |= WHOLE
             return of_single_letters(stored) or from_hugging_face(stored, path)
         if stored["kind"] == "bpe":
             return ByteLevel(data, path)

@@ -8,8 +8,9 @@ import pytest
 import sentencepiece as spm
 import tokenizers
 from sentencepiece import sentencepiece_model_pb2 as proto
+from transformers import AutoTokenizer
 
-from tokenizer import SPACE, Bytes, Characters, Tokenizer, train_tokenizer
+from tokenizer import SPACE, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
 TEXT = ["The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
         "  Two spaces, then  two more; 12345 digits, a\ttab and naïve cafés.",
@@ -182,6 +183,25 @@ def test_hugging_faces_tokenizers_encodes_the_same(options, tmp_path):
     first = len(theirs.encode("the").ids)
     assert pair.ids[first] == loaded.bos_id and pair.type_ids == [0] * first + [1] * (len(pair) - first)
     assert set(theirs.encode("the").type_ids) == {0}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte"])
+def test_a_tokenizer_json_that_cuts_or_pads_its_texts(kind, tmp_path):
+    """As training programs leave it behind. transformers takes a whole text, and so do we."""
+    made = train_byte_level(TEXT, 300, tmp_path / "bpe.json") if kind == "bpe" else Bytes()
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(made.hugging_face()))
+    theirs.enable_truncation(8)
+    theirs.enable_padding(length=32, pad_id=1, pad_token="</s>")
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    oracle, loaded = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path / "tokenizer.json")
+    assert (loaded.kind, loaded.bos_id, loaded.eos_id, loaded.add_bos) == (kind, made.bos_id, made.eos_id, True)
+    for text in "", "fox", TEXT[0]:
+        assert loaded.encode_prompt(text) == oracle(text)["input_ids"] == [made.bos_id, *made.encode(text)], text
+    assert loaded.hugging_face()["truncation"] is loaded.hugging_face()["padding"] is None
+    loaded.save(tmp_path / "saved.json")
+    assert b'"truncation": {' not in loaded.data and Tokenizer.load(tmp_path / "saved.json").encode(TEXT[0]) == made.encode(TEXT[0])
 
 
 def test_bytes_that_are_not_utf8_decode_the_same_in_hugging_faces_tokenizers():
