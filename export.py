@@ -286,7 +286,8 @@ def write_hf(path, state, args, vocabulary, dtype):
                (("unk", vocabulary.unk_id), ("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)) if i is not None}
     tokenizer = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len,
-        **special, "split_special_tokens": True, "clean_up_tokenization_spaces": False,
+        **special, **({} if vocabulary.add_bos else {"add_bos_token": False}),  # for llama.cpp's converter
+        "split_special_tokens": True, "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
     for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),

@@ -20,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import sentencepiece as spm
+from google.protobuf.unknown_fields import UnknownFieldSet
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
@@ -30,6 +31,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of p
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 MOST_TOKENS = 1 << 20  # that we believe a file
+ADDS_BOS, ADDS_BOS_TAG = 4242, b"\x90\x89\x02"  # a field of a sentencepiece model, among those left to others, who skip it
 WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
 
@@ -110,13 +112,13 @@ class Tokenizer:
         return longest + b"".join(struct.pack("<fi", score, len(piece)) + piece for piece, score in entries)
 
     def hugging_face(self):
-        """A tokenizer.json of Hugging Face's tokenizers, as a dict: the same ids for the same text, BOS before them."""
+        """A tokenizer.json of Hugging Face's, as a dict: the same ids for the same text, and BOS before them if `add_bos`."""
         names = [piece.decode() for piece, _, _ in self.pieces()]
         bos = names[self.bos_id]
         return {
             "version": "1.0", **WHOLE, "added_tokens": added_tokens(self),
             "normalizer": {"type": "Sequence", "normalizers": normalizers(self)}, "pre_tokenizer": None,
-            "post_processor": behind(bos, self.bos_id),
+            "post_processor": behind(bos, self.bos_id) if self.add_bos else None,
             "decoder": {"type": "Sequence", "decoders": decoders(self)},
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": names[self.unk_id], "continuing_subword_prefix": None,
@@ -127,7 +129,10 @@ class Tokenizer:
 
 
 class SentencePiece(Tokenizer):
-    """A sentencepiece BPE model. data: the bytes of the file, path: its name in messages."""
+    """
+    A sentencepiece BPE model. data: the bytes of the file, path: its name in messages. sentencepiece has no word for whether a
+    prompt begins with BOS, so our field has it (`with_bos`); it does where there is none.
+    """
     kind = "sentencepiece"
 
     def __init__(self, data, path):
@@ -148,6 +153,7 @@ class SentencePiece(Tokenizer):
             fail(f"{path}: has no <s> or no </s>, but every document must begin and end with one")
         self.add_dummy_prefix = rules.add_dummy_prefix
         self.remove_extra_whitespaces = rules.remove_extra_whitespaces
+        self.add_bos = {field.field_number: field.data for field in UnknownFieldSet(proto)}.get(ADDS_BOS) != 0
         self.charsmap = rules.precompiled_charsmap
         self.normalizer = rules.name if self.charsmap else "identity"
 
@@ -161,6 +167,10 @@ class SentencePiece(Tokenizer):
     def pieces(self):
         """[(bytes of the piece, score, type)] in order of id; a space is U+2581."""
         return self._pieces
+
+    def with_bos(self, adds, path):
+        """The same vocabulary, whose prompts begin with BOS or don't."""
+        return self if adds == self.add_bos else SentencePiece(self.data + ADDS_BOS_TAG + bytes([adds]), path)
 
 
 class Bytes(Tokenizer):

@@ -216,8 +216,16 @@ def hf_vocabulary(folder, rows):
     """The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding."""
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
     if model.exists():
-        return widened(Tokenizer.load(model), folder, rows)
+        return configured(widened(Tokenizer.load(model), folder, rows), folder)
     return Tokenizer.load(fast) if fast.exists() else None
+
+
+def configured(vocabulary, folder):
+    """A SentencePiece vocabulary that treats a text as a folder's tokenizer_config.json says."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    adds = config.get("add_bos_token")
+    return vocabulary.with_bos(adds, folder / "tokenizer.model") if isinstance(adds, bool) else vocabulary
 
 
 def widened(vocabulary, folder, rows):

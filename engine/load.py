@@ -300,14 +300,14 @@ def gguf_vocabulary(metadata, where):
     if get("model") not in ("llama", "t5", NO_BYTES) or not same:
         fail(f"{where}: tokenizer {get('model')!r}, expected 'gpt2', or 'llama' with tokens, scores and types of equal number")
     ids = [get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos"))]
-    flags = get("add_space_prefix", True), get("remove_extra_whitespaces", False)
-    kinds = [{bytes}, {int, float}, {int}, {int}, {bool}]
-    if not all({type(v) for v in values} <= kind for values, kind in zip((*columns, ids, flags), kinds)):
+    flags, adds = (get("add_space_prefix", True), get("remove_extra_whitespaces", False)), get("add_bos_token", True)
+    kinds = [{bytes}, {int, float}, {int}, {int}, {bool}, {bool, int}]
+    if not all({type(v) for v in values} <= kind for values, kind in zip((*columns, ids, flags, [adds]), kinds)):
         fail(f"{where}: a tokenizer with entries of the wrong type; it is damaged")
     vocabulary = vocabulary_of(list(zip(*columns)), *ids, *flags, where)
     if get("model") == "t5" and not of_characters(vocabulary):
         fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or 'llama'")
-    return vocabulary
+    return vocabulary.with_bos(bool(adds), where) if vocabulary.kind == "sentencepiece" else vocabulary
 
 
 def llama2c_vocabulary(path, vocab_size):

@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import sentencepiece as spm
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import export
 from configurator import source_knobs
-from engine import costs, load, rope
+from engine import costs, load, prepare, rope
 from engine.formats import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
@@ -148,6 +149,35 @@ def test_tokens_that_a_folder_adds(tmp_path, vocabulary):
     assert found.pieces()[n:] == [(b"<|im_start|>", 0.0, 3), (b"<think>", 0.0, 4), (b"[PAD%d]" % (n + 2), 0.0, 5), (b"[PAD%d]" % (n + 3), 0.0, 5)]
     assert extra == {"tokenizer.chat_template": "{{x}}"} and found.encode("once upon") == vocabulary.encode("once upon")
     assert n + 1 in found.encode("once<think>")
+
+
+def tokenizer_config(folder, **values):
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"} | values))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_whether_a_prompt_begins_with_bos(adds, tmp_path, vocabulary):
+    """As tokenizer_config.json says: in GGUF, in Hugging Face's, out of both again, and in prepared data."""
+    make(tmp_path / "m", LlamaConfig, {}, vocabulary)
+    oracle = tokenizer_config(tmp_path / "m", add_bos_token=adds)
+    state, args, found, _ = load.read_model(tmp_path / "m")
+    expected = oracle("once upon")["input_ids"]
+    assert found.encode_prompt("once upon") == expected and found.add_bos == adds == (expected[0] == 1)
+    assert (found.data == vocabulary.data) == found.add_bos
+    assert spm.SentencePieceProcessor(model_proto=found.data).encode(TEXT) == vocabulary.encode(TEXT)
+    export.export_model(state, args, found, tmp_path / "m.gguf")
+    assert gguf.GGUFReader(tmp_path / "m.gguf").get_field("tokenizer.ggml.add_bos_token").contents() == found.add_bos
+    for name, format in ("again.gguf", "gguf"), ("hf", "hf"):
+        export.export_model(*load.read_model(tmp_path / "m.gguf")[:3], tmp_path / name, format)
+        assert load.read_model(tmp_path / name)[2].encode_prompt("once upon") == expected
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("once upon")["input_ids"] == expected
+    assert gguf.SpecialVocab(tmp_path / "hf").add_special_token.get("bos", True) == adds  # llama.cpp's converter
+    (tmp_path / "my.txt").write_text(TEXT * 99)
+    file = load.vocabulary_file(found, tmp_path / "cache")
+    prepared = prepare.load(prepare.prepare(tmp_path / "my.txt", str(file), cache=tmp_path / "cache", workers=1)).tokenizer
+    assert prepared.encode_prompt("once upon") == expected and prepared.sha256() == found.sha256()
 
 
 @pytest.mark.parametrize("changed, said", [
