@@ -16,7 +16,7 @@ from engine import rope
 from engine.formats import halves_to_interleaved, heads_in, tensors
 from engine.reader import Reader, Tensors, checked, finite, getter
 from model import ModelArgs
-from tokenizer import CONTROL, UNUSED, USER_DEFINED, SentencePiece, Tokenizer
+from tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece, Tokenizer
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
                  "Qwen3ForCausalLM": "qwen3"}
@@ -221,11 +221,26 @@ def hf_vocabulary(folder, rows):
 
 
 def configured(vocabulary, folder):
-    """A SentencePiece vocabulary that treats a text as a folder's tokenizer_config.json says."""
-    path = folder / "tokenizer_config.json"
+    """A SentencePiece vocabulary that treats a text as a folder's tokenizer_config.json says, with BOS and EOS that it names."""
+    path, where = folder / "tokenizer_config.json", folder / "tokenizer.model"
     config = read_json(path) if path.exists() else {}
+    proto, before = (sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data) for _ in range(2))
+    for which in "bos", "eos":
+        token = config.get(f"{which}_token")
+        name_special(proto, which, token.get("content") if isinstance(token, dict) else token)
+    if proto != before:
+        vocabulary = SentencePiece(proto.SerializeToString(), where)
     adds = config.get("add_bos_token")
-    return vocabulary.with_bos(adds, folder / "tokenizer.model") if isinstance(adds, bool) else vocabulary
+    return vocabulary.with_bos(adds, where) if isinstance(adds, bool) else vocabulary
+
+
+def name_special(proto, which, name):
+    """Makes the piece of that name BOS or EOS ("bos" or "eos") of a ModelProto; sentencepiece wants a control piece for that."""
+    for i, piece in enumerate(proto.pieces):
+        if piece.piece == name and piece.type not in (UNKNOWN, BYTE) and getattr(proto.trainer_spec, f"{which}_piece") != name:
+            piece.type = CONTROL
+            setattr(proto.trainer_spec, f"{which}_piece", name)
+            setattr(proto.trainer_spec, f"{which}_id", i)
 
 
 def widened(vocabulary, folder, rows):

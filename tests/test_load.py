@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 import export
 from configurator import source_knobs
-from engine import costs, load, prepare, rope
+from engine import costs, folders, load, prepare, rope
 from engine.formats import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
@@ -178,6 +178,36 @@ def test_whether_a_prompt_begins_with_bos(adds, tmp_path, vocabulary):
     file = load.vocabulary_file(found, tmp_path / "cache")
     prepared = prepare.load(prepare.prepare(tmp_path / "my.txt", str(file), cache=tmp_path / "cache", workers=1)).tokenizer
     assert prepared.encode_prompt("once upon") == expected and prepared.sha256() == found.sha256()
+
+
+@pytest.mark.parametrize("named", [
+    {}, {"eos_token": "<|im_end|>"}, {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "bos_token": "<|im_start|>"},
+    {"bos_token": "</s>"}])
+def test_bos_and_eos_of_a_folder(named, tmp_path, vocabulary):
+    """tokenizer_config.json names them, and knows better than config.json; they may be tokens that the folder adds."""
+    n = vocabulary.vocab_size
+    make(tmp_path / "m", LlamaConfig, dict(vocab_size=n + 2), vocabulary)  # its config.json says 1 and 2
+    added = {str(n): {"content": "<|im_start|>", "special": True}, str(n + 1): {"content": "<|im_end|>", "special": False}}
+    oracle = tokenizer_config(tmp_path / "m", add_bos_token=True, added_tokens_decoder=added, **named)
+    state, args, found, _ = load.read_model(tmp_path / "m")
+    ids = oracle.bos_token_id, oracle.eos_token_id
+    assert (found.bos_id, found.eos_id) == ids and ids[0] == {"</s>": 2, "<|im_start|>": n}.get(named.get("bos_token"), 1)
+    assert {found.pieces()[i][2] for i in ids} == {3} and found.decode([*ids, *found.encode("once upon")]) == "once upon"
+    assert found.encode_prompt("once upon") == oracle("once upon")["input_ids"]
+    assert found.encode("once <|im_start|>") == vocabulary.encode("once <|im_start|>")  # text, which names no token
+    for name, format in ("m.gguf", "gguf"), ("hf", "hf"):
+        export.export_model(state, args, found, tmp_path / name, format)
+        again = load.read_model(tmp_path / name)[2]
+        assert (again.bos_id, again.eos_id) == ids and again.pieces() == found.pieces()
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == ids
+
+
+@pytest.mark.parametrize("name", ["<unk>", "<0x41>", "no such token", 3, None, {"content": []}, "\ud800"])
+def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
+    vocabulary.save(tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name, "bos_token": name, "add_prefix_space": name}))
+    assert folders.hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
 
 
 @pytest.mark.parametrize("changed, said", [
