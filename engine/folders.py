@@ -228,6 +228,9 @@ def configured(vocabulary, folder):
     for which in "bos", "eos":
         token = config.get(f"{which}_token")
         name_special(proto, which, token.get("content") if isinstance(token, dict) else token)
+    prefix, rules = config.get("add_prefix_space"), proto.normalizer_spec
+    if isinstance(prefix, bool) and prefix != rules.add_dummy_prefix:
+        rules.add_dummy_prefix = prefix
     if proto != before:
         vocabulary = SentencePiece(proto.SerializeToString(), where)
     adds = config.get("add_bos_token")

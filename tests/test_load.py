@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 import torch
+from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 import export
@@ -201,6 +202,20 @@ def test_bos_and_eos_of_a_folder(named, tmp_path, vocabulary):
         assert (again.bos_id, again.eos_id) == ids and again.pieces() == found.pieces()
     config = json.loads((tmp_path / "hf/config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == ids
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("before", [True, False])
+def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path, vocabulary):
+    model = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data)
+    model.normalizer_spec.add_dummy_prefix = before
+    (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
+    oracle = tokenizer_config(tmp_path, add_prefix_space=prefix, bos_token="<s>", eos_token="</s>")
+    found = folders.hf_vocabulary(tmp_path, vocabulary.vocab_size)
+    assert found.add_dummy_prefix == prefix
+    for text in ["once upon", "the\nonce", " once"][:2 if prefix else 3]:  # where a space is put before one, they put none
+        ids = oracle(text, add_special_tokens=False)["input_ids"]
+        assert found.encode(text) == ids and found.decode(ids) == oracle.decode(ids) == text
 
 
 @pytest.mark.parametrize("name", ["<unk>", "<0x41>", "no such token", 3, None, {"content": []}, "\ud800"])
