@@ -269,6 +269,7 @@ def write_hf(path, state, args, vocabulary, dtype):
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
     folder.mkdir(exist_ok=True)
+    ours = is_folder_of_ours(folder)
     write_safetensors(folder / "model.safetensors", state, args, dtype)
     config = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "attention_bias": False,
@@ -295,6 +296,8 @@ def write_hf(path, state, args, vocabulary, dtype):
         write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
     if vocabulary.kind == "sentencepiece":
         vocabulary.save(folder / "tokenizer.model")
+    elif ours:  # an earlier export's would be read instead
+        (folder / "tokenizer.model").unlink(missing_ok=True)
 
 
 def differences(vocabulary, format):

@@ -453,6 +453,23 @@ def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
     assert (run / "hf" / "tokenizer.model").exists() and (run / "hf" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_another_kind_of_vocabulary_in_an_earlier_folder(ours, tmp_path, vocabulary):
+    """The tokenizer.model of the earlier export would be read instead of the new tokenizer.json. A stranger's stays."""
+    model, folder = build(**SHAPES["mha"]), tmp_path / "hf"
+    if ours:
+        export.export_model(model.state_dict(), model.args, vocabulary, folder, "hf")
+        assert (folder / "tokenizer.model").exists()
+    else:
+        folder.mkdir()
+        vocabulary.save(folder / "tokenizer.model")
+    model = build(259, **SHAPES["mha"])
+    export.export_model(model.state_dict(), model.args, Bytes(), folder, "hf")
+    assert (folder / "tokenizer.model").exists() != ours
+    if ours:
+        assert load.read_model(folder)[2].kind == "byte" and AutoTokenizer.from_pretrained(folder).encode("a") == [1, 3 + ord("a")]
+
+
 def test_mistakes_are_one_line(tmp_path, vocabulary, monkeypatch, capsys):
     run = save_run(tmp_path / "run", build(**SHAPES["mha"]), vocabulary)
     command(monkeypatch, run)
