@@ -48,7 +48,8 @@ def read_json(path, kind=dict):
 
 def hf_args(path, tied=None):
     """The ModelArgs of a config.json."""
-    config = {key: value for key, value in read_json(path).items() if value is not None}
+    stored = read_json(path)
+    config = {key: value for key, value in stored.items() if value is not None}
 
     def refuse(problem):
         fail(f"{path}: {problem}")
@@ -62,7 +63,7 @@ def hf_args(path, tied=None):
             refuse(f"{key}={printable(config[key])} is not supported, expected {'none' if value is None else value}")
     context, n_heads = get("max_position_embeddings", int), get("num_attention_heads", int)
     dim, layers = get("hidden_size", int), get("num_hidden_layers", int)
-    refuse_window(config, kind, context, get("max_window_layers", int, 28) < layers, refuse)
+    refuse_window(stored, kind, context, get("max_window_layers", int, 28) < layers, refuse)
     head_width = get("head_dim", int, 128 if kind == "qwen3" else max(1, dim // n_heads))
     args = ModelArgs(
         dim=dim, n_layers=layers, n_heads=n_heads, n_kv_heads=get("num_key_value_heads", int, n_heads),
@@ -79,7 +80,10 @@ def printable(value):
 
 
 def refuse_window(config, kind, context, some, refuse):
-    """A sliding window shorter than the context changes what attention sees. some: whether Qwen's would slide in a layer."""
+    """
+    A sliding window shorter than the context changes what attention sees. config: with its nulls, since Mistral's says so that it
+    has no window. some: whether Qwen's would slide in a layer.
+    """
     window = config.get("sliding_window", 4096 if kind == "mistral" else None)
     layers = config.get("layer_types")
     slides = kind == "mistral" or bool(config.get("use_sliding_window"))

@@ -253,6 +253,23 @@ def test_what_is_not_supported_is_refused_by_name(changed, said, tmp_path, vocab
     assert said in refused(capsys, load.read_model, folder)
 
 
+@pytest.mark.parametrize("window, slides", [({"sliding_window": None}, False), ({}, True), ({"sliding_window": 4096}, True)])
+def test_mistral_has_a_window_unless_it_says_none(window, slides, tmp_path, vocabulary, capsys):
+    """As of Mistral 7B v0.2 and v0.3, whose context is longer than what transformers takes where the key is absent."""
+    theirs = make(tmp_path / "m", MistralConfig, dict(max_position_embeddings=8192, sliding_window=None), vocabulary)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    config.pop("sliding_window", None)
+    (tmp_path / "m/config.json").write_text(json.dumps(config | window))
+    assert (MistralConfig.from_pretrained(tmp_path / "m").sliding_window is not None) == slides
+    if slides:
+        assert "sliding_window=4096 is not supported" in refused(capsys, load.read_model, tmp_path / "m")
+    else:
+        x = torch.arange(40)[None]
+        with torch.no_grad():
+            assert load.read_model(tmp_path / "m")[1].max_seq_len == 8192
+            assert far(imported(tmp_path / "m")(x, every=True)[0], theirs(x).logits) < 1e-4
+
+
 ODD = [None, [], {}, "x", -1, 0, 1.5, True, [[]], "\ud800", 10 ** 30, 1e300, {"a": {}}, [None]]
 
 
