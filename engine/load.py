@@ -365,6 +365,9 @@ def load_model(path, tokenizer, device):
     state, args, vocabulary, _ = read_model(path, tokenizer)
     if vocabulary is None:
         fail(f"{path}: holds no vocabulary; give --tokenizer=tokenizer.bin (or .model, or .json)")
+    if vocabulary.vocab_size != args.vocab_size:
+        fail(f"{path}: the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same; "
+             "give the --tokenizer of this model")
     model = Transformer(args)
     parallel.load_weights(model, state)
     return model.to(device).eval(), vocabulary

@@ -428,6 +428,20 @@ def test_llama2c_refuses_what_it_cannot_say(case, format, said, tmp_path, vocabu
     assert said in refused(capsys, export.export_model, state, args, found, tmp_path / "m.bin", format)
 
 
+# ---- the vocabulary beside a model
+
+@pytest.mark.parametrize("command, more", [("sample.py", ["--prompt=once", "--max_new_tokens=4"]), ("evaluate.py", ["--perplexity=my.txt"])])
+def test_a_vocabulary_of_another_size_is_one_line(command, more, tmp_path, vocabulary):
+    """Ids beyond the model's rows would end in a traceback."""
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=100, max_seq_len=64))
+    export.export_model(model.state_dict(), model.args, None, tmp_path / "m.bin", "v1")
+    vocabulary.save(tmp_path / "v.model")
+    (tmp_path / "my.txt").write_text(TEXT)
+    done = forked.run([ROOT / command, "m.bin", "--tokenizer=v.model", "--device=cpu", *more], tmp_path, os.environ)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert f"the vocabulary has {vocabulary.vocab_size} pieces and the model 100, expected the same" in done.stderr
+
+
 # ---- fine-tuning
 
 def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
