@@ -30,7 +30,7 @@ from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HE
                             FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, gguf_type,
                             heads_in, interleaved_to_halves, of_characters, tensors)
 from engine.folders import MADE_BY, is_folder_of_ours
-from engine.load import is_gguf_of_ours, read_model
+from engine.load import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -260,10 +260,11 @@ def write_safetensors(path, state, args, dtype):
             f.writelines(encoded(name, interleaved_to_halves(state[name], heads_in(name, args)), dtype))
 
 
-def write_hf(path, state, args, vocabulary, dtype):
+def write_hf(path, state, args, vocabulary, dtype, extra):
     """
     A Hugging Face folder: model.safetensors, config.json, generation_config.json and the tokenizer. A text that holds
-    "<s>" holds three letters, as everywhere here (split_special_tokens); generation ends where sample.py's does.
+    "<s>" holds three letters, as everywhere here (split_special_tokens); generation ends where sample.py's does, and where
+    the GGUF metadata `extra` says so; its chat template comes along.
     """
     folder, kind = Path(path), architecture(args)
     if args.qkv_bias and args.qk_norm:
@@ -281,7 +282,10 @@ def write_hf(path, state, args, vocabulary, dtype):
         "bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id,
         "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
     }
-    stop = {"eos_token_id": [vocabulary.eos_id, vocabulary.bos_id], "pad_token_id": vocabulary.eos_id}
+    ends = [extra[key] for key in (END_OF_TURN, END_OF_MESSAGE) if key in extra]
+    stop = {"eos_token_id": [vocabulary.eos_id, vocabulary.bos_id, *ends], "pad_token_id": extra.get(PADDING, vocabulary.eos_id)}
+    template = extra.get(TEMPLATE)
+    template = template.decode(errors="replace") if isinstance(template, bytes) else template
     generation = {"bos_token_id": vocabulary.bos_id, **stop, "max_length": args.max_seq_len}
     special = {f"{kind}_token": vocabulary.pieces()[i][0].decode() for kind, i in
                (("unk", vocabulary.unk_id), ("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)) if i is not None}
@@ -289,7 +293,7 @@ def write_hf(path, state, args, vocabulary, dtype):
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len,
         **special, **({} if vocabulary.add_bos else {"add_bos_token": False}),  # for llama.cpp's converter
         "split_special_tokens": True, "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_input_names": ["input_ids", "attention_mask"], **({"chat_template": template} if isinstance(template, str) else {}),
     }
     for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),
                          ("tokenizer", vocabulary.hugging_face())):
@@ -327,8 +331,8 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
                  extra=None):
     """
     Write a model file. model_state: state_dict of a Transformer, args: its ModelArgs, vocabulary: its Tokenizer (None
-    will do for v0, v1, v2), name: general.name, extra: more GGUF metadata. Raises OSError when the disk fails; what
-    stood at `path` before is then untouched.
+    will do for v0, v1, v2), name: general.name, extra: more GGUF metadata, of which a Hugging Face folder gets what belongs
+    to chats. Raises OSError when the disk fails; what stood at `path` before is then untouched.
     """
     if format not in FORMATS:
         fail(f"--format={format}: expected {' or '.join(FORMATS)}")
@@ -345,7 +349,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     if format == "gguf":
         return write_gguf(path, model_state, args, vocabulary, dtype, name, extra or {})
     if format == "hf":
-        return write_hf(path, model_state, args, vocabulary, dtype)
+        return write_hf(path, model_state, args, vocabulary, dtype, extra or {})
     group_size = check_llama2c(args, vocabulary, int(format[1]), group_size)
     write_llama2c(path, model_state, args, int(format[1]), group_size)
     if vocabulary:

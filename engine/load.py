@@ -34,6 +34,9 @@ KNOWN_KEYS = set("""vocab_size context_length embedding_length block_count feed_
 FIXED_KEYS = {"attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "expert_count": 0,
               "expert_used_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_beta_fast": 32,
               "rope.scaling.yarn_beta_slow": 1, "use_parallel_residual": 0}
+# Keys of ids that end an answer beside EOS, of what fills a batch, and of the template of a chat.
+END_OF_TURN, END_OF_MESSAGE, PADDING = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "padding"))
+TEMPLATE = "tokenizer.chat_template"
 
 
 # ---- GGUF
@@ -310,6 +313,12 @@ def gguf_vocabulary(metadata, where):
     return vocabulary.with_bos(bool(adds), where) if vocabulary.kind == "sentencepiece" else vocabulary
 
 
+def chat_ids(metadata, vocab_size):
+    """{GGUF's key: id} of what ends an answer beside EOS, and of padding; what is no id is left out."""
+    found = {key: metadata.get(key) for key in (END_OF_TURN, END_OF_MESSAGE, PADDING)}
+    return {key: i for key, i in found.items() if type(i) is int and 0 <= i < vocab_size}
+
+
 def llama2c_vocabulary(path, vocab_size):
     """The Tokenizer in a llama2.c tokenizer.bin, whose ids 0, 1 and 2 are <unk>, <s> and </s>."""
     r, pieces = Reader(path), [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
@@ -348,8 +357,9 @@ def read_model(path, tokenizer=""):
         fail(f"{path}: holds no complete checkpoint, no config.json of Hugging Face's and no params.json of Meta's")
     elif Reader(path).data[:4].tobytes() == b"GGUF":
         state, args, metadata = read_gguf(path)
+        extra = {key: metadata[key] for key in ("general.name", TEMPLATE) if key in metadata}
+        extra |= {} if tokenizer else chat_ids(metadata, args.vocab_size)
         vocabulary = vocabulary or gguf_vocabulary(metadata, path)
-        extra = {key: metadata[key] for key in ("general.name", "tokenizer.chat_template") if key in metadata}
     else:
         state, args = read_llama2c(path)
     if tokenizer.endswith(".bin"):

@@ -419,6 +419,32 @@ def test_types_that_we_do_not_write(tmp_path, vocabulary):
     assert np.array_equal(again["layers.1.feed_forward.w2.weight"].numpy(), expected["blk.1.ffn_down.weight"])
 
 
+def test_what_ends_an_answer_is_kept(tmp_path, vocabulary):
+    """The chat template and the tokens around it: from GGUF to GGUF and to Hugging Face, unless the vocabulary is another."""
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=vocabulary.vocab_size, max_seq_len=64))
+    ids = {f"tokenizer.ggml.{key}_token_id": i for key, i in (("eot", 7), ("eom", 8), ("padding", 9))}
+    template = "{% for m in messages %}<|{{ m.role }}|>é{{ m.content }}{% endfor %}"
+    export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.gguf", extra={"tokenizer.chat_template": template} | ids)
+    state, args, found, extra = load.read_model(tmp_path / "m.gguf")
+    export.export_model(state, args, found, tmp_path / "again.gguf", extra=extra)
+    assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    export.export_model(state, args, found, tmp_path / "hf", "hf", extra=extra)
+    oracle = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    said = oracle.apply_chat_template([{"role": "user", "content": "once"}], tokenize=False)
+    assert oracle.chat_template == template and said == "<|user|>éonce"
+    generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
+    assert generation.eos_token_id == [2, 1, 7, 8] and generation.pad_token_id == 9
+    state, args, found, extra = load.read_model(tmp_path / "hf")
+    assert extra == {"tokenizer.chat_template": template}
+    export.export_model(state, args, found, tmp_path / "back", "hf", extra=extra)
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == template
+    vocabulary.save(tmp_path / "other.model")
+    assert load.read_model(tmp_path / "m.gguf", str(tmp_path / "other.model"))[3].keys().isdisjoint(ids)
+    for bad in vocabulary.vocab_size, 1 << 31, True, "7":
+        export.export_model(model.state_dict(), args, found, tmp_path / "bad.gguf", extra=dict.fromkeys(ids, bad))
+        assert load.read_model(tmp_path / "bad.gguf")[3].keys().isdisjoint(ids)
+
+
 @pytest.mark.parametrize("case, format, said", [
     ("qwen2", "v1", "qkv_bias=True"), ("qwen3", "v0", "head_width=32"), ("llama 3.2", "v2", "rope_theta=500000.0"),
     ("qwen3, tied, linear", "v2", "rope_theta=1000000.0")])
