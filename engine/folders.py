@@ -216,6 +216,17 @@ def hf_state(folder, args):
     return Tensors(reads)
 
 
+def beside(folder, name):
+    """The object in a .json file of a folder, {} where there is no such file."""
+    path = folder / f"{name}.json"
+    return read_json(path) if path.exists() else {}
+
+
+def text_of(token):
+    """The text of a token of tokenizer_config.json, which is a string, or an object that holds one."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def hf_vocabulary(folder, rows):
     """The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding."""
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
@@ -226,12 +237,10 @@ def hf_vocabulary(folder, rows):
 
 def configured(vocabulary, folder):
     """A SentencePiece vocabulary that treats a text as a folder's tokenizer_config.json says, with BOS and EOS that it names."""
-    path, where = folder / "tokenizer_config.json", folder / "tokenizer.model"
-    config = read_json(path) if path.exists() else {}
+    config, where = beside(folder, "tokenizer_config"), folder / "tokenizer.model"
     proto, before = (sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data) for _ in range(2))
     for which in "bos", "eos":
-        token = config.get(f"{which}_token")
-        name_special(proto, which, token.get("content") if isinstance(token, dict) else token)
+        name_special(proto, which, text_of(config.get(f"{which}_token")))
     prefix, rules = config.get("add_prefix_space"), proto.normalizer_spec
     if isinstance(prefix, bool) and prefix != rules.add_dummy_prefix:
         rules.add_dummy_prefix = prefix
@@ -254,11 +263,7 @@ def widened(vocabulary, folder, rows):
     """A SentencePiece vocabulary with the tokens that a folder adds to it, and unused ones up to the number of rows."""
     if vocabulary.vocab_size >= rows:
         return vocabulary
-    path = folder / "tokenizer_config.json"
-    added = read_json(path).get("added_tokens_decoder", {}) if path.exists() else {}
-    tokens = added.values() if isinstance(added, dict) else [None]
-    if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens):
-        fail(f"{path}: added_tokens_decoder is no object of tokens")
+    added = added_tokens(folder)
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data)
     for i in range(vocabulary.vocab_size, rows):
         token = added.get(str(i))
@@ -268,10 +273,24 @@ def widened(vocabulary, folder, rows):
     return SentencePiece(proto.SerializeToString(), folder / "tokenizer.model")
 
 
+def added_tokens(folder):
+    """{id: {"content": text, "special": bool}} of a folder, the ids as text; older ones have them in added_tokens.json."""
+    config = beside(folder, "tokenizer_config")
+    if "added_tokens_decoder" not in config:
+        lists = [found.get("additional_special_tokens") for found in (config, beside(folder, "special_tokens_map"))]
+        special = [text_of(token) for each in lists if isinstance(each, list) for token in each]
+        return {str(i): {"content": name, "special": name in special} for name, i in beside(folder, "added_tokens").items()
+                if type(i) is int}
+    added = config["added_tokens_decoder"]
+    tokens = added.values() if isinstance(added, dict) else [None]
+    if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens):
+        fail(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is no object of tokens")
+    return added
+
+
 def chat_template(folder):
     """{GGUF's key: template} where the folder has one."""
-    path, other = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    found = read_json(path).get("chat_template") if path.exists() else None
+    found, other = beside(folder, "tokenizer_config").get("chat_template"), folder / "chat_template.jinja"
     if found is None and other.exists():
         found = other.read_text(encoding="utf-8", errors="replace")
     return {"tokenizer.chat_template": found.encode(errors="replace").decode()} if isinstance(found, str) else {}

@@ -181,6 +181,24 @@ def test_whether_a_prompt_begins_with_bos(adds, tmp_path, vocabulary):
     assert prepared.encode_prompt("once upon") == expected and prepared.sha256() == found.sha256()
 
 
+def test_tokens_that_an_old_folder_adds(tmp_path, vocabulary):
+    """added_tokens.json names them where tokenizer_config.json does not; special are those that the folder calls so."""
+    n = vocabulary.vocab_size
+    make(tmp_path / "m", LlamaConfig, dict(vocab_size=n + 4), vocabulary)
+    (tmp_path / "m/added_tokens.json").write_text(json.dumps({"<|im_end|>": n, "<think>": n + 1, "<|im_start|>": n + 2}))
+    oracle = tokenizer_config(tmp_path / "m", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"])
+    found = load.read_model(tmp_path / "m")[2]
+    assert [(piece.decode(), kind) for piece, _, kind in found.pieces()[n:]] == [
+        ("<|im_end|>", 3), ("<think>", 4), ("<|im_start|>", 3), (f"[PAD{n + 3}]", 5)]
+    names = oracle.convert_ids_to_tokens([n, n + 1, n + 2])
+    assert names == [piece.decode() for piece, *_ in found.pieces()[n:n + 3]] and found.eos_id == oracle.eos_token_id == n
+    assert {*names} & {*oracle.all_special_tokens} == {"<|im_end|>", "<|im_start|>"}
+    assert n + 1 in found.encode("once<think>") and n + 1 in oracle("once<think>")["input_ids"]
+    for odd in {"<x>": "1"}, {"<x>": None}, {"<x>": [n]}, {"<x>": -1}, {"<x>": 1.5}:
+        (tmp_path / "m/added_tokens.json").write_text(json.dumps(odd))
+        assert {kind for *_, kind in load.read_model(tmp_path / "m")[2].pieces()[n:]} == {5}
+
+
 @pytest.mark.parametrize("named", [
     {}, {"eos_token": "<|im_end|>"}, {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}, "bos_token": "<|im_start|>"},
     {"bos_token": "</s>"}])
