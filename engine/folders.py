@@ -106,6 +106,8 @@ def hf_rope(config, args, refuse):
         refuse(f"rope_type {repr(kind)[:80]} is not supported, expected {', '.join(ROPE_KEYS)}")
     found = {"rope_theta": config.get("rope_theta", 10000.0), "original_max_position_embeddings": args.max_seq_len} | {
         key: value for key, value in found.items() if value is not None}
+    if "original_max_position_embeddings" in config:  # which transformers believes rather than the scaling's own
+        found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     for key in found.keys() - {"rope_type", "type", "rope_theta", "original_max_position_embeddings", *ROPE_KEYS[kind].split()}:
         if (key, found[key]) != ("partial_rotary_factor", 1):
             refuse(f"{printable(key)} is not supported in the {kind} scaling of rotary positions")

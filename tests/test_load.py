@@ -288,6 +288,25 @@ def test_mistral_has_a_window_unless_it_says_none(window, slides, tmp_path, voca
             assert far(imported(tmp_path / "m")(x, every=True)[0], theirs(x).logits) < 1e-4
 
 
+@pytest.mark.parametrize("rule", [LLAMA3, YARN, LONG])
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_the_context_before_the_stretching_may_stand_outside(rule, key, tmp_path, vocabulary):
+    """transformers believes an original_max_position_embeddings beside the others of the config rather than that of the rule."""
+    make(tmp_path / "m", LlamaConfig, dict(rope_parameters=rule), vocabulary)
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    del config["rope_parameters"]
+    x, factors = torch.randint(V, (1, 64), generator=torch.Generator().manual_seed(1)), []
+    for inside, outside in ((64, 16), (None, 16), (16, None)):
+        rule = rule | {"original_max_position_embeddings": inside}
+        changed = config | {"original_max_position_embeddings": outside, key: {k: v for k, v in rule.items() if v is not None}}
+        (tmp_path / "m/config.json").write_text(json.dumps({k: v for k, v in changed.items() if v is not None}))
+        with torch.no_grad():
+            expected, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()(x).logits, imported(tmp_path / "m")
+            assert far(ours(x, every=True)[0], expected) < 1e-4, (inside, outside)
+        factors.append(ours.args.rope_factors)
+    assert factors[0] == factors[1] == factors[2] != ()
+
+
 ODD = [None, [], {}, "x", -1, 0, 1.5, True, [[]], "\ud800", 10 ** 30, 1e300, {"a": {}}, [None]]
 
 
