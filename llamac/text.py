@@ -46,7 +46,7 @@ def slide(window, new, positions):
     if len(window) + len(new) <= positions:
         return new
     half = positions // 2 if positions > 3 else 1
-    kept = [window[0], *(window + new)[1 - half:]] if half > 1 else new[-1:]
+    kept = [(window or new)[0], *(window + new)[1 - half:]] if half > 1 else new[-1:]
     window.clear()
     return kept
 

@@ -56,6 +56,17 @@ def test_generate_writes_what_run_writes(run_bin, models):
             assert not any(entries for _, entries, *_ in told)
 
 
+def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
+    """As run does: the first token and the latest ones stay."""
+    model, words = llamac.Model(models[0]), "Once upon a time there was a cat. " * 5
+    prompt = model.encode(words).tolist()
+    for positions in 1, 2, 3, 4, 16, 128:
+        session = llamac.Session(model, positions)
+        told = "".join(text for text, *_ in llamac.generate(session, prompt, llamac.Sampler(0, 0, 1), 12))
+        expected = run(run_bin, models[0], "-t", 0, "-c", positions, "-n", len(prompt) - 1 + 12, "--raw", "-i", words)[:-1]
+        assert len(prompt) > 128 and words + told == expected.decode(errors="replace")
+
+
 def test_two_models_used_by_threads(models):
     """Each has a session of its own in every thread, and says what it says alone."""
     one, other = map(llamac.Model, models)
