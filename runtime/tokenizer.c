@@ -69,9 +69,18 @@ static bool check_bytes(const Tokenizer *t, Error *e) {
     return true;
 }
 
+// What begins or ends texts and answers is nobody's words, even where a file calls it user-defined.
+static void claim_ends(Tokenizer *t) {
+    const int ends[] = {t->bos, t->eos, t->eot};
+    for (int i = 0; i < 3; i++)
+        if (ends[i] >= 0 && t->pieces[ends[i]].type == USER_DEFINED) t->pieces[ends[i]].type = CONTROL;
+}
+
 // Builds the tables over pieces that a loader has filled in.
 bool llamac_index_pieces(Tokenizer *t, Error *e) {
     int n = t->vocab_size;
+    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
+    claim_ends(t);
     for (t->table_size = 16; t->table_size < 2u * n; t->table_size *= 2) {}
     free(t->table);
     free(t->symbols);
@@ -96,7 +105,6 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
         if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
         *slot = i;
     }
-    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
     if (t->byte_pairs) llamac_find_bytes(t);
     else TRY(check_bytes(t, e));
     qsort(t->symbols, t->n_symbols, sizeof *t->symbols, compare_symbols);
