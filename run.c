@@ -291,10 +291,10 @@ static double nll_of(Run *r, int row, int token) {
 }
 
 // Prints exp of the mean negative log likelihood of a text's tokens, each given those before it in its window.
-// Windows of seq_len tokens do not overlap; each starts at position 0 with an empty cache.
+// Windows of the context's length do not overlap; each starts at position 0 with an empty cache.
 static void perplexity(Run *r, Text text) {
     int n, *tokens = encode(r, text, true, &n);
-    int inputs = n - 1, window = inputs < r->info.seq_len ? inputs : r->info.seq_len;
+    int inputs = n - 1, window = inputs < r->options.positions ? inputs : r->options.positions;
     if (inputs < 1) die("perplexity", "the text has no tokens");
     start(r, window, LLAMAC_ALL_LOGITS);
     double nll = 0;

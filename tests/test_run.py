@@ -487,9 +487,10 @@ def test_a_smaller_context(run_bin, tmp_path):
     """-c N is what the same model with a context of N does."""
     for seq in (20, 64):
         Model(seq=seq, seed=3).write_gguf(tmp_path / f"{seq}.gguf")
-    for n in (15, 60):
-        expected = run(run_bin, tmp_path / "20.gguf", "-t", 0, "-n", n, "-i", "Hi")
-        assert run(run_bin, tmp_path / "64.gguf", "-t", 0, "-n", n, "-i", "Hi", "-c", 20) == expected
+    (tmp_path / "text").write_bytes(TEXT.encode())
+    for flags in (["-n", 15, "-i", "Hi"], ["-n", 60, "-i", "Hi"], ["--perplexity", tmp_path / "text"]):
+        expected = run(run_bin, tmp_path / "20.gguf", "-t", 0, *flags)
+        assert run(run_bin, tmp_path / "64.gguf", "-t", 0, *flags, "-c", 20) == expected
     assert "context is 64" in run(run_bin, tmp_path / "64.gguf", "-c", 65, status=1)
 
 
