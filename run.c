@@ -257,7 +257,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     int last = -1;
     Text line = {0}, instruction = {0};
     if (system) append(&instruction, system, strlen(system));
-    else if (!ask("Enter system prompt (optional): ", &instruction)) has_words = false;
+    else ask("Enter system prompt (optional): ", &instruction);
     append(&instruction, "", 1);
     start(r, r->options.positions, LLAMAC_SAMPLE_ONLY);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {

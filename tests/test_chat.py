@@ -229,3 +229,6 @@ def test_chat_ends_with_its_input(run_bin, tmp_path):
     args = [reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)]), "-m", "chat", "--template=llama2"]
     assert run(run_bin, *args, stdin=b"") == b"Enter system prompt (optional): User: "
     assert run(run_bin, *args, "-y", "") == b"User: "
+    asked = run(run_bin, *args, "-y", "", "-i", "[INST] a")  # what -i asks is answered, whoever stands at the keyboard
+    assert asked.startswith(b"Assistant: ") and asked.endswith(b"\nUser: ")
+    assert run(run_bin, *args, "-i", "[INST] a") == b"Enter system prompt (optional): " + asked
