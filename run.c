@@ -223,12 +223,14 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
     return tokens;
 }
 
-// Prints the prompt and what the model makes of it, `steps` tokens together.
+// Prints the prompt and what the model makes of it, `steps` tokens together, behind BOS where there is one.
 static void generate(Run *r, Text prompt) {
-    int n, most, evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
+    int n, evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
+    int64_t whole = (int64_t)r->steps + (r->info.add_bos || !prompt.n);
+    int most = (int)(whole - n);
     double begin = 0, middle = 0, end;
-    for (int i = 0; i < n && i <= r->steps; i++) print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
-    if ((most = r->steps - n + 1) > 0) {
+    for (int i = 0; i < n && i < whole; i++) print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
+    if (most > 0) {
         start(r, r->steps < r->options.positions ? r->steps : r->options.positions, LLAMAC_SAMPLE_ONLY);
         begin = seconds();
         feed(r, tokens, n);

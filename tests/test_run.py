@@ -461,6 +461,18 @@ def test_text_ends_at_eos_bos_or_the_asked_length(run_bin, tmp_path):
     assert run(run_bin, tmp_path / "m.gguf", "-t", 0, "-n", 0) == b"abcde\n"
 
 
+def test_the_asked_length_of_models_whose_texts_begin_with_nothing(run_bin, tmp_path):
+    """BOS is not counted where there is one, and nothing in its place where there is none."""
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)], **{"tokenizer.ggml.add_bos_token": False})
+    for n, prompt, text in ((4, "cd", b"cdef"), (5, "", b"abcde"), (3, "cd", b"cde"), (2, "cd", b"cd"), (1, "cd", b"c"), (1, "c", b"c"),
+                            (0, "cd", b"cdefghijklmnopqrstuvwxyz"), (2**31 - 1, "y", b"yz"), (3, "abcdef", b"abc")):
+        assert run(run_bin, path, "-t", 0, "-n", n, "-i", prompt) == text + b"\n", (n, prompt)
+    p = subprocess.run([run_bin, path, "-n", "2", "-i", "cd"], capture_output=True, text=True)
+    assert p.stderr == "nothing was added: the prompt has 2 tokens, and -n 2 counts them too\n"
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in range(97, 123)], seq=5, **{"tokenizer.ggml.add_bos_token": False})
+    assert run(run_bin, path, "-t", 0, "-n", 0, "-i", "cd") == b"cdefg\n"
+
+
 @pytest.mark.parametrize("seq", [1, 2, 3, 4, 5, 24])
 def test_the_window_slides_over_what_is_longer_than_the_context(run_bin, tmp_path, seq):
     """Greedy, from prompts that fit and that don't: transformers, given what the window must hold at each token."""
