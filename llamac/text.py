@@ -4,6 +4,8 @@ import contextlib
 
 import numpy as np
 
+import llamac
+
 PIECE = 64  # tokens of a prompt that are evaluated at once
 
 
@@ -55,14 +57,17 @@ def generate(session, tokens, sampler, most=None, stop=(), rivals=None, turn=Non
     """
     Continue tokens, at most `most` of them, until the model ends its text or one of the texts `stop` comes, which is cut off.
     Yields for each token (text that is certain by now, [what is told of its tokens], tokens so far, None or why it ends:
-    "stop" or "length"). rivals: how many likeliest tokens are told beside each; None: nothing. turn: held while computing.
+    "stop" or "length"); nothing where most is 0. rivals: how many likeliest tokens are told beside each; None: nothing. turn: held
+    while computing.
     """
     model, window, held, turn = session.model, [], Held(list(stop)), turn or contextlib.nullcontext()
     count = length = 0
     entries, reason, new = [], None, list(tokens)
-    while not reason:
+    if most is not None and most < 0:
+        raise llamac.Error(f"most is {most}, expected 0 or more tokens, or None for no end but the model's")
+    while not reason and most != 0:
         new = slide(window, new, session.positions)
-        for at in range(0, len(new), PIECE):
+        for at in range(0, len(new) or 1, PIECE):
             with turn:
                 session.forward(new[at:at + PIECE], len(window))
             window += new[at:at + PIECE]

@@ -67,6 +67,16 @@ def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
         assert len(prompt) > 128 and words + told == expected.decode(errors="replace")
 
 
+def test_generate_of_no_tokens(models):
+    """None are asked for: nothing. Fewer, or none to begin with, are mistakes, also where the session has seen others."""
+    session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
+    assert list(llamac.generate(session, [1, 5], greedy, 0)) == []
+    for tokens, most, message in (([1, 5], -1, "most is -1, expected"), ([], 3, "0 tokens"), ([], 3, "0 tokens")):
+        with pytest.raises(llamac.Error, match=message):
+            next(llamac.generate(session, tokens, greedy, most))
+        assert len(list(llamac.generate(session, [1, 5], greedy, 1))) == 1
+
+
 def test_two_models_used_by_threads(models):
     """Each has a session of its own in every thread, and says what it says alone."""
     one, other = map(llamac.Model, models)
