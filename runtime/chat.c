@@ -257,5 +257,6 @@ bool llamac_use_template(llamac_model *m, const char *name, Error *e) {
 
 bool llamac_ends(const llamac_model *m, int token) {
     const Tokenizer *t = &m->tokenizer;
-    return token == t->bos || token == t->eos || (token >= 0 && (token == t->eot || token == m->stop));
+    if (!t->pieces || token < 0) return false;
+    return token == t->bos || token == t->eos || token == t->eot || token == m->stop;
 }

@@ -43,7 +43,7 @@ LLAMAC_API llamac_model *llamac_open(const char *path, int flags, llamac_error *
 // The same from memory, which has to stay until llamac_close. `bytes` are aligned as malloc aligns.
 LLAMAC_API llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, llamac_error *);
 
-// Takes the tokenizer from a file in llama2.c's format (tokenizer.bin) instead.
+// Takes the tokenizer from a file in llama2.c's format (tokenizer.bin) instead. No chat template is in use then.
 LLAMAC_API bool llamac_open_tokenizer(llamac_model *, const char *path, llamac_error *);
 
 // Compares the weights with the SHA-256 that export.py wrote into the file. False as well where there is none.
@@ -89,7 +89,7 @@ LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char 
 // conversation that is told anew; in a session that goes on, the answer's own tokens stand there.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Whether a token ends a text, or an answer by the chat template in use.
+// Whether a token ends a text, or an answer by the chat template in use. Without a tokenizer none does.
 LLAMAC_API bool llamac_ends(const llamac_model *, int token);
 
 LLAMAC_API void llamac_free(void *);

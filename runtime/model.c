@@ -541,7 +541,7 @@ bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
     }
     llamac_free_tokenizer(&m->tokenizer);
     unmap(&m->tokenizer_file);
-    m->tokenizer = t, m->tokenizer_file = file, m->chat = NULL;
+    m->tokenizer = t, m->tokenizer_file = file, m->chat = NULL, m->stop = -1;
     return true;
 }
 

@@ -1,4 +1,5 @@
 """The library's Python face: the texts of ./run, two models and threads, mistakes, and what it leaves of memory."""
+import ctypes
 import gc
 import shutil
 import subprocess
@@ -152,6 +153,23 @@ def test_mistakes_are_the_librarys_own_words(models, tmp_path):
         with pytest.raises(llamac.Error, match=message):
             mistake()
     assert model.decode([-5, 300, 1 << 30]) == b"" and not model.ends(-7)
+
+
+def test_what_ends_a_text_is_the_tokenizers_in_use(models, tmp_path):
+    """Nothing without one; behind another tokenizer the mark of the template before is a token like others."""
+    bare, _ = Model(vocab=261).write(tmp_path, "v1:")
+    model = llamac.Model(bare[0])
+    assert not model.info.has_tokenizer and not any(map(model.ends, range(-1, 261)))
+    llamac.library().llamac_open_tokenizer(ctypes.c_void_p(model.pointer), bytes(bare[2]), None)
+    assert [n for n in range(-1, 261) if model.ends(n)] == [1, 2]
+    marked = Model(vocab=261)
+    marked.pieces[259:] = [(b"<|im_start|>", 3), (b"<|im_end|>", 3)]
+    marked.write_gguf(tmp_path / "m.gguf")
+    model = llamac.Model(tmp_path / "m.gguf")
+    model.use_template("chatml")
+    assert model.ends(260)
+    llamac.library().llamac_open_tokenizer(ctypes.c_void_p(model.pointer), bytes(bare[2]), None)
+    assert [n for n in range(-1, 261) if model.ends(n)] == [1, 2]
 
 
 def test_without_a_library_it_says_make_lib(tmp_path):
