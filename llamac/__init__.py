@@ -34,7 +34,7 @@ def struct(name, **fields):
 Error = type("Error", (RuntimeError,), {"__doc__": "What is wrong, in one line.", "__module__": __name__})
 Options = struct("Options", positions=c_int, n_threads=c_int, device=c_char_p, no_copy=c_bool, logits=c_int,
                  kv_bits=c_int)
-Sampler = struct("Sampler", temperature=c_float, topp=c_float, state=c_uint64)  # state: a seed, but not 0
+Sampler = struct("Sampler", temperature=c_float, topp=c_float, state=c_uint64)  # state: a seed
 Info = struct("Info", dim=c_int, hidden_dim=c_int, n_layers=c_int, n_heads=c_int, n_kv_heads=c_int, vocab_size=c_int,
               seq_len=c_int, has_tokenizer=c_bool, add_bos=c_bool, bos=c_int, eos=c_int, eot=c_int)
 MODEL, SESSION, TOKENS, COUNT, WRONG = c_void_p, c_void_p, c_void_p, POINTER(c_int), c_char_p

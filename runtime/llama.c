@@ -180,8 +180,9 @@ int llamac_positions(const llamac_session *s) { return s->positions; }
 // ----------------------------------------------------------------------------
 // The sampler: llama2.c's, so a seed gives the same text
 
-// Uniform in [0, 1), 24 bits (Marsaglia 2003, Vigna 2014).
+// Uniform in [0, 1), 24 bits (Marsaglia 2003, Vigna 2014). From 0 the generator would never come away.
 static float random_float(llamac_sampler *s) {
+    if (!s->state) s->state = 0x9e3779b97f4a7c15;
     s->state ^= s->state >> 12;
     s->state ^= s->state << 25;
     s->state ^= s->state >> 27;

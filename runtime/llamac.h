@@ -138,7 +138,7 @@ LLAMAC_API bool llamac_nll(llamac_session *, int row, int token, double *nll, ll
 typedef struct {
     float temperature; // 0 is greedy
     float topp;        // sample from the likeliest tokens that have this probability together; 0 or 1: from all
-    uint64_t state;    // of the generator: a seed, but not 0
+    uint64_t state;    // of the generator: a seed
 } llamac_sampler;
 
 // The token after the last one that went through forward, drawn by its logits, which are overwritten. -1 if they are not finite.

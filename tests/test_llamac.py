@@ -172,6 +172,15 @@ def test_what_ends_a_text_is_the_tokenizers_in_use(models, tmp_path):
     assert [n for n in range(-1, 261) if model.ends(n)] == [1, 2]
 
 
+def test_a_seed_of_0_is_one_like_others(models):
+    """A generator of nothing but zero bits would draw 0 for ever: the first of all tokens."""
+    model = llamac.Model(models[0])
+    texts = ["".join(text for text, *_ in llamac.generate(llamac.Session(model), [1, 5], llamac.Sampler(9, topp, state), 30))
+             for topp in (0, 0.9) for state in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4] != texts[5] and "<unk>" * 5 not in texts[0]
+    assert len(set(texts[0])) > 5 < len(set(texts[3]))
+
+
 def test_without_a_library_it_says_make_lib(tmp_path):
     (tmp_path / "llamac").symlink_to(tmp_path / "real")
     shutil.copytree(ROOT / "llamac", tmp_path / "real")
