@@ -15,6 +15,7 @@ reference to it. Threads may share a model; calls of one session wait for one an
 """
 import ctypes
 import functools
+import operator
 import threading
 import weakref
 from ctypes import POINTER, byref, c_bool, c_char_p, c_float, c_int, c_size_t, c_uint64, c_void_p
@@ -72,6 +73,28 @@ def call(name, *arguments):
     return result
 
 
+def whole(name, number):
+    """A number as an int of C, which ctypes would cut to its last 32 bits, or an Error."""
+    try:
+        number = operator.index(number)
+    except TypeError:
+        raise Error(f"{name} is {number!r}, expected a whole number") from None
+    if not -1 << 31 <= number < 1 << 31:
+        raise Error(f"{name} is {number}, expected a number of 32 bits")
+    return number
+
+
+def token_array(tokens):
+    """Tokens as C has them: (n,) int32, or an Error."""
+    tokens = np.asarray(tokens)
+    if tokens.dtype != np.int32 and tokens.size:
+        if tokens.dtype.kind not in "iu":
+            raise Error(f"tokens of type {tokens.dtype}, expected whole numbers")
+        for token in tokens.min(), tokens.max():
+            whole("a token", token)
+    return np.ascontiguousarray(tokens, np.int32)
+
+
 def owned(owner, free, pointer, *needs):
     """The pointer, freed after the last reference to its owner and before what it needs."""
     weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs)
@@ -100,7 +123,8 @@ class Model:
 
     def decode(self, tokens, previous=None):
         """The bytes of tokens that stand behind `previous` (None: BOS). A character may be cut at either end."""
-        parts, previous = [], self.info.bos if previous is None else previous
+        tokens = token_array(tokens).tolist()
+        parts, previous = [], self.info.bos if previous is None else whole("previous", previous)
         for pair in zip([previous, *tokens], tokens):
             room = ctypes.create_string_buffer(size := library().llamac_decode(self.pointer, *pair, None, 0))
             library().llamac_decode(self.pointer, *pair, room, size)
@@ -121,7 +145,7 @@ class Model:
 
     def ends(self, token):
         """Whether a token ends a text, or an answer by the template in use."""
-        return library().llamac_ends(self.pointer, token)
+        return library().llamac_ends(self.pointer, whole("a token", token))
 
 
 class Session:
@@ -132,14 +156,15 @@ class Session:
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None, kv_bits=0):
         kept = ["sample", "last", "all"].index(logits)
-        options = Options(positions, threads, device and device.encode(), no_copy, kept, kv_bits)
+        options = Options(whole("positions", positions), whole("threads", threads), device and device.encode(), no_copy, kept,
+                          whole("kv_bits", kv_bits))
         self.pointer = owned(self, "llamac_stop", call("start", model.pointer, byref(options)), model)
         self.lock, self.model, self.all, self.shape = threading.Lock(), model, logits == "all", None
         self.positions, self.note = library().llamac_positions(self.pointer), library().llamac_note(self.pointer).decode()
 
     def forward(self, tokens, pos):
         """Evaluates tokens that stand at positions from `pos` on."""
-        tokens = np.ascontiguousarray(tokens, np.int32)
+        tokens, pos = token_array(tokens), whole("the position", pos)
         with self.lock:
             call("forward", self.pointer, tokens.ctypes.data, tokens.size, pos)
             self.shape = (tokens.size if self.all else 1, self.model.info.vocab_size)

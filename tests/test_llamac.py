@@ -181,6 +181,26 @@ def test_a_seed_of_0_is_one_like_others(models):
     assert len(set(texts[0])) > 5 < len(set(texts[3]))
 
 
+def test_numbers_that_c_would_cut_are_refused(models):
+    """ctypes drops the bits that an int of C has no room for, and numpy those behind the point."""
+    model = llamac.Model(models[0])
+    session, big = llamac.Session(model), (1 << 32) + 5
+    for mistake in (
+            lambda: session.forward([1, 2, 3], 1 << 32), lambda: session.forward([big], 0), lambda: session.forward(np.array([big]), 0),
+            lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0), lambda: session.forward([1 << 64], 0),
+            lambda: session.forward([1], 0.5), lambda: session.forward(np.array([1], np.uint64) << 63, 0),
+            lambda: llamac.Session(model, positions=(1 << 32) + 16), lambda: llamac.Session(model, positions=16.0),
+            lambda: llamac.Session(model, threads=(1 << 32) + 1), lambda: llamac.Session(model, kv_bits=(1 << 32) + 16),
+            lambda: model.decode([big]), lambda: model.decode([5.0]), lambda: model.decode([5], previous=big), lambda: model.ends(big),
+            lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
+        with pytest.raises(llamac.Error, match="expected"):
+            mistake()
+    for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8), np.array([1, 0, 5, 0], np.int32)[::2]):
+        session.forward(tokens, np.int64(0))
+        assert model.decode(tokens) == model.decode([1, 5])
+    assert model.ends(np.int64(1)) and llamac.Session(model, np.int16(16), np.int64(1)).positions == 16
+
+
 def test_without_a_library_it_says_make_lib(tmp_path):
     (tmp_path / "llamac").symlink_to(tmp_path / "real")
     shutil.copytree(ROOT / "llamac", tmp_path / "real")
