@@ -84,10 +84,16 @@ static bool add_pair(BytePairs *b, Pair pair, Error *e) {
     return true;
 }
 
+static bool find_space(String s, int rank, const char **space, Error *e) {
+    *space = s.n > 2 && s.n <= LONGEST_TEXT ? memchr(s.s + 1, ' ', s.n - 2) : NULL;
+    CHECK(*space, "merge %d is not two tokens with a space between", rank);
+    return true;
+}
+
 // "left right", of which the two and what they make together are tokens.
 static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error *e) {
-    const char *space = s.n > 2 ? memchr(s.s + 1, ' ', s.n - 2) : NULL;
-    CHECK(space && s.n <= LONGEST_TEXT, "merge %d is not two tokens with a space between", rank);
+    const char *space;
+    TRY(find_space(s, rank, &space, e));
     size_t left = space - s.s, right = s.n - left - 1;
     text->n = 0;
     append(text, s.s, left);
@@ -106,6 +112,9 @@ static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error
 static bool read_merges(Tokenizer *t, Value merges, Error *e) {
     BytePairs *b = t->byte_pairs;
     CHECK(merges.count <= MOST_MERGES, "%llu merges, expected at most %d", (unsigned long long)merges.count, MOST_MERGES);
+    Reader list = merges.data; // each is 11 bytes of the file at least, and gets 43 of the table at most
+    const char *space;
+    for (int i = 0; i < (int)merges.count; i++) TRY(find_space(take_string(&list), i, &space, e));
     for (b->bits = 4; 3ull << b->bits < 4 * merges.count; b->bits++) {}
     CHECK((b->pairs = resize(NULL, (size_t)1 << b->bits, sizeof(Pair))), no_memory);
     for (uint32_t i = 0; i < 1u << b->bits; i++) b->pairs[i].left = -1;

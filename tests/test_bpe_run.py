@@ -9,6 +9,9 @@ import codecs
 import json
 import random
 import re
+import resource
+import struct
+import subprocess
 import sys
 import tempfile
 import time
@@ -214,6 +217,17 @@ def test_damaged_vocabularies_are_refused_in_one_line(run_debug_bin, tmp_path):
     for n in range(100, len(data) - 32, 101):
         path.write_bytes(data[:n])
         run(run_debug_bin, path, "--tokenize", "-i", "a", status=1)
+
+
+def test_no_memory_for_merges_that_are_none(run_bin, tmp_path):
+    """12 MB of empty ones would have a table of 64 MiB."""
+    path, count = tmp_path / "m.gguf", 1_572_866
+    write_bpe(path, merges=["a bbbbbb"])  # so that all tensors stay aligned
+    before, after = path.read_bytes().split(struct.pack("<QQ", 1, 8) + b"a bbbbbb")
+    path.write_bytes(before + struct.pack("<Q", count) + bytes(8 * count) + after)
+    done = subprocess.run([run_bin, path, "--tokenize", "-i", "a"], capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (48 << 20, 48 << 20)))
+    assert done.returncode == 1 and "merge 0 is not two tokens" in done.stderr
 
 
 def test_what_a_vocabulary_may_lack(run_debug_bin, library, tmp_path):
