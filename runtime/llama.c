@@ -19,6 +19,7 @@ struct llamac_session {
     int positions;           // length of the KV cache
     int n_threads;
     bool all;                // logits of all tokens are kept
+    bool told;               // the logits are for the caller too, not for the sampler alone
     float *x;                // (chunk, dim) residual stream, in the backend's memory
     float *y;                // (chunk, q_dim) what attention found
     float *logits;           // (1 or chunk, vocab_size) in the host's; NULL when they stay with the backend, which chooses
@@ -67,7 +68,7 @@ bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error 
     return true;
 }
 
-const float *llamac_logits(const llamac_session *s) { return s->logits; }
+const float *llamac_logits(const llamac_session *s) { return s->told ? s->logits : NULL; }
 
 // ----------------------------------------------------------------------------
 // Sessions
@@ -130,7 +131,7 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
-    s->all = o->logits == LLAMAC_ALL_LOGITS;
+    s->all = o->logits == LLAMAC_ALL_LOGITS, s->told = o->logits != LLAMAC_SAMPLE_ONLY;
     s->kernels = llamac_cpu_kernels();
     CHECK((s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate))), no_memory);
     if (!cpu && !strcmp(default_device, "cuda")) {
@@ -273,7 +274,7 @@ int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
 
 bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
     int n = s->model.config.vocab_size;
-    CHECK(s->logits && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d", row, s->logits ? s->rows : 0);
+    CHECK(s->told && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d", row, s->told ? s->rows : 0);
     CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
     float *logits = s->logits + (size_t)row * n, most = s->kernels->largest(logits, n), it = logits[token];
     CHECK(!isnan(most), not_finite);

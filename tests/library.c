@@ -95,6 +95,8 @@ static int wrong(const char *path) {
     REFUSED(llamac_open("no such file", 0, &e));
     REFUSED(llamac_open_tokenizer(m, path, &e));
     REFUSED(llamac_nll(s, 0, 0, &nll, &e));
+    if (!llamac_forward(s, &token, 1, 0, &e) || llamac_logits(s)) return fprintf(stderr, "logits where none are kept\n"), 1;
+    REFUSED(llamac_nll(s, 0, 0, &nll, &e));
     llamac_stop(s);
     llamac_close(m);
     return 0;

@@ -34,7 +34,7 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 12 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 13 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "none of the vocabulary" in said[4] and "no such file" in said[9]
 
 

@@ -149,7 +149,8 @@ def test_mistakes_are_the_librarys_own_words(models, tmp_path):
             (lambda: llamac.Session(model).sample(greedy), "nothing has gone through"),
             (lambda: llamac.Session(model).logits, "no logits"), (lambda: llamac.Session(model, device="tpu"), "is no device"),
             (lambda: quiet.forward([1] * 129, 0), "room for"), (lambda: quiet.forward([1], -1), "position"),
-            (lambda: quiet.forward([300], 0), "none of the vocabulary"), (lambda: quiet.forward([], 0), "0 tokens")):
+            (lambda: (quiet.forward([1], 0), quiet.logits), "no logits"), (lambda: quiet.forward([], 0), "0 tokens"),
+            (lambda: quiet.forward([300], 0), "none of the vocabulary")):
         with pytest.raises(llamac.Error, match=message):
             mistake()
     assert model.decode([-5, 300, 1 << 30]) == b"" and not model.ends(-7)
