@@ -122,4 +122,4 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	@touch $@
 
 clean:               ## remove what was built; runs, caches and .venv stay
-	rm -f run run-debug runcuda runcuda-*.o runhip runhip-*.o
+	rm -f run run-debug runcuda runhip libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o

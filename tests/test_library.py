@@ -1,5 +1,6 @@
 """The C library from outside: two models in one process, opens and closes, what it exports, the example."""
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -43,6 +44,18 @@ def test_only_the_interface_is_exported(libraries):
     for file, flags in ("libllamac.so", ["-D"]), ("libllamac.a", ["-g"]):
         listed = call("nm", *flags, "--defined-only", libraries / file).splitlines()
         assert {line.split()[2] for line in listed if len(line.split()) == 3} == declared
+
+
+def test_clean_removes_what_was_built(tmp_path):
+    """And nothing else: runs, caches and sources stay."""
+    built = ["run", "run-debug", "runcuda", "runhip", "libllamac.a", "libllamac.so", "cache/lib/llamac.o", "cache/cuda/run.o"]
+    kept = ["run.c", "my.o", "runs", "out/my/model.gguf", "cache/stories/train.bin", ".venv/bin/python"]
+    for name in built + kept:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    call("make", "-s", "-C", tmp_path, "clean")
+    assert {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()} == {"Makefile", *kept}
 
 
 def test_there_is_no_static_state(libraries):
