@@ -374,7 +374,7 @@ static const char help[] =
     "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
-    "  -j NUMBER        threads (as many as cores)\n"
+    "  -j NUMBER        threads (as many as cores, 64 at most)\n"
     "  --kv NAME        how keys and values are kept: f32, f16 or q8 (f32; f16 where the weights are quantised)\n"
     "  --no-copy        compute from the file's own pages, which processes share; slower after the first tokens\n"
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"

@@ -83,18 +83,41 @@ const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
 }
 #endif
 
-// One for each core that the process may use: of two processors that share one, the second only waits for the same units.
-// A container's share of time may be smaller than its processors are many.
-static int default_threads(void) {
-    long processors = sysconf(_SC_NPROCESSORS_ONLN), quota = 0, period = 0;
 #ifdef __linux__
-    cpu_set_t allowed;
-    if (!sched_getaffinity(0, sizeof allowed, &allowed)) processors = CPU_COUNT(&allowed);
-#endif
-    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
-    if (file && getc(file) == '1') processors = (processors + 1) / 2;
+// Whether a processor shares its core with one of a smaller number that may be used as well.
+static bool shares_core(int processor, const cpu_set_t *allowed) {
+    char path[80];
+    int first, last, n;
+    bool shares = false;
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", processor);
+    FILE *file = fopen(path, "r"); // such as 0-1 or 0,64
+    while (file && (n = fscanf(file, "%d-%d", &first, &last)) > 0) {
+        for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++) shares |= CPU_ISSET(i, allowed) != 0;
+        if (getc(file) != ',') break;
+    }
     if (file) fclose(file);
-    file = fopen("/sys/fs/cgroup/cpu.max", "r");
+    return shares;
+}
+
+// The cores that the process may use: of two processors that share one, the second only waits for the same units.
+static long usable_cores(void) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return sysconf(_SC_NPROCESSORS_ONLN);
+    long cores = CPU_COUNT(&allowed);
+    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
+    bool shared = file && getc(file) == '1';
+    if (file) fclose(file);
+    for (int i = 0; shared && i < CPU_SETSIZE; i++) cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
+    return cores;
+}
+#else
+static long usable_cores(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
+#endif
+
+// One for each of these cores, 64 at most. A container's share of time may be smaller than its processors are many.
+static int default_threads(void) {
+    long processors = usable_cores(), quota = 0, period = 0;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
     if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0 && quota / period < processors)
         processors = quota / period;
     if (file) fclose(file);

@@ -105,7 +105,7 @@ typedef enum {
 
 typedef struct {
     int positions;      // tokens that the KV cache has room for; 0: the model's seq_len
-    int n_threads;      // of the CPU; 0: one for each core that the process may use
+    int n_threads;      // of the CPU; 0: one for each core that the process may use, 64 at most
     const char *device; // cpu, cuda, or auto: cuda where it can be used; NULL: what the library was built for
     bool no_copy;       // compute from the file's own pages, which processes share; slower after the first tokens
     llamac_logits_kept logits;

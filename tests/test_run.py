@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
-from tests.conftest import KERNELS, compile_c
+from tests.conftest import KERNELS, LIBRARY, compile_c
 
 MAGIC = 0x616b3432
 LAYER = ["attention_norm", "wq", "wk", "wv", "wo", "ffn_norm", "w1", "w2", "w3"]
@@ -329,6 +329,22 @@ def test_no_more_threads_than_processors(run_bin, tmp_path):
     shown = subprocess.run(["taskset", "-c", first, run_bin, tmp_path / "m.gguf", "--bench", "--json", "-n", "1"],
                            capture_output=True, check=True).stdout
     assert json.loads(shown)["threads"] == 1
+
+
+def test_a_thread_for_each_core_that_may_be_used(tmp_path):
+    """Of processors that share a core one counts, whatever numbers they have; no more than a container's share of time, and 64."""
+    others = [source for source in LIBRARY if source != "runtime/llama.c"]
+    program = compile_c(tmp_path / "threads", "-O1", "tests/threads.c", *others)
+    far, near = " ".join(["0,4", "1,5", "2,6", "3,7"] * 2), "0-1 0-1 2-3 2-3 4-5 4-5 6-7 6-7"
+    wide = " ".join(f"{n},{n + 96}" for n in range(96))
+    for cores, allowed, active, quota, expected in (
+            (far, range(8), 1, "", 4), (far, range(4), 1, "", 4), (far, (0, 4), 1, "", 1), (far, (1, 2, 5), 1, "", 2), (far, (7,), 1, "", 1),
+            (near, range(8), 1, "", 4), (near, (0, 2, 4, 6), 1, "", 4), (near, (2, 3), 1, "", 1), (near, (3, 4), 1, "", 2),
+            ("0-3,8 0-3,8 0-3,8 0-3,8 4", (1, 3, 4), 1, "", 2), (near, range(8), 0, "", 8), (near, range(8), "", "", 8),
+            ("", range(3), 1, "", 3), (far, range(8), 1, "250000 100000", 2), (far, range(8), 1, "50000 100000", 1),
+            (far, range(8), 1, "max 100000", 4), (wide, range(96), 1, "", 64)):
+        told = subprocess.run([program, cores, " ".join(map(str, allowed)), f"{active}", quota], capture_output=True, check=True).stdout
+        assert int(told) == expected, (cores, allowed, active, quota)
 
 
 def test_results_do_not_depend_on_threads(run_bin, tmp_path):
