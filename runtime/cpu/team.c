@@ -63,9 +63,8 @@ static void take_step(Member *self) {
     self->step++;
 }
 
-static bool has_work(const Member *m) {
-    return atomic_load(&m->team->goal) != m->step || atomic_load_explicit(&m->team->leaving, memory_order_relaxed);
-}
+// In one order with `sleepers`: who goes to sleep sees that there is work, or who has it sees the sleeper.
+static bool has_work(const Member *m) { return atomic_load(&m->team->goal) != m->step || atomic_load(&m->team->leaving); }
 
 static void *member(void *arg) {
     Member *self = arg;
