@@ -63,7 +63,7 @@ def generate(session, tokens, sampler, most=None, stop=(), rivals=None, turn=Non
     model, window, held, turn = session.model, [], Held(list(stop)), turn or contextlib.nullcontext()
     count = length = 0
     entries, reason, new = [], None, list(tokens)
-    if most is not None and most < 0:
+    if most is not None and llamac.whole("most", most) < 0:
         raise llamac.Error(f"most is {most}, expected 0 or more tokens, or None for no end but the model's")
     while not reason and most != 0:
         new = slide(window, new, session.positions)

@@ -72,7 +72,8 @@ def test_generate_of_no_tokens(models):
     """None are asked for: nothing. Fewer, or none to begin with, are mistakes, also where the session has seen others."""
     session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
     assert list(llamac.generate(session, [1, 5], greedy, 0)) == []
-    for tokens, most, message in (([1, 5], -1, "most is -1, expected"), ([], 3, "0 tokens"), ([], 3, "0 tokens")):
+    for tokens, most, message in (([1, 5], -1, "most is -1, expected"), ([1, 5], 0.5, "most is 0.5, expected"), ([], 3, "0 tokens"),
+                                  ([], 3, "0 tokens")):
         with pytest.raises(llamac.Error, match=message):
             next(llamac.generate(session, tokens, greedy, most))
         assert len(list(llamac.generate(session, [1, 5], greedy, 1))) == 1
@@ -187,13 +188,13 @@ def test_numbers_that_c_would_cut_are_refused(models):
     model = llamac.Model(models[0])
     session, big = llamac.Session(model), (1 << 32) + 5
     for mistake in (
-            lambda: session.forward([1, 2, 3], 1 << 32), lambda: session.forward([big], 0), lambda: session.forward(np.array([big]), 0),
-            lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0), lambda: session.forward([1 << 64], 0),
+            lambda: session.forward([1, 2, 3], 1 << 32), lambda: session.forward([big], 0),
+            lambda: session.forward(np.array([big]), 0), lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0), lambda: session.forward([1 << 64], 0),
             lambda: session.forward([1], 0.5), lambda: session.forward(np.array([1], np.uint64) << 63, 0),
             lambda: llamac.Session(model, positions=(1 << 32) + 16), lambda: llamac.Session(model, positions=16.0),
             lambda: llamac.Session(model, threads=(1 << 32) + 1), lambda: llamac.Session(model, kv_bits=(1 << 32) + 16),
-            lambda: model.decode([big]), lambda: model.decode([5.0]), lambda: model.decode([5], previous=big), lambda: model.ends(big),
-            lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
+            lambda: model.decode([big]), lambda: model.decode([5.0]), lambda: model.decode([5], previous=big),
+            lambda: model.ends(big), lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
         with pytest.raises(llamac.Error, match="expected"):
             mistake()
     for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8), np.array([1, 0, 5, 0], np.int32)[::2]):
