@@ -234,7 +234,8 @@ def test_what_a_vocabulary_may_lack(run_debug_bin, library, tmp_path):
     """Bytes, ways to make a token, a beginning; where add_bos_token is missing, llama-bpe alone begins with BOS, as in llama.cpp."""
     path = tmp_path / "m.gguf"
     for changes, text, ids in (({}, "abc<|u|>ab cx", b"6 7 5 8 4"), ({"merges": ["ab c"]}, "ab", b"2 3"),
-                               ({"merges": ["ab c"], "pre": "llama-bpe"}, "ab abc", b"5 8 2 3 4"), ({}, "[PAD]</s>é", b"")):
+                               ({"merges": ["ab c"], "pre": "llama-bpe"}, "ab abc", b"5 8 2 3 4"), ({}, "[PAD]</s>é", b""),
+                               ({"types": [4, 4, *TYPES[2:]]}, "a<s>b</s>", b"2 3")):  # no text is BOS or EOS
         write_bpe(path, **changes)
         assert run(run_debug_bin, path, "--tokenize", "-i", text) == ids + b"\n", changes
     assert run(run_debug_bin, path, "-n", 5, "-t", 9, "-s", 1)

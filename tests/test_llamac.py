@@ -189,7 +189,8 @@ def test_numbers_that_c_would_cut_are_refused(models):
     session, big = llamac.Session(model), (1 << 32) + 5
     for mistake in (
             lambda: session.forward([1, 2, 3], 1 << 32), lambda: session.forward([big], 0),
-            lambda: session.forward(np.array([big]), 0), lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0), lambda: session.forward([1 << 64], 0),
+            lambda: session.forward(np.array([big]), 0), lambda: session.forward([1.7], 0), lambda: session.forward(["1"], 0),
+            lambda: session.forward([1 << 64], 0),
             lambda: session.forward([1], 0.5), lambda: session.forward(np.array([1], np.uint64) << 63, 0),
             lambda: llamac.Session(model, positions=(1 << 32) + 16), lambda: llamac.Session(model, positions=16.0),
             lambda: llamac.Session(model, threads=(1 << 32) + 1), lambda: llamac.Session(model, kv_bits=(1 << 32) + 16),
