@@ -175,9 +175,12 @@ def columns(column):
 
 
 def find_column(first, column):
-    """(the delimiter, the place of the column of the texts, all names) of a table that begins so; None where there is none."""
+    """
+    (the delimiter, the place of the column of the texts, all names) of a table that begins so; None where there is none. A
+    single name tells no delimiter: the tab it is then, as texts have commas.
+    """
     header, names = first.lstrip("\ufeff").splitlines()[:1], []
-    for mark in ",", ";", "\t", "|":
+    for mark in "\t", ",", ";", "|":
         row = next(csv.reader(header, delimiter=mark), [])
         names = max(names, row, key=len)
         for name in columns(column):
@@ -363,13 +366,15 @@ def from_csv(path, column, copy):
         if mark is None:
             raise no_column(column, names)
         reader = csv.reader(rows, delimiter=mark, strict=True)
+        separator = "a tab" if mark.isspace() else repr(mark)
+        advice = f"put quotation marks right around each text that holds {separator} or a line end, and double those within"
         try:
             for row in reader:
-                if row and len(row) <= place:
-                    raise Unfit(f"line {1 + reader.line_num} has {len(row)} fields, the first line {len(names)}")
+                if row and len(row) <= place or any(row[len(names):]):  # else a text ended at a comma of its own
+                    raise Unfit(f"line {1 + reader.line_num} has {len(row)} fields, the first line {len(names)}", advice)
                 yield row[place] if row else ""
         except csv.Error as e:
-            raise Unfit(f"line {1 + reader.line_num} is no row of a table ({e})") from e
+            raise Unfit(f"line {1 + reader.line_num} is no row of a table ({e})", advice) from e
 
     with open(path, "rb") as f, progress(f, "reading rows") as bar:
         return write_lines(texts(bar), columns(column)[0], copy)

@@ -117,6 +117,7 @@ def table(delimiter=",", column="text", quoting=csv.QUOTE_MINIMAL):
 ROWS = [f'{prose(60, i).strip()}, "{i}"\nline; two\ttab é' for i in range(40)]
 OBJECTS = [{"id": i, "text": text} for i, text in enumerate(ROWS)]
 LINES = "".join(json.dumps(record) + "\n" for record in OBJECTS)
+COMMAS = [f'{i}, as ever; {" ".join(prose(40, i).split())}, and "so" on' for i in range(40)]
 FRENCH = TEXTS["CP1252"][0] * 20
 CHINESE = TEXTS["GB18030"][0] * 20
 PARQUET = base64.b64decode(  # 12 rows, written by pyarrow
@@ -161,6 +162,12 @@ READ = {  # name: (bytes of the file, its text, or the texts of its rows)
     "latin1.csv": (table().encode("latin-1"), ROWS),
     "utf16.tsv": (table("\t").encode("utf-16"), ROWS),
     "a.csv.gz": (gzip.compress(table("|", "story", csv.QUOTE_ALL).encode()), ROWS),
+    "one_column.csv": ("\n".join(["text", *COMMAS]).encode(), COMMAS),  # no separator in the first line: none in the others
+    "one_column.tsv": ("\n".join(["text", *COMMAS]).encode(), COMMAS),
+    "one_column_in_quotes.csv": ("\n".join(["text", *('"' + line.replace('"', '""') + '"' for line in COMMAS)]).encode(), COMMAS),
+    "commas.tsv": ("\n".join(["text\tid", *(f"{line}\t1" for line in COMMAS)]).encode(), COMMAS),
+    "empty_at_the_end.csv": ("\n".join(["id,text", *(f"1,{i}. {ENGLISH[:9]},," for i in range(40))]).encode(),
+                             [f"{i}. {ENGLISH[:9]}" for i in range(40)]),
 }
 REFUSED = {  # name: (bytes of the file, words of the answer)
     "empty.txt": (b"", "is empty"),
@@ -190,6 +197,10 @@ REFUSED = {  # name: (bytes of the file, words of the answer)
     "numbers.json": (b'[{"text": "a"}, 5]', "object 2 holds no object but 5"),
     "other.csv": (table(column="body").encode(), "no column 'text' or 'story' but id, body, note; name the one"),
     "short.csv": (b"id,text\n1,two\n3\n", "line 3 has 1 fields, the first line 2"),
+    "commas.csv": (b'id,text\n1,"hello, world"\n2,hello, world\n', "line 3 has 3 fields, the first line 2; put quotation marks"),
+    "commas_behind.csv": (b"id,text,note\n1,two, three,4\n", "line 2 has 4 fields, the first line 3; put quotation marks"),
+    "tabs.tsv": (b"text\nhello\tworld\n", "line 2 has 2 fields, the first line 1; put quotation marks"),
+    "names_of_rows.csv": (b'"text"\n"1","hello"\n', "line 2 is no row of a table"),
     "quote.csv": (table().encode() + b'7,"open', "is no row of a table"),
     "nowhere.parquet": (b"PAR1" + bytes(99), "Parquet table"),
 }
