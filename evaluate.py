@@ -290,12 +290,16 @@ def write_intents(folder):
     """One in ten goes to test.jsonl, as labelled prompts, the rest to train.jsonl, as text."""
     found, folder = intents(), Path(folder)
     tests = len(found) // 10
+    files = {folder / "test.jsonl": [{"prompt": prompt, "expected": name} for prompt, name in found[:tests]],
+             folder / "train.jsonl": [{"text": prompt + between + name} for prompt, name in found[tests:]]}
+    files = {path: "".join(json.dumps(row) + "\n" for row in rows) for path, rows in files.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "test.jsonl").write_text("".join(
-            json.dumps({"prompt": prompt, "expected": name}) + "\n" for prompt, name in found[:tests]), encoding="utf-8")
-        (folder / "train.jsonl").write_text("".join(
-            json.dumps({"text": prompt + between + name}) + "\n" for prompt, name in found[tests:]), encoding="utf-8")
+        for path, text in files.items():
+            if path.exists() and path.read_bytes() != text.encode():
+                fail(f"{path}: is there and holds something else; give another folder than --make_intents={folder}")
+        for path, text in files.items():
+            write_atomic(path, text)
     except OSError as e:
         fail(f"--make_intents={folder}: cannot be written ({e.strerror})")
     print(f"wrote {len(found) - tests} prompts and answers to {folder}/train.jsonl, {tests} labelled prompts to "

@@ -62,6 +62,13 @@ def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tm
     tests = [json.loads(line) for line in (tmp_path / "one/test.jsonl").read_text().splitlines()]
     trained = (tmp_path / "one/train.jsonl").read_text()
     assert {t["expected"] for t in tests} == set(evaluate.INTENTS) and len(tests) == (len(tests) + trained.count("\n")) // 10
+    mine = tmp_path / "mine/train.jsonl"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(SystemExit):
+        evaluate.write_intents(mine.parent)
+    assert "mine/train.jsonl: is there and holds something else; give another folder" in capsys.readouterr().err
+    assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
     (tmp_path / "file").touch()
     for wrong, message in ((lambda: evaluate.write_intents(tmp_path / "file"), "File exists"), (evaluate.main, "nothing to"),
                            (lambda: evaluate.read_labelled(tmp_path / "none"), "No such file")):
