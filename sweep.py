@@ -5,7 +5,8 @@ A W&B sweep file, run here without a server.
 
 The same file runs with `wandb sweep FILE` and `wandb agent ID`. Grid and random search need nothing else, bayes needs
 `pip install optuna`. Trial N trains in out_dir/N; what N tries is settled by the file and the seed, so the same command
-continues a sweep that was interrupted. At the end all trials stand in one table, as compare.py prints it.
+continues a sweep that was interrupted; trials of another sweep are refused there. At the end all trials stand in one table,
+as compare.py prints it.
 """
 import itertools
 import math
@@ -15,7 +16,8 @@ import sys
 from pathlib import Path
 
 import compare
-from configurator import advice, configure, fail, read_file, source_knobs
+from configurator import advice, configure, convert, fail, read_file, source_knobs
+from engine.files import read_json
 
 file = ""       # the sweep, a .yaml file as W&B has them
 count = 0       # trials; 0: the file's run_cap, or the whole grid
@@ -24,6 +26,7 @@ seed = 1337     # of random and bayes
 
 UNIFORM = ("uniform", "int_uniform", "q_uniform", "log_uniform_values", "q_log_uniform_values", "int_log_uniform_values")
 KNOWN = ("program", "method", "metric", "parameters", "run_cap", "name", "description", "project", "entity", "command")
+FOUND = ("batch_size", "gradient_accumulation_steps")  # what the trainer finds where it is to have the largest batch, 0
 
 
 def check(sweep):
@@ -118,8 +121,19 @@ def suggest(name, spec, trial):
     return quantize(trial.suggest_float(name, low, high, log="log" in kind), spec, kind)
 
 
+def refuse_other(sweep, values, folder):
+    """One line where a trial's folder holds one with other values, which resuming it would take for these."""
+    stored, known = read_json(folder / "config.json"), knobs_of(program(sweep))
+    found = FOUND if values.get("batch_size") == 0 else ()
+    for name in stored.keys() & values.keys() - set(found):
+        new = convert(name, values[name], known[name][0], file) if name in known else values[name]
+        if sweep_varies(sweep, name) and new != stored[name] and str(new) != str(stored[name]):
+            fail(f"{folder}: holds a trial with {name}={stored[name]}, this sweep's has {name}={new}; give another --out_dir")
+
+
 def run_trial(sweep, number, values, folder):
     """Train with these values in folder/number; the best value of the metric, or None if the training failed."""
+    refuse_other(sweep, values, folder / str(number))
     values = values | {"out_dir": str(folder / str(number)), "init_from": "auto"}
     print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
     code = subprocess.run([sys.executable, str(program(sweep)), *(f"--{k}={v}" for k, v in values.items())]).returncode

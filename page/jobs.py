@@ -162,7 +162,7 @@ class Jobs:
     def sweep(self, knobs, preset, parameters, method):
         """Write the file of a sweep: (its path, the folder of its trials). parameters: {knob: spec}, as sweep.py's."""
         known, fixed = source_knobs(TRAIN), {}
-        out_dir = str(knobs.pop("out_dir", "") or self.runs.root / "sweep")
+        out_dir = str(knobs.pop("out_dir", ""))
         words(knobs, preset)  # refuses what is wrong
         for name, value in ((presets()[preset] if preset else {}) | knobs).items():
             if name not in parameters and name != "out_dir":
@@ -175,9 +175,9 @@ class Jobs:
         content = {"program": "train.py", "method": "random" if method == "random" else "grid",
                    "metric": {"name": "loss/val", "goal": "minimize"}, "parameters": fixed | parameters}
         text = json.dumps(content, indent=1)
-        path = self.folder / f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"  # one that waits keeps its own
-        write_atomic(path, text)
-        return str(path), out_dir
+        name = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"  # each has its own file and folder
+        write_atomic(self.folder / f"{name}.json", text)
+        return str(self.folder / f"{name}.json"), out_dir or str(self.runs.root / name)
 
     def line(self, request):
         """The command line of a form."""

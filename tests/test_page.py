@@ -350,6 +350,9 @@ def test_each_sweep_that_waits_keeps_its_own_file(tmp_path):
         form = {"knobs": {"out_dir": f"out/{name}"}, "sweep": {"parameters": {"dim": {"values": dims}}}}
         words = shlex.split(page.get("/api/line", form)["line"])
         kept.append((next(word for word in words if word.endswith(".json")), dims))
+    folders = [shlex.split(page.get("/api/line", {"sweep": {"parameters": {"dim": {"values": dims}}}})["line"])[-1]
+               for dims in ([32], [64], [32])]
+    assert folders[0] == folders[2] != folders[1] and all("--out_dir=" in word and "/sweep-" in word for word in folders)
     assert page.get("/api/jobs") == {"jobs": []} and len({path for path, _ in kept}) == 3
     assert all(json.loads((tmp_path / path).read_text())["parameters"]["dim"]["values"] == dims for path, dims in kept)
     page.end()

@@ -1,5 +1,6 @@
 """Sweep files, run here with a trainer that only pretends, and read the way `wandb agent` does."""
 import importlib.util
+import json
 import random
 import subprocess
 import sys
@@ -54,6 +55,30 @@ def test_a_grid_tries_every_combination_once_and_continues(tmp_path):
     assert [(t["x"], t["y"]) for t in tried(tmp_path)] == [(x, y) for x in ("0.1", "0.2") for y in "abc"]
     table = [line.split() for line in done.stdout.splitlines()[-7:]]
     assert table[0][0] == "run" and [row[0] for row in table[1:]] == ["o/3", "o/4", "o/5", "o/0", "o/1", "o/2"]
+
+
+def test_a_changed_sweep_does_not_take_the_trials_of_the_one_before_for_its_own(tmp_path):
+    content = {"method": "random", "run_cap": 1, "parameters": {"x": {"min": 0.0, "max": 1.0}, "y": {"values": ["a"]}}}
+    assert run(tmp_path, content).returncode == run(tmp_path, content).returncode == 0
+    before, x = (tmp_path / "calls").read_text(), tried(tmp_path)[0]["x"]
+    changed = content | {"parameters": {"x": {"values": [5]}, "y": {"values": ["a"]}}}
+    for another, words, value in (changed, [], "x=5"), (content, ["--seed=2"], "x=0."):
+        done = run(tmp_path, another, *words)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert f"o/0: holds a trial with x={x}, this sweep's has {value}" in done.stderr and "another --out_dir" in done.stderr
+    assert (tmp_path / "calls").read_text() == before
+    assert run(tmp_path, changed | {"parameters": {"x": {"values": [x]}, "y": {"values": ["a"]}}}).returncode == 0
+
+
+def test_values_are_the_same_however_they_are_written(tmp_path, monkeypatch):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0/config.json").write_text(json.dumps({"learning_rate": 1.0, "dim": 64, "tied": True, "batch_size": 32}))
+    values = {"learning_rate": "1e0", "dim": 64.0, "tied": "yes", "batch_size": 0, "dropout": 0.1}
+    found = {"program": str(ROOT / "train.py"), "parameters": {name: {"values": [value]} for name, value in values.items()}}
+    sweep.refuse_other(found, values, tmp_path / "0")  # batch_size=0: the trainer has found 32
+    for other in {"dim": 32}, {"tied": False}, {"learning_rate": 0}, {"batch_size": 16}:
+        with pytest.raises(SystemExit):
+            sweep.refuse_other(found, values | other, tmp_path / "0")
 
 
 def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
