@@ -11,6 +11,7 @@ as compare.py prints it.
 import itertools
 import math
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -136,13 +137,36 @@ def run_trial(sweep, number, values, folder):
     refuse_other(sweep, values, folder / str(number))
     values = values | {"out_dir": str(folder / str(number)), "init_from": "auto"}
     print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
-    code = subprocess.run([sys.executable, str(program(sweep)), *(f"--{k}={v}" for k, v in values.items())]).returncode
+    code, stopped = run_program([sys.executable, str(program(sweep)), *(f"--{k}={v}" for k, v in values.items())])
+    if stopped:
+        print(f"stopped in trial {number}; the same command continues the sweep", file=sys.stderr)
+        sys.exit(128 + stopped[0])
     if code < 0 or code == 130:
         fail(f"trial {number} was stopped; the same command continues the sweep")
     if code:
         print(f"trial {number} failed with code {code}", flush=True)
         return None
     return best(sweep, compare.read_runs([folder / str(number)])[0])
+
+
+def run_program(command):
+    """
+    (the exit code of a program, the signals that were to end the sweep in the meantime). The program ends in its own time,
+    as a training saves first: Ctrl-C has reached it from the terminal, SIGTERM is passed on.
+    """
+    stopped, children = [], []
+
+    def stop(signum, frame):
+        stopped.append(signum)
+        for child in children if signum == signal.SIGTERM else ():
+            child.send_signal(signum)
+
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    children.append(subprocess.Popen(command))
+    code = children[0].wait()
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+    return code, stopped
 
 
 def sweep_varies(sweep, name):

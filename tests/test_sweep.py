@@ -1,9 +1,12 @@
 """Sweep files, run here with a trainer that only pretends, and read the way `wandb agent` does."""
 import importlib.util
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,21 @@ if given.get("fail") == given["x"]:
 (folder / "log.jsonl").write_text(json.dumps({"iter": 1, "tokens": 1, "time": 0, "loss/val": (x - 0.3) ** 2 + 1}) + "\\n")
 with open("calls", "a") as f:
     f.write(" ".join(sorted(sys.argv[1:])) + "\\n")
+"""
+
+STOPPABLE = """
+import signal, sys, time
+from pathlib import Path
+folder = Path(dict(word[2:].split("=", 1) for word in sys.argv[1:])["out_dir"])
+stop = []
+for signum in signal.SIGINT, signal.SIGTERM:
+    signal.signal(signum, lambda *which: stop.append(which))
+folder.mkdir(parents=True)
+(folder / "started").touch()
+while not stop:
+    time.sleep(0.01)
+time.sleep(0.5)  # a step, its checkpoint, an evaluation
+(folder / "saved").touch()
 """
 
 
@@ -126,6 +144,22 @@ def test_a_trial_that_is_stopped_stops_the_sweep(tmp_path):
     done = run(tmp_path, {"method": "grid", "parameters": {"x": {"values": [0.1, 0.2, 0.3]}, "stop": {"value": 0.2}}})
     assert done.returncode == 2 and "trial 1 was stopped" in done.stderr and "trial 2" not in done.stdout
     assert "trial 1: x=0.2\n" in done.stdout  # what all have in common is left out
+
+
+@pytest.mark.parametrize("signum, to_all", [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGTERM, True)])
+def test_a_sweep_that_is_stopped_waits_until_its_trial_has_saved(tmp_path, signum, to_all):
+    """A terminal sends Ctrl-C to both, the page SIGTERM to both, kill to the sweep alone."""
+    (tmp_path / "slow.py").write_text(STOPPABLE)
+    (tmp_path / "s.yaml").write_text("{program: slow.py, method: grid, parameters: {x: {values: [1, 2]}}}")
+    with subprocess.Popen([sys.executable, str(ROOT / "sweep.py"), "s.yaml", "--out_dir=o"], cwd=tmp_path, text=True,
+                          start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler)) as p:
+        while not (tmp_path / "o/0/started").exists():
+            time.sleep(0.01)
+        (os.killpg if to_all else os.kill)(p.pid, signum)
+        said = p.communicate()[1]
+    assert (tmp_path / "o/0/saved").exists() and not (tmp_path / "o/1").exists()
+    assert p.returncode == 128 + signum and said == "stopped in trial 0; the same command continues the sweep\n"
 
 
 def test_the_best_value_is_the_goals():
