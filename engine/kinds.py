@@ -155,18 +155,23 @@ def has_documents(path, column):
     end = suffix(path)
     if end not in (*TABLES, ".json"):
         return end in DOCUMENTS
-    first = head(path)
+    text = beginning(head(path))
     if end in TABLES:
-        name = encoding(first) if b"\0" in first else "utf-8"
-        return find_column(first.decode(name or "utf-8", "ignore"), column)[0] is not None
+        return find_column(text, column)[0] is not None
     names = "|".join(map(re.escape, columns(column)))
-    lines = re.match(rb"\s*\{[^\n]*(\}\s*\n|$)", first)  # or one that is longer than that
-    return bool(re.search(f'"({names})"\\s*:\\s*"'.encode(), first) and (lines or is_list(first)))
+    lines = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)  # or one that is longer than that
+    return bool(re.search(f'"({names})"\\s*:\\s*"', text) and (lines or is_list(text)))
 
 
-def is_list(first):
+def beginning(first):
+    """The first bytes of a file as text, without a byte order mark; under an encoding that is not known their ASCII."""
+    name = encoding(first) if b"\0" in first else "utf-8"
+    return first.decode(name or "utf-8", "ignore").lstrip("\ufeff")
+
+
+def is_list(text):
     """Whether a file that begins so is a JSON list of objects."""
-    return bool(re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", first))
+    return bool(re.match(r"\s*\[\s*\{", text))
 
 
 def columns(column):
@@ -211,11 +216,14 @@ def readable(path, copy, column, scan):
     reason, _, advice = binary(first, path).partition("; ")
     if reason:
         raise Unfit(reason, advice or "expected text")
+    records = end == ".json" and has_documents(path, column)
+    in_list = records and is_list(beginning(first))
+    in_lines = end in LINES or records and not in_list
     if is_packed(path):
-        step("unpacked", unpack(path, f"{copy}.unpacked{'.jsonl' if end in LINES else end}"))
+        step("unpacked", unpack(path, f"{copy}.unpacked{'.jsonl' if in_lines else end}"))
     if first.startswith(b"PAR1"):
         step("the column read", from_parquet(here, column, f"{copy}.jsonl"))
-    elif end in TABLES or end == ".json" and is_list(first) and has_documents(here, column):
+    elif end in TABLES or in_list:
         read = from_csv if end in TABLES else from_list
         try:
             new = read(here, column, f"{copy}.jsonl")
@@ -223,14 +231,14 @@ def readable(path, copy, column, scan):
             step(*recode(here, path, e, f"{copy}.utf8"))
             new = read(here, column, f"{copy}.jsonl")
         step("the column read", new)
-    elif (end in LINES or end == ".json" and has_documents(here, column)) and here.suffix != ".jsonl":
+    elif in_lines and here.suffix != ".jsonl":  # the user's own file, since a copy has that name
         linked = Path(f"{copy}.jsonl")
         os.symlink(path.resolve(), linked)
         here = linked
     try:
         return here, scan(str(here)), ", ".join(done)
     except NotUTF8 as e:
-        step(*recode(here, path, e, f"{copy}.utf8{'.jsonl' if end in LINES else '.txt'}"))
+        step(*recode(here, path, e, f"{copy}.utf8{'.jsonl' if in_lines else '.txt'}"))
         return here, scan(str(here)), ", ".join(done)
 
 

@@ -119,6 +119,9 @@ OBJECTS = [{"id": i, "text": text} for i, text in enumerate(ROWS)]
 LINES = "".join(json.dumps(record) + "\n" for record in OBJECTS)
 COMMAS = [f'{i}, as ever; {" ".join(prose(40, i).split())}, and "so" on' for i in range(40)]
 FRENCH = TEXTS["CP1252"][0] * 20
+FRENCH_ROWS = [f"{i}. {TEXTS['CP1252'][0].strip()}" for i in range(40)]
+FRENCH_OBJECTS = [{"text": row} for row in FRENCH_ROWS]
+FRENCH_LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in FRENCH_OBJECTS)
 CHINESE = TEXTS["GB18030"][0] * 20
 PARQUET = base64.b64decode(  # 12 rows, written by pyarrow
     "UEFSMRUEFewIFdABTBUYFQASAAAotS/9YDYB9QIAxAMrAAAAcm93IDA6IGEgY2Fmw6ksIGEgInF1b3RlIgphbmQgYSBzZWNvbmQgbGluZTEyMzQ1Njc4OSwx"
@@ -157,6 +160,16 @@ READ = {  # name: (bytes of the file, its text, or the texts of its rows)
     "a.jsonl.gz": (gzip.compress(LINES.encode()), ROWS),
     "list.json": (json.dumps(OBJECTS, indent=1).encode(), ROWS),
     "lines.json": (LINES.encode(), ROWS),
+    "bom_lines.json": (LINES.encode("utf-8-sig"), ROWS),
+    "lines.json.gz": (gzip.compress(LINES.encode()), ROWS),
+    "lines.json.xz": (lzma.compress(LINES.encode()), ROWS),
+    "list.json.gz": (gzip.compress(json.dumps(OBJECTS).encode()), ROWS),
+    "latin1_lines.json": (FRENCH_LINES.encode("cp1252"), FRENCH_ROWS),
+    "latin1_lines.json.gz": (gzip.compress(FRENCH_LINES.encode("cp1252")), FRENCH_ROWS),
+    "latin1_list.json": (json.dumps(FRENCH_OBJECTS, ensure_ascii=False).encode("cp1252"), FRENCH_ROWS),
+    "utf16_lines.json": (LINES.encode("utf-16"), ROWS),
+    "utf16_lines.json.bz2": (bz2.compress(LINES.encode("utf-16-le")), ROWS),
+    "utf16_list.json": (json.dumps(OBJECTS).encode("utf-16"), ROWS),
     "a.csv": (table().encode(), ROWS),
     "excel.csv": (table(";").encode("utf-8-sig"), ROWS),
     "latin1.csv": (table().encode("latin-1"), ROWS),
@@ -224,7 +237,7 @@ def test_files_that_are_read(name, tmp_path, capfd):
         assert expected in (train[0] + val[0], train[0] + " " + val[0])
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"{tmp_path / name}: ")]
     for word, sign in ("unpacked", kinds.is_packed(tmp_path / name)), ("column", name.endswith(("csv", "tsv", "csv.gz"))):
-        assert any(word in line for line in said) == (sign or word == "column" and name == "list.json")
+        assert any(word in line for line in said) == (sign or word == "column" and "list.json" in name)
     assert any(", converted" in line for line in said) == any(word in name for word in ("utf16", "utf32", "latin1", "18030", "sjis"))
     assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
     assert [p.name for p in tmp_path.iterdir() if p.name != "cache"] == [name] and (tmp_path / name).read_bytes() == content
