@@ -16,10 +16,12 @@ import atexit
 import contextlib
 import difflib
 import functools
+import json
 import math
 import os
 import runpy
 import select
+import symtable
 import sys
 import time
 from collections import Counter
@@ -31,18 +33,14 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
     ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
     ("epochs num_epochs n_epochs num_train_epochs", "max_iters", "which counts steps, not passes over the data"),
     ("steps max_steps num_steps n_steps train_steps iters num_iters num_iterations", "max_iters", ""),
-    ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"),
-    ("warmup_steps num_warmup_steps warmup", "warmup_iters", ""), ("warmup_ratio", "warmup_iters", "in steps"),
-    ("lr_scheduler_type lr_scheduler lr_schedule", "schedule", ""), ("optim optimizer_type", "optimizer", ""),
-    ("adam_beta1", "beta1", ""), ("adam_beta2", "beta2", ""),
+    ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"), ("warmup_ratio", "warmup_iters", "in steps"),
+    ("warmup_steps num_warmup_steps warmup", "warmup_iters", ""), ("lr_scheduler_type lr_scheduler lr_schedule", "schedule", ""),
+    ("optim optimizer_type", "optimizer", ""), ("adam_beta1", "beta1", ""), ("adam_beta2", "beta2", ""),
     ("max_grad_norm grad_norm_clip clip_grad_norm clip", "grad_clip", ""),
-    ("per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size", "batch_size",
-     "the sequences of one forward pass"),
-    ("accumulate_grad_batches grad_accum grad_accum_steps accumulation_steps", "gradient_accumulation_steps",
-     "over all processes together"),
+    ("per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size", "batch_size", "of a forward pass"),
+    ("accumulate_grad_batches grad_accum grad_accum_steps accumulation_steps", "gradient_accumulation_steps", "of all processes"),
     ("n_embd n_embed d_model embed_dim hidden_size width", "dim", ""),
-    ("n_layer num_layers num_hidden_layers layers", "n_layers", ""),
-    ("n_head num_heads num_attention_heads heads", "n_heads", ""),
+    ("n_layer num_layers num_hidden_layers layers", "n_layers", ""), ("n_head num_heads num_attention_heads heads", "n_heads", ""),
     ("num_key_value_heads num_kv_heads n_kv_head kv_heads", "n_kv_heads", ""),
     ("intermediate_size ffn_dim d_ff ffn_hidden_size", "hidden_dim", ""),
     ("block_size context context_length context_size ctx_len n_ctx seq_length sequence_length max_position_embeddings "
@@ -59,15 +57,11 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
     ("output_dir outdir output save_dir checkpoint_dir run_dir", "out_dir", ""),
     ("eval_steps eval_every eval_freq val_interval", "eval_interval", "in steps"),
     ("patience early_stopping early_stopping_patience", "early_stop", "in evaluations"),
-    ("save_steps save_every save_interval checkpoint_interval ckpt_interval", "eval_interval",
-     "since every evaluation saves a checkpoint"),
+    ("save_steps save_every save_interval checkpoint_interval ckpt_interval", "eval_interval", "as every evaluation saves"),
     ("save_total_limit", "keep_last", "beside the best, of which keep_best are kept"),
-    ("logging_steps log_every log_freq", "log_interval", "in steps"),
-    ("resume_from_checkpoint resume restore", "init_from",
-     "though the same command in the same out_dir resumes by itself"),
-    ("model model_name_or_path pretrained pretrained_model load_from checkpoint ckpt ckpt_path", "init_from",
-     "with a run's folder"),
-    ("wandb use_wandb report_to", "wandb_log", "True or False"),
+    ("logging_steps log_every log_freq", "log_interval", "in steps"), ("wandb use_wandb report_to", "wandb_log", "True or False"),
+    ("resume_from_checkpoint resume restore", "init_from", "though the same command in the same out_dir resumes by itself"),
+    ("model model_name_or_path pretrained pretrained_model load_from checkpoint ckpt ckpt_path", "init_from", "a run's folder"),
     ("bf16 fp16 amp precision mixed_precision torch_dtype outtype quant quantize", "dtype", ""),
     ("gpu cuda cpu use_cpu no_cuda use_cuda", "device", "auto, cpu, cuda, cuda:1 or mps"),
     ("gradient_checkpointing", "activation_checkpointing", ""), ("torch_compile", "compile", ""),
@@ -75,10 +69,8 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
     ("start text input_text", "prompt", ""), ("temp", "temperature", ""), ("num_return_sequences", "num_samples", ""),
     ("max_length max_tokens num_tokens n_predict", "max_new_tokens", ""),
     ("top_k", "top_p", "which samples from the likeliest tokens that have this probability together"),
-    ("model model_path checkpoint checkpoint_path ckpt model_name_or_path filepath input", "out_dir",
-     "a run's folder or a model file"),
-    ("version", "format", "with v0, v1 or v2 for llama2.c's"),
-    ("num_workers num_proc dataloader_num_workers", "workers", ""),
+    ("model model_path checkpoint checkpoint_path ckpt model_name_or_path filepath input", "out_dir", "a run's folder or a model"),
+    ("version", "format", "with v0, v1 or v2 for llama2.c's"), ("num_workers num_proc dataloader_num_workers", "workers", ""),
 ]
 
 
@@ -189,15 +181,24 @@ def convert(key, value, default, where, refuse=fail):
     return os.path.expanduser(got) if kind is str and got.startswith("~/") else got
 
 
-def read_file(path):
-    """{key: value} of a .py, .yaml or .json file of overrides."""
+def read_file(path, known=None, hint=""):
+    """
+    {key: value} of a .py, .yaml or .json file of overrides; a .py file is not run where it sets names beside those `known`,
+    which it has as {name: None} then: it may be a program. hint: what else the file may be, for the line that refuses it.
+    """
     try:
+        text = Path(path).read_text(encoding="utf-8")
         if path.endswith(".py"):
-            return {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
-        import yaml  # comes with wandb; JSON is YAML too
-        return dict(yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {})
+            names = symtable.symtable(text, path, "exec").get_symbols()
+            own = [name.get_name() for name in names if name.is_assigned() or name.is_imported()]
+            if names and not own:
+                raise ValueError("it sets no knob")
+            odd = [name for name in own if known and name not in known and not name.startswith("_")]
+            return dict.fromkeys(odd) or {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
+        import yaml  # comes with wandb
+        return dict((json.loads if path.endswith(".json") else yaml.safe_load)(text) or {})
     except Exception as e:  # whatever a user's file can do wrong ends in one line
-        fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one")
+        fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one{hint}")
 
 
 def advice(key, known):
@@ -238,8 +239,7 @@ def options(argv, defaults):
     while words:
         word = words.pop(0)
         key, equals, value = word[2:].partition("=")
-        key = key.replace("-", "_")
-        follows = bool(words) and not words[0].startswith("--")
+        key, follows = key.replace("-", "_"), bool(words) and not words[0].startswith("--")
         if not word.startswith("--"):
             key, value = None, word
         elif key in defaults and not equals:
@@ -266,9 +266,12 @@ def configure(g, positional=None, argv=None, common=()):
         print_help(g, known, common, positional)
         sys.exit(0)
 
+    def meant(word):
+        return f"; if it is the {positional} itself: --{positional}={word}" * bool(positional and Path(word).exists())
+
     def override(key, value, where, word=None):
         if key not in defaults:
-            fail(f"{where}: unknown key {key!r}; {advice(str(key), defaults)}")
+            fail(f"{where}: unknown key {key!r}; {advice(str(key), defaults)}{meant(where)}")
         value = convert(key, value, defaults[key], where)
         if not word and key in typed and g[key] != value and os.environ.get("RANK", "0") == "0":
             print(f"note: {where} sets {key}={value}, which overrides {typed[key]}; what comes last counts", file=sys.stderr)
@@ -277,22 +280,20 @@ def configure(g, positional=None, argv=None, common=()):
         typed.update({key: word} if word else {})
 
     for word, key, value in options(argv, defaults):
-        bare = word.lstrip("-")
+        bare, is_file = word.lstrip("-"), word.endswith((".py", ".yaml", ".yml", ".json"))
         if key is not None:
             override(key, value, word, word)
         elif bare.partition("=")[0] in defaults and not Path(word).exists():
             fail(f"{word}: expected --{bare}")
-        elif word.startswith("-"):
+        elif word.startswith("-") or not (positional or is_file or isinstance(positional, list)):
             fail(f"{word}: expected --key=value or a configuration file")
         elif isinstance(positional, list):
             positional.append(word)
-        elif word.endswith((".py", ".yaml", ".yml", ".json")):
-            for key, value in read_file(word).items():
+        elif is_file:
+            for key, value in read_file(word, defaults, meant(word)).items():
                 override(key, value, word)
         elif positional and not typed.get(positional, "--").startswith("--"):
             fail(f"{typed[positional]} and {word}: expected one {positional}")
-        elif positional:
-            override(positional, word, word, word)
         else:
-            fail(f"{word}: expected --key=value or a configuration file")
+            override(positional, word, word, word)
     return given.keys()

@@ -127,6 +127,32 @@ def test_mistakes_are_one_line(script, args, words):
         assert word in err
 
 
+@pytest.mark.parametrize("name, text, words", [
+    ("code.py", "open('ran', 'w')\nx = 1\n", "code.py: unknown key 'x'; "),
+    ("code.py", "open('ran', 'w')\n", "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
+    ("code.py", "import os\nopen('ran', 'w')\nsteps = 3\n", "code.py: unknown key 'os'; "),
+    ("code.py", "def f(x):\n    steps = x\nif __name__ == '__main__':\n    open('ran', 'w')\n", "code.py: unknown key 'f'; "),
+    ("old.py", "print 'x'\nsteps = 3\n", "old.py: cannot be read as a configuration (SyntaxError: "),
+    ("my.json", '[{"text": "hello"}, {"text": "you there"}]', "my.json: cannot be read as a configuration ("),
+    ("my.json", '[{"id": 1, "text": "a"}]', "my.json: "),
+    ("my.json", '{"text": "hello"}\n{"text": "you there"}\n', "my.json: cannot be read as a configuration ("),
+    ("my.json", '{"text": "hello"}', "my.json: unknown key 'text'; "), ("my.yaml", "- a\n- b\n", "my.yaml: cannot be read as a")])
+def test_a_file_that_is_no_configuration_is_not_run_and_how_to_name_it_is_said(script, name, text, words):
+    (script.folder / name).write_text(text)
+    code, out, err = script(name)
+    assert code == 2 and err.startswith(f"error: {words}") and err.count("\n") == 1, err
+    assert err.endswith(f"; if it is the name itself: --name={name}\n") and not (script.folder / "ran").exists()
+    assert values(script, f"--name={name}")[0]["name"] == name
+
+
+def test_files_that_set_knobs_in_the_ways_of_python_are_configurations(script):
+    (script.folder / "a.py").write_text('"""Mine."""\nimport math as _math\ndef _half(x):\n    y = x / 2\n    return y\n'
+                                        "if _half(4) == 2:\n    steps: int = _math.isqrt(49)\n    name = 'b'\nsteps += 1\n")
+    (script.folder / "commented.py").write_text("# steps = 3\n")
+    assert values(script, "a.py", "commented.py") == [
+        {"out_dir": "out", "rate": 1e-3, "steps": 8, "log": False, "name": "b"}, ["name", "steps"]]
+
+
 def test_help_lists_every_knob_with_default_type_and_comment(script):
     code, out, err = script("--help")
     assert code == 0 and err == "" and out.startswith("What the script is for.")
