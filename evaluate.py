@@ -78,14 +78,28 @@ def print_perplexity(model, vocabulary, path, device):
 
 # ---- labelled prompts -------------------------------------------------------------------------------------------
 
+def json_lines(path):
+    """[(number, line)] of a .jsonl file but for blank ones. Lines end at line feeds alone: JSON allows U+2028 as it is."""
+    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def strings(row, name):
+    """A list of strings or numbers that a row has, as strings. TypeError: it is none."""
+    found = row[name]
+    if not isinstance(found, list) or not all(isinstance(each, (str, int, float)) for each in found):
+        raise TypeError(f"{name!r} is {json.dumps(found)[:40]}, expected a list of strings")
+    return [str(each) for each in found]
+
+
 def read_labelled(path):
     """[{"prompt", "expected", "classes"}] of a .jsonl file."""
     examples, number = [], 0
     try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in json_lines(path):
             example = json.loads(line)
             examples.append({"prompt": str(example["prompt"]), "expected": str(example["expected"]),
-                             "classes": [str(c) for c in example.get("classes", [])]})
+                             "classes": strings(example, "classes") if "classes" in example else []})
     except OSError as e:
         fail(f"--data={path}: cannot be read ({e.strerror}); expected a .jsonl file")
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -209,9 +223,9 @@ def read_task(path):
     """[(context, [choice], the right one's number)] of a .jsonl file."""
     questions, number = [], 0
     try:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in json_lines(path):
             row = json.loads(line)
-            choices, right = [str(choice) for choice in row["choices"]], int(row["answer"])
+            choices, right = strings(row, "choices"), int(row["answer"])
             if not all(choices) or not 0 <= right < len(choices):
                 raise ValueError(f"answer {right} of {len(choices)} choices")
             questions.append((str(row["context"]), choices, right))

@@ -112,6 +112,9 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
 @pytest.mark.parametrize("content, message", [
     ("", "is empty"), ('{"prompt": 1}\n', "line 1: KeyError 'expected'"), ("nonsense\n", "line 1: JSONDecodeError"),
     ('{"prompt": "a", "expected": "x", "classes": ["y"]}\n', "not among its classes"), ("[1]\n", "line 1: TypeError"),
+    ('{"prompt": "a", "expected": "x", "classes": "xyz"}\n', "line 1: TypeError 'classes' is \"xyz\", expected a list"),
+    ('{"prompt": "a", "expected": "x", "classes": {"x": 1}}\n', "line 1: TypeError 'classes' is {"),
+    ('\n{"prompt": "a", "expected": "x", "classes": ["x", ["y"]]}\n', "line 2: TypeError 'classes' is "),
     ('{"prompt": "%s", "expected": "x"}\n' % ("long " * 30), "shorten it")])
 def test_mistakes_end_in_one_line(model, tmp_path, monkeypatch, capsys, content, message):
     export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
@@ -149,3 +152,23 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
         with pytest.raises(SystemExit):
             evaluate.read_task(tmp_path / "task.jsonl")
         assert "task.jsonl, line 1: " in capsys.readouterr().err
+    arc = {"text": ["a", "b"], "label": ["A", "B"]}
+    for choices in arc, "ab", [["a"], ["b"]], [None, "b"], 3, []:
+        (tmp_path / "task.jsonl").write_text(json.dumps({"context": "a", "choices": choices, "answer": 0}))
+        with pytest.raises(SystemExit):
+            evaluate.read_task(tmp_path / "task.jsonl")
+        err = capsys.readouterr().err
+        assert "task.jsonl, line 1: " in err and err.count("\n") == 1 and ("expected a list" in err or not choices)
+
+
+def test_lines_end_at_line_feeds_alone_and_empty_ones_are_none(tmp_path):
+    """JSON allows U+2028, U+2029 and U+0085 as they are."""
+    odd = "one\u2028two\u2029three\x85four"
+    rows = [{"context": odd, "choices": [odd, 2, 1.5], "answer": 1}, {"context": "b", "choices": ["c"], "answer": 0}]
+    labelled = [{"prompt": odd, "expected": odd}, {"prompt": "b", "expected": 2, "classes": [1, 2]}]
+    for name, content in ("task", rows), ("labelled", labelled):
+        lines = [json.dumps(row, ensure_ascii=False) for row in content]
+        (tmp_path / name).write_text("\ufeff" + "\n\n".join(lines) + "\n \r\n\n", encoding="utf-8", newline="")
+    assert evaluate.read_task(tmp_path / "task") == [(odd, [odd, "2", "1.5"], 1), ("b", ["c"], 0)]
+    assert evaluate.read_labelled(tmp_path / "labelled") == [
+        {"prompt": odd, "expected": odd, "classes": sorted(["2", odd])}, {"prompt": "b", "expected": "2", "classes": ["1", "2"]}]
