@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine import stories
-from engine.prepare import DOWNLOADS, SEED, Unfit, text_files
+from engine import kinds, stories
+from engine.prepare import DOWNLOADS, SEED, SEPARATOR, Unfit, text_files
 
 GRAM = 13            # tokens that stand together, and ...
 GRAM_BYTES = 64      # ... have about so many bytes at least
@@ -116,6 +116,8 @@ def vocabulary(r):
                       f"other data")
     ids = first_document(r)
     said, source = tokenizer.decode(ids).rstrip("\ufffd"), beginning(r)  # the last token may be a part of a character
+    if source and is_held_out(r, source):
+        source = None
     if source is None:
         back = tokenizer.encode(said)[:len(ids) // 2]  # the end depends on what was cut off
         if tokenizer.unk_id not in ids and back != ids[:len(back)]:
@@ -130,13 +132,20 @@ def vocabulary(r):
         raise Suspicion(lost(source, round_trip))
 
 
-def first_document(r, most=64):
-    """The first tokens of the first training document, without BOS and EOS."""
-    tokens = np.asarray(r.dataset.train[:1 << 16])
+def first_document(r, most=64, split="train"):
+    """The first tokens of a split's first document, without BOS and EOS."""
+    tokens = np.asarray(getattr(r.dataset, split)[:1 << 16])
     starts = np.flatnonzero(tokens == r.dataset.tokenizer.bos_id)
     start = starts[0] + 1 if len(starts) else 0
     ids = tokens[start:start + most].tolist()
     return ids[:ids.index(r.dataset.tokenizer.eos_id)] if r.dataset.tokenizer.eos_id in ids else ids
+
+
+def is_held_out(r, source):
+    """Whether a source's first document went to validation, so that the first training document may stand anywhere in it."""
+    held = r.dataset.tokenizer.decode(first_document(r, split="val")).rstrip("\ufffd").strip()
+    start = r.dataset.tokenizer.decode(r.dataset.tokenizer.encode(source[:1 << 12]))
+    return start.replace(SEPARATOR.decode(), "").lstrip().startswith(held)
 
 
 def beginning(r):
@@ -151,12 +160,14 @@ def beginning(r):
         return None
     found = b""
     for path in files:
-        if path.suffix in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz", ".bz2", ".xz", ".zst"):
+        if kinds.suffix(path) in (*kinds.LINES, *kinds.TABLES, ".json", ".parquet") or path.suffix.lower() in kinds.PACKED:
             return None
         with open(path, "rb") as f:
             found += f.read(HEAD)
         if len(found) >= HEAD:
             break
+    if b"\0" in found:  # UTF-16, which was converted
+        return None
     try:
         return found[:HEAD].decode().removeprefix("\ufeff")
     except UnicodeDecodeError as e:

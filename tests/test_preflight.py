@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +12,8 @@ import data
 import model
 import train
 from configurator import settings
-from engine import checkpoint, model_checks, ops, preflight
-from engine.prepare import load
+from engine import checkpoint, data_checks, model_checks, ops, preflight
+from engine.prepare import SEED, load
 from tokenizer import Characters
 
 SMALL = {"data": "stories:300", "vocab_source": "byte", "init_from": "scratch", "dim": 32, "n_heads": 2, "max_seq_len": 48,
@@ -306,6 +307,32 @@ CLEAN = [{}, {"data": "my.txt", "vocab_source": "char", "dropout": 0.2, "tied": 
 def test_no_false_alarm(given, start):
     done = start(**given)
     assert done.code == 0 and "warning" not in done.all and "passed in" in done.out, done.all
+
+
+@pytest.mark.parametrize("name", ["x.ndjson", "X.JSONL", "X.CSV", "UTF16.txt"])
+def test_no_false_alarm_of_a_text_that_is_not_read_as_it_lies(name, folder, start):
+    lines = [f'"Hello {i}", said the cat. {"It sat on the mat. " * 9}' for i in range(60)]
+    table = "".join('"' + line.replace('"', '""') + '"\n' for line in ["text", *lines])
+    text = table if name == "X.CSV" else "\n".join(lines) if name == "UTF16.txt" else "".join(
+        json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / name).write_bytes(text.encode("utf-16-le" if name == "UTF16.txt" else "utf-8"))
+    done = start(data=name, checks="vocabulary")
+    assert done.code == 0 and "checks: 1 passed" in done.out, done.all
+
+
+def test_no_false_alarm_where_the_first_document_is_held_out(folder, start, monkeypatch):
+    """It is larger than the part of the source that the check reads."""
+    monkeypatch.setattr(data_checks, "HEAD", 4096)
+    order = next(order for order in (np.random.Generator(np.random.PCG64(SEED)).permutation(n) for n in range(12, 400)) if not order[0])
+    (folder / "books").mkdir()
+    for i in range(len(order)):
+        (folder / f"books/{i:03}.txt").write_text(f"Book {i}. " + "It sat on the mat.\n" * (300 if not i else 50))
+    done = start(data="books", checks="vocabulary")
+    assert done.code == 0 and "checks: 1 passed" in done.out, done.all
+    (folder / "books/000.txt").write_text("Now the first one is short, and held out as it was. It sat on the mat.\n")
+    assert start(data="books", checks="vocabulary").code == 0
+    other_vocabulary(monkeypatch)
+    assert found(start(data="books", checks="vocabulary", vocab_source="char"), "vocabulary")
 
 
 @pytest.mark.parametrize("given", [{"learning_rate": 0.6}, {"learning_rate": 0.1, "optimizer": "adamw"}])
