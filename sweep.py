@@ -8,6 +8,7 @@ The same file runs with `wandb sweep FILE` and `wandb agent ID`. Grid and random
 continues a sweep that was interrupted; trials of another sweep are refused there. At the end all trials stand in one table,
 as compare.py prints it.
 """
+import contextlib
 import itertools
 import math
 import random
@@ -26,32 +27,43 @@ out_dir = ""    # the trials' folders go here; "": what the file says, else out/
 seed = 1337     # of random and bayes
 
 UNIFORM = ("uniform", "int_uniform", "q_uniform", "log_uniform_values", "q_log_uniform_values", "int_log_uniform_values")
+METRIC = "metric: {name: loss/val, goal: minimize}"
 KNOWN = ("program", "method", "metric", "parameters", "run_cap", "name", "description", "project", "entity", "command")
 FOUND = ("batch_size", "gradient_accumulation_steps")  # what the trainer finds where it is to have the largest batch, 0
 
 
 def check(sweep):
-    """Refuse what this program would otherwise do differently from W&B."""
+    """Refuse what cannot be run, or what this program would otherwise do differently from W&B; take numbers as numbers."""
     if not isinstance(sweep.get("parameters"), dict) or not sweep["parameters"]:
         fail(f"{file}: has no parameters; sweeps/grid.yaml shows a sweep")
     if sweep.get("method") not in ("grid", "random", "bayes"):
         fail(f"{file}: method is {sweep.get('method')!r}, expected grid, random or bayes")
     for key in sweep.keys() - set(KNOWN):
         fail(f"{file}: {key!r} is not known here; run this sweep with wandb sweep, or remove it")
-    if sweep["method"] == "bayes" and "name" not in sweep.get("metric", {}):
-        fail(f"{file}: bayes needs a metric; expected metric: {{name: loss/val, goal: minimize}}")
+    if sweep["method"] == "bayes" and "metric" not in sweep:
+        fail(f"{file}: bayes needs a metric; expected {METRIC}")
+    if not is_metric(sweep.get("metric", {"name": "loss/val"})):
+        fail(f"{file}: metric is {sweep['metric']!r}, expected {METRIC}, or maximize")
+    if type(sweep.get("run_cap", 1)) is not int or sweep.get("run_cap", 1) < 1:
+        fail(f"{file}: run_cap is {sweep['run_cap']!r}, expected a whole number from 1 on")
     known = knobs_of(program(sweep))
     for name, spec in sweep["parameters"].items():
         check_parameter(name, spec, sweep["method"])
         if known and name not in known:
             fail(f"{file}: {program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
+        if known and "values" in spec and type(known[name][0]) in (int, float):
+            spec["values"] = [convert(name, str(value), known[name][0], file) for value in spec["values"]]
+
+
+def is_metric(metric):
+    return isinstance(metric, dict) and "name" in metric and metric.get("goal", "minimize") in ("minimize", "maximize")
 
 
 def program(sweep):
     """The path of what is to be run: as the file says, else of that name beside this program."""
-    path = Path(sweep.get("program", "train.py"))
-    path = path if path.exists() else Path(__file__).with_name(path.name)
-    return path if path.exists() else fail(f"{file}: no program {sweep['program']}")
+    path = Path(str(sweep.get("program", "train.py")))
+    path = path if path.is_file() else Path(__file__).parent / path.name
+    return path if path.is_file() else fail(f"{file}: no program {sweep['program']}")
 
 
 def knobs_of(path):
@@ -63,14 +75,52 @@ def check_parameter(name, spec, method):
     if not isinstance(spec, dict) or not spec.keys() & {"value", "values", "min"}:
         fail(f"{file}: {name} is {spec!r}, expected value: ..., values: [...], or min: ... and max: ...")
     if "min" in spec:
-        if method == "grid":
-            fail(f"{file}: {name} is a range, but a grid needs values: [...]")
-        if distribution(spec) not in UNIFORM:
-            fail(f"{file}: {name} has distribution {distribution(spec)!r}, expected one of {', '.join(UNIFORM)}")
-        if not spec["min"] <= spec.get("max", -math.inf):
-            fail(f"{file}: {name} goes from {spec['min']} to {spec.get('max')}, expected min <= max")
-        if "log" in distribution(spec) and spec["min"] <= 0:
-            fail(f"{file}: {name} has min {spec['min']}, expected above 0 for {distribution(spec)}")
+        check_range(name, spec, method)
+    if "values" not in spec:
+        return
+    if not isinstance(spec["values"], list) or not spec["values"]:
+        fail(f"{file}: {name} has values {spec['values']!r}, expected a list such as [1, 2]")
+    weights, n = spec.get("probabilities"), len(spec["values"])
+    if weights is not None and not is_weights(weights, n):
+        fail(f"{file}: {name} has probabilities {weights!r}, expected {n} numbers from 0 on")
+
+
+def check_range(name, spec, method):
+    """A range's min, max and q, which are taken as numbers: YAML reads 1e-4, without a point, as a text."""
+    if method == "grid":
+        fail(f"{file}: {name} is a range, but a grid needs values: [...]")
+    if "max" not in spec:
+        fail(f"{file}: {name} has no max, expected min <= max")
+    for key in spec.keys() & {"min", "max", "q"}:
+        spec[key] = number(name, key, spec[key])
+    kind = distribution(spec)
+    if kind not in UNIFORM:
+        fail(f"{file}: {name} has distribution {kind!r}, expected one of {', '.join(UNIFORM)}")
+    for key in ("min", "max") if kind.startswith("int") else ():
+        if spec[key] != int(spec[key]):
+            fail(f"{file}: {name} has {key} {spec[key]}, expected a whole number for {kind}")
+        spec[key] = int(spec[key])
+    if not spec["min"] <= spec["max"]:
+        fail(f"{file}: {name} goes from {spec['min']} to {spec['max']}, expected min <= max")
+    if "log" in kind and spec["min"] <= 0:
+        fail(f"{file}: {name} has min {spec['min']}, expected above 0 for {kind}")
+    if spec.get("q", 1) <= 0:
+        fail(f"{file}: {name} has q {spec['q']}, expected above 0")
+
+
+def number(name, key, value):
+    """An int as it is, all else as a float."""
+    with contextlib.suppress(TypeError, ValueError):
+        found = value if type(value) is int else float(value)
+        if math.isfinite(found):
+            return found
+    return fail(f"{file}: {name} has {key} {value!r}, expected a number")
+
+
+def is_weights(weights, n):
+    """Whether these are n numbers by which one can draw."""
+    numbers = isinstance(weights, list) and len(weights) == n and all(type(w) in (int, float) and w >= 0 for w in weights)
+    return numbers and 0 < sum(weights) < math.inf
 
 
 def distribution(spec):
@@ -127,7 +177,7 @@ def refuse_other(sweep, values, folder):
     stored, known = read_json(folder / "config.json"), knobs_of(program(sweep))
     found = FOUND if values.get("batch_size") == 0 else ()
     for name in stored.keys() & values.keys() - set(found):
-        new = convert(name, values[name], known[name][0], file) if name in known else values[name]
+        new = convert(name, str(values[name]), known[name][0], file) if name in known else values[name]
         if sweep_varies(sweep, name) and new != stored[name] and str(new) != str(stored[name]):
             fail(f"{folder}: holds a trial with {name}={stored[name]}, this sweep's has {name}={new}; give another --out_dir")
 
@@ -201,9 +251,11 @@ def bayes(sweep, folder, trials):
 def main():
     if not file:
         fail("no sweep; expected a file, as in: python sweep.py sweeps/random.yaml")
+    if count < 0:
+        fail(f"--count={count}: expected a number of trials, or 0 for run_cap or the whole grid")
     sweep = read_file(file)
     check(sweep)
-    folder = Path(out_dir or sweep["parameters"].get("out_dir", {}).get("value", "out/sweep"))
+    folder = Path(str(out_dir or sweep["parameters"].get("out_dir", {}).get("value") or "out/sweep"))
     if sweep["method"] == "bayes":
         bayes(sweep, folder, count or sweep.get("run_cap", 20))
     else:

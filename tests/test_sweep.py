@@ -1,6 +1,7 @@
 """Sweep files, run here with a trainer that only pretends, and read the way `wandb agent` does."""
 import importlib.util
 import json
+import math
 import os
 import random
 import signal
@@ -122,6 +123,20 @@ def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
     assert set(draws(value=7)) == {7}
 
 
+def test_numbers_as_people_write_them_are_numbers(tmp_path, monkeypatch):
+    """YAML 1.1 takes 1e-4, without a point, for a text."""
+    text = """{program: train.py, method: random, parameters: {learning_rate: {distribution: log_uniform_values, min: 1e-4, max: 2e-2},
+              beta2: {min: 1e-1, max: 0.5}, dim: {distribution: int_uniform, min: 1e1, max: 1e2}, table_rate: {values: [1e0, 2]},
+              warmup_iters: {distribution: q_uniform, min: 0, max: 1e2, q: 1e1}, data: {values: [1e3]}}}"""
+    monkeypatch.setattr(sweep, "file", "s.yaml")
+    content = yaml.safe_load(text)
+    sweep.check(content)
+    drawn = [{k: sweep.draw(spec, random.Random(n)) for k, spec in content["parameters"].items()} for n in range(200)]
+    assert 1e-4 <= min(d["learning_rate"] for d in drawn) < 2e-4 < 1e-2 < max(d["learning_rate"] for d in drawn) <= 2e-2
+    assert {d["warmup_iters"] for d in drawn} == {*range(0, 101, 10)} and {d["table_rate"] for d in drawn} == {1.0, 2.0}
+    assert {type(d["dim"]) for d in drawn} == {int} and drawn[0]["data"] == "1e3"
+
+
 def test_what_optuna_is_asked_for_keeps_to_the_file():
     class Trial:
         suggest_categorical = suggest_int = suggest_float = lambda self, *words, **more: (words, more)
@@ -177,7 +192,7 @@ def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path)
             (grid | {"program": "train.py", "parameters": {"lr": {"value": 1}}}, [], "'lr'; here it is 'learning_rate'"),
             (grid | {"program": "nowhere.py"}, [], "no program nowhere.py"),
             (grid, ["t.yaml"], "s.yaml and t.yaml: expected one sweep"),
-            (grid, ["--counts=3"], "did you mean 'count'?"),
+            (grid, ["--count=-3"], "--count=-3: expected"), (grid, ["--counts=3"], "did you mean 'count'?"),
             ({"method": "grid", "metric": {"name": "acc"}, "parameters": {"x": {"value": 0.1}}}, ["--out_dir=p"],
              "no run has the metric 'acc'; expected one of iter")]:
         done = run(tmp_path, content, *words)
@@ -213,7 +228,23 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name, monkeypa
     ({"method": "random", "parameters": {"x": {"min": 2, "max": 1}}}, "expected min <= max"),
     ({"method": "random", "parameters": {"x": {"min": 1.0, "max": 2.0, "distribution": "odd"}}}, "'odd'"),
     ({"method": "random", "parameters": {"x": {"min": 0, "max": 2.0, "distribution": "log_uniform_values"}}}, "expected above 0"),
-    ({"method": "bayes"}, "bayes needs a metric")])
+    ({"method": "bayes"}, "bayes needs a metric"),
+    ({"parameters": {"x": {"values": 3}}}, "x has values 3, expected a list"),
+    ({"parameters": {"x": {"values": []}}}, "x has values [], expected a list"),
+    ({"method": "random", "parameters": {"x": {"values": [1, 2], "probabilities": [1]}}}, "x has probabilities [1], expected 2 numbers"),
+    ({"method": "random", "parameters": {"x": {"values": [1, 2], "probabilities": [0, 0]}}}, "expected 2 numbers"),
+    ({"method": "random", "parameters": {"x": {"values": [1, 2], "probabilities": [2, -1]}}}, "expected 2 numbers"),
+    ({"method": "random", "parameters": {"x": {"values": [1, 2], "probabilities": "ab"}}}, "expected 2 numbers"),
+    ({"method": "random", "parameters": {"x": {"min": 1, "max": 9, "distribution": "q_uniform", "q": 0}}}, "x has q 0, expected above 0"),
+    ({"method": "random", "parameters": {"x": {"min": "few", "max": 2}}}, "x has min 'few', expected a number"),
+    ({"method": "random", "parameters": {"x": {"min": 1, "max": None}}}, "x has max None, expected a number"),
+    ({"method": "random", "parameters": {"x": {"min": 1}}}, "x has no max"),
+    ({"method": "random", "parameters": {"x": {"min": 1, "max": math.inf}}}, "x has max inf, expected a number"),
+    ({"method": "random", "parameters": {"x": {"min": 1.5, "max": 3, "distribution": "int_uniform"}}}, "x has min 1.5, expected a whole"),
+    ({"run_cap": "many"}, "run_cap is 'many', expected a whole number"), ({"run_cap": -1}, "run_cap is -1"),
+    ({"program": None}, "no program None"), ({"program": 3}, "no program 3"), ({"program": "tests"}, "no program tests"),
+    ({"metric": "loss/val"}, "metric is 'loss/val', expected "), ({"metric": {"name": "a", "goal": "maximise"}}, "'maximise'}, expected "),
+    ({"parameters": {"learning_rate": {"values": ["fast"]}}}, "learning_rate is 'fast', expected float")])
 def test_mistakes_end_in_one_line(change, message, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "file", "s.yaml")
     with pytest.raises(SystemExit) as e:
