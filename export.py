@@ -404,10 +404,11 @@ def main():
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
     state, args, vocabulary, extra = read_model(origin, tokenizer)
+    called = source.resolve().stem if source.is_file() else source.resolve().name  # a folder may be called Qwen2.5-0.5B
     try:
         if format in FORMATS:
             refuse_foreign(target, format, args, vocabulary)
-        export_model(state, args, vocabulary, target, format, dtype, group_size, source.resolve().stem, extra)
+        export_model(state, args, vocabulary, target, format, dtype, group_size, called, extra)
     except OSError as e:
         fail(f"{target}: cannot be written ({e.strerror or e}); nothing was changed")
     print(f"wrote {target}")

@@ -451,6 +451,8 @@ def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
     same(tmp_path / "q8.gguf", load.read_gguf(tmp_path / "q8 at once.gguf")[0])
     command(monkeypatch, run / "model.gguf", format="hf")
     assert (run / "hf" / "tokenizer.model").exists() and (run / "hf" / "model.safetensors").exists()
+    command(monkeypatch, (run / "hf").rename(tmp_path / "Tiny2.5-0.5B"), path=tmp_path / "named.gguf")
+    assert load.read_gguf(tmp_path / "named.gguf")[2]["general.name"] == "Tiny2.5-0.5B"
 
 
 @pytest.mark.parametrize("ours", [True, False])
