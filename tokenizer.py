@@ -378,6 +378,8 @@ def from_hugging_face(tokenizer, path):
     bos_id = first[0] if first else special("bos")
     bos_id = bos_id if isinstance(bos_id, int) else eos_id  # as in Qwen: what ends a text stands between two
     size, rows = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1, beside.get("vocab_size")
+    for token in tokenizer["added_tokens"]:
+        token["special"] |= token["id"] in (bos_id, eos_id)  # else words in a text could be one of these
     return stored_byte_level(tokenizer, bos_id, eos_id, first == [bos_id], max(size, rows if isinstance(rows, int) else 0), path)
 
 

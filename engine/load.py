@@ -246,6 +246,11 @@ def llama2c_tensor(r, name, q, place, shape, group_size):
 
 # ---- vocabularies
 
+def claimed(pieces, ids):
+    """[(bytes, score, type)] as runtime/tokenizer.c has them: what begins or ends texts and answers is nobody's words."""
+    return [(piece, score, CONTROL if i in ids and kind == USER_DEFINED else kind) for i, (piece, score, kind) in enumerate(pieces)]
+
+
 def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra_whitespaces, where):
     """A Tokenizer of the [(bytes, score, type)] in a model file, by way of the sentencepiece model they came from."""
     if pieces == Bytes().pieces():
@@ -288,7 +293,7 @@ def byte_level_of(metadata, where):
         if kind not in (NORMAL, CONTROL, USER_DEFINED, UNUSED) or kind == NORMAL and not all(c in BYTE_OF for c in text):
             fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of bytes, or type 3, 4 or 5")
         pieces.append((b"".join(map(BYTE_OF.get, text)) if kind == NORMAL else token, 0.0, kind))
-    adds = get("add_bos_token", pre == "llama-bpe")
+    pieces, adds = claimed(pieces, (*ids, metadata.get(END_OF_TURN))), get("add_bos_token", pre == "llama-bpe")
     return byte_level(pieces, [merge.decode(errors="replace") for merge in merges], pre, *ids, bool(adds), where)
 
 
@@ -307,7 +312,8 @@ def gguf_vocabulary(metadata, where):
     kinds = [{bytes}, {int, float}, {int}, {int}, {bool}, {bool, int}]
     if not all({type(v) for v in values} <= kind for values, kind in zip((*columns, ids, flags, [adds]), kinds)):
         fail(f"{where}: a tokenizer with entries of the wrong type; it is damaged")
-    vocabulary = vocabulary_of(list(zip(*columns)), *ids, *flags, where)
+    pieces = claimed(zip(*columns), (*ids[1:], metadata.get(END_OF_TURN)))
+    vocabulary = vocabulary_of(pieces, *ids, *flags, where)
     if get("model") == "t5" and not of_characters(vocabulary):
         fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or 'llama'")
     return vocabulary.with_bos(bool(adds), where) if vocabulary.kind == "sentencepiece" else vocabulary

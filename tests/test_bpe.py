@@ -96,6 +96,9 @@ def test_what_stands_beside_a_tokenizer_is_read(tmp_path):
     assert (qwen.bos_id, qwen.eos_id, qwen.add_bos, qwen.vocab_size) == (421, 421, False, 500)
     assert qwen.pieces()[499] == (b"[PAD499]", 0.0, UNUSED) and qwen.decode([499]) == ""
     assert [kind for *_, kind in qwen.pieces()[420:424]] == [CONTROL, CONTROL, USER_DEFINED, UNUSED]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|user|>"}))  # which the text may not be, then
+    qwen = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert qwen.pieces()[qwen.eos_id] == (b"<|user|>", 0.0, CONTROL) and qwen.eos_id not in qwen.encode("a<|user|>")
     llama = theirs("llama-bpe")
     llama.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 420)])
     llama.save(str(tmp_path / "tokenizer.json"))
