@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from configurator import advice, convert, fail, read_file, source_knobs
-from engine.files import read_json, write_atomic
+from engine.files import read_json, why, write_atomic
 from page.runs import locks, trainer
 
 HOME = Path(__file__).resolve().parents[1]
@@ -90,6 +90,10 @@ class Jobs:
         fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         stored = read_json(self.folder / "jobs.json")
         self.at_once, self.jobs = int(stored.get("at_once", 1)), list(stored.get("jobs", []))
+        self.changed, self.trouble = False, ""  # whether the file is behind; why nothing is started now
+        for job in self.jobs:
+            if job["state"] == "queued" and is_held(self.folder / f"{job['id']}.txt"):
+                job["state"] = "running"  # whose start could not be written
         threading.Thread(target=self.work, daemon=True).start()
 
     def routes(self):
@@ -98,40 +102,57 @@ class Jobs:
         told = {"line": self.line, "start": self.start, "stop": self.stop, "queue": self.queue}
         return {f"GET /api/{name}": f for name, f in asked.items()} | {f"POST /api/{name}": f for name, f in told.items()}
 
-    def keep(self):
-        self.jobs = self.jobs[-MOST_JOBS:]
-        write_atomic(self.folder / "jobs.json", json.dumps({"at_once": self.at_once, "jobs": self.jobs}, indent=1))
+    def keep(self, *more):
+        """Write the queue, with more jobs at its end. Raises OSError; what has changed is then written by work()."""
+        jobs, self.changed = [*self.jobs, *more][-MOST_JOBS:], True
+        write_atomic(self.folder / "jobs.json", json.dumps({"at_once": self.at_once, "jobs": jobs}, indent=1))
+        self.jobs, self.changed = jobs, False
 
     def work(self):
-        """Start what waits, note what has ended."""
+        """Start what waits, note what has ended. Where the disk fails nothing starts until it can be written."""
         while True:
-            with self.lock:
-                running = [job for job in self.jobs if job["state"] == "running"]
-                for job in running:
-                    child = self.children.get(job["id"])
-                    if child and child.poll() is not None or not child and not is_held(self.folder / f"{job['id']}.txt"):
-                        failed = "failed" if child and child.returncode else "ended"
-                        job["state"] = "stopped" if job.get("stopped") else failed
-                        self.children.pop(job["id"], None)
-                        self.keep()
-                waiting = [job for job in self.jobs if job["state"] == "queued"]
-                if waiting and sum(job["state"] == "running" for job in self.jobs) < self.at_once:
-                    self.run(waiting[0])
+            try:
+                with self.lock:
+                    self.turn()
+                self.trouble = ""
+            except OSError as e:
+                self.trouble = f"{self.folder}: cannot be written ({why(e)}); what waits starts once it can\n"
             time.sleep(0.3)
 
+    def turn(self):
+        for job in [job for job in self.jobs if job["state"] == "running"]:
+            child = self.children.get(job["id"])
+            if child and child.poll() is not None or not child and not is_held(self.folder / f"{job['id']}.txt"):
+                failed = "failed" if child and child.returncode else "ended"
+                job["state"] = "stopped" if job.get("stopped") else failed
+                self.children.pop(job["id"], None)
+                self.changed = True
+        waiting = [job for job in self.jobs if job["state"] == "queued"]
+        if waiting and sum(job["state"] == "running" for job in self.jobs) < self.at_once:
+            self.run(waiting[0])
+        if self.changed:
+            self.keep()
+
     def run(self, job):
-        """Start a job in a session of its own, which neither Ctrl-C nor the end of the page reaches."""
-        with open(self.folder / f"{job['id']}.txt", "wb") as out:
-            fcntl.flock(out, fcntl.LOCK_EX)
+        """Start a job in a session of its own, which neither Ctrl-C nor the end of the page reaches. Raises OSError."""
+        with open(self.folder / f"{job['id']}.txt", "ab") as out:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            out.truncate(0)
+            try:
+                job["state"] = "running"
+                self.keep()  # before it runs: a page that comes later must not start it again
+            except OSError:
+                job["state"] = "queued"
+                raise
+            self.changed = True
             try:
                 child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdout=out,
                                          stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
                 self.children[job["id"]] = child
-                job |= {"state": "running", "pid": child.pid, "since": time.time()}
-            except OSError as e:
-                out.write(f"error: cannot be started ({e})\n".encode())
+                job |= {"pid": child.pid, "since": time.time()}
+            except (OSError, ValueError) as e:
                 job["state"] = "failed"
-        self.keep()
+                out.write(f"error: cannot be started ({e})\n".encode())
 
     def state(self, request=None):
         """The jobs, the newest first, each with its line to type."""
@@ -189,9 +210,8 @@ class Jobs:
         program, arguments, out_dir = self.arguments(request.json())
         with self.lock:
             number = max([int(job["id"]) for job in self.jobs], default=0) + 1
-            self.jobs.append({"id": str(number), "state": "queued", "program": program, "arguments": arguments,
-                              "out_dir": out_dir, "line": line(program, arguments)})
-            self.keep()
+            self.keep({"id": str(number), "state": "queued", "program": program, "arguments": arguments,
+                       "out_dir": out_dir, "line": line(program, arguments)})
         return {"id": str(number)}
 
     def job(self, number):
@@ -215,6 +235,8 @@ class Jobs:
             if job["state"] == "queued":
                 job["state"] = "stopped"
             elif job["state"] == "running" and is_held(self.folder / f"{job['id']}.txt"):
+                if "pid" not in job:
+                    raise ValueError("its process is not known; stop it on the page of its run")
                 job["stopped"] = True
                 os.killpg(job["pid"], signal.SIGTERM)  # a sweep ends at once, its trial when it has saved
             self.keep()
@@ -230,7 +252,8 @@ class Jobs:
     def console(self, request):
         """The end of what a job has printed."""
         job = self.job(request.query.get("job"))
-        return {"text": tail(self.folder / f"{job['id']}.txt"), "state": job["state"]}
+        trouble = self.trouble if job["state"] == "queued" else ""
+        return {"text": tail(self.folder / f"{job['id']}.txt") + trouble, "state": job["state"]}
 
     def look(self, request):
         """What train.py would read of these data: their first documents."""

@@ -1,6 +1,7 @@
 """The page: what its server refuses, what it starts and shows."""
 import base64
 import contextlib
+import fcntl
 import http.client
 import json
 import math
@@ -390,6 +391,62 @@ def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_pat
     page.get("/api/start", {"knobs": {"data": "nowhere.txt", "out_dir": "out/none"}})
     until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "failed")
     assert "error:" in page.get("/api/console?job=3")["text"]
+    page.end()
+
+
+def leave_queue(folder, *words):
+    """A queue of waiting jobs as a page left it. Each adds its word to the file `started` and goes on for a minute."""
+    program, queue = folder / "program.py", folder / "out/.page"
+    program.write_text("import pathlib, sys, time\n"
+                       "open(pathlib.Path(__file__).with_name('started'), 'a').write(sys.argv[1])\ntime.sleep(60)\n")
+    queue.mkdir(parents=True)
+    (queue / "lock").touch()
+    (queue / "jobs.json").write_text(json.dumps({"jobs": [
+        {"id": str(n), "state": "queued", "program": str(program), "arguments": [word]} for n, word in enumerate(words, 1)]}))
+    return queue, folder / "started"
+
+
+def states(page):
+    """Those of the jobs, the oldest first."""
+    return [job["state"] for job in page.get("/api/jobs")["jobs"]][::-1]
+
+
+def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, request):
+    queue, started = leave_queue(tmp_path, "a", "b\ud800", "c")
+    in_the_way = queue / "jobs.json.tmp"
+    in_the_way.mkdir()  # so that the queue can't be written
+    page = Page(tmp_path)
+    request.addfinalizer(lambda: end_jobs(tmp_path))
+    until(lambda: "cannot be written" in page.get("/api/console?job=1")["text"], 5)
+    assert page.ask("/api/start", {"knobs": {}})[0] == 500 and states(page) == ["queued"] * 3 and not started.exists()
+    in_the_way.rmdir()
+    until(lambda: started.exists() and started.read_text() == "a", 5)
+    in_the_way.mkdir()
+    page.ask("/api/stop", {"job": "1"})
+    until(lambda: states(page) == ["stopped", "queued", "queued"], 5)
+    in_the_way.rmdir()
+    until(lambda: started.read_text() == "ac", 5)
+    page.end()
+    page = Page(tmp_path)
+    assert states(page) == ["stopped", "failed", "running"] and "surrogates" in page.get("/api/console?job=2")["text"]
+    page.get("/api/stop", {"job": "3"})
+    until(lambda: states(page) == ["stopped", "failed", "stopped"], 5)
+    assert started.read_text() == "ac"
+    page.end()
+
+
+def test_a_training_that_lives_while_the_queue_says_it_waits_is_not_started_again(tmp_path):
+    queue, started = leave_queue(tmp_path, "a")
+    with open(queue / "1.txt", "w") as printed:
+        fcntl.flock(printed, fcntl.LOCK_EX)
+        printed.write("iter 1\n")
+        printed.flush()
+        page = Page(tmp_path)
+        time.sleep(0.5)
+        assert states(page) == ["running"] and page.get("/api/console?job=1")["text"] == "iter 1\n"
+        assert page.ask("/api/stop", {"job": "1"})[0] == 400  # nobody knows its process
+    until(lambda: states(page) == ["ended"], 5)
+    assert not started.exists()
     page.end()
 
 
