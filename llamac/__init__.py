@@ -96,8 +96,12 @@ def token_array(tokens):
 
 
 def owned(owner, free, pointer, *needs):
-    """The pointer, freed after the last reference to its owner and before what it needs."""
-    weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs)
+    """
+    The pointer, freed after the last reference to its owner and before what it needs; not when Python ends, since threads
+    may still compute then.
+    """
+    weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs).atexit = False
+    owner.needs = needs  # the references above go when Python ends; this one stays with a thread that computes
     return pointer
 
 

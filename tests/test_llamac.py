@@ -227,3 +227,27 @@ def test_a_thousand_sessions_leave_nothing(models):
         session = llamac.Session(llamac.Model(models[1]) if n % 9 == 0 else model, threads=1)
         session.forward(model.encode("One two three"), 0)
     assert memory() - before < 8 << 20
+
+
+ENDS = """
+import pathlib, sys, threading, time
+import llamac
+llamac.PATHS[:] = [pathlib.Path(sys.argv[1])]
+path = pathlib.Path(sys.argv[2])
+model = llamac.Model(path.read_bytes() if sys.argv[3] else path)
+session, tokens = llamac.Session(model), model.encode("One two " * 12)[:100]
+
+def work():
+    while True:
+        session.forward(tokens, 0)
+
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("memory", ["", "bytes"])
+def test_a_program_may_end_while_a_thread_computes(models, memory):
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", ENDS, llamac.PATHS[0], models[1], memory], cwd=ROOT, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b"")

@@ -2,6 +2,8 @@
 import gc
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,6 +15,7 @@ import pytest
 import llamac
 from page import talk
 from page.server import Server
+from tests.conftest import ROOT
 from tests.test_chat import CHATML
 from tests.test_run import Model, reciter, run
 
@@ -269,3 +272,30 @@ def test_a_new_file_is_opened_anew(client, server, folder):
     assert say() == old
     gc.collect()
     assert json.dumps(old)
+
+
+PAGE = """
+import pathlib, runpy, sys
+import llamac
+llamac.PATHS[:] = [pathlib.Path(sys.argv.pop())]
+runpy.run_path("page.py", run_name="__main__")
+"""
+
+
+def test_the_page_ends_while_its_models_answer(tmp_path, library):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (run / "log.jsonl").touch()
+    plain(3).write_gguf(run / "model.gguf")
+    for _ in range(3):
+        page = subprocess.Popen([sys.executable, "-c", PAGE, tmp_path, "--port=0", library], cwd=ROOT, stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True)
+        address, _, token = page.stdout.readline().removeprefix("page: ").strip().partition("/?token=")
+        asked = {"model": str(run), "prompt": "A", "max_tokens": 1_000_000, "temperature": 0, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=asked, headers={"Authorization": f"Bearer {token}"}) as answer:
+            events = answer.iter_lines()
+            assert [next(events) for _ in range(99)][0].startswith("data:")
+            page.terminate()
+            out, err = page.communicate(timeout=20)
+        assert (page.returncode, err) == (0, "") and "the page has ended" in out
