@@ -19,7 +19,7 @@ from pathlib import Path
 
 from configurator import advice, convert, fail, read_file, source_knobs
 from engine.files import read_json, why, write_atomic
-from page.runs import locks, trainer
+from page.runs import is_held, locks, trainer
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
@@ -63,18 +63,6 @@ def presets():
 def line(program, arguments):
     """What one types in a terminal for the same."""
     return shlex.join(["python", os.path.relpath(HOME / program), *arguments])
-
-
-def is_held(path):
-    """Whether a process that the page has started still lives: it holds the lock on what it prints to."""
-    try:
-        with open(path, "rb") as f:
-            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
 
 
 class Jobs:

@@ -5,6 +5,7 @@ A client never sends a path: it names a run of the list. Log and configuration a
 """
 import base64
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -59,24 +60,40 @@ def trainer(folder, locked):
     """The process that trains in a folder now, None: nobody. locked: see locks()."""
     try:
         path = folder / "trainer.json"
-        found, inode = json.loads(path.read_text(encoding="utf-8")), path.stat().st_ino
+        holders = is_held(path) if locked is None else locked.get(path.stat().st_ino)
+        if not holders:
+            return None
+        found = json.loads(path.read_text(encoding="utf-8"))
         pid = int(found["pid"])
         if found["host"] != socket.gethostname()[:64] or pid <= 1:
             return None
-        if locked is None:
-            os.kill(pid, 0)
-        return pid if locked is None or (pid, inode) in locked else None
+        return pid if locked is None or pid in holders else None
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def locks():
-    """{(process, inode)} of the locks on files that this system's processes hold; None where nobody says."""
+    """{inode: [process]} of the locks on files that this system's processes hold; None where nobody says."""
     try:
-        words = [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
-        return {(int(w[4]), int(w[5].split(":")[2])) for w in words if w[1] == "FLOCK"}
+        found, words = {}, [line.split() for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines()]
+        for w in words:
+            if w[1] == "FLOCK":
+                found.setdefault(int(w[5].split(":")[2]), []).append(int(w[4]))
+        return found
     except (OSError, ValueError, IndexError):
         return None
+
+
+def is_held(path):
+    """Whether a process holds the lock on a file."""
+    try:
+        with open(path, "rb") as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 def clean(value):
@@ -93,7 +110,7 @@ class Runs:
 
     def __init__(self, root, extra=dict):
         self.root, self.extra, self.runs, self.glances, self.lock = Path(root), extra, {}, {}, threading.RLock()
-        self.looked, self.read_at, self.locked = -math.inf, -math.inf, set()
+        self.looked, self.read_at, self.locked = -math.inf, -math.inf, {}
 
     def look(self):
         """Find new runs and lose those that are gone."""

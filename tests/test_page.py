@@ -394,6 +394,17 @@ def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_pat
     page.end()
 
 
+@pytest.mark.parametrize("locks", [runs.locks, lambda: None])  # None: as on macOS, which does not say
+def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, locks):
+    mark = tmp_path / "trainer.json"
+    mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
+    assert runs.trainer(tmp_path, locks()) is None  # it ended, and another program has its number now
+    with open(mark, "r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert runs.trainer(tmp_path, locks()) == os.getpid()
+    assert runs.trainer(tmp_path, locks()) is None
+
+
 def leave_queue(folder, *words):
     """A queue of waiting jobs as a page left it. Each adds its word to the file `started` and goes on for a minute."""
     program, queue = folder / "program.py", folder / "out/.page"
