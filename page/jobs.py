@@ -30,8 +30,8 @@ LOOK_SECONDS = 120  # a look at the data ends after that
 def words(given, preset=""):
     """The arguments of train.py for these knobs, {name: value or text}. ValueError: an unknown knob, a wrong value."""
     known, found = source_knobs(TRAIN), [os.path.relpath(HOME / "config" / preset)] if preset else []
-    if preset and preset not in presets():
-        raise ValueError(f"there is no preset {preset!r}")
+    if preset and preset not in presets()[0]:
+        raise ValueError(f"there is no preset {preset!r} that can be used")
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"train.py has no knob {name!r}; {advice(str(name), known)}")
@@ -56,8 +56,26 @@ def part(given, name):
 
 
 def presets():
-    """{file name: {knob: value}} of the folder config/."""
-    return {path.name: read_file(str(path)) for path in sorted((HOME / "config").glob("*.py"))}
+    """({file name: {knob: value}} of the folder config/, [what is wrong with the others there])."""
+    found, wrong = {}, []
+    for path in sorted((HOME / "config").glob("*.py")):
+        try:
+            found[path.name] = read_preset(path)
+        except ValueError as e:
+            wrong.append(str(e))
+    return found, wrong
+
+
+def read_preset(path):
+    """{knob: value} of a preset. ValueError: train.py would refuse it."""
+    known = source_knobs(TRAIN)
+    try:
+        found = read_file(str(path))
+    except SystemExit as e:
+        raise ValueError(f"{path.name}: cannot be read; python train.py {os.path.relpath(path)} says why") from e
+    for name in found.keys() - known.keys():
+        refuse(f"{path.name}: train.py has no knob {name!r}; {advice(str(name), known)}")
+    return {name: convert(name, value, known[name][0], path.name, refuse) for name, value in found.items()}
 
 
 def line(program, arguments):
@@ -152,7 +170,8 @@ class Jobs:
         """All knobs with their help, presets and what the data can be."""
         known = {name: {"value": value, "section": section, "help": comment}
                  for name, (value, section, comment) in source_knobs(TRAIN).items()}
-        return {"knobs": known, "presets": presets(), "cpus": os.cpu_count(), "root": str(self.runs.root),
+        found, wrong = presets()
+        return {"knobs": known, "presets": found, "wrong": wrong, "cpus": os.cpu_count(), "root": str(self.runs.root),
                 "at_once": self.at_once}
 
     def arguments(self, given):
@@ -173,7 +192,7 @@ class Jobs:
         known, fixed = source_knobs(TRAIN), {}
         out_dir = str(knobs.pop("out_dir", ""))
         words(knobs, preset)  # refuses what is wrong
-        for name, value in ((presets()[preset] if preset else {}) | knobs).items():
+        for name, value in ((presets()[0][preset] if preset else {}) | knobs).items():
             if name not in parameters and name != "out_dir":
                 fixed[name] = {"value": convert(name, value, known[name][0], f"--{name}", refuse)}
         for name in parameters:

@@ -249,6 +249,8 @@ class Handler(BaseHTTPRequestHandler):
             found = handler(request)
         except ValueError as e:
             found = error(400, " ".join(str(e).split()))
+        except SystemExit:  # configurator.fail
+            found = error(500, "the terminal in which page.py runs says what is wrong")
         except Exception as e:
             traceback.print_exc()
             found = error(500, f"{type(e).__name__}: {e}")

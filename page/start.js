@@ -30,7 +30,7 @@ function asked(title, path, query) {
 }
 
 export async function show(main) {
-  const { knobs, presets, cpus, root, at_once } = await ask("api/knobs")
+  const { knobs, presets, wrong, cpus, root, at_once } = await ask("api/knobs")
   const command = h("div"), queue = h("div"), left = h("div")
   const given = () => Object.fromEntries([...state.params].filter(([name]) => name in knobs))
   const sweeps = () => JSON.parse(state.get("sweep", "{}"))
@@ -91,7 +91,7 @@ export async function show(main) {
     const [look, said] = asked(`${t("Data")}: ${t("Look at it")}`, "api/look", data)
     const some = select(t("Preset"), [["", t("none")], ...Object.keys(presets)], preset(), change, { id: "preset" })
     left.replaceChildren(
-      card("", h("div", { class: "row" }, some, look),
+      card("", h("div", { class: "row" }, some, look), wrong.map(text => h("p", { class: "bad" }, text)),
         h("datalist", { id: "data" }, DATA.map(name => h("option", {}, name))), knob("data"), said),
       card("The most used", USUAL.map(knob)),
       card("All knobs", sections.map(section => h("details", {}, h("summary", {}, t(section)),

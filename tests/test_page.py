@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from urllib.parse import urlencode
@@ -24,8 +25,8 @@ from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 
 import compare
-from configurator import source_knobs
-from page import runs
+from configurator import fail, source_knobs
+from page import jobs, runs, server
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -392,6 +393,31 @@ def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_pat
     until(lambda: page.get("/api/jobs")["jobs"][0]["state"] == "failed")
     assert "error:" in page.get("/api/console?job=3")["text"]
     page.end()
+
+
+def test_a_broken_preset_is_named_and_left_out(tmp_path, monkeypatch):
+    (tmp_path / "config").mkdir()
+    for name, text in (("good.py", "dim = 32\n_tokens = 3\n"), ("syntax.py", "batch_size = = 4"), ("unknown.py", "import os\ndim = 8"),
+                       ("nan.py", "dropout = float('nan')"), ("exit.py", "raise SystemExit"), ("none.py", "dim = None")):
+        (tmp_path / "config" / name).write_text(text)
+    monkeypatch.setattr(jobs, "HOME", tmp_path)
+    found, wrong = jobs.presets()
+    assert found == {"good.py": {"dim": 32}} and [text.partition(":")[0] for text in wrong] == [
+        "exit.py", "nan.py", "none.py", "syntax.py", "unknown.py"]
+    assert "no knob 'os'" in wrong[4] and jobs.words({}, "good.py")
+    with pytest.raises(ValueError, match="no preset 'syntax.py' that can be used"):
+        jobs.words({}, "syntax.py")
+
+
+def test_what_ends_a_program_does_not_end_an_answer():
+    served = server.Server("127.0.0.1", 0, {"GET /": lambda request: fail("x.py: wrong")})
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    asked = http.client.HTTPConnection("127.0.0.1", served.server_address[1], timeout=5)
+    asked.request("GET", "/", headers={"Authorization": f"Bearer {served.token}"})
+    answer = asked.getresponse()
+    assert answer.status == 500 and "terminal" in json.loads(answer.read())["error"]
+    served.shutdown()
+    served.server_close()
 
 
 @pytest.mark.parametrize("locks", [runs.locks, lambda: None])  # None: as on macOS, which does not say
