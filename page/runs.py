@@ -251,16 +251,20 @@ class Runs:
         return Response(content, kind="text/html", headers=as_file("runs.html"))
 
     def live(self, request):
-        """Events: rows as they are written, {"run", "from": row, "rows": {metric: [values]}}, and what extra() gives."""
+        """
+        Events: rows as they are written and trainings that begin or end, {"run", "from": row, "rows": {metric: [values]}},
+        and what extra() gives.
+        """
         self.refresh()
-        seen, told, said = {run.name: (run.version, run.count) for run in self.shown()}, {}, 0.0
+        seen, told, said = self.now(), {}, 0.0
         yield {"hello": True}
         while True:
             busy = self.refresh(BUSY)
             with self.lock:
-                events = [self.news(run, *seen.get(run.name, (0, 0))) for run in self.shown()
-                          if seen.get(run.name) != (run.version, run.count)]
-                seen = {run.name: (run.version, run.count) for run in self.shown()}
+                now = self.now()
+                events = [self.news(run, *seen.get(run.name, (0, 0))[:2]) for run in self.shown()
+                          if seen.get(run.name) != now[run.name]]
+                seen = now
             for name, value in self.extra().items():
                 if told.get(name) != value:
                     told[name] = value
@@ -269,6 +273,10 @@ class Runs:
                 said = time.monotonic()
                 yield from events or [None]
             time.sleep(0.02 if busy else 0.5)
+
+    def now(self):
+        """{run: (version, rows, the process that trains it)} of all that are shown."""
+        return {run.name: (run.version, run.count, trainer(run.folder, self.locked)) for run in self.shown()}
 
     def news(self, run, version, start):
         if version != run.version or run.count - start > NEW_ROWS:

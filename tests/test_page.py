@@ -327,6 +327,19 @@ def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
     connection.close()
 
 
+def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
+    write_run(tmp_path / "out/a", rows=3)
+    mark = tmp_path / "out/a/trainer.json"
+    mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
+    told = (event for _, event in zip(range(5), runs.Runs(tmp_path / "out").live(None)) if event)
+    assert next(told) == {"hello": True}
+    with open(mark) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        begun = next(told)
+    ended = next(told)
+    assert [(e["run"]["training"], e["from"], e["run"]["rows"]) for e in (begun, ended)] == [(True, 3, 3), (False, 3, 3)]
+
+
 def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
     (filled.folder / "secret").mkdir()
     write_run(filled.folder / "secret", 1)
