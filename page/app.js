@@ -85,8 +85,8 @@ export function settle(f, wait) {
   return (...values) => { clearTimeout(timer); timer = setTimeout(() => f(...values), wait) }
 }
 
-let live, listener, shown, current = 0
-/** Hand live events to f, until another view is shown. */
+let live, listener, shown, greeted, current = 0
+/** Hand live events to f, until another view is shown; {hello} means that some may have been missed. */
 export function listen(f) { listener = f }
 
 function connect() {
@@ -94,7 +94,8 @@ function connect() {
   live.onmessage = message => {
     const event = JSON.parse(message.data)
     if (event.system) drawSystem(event.system)
-    listener?.(event)
+    if (greeted) listener?.(event)
+    greeted = true
   }
 }
 

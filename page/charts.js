@@ -28,8 +28,9 @@ export class Curves {
   /** Whether a live event brought points; "again": all are to be read again. */
   take({ run, from, rows, again }) {
     if (!run || this.run && run.name !== this.run) return false
-    if (again || !this.lines.has(run.name)) return again || rows[this.metric] ? "again" : false
-    const line = this.lines.get(run.name), ys = rows[this.metric] || []
+    const line = this.lines.get(run.name)
+    if (again || !line || from > line.rows) return again || line || rows[this.metric] ? "again" : false
+    const ys = rows[this.metric] || []
     ys.forEach((y, i) => {
       const x = rows[this.axis]?.[i]
       if (from + i >= line.rows && typeof y === "number" && typeof x === "number") {

@@ -69,7 +69,7 @@ export class Charts {
 
   take(event) {
     for (const { curves, again } of this.charts) {
-      const news = curves.take(event)
+      const news = event.hello ? "again" : curves.take(event)
       if (news === "again") again()
       else if (news) this.draw()
     }
@@ -182,7 +182,7 @@ export async function show(main) {
     if (run) {
       Object.assign(run, event.run)
       later()
-    } else if (event.run) again()
+    } else if (event.run || event.hello) again()
     charts.take(event)
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, body, parallel)

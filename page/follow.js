@@ -88,10 +88,9 @@ export async function show(main) {
     if (!side.contains(document.activeElement)) drawSide()
   }, 2000)
   listen(event => {
-    if (event.jobs) {
-      jobs = event.jobs
-      reread()
-    }
+    if (event.jobs) jobs = event.jobs
+    if (event.jobs || event.hello) reread()
+    if (event.hello) charts.take(event)
     if (event.run?.name !== name) return
     const trained = run.training
     Object.assign(run, event.run)

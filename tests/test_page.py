@@ -575,3 +575,35 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     script(browser, "location.hash = '#start?dim=128'")
     until(lambda: "--dim=128" in browser.find_element("tag name", "main").text)
     check_page(browser)
+
+
+def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
+    """Rows that came while the connection was lost, and those between the first picture and the first event."""
+    write_run(tmp_path / "out/a", rows=3)
+    found = runs.Runs(tmp_path / "out")
+    plain = {"GET /bokeh.js": lambda request: server.Response("", kind="text/javascript")}
+    served = server.Server("127.0.0.1", 0, server.files(ROOT / "page") | plain | found.routes() | jobs.Jobs(found).routes())
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    points = "return document.querySelector('[aria-label=\"loss/train\"] polyline').getAttribute('points').split(' ').length"
+    rows, name = 3, tmp_path / "out/a"
+    browser.get(served.url())
+    until(lambda: script(browser, points) == rows and len(served.open) == 1, 20)
+    for view, shown in ("#runs", f"tr[data-run='{name}'] [data-column=iter]"), (f"#run?{urlencode({'run': name})}", "p.soft"):
+        script(browser, "location.hash = arguments[0]", view)
+        until(lambda: script(browser, points) == rows and len(served.open) == 1 and browser.find_elements("css selector", shown))
+        for connection in list(served.open):
+            served.cut(connection)
+        for i in range(rows, rows + 50):
+            add_row(name, {"iter": 10 * i, "tokens": 1000 * i, "loss/train": 1.0, "time": 1e9 + i})
+        rows += 50
+        until(lambda: script(browser, points) == rows, 10)
+        until(lambda: str(10 * rows - 10) in browser.find_element("css selector", shown).text.replace(",", ""), 10)
+    gap = """import('/charts.js').then(({ Curves }) => {
+      const curves = new Curves("m", "iter"), event = (from, rows) => ({ run: { name: "a", rows }, from, rows: { m: [1], iter: [7] } })
+      curves.lines.set("a", { x: [1], y: [1], rows: 3 })
+      arguments[0]([curves.take(event(3, 4)), curves.take(event(5, 6)), curves.lines.get("a").x])
+    })"""
+    assert browser.execute_async_script(gap) == [True, "again", [1, 7]]
+    browser.get("about:blank")
+    served.shutdown()
+    served.server_close()
