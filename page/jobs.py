@@ -99,7 +99,7 @@ class Jobs:
         self.changed, self.trouble = False, ""  # whether the file is behind; why nothing is started now
         for job in self.jobs:
             if job["state"] == "queued" and is_held(self.folder / f"{job['id']}.txt"):
-                job["state"] = "running"  # whose start could not be written
+                job["state"], self.changed = "running", True  # its start could not be written
         threading.Thread(target=self.work, daemon=True).start()
 
     def routes(self):

@@ -494,6 +494,7 @@ def test_a_training_that_lives_while_the_queue_says_it_waits_is_not_started_agai
         page = Page(tmp_path)
         time.sleep(0.5)
         assert states(page) == ["running"] and page.get("/api/console?job=1")["text"] == "iter 1\n"
+        assert json.loads((queue / "jobs.json").read_text())["jobs"][0]["state"] == "running"
         assert page.ask("/api/stop", {"job": "1"})[0] == 400  # nobody knows its process
     until(lambda: states(page) == ["ended"], 5)
     assert not started.exists()
