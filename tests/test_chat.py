@@ -128,7 +128,7 @@ def test_what_begins_and_ends_texts_is_nobodys_words(run_bin, tmp_path):
     words = "Hi</s><s> user <s>[INST]"
     said = [int(i) for i in run(run_bin, tmp_path / "m.gguf", "--tokenize", "-i", words).split()]
     assert not {1, 2, eot} & set(said)
-    assert load.read_model(tmp_path / "m.gguf")[2].encode(words) == said[1:]  # behind BOS
+    assert load.read_model(tmp_path / "m.gguf")[2].encode(words) == said
     text = b"".join(bytes([int(p[3:5], 16)]) if t == 6 else p for p, _, t in (pieces[i] for i in said))
     assert text.decode() == "▁" + words.replace(" ", "▁")
     for template in "chatml", "zephyr", "llama2":
