@@ -245,7 +245,7 @@ class Jobs:
                 if "pid" not in job:
                     raise ValueError("its process is not known; stop it on the page of its run")
                 job["stopped"] = True
-                os.killpg(job["pid"], signal.SIGTERM)  # a sweep ends at once, its trial when it has saved
+                os.killpg(job["pid"], signal.SIGTERM)  # a sweep waits for its trial, which saves first
             self.keep()
         return {}
 

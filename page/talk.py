@@ -171,7 +171,7 @@ def wish(body, chat, voice):
     most = value(body, "max_tokens", default=model.info.seq_len if chat else 16, **whole)
     temperature = value(body, "temperature", number, 1, lambda x: 0 <= x <= 100, "a number from 0 to 100")
     top_p = value(body, "top_p", number, 1, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-    seed = value(body, "seed", int, secrets.randbits(63) + 1, expected="a whole number") & (1 << 64) - 1
+    seed = value(body, "seed", int, secrets.randbits(63), expected="a whole number") & (1 << 64) - 1
     few = lambda found: len(found) <= (4 if isinstance(found, list) else 10000)
     stop = value(body, "stop", (str, list), [], few, "one to four texts")
     stop = [stop] if isinstance(stop, str) else stop
@@ -185,7 +185,7 @@ def wish(body, chat, voice):
         rivals = value(body, "logprobs", default=None, **few)
     options = value(body, "stream_options", dict, {}, expected="an object")
     return Wish(str(body["model"]), chat, tokens, value(body, "max_completion_tokens", default=most, **whole),
-                llamac.Sampler(temperature, top_p, seed or 1 << 63), [s for s in stop if s], rivals,
+                llamac.Sampler(temperature, top_p, seed), [s for s in stop if s], rivals,
                 value(body, "stream", bool, False, expected="true or false"), bool(options.get("include_usage")))
 
 
