@@ -405,7 +405,7 @@ def train(t):
                 checkpoint.go_back(s, raw_model, opt, guard, writer)
         if end or stop:
             break
-        if early_stop and due and not state["last"] and step - (state["best_step"] or step) >= early_stop * eval_interval:
+        if checkpoint.stalled(s, state):
             s.max_iters = state["last"] = checkpoint.end_soon(s, raw_model, opt, state, writer)
         update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
         rate = learning_rate_at(s, step, spent := seconds / clock["end"])

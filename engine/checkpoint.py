@@ -617,6 +617,13 @@ def go_back(s, model, opt, guard, writer):
     parallel.say(f"warning: {s.max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
+def stalled(s, state):
+    """Whether the validation loss has stopped falling at this evaluation, at which a resumed run may begin."""
+    if not s.early_stop or state["last"] or state["step"] % s.eval_interval:
+        return False
+    return state["step"] - (state["best_step"] or state["step"]) >= s.early_stop * s.eval_interval
+
+
 def end_soon(s, model, opt, state, writer):
     """
     The validation loss has stopped falling: go back to the best weights, from which the rate falls to its end in a fifth

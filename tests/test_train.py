@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +149,22 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     assert len(rows(folder, out)) == len(losses(folder, out))
     for name, weight in weights(folder, "whole").items():
         assert torch.equal(weight, weights(folder, out)[name]), name
+
+
+def test_a_run_that_is_killed_after_its_turn_ends_early_as_it_would_have(folder):
+    """The last checkpoint before the run went back to its best weights is that of the evaluation at which it does."""
+    args = ["--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1", "--learning_rate=0.6", "--decay_lr=False",
+            "--keep_last=0", "--dim=16", "--n_heads=1", "--n_layers=1", "--optimizer=adamw", "--seed=2"]
+    told = run(folder, *args, "--out_dir=early").stdout
+    best, last = map(int, re.search(r"since iter (\d+): back to its weights; iter (\d+) is the last", told).groups())
+    shutil.copytree(folder / "early", folder / "early_killed")
+    for path in checkpoint.steps(folder / "early_killed"):
+        if int(path.name[5:]) > best + 5:
+            shutil.rmtree(path)
+    again = run(folder, *args, "--out_dir=early_killed").stdout
+    assert f"resuming early_killed at iteration {best + 5}" in again and f"back to its weights; iter {last} is the last" in again
+    assert losses(folder, "early_killed") == losses(folder, "early")
+    assert all(map(torch.equal, weights(folder, "early_killed").values(), weights(folder, "early").values()))
 
 
 def test_the_wandb_run_is_one_across_offline_resumes(folder):
