@@ -73,14 +73,17 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
     measured, from the narrowest on until the time is too short.
     """
     minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
-    plan, free = {}, parallel.free_memory(device)
-    heads = 2 * s.n_heads if "n_heads" in given else 1  # a head has an even width
-    for dim in (s.dim,) if "dim" in given else [width for width in WIDTHS if width % heads == 0]:
+    plan, free, wrong = {}, parallel.free_memory(device), None
+    for dim in (s.dim,) if "dim" in given else WIDTHS:
         wider, why = shape(s, given, dim, size), ""
         trial = copy.copy(s)
         vars(trial).update(values(wider))
-        blocks, pieces = 12 * trial.n_layers * dim ** 2, known_pieces(trial) or trial.vocab_size or trial.vocab_most
-        memory = sum(least_memory(model_args(trial, pieces), trial.batch_size * trial.max_seq_len, s.optimizer).values())
+        blocks, pieces = 12 * trial.n_layers * dim ** 2, pieces_of(trial, size)
+        args = model_args(trial, pieces)
+        if problem(args):  # what is given, say heads, does not go with this width
+            wrong = wrong or problem(args)
+            continue
+        memory = sum(least_memory(args, trial.batch_size * trial.max_seq_len, s.optimizer).values())
         if blocks > blocks_for(size):
             why = "the widest that a text of this size can use"
         elif free and 2 * memory > free:
@@ -92,6 +95,8 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
             plan |= {"dim": (plan["dim"][0], why)} if "dim" in plan else {}
             break
         plan = wider
+    if not plan:
+        fail(wrong)
     plan |= part_of_text(s, given, plan, minutes, size, make_optimizer, device, amp_dtype)
     return {"minutes": (minutes, "as given" if s.minutes else "unless --minutes says otherwise")} | plan
 
@@ -105,7 +110,7 @@ def part_of_text(s, given, plan, minutes, size, *machine):
         return {}
     trial = copy.copy(s)
     vars(trial).update(values(plan))
-    pieces = known_pieces(trial) or trial.vocab_size or trial.vocab_most
+    pieces = pieces_of(trial, size)
     tokens = tokens_per_step(trial) * 54 * minutes / step_seconds(trial, pieces, *machine)
     most = max(LARGE // 4, 2 ** math.ceil(math.log2(16 * tokens)))
     why = f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there is time to read"
@@ -119,13 +124,15 @@ def shape(s, given, dim, size):
     while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
         context //= 2
     context = s.max_seq_len if "max_seq_len" in given else context
-    heads = max(h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 or h == 1)
+    groups = s.n_kv_heads or 1  # a head has an even width
+    heads = max((h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 and h % groups == 0),
+                default=groups)
     tokens = min(batch_for(12 * layers * dim ** 2), max(256, size // 100))  # the smaller the text, the more a small batch helps
     sequences = max(1, round(tokens / context))
     passes = math.ceil(sequences / 32)
     plan = {"dim": (dim, "as wide as the rules go"),
             "n_layers": (layers, "few: a short training makes more of width than of depth"),
-            "n_heads": (heads, "32 dimensions each, from width 512 on 64"),
+            "n_heads": (heads, f"{s.head_width or dim // heads} dimensions each"),
             "tied": (False, "embedding and classifier learn more as two tables, where a text is read little")
                     if read_little(dim, layers, size) else (True, "embedding and classifier are one table, as it is read often"),
             "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
@@ -163,6 +170,11 @@ def known_pieces(s):
     if (Path(s.data) / "meta.json").is_file():
         return json.loads((Path(s.data) / "meta.json").read_text())["vocab_size"]
     return {"custom": 0, "bpe": 0, "byte": 259, "char": 128}.get(s.vocab_source.split(":")[0], 32000)
+
+
+def pieces_of(s, size):
+    """Pieces of the vocabulary of a text of `size` bytes, about; where nothing says how many, as engine/prepare.py chooses."""
+    return known_pieces(s) or s.vocab_size or s.vocab_most or min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
 
 
 def blocks_for(size):

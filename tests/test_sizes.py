@@ -28,6 +28,7 @@ def knobs(**values):
 def plan(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
     """The shape for a machine that does so many FLOP/s, and takes at least 2 ms a step."""
     def seconds(s, vocab, *_):
+        assert vocab > 0
         blocks = 12 * s.n_layers * s.dim ** 2
         return 0.002 + 6 * (blocks + vocab * s.dim) * costs.tokens_per_step(s) / flops
 
@@ -121,6 +122,25 @@ def test_what_is_given_stays(monkeypatch):
     assert plan(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
     assert plan(monkeypatch, 1_000_000, dim=100).n_heads == 2 and plan(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
     assert plan(monkeypatch, 1_000_000, max_seq_len=512).batch_size * 512 < 2500
+
+
+@pytest.mark.parametrize("size, values", [
+    (1_000_000, {"n_kv_heads": 2}), (1_000_000, {"n_kv_heads": 7}), (10 ** 9, {"n_kv_heads": 8}), (1_000_000, {"n_heads": 3}),
+    (1_000_000, {"n_heads": 4, "n_kv_heads": 2}), (1_000_000, {"rope_factors": ",".join("1" * 24)}), (1_000_000, {"head_width": 6}),
+    (2_000, {"vocab_source": "custom"}), (1_000_000, {"vocab_most": 0})])
+def test_a_plan_fits_the_sizes_that_are_given(monkeypatch, size, values):
+    s = plan(monkeypatch, size, **values)
+    assert sizes.problem(costs.model_args(s, 259)) is None and {name: getattr(s, name) for name in values} == values
+
+
+@pytest.mark.parametrize("values, words", [
+    ({"n_heads": 3, "dim": 64}, "dim=64 over n_heads=3"), ({"n_heads": 0}, "n_heads is 0"), ({"n_heads": 11}, "over n_heads=11"),
+    ({"n_heads": 4, "n_kv_heads": 3}, "not a multiple of n_kv_heads=3"), ({"head_width": 7}, "head_width is 7"),
+    ({"rope_factors": "1,2"}, "rope_factors are 2"), ({"dropout": 2.0}, "dropout is 2.0"), ({"n_layers": -1}, "n_layers is -1")])
+def test_sizes_that_no_plan_can_have_are_one_line(monkeypatch, capsys, values, words):
+    with pytest.raises(SystemExit):
+        plan(monkeypatch, 1_000_000, **values)
+    assert words in (told := capsys.readouterr().err) and told.count("\n") == 1
 
 
 def test_memory_bounds_the_model(monkeypatch):
