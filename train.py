@@ -414,13 +414,13 @@ def train(t):
         loss, norm, taken = train_step(step, model, opt, dataset, device, amp, guard, update_norms)
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
+        state["step"] += 1
+        watch.steps += 1
+        bar.update()
         if compile and step == resumed:
             loss.item()  # waits for an asynchronous device
             say(f"compile: the first step took {time.perf_counter() - watch.start:.1f} s, which no speed below counts")
             watch = Stopwatch(device)
-        state["step"] += 1
-        watch.steps += 1
-        bar.update()
     bar.close()
     checkpoint.warn_of(writer.wait())
     parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)

@@ -1075,6 +1075,20 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
     assert log[40]["loss/val"] < log[0]["loss/val"]
 
 
+def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
+    script = tmp_path / "compiled.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import torch, train\n"
+                      "from configurator import configure\n"
+                      "torch.compile = lambda model: model  # which costs nothing\n"
+                      "train.main(configure(vars(train)))\n")
+    done = forked.run([script, *TINY, "--data=my.txt", "--max_iters=3", "--log_interval=1", "--compile=True", "--out_dir=compiled"],
+                      folder, os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "compile: the first step took " in done.stdout, done.stderr
+    assert [row["iter"] for row in rows(folder, "compiled") if "perf/tokens_per_sec" in row] == [2, 3]
+    assert "mfu: training does" not in done.stdout  # else the peak would be raised for the whole session
+
+
 @pytest.mark.parametrize("args, words", [
     (["--dropuot=0.1"], ["unknown key 'dropuot'", "did you mean 'dropout'"]),
     (["--learning_rate=1"], ["learning_rate is 1.0", "expected above 0 and below 1"]),
