@@ -267,6 +267,8 @@ def conclude(state, args, model, dataset, tracker, row):
         if step != wanted:
             export_model(weights, args, dataset.tokenizer, last, extra={ITER: step})
             tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
+        elif exported_step(last):  # of an earlier end
+            last.unlink()
     except OSError as e:
         say(f"warning: the model of iter {step} could not be written to {out_dir} ({why(e)})")
     there = exported_step(best)

@@ -394,6 +394,17 @@ def test_a_run_that_never_improves_ends_with_a_trained_model_that_is_there(folde
     assert checkpoint.locate(folder / "harmed").name == f"step_{best:08d}"
 
 
+def test_the_last_model_of_an_earlier_end_goes_when_the_best_is_the_last(folder):
+    args, model, last = ["--data=my.txt", "--decay_lr=False", "--out_dir=ends"], folder / "ends/model.gguf", folder / "ends/last.gguf"
+    assert run(folder, *args, "--max_iters=10").returncode == 0
+    shutil.copy(model, last)  # as if the best had been before
+    assert run(folder, *args, "--max_iters=20").returncode == 0
+    assert export.exported_step(model) == 20 and not last.exists()
+    last.write_text("mine")
+    assert run(folder, *args, "--max_iters=30").returncode == 0
+    assert export.exported_step(model) == 30 and last.read_text() == "mine"
+
+
 def test_fine_tuning_is_resumed_by_the_same_command(folder, reference):
     args = ["--data=my.txt", "--init_from=whole", "--decay_lr=False"]
     assert run(folder, *args, "--out_dir=tuned_whole", "--max_iters=10").returncode == 0
