@@ -220,8 +220,13 @@ def prune(out_dir, keep_last, keep):
 
 def clean(out_dir):
     """Remove what interrupted writers of checkpoints have left."""
-    for folder in [*Path(out_dir, "checkpoints").glob(".tmp_*"), *Path(out_dir, "checkpoints").glob(".old_*")]:
+    for folder in leftovers(out_dir):
         discard(folder)
+
+
+def leftovers(out_dir):
+    """Step folders under the names that writers give them before they are whole, or before they go."""
+    return [*Path(out_dir, "checkpoints").glob(".tmp_*"), *Path(out_dir, "checkpoints").glob(".old_*")]
 
 
 def pointer(out_dir, name):
@@ -310,7 +315,8 @@ def refuse_foreign(out_dir):
     known = is_run(out_dir)
     found = [folder for folder in all_steps(out_dir) if not (known and (folder / "checkpoint.json").exists())]
     if not known:
-        found += [path for name in OURS if (path := Path(out_dir, name)).exists()]
+        found += leftovers(out_dir) + [path for name in OURS for path in (Path(out_dir, name), Path(out_dir, f"{name}.tmp"))
+                                       if path.exists()]
         found += [path for path in [Path(out_dir, MARK)] if path.exists() and path.stat().st_size]
     if found:
         fail(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not known to be a trainer's and would be "

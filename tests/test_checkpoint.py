@@ -252,7 +252,8 @@ def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
-                                  "latest", "diff.patch", "checkpoints/step_00001000/model.pt"])
+                                  "latest", "diff.patch", "best.tmp", "model.gguf.tmp", "checkpoints/step_00001000/model.pt",
+                                  "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])
 def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, capsys):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
