@@ -288,12 +288,12 @@ def save(writer, t, metric):
     sharded, dataset = parallel.is_sharded(t.model), t.dataset
     weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
     train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state})
-    step, best, keep = t.state["step"], t.state["best"], 0 if always_save_checkpoint else keep_last
+    step, best, keep = t.state["step"], t.state["best_step"], 0 if always_save_checkpoint else keep_last
 
     def work():
         folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights}, train, t.config,
                                  dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
-        if metric <= best and parallel.master:
+        if step == best and parallel.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
             export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
 

@@ -394,6 +394,13 @@ def test_a_run_that_never_improves_ends_with_a_trained_model_that_is_there(folde
     assert checkpoint.locate(folder / "harmed").name == f"step_{best:08d}"
 
 
+def test_of_equal_losses_the_first_is_the_best(folder):
+    done = run(folder, "--data=my.txt", "--max_iters=20", "--learning_rate=1e-30", "--out_dir=equal")  # no weight moves
+    assert len({row["loss/val"] for row in rows(folder, "equal") if "loss/val" in row}) == 1 and "could not" not in done.stdout
+    assert export.exported_step(folder / "equal/model.gguf") == 10 and export.exported_step(folder / "equal/last.gguf") == 20
+    assert checkpoint.locate(folder / "equal").name == "step_00000010"
+
+
 def test_the_last_model_of_an_earlier_end_goes_when_the_best_is_the_last(folder):
     args, model, last = ["--data=my.txt", "--decay_lr=False", "--out_dir=ends"], folder / "ends/model.gguf", folder / "ends/last.gguf"
     assert run(folder, *args, "--max_iters=10").returncode == 0
