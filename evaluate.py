@@ -134,7 +134,7 @@ def log_likelihoods(model, ids, starts, device="cpu"):
     y = torch.tensor([([-1] * (start - 1) + i[start:] + [-1] * longest)[:longest] for i, start in zip(ids, starts)], device=device)
     logits = model(x, every=True)[0]  # (rows, T, V)
     nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
-    return -nll.double().sum(1).cpu()
+    return -nll.cpu().double().sum(1)
 
 
 def answer(model, vocabulary, examples, device="cpu"):
