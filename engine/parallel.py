@@ -352,7 +352,7 @@ def memory_now(device):
 def free_memory(device):
     """
     Bytes that a process can still have at most: of a GPU what is free, else what Linux can make available, swap too,
-    within the limits of this process's control groups; None where that is not known.
+    within what this process's control groups have left; None where that is not known.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
@@ -361,15 +361,39 @@ def free_memory(device):
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except (OSError, ValueError, IndexError):
         return None
-    limits = [found["MemAvailable"]]
+    memory, swap, both = [found["MemAvailable"]], [found.get("SwapFree", 0)], [float("inf")]
     for _, kind, path in groups:
         if kind in ("", "memory"):  # version 2 of control groups, version 1
-            root, file = ("/sys/fs/cgroup/memory", "memory.limit_in_bytes") if kind else ("/sys/fs/cgroup", "memory.max")
-            folder = Path(root, path.strip("/"))
+            folder = Path("/sys/fs/cgroup", kind, path.strip("/"))
             for place in (folder, *folder.parents):  # a container may see its own group as the root
-                with suppress(OSError, ValueError):  # "max"
-                    limits.append(int((place / file).read_text()))
-    return min(limits) + found.get("SwapFree", 0)
+                files = cached_files(place)
+                if kind:
+                    memory.append(left(place, "memory.limit_in_bytes", "memory.usage_in_bytes", files))
+                    both.append(left(place, "memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes", files))
+                else:
+                    memory.append(left(place, "memory.max", "memory.current", files))
+                    swap.append(left(place, "memory.swap.max", "memory.swap.current"))
+    return min(min(memory) + min(swap), *both)
+
+
+def left(group, limit, used, given_back=0):
+    """Bytes up to a limit of a control group (a folder), of whose use so many are given back when needed; inf without one."""
+    try:
+        most = int((group / limit).read_text())
+    except (OSError, ValueError):  # "max"
+        return float("inf")
+    with suppress(OSError, ValueError):
+        most -= max(0, int((group / used).read_text()) - given_back)
+    return max(0, most)
+
+
+def cached_files(group):
+    """Bytes of files that a control group's memory holds as a cache; 0 where that is not known."""
+    try:
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in ("inactive_file", "active_file"))
+    except (OSError, ValueError):
+        return 0
 
 
 def published_flops(name, dtype, cores=0):

@@ -1301,9 +1301,10 @@ def test_a_peak_that_is_passed_is_measured_again(capsys):
     assert not capsys.readouterr().out and config["mfu_basis"].endswith(", measured again")  # once: a product may take seconds
 
 
-def test_free_memory_is_that_of_the_machine_within_its_limits(monkeypatch):
-    files = {"/proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 80 kB\nSwapFree: 1 kB\n", "/proc/self/cgroup": "0::/a/b\n"}
-    monkeypatch.setattr(parallel, "Path", lambda *parts: Fake(*parts))
+@pytest.fixture
+def system(monkeypatch):
+    """Files of /proc and /sys, {path: text}, in place of the machine's."""
+    files = {}
 
     class Fake(type(Path())):
         def read_text(self):
@@ -1311,13 +1312,46 @@ def test_free_memory_is_that_of_the_machine_within_its_limits(monkeypatch):
                 raise FileNotFoundError
             return files[str(self)]
 
-    def free():
-        return parallel.free_memory(torch.device("cpu"))
+    monkeypatch.setattr(parallel, "Path", Fake)
+    return files
 
-    assert free() == 81 * 1024
-    files["/sys/fs/cgroup/a/b/memory.max"], files["/sys/fs/cgroup/a/memory.max"] = "max\n", "20480\n"
-    assert free() == 21 * 1024
-    files["/proc/self/cgroup"], files["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "4:memory:/x\n0::/\n", "10240\n"
-    assert free() == 11 * 1024
-    del files["/proc/meminfo"]
-    assert free() is None
+
+def free_memory():
+    return parallel.free_memory(torch.device("cpu"))
+
+
+def test_free_memory_is_that_of_the_machine_within_its_limits(system):
+    system |= {"/proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 80 kB\nSwapFree: 1 kB\n", "/proc/self/cgroup": "0::/a/b\n"}
+    assert free_memory() == 81 * 1024
+    system["/sys/fs/cgroup/a/b/memory.max"], system["/sys/fs/cgroup/a/memory.max"] = "max\n", "20480\n"
+    assert free_memory() == 21 * 1024
+    system["/proc/self/cgroup"], system["/sys/fs/cgroup/memory/memory.limit_in_bytes"] = "4:memory:/x\n0::/\n", "10240\n"
+    assert free_memory() == 11 * 1024
+    del system["/proc/meminfo"]
+    assert free_memory() is None
+
+
+def test_free_memory_is_what_a_container_has_left(system):
+    """Of its limit what its processes hold is gone, but not what it keeps of files; swap is what it may still use of it."""
+    system |= {"/proc/meminfo": "MemAvailable: 800 kB\nSwapFree: 900 kB\n", "/proc/self/cgroup": "0::/\n",
+               "/sys/fs/cgroup/memory.max": "102400\n", "/sys/fs/cgroup/memory.current": "51200\n"}
+    assert free_memory() == 50 * 1024 + 900 * 1024
+    system["/sys/fs/cgroup/memory.stat"] = "anon 20480\nfile 30720\ninactive_file 10240\nactive_file 5120\n"
+    assert free_memory() == 65 * 1024 + 900 * 1024
+    system["/sys/fs/cgroup/memory.swap.max"], system["/sys/fs/cgroup/memory.swap.current"] = "10240\n", "1024\n"
+    assert free_memory() == 65 * 1024 + 9 * 1024
+    system["/sys/fs/cgroup/memory.swap.max"] = "0\n"
+    assert free_memory() == 65 * 1024
+    system["/sys/fs/cgroup/memory.current"] = "204800\n"  # its limit was lowered
+    assert free_memory() == 0
+
+
+def test_free_memory_in_a_container_by_version_1_of_control_groups(system):
+    """Where the limit of memory and swap together may be the lower one; memory.stat is of the group, total_ with those in it."""
+    at = "/sys/fs/cgroup/memory/x/memory."
+    system |= {"/proc/meminfo": "MemAvailable: 800 kB\nSwapFree: 900 kB\n", "/proc/self/cgroup": "4:memory:/x\n0::/\n",
+               f"{at}limit_in_bytes": "102400\n", f"{at}usage_in_bytes": "51200\n", f"{at}memsw.limit_in_bytes": f"{1 << 62}\n",
+               f"{at}stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 10240\ntotal_active_file 0\n"}
+    assert free_memory() == 60 * 1024 + 900 * 1024
+    system[f"{at}memsw.limit_in_bytes"], system[f"{at}memsw.usage_in_bytes"] = "153600\n", "61440\n"
+    assert free_memory() == 100 * 1024
