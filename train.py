@@ -393,8 +393,7 @@ def train(t):
                 save(writer, t, math.inf)  # at once, whatever follows
             if due or stop:
                 row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
-            if step and row.get("loss/val", math.inf) < state["best"]:  # untrained weights are nobody's best
-                state |= {"best": row["loss/val"], "best_step": step}
+            checkpoint.note_best(s, state, row.get("loss/val", math.inf))
             if len(row) > 3:
                 row, changes = row | ({"settings": changes} if changes else {}), []
                 row |= take_notes(row, state)

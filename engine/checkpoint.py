@@ -61,11 +61,12 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     """
     Publish out_dir/checkpoints/step_N and return it. model, train: dicts of tensors and plain values; config: a dict
     for JSON; tokenizer: path of the vocabulary file; metric: what `best` is the least of, inf where it was not
-    measured. Then all go but the newest keep_last (0: all stay) and the keep_best with the least metric. Raises OSError
-    when the disk fails; what was there before is then untouched. Where "model" is sharded, all processes call this.
+    measured. Then all go but the newest keep_last (0: all stay), the keep_best with the least metric, and that to which
+    early_stop would go back. Raises OSError when the disk fails; what was there before is then untouched. Where "model" is
+    sharded, all processes call this.
     """
-    folder = Path(out_dir, "checkpoints")
-    temporary, final = folder / f".tmp_{step:08d}", folder / f"step_{step:08d}"
+    folder, final = Path(out_dir, "checkpoints"), step_folder(out_dir, step)
+    temporary = folder / f".tmp_{step:08d}"
     try:
         files = {}
         if any(map(parallel.is_shard, model.get("model", {}).values())):
@@ -87,8 +88,13 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     ranked = by_metric(out_dir)
     if ranked:
         write_atomic(Path(out_dir, "best"), ranked[0].name)
-    prune(out_dir, keep_last, ranked[:keep_best])
+    back = train.get("state", {}).get("best_due", [math.inf, None])[1]
+    prune(out_dir, keep_last, ranked[:keep_best] + ([step_folder(out_dir, back)] if back else []))
     return final
+
+
+def step_folder(out_dir, step):
+    return Path(out_dir, "checkpoints", f"step_{step:08d}")
 
 
 def begin(folder):
@@ -623,11 +629,27 @@ def go_back(s, model, opt, guard, writer):
     parallel.say(f"warning: {s.max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
+def note_best(s, state, loss):
+    """
+    Remember this step's validation loss (inf where there is none) if it is the least so far. For early_stop that of a stop
+    between evaluations does not count: the run is to end as it would have without stops. Untrained weights are nobody's best.
+    """
+    step = state["step"]
+    if not s.early_stop:
+        state.pop("best_due", None)
+    elif "best_due" not in state:  # also where it is given anew
+        state["best_due"] = [state["best"], state["best_step"]]
+    if step and loss < state["best"]:
+        state |= {"best": loss, "best_step": step}
+    if step and s.early_stop and step % s.eval_interval == 0 and loss < state["best_due"][0]:
+        state["best_due"] = [loss, step]
+
+
 def stalled(s, state):
     """Whether the validation loss has stopped falling at this evaluation, at which a resumed run may begin."""
     if not s.early_stop or state["last"] or state["step"] % s.eval_interval:
         return False
-    return state["step"] - (state["best_step"] or state["step"]) >= s.early_stop * s.eval_interval
+    return state["step"] - (state["best_due"][1] or state["step"]) >= s.early_stop * s.eval_interval
 
 
 def end_soon(s, model, opt, state, writer):
@@ -636,12 +658,13 @@ def end_soon(s, model, opt, state, writer):
     of their steps. Returns the run's last step.
     """
     warn_of(parallel.on_master(writer.wait))
-    folder = parallel.on_master(pointer, s.out_dir, "best")
-    if folder:  # else none could be saved, of which the trainer was warned
+    best = state["best_due"][1]
+    folder = step_folder(s.out_dir, best)
+    saved = parallel.on_master(complete, folder)  # else the trainer was warned
+    if saved:
         take_weights(folder, model, opt)
-    last = min(s.max_iters, state["step"] + max(1, state["best_step"] // 5))
-    parallel.say(f"no better validation loss since iter {state['best_step']}: {'back to its weights; ' if folder else ''}"
-                 f"iter {last} is the last")
+    last = min(s.max_iters, state["step"] + max(1, best // 5))
+    parallel.say(f"no better validation loss since iter {best}: {'back to its weights; ' if saved else ''}iter {last} is the last")
     return last
 
 

@@ -235,7 +235,7 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
 
 
 def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, capsys):
-    s, state = SimpleNamespace(out_dir=str(tmp_path), max_iters=100), {"step": 60, "best_step": 30}
+    s, state = SimpleNamespace(out_dir=str(tmp_path), max_iters=100), {"step": 60, "best_due": [1.0, 30]}
     writer = SimpleNamespace(wait=lambda: None)
     assert checkpoint.end_soon(s, None, None, state, writer) == 66  # on a full disk: neither best nor newest
     assert "since iter 30: iter 66 is the last" in capsys.readouterr().out

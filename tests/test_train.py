@@ -167,6 +167,33 @@ def test_a_run_that_is_killed_after_its_turn_ends_early_as_it_would_have(folder)
     assert all(map(torch.equal, weights(folder, "early_killed").values(), weights(folder, "early").values()))
 
 
+def test_an_evaluation_at_a_stop_changes_no_early_end(folder, tmp_path):
+    """The least validation loss is that of a stop between evaluations, which a run that goes on without stops does not see."""
+    script = tmp_path / "stopped.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import os, signal, train\n"
+                      "from configurator import configure\n"
+                      "batch, stop, step, losses = train.Dataset.batch, int(sys.argv.pop(1)), 0, {0: 5.0, 5: 3.0, 10: 2.0, 12: 1.0}\n"
+                      "def counting(dataset, number):\n"
+                      "    global step\n"
+                      "    step = number + 1\n"
+                      "    if step == stop:\n"
+                      "        os.kill(os.getpid(), signal.SIGTERM)\n"
+                      "    return batch(dataset, number)\n"
+                      "train.Dataset.batch, train.assess = counting, lambda *_: {\n"
+                      "    'loss/val': losses.get(step, 2.5), 'loss/train_eval': 2.5, 'bpb/val': 2.5, 'samples': []}\n"
+                      "train.main(configure(vars(train)))\n")
+    args = [*TINY, "--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    for stop, out in ((0, "unstopped"), (12, "stopped"), (0, "stopped")):
+        done = forked.run([script, stop, *args, f"--out_dir={out}"], folder, env)
+        assert done.returncode == 0, done.stderr
+        assert ("since iter 10: back to its weights; iter 17 is the last" in done.stdout) == (not stop), done.stdout
+    assert same_losses(folder, "stopped", "unstopped")
+    assert all(map(torch.equal, weights(folder, "stopped").values(), weights(folder, "unstopped").values()))
+    assert export.exported_step(folder / "stopped/model.gguf") == 12  # is the best there was
+
+
 def test_the_wandb_run_is_one_across_offline_resumes(folder):
     """Stopped, resumed, killed, resumed: one run id; the logs together hold each row, doubled only what was done twice."""
     args = ["--data=my.txt", "--max_iters=40", "--wandb_log=True", "--out_dir=offline"]
