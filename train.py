@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
-from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
+from engine.checks import as_prepared, check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
@@ -323,6 +323,7 @@ def main(given):
         prepared, clock = plan_from_time(given, place, amp_dtype)
     else:
         prepared = load_data(place)
+    globals().update(as_prepared(knobs(), {name for name, *_ in changes} if resuming else given, prepared.meta))
     if depth:
         globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     globals().update(modes.own_settings(knobs()))

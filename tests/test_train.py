@@ -421,6 +421,39 @@ def test_a_run_that_never_improves_ends_with_a_trained_model_that_is_there(folde
     assert checkpoint.locate(folder / "harmed").name == f"step_{best:08d}"
 
 
+@pytest.fixture(scope="module")
+def prepared(folder):
+    """A folder that data.py made, of bytes."""
+    return str(train.prepare(folder / "my.txt", "byte", cache=folder / "cache"))
+
+
+def test_a_run_on_prepared_data_records_how_they_were_prepared(folder, prepared):
+    words = [word for word in command(f"--data={prepared}", "--max_iters=1", "--out_dir=ready")[1:] if "vocab_source" not in word]
+    done = forked.run(words, folder, os.environ | {"WANDB_MODE": "disabled"})
+    config = json.loads((folder / "ready/config.json").read_text())
+    assert done.returncode == 0 and config["vocab_source"] == "byte", done.stderr
+    done = run(folder, f"--data={prepared}", "--max_iters=2", "--out_dir=ready", "--vocab_source=char")  # given anew
+    assert done.returncode == 2 and "is prepared already, with vocab_source=byte" in done.stderr
+
+
+@pytest.mark.parametrize("name, value, fits", [
+    ("vocab_source", "byte", True), ("vocab_source", "custom", False), ("vocab_source", "tokenizer.json", True),
+    ("vocab_size", 259, True), ("vocab_size", 0, True), ("vocab_size", 260, False), ("vocab_most", 300, True),
+    ("vocab_most", 200, False), ("val_fraction", 0.0, True), ("val_fraction", 0.2, False), ("text_most", 1000, False),
+    ("column", "story", False), ("column", "text", True), ("skip_bad", True, False)])
+def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(prepared, capsys, name, value, fits):
+    meta = json.loads(Path(prepared, "meta.json").read_text())
+    value = f"{prepared}/{value}" if str(value).endswith(".json") else value
+    s = SimpleNamespace(**vars(train.knobs()) | {"data": prepared, name: value})
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
+        checks.as_prepared(s, {"data", name}, meta)
+    told = capsys.readouterr().err
+    assert told.count("\n") == (not fits) and fits or f"error: --{name}={value}: " in told
+    assert (name in checks.as_prepared(s, {"data"}, meta)) == (not fits)  # not given: say, by an older run
+    s.data = "my.txt"
+    assert checks.as_prepared(s, {"data", name}, meta) == {}
+
+
 def test_of_equal_losses_the_first_is_the_best(folder):
     done = run(folder, "--data=my.txt", "--max_iters=20", "--learning_rate=1e-30", "--out_dir=equal")  # no weight moves
     assert len({row["loss/val"] for row in rows(folder, "equal") if "loss/val" in row}) == 1 and "could not" not in done.stdout
