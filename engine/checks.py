@@ -17,14 +17,14 @@ NEUTRAL = {"vocab_source": "custom", "vocab_size": 0, "vocab_most": 0, "val_frac
 def check_settings(s):
     """Refuse settings that can't train."""
     for name in ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters", "max_seq_len", "multiple_of",
-                 "max_skips"):
+                 "max_skips", "dim", "n_layers", "n_heads"):
         if getattr(s, name) < 1:
             fail(f"{name} is {getattr(s, name)}, expected at least 1")
     if s.minutes and (s.depth or s.max_minutes):
         fail(f"--minutes={s.minutes:g} and --{'depth' if s.depth else 'max_minutes'}: expected one of them")
     for name in ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr", "vocab_size", "vocab_most",
                  "text_most", "depth", "minutes", "early_stop", "peak_tflops", "seed", "keep_last", "keep_best",
-                 "max_minutes", "spike_z", "max_restarts"):
+                 "max_minutes", "spike_z", "max_restarts", "decay_fraction"):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
     if s.eval_only and s.supervise:

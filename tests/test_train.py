@@ -1177,6 +1177,8 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--max_seq_len=100000"], ["less than one context"]),
     (["--data=my.txt", "--max_seq_len=0"], ["max_seq_len is 0", "expected at least 1"]),
     (["--data=my.txt", "--multiple_of=0"], ["multiple_of is 0"]),
+    (["--data=my.txt", "--depth=2", "--dim=0"], ["dim is 0, expected at least 1"]),
+    (["--data=my.txt", "--decay_fraction=-1"], ["decay_fraction is -1"]),
     (["--data=my.txt", "--max_skips=0"], ["max_skips is 0, expected at least 1"]),
     (["--data=my.txt", "--keep_best=-1"], ["keep_best is -1, expected 0 or more"]),
     (["--data=my.txt", "--supervise=True", "--max_restarts=-1"], ["max_restarts is -1, expected 0 or more"]),
