@@ -1203,7 +1203,7 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
 ])
 def test_mistakes_are_one_line(folder, args, words):
     done = run(folder, "--max_iters=1", *(["--out_dir=mistake"] if not any("out_dir" in a for a in args) else []), *args)
-    lines = [line for line in done.stderr.splitlines() if "encoding:" not in line and "it/s" not in line]
+    lines = [line for line in done.stderr.splitlines() if line.strip() and "encoding:" not in line and "it/s" not in line]
     assert done.returncode == 2, done.stdout + done.stderr
     assert len(lines) == 1 and lines[0].startswith("error: ")
     for word in words:
