@@ -164,14 +164,17 @@ def read_wandb(folder):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def client_rows(folder):
+    """The rows in a folder of the W&B client's, in order; none where it can't be read."""
+    try:
+        return [record["history"]["item"] for record in read_wandb(folder) if record["type"] == "history"]
+    except (OSError, ValueError):
+        return []
+
+
 def recorded(folders):
     """The last iteration that the W&B logs in these folders hold; -1: none."""
-    last = -1
-    for folder in folders:
-        for record in read_wandb(folder):
-            if record["type"] == "history":
-                last = max(last, record["history"]["item"].get("iter", -1))
-    return last
+    return max((row.get("iter", -1) for folder in folders for row in client_rows(folder)), default=-1)
 
 
 def about(out_dir):
@@ -244,7 +247,7 @@ class Wandb:
         noted = about(out_dir)
         folders = [f for f in noted.get("folders", []) if Path(f).exists()]
         here = str(Path(self.run.settings.sync_dir).resolve())
-        last = self.run.starting_step - 1 if mode == "online" else recorded(folders) if folders else math.inf
+        last = self.run.starting_step - 1 if mode == "online" else recorded(folders)
         found = noted | {"folders": [*folders, here]} | ({"url": self.run.url} if mode == "online" else {})
         Path(out_dir, "wandb.json").write_text(json.dumps(found, indent=1))
         for row in read_rows(Path(out_dir, "log.jsonl")):
@@ -756,8 +759,46 @@ def start_tracking(s, config, state):
         fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another folder")
 
 
+def at_server(run):
+    """(rows, step of the last one, -1 for none) that the W&B server has of a run; None: it does not know it."""
+    import wandb
+    from wandb.apis.public.runs import RunNotFoundError
+    try:
+        found = wandb.Api().run(f"{run['project']}/{run['id']}").load()
+    except wandb.errors.CommError as e:
+        if isinstance(e.exc, RunNotFoundError):
+            return None
+        fail(f"{wandb_server()} does not serve ({reason(e)}); try again later")
+    return found["historyLineCount"] or 0, (found["historyKeys"] or {}).get("lastStep", -1)
+
+
+def continuing(folders, rows, new):
+    """
+    Of the client's folders, as they were begun, those that hold these rows of the log.jsonl, each the next of them, and
+    nothing else; how many rows that makes. new: the server does not know the run, and takes folders without rows, too.
+    """
+    found, n = [], 0
+    for folder in folders:
+        items = client_rows(folder)
+        pairs = list(zip(items, rows[n:]))
+        if (pairs or new) and all(item.get(k) == v for item, row in pairs for k, v in row.items()
+                                  if type(v) in (int, float) and k != "time"):
+            found, n = [*found, folder], n + len(pairs)
+    return found, n
+
+
+def upload(noted, folders):
+    tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
+            "--project", noted["project"], *folders]
+    if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
+        fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
+
+
 def sync(out_dir):
-    """Upload what the client wrote, folder by folder as they were begun, then the rows that none of them has."""
+    """
+    Upload what the client wrote, folder by folder, as far as it is what the server lacks, then the other rows from log.jsonl.
+    The server appends whatever it is sent: a row that it has would be there twice.
+    """
     noted = about(out_dir)
     if "id" not in noted:
         fail(f"{out_dir}: holds no run tracked with --wandb_log=True (no wandb.json)")
@@ -765,20 +806,28 @@ def sync(out_dir):
         fail("no W&B key; log in first with: wandb login")
     if not answers(wandb_server()):
         fail(f"{wandb_server()} does not answer; try again later")
-    folders = [f for f in noted.get("folders", []) if Path(f).exists()]
-    last = recorded(folders)  # before the upload: the client of a trainer that was just killed may still be writing
+    rows = []
+    for row in read_rows(Path(out_dir, "log.jsonl")):
+        if not rows or row["iter"] > rows[-1]["iter"]:  # it takes no others
+            rows.append(row)
+    known = at_server(noted)
+    have, last = known or (0, -1)
+    left = [row for row in rows if row["iter"] > last]
+    folders, sent = [], 0
+    if have + len(left) == len(rows):  # else only the client knows the place to go on at
+        folders, sent = continuing([f for f in noted.get("folders", []) if Path(f).exists()], left, not known)
     if folders:
-        tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
-                "--project", noted["project"], *folders]
-        if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
-            fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
-    rows = read_rows(Path(out_dir, "log.jsonl"))
-    if rows and rows[-1]["iter"] > last:
+        upload(noted, folders)
+    if sent < len(left):
         run = {k: v for k, v in noted.items() if k not in ("folders", "url")}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
         rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
         print(rest.said)
         rest.finish()
+    have, _ = at_server(noted) or (0, -1)
+    if have < len(rows):
+        fail(f"{out_dir}: W&B has {have} of the run's {len(rows)} rows; sync again, and where that does not help, since it takes "
+             f"none from before its last, give the run another \"id\" in {out_dir}/wandb.json first")
     print(f"{out_dir}: run {noted['id']} is complete up to iter {rows[-1]['iter'] if rows else 0}")
 
 

@@ -133,6 +133,58 @@ def online(server, folder, monkeypatch):
     return server
 
 
+def session(folder, step, rows, wandb_log=True, finished=True):
+    """What a trainer's process logs to the run "x": rows [(iter, loss)] after it has resumed at `step`."""
+    tracker = track.make_tracker(folder / "out", {}, step, {"id": "x", "project": "p", "name": "x"}, wandb_log)
+    for i, loss in rows:
+        tracker.log({"iter": i, "tokens": i, "loss/val": loss})
+    if finished:
+        tracker.finish()
+    return tracker
+
+
+def sync(server, folder):
+    """What the program says; W&B has each row of the JSON lines once, in order."""
+    said = finish(start(folder, server.url, "track.py", "sync", "out"))
+    uploaded(server, folder)
+    return said
+
+
+def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypatch):
+    session(folder, 0, [(0, 3.0), (20, 2.0), (40, 1.5)])
+    assert "complete up to iter 40" in sync(online, folder)  # it was online all the time
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    session(folder, 40, [(60, 1.4), (80, 1.3)])
+    tracker = session(folder, 80, [(100, 1.2)], finished=False)
+    assert "complete up to iter 100" in sync(online, folder)  # as at night, while it goes on
+    tracker.log({"iter": 120, "tokens": 120, "loss/val": 1.1})
+    tracker.finish()
+    for again in range(2):
+        assert "complete up to iter 120" in sync(online, folder)
+    assert online.runs["x"]["exit"] == 0
+
+
+def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    session(folder, 0, [(0, 3.0), (100, 2.0), (120, 1.9), (140, 1.8)])  # killed, with its last checkpoint at 100
+    session(folder, 100, [(120, 1.5), (140, 1.4), (160, 1.3)])
+    for again in range(2):
+        sync(online, folder)
+
+
+def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    session(folder, 0, [(0, 3.0), (100, 2.0)], wandb_log=False)
+    session(folder, 100, [(120, 1.5), (200, 1.0)])
+    assert "complete up to iter 200" in sync(online, folder)
+    del online.runs["x"]["history"][:2]  # as earlier versions left it: W&B takes no row from before its last
+    refused = start(folder, online.url, "track.py", "sync", "out")
+    assert "W&B has 2 of the run's 4 rows" in refused.communicate()[1] and refused.returncode == 2
+    noted = folder / "out/wandb.json"
+    noted.write_text(noted.read_text().replace('"x"', '"y"'))
+    assert "run y is complete up to iter 200" in sync(online, folder)
+
+
 def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
     monkeypatch.setattr(track, "FINISH_SECONDS", 5)
     model, family = folder / "model.gguf", []

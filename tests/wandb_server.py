@@ -64,6 +64,18 @@ class Server(ThreadingHTTPServer):
                       "config": "{}", "tags": [], "wandbConfig": '{"t": 1}'}
         return {"model": {"id": "p", "name": v["project"], "entity": {"id": "e", "name": "me"}, "bucket": bucket}}
 
+    def GetDefaultEntity(self, v):
+        return {"viewer": {"__typename": "User", "id": "u", "entity": "me"}}
+
+    def Run(self, v):
+        run = self.runs.get(v["name"])
+        last = run["history"][-1]["_step"] if run and run["history"] else -1
+        found = {"id": "R", "projectId": "1", "tags": [], "name": v["name"], "displayName": None, "state": "finished", "config": "{}",
+                 "summaryMetrics": "{}", "systemMetrics": "{}", "user": {"name": "me", "username": "me"}, "sweepName": None} if run else None
+        if run:
+            found |= {"historyLineCount": len(run["history"]), "historyKeys": {"lastStep": last}}
+        return {"project": {"run": found}}
+
     def UpsertBucket(self, v):
         run = self.run(v["name"])
         run["config"] |= json.loads(v.get("config") or "{}")
