@@ -164,12 +164,16 @@ def read_wandb(folder):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def client_rows(folder):
-    """The rows in a folder of the W&B client's, in order; none where it can't be read."""
+def client_records(folder, kind):
+    """The records of a kind in a folder of the W&B client's, in order; none where it can't be read."""
     try:
-        return [record["history"]["item"] for record in read_wandb(folder) if record["type"] == "history"]
+        return [record[kind] for record in read_wandb(folder) if record["type"] == kind]
     except (OSError, ValueError):
         return []
+
+
+def client_rows(folder):
+    return [record["item"] for record in client_records(folder, "history")]
 
 
 def recorded(folders):
@@ -291,6 +295,16 @@ class Wandb:
             self.run.log_artifact(artifact, aliases=aliases)
         except OSError as e:  # the run goes on without it
             self.said += f"warning: {path} is not in W&B ({reason(e)})"
+
+    def models_of(self, folder):
+        """The models that another session has left in the client's folder, if their files are there."""
+        for record in client_records(folder, "artifact"):
+            files = {file["path"]: file["local_path"] for file in record["manifest"]["contents"] if "local_path" in file}
+            if record["type"] == "model" and files and all(map(os.path.exists, files.values())):
+                artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=json.loads(record["metadata"]))
+                for name, path in files.items():
+                    artifact.add_file(path, name=name, skip_cache=True)
+                self.run.log_artifact(artifact, aliases=record["aliases"])
 
     def finish(self, code=0):
         self.run.finish(code)
@@ -813,16 +827,19 @@ def sync(out_dir):
     known = at_server(noted)
     have, last = known or (0, -1)
     left = [row for row in rows if row["iter"] > last]
-    folders, sent = [], 0
+    folders, whole, sent = [f for f in noted.get("folders", []) if Path(f).exists()], [], 0
     if have + len(left) == len(rows):  # else only the client knows the place to go on at
-        folders, sent = continuing([f for f in noted.get("folders", []) if Path(f).exists()], left, not known)
-    if folders:
-        upload(noted, folders)
+        whole, sent = continuing(folders, left, not known)
+    if whole:
+        upload(noted, whole)
     if sent < len(left):
         run = {k: v for k, v in noted.items() if k not in ("folders", "url")}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
         rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
         print(rest.said)
+        for folder in folders:
+            if folder not in whole:
+                rest.models_of(folder)
         rest.finish()
     have, _ = at_server(noted) or (0, -1)
     if have < len(rows):

@@ -167,9 +167,18 @@ def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypat
 def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     session(folder, 0, [(0, 3.0), (100, 2.0), (120, 1.9), (140, 1.8)])  # killed, with its last checkpoint at 100
-    session(folder, 100, [(120, 1.5), (140, 1.4), (160, 1.3)])
+    tracker = session(folder, 100, [(120, 1.5), (140, 1.4), (160, 1.3)], finished=False)
+    model, content = folder / "out/model.gguf", os.urandom(1000)
+    model.write_bytes(content)
+    tracker.model(model, {"loss/val": 1.3}, ["best"])
+    tracker.finish()
+    model.unlink()  # the client keeps what waits
     for again in range(2):
         sync(online, folder)
+    sent = [(n, a) for n, a in enumerate(online.artifacts) if a["artifactTypeName"] == "model"]
+    assert len(sent) == 1 and json.loads(sent[0][1]["metadata"])["loss/val"] == 1.3 and sent[0][1]["committed"]
+    assert online.uploads[f"A{sent[0][0]}/model.gguf"] == content
+    assert [alias["alias"] for alias in sent[0][1]["aliases"]] == ["latest", "best"]
 
 
 def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
