@@ -58,6 +58,7 @@ INIT_SECONDS = 15      # W&B waits for its server
 FINISH_SECONDS = 60    # at the end an upload is given up when nothing has moved for so long ...
 SLOWEST = 125_000      # ... and in any case after the time that a line of 1 Mbit/s needs, in bytes per second
 STIR = 1 << 16         # bytes that count as moved: more than a client writes that only waits
+PROGRAM = "out/program"  # the folder of a program that is tracked, unless one is named
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
 
 
@@ -850,10 +851,27 @@ def sync(out_dir):
 
 # ---- other programs ---------------------------------------------------------------------------------------------
 
+def program_folder(named):
+    """The folder named, refused where it holds a run; for that of the usual name a new one: out/program, out/program2, ..."""
+    path, number = Path(named), 1
+    while named == PROGRAM and path.exists():
+        path, number = Path(f"{named}{number + 1}"), number + 1
+    try:
+        path.mkdir(parents=True, exist_ok=named != PROGRAM)
+    except OSError as e:
+        fail(f"--out_dir={path}: cannot be written ({why(e)}); choose another folder")
+    for name in ("trainer.json", "log.jsonl", "config.json", "wandb.json", "diff.patch"):
+        if (path / name).exists():
+            fail(f"--out_dir={path}: holds {name}, of another run; choose another folder")
+    if number > 1:
+        print(f"tracking: {path}", file=sys.stderr)
+    return str(path)
+
+
 def track_program(words):
     split = words.index("--")
     options, command = words[:split], words[split + 1:]
-    given = {"out_dir": "out/program", "name": "auto", "project": "llamac", "wandb_log": "True"}
+    given = {"out_dir": PROGRAM, "name": "auto", "project": "llamac", "wandb_log": "True"}
     patterns = []
     for word in options:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -870,7 +888,7 @@ def track_program(words):
     except re.error as e:
         fail(f"--pattern: not a regular expression ({e})")
     name = Path(command[0]).name if given["name"] == "auto" else given["name"]
-    Path(given["out_dir"]).mkdir(parents=True, exist_ok=True)
+    given["out_dir"] = program_folder(given["out_dir"])
     run = {"id": new_run_id(name), "project": given["project"], "name": name}
     tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run,
                            given["wandb_log"].lower() in ("true", "1", "yes"), x="iter")

@@ -451,18 +451,40 @@ def test_metrics_are_read_out_of_what_programs_print():
 
 
 def test_any_program_is_tracked_with_its_output_exit_code_and_signals_unchanged(tmp_path):
-    def follow(program):
-        return subprocess.Popen([sys.executable, str(ROOT / "track.py"), "--wandb_log=False", "--out_dir=p", "--", sys.executable,
-                                 "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    def follow(program, out_dir="p"):
+        return subprocess.Popen([sys.executable, str(ROOT / "track.py"), "--wandb_log=False", f"--out_dir={out_dir}", "--",
+                                 sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
 
     done = follow("import sys; print('step 1: loss 2.5\\r\\x1b[1mé', input()); sys.exit(7)")
     out, _ = done.communicate("hello\n".encode())
     assert out == "step 1: loss 2.5\r\x1b[1mé hello\n".encode() and done.returncode == 7
     assert track.read_rows(tmp_path / "p/log.jsonl")[0]["loss"] == 2.5
-    waiting = follow("import time; print('ready', flush=True); time.sleep(60)")
+    waiting = follow("import time; print('ready', flush=True); time.sleep(60)", "q")
     assert waiting.stdout.readline() == b"ready\n"
     waiting.terminate()
     assert waiting.wait(30) == -signal.SIGTERM
+
+
+def test_what_stands_in_the_folder_of_another_program_or_training_stays(tmp_path):
+    """The documented command, twice, has a folder each; a folder that is named and holds a run is refused."""
+    def follow(*words):
+        return subprocess.run([sys.executable, str(ROOT / "track.py"), "--wandb_log=False", *words, "--", "echo", "step 1: loss 2.5"],
+                              cwd=tmp_path, capture_output=True, text=True)
+
+    told = [follow(), follow(), follow()]
+    assert [done.returncode for done in told] == [0, 0, 0] and {done.stdout for done in told} == {"step 1: loss 2.5\n"}
+    assert [done.stderr for done in told] == ["", "tracking: out/program2\n", "tracking: out/program3\n"]
+    assert all(len(track.read_rows(tmp_path / f"out/program{n}/log.jsonl")) == 1 for n in ("", 2, 3))
+    for name in "log.jsonl", "config.json", "wandb.json", "trainer.json":
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        (tmp_path / "mine" / name).write_text("mine")
+        done = follow("--out_dir=mine")
+        assert done.returncode == 2 and f"--out_dir=mine: holds {name}" in done.stderr and len(done.stderr.splitlines()) == 1
+        assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [(name, "mine")]
+        (tmp_path / "mine" / name).unlink()
+    assert follow("--out_dir=mine").returncode == 0  # an empty one is taken
+    done = follow("--out_dir=mine/log.jsonl")
+    assert done.returncode == 2 and done.stderr.endswith("cannot be written (File exists); choose another folder\n")
 
 
 def test_secrets_are_found_nowhere(tmp_path, tracked):
