@@ -15,6 +15,7 @@ A row is {"iter", "tokens", metric: number, ...}; its lists are rows of a table 
 """
 import atexit
 import collections
+import configparser
 import contextlib
 import importlib.util
 import json
@@ -34,6 +35,7 @@ import sys
 import threading
 import time
 import unicodedata
+import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -122,33 +124,66 @@ class Jsonl:
         self.file.close()
 
 
-def wandb_key():
-    """Whether a W&B key is at hand, in WANDB_API_KEY or netrc, the two places its own client reads."""
-    host = urlsplit(wandb_server()).hostname
+def wandb_settings():
+    """What the W&B client's files of settings say, ./wandb/settings before the user's own: {name: text}."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", "settings").expanduser()
+    files = configparser.ConfigParser(interpolation=None)
     try:
-        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc().authenticators(host))
+        files.read([user, Path(".wandb" if Path(".wandb").exists() else "wandb", "settings")])  # not in WANDB_DIR
+        return dict(files["default"]) if "default" in files else {}
+    except (OSError, ValueError, configparser.Error):
+        return {}
+
+
+def wandb_server():
+    """The address of the server that the W&B client goes to."""
+    found = os.environ.get("WANDB_BASE_URL") or wandb_settings().get("base_url")
+    if not found:
+        import wandb
+        found = wandb.Settings().base_url
+    return found.rstrip("/")
+
+
+def wandb_key():
+    """Whether a W&B key is at hand where its client looks: WANDB_API_KEY, its settings, or netrc, by host and port."""
+    if os.environ.get("WANDB_API_KEY") or wandb_settings().get("api_key"):
+        return True
+    place = urlsplit(wandb_server()).netloc
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    file = next((path for path in map(os.path.expanduser, files) if os.path.exists(path)), None)
+    try:
+        known = netrc.netrc(file).authenticators if file else lambda place: None
+        return bool(known(place) or place == "api.forge.coreweave.com" and known("api.wandb.ai"))  # its name before
     except (OSError, netrc.NetrcParseError):
         return False
 
 
-def wandb_server():
-    return os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+def proxy_of(url):
+    """The proxy that clients take to the url, as the environment says; "" for none."""
+    parts = urlsplit(url)
+    if parts.hostname in ("localhost", "127.0.0.1", "::1") or urllib.request.proxy_bypass_environment(parts.netloc):
+        return ""
+    found = urllib.request.getproxies_environment().get(parts.scheme, "")
+    return found if "://" in found or not found else f"http://{found}"
 
 
 def answers(url, seconds=3):
-    """Whether something accepts connections at the url."""
-    parts = urlsplit(url)
+    """Whether something accepts connections at the url, or at the proxy on the way to it."""
+    parts = urlsplit(proxy_of(url) or url)
+    port = parts.port or {"https": 443, "socks5": 1080}.get(parts.scheme, 80)
     try:
-        socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), seconds).close()
+        socket.create_connection((parts.hostname, port), seconds).close()
         return True
     except OSError:
         return False
 
 
 def wandb_mode():
-    """(mode, why): what WANDB_MODE says; else online when there is a key and the server answers, else offline."""
+    """(mode, why): what WANDB_MODE or `wandb offline` says; else online when there is a key and the server answers."""
     if os.environ.get("WANDB_MODE"):
         return os.environ["WANDB_MODE"], "WANDB_MODE"
+    if (mode := wandb_settings().get("mode", "online")) != "online":
+        return mode, "W&B's settings"
     if not wandb_key():
         return "offline", "no API key"
     if not answers(wandb_server()):

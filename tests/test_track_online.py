@@ -266,6 +266,35 @@ def wandb_tool(folder, url, *words):
     return done.stdout + done.stderr
 
 
+def test_a_login_at_a_server_of_ones_own_counts_and_so_does_a_proxy(server, folder):
+    """As `wandb login --host=...` leaves it: the address in a file of settings, the key in netrc."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and "proxy" not in k.lower()}
+    env |= {"HOME": str(folder), "NETRC": str(folder / "keys")}
+
+    def run(*words, **more):
+        return subprocess.run([sys.executable, *words], cwd=folder, env=env | more, stdin=subprocess.DEVNULL, capture_output=True,
+                              text=True, timeout=60)
+
+    def tracked(name, **more):
+        return run(str(ROOT / "track.py"), f"--name={name}", "--", "echo", "step 1: loss 2.5", WANDB_RUN_ID=name, **more).stdout
+
+    assert "offline (no API key)" in tracked("before")
+    done = run("-m", "wandb", "login", f"--host={server.url}", KEY)
+    assert done.returncode == 0 and KEY in (folder / "keys").read_text(), done.stderr
+    assert "W&B online (API key found)" in tracked("own")
+    assert [row["loss"] for row in server.runs["own"]["history"]] == [2.5] and server.keys == {KEY} and not server.proxied
+    own = folder / "wandb/settings"
+    own.write_text("[default]\nbase_url = http://wandb.test\n")
+    (folder / "keys").write_text(f"machine wandb.test\n login user\n password {KEY}\n")
+    assert "offline (http://wandb.test does not answer)" in tracked("nowhere")
+    assert "W&B online (API key found)" in tracked("proxied", HTTP_PROXY=server.url)
+    assert [row["loss"] for row in server.runs["proxied"]["history"]] == [2.5] and server.proxied
+    assert "offline (http://wandb.test does not answer)" in tracked("gone", HTTP_PROXY="http://127.0.0.1:9")
+    own.write_text("[default]\nmode = offline\n")  # as `wandb offline` does
+    assert "offline (W&B's settings)" in tracked("asked", WANDB_BASE_URL=server.url, WANDB_API_KEY=KEY)
+    assert set(server.runs) == {"own", "proxied"}
+
+
 def test_a_sweep_runs_under_the_agent(server, folder):
     """`wandb sweep`, then `wandb agent`: every trial is a run of its own, with the id the agent has given it."""
     sweep = yaml.safe_load((ROOT / "sweeps/grid.yaml").read_text())

@@ -14,7 +14,7 @@ class Server(ThreadingHTTPServer):
     runs: {id: {"history": [row, ...], "output": [line of the console, ...], "exit": code or None, "name": ..., "config":
     {...}}}; uploads: {path: bytes}; artifacts: [input of createArtifact]; keys: the API keys that came; operations: names
     of the GraphQL operations, in order; sweep: the text of the sweep that was made; trials: [(run id, {setting: value})]
-    for the sweep's agent. speed: bytes a second at which uploads of files are taken, 0 for not at all; None: no limit.
+    for the sweep's agent. proxied: whether anything came for http://wandb.test. speed: bytes a second at which uploads of files are taken, 0 for not at all; None: no limit.
     """
     daemon_threads = True
 
@@ -23,7 +23,7 @@ class Server(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # what waits here counts as sent
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs, self.uploads, self.artifacts, self.keys, self.operations = {}, {}, [], set(), []
-        self.sweep, self.trials, self.speed = None, [], None
+        self.sweep, self.trials, self.speed, self.proxied = None, [], None, False
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -152,6 +152,13 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+
+    def parse_request(self):
+        """As a server, and as the proxy of http://wandb.test, which a client asks for whole addresses."""
+        parsed = super().parse_request()
+        if parsed and self.path.startswith("http://wandb.test/"):
+            self.path, self.server.proxied = self.path.removeprefix("http://wandb.test"), True
+        return parsed
 
     def log_message(self, *args):
         pass
