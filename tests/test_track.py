@@ -21,6 +21,7 @@ import torch
 
 import track
 from engine import follow, instruments
+from engine.redact import redact
 from tests import forked
 from tokenizer import spell
 
@@ -509,6 +510,52 @@ def test_secrets_are_found_nowhere(tmp_path, tracked):
     assert any(path.suffix == ".wandb" for path in files) and any(path.name == "model.pt" for path in files)
     leaks = {(path.name, word) for path in files for word in words if word.encode() in path.read_bytes()}
     assert leaks == set()
+
+
+@pytest.mark.parametrize("text, hidden", [
+    ("redis://:p4ssw0rdx@host/0", "redis://***@host/0"), ("https://0123456789abcdef0123@host/x", "https://***@host/x"),
+    ("postgres://u:pa@ss@host/db", "postgres://***@host/db"), ("mysql://u:p/w0rd@h", "mysql://***@h"),
+    ("amqp://u:2024pass@h/1", "amqp://***@h/1"),
+    ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic ***"), ("authorization: token abc123xyz", "authorization: token ***"),
+    ("DB_PASS=hunter2222", "DB_PASS=***"), ("db_pass: hunter2222", "db_pass: ***"), ("PGPASSWORD=hunter2222 psql", "PGPASSWORD=*** psql"),
+    ("passphrase=hunter2222", "passphrase=***"), ("SECRETKEY=hunter2222", "SECRETKEY=***"), ("GITHUB_PAT=hunter2222", "GITHUB_PAT=***"),
+    ('{"password": "hunter2 222x", "a": 1}', '{"password": "***", "a": 1}'), ("password = 'ab,cdefgh;ij'", "password = '***'"),
+    ("--password hunter2222 --n 3", "--password *** --n 3"), ("secret=correcthorse", "secret=***"), ("the token=ab12cd34", "the token=***"), ("Bearer abc123def456", "Bearer ***")])
+def test_a_secret_is_known_by_its_shape(text, hidden):
+    assert redact(text) == hidden == redact(hidden)
+
+
+@pytest.mark.parametrize("text", [
+    "compass=northeast", "COMPASS=northeast", "path=/home/me/work", "second_pass: 0.123456", "bypass=enabled", "pwd=/home/me/work/2024/of/a/long/name",
+    "write to first.last2024@example.com: thanks", "mailto://me@example.com", "ssh://git@github.com/me/llamac.git",
+    "git@github.com:me/llamac.git", "http://host:8080/of/me@example.com", "http://[::1]:8080/of/me@example.com",
+    "see https://example.com/a:b@c", "https://me@host/x", "next token: beautiful, as=1", "eos_token: 128009", "eos_token=128009", "tokens_per_sec=123456.7",
+    "the bearer welcomed us", "password reset", "a secret garden: flowers", "passes=123456", "pattern=[a-z0-9]+", "--token TOKEN",
+    "loss=1.234567 lr=0.0001234", "an authorization: granted today"])
+def test_what_is_no_secret_stays(text):
+    assert redact(text) == text
+
+
+def test_a_secret_is_known_by_its_name(monkeypatch):
+    for name in ("PGPASSWORD", "DB_PASS", "SMTP_PASS", "GPG_PASSPHRASE", "GITHUB_PAT", "SECRETKEY", "HF_ACCESSTOKEN", "REDISCLI_AUTH",
+                 "SSHPASS", "MYSQL_PWD", "OPENAI_APIKEY", "CLIENT_SECRET", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, f"v4lue_{name.lower()}")
+        assert redact(f"x v4lue_{name.lower()} y") == "x *** y", name
+        assert redact({name.lower(): "s3cret"}) == {name.lower(): "***"} and redact([f"--{name.lower()}", "s3cret"])[1] == "***"
+    plain = {"PWD": "/home/me/work", "OLDPWD": "/home/me/before", "COMPASS": "northeast", "PATH": "/usr/bin:/bin", "AUTHOR": "somebody",
+             "SSH_ASKPASS": "/usr/bin/askpass", "SSH_AUTH_SOCK": "/tmp/agent.1", "PATTERN": "something", "KEYBOARD": "qwertz-de"}
+    for name, value in plain.items():
+        monkeypatch.setenv(name, value)
+        assert redact(f"x {value} y") == f"x {value} y", name
+        assert name == "PWD" or redact({name.lower(): value}) == {name.lower(): value}, name
+
+
+def test_no_text_takes_long_to_redact():
+    for text in "a:" * 5000, "://" * 3300, "token" + " " * 10000, "://" + "a" * 10000, "://u:" * 2000, "authorization: " * 1000, "_" * 10000, \
+            "--password" * 1000, "A" * 10000:
+        begin = time.process_time()
+        redact(text)
+        assert time.process_time() - begin < 0.3, text[:20]
 
 
 def test_tensorboard_gets_the_same_numbers_texts_and_histograms_or_says_what_it_needs(tmp_path, capsys, monkeypatch):
