@@ -169,12 +169,12 @@ def proxy_of(url):
 
 def answers(url, seconds=3):
     """Whether something accepts connections at the url, or at the proxy on the way to it."""
-    parts = urlsplit(proxy_of(url) or url)
-    port = parts.port or {"https": 443, "socks5": 1080}.get(parts.scheme, 80)
     try:
+        parts = urlsplit(proxy_of(url) or url)
+        port = parts.port or {"https": 443, "socks5": 1080}.get(parts.scheme, 80)
         socket.create_connection((parts.hostname, port), seconds).close()
         return True
-    except OSError:
+    except (OSError, ValueError):  # ValueError: no address
         return False
 
 
