@@ -46,6 +46,12 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
 
 
+def stamp(path):
+    """What changes when a file is written. Raises OSError."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 class Run:
     """
     A run as far as its folder was read: its numbers in columns, with NaN where a row has none, and where its tables stand.
@@ -54,10 +60,11 @@ class Run:
 
     def __init__(self, folder, name=""):
         self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
+        self.config_stamp = ()
         self.forget()
 
     def forget(self):
-        self.version, self.offset, self.end, self.stat, self.piece = self.version + 1, 0, b"", None, PIECE
+        self.version, self.offset, self.end, self.stamp, self.piece = self.version + 1, 0, b"", (), PIECE
         self.count, self.columns, self.tables = 0, {}, []  # tables: (offset, length) of the lines that have some
         self.metrics, self.evaluations = {}, []
 
@@ -66,8 +73,9 @@ class Run:
         Read one piece more, from the beginning where the file was written anew; whether there may be another. Raises
         OSError.
         """
-        stat = os.stat(self.folder / "log.jsonl")
-        if self.stat == (stat.st_ino, stat.st_size, stat.st_mtime_ns):
+        self.read_config()
+        now = stamp(self.folder / "log.jsonl")
+        if self.stamp == now:
             return False
         with open(self.folder / "log.jsonl", "rb") as f:
             f.seek(self.offset - len(self.end))
@@ -75,8 +83,6 @@ class Run:
                 self.forget()
                 f.seek(0)
             data = f.read(self.piece)
-        if not self.offset:
-            self.config = read_json(self.folder / "config.json")
         whole = data.rfind(b"\n") + 1
         for line in data[:whole].splitlines(keepends=True):
             row = parse_row(line)
@@ -87,8 +93,19 @@ class Run:
         if len(data) == self.piece and (whole or self.piece < MOST_LINE):
             self.piece = PIECE if whole else 2 * self.piece  # a line that is longer than a piece
             return True
-        self.stat = stat.st_ino, stat.st_size, stat.st_mtime_ns
+        self.stamp = now
         return False
+
+    def read_config(self):
+        """Read config.json where it is new; a run that is resumed gets other settings, and with them another version."""
+        try:
+            now = stamp(self.folder / "config.json")
+        except OSError:
+            now = None
+        if now != self.config_stamp:
+            before, self.config = self.config, read_json(self.folder / "config.json")
+            self.version += bool(self.count) and self.config != before
+            self.config_stamp = now
 
     def take(self, row):
         """Note a row; whether it has tables."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import compare as program
+import track
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS = {2: [5.0, 3.0, 2.5], 4: [5.0, 2.0, 1.5], 16: [5.0, 4.0, 4.5]}
@@ -76,6 +77,28 @@ def test_what_is_no_run_costs_a_line_and_without_words_out_is_looked_through(fol
     done = compare(folders, "b4", "empty", "none", "b4/../b4")
     assert len(done.stdout.splitlines()) == 2 and done.returncode == 0
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["skipped empty", "skipped none"]
+
+
+def test_a_resumed_runs_new_settings_are_read_by_who_has_read_the_old_ones(tmp_path):
+    def write(step, settings, iters):
+        jsonl = track.Jsonl(tmp_path, settings, step)
+        for i in iters:
+            jsonl.log({"iter": i, "tokens": i, "loss/val": 2.0})
+        jsonl.finish()
+
+    run = program.Run(tmp_path)
+    write(0, {"max_iters": 30, "learning_rate": 0.01}, [0, 30])
+    run.read()
+    first = run.version
+    assert run.config == {"max_iters": 30, "learning_rate": 0.01} and run.count == 2
+    write(30, {"max_iters": 60, "learning_rate": 0.01}, [])  # resumed, and no row yet
+    assert not run.read() and run.config["max_iters"] == 60 and run.count == 2 and run.version > first
+    second = run.version
+    write(30, {"max_iters": 60, "learning_rate": 0.01}, [40])
+    run.read()
+    assert run.count == 3 and run.version == second  # who follows it gets the row alone
+    Path(tmp_path, "config.json").unlink()
+    assert not run.read() and run.config == {}
 
 
 def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
