@@ -831,7 +831,7 @@ def continuing(folders, rows, new):
     for folder in folders:
         items = client_rows(folder)
         pairs = list(zip(items, rows[n:]))
-        if (pairs or new) and all(item.get(k) == v for item, row in pairs for k, v in row.items()
+        if (pairs or new and not items) and all(item.get(k) == v for item, row in pairs for k, v in row.items()
                                   if type(v) in (int, float) and k != "time"):
             found, n = [*found, folder], n + len(pairs)
     return found, n

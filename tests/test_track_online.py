@@ -185,6 +185,7 @@ def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     session(folder, 0, [(0, 3.0), (100, 2.0)], wandb_log=False)
     session(folder, 100, [(120, 1.5), (200, 1.0)])
+    session(folder, 120, [(200, 1.0)])  # killed, resumed, and the same again
     assert "complete up to iter 200" in sync(online, folder)
     del online.runs["x"]["history"][:2]  # as earlier versions left it: W&B takes no row from before its last
     refused = start(folder, online.url, "track.py", "sync", "out")
