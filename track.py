@@ -864,7 +864,7 @@ def sync(out_dir):
     have, last = known or (0, -1)
     left = [row for row in rows if row["iter"] > last]
     folders, whole, sent = [f for f in noted.get("folders", []) if Path(f).exists()], [], 0
-    if have + len(left) == len(rows):  # else only the client knows the place to go on at
+    if (left or not known) and have + len(left) == len(rows):  # else only the client knows the place to go on at
         whole, sent = continuing(folders, left, not known)
     if whole:
         upload(noted, whole)
@@ -877,7 +877,8 @@ def sync(out_dir):
             if folder not in whole:
                 rest.models_of(folder)
         rest.finish()
-    have, _ = at_server(noted) or (0, -1)
+    if whole or left:
+        have, _ = at_server(noted) or (0, -1)
     if have < len(rows):
         fail(f"{out_dir}: W&B has {have} of the run's {len(rows)} rows; sync again, and where that does not help, since it takes "
              f"none from before its last, give the run another \"id\" in {out_dir}/wandb.json first")
