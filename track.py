@@ -831,8 +831,8 @@ def continuing(folders, rows, new):
     for folder in folders:
         items = client_rows(folder)
         pairs = list(zip(items, rows[n:]))
-        if (pairs or new and not items) and all(item.get(k) == v for item, row in pairs for k, v in row.items()
-                                  if type(v) in (int, float) and k != "time"):
+        same = all(item.get(k) == v for item, row in pairs for k, v in row.items() if type(v) in (int, float) and k != "time")
+        if same and (pairs or new and not items):
             found, n = [*found, folder], n + len(pairs)
     return found, n
 
@@ -852,6 +852,9 @@ def sync(out_dir):
     noted = about(out_dir)
     if "id" not in noted:
         fail(f"{out_dir}: holds no run tracked with --wandb_log=True (no wandb.json)")
+    if not Path(out_dir, "log.jsonl").exists():
+        fail(f"{out_dir}: its log.jsonl is gone; upload what the client wrote with: wandb sync "
+             + " ".join(noted.get("folders", [])))
     if not wandb_key():
         fail("no W&B key; log in first with: wandb login")
     if not answers(wandb_server()):
@@ -871,7 +874,8 @@ def sync(out_dir):
     if sent < len(left):
         run = {k: v for k, v in noted.items() if k not in ("folders", "url")}
         config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
-        rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf)
+        rest = Wandb(out_dir, config, run, "tokens" if "tokens" in rows[0] else "iter", ("online", "sync"), math.inf,
+                     config.get("wandb_tables", True))
         print(rest.said)
         for folder in folders:
             if folder not in whole:

@@ -171,12 +171,16 @@ def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, 
     tracker.model(model, {"loss/val": 1.3}, ["best"])
     tracker.finish()
     model.unlink()  # the client keeps what waits
+    with open(folder / "out/log.jsonl", "a") as f:
+        f.write(json.dumps({"iter": 180, "tokens": 180, "loss/val": 1.2, "samples": [["my", "greedy", "own words"]]}) + "\n")
+    (folder / "out/config.json").write_text('{"wandb_tables": false}')
     for again in range(2):
         sync(online, folder)
     sent = [(n, a) for n, a in enumerate(online.artifacts) if a["artifactTypeName"] == "model"]
     assert len(sent) == 1 and json.loads(sent[0][1]["metadata"])["loss/val"] == 1.3 and sent[0][1]["committed"]
     assert online.uploads[f"A{sent[0][0]}/model.gguf"] == content
     assert {alias["alias"] for alias in sent[0][1]["aliases"]} == {"latest", "best"}
+    assert not any(b"own words" in data for data in online.uploads.values())
 
 
 def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
@@ -191,6 +195,9 @@ def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
     noted = folder / "out/wandb.json"
     noted.write_text(noted.read_text().replace('"x"', '"y"'))
     assert "run y is complete up to iter 200" in sync(online, folder)
+    (folder / "out/log.jsonl").unlink()
+    refused = start(folder, online.url, "track.py", "sync", "out")
+    assert "out: its log.jsonl is gone; upload what the client wrote with: wandb sync /" in refused.communicate()[1]
 
 
 def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
