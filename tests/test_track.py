@@ -170,6 +170,21 @@ def test_a_key_and_no_server_is_offline(monkeypatch):
     assert track.wandb_mode() == ("offline", "http://127.0.0.1:9 does not answer")
 
 
+def test_a_login_at_the_usual_server_counts_under_both_its_names(monkeypatch, tmp_path):
+    for name in "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_CONFIG_DIR", "NETRC":
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert not track.wandb_key()
+    for file, host, known in ((".netrc", "api.forge.coreweave.com", True), (".netrc", "api.wandb.ai", True),
+                              (".netrc", "elsewhere.org", False), ("keys", "elsewhere.org:8080", True)):
+        Path(tmp_path, file).write_text(f"machine {host}\n login user\n password {'0' * 40}\n")
+        if file == "keys":
+            monkeypatch.setenv("NETRC", "~/keys")
+            monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere.org:8080")
+        assert track.wandb_key() is known, host
+
+
 def test_a_run_id_is_made_of_the_name_or_says_run(monkeypatch):
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     for name, words in {"小模型": "run", "Über-Größe 2": "uber-gro-e-2", "x" * 39 + " y": "x" * 39, "--": "run"}.items():
