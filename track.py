@@ -332,12 +332,14 @@ class Wandb:
         except OSError as e:  # the run goes on without it
             self.said += f"warning: {path} is not in W&B ({reason(e)})"
 
-    def models_of(self, folder):
-        """The models that another session has left in the client's folder, if their files are there."""
+    def models_of(self, folder, after):
+        """The models of later than iteration `after` that another session has left in the client's folder, if they are there."""
         for record in client_records(folder, "artifact"):
             files = {file["path"]: file["local_path"] for file in record["manifest"]["contents"] if "local_path" in file}
-            if record["type"] == "model" and files and all(map(os.path.exists, files.values())):
-                artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=json.loads(record["metadata"]))
+            known = json.loads(record.get("metadata") or "{}")
+            there = files and all(map(os.path.exists, files.values()))
+            if record["type"] == "model" and there and known.get("iter", math.inf) > after:
+                artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=known)
                 for name, path in files.items():
                     artifact.add_file(path, name=name, skip_cache=True)
                 self.run.log_artifact(artifact, aliases=record["aliases"])
@@ -879,7 +881,7 @@ def sync(out_dir):
         print(rest.said)
         for folder in folders:
             if folder not in whole:
-                rest.models_of(folder)
+                rest.models_of(folder, last)  # an earlier one would take the names of a later one
         rest.finish()
     if whole or left:
         have, _ = at_server(noted) or (0, -1)

@@ -154,12 +154,21 @@ def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypat
     session(folder, 0, [(0, 3.0), (20, 2.0), (40, 1.5)])
     assert "complete up to iter 40" in sync(online, folder)  # it was online all the time
     monkeypatch.setenv("WANDB_MODE", "offline")
-    session(folder, 40, [(60, 1.4), (80, 1.3)])
+    model = folder / "out/model.gguf"
+
+    def end(tracker, iteration):
+        model.write_bytes(os.urandom(1000))
+        tracker.model(model, {"iter": iteration}, ["best"])
+        tracker.finish()
+
+    end(session(folder, 40, [(60, 1.4), (80, 1.3)], finished=False), 80)
     tracker = session(folder, 80, [(100, 1.2)], finished=False)
     assert "complete up to iter 100" in sync(online, folder)  # as at night, while it goes on
     tracker.log({"iter": 120, "tokens": 120, "loss/val": 1.1})
-    tracker.finish()
+    end(tracker, 120)
     assert "complete up to iter 120" in sync(online, folder) and online.runs["x"]["exit"] == 0
+    sent = [json.loads(a["metadata"])["iter"] for a in online.artifacts if a["artifactTypeName"] == "model" and a["committed"]]
+    assert sent == [80, 120]  # each once, and the last has the aliases
 
 
 def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, monkeypatch):
