@@ -34,7 +34,7 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
 test: .venv/test run ## run all tests
-	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder tests
 
 lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compiler's warnings
 	$(VENV) -m ruff check .

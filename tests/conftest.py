@@ -19,6 +19,7 @@ FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).p
 ISAS = [f for f in LIBRARY if Path(f).stem in ("avx2", "avx512", "neon", "neondot")]  # most of the compiling
 KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name != "cpu.c"]  # of tests that include cpu.c
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
+SLOWEST = ["test_train", "test_hostile", "test_docs", "test_track_online", "test_kernels", "test_cuda", "test_page", "test_track"]
 WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()
 
 
@@ -27,6 +28,11 @@ def pytest_configure():
     if "OBJECTS" not in os.environ:
         os.environ["OBJECTS"] = tempfile.mkdtemp()
         atexit.register(shutil.rmtree, os.environ["OBJECTS"])
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first (make test keeps this order), so that no worker is left alone with one of them."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
 def compile_object(source, command, folder=ROOT):
