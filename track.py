@@ -59,6 +59,7 @@ START_SECONDS = 4      # the training waits for a tracker to start; after that t
 INIT_SECONDS = 15      # W&B waits for its server
 FINISH_SECONDS = 60    # at the end an upload is given up when nothing has moved for so long ...
 SLOWEST = 125_000      # ... and in any case after the time that a line of 1 Mbit/s needs, in bytes per second
+COUNT_SECONDS = 5      # a server counts the rows that it has taken
 STIR = 1 << 16         # bytes that count as moved: more than a client writes that only waits
 PROGRAM = "out/program"  # the folder of a program that is tracked, unless one is named
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
@@ -824,6 +825,16 @@ def at_server(run):
     return found["historyLineCount"] or 0, (found["historyKeys"] or {}).get("lastStep", -1)
 
 
+def counted(noted, wanted):
+    """How many of the wanted rows of a run the server has, when it has had time to count them."""
+    until = time.monotonic() + COUNT_SECONDS
+    while True:
+        have, _ = at_server(noted) or (0, -1)
+        if have >= wanted or time.monotonic() > until:
+            return have
+        time.sleep(1)
+
+
 def continuing(folders, rows, new):
     """
     Of the client's folders, as they were begun, those that hold these rows of the log.jsonl, each the next of them, and
@@ -884,7 +895,7 @@ def sync(out_dir):
                 rest.models_of(folder, last)  # an earlier one would take the names of a later one
         rest.finish()
     if whole or left:
-        have, _ = at_server(noted) or (0, -1)
+        have = counted(noted, len(rows))
     if have < len(rows):
         fail(f"{out_dir}: W&B has {have} of the run's {len(rows)} rows; sync again, and where that does not help, since it takes "
              f"none from before its last, give the run another \"id\" in {out_dir}/wandb.json first")
