@@ -1,7 +1,7 @@
 # Tiny Shakespeare character by character: python train.py config/shakespeare.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; --data=input.txt takes a copy of yours
 #   parameters: 3 x (2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256) and 2 x 68 x 128 of the vocabulary = 0.46M
-#   tokens:     8 sequences x 256 = 2048 a step, 1560 steps = 3.2 million, three epochs
+#   tokens:     4 sequences x 256 = 1024 a step, 2600 steps = 2.7 million, two and a half epochs
 out_dir = "out/shakespeare"
 data = "tinyshakespeare"
 vocab_source = "char"
@@ -12,12 +12,12 @@ n_kv_heads = 2
 hidden_dim = 256
 tied = False                 # so few characters cost nothing twice, and each matrix learns its own task
 max_seq_len = 256
-batch_size = 8
-max_iters = 1560
+batch_size = 4
+max_iters = 2600
 warmup_iters = 10
-learning_rate = 1e-2
+learning_rate = 8e-3
 table_rate = 2.0
 decay_fraction = 1.0
-eval_interval = 780
+eval_interval = 1300
 eval_iters = 0               # the whole validation split
 sample_prompt = "ROMEO:"
