@@ -164,9 +164,9 @@ def talk(browser):
     words.send_keys("To be")
     script(browser, "const e = document.getElementById('max_tokens'); e.value = 40; e.dispatchEvent(new Event('change'))")
     click(browser, "Continue")
-    until(lambda: script(browser, "return !document.getElementById('go').disabled"))
-    said = [pane.text for pane in browser.find_elements("css selector", "#panes section")]
-    assert len(said) == 2 and all(re.search(r"To be.+\n\d+ tokens/s", pane, re.S) for pane in said), said
+    said = lambda: [pane.text for pane in browser.find_elements("css selector", "#panes section")]
+    until(lambda: len(said()) == 2 and all(re.search(r"To be.+\n\d+ tokens/s", pane, re.S) for pane in said()))
+    assert script(browser, "return !document.getElementById('go').disabled")
     check_page(browser)
     picture(browser, "talk")
 
