@@ -294,11 +294,15 @@ def problem(args):
 
 def show_costs():
     """`python model.py config/NAME.py --key=value`: what train.py would cost with these settings, without its data."""
-    from optim import make_optimizer  # here: a part of a command, not of this room
+    from engine.checks import check_settings  # here: parts of a command, not of this room
+    from optim import make_optimizer
     path = Path(__file__).resolve().parents[1] / "train.py"
     g = {name: knob[0] for name, knob in source_knobs(path).items()} | {"__file__": str(path), "__doc__": show_costs.__doc__}
     given = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
     s = SimpleNamespace(**settings(g) | {"compile": False})  # which takes a minute, and gains nothing on a CPU
+    check_settings(s)
+    if not s.batch_size:
+        fail("--batch_size=0 finds the largest batch when a training begins; give a number here")
     device = parallel.setup(s.device)
     amp_dtype = parallel.autocast_dtype(s.dtype, device)
     pieces = known_pieces(s) or s.vocab_size or s.vocab_most or 1536  # what the built-in stories have

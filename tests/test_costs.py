@@ -60,6 +60,16 @@ def test_the_table_of_a_preset_needs_no_data(tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "dim=63" in done.stderr
 
 
+@pytest.mark.parametrize("word, said", [
+    ("--multiple_of=0", "multiple_of is 0"), ("--depth=-1", "depth is -1"), ("--batch_size=0", "give a number here"),
+    ("--gradient_accumulation_steps=0", "gradient_accumulation_steps is 0"), ("--max_seq_len=0", "max_seq_len is 0")])
+def test_the_table_refuses_what_a_training_does(word, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["model.py", word])
+    with pytest.raises(SystemExit):
+        sizes.show_costs()
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
