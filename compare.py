@@ -13,7 +13,6 @@ called "best", of the evaluation with the least validation loss.
 import html
 import json
 import math
-import os
 import re
 import sys
 import unicodedata
@@ -25,7 +24,7 @@ from string import Template
 import numpy as np
 
 from configurator import configure, fail
-from engine.files import read_json
+from engine.files import read_json, stamp
 from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
@@ -44,12 +43,6 @@ RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter
 NOT_SETTINGS = ("out_dir", "wandb_run_name", "wandb_notes", "peak_flops", "n_params", "flops_per_token", "git_changed")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # told apart by everyone
 PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
-
-
-def stamp(path):
-    """What changes when a file is written. Raises OSError."""
-    stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class Run:

@@ -26,11 +26,11 @@ import torch
 
 from engine import checkpoint, rope
 from engine.files import replacing, write_atomic
-from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            FILE_TYPES, NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, architecture, gap, gguf_string, gguf_type,
-                            heads_in, interleaved_to_halves, of_characters, tensors)
-from engine.folders import MADE_BY, is_folder_of_ours
-from engine.load import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, is_gguf_of_ours, read_model
+from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
+                            LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES,
+                            architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters, tensors)
+from engine.folders import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
+from engine.load import is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -270,7 +270,7 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
     folder.mkdir(exist_ok=True)
-    ours = is_folder_of_ours(folder)
+    earlier = is_vocabulary_of_ours(folder)
     write_safetensors(folder / "model.safetensors", state, args, dtype)
     config = {
         "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "attention_bias": False,
@@ -300,7 +300,7 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
         write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
     if vocabulary.kind == "sentencepiece":
         vocabulary.save(folder / "tokenizer.model")
-    elif ours:  # an earlier export's would be read instead
+    elif earlier:  # an earlier export's would be read instead
         (folder / "tokenizer.model").unlink(missing_ok=True)
 
 
@@ -387,6 +387,7 @@ def refuse_foreign(target, format, args, vocabulary):
         known = {target: is_gguf_of_ours}
     elif format == "hf":
         known = {target / name: lambda path: is_folder_of_ours(target) for name in HF_FILES}
+        known[target / "tokenizer.model"] = lambda path: is_vocabulary_of_ours(target)
     else:
         known = {target: lambda path: is_bin_of_run(path, args)}
         if vocabulary:

@@ -355,6 +355,11 @@ def byte_level(pieces, merges, pre, bos_id, eos_id, add_bos, path):
     return stored_byte_level(tokenizer, bos_id, eos_id, add_bos, len(pieces), path)
 
 
+def text_of(token):
+    """The text of a token of tokenizer_config.json, which is a string, or an object that holds one."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
 def from_hugging_face(tokenizer, path):
     """The ByteLevel of a tokenizer.json. BOS, EOS and the model's number of rows are what the files beside it say."""
     pre_tokenizer(tokenizer, path)
@@ -369,7 +374,7 @@ def from_hugging_face(tokenizer, path):
     def special(which):
         """The id of "bos" or "eos": tokenizer_config.json has its text, the others its number or a list of those."""
         text, ids = beside.get(f"{which}_token", ""), beside.get(f"{which}_token_id")
-        found = model.token_to_id(text["content"] if isinstance(text, dict) else text)
+        found = model.token_to_id(text_of(text))
         return found if found is not None else ids[0] if isinstance(ids, list) and ids else ids
 
     first, eos_id = model.encode("").ids[:1], special("eos")

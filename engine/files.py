@@ -54,6 +54,12 @@ def read_json(path):
         return {}
 
 
+def stamp(path):
+    """What changes when a file is written. Raises OSError."""
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def why(error):
     """What an OSError says to a user."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
 from engine import rope
-from engine.formats import halves_to_interleaved, heads_in, tensors
+from engine.formats import TEMPLATE, halves_to_interleaved, heads_in, tensors
 from engine.reader import Reader, Tensors, checked, finite, getter
 from model import ModelArgs
-from tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece, Tokenizer
+from tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece, Tokenizer, text_of
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
                  "Qwen3ForCausalLM": "qwen3"}
@@ -46,7 +47,7 @@ def read_json(path, kind=dict):
 
 # ---- Hugging Face
 
-def hf_args(path, tied=None):
+def hf_args(path):
     """The ModelArgs of a config.json."""
     stored = read_json(path)
     config = {key: value for key, value in stored.items() if value is not None}
@@ -175,6 +176,19 @@ def is_folder_of_ours(folder):
     return size < len(r.data) and json.dumps(MADE_BY)[1:-1].encode() in r.take(min(size, 4096)).tobytes()
 
 
+def is_vocabulary_of_ours(folder):
+    """Whether the tokenizer.model beside weights that export.py wrote is the one whose pieces the tokenizer.json there has."""
+    path = folder / "tokenizer.model"
+    if not path.is_file() or not is_folder_of_ours(folder):
+        return False
+    try:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+    except DecodeError:
+        return False
+    model = beside(folder, "tokenizer").get("model")
+    return isinstance(model, dict) and model.get("vocab") == {piece.piece: i for i, piece in enumerate(proto.pieces)}
+
+
 def hf_files(folder):
     """{tensor: (its file, dtype, shape, place, bytes)} of a folder's safetensors, by its index where there are several."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -222,11 +236,6 @@ def beside(folder, name):
     """The object in a .json file of a folder, {} where there is no such file."""
     path = folder / f"{name}.json"
     return read_json(path) if path.exists() else {}
-
-
-def text_of(token):
-    """The text of a token of tokenizer_config.json, which is a string, or an object that holds one."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def hf_vocabulary(folder, rows):
@@ -295,7 +304,7 @@ def chat_template(folder):
     found, other = beside(folder, "tokenizer_config").get("chat_template"), folder / "chat_template.jinja"
     if found is None and other.exists():
         found = other.read_text(encoding="utf-8", errors="replace")
-    return {"tokenizer.chat_template": found.encode(errors="replace").decode()} if isinstance(found, str) else {}
+    return {TEMPLATE: found.encode(errors="replace").decode()} if isinstance(found, str) else {}
 
 
 def read_hf(folder, tokenizer=None):

@@ -42,6 +42,9 @@ ITER = "llamac.iter"  # of which iteration of a run the model is
 # Of the names, shapes, types and places of the tensors: programs that write others keep metadata they don't know, and where
 # this one does not fit, CHECKSUM is about another file.
 LIST_CHECKSUM = "llamac.tensor_list.sha256"
+# Keys of ids that end an answer beside EOS, of what fills a batch, and of the template of a chat.
+END_OF_TURN, END_OF_MESSAGE, PADDING = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "padding"))
+TEMPLATE = "tokenizer.chat_template"
 ROPE_FACTORS = "rope_freqs.weight"  # ModelArgs.rope_factors in a GGUF file
 ALIGNMENT = 32
 

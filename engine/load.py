@@ -15,9 +15,9 @@ from configurator import fail
 from engine import checkpoint, folders, parallel, rope
 from engine.costs import num_params
 from engine.files import replacing
-from engine.formats import (ALIGNMENT, CHECKSUM, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1,
-                            NO_BYTES, ROPE_FACTORS, SINGLE, TYPES, Type, gap, halves_to_interleaved, heads_in, of_characters,
-                            tensors)
+from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC,
+                            LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type, gap,
+                            halves_to_interleaved, heads_in, of_characters, tensors)
 from engine.reader import Reader, Tensors, checked, getter
 from engine.sizes import rate_for
 from model import ModelArgs, Transformer
@@ -34,9 +34,6 @@ KNOWN_KEYS = set("""vocab_size context_length embedding_length block_count feed_
 FIXED_KEYS = {"attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "expert_count": 0,
               "expert_used_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_beta_fast": 32,
               "rope.scaling.yarn_beta_slow": 1, "use_parallel_residual": 0}
-# Keys of ids that end an answer beside EOS, of what fills a batch, and of the template of a chat.
-END_OF_TURN, END_OF_MESSAGE, PADDING = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "padding"))
-TEMPLATE = "tokenizer.chat_template"
 
 
 # ---- GGUF

@@ -171,8 +171,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
         job["files"], job["changes"] = [str(path) for path in files], changes(files)
         name, depends_on, size = Path(source).resolve().stem, [*job["changes"]], sum(map(unpacked_size, files))
         unsure = size != sum(p.stat().st_size for p in files)
-    if not job["vocab_goal"]:  # the power of two next to the square root: 1024 for 1 MB of text, 32768 for 1 GB
-        job["vocab_goal"] = min(max(1 << round(np.log2(size) / 2), 512), 32768)
+    job["vocab_goal"] = job["vocab_goal"] or usual_pieces(size)
     kind, _, pre = vocab_source.partition(":")
     if kind == "bpe" and pre not in ("", *PRE_TOKENIZERS):
         fail(f"--vocab_source={vocab_source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: {', '.join(PRE_TOKENIZERS)}")
@@ -187,6 +186,11 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
     words = [name, vocab_source + str(vocab_size or ""), digest]
     job["name"] = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
     return job
+
+
+def usual_pieces(size):
+    """Pieces of a vocabulary for `size` bytes: the power of two next to the square root, 1024 for 1 MB, 32768 for 1 GB."""
+    return min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
 
 
 def text_bytes(source, cache="cache", column="text"):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from configurator import STARTED, configure, fail, settings, source_knobs
 from engine import parallel
 from engine.costs import least_memory, model_args, show, step_seconds, tokens_per_step
+from engine.prepare import usual_pieces
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -173,8 +174,8 @@ def known_pieces(s):
 
 
 def pieces_of(s, size):
-    """Pieces of the vocabulary of a text of `size` bytes, about; where nothing says how many, as engine/prepare.py chooses."""
-    return known_pieces(s) or s.vocab_size or s.vocab_most or min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
+    """Pieces of the vocabulary of a text of `size` bytes, about."""
+    return known_pieces(s) or s.vocab_size or s.vocab_most or usual_pieces(size)
 
 
 def blocks_for(size):

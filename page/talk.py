@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import llamac
+from engine.files import stamp
 from page.server import Response
 
 AT_ONCE = 16          # requests that are answered in turns; more wait
@@ -55,12 +56,6 @@ class Turns:
                 self.waiting.popleft().release()
             else:
                 self.busy = False
-
-
-def stamp(path):
-    """What changes when a file is written anew."""
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class Voice:

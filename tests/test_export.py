@@ -468,7 +468,13 @@ def test_another_kind_of_vocabulary_in_an_earlier_folder(ours, tmp_path, vocabul
     model = build(259, **SHAPES["mha"])
     export.export_model(model.state_dict(), model.args, Bytes(), folder, "hf")
     assert (folder / "tokenizer.model").exists() != ours
-    if ours:
+    if ours:  # one that somebody has put there since is not removed
+        vocabulary.save(folder / "tokenizer.model")
+        export.export_model(model.state_dict(), model.args, Bytes(), folder, "hf")
+        assert (folder / "tokenizer.model").exists()
+        with pytest.raises(SystemExit):
+            export.refuse_foreign(folder, "hf", model.args, Bytes())
+        (folder / "tokenizer.model").unlink()
         assert load.read_model(folder)[2].kind == "byte" and AutoTokenizer.from_pretrained(folder).encode("a") == [1, 3 + ord("a")]
 
 
