@@ -5,7 +5,7 @@ drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of t
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
 With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too: its rate falls over as many steps as the
-time allows, at the speed of a first short run. Of its losses, each over 20 batches, the least counts.
+time allows, at the speed of two first short runs. Of its losses, each over 20 batches, the least counts.
 
 A run counts with its best checkpoint, which is evaluated again at the end, over JUDGED tokens of each. With two workers of
 one thread each, two runs share the machine all the time, ours too. A vocabulary of 0 in a draw stands for bytes.
@@ -38,6 +38,7 @@ seed = 1                 # of the draws
 nanogpt = ""             # folder of nanoGPT
 ROOT = Path(__file__).resolve().parents[1]
 JUDGED = 40           # times 1024 tokens
+EVERY = 250           # steps of nanoGPT from one evaluation to the next, as its recipe has them
 LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
@@ -95,16 +96,16 @@ def nano_in(folder, text):
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run([sys.executable, folder / "prepare.py"], check=True, capture_output=True)
 
-    def run(steps, interval):
+    def run(steps):
         start = time.perf_counter()
         command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), f"--dataset={folder.name}", f"--max_iters={steps}",
-                   f"--lr_decay_iters={steps}", f"--eval_interval={interval}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
+                   f"--lr_decay_iters={steps}", f"--eval_interval={EVERY}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
         done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
         return min(map(float, time_to_loss.SAID.findall(done.stdout))), time.perf_counter() - start
 
-    (_, short), (_, longer) = run(50, 50), run(150, 50)  # the longer has two evaluations and 100 steps more
-    per_step = (longer - short) / 100
-    loss, seconds = run(max(50, round((60 * minutes - short) / per_step)), 250)
+    (_, short), (_, longer) = run(EVERY), run(2 * EVERY)
+    more = (60 * minutes - longer) / (longer - short)  # times EVERY steps and an evaluation; its last evaluation is at the end
+    loss, seconds = run(EVERY * max(1, 2 + round(more)))
     text = Path(text).read_text(encoding="utf-8")
     return loss / math.log(2) * len(text) / len(text.encode()), seconds
 

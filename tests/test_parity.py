@@ -2,6 +2,7 @@
 `run` against model.py: the same logits, the same text, the same perplexity, for every shape of model and every format.
 The models are trained for some seconds on a text of templates, so that text and perplexity mean something.
 """
+import contextlib
 import functools
 import random
 import re
@@ -16,6 +17,7 @@ import export
 import sample
 from engine import load
 from model import ModelArgs, Transformer
+from tests.test_run import round_to_8_bits
 from tokenizer import Bytes, train_tokenizer
 
 BASE = dict(dim=64, n_layers=2, n_heads=4, max_seq_len=256)
@@ -36,10 +38,9 @@ CASES = [(shape, file) for shape in SHAPES for file in FORMATS if file[0] != "v"
 
 # How far a file's perplexity may be from that of the float32 weights.
 PERPLEXITY = {"f32": 5e-5, "v0": 5e-5, "v1": 5e-5, "f16": 5e-4, "bf16": 5e-3, "q8_0": 5e-3, "v2": 5e-3, "q4_0": 5e-2}
-# And its logits, as a part of the largest, from model.py's on the weights of the file. float32, F16, BF16 and llama2.c's
-# formats differ by the order of float32 additions alone. With Q8_0 and Q4_0 run also rounds what it multiplies to 8 bits
-# (test_run.py's oracle does the same and agrees closely).
-LOGITS = {"q8_0": 4e-2, "q4_0": 4e-2}
+# And its logits, as a part of the largest, from model.py's on the weights of the file: float32, F16, BF16 and llama2.c's
+# formats differ by the order of float32 additions alone. With these two run also rounds what it multiplies to 8 bits.
+ROUNDED = ("q8_0", "q4_0")
 PROMPT = "One day, Tom"
 
 
@@ -115,12 +116,36 @@ def test_logits(shape, file, exported, vocabularies):
     ids = torch.tensor([vocabularies[shape].encode(text, bos=True)])
     assert ids.shape[1] > 250
     with torch.no_grad():
-        expected = model(ids, every=True)[0][0].numpy()
+        exact = expected = model(ids, every=True)[0][0].numpy()
+        if file in ROUNDED:
+            with rounding(model):
+                expected = model(ids, every=True)[0][0].numpy()
     found = np.frombuffer(run("--logits", "-i", text), "<f4").reshape(expected.shape)
-    assert np.abs(found - expected).max() <= LOGITS.get(file, 1e-4) * np.abs(expected).max()
+    error = np.abs(found - expected).max(axis=1) / np.abs(expected).max()
+    if file in ROUNDED:
+        # A difference in the last bit may round an activation the other way, which changes all that follows it; some
+        # position has none. On the whole run is nearer to this oracle than that is to float32.
+        assert error.min() <= 3e-5
+        assert rms(found - expected) <= rms(exact - expected) + 1e-4 * rms(expected)
+    else:
+        assert error.max() <= 1e-4
 
 
-@pytest.mark.parametrize("shape, file", [case for case in CASES if case[1] not in LOGITS])
+@contextlib.contextmanager
+def rounding(model):
+    """What goes into the model's matrices is rounded to 8 bits, as run does where rows are whole blocks of 32."""
+    hooks = [module.register_forward_pre_hook(lambda _, inputs: round_to_8_bits(inputs[0])) for module in model.modules()
+             if isinstance(module, torch.nn.Linear) and module.in_features % 32 == 0]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def rms(x):
+    return np.sqrt(np.mean(x * x))
+
+
+@pytest.mark.parametrize("shape, file", [case for case in CASES if case[1] not in ROUNDED])
 def test_greedy_text(shape, file, exported, vocabularies):
     """200 tokens. (run's -n leaves BOS out.)"""
     _, model, run = exported(shape, file)
