@@ -10,9 +10,11 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +61,21 @@ def run(folder, *args, torchrun=0, **more):
     if not torchrun and not more:
         return forked.run(command(*args)[1:], folder, env)
     return subprocess.run(command(*args, torchrun=torchrun), cwd=folder, env=env, capture_output=True, text=True, **more)
+
+
+def ranks(folder, processes, *args):
+    """
+    The CompletedProcess of each of several processes that train together: torchrun's without its launcher and imports,
+    with what mpirun or srun would tell them.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
+    with ThreadPoolExecutor(processes) as pool:
+        return [*pool.map(lambda rank: forked.run(command(*args)[1:], folder, env | {"RANK": rank, "LOCAL_RANK": rank}),
+                          range(processes))]
 
 
 def rows(folder, out):
@@ -270,11 +287,11 @@ def alone(folder):
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (2, ["--compile=True", "--sharded=True"])])
+@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--sharded=True"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
-    done = run(folder, *alone, *more, "--checks=all", f"--out_dir={out}", torchrun=processes)
-    assert done.returncode == 0, done.stderr
+    for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
+        assert done.returncode == 0, done.stderr
     assert losses(folder, "one").keys() == losses(folder, out).keys()
     for (step, first), second in zip(losses(folder, "one").items(), losses(folder, out).values()):
         for a, b in zip(first, second):
@@ -333,8 +350,8 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
             "--warmup_iters=10"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
-    first = run(folder, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", "--checks=all", torchrun=2)
-    assert first.returncode == 0, first.stderr
+    for done in ranks(folder, 2, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", "--checks=all"):
+        assert done.returncode == 0, done.stderr
     saved = checkpoint.newest(folder / parts)
     assert len(list(saved.glob("shard-*"))) == 2 and (saved / "model.pt").stat().st_size < 4000  # no process had it whole
     sample = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={parts}", "--prompt=the cat", "--device=cpu"],
@@ -342,8 +359,8 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
     assert sample.returncode == 0 and "the cat" in sample.stdout, sample.stderr
     then = run(folder, *args, "--max_iters=15", f"--out_dir={parts}")
     assert then.returncode == 0, then.stderr
-    last = run(folder, *args, "--max_iters=20", f"--out_dir={parts}", "--sharded=True", torchrun=2)
-    assert last.returncode == 0, last.stderr
+    for done in ranks(folder, 2, *args, "--max_iters=20", f"--out_dir={parts}", "--sharded=True"):
+        assert done.returncode == 0, done.stderr
     assert losses(folder, whole).keys() == losses(folder, parts).keys()
     for step, found in losses(folder, parts).items():
         for a, b in zip(losses(folder, whole)[step], found):
@@ -617,19 +634,21 @@ train.main(configure(vars(train)))
 
 def test_a_disk_that_fails_now_and_then_costs_warnings(folder, failing_disk, tmp_path):
     """A save every step, in every second of which a call fails: the run is the same, the last checkpoint is there."""
-    steps = 81
+    steps = 49
     args = [*TINY, "--data=my.txt", f"--max_iters={steps}", "--eval_interval=1", "--eval_iters=1", "--dim=16", "--n_heads=1",
             "--max_seq_len=8", "--sample_prompt=T"]
     (tmp_path / "looking.py").write_text(LOOKING)
-    for out, more in [("sound", {}), ("faulty", {"LD_PRELOAD": failing_disk, "DISK_LOG": tmp_path / "disk.log"})]:
-        done = subprocess.run([sys.executable, tmp_path / "looking.py", *args, f"--out_dir={out}"], cwd=folder,
-                              capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | more)
-        assert done.returncode == 0, done.stderr
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    sound = forked.run([tmp_path / "looking.py", *args, "--out_dir=sound"], folder, env)
+    assert sound.returncode == 0, sound.stderr
+    done = subprocess.run([sys.executable, tmp_path / "looking.py", *args, "--out_dir=faulty"], cwd=folder, capture_output=True,
+                          text=True, env=env | {"LD_PRELOAD": failing_disk, "DISK_LOG": tmp_path / "disk.log"})
+    assert done.returncode == 0, done.stderr
     faults = [line.split(maxsplit=2) for line in (tmp_path / "disk.log").read_text().splitlines()]
     warned = done.stdout.count("warning: a checkpoint could not be saved")
     print(f"\n{len(faults)} faults, {warned} warnings: {collections.Counter(what for _, _, what in faults)}, "
           f"{collections.Counter(call for _, call, _ in faults)}")
-    assert len(faults) == 40 and 30 <= warned <= 40  # a short write is no error, and a copy is tried in another way
+    assert len(faults) == 24 and 18 <= warned <= 24  # a short write is no error, and a copy is tried in another way
     assert {"ENOSPC", "EIO", "EACCES", "short", "short, then ENOSPC"} == {what for _, _, what in faults}
     assert done.stdout.count("still there: step_") == warned
     assert losses(folder, "faulty") == losses(folder, "sound")
@@ -869,7 +888,7 @@ def kill_processes(folder, out, steps, *args):
     with open(complaints, "w") as f:
         process = subprocess.Popen(words, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
                                    stderr=f, text=True)
-    ranks, seconds, started, killed = [], [], False, None
+    pids, seconds, started, killed = [], [], False, None
     for line in process.stdout:
         started |= line.startswith("train:")
         if not (started and line.startswith("iter")):
@@ -879,17 +898,18 @@ def kill_processes(folder, out, steps, *args):
             killed = None
         if len(seconds) < len(steps) and int(line.split()[1]) >= steps[len(seconds)]:
             found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-            ranks += [int(pid) for pid in found if int(pid) not in ranks]
-            os.kill(ranks[-1 - len(seconds) % 2], signal.SIGKILL)
+            pids += [int(pid) for pid in found if int(pid) not in pids]
+            os.kill(pids[-1 - len(seconds) % 2], signal.SIGKILL)
             started, killed = False, time.time()
     assert process.wait() == 0, complaints.read_text()
-    assert len(seconds) == len(steps) and len(ranks) == 2 * len(steps)
+    assert len(seconds) == len(steps) and len(pids) == 2 * len(steps)
     return seconds
 
 
 def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=30", "--dropout=0.2", "--sharded=True"]
-    assert run(folder, *args, "--out_dir=unkilled", "--log_interval=1", torchrun=2).returncode == 0
+    for done in ranks(folder, 2, *args, "--out_dir=unkilled", "--log_interval=1"):
+        assert done.returncode == 0, done.stderr
     kill_processes(folder, "killed", [17], *args)
     assert losses(folder, "killed") == losses(folder, "unkilled")
     a, b = weights(folder, "killed"), weights(folder, "unkilled")
