@@ -70,7 +70,7 @@ def as_prepared(s, given, meta):
         value, found = getattr(s, name), meta.get(name, NEUTRAL[name])
         if value in (found, NEUTRAL[name]) and name != "vocab_source" or name == "vocab_most" and value >= meta["vocab_size"]:
             continue
-        if name == "vocab_source" and is_vocabulary(value, name in given, meta):
+        if name == "vocab_source" and is_vocabulary(value, name in given, meta, s.cache):
             continue
         if name in given:
             so = f", with {name}={found}" if name in meta else ""
@@ -80,11 +80,11 @@ def as_prepared(s, given, meta):
     return taken
 
 
-def is_vocabulary(source, given, meta):
+def is_vocabulary(source, given, meta, cache):
     """Whether a vocab_source names that of prepared data. One that is not given may have gone since."""
     if source == meta["vocab_source"] or source.partition(":")[0] in ("custom", "bpe", "byte", "char"):
         return source == meta["vocab_source"]
-    return (given or Path(source).exists()) and Tokenizer.load(vocabulary_file(source)).sha256() == meta["tokenizer_sha256"]
+    return (given or Path(source).exists()) and Tokenizer.load(vocabulary_file(source, cache)).sha256() == meta["tokenizer_sha256"]
 
 
 def refuse_unseen(folder, device):

@@ -238,8 +238,8 @@ def beside(folder, name):
     return read_json(path) if path.exists() else {}
 
 
-def hf_vocabulary(folder, rows):
-    """The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding."""
+def hf_vocabulary(folder, rows=0):
+    """The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding, 0 for as many as it has tokens."""
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
     if model.exists():
         return configured(widened(Tokenizer.load(model), folder, rows), folder)
@@ -271,10 +271,13 @@ def name_special(proto, which, name):
 
 
 def widened(vocabulary, folder, rows):
-    """A SentencePiece vocabulary with the tokens that a folder adds to it, and unused ones up to the number of rows."""
-    if vocabulary.vocab_size >= rows:
+    """
+    A SentencePiece vocabulary with the tokens that a folder adds to it, and unused ones up to the number of rows (0: of tokens).
+    """
+    if vocabulary.vocab_size >= rows > 0:
         return vocabulary
     added = added_tokens(folder)
+    rows = rows or vocabulary.vocab_size + sum(i.isdecimal() and int(i) >= vocabulary.vocab_size for i in added)
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data)
     for i in range(vocabulary.vocab_size, rows):
         token = added.get(str(i))

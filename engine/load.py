@@ -14,10 +14,10 @@ from sentencepiece import sentencepiece_model_pb2
 from configurator import fail
 from engine import checkpoint, folders, parallel, rope
 from engine.costs import num_params
-from engine.files import replacing
 from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC,
                             LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type, gap,
                             halves_to_interleaved, heads_in, of_characters, tensors)
+from engine.prepare import keep_vocabulary
 from engine.reader import Reader, Tensors, checked, getter
 from engine.sizes import rate_for
 from model import ModelArgs, Transformer
@@ -412,7 +412,7 @@ def adopt(s, given):
     if vocabulary.vocab_size != args.vocab_size:
         fail(f"--init_from={s.init_from}: its vocabulary has {vocabulary.vocab_size} pieces, the model {args.vocab_size}")
     before = checkpoint.stored_settings(path) if own else {}
-    file = checkpoint.tokenizer_path(path) if own else vocabulary_file(vocabulary, s.cache)
+    file = checkpoint.tokenizer_path(path) if own else keep_vocabulary(vocabulary, s.cache)
     adopted = {k: v for k, v in vars(args).items() if k in vars(s) and k not in ("dropout", "max_seq_len")}
     adopted["rope_factors"] = ",".join(map(repr, args.rope_factors))
     for name in sorted(given & {*adopted, *compared}):
@@ -432,14 +432,3 @@ def adopt(s, given):
 
 def same_file(a, b):
     return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
-
-
-def vocabulary_file(vocabulary, cache):
-    """The vocabulary of somebody else's model as a file in the cache, for data to be prepared with."""
-    kind = ".model" if vocabulary.kind == "sentencepiece" else ".json"
-    path = Path(cache, "vocabularies", vocabulary.sha256()[:16] + kind)
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as f:
-            f.write(vocabulary.data)
-    return path

@@ -176,7 +176,7 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
     if kind == "bpe" and pre not in ("", *PRE_TOKENIZERS):
         fail(f"--vocab_source={vocab_source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: {', '.join(PRE_TOKENIZERS)}")
     if kind not in ("custom", "bpe", "byte", "char"):
-        job["vocab_file"] = vocabulary_file(vocab_source)
+        job["vocab_file"] = vocabulary_file(vocab_source, cache)
         depends_on.append(Tokenizer.load(job["vocab_file"]).sha256())
         vocab_source = Path(job["vocab_file"]).stem
     key = [VERSION, depends_on, vocab_source, vocab_size, job["vocab_goal"], job["val_fraction"], *["skip_bad"] * skip_bad,
@@ -221,17 +221,34 @@ def unpacked_size(path):
     return size * (kinds.PACKED | {".parquet": 2}).get(path.suffix, 1)
 
 
-def vocabulary_file(vocab_source):
-    """The file of a vocabulary that is not made here: llama2's, that of other prepared data, or the path itself."""
+def vocabulary_file(vocab_source, cache):
+    """
+    The file of a vocabulary that is not made here: llama2's, that of other prepared data or of Hugging Face's folder, or the
+    path itself.
+    """
     path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
     if (path / "meta.json").is_file():
         path /= load(path).meta["tokenizer"]
-    elif (path / "tokenizer.json").is_file():  # Hugging Face's folder
+    elif (path / "tokenizer.model").is_file():  # of Hugging Face's folder, whose other files say more of it
+        from engine import folders  # has torch in it, which takes a second to import
+        path = keep_vocabulary(folders.hf_vocabulary(path), cache)
+    elif (path / "tokenizer.json").is_file():
         path /= "tokenizer.json"
     if not path.is_file():
         fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, bpe, byte, char, llama2 (tokenizer.model in "
              f"the working directory) or the path of a tokenizer")
     return str(path)
+
+
+def keep_vocabulary(vocabulary, cache):
+    """The vocabulary of somebody else's model as a file in the cache, for data to be prepared with."""
+    kind = ".model" if vocabulary.kind == "sentencepiece" else ".json"
+    path = Path(cache, "vocabularies", vocabulary.sha256()[:16] + kind)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as f:
+            f.write(vocabulary.data)
+    return path
 
 
 def count_stories(source):

@@ -150,6 +150,9 @@ def test_tokens_that_a_folder_adds(tmp_path, vocabulary):
     assert found.pieces()[n:] == [(b"<|im_start|>", 0.0, 3), (b"<think>", 0.0, 4), (b"[PAD%d]" % (n + 2), 0.0, 5), (b"[PAD%d]" % (n + 3), 0.0, 5)]
     assert extra == {"tokenizer.chat_template": "{{x}}"} and found.encode("once upon") == vocabulary.encode("once upon")
     assert n + 1 in found.encode("once<think>")
+    (tmp_path / "my.txt").write_text(TEXT * 99)
+    folder = prepare.prepare(tmp_path / "my.txt", str(tmp_path / "m"), cache=tmp_path / "cache", workers=1)
+    assert prepare.load(folder).tokenizer.pieces() == found.pieces()[:n + 2]
 
 
 def tokenizer_config(folder, **values):
@@ -176,9 +179,10 @@ def test_whether_a_prompt_begins_with_bos(adds, tmp_path, vocabulary):
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("once upon")["input_ids"] == expected
     assert gguf.SpecialVocab(tmp_path / "hf").add_special_token.get("bos", True) == adds  # llama.cpp's converter
     (tmp_path / "my.txt").write_text(TEXT * 99)
-    file = load.vocabulary_file(found, tmp_path / "cache")
-    prepared = prepare.load(prepare.prepare(tmp_path / "my.txt", str(file), cache=tmp_path / "cache", workers=1)).tokenizer
-    assert prepared.encode_prompt("once upon") == expected and prepared.sha256() == found.sha256()
+    file = prepare.keep_vocabulary(found, tmp_path / "cache")
+    for source in file, tmp_path / "m":
+        made = prepare.load(prepare.prepare(tmp_path / "my.txt", str(source), cache=tmp_path / "cache", workers=1)).tokenizer
+        assert made.encode_prompt("once upon") == expected and made.sha256() == found.sha256()
 
 
 def test_tokens_that_an_old_folder_adds(tmp_path, vocabulary):
