@@ -29,7 +29,7 @@ from engine.checks import as_prepared, check_settings, checked_args, refuse_nons
 from engine.files import why
 from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
-from engine.load import adopt, weights
+from engine.load import adopt, start_from
 from engine.parallel import say
 from engine.prepare import load, source_files, text_bytes
 from engine.redact import redact
@@ -263,9 +263,9 @@ def conclude(state, args, model, dataset, tracker, row):
               "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
     try:
         if step == wanted != exported_step(best):
-            export_model(weights, args, dataset.tokenizer, best, extra={ITER: step})
+            export_model(weights, args, dataset.tokenizer, best, extra={ITER: step} | state["chat"])
         if step != wanted:
-            export_model(weights, args, dataset.tokenizer, last, extra={ITER: step})
+            export_model(weights, args, dataset.tokenizer, last, extra={ITER: step} | state["chat"])
             tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
         elif exported_step(last):  # of an earlier end
             last.unlink()
@@ -282,8 +282,8 @@ def conclude(state, args, model, dataset, tracker, row):
 
 def save(writer, t, metric):
     """
-    Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk
-    that fails costs a warning, and the next save tries again. Sharded processes each write their slices.
+    Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk that fails costs
+    a warning, and the next save tries again. Sharded processes each write their slices.
     """
     sharded, dataset = parallel.is_sharded(t.model), t.dataset
     weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
@@ -291,11 +291,11 @@ def save(writer, t, metric):
     step, best, keep = t.state["step"], t.state["best_step"], 0 if always_save_checkpoint else keep_last
 
     def work():
-        folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights}, train, t.config,
-                                 dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
+        folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights, "chat": t.state["chat"]}, train,
+                                 t.config, dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
         if step == best and parallel.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
-            export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step})
+            export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step} | t.state["chat"])
 
     if parallel.master or sharded:
         checkpoint.warn_of(writer.start(work))
@@ -338,11 +338,11 @@ def main(given):
         foreseen = costs.foresee(knobs(), args, place, amp_dtype, make_optimizer, prepared.meta, begun)
     model, opt = make_model(args, dataset, place)
     state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None, "noted": []}
+             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None, "noted": [], "chat": {}}
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
-        parallel.load_weights(model, weights(start, check=eval_only or not resuming))
+        state["chat"] = start_from(model, start, check=eval_only or not resuming)
     if eval_only:
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")

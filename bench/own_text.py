@@ -99,13 +99,13 @@ def nano_in(folder, text):
     def run(steps):
         start = time.perf_counter()
         command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), f"--dataset={folder.name}", f"--max_iters={steps}",
-                   f"--lr_decay_iters={steps}", f"--eval_interval={EVERY}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
+                   f"--lr_decay_iters={steps}", f"--eval_interval={min(EVERY, steps)}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
         done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
         return min(map(float, time_to_loss.SAID.findall(done.stdout))), time.perf_counter() - start
 
     (_, short), (_, longer) = run(EVERY), run(2 * EVERY)
-    more = (60 * minutes - longer) / (longer - short)  # times EVERY steps and an evaluation; its last evaluation is at the end
-    loss, seconds = run(EVERY * max(1, 2 + round(more)))
+    intervals = 2 + (60 * minutes - longer) / (longer - short)  # each of EVERY steps and an evaluation; the last is at the end
+    loss, seconds = run(EVERY * round(intervals) if intervals > 1 else max(1, round(EVERY * intervals)))
     text = Path(text).read_text(encoding="utf-8")
     return loss / math.log(2) * len(text) / len(text.encode()), seconds
 

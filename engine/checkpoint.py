@@ -2,7 +2,8 @@
 Checkpoints that survive whatever stops the writer. A checkpoint is a folder
 
     out/my/checkpoints/step_00001000/
-        model.pt          {"args": ModelArgs as a dict, "model": {name: parameter}, a shared one once}
+        model.pt          {"args": ModelArgs as a dict, "model": {name: parameter}, a shared one once, "chat": GGUF's
+                          metadata about chats, of a fine-tuned model}
         train.pt          {"optimizer": state_dict, "state": step, tokens, best loss, tracker run id, ...}
         config.json       the resolved configuration of the run
         tokenizer.*       the vocabulary, so that a checkpoint is enough to sample from and to export

@@ -45,6 +45,7 @@ LIST_CHECKSUM = "llamac.tensor_list.sha256"
 # Keys of ids that end an answer beside EOS, of what fills a batch, and of the template of a chat.
 END_OF_TURN, END_OF_MESSAGE, PADDING = (f"tokenizer.ggml.{name}_token_id" for name in ("eot", "eom", "padding"))
 TEMPLATE = "tokenizer.chat_template"
+CHAT = END_OF_TURN, END_OF_MESSAGE, PADDING, TEMPLATE
 ROPE_FACTORS = "rope_freqs.weight"  # ModelArgs.rope_factors in a GGUF file
 ALIGNMENT = 32
 

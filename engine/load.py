@@ -14,9 +14,9 @@ from sentencepiece import sentencepiece_model_pb2
 from configurator import fail
 from engine import checkpoint, folders, parallel, rope
 from engine.costs import num_params
-from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER, LLAMA2C_MAGIC,
-                            LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type, gap,
-                            halves_to_interleaved, heads_in, of_characters, tensors)
+from engine.formats import (ALIGNMENT, CHAT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
+                            LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type,
+                            gap, halves_to_interleaved, heads_in, of_characters, tensors)
 from engine.prepare import keep_vocabulary
 from engine.reader import Reader, Tensors, checked, getter
 from engine.sizes import rate_for
@@ -352,7 +352,7 @@ def read_model(path, tokenizer=""):
         saved = checkpoint.load(folder)
         state, args = saved["model"], ModelArgs(**saved["args"])
         vocabulary = vocabulary or Tokenizer.load(checkpoint.tokenizer_path(folder))
-        extra = {ITER: checkpoint.manifest(folder)["step"]}
+        extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
     elif path.is_dir() and ((path / "config.json").exists() or (path / "params.json").exists()):
         read = folders.read_meta if (path / "params.json").exists() and not (path / "config.json").exists() else folders.read_hf
         state, args, vocabulary, extra = read(path, vocabulary)
@@ -391,9 +391,15 @@ def load_model(path, tokenizer, device):
 MOST_ADOPTED = 1024  # tokens of context that fine-tuning takes over; more are for those who ask for them
 
 
-def weights(path, check=True):
-    """{name: parameter} of what `checkpoint.origin` gives."""
-    return checkpoint.load(path, check=check)["model"] if checkpoint.complete(path) else read_model(path)[0]
+def start_from(model, path, check=True):
+    """The weights of what `checkpoint.origin` gives into a model. Returns {GGUF's key: value} of its chats, which it keeps."""
+    if checkpoint.complete(path):
+        saved = checkpoint.load(path, check=check)
+        state, extra = saved["model"], saved.get("chat", {})
+    else:
+        state, _, _, extra = read_model(path)
+    parallel.load_weights(model, state)
+    return {key: extra[key] for key in CHAT if key in extra}
 
 
 def adopt(s, given):

@@ -557,6 +557,8 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     make(tmp_path / "m", Qwen3Config, dict(head_dim=32, max_position_embeddings=2048, initializer_range=0.02), vocabulary, max_shard_size="100KB")
     words = ["once", "upon", "a", "time", "there", "was", "little", "girl", "who", "played", "outside", "park"]
     (tmp_path / "my.txt").write_text("\n".join(" ".join(random.Random(n).choices(words, k=40)) for n in range(400)))
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "m/chat_template.jinja").write_text(template)
     done = train(tmp_path, "--data=my.txt", "--init_from=m", "--out_dir=tuned", "--max_iters=25", "--eval_interval=25", "--eval_iters=2",
                  "--log_interval=5", "--max_seq_len=64", "--batch_size=4", "--warmup_iters=5")
     assert not done.returncode, done.stderr
@@ -565,9 +567,10 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     losses = [row["loss/val"] for row in rows if "loss/val" in row]
     assert losses[-1] < losses[0] - 0.5
     assert gguf.GGUFReader(tmp_path / "tuned/model.gguf").get_field("general.architecture").contents() == "qwen3"
-    state, args, found, _ = load.read_model(tmp_path / "tuned")
+    state, args, found, extra = load.read_model(tmp_path / "tuned")
     assert args.qk_norm and args.head_dim == 32 and args.max_seq_len == 64 and found.encode("once upon") == vocabulary.encode("once upon")
-    export.export_model(state, args, found, tmp_path / "hf", "hf")
+    export.export_model(state, args, found, tmp_path / "hf", "hf", extra=extra)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == template
     x = torch.randint(V, (1, 60))
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(x).logits
@@ -575,6 +578,10 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     shutil.rmtree(tmp_path / "m")  # a run goes on without its origin
     more = train(tmp_path, "--init_from=resume", "--out_dir=tuned", "--data=my.txt", "--max_iters=26")
     assert not more.returncode, more.stderr
+    for name in "model.gguf", "last.gguf":
+        if (tmp_path / "tuned" / name).exists():
+            assert gguf.GGUFReader(tmp_path / "tuned" / name).get_field("tokenizer.chat_template").contents() == template
+    assert load.read_model(tmp_path / "tuned")[3]["tokenizer.chat_template"] == template
     more = train(tmp_path, "--init_from=hf", "--eval_only=True", "--data=my.txt", "--max_seq_len=64", "--eval_iters=2", "--out_dir=none")
     assert f"validation loss {losses[-1]:.3f}"[:-1] in more.stdout, more.stderr
 
