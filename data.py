@@ -27,14 +27,15 @@ import concurrent.futures
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
-from configurator import configure, fail  # first: it answers for packages that are missing
+from configurator import configure, fail, settings  # first: it answers for packages that are missing
 
 import numpy as np
 
 from engine import prepare as preparation
 from engine import survey
-from engine.prepare import SEED, Prepared, load
+from engine.prepare import SEED, Prepared, as_prepared, load
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom or bpe (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
@@ -289,9 +290,10 @@ def show_data(prepared):
 
 
 if __name__ == "__main__":
-    configure(globals(), positional="source")
+    given = configure(globals(), positional="source")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most,
                        text_most=text_most)
+    as_prepared(SimpleNamespace(data=source, **settings(globals())), given, load(prepared).meta)
     print(prepared)
     if show or page or png:
         show_data(load(prepared))

@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 from data import EVAL_TOKENS, Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
-from engine.checks import as_prepared, check_settings, checked_args, refuse_nonsense, refuse_unseen
+from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.files import why
 from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
 from engine.load import adopt, start_from
 from engine.parallel import say
-from engine.prepare import load, source_files, text_bytes
+from engine.prepare import as_prepared, load, source_files, text_bytes
 from engine.redact import redact
 from export import ITER, export_model, exported_step
 from model import Transformer

@@ -2,16 +2,9 @@
 import importlib.util
 import math
 import sys
-from pathlib import Path
 
 from configurator import fail
 from engine import costs, modes, parallel, preflight, sizes
-from engine.prepare import vocabulary_file
-from tokenizer import Tokenizer
-
-# what data are prepared with, and where each setting says nothing
-NEUTRAL = {"vocab_source": "custom", "vocab_size": 0, "vocab_most": 0, "val_fraction": 0.0, "text_most": 0, "column": "text",
-           "skip_bad": False}
 
 
 def check_settings(s):
@@ -58,33 +51,6 @@ def checked_args(s, dataset):
             fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "
                  f"max_seq_len={s.max_seq_len}; use more text, a shorter context, or another val_fraction")
     return args
-
-
-def as_prepared(s, given, meta):
-    """
-    {setting: value} of those that say otherwise than how the folder s.data was prepared (meta: its meta.json); {} where it is
-    no such folder. Where one of them is `given` it is refused: it would change nothing.
-    """
-    taken = {}
-    for name in NEUTRAL if (Path(s.data) / "meta.json").is_file() else ():
-        value, found = getattr(s, name), meta.get(name, NEUTRAL[name])
-        if value in (found, NEUTRAL[name]) and name != "vocab_source" or name == "vocab_most" and value >= meta["vocab_size"]:
-            continue
-        if name == "vocab_source" and is_vocabulary(value, name in given, meta, s.cache):
-            continue
-        if name in given:
-            so = f", with {name}={found}" if name in meta else ""
-            fail(f"--{name}={value}: {s.data} is prepared already{so}; leave --{name} out, or set it to {found} where a preset has "
-                 f"it, or give a text as --data")
-        taken[name] = found
-    return taken
-
-
-def is_vocabulary(source, given, meta, cache):
-    """Whether a vocab_source names that of prepared data. One that is not given may have gone since."""
-    if source == meta["vocab_source"] or source.partition(":")[0] in ("custom", "bpe", "byte", "char"):
-        return source == meta["vocab_source"]
-    return (given or Path(source).exists()) and Tokenizer.load(vocabulary_file(source, cache)).sha256() == meta["tokenizer_sha256"]
 
 
 def refuse_unseen(folder, device):

@@ -53,6 +53,10 @@ BOM = b"\xef\xbb\xbf"  # is no text
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")  # a single space between words, neither of which touches it with a U+2581
 VAL, FIRST, LAST, STRIP = 1, 2, 4, 8  # flags of a row: is validation; begins, ends a document; white space is cut off
 
+# What data are prepared with, and where each setting says nothing.
+NEUTRAL = {"vocab_source": "custom", "vocab_size": 0, "vocab_most": 0, "val_fraction": 0.0, "text_most": 0, "column": "text",
+           "skip_bad": False}
+
 # Size and sha256 of the files of each source that is downloaded: those of TinyStories at the revision that tinystories_url
 # in data.py names, as public copies of them are listed. The downloads have only been tried against a server of the tests.
 DOWNLOADS = {
@@ -110,6 +114,33 @@ def load(folder):
 def fingerprint(folder):
     """Hex sha256 of train.bin followed by val.bin."""
     return sha256(folder / "train.bin", folder / "val.bin")
+
+
+def as_prepared(s, given, meta):
+    """
+    {setting: value} of those that say otherwise than how the folder s.data was prepared (meta: its meta.json); {} where it is
+    no such folder. Where one of them is `given` it is refused: it would change nothing.
+    """
+    taken = {}
+    for name in NEUTRAL if (Path(s.data) / "meta.json").is_file() else ():
+        value, found = getattr(s, name), meta.get(name, NEUTRAL[name])
+        if value in (found, NEUTRAL[name]) and name != "vocab_source" or name == "vocab_most" and value >= meta["vocab_size"]:
+            continue
+        if name == "vocab_source" and is_vocabulary(value, name in given, meta, s.cache):
+            continue
+        if name in given:
+            so = f", with {name}={found}" if name in meta else ""
+            fail(f"--{name}={value}: {s.data} is prepared already{so}; leave --{name} out, or set it to {found} where a preset has "
+                 f"it, or give a text")
+        taken[name] = found
+    return taken
+
+
+def is_vocabulary(source, given, meta, cache):
+    """Whether a vocab_source names that of prepared data. One that is not given may have gone since."""
+    if source == meta["vocab_source"] or source.partition(":")[0] in ("custom", "bpe", "byte", "char"):
+        return source == meta["vocab_source"]
+    return (given or Path(source).exists()) and Tokenizer.load(vocabulary_file(source, cache)).sha256() == meta["tokenizer_sha256"]
 
 
 # ---- what to prepare --------------------------------------------------------------------------------------------

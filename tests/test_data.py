@@ -480,6 +480,15 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     assert line.endswith('; expected an object with a string under "text" or "story"')
 
 
+def test_prepared_data_are_not_prepared_otherwise(tmp_path):
+    (tmp_path / "a.txt").write_text(prose(3000))
+    folder = data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1)
+    for words, status in (["--vocab_source=byte", "--val_fraction=0"], 0), (["--vocab_source=char"], 2), (["--text_most=99"], 2):
+        done = subprocess.run([sys.executable, ROOT / "data.py", folder, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status and (done.stdout == f"{folder}\n" if not status else
+                                              done.stderr.count("\n") == 1 and f"error: {words[0]}: " in done.stderr), done
+
+
 @pytest.mark.parametrize("arguments, words", [
     (dict(vocab_size=10), "--vocab_size=10"), (dict(vocab_size=-1), "--vocab_size=-1"),
     (dict(vocab_size=100_000), "expected at most"), (dict(vocab_size=264), "expected at least"),

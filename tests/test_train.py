@@ -25,7 +25,7 @@ import export
 import optim
 import track
 import train
-from engine import checkpoint, checks, costs, instruments, parallel, sizes
+from engine import checkpoint, checks, costs, instruments, parallel, prepare, sizes
 from model import ModelArgs
 from tests import forked
 from tests.conftest import compile_c
@@ -463,12 +463,12 @@ def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(prep
     value = f"{prepared}/{value}" if str(value).endswith(".json") else value
     s = SimpleNamespace(**vars(train.knobs()) | {"data": prepared, name: value})
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
-        checks.as_prepared(s, {"data", name}, meta)
+        prepare.as_prepared(s, {"data", name}, meta)
     told = capsys.readouterr().err
     assert told.count("\n") == (not fits) and fits or f"error: --{name}={value}: " in told
-    assert (name in checks.as_prepared(s, {"data"}, meta)) == (not fits)  # not given: say, by an older run
+    assert (name in prepare.as_prepared(s, {"data"}, meta)) == (not fits)  # not given: say, by an older run
     s.data = "my.txt"
-    assert checks.as_prepared(s, {"data", name}, meta) == {}
+    assert prepare.as_prepared(s, {"data", name}, meta) == {}
 
 
 def test_of_equal_losses_the_first_is_the_best(folder):
