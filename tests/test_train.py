@@ -768,8 +768,8 @@ def test_sigusr1_saves_and_goes_on(folder):
 
 
 def test_a_time_limit_saves_and_ends(folder):
-    args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000"]
-    done = run(folder, *args, "--max_minutes=0.02")
+    args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000", "--log_interval=1"]
+    done = run(folder, *args, "--max_minutes=0.04")
     assert done.returncode == 0 and "the same command continues from here" in done.stdout
     step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
     assert 0 < step < 100000
@@ -865,11 +865,11 @@ def lines_until(process, words):
 
 
 def test_a_supervisor_ends_at_once_when_told_to(supervised):
-    lines = lines_until(supervised, "restart 3 of 10 in 4 s")
+    lines = lines_until(supervised, "restart 4 of 10 in 8 s")
     since = time.time()
     supervised.terminate()
-    assert supervised.wait() == 3 and time.time() - since < 2
-    assert [line.split() for line in lines[::2]] == [["child", "--supervise=True", "--supervise=False", "--more"]] * 3
+    assert supervised.wait() == 3 and time.time() - since < 7  # a process with torch in it may take 3 to end
+    assert [line.split() for line in lines[::2]] == [["child", "--supervise=True", "--supervise=False", "--more"]] * 4
 
 
 def test_ctrl_c_at_a_terminal_reaches_a_supervised_program_once(supervised):
