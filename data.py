@@ -293,7 +293,8 @@ if __name__ == "__main__":
     given = configure(globals(), positional="source")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most,
                        text_most=text_most)
-    as_prepared(SimpleNamespace(data=source, **settings(globals())), given, load(prepared).meta)
+    found = load(prepared)
+    as_prepared(SimpleNamespace(data=source, **settings(globals())), given, found.meta)
     print(prepared)
     if show or page or png:
-        show_data(load(prepared))
+        show_data(found)
