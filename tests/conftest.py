@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,14 @@ KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name !
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 SLOWEST = ["test_train", "test_hostile", "test_docs", "test_track_online", "test_kernels", "test_cuda", "test_page", "test_track"]
 WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()
+
+
+def usual(seconds):
+    """So many seconds of a usual machine, on this one as it is now: counting to two million takes such a machine 0.08."""
+    begin, n = time.monotonic(), 0
+    while n < 2_000_000:
+        n += 1
+    return seconds * max(1, (time.monotonic() - begin) / 0.08)
 
 
 def pytest_configure():

@@ -23,6 +23,7 @@ import track
 from engine import follow, instruments
 from engine.redact import redact
 from tests import forked
+from tests.conftest import usual
 from tokenizer import spell
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -653,7 +654,8 @@ def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
     for fault, (out, process) in runs.items():
         said, warned = process.communicate(timeout=120)
         took = json.loads(said.splitlines()[-1])
-        assert process.returncode == 0 and took["start"] < 5 and took["row"] < 1 and took["end"] < 5, (fault, took, warned)
+        assert process.returncode == 0, (fault, warned)
+        assert took["start"] < usual(5) and took["row"] < usual(1) and took["end"] < usual(5), (fault, took, warned)
         assert [row["iter"] for row in track.read_rows(out / "log.jsonl")] == list(range(60)), fault
         warnings = [line for line in warned.splitlines() if line.startswith("warning: tracking with")]
         assert len(warnings) == len(warned.splitlines()) == (0 if fault.startswith(("none", "hang")) else 2), (fault, warned)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import track
+from tests.conftest import usual
 from tests.wandb_server import Server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -210,7 +211,7 @@ def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
 
 
 def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
-    monkeypatch.setattr(track, "FINISH_SECONDS", 5)
+    monkeypatch.setattr(track, "FINISH_SECONDS", round(usual(5)))
     model, family = folder / "model.gguf", []
     model.write_bytes(os.urandom(12_000_000))
 
@@ -234,7 +235,7 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
     assert "none.gguf does not exist; no model is recorded" in err and err.count("warning") == 1
     assert "upload: 100%" in err
     seconds, err = track_one("stuck", 0)
-    assert seconds < 30 and "nothing has moved for 5 s" in err and "track.py sync" in err
+    assert seconds < usual(30) and f"nothing has moved for {track.FINISH_SECONDS} s" in err and "track.py sync" in err
     end = time.monotonic() + 20
     while any(state(pid) not in "ZX" for pid in family):
         assert len(family) == 2 and time.monotonic() < end
