@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from configurator import fail
@@ -28,13 +29,15 @@ class Tee:
 
     def __init__(self, stream, listen):
         self.stream, self.listen, self.line = getattr(stream, "stream", stream), listen, ""
+        self.lock = threading.RLock()  # threads print, and so may `listen`
 
     def write(self, text):
-        *lines, line = (self.line + text).split("\n")
-        for ended in lines:
-            self.tell(shown(ended))
-        self.line = shown(line)[:2 * LINE] + "\r" * line.endswith("\r")
-        return self.stream.write(text)
+        with self.lock:
+            *lines, line = (self.line + text).split("\n")
+            self.line = shown(line)[:2 * LINE] + "\r" * line.endswith("\r")
+            for ended in lines:
+                self.tell(shown(ended))
+            return self.stream.write(text)
 
     def tell(self, line):
         """A secret that the cut at LINE would halve is still whole, and redacted, in twice as much."""

@@ -446,6 +446,21 @@ def test_the_console_is_what_a_terminal_shows_in_the_end_and_no_line_is_endless(
     assert heard[-2:] == ["." * follow.LINE + "\n", "x" * (follow.LINE - 7) + "***\n"]
 
 
+def test_what_many_threads_print_is_heard_as_it_is_shown():
+    heard, shown, interval = [], io.StringIO(), sys.getswitchinterval()
+    tee = follow.Tee(shown, heard.append)
+    threads = [threading.Thread(target=lambda n=n: [print(n, i, file=tee) for i in range(3000)]) for n in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert "".join(heard) == shown.getvalue() and len(heard) == 12_000
+
+
 KERAS = ("Epoch 1/2\n" + "".join(f"\r{i}/199 [====>....] - ETA: 57s - loss: {1 / i:.4f} - accuracy: 0.5000" for i in
          range(1, 199)) + "\b" * 70 + "199/199 [==========] - 9s 12ms/step - loss: 0.1000 - accuracy: 0.9000 - val_loss: 0.2\n"
          "Epoch 2/2\n199/199 [==========] - 9s 12ms/step - loss: 0.05 - accuracy: 0.95\n")
