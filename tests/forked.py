@@ -26,6 +26,8 @@ def serve(address, program):
     import safetensors.torch  # noqa: F401
     import sentencepiece  # noqa: F401
     import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
     import torch.distributed.run  # noqa: F401
     import tqdm  # noqa: F401
     gc.collect()

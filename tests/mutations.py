@@ -200,7 +200,7 @@ def digest(name):
 def read_map(names):
     """{test: its seconds and lines} of all tests that pass where nothing is changed; the files named are as they were mapped."""
     found = {}
-    for path in sorted(MAP.glob("*.json")):
+    for path in sorted(MAP.glob("test_*.json")):
         stored = json.loads(path.read_text())
         for name in (f"tests/{path.name[:-5]}.py", *names):
             if digest(name) != stored["files"].get(name):

@@ -1,7 +1,6 @@
 """What a training will cost: the table before it, and the largest batch that fits."""
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from engine import costs, fit, parallel, sizes
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import make_optimizer
+from tests import forked
 from tests.test_export import build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +28,7 @@ def knobs(**values):
 
 
 def command(folder, *words):
-    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return forked.run(words, folder, os.environ | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.parametrize("shape", [{}, {"tied": False, "n_kv_heads": 1}, {"dim": 48, "n_heads": 3, "n_layers": 3}])

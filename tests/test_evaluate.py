@@ -1,8 +1,6 @@
 """Labelled prompts: scores against sums of log probabilities, the report, W&B, and an intent model learnt from pairs."""
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import evaluate
 import export
 import track
 from model import ModelArgs, Transformer
+from tests import forked
 from tokenizer import Bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,8 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def command(folder, script, *words, **env):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1", "HOME": str(folder)}
-    return subprocess.run([sys.executable, str(ROOT / script), *words], cwd=folder, env=clean | env, capture_output=True,
-                          text=True, stdin=subprocess.DEVNULL)
+    return forked.run([ROOT / script, *words], folder, clean | env)
 
 
 @pytest.fixture(scope="module")

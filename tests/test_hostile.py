@@ -44,6 +44,7 @@ def test_mistakes_in_flags_are_one_line(run_debug_bin, tmp_path):
         message = run(run_debug_bin, path, *flags, status=1)
         assert "run: " + (flags[0] if flags[0].isprintable() else "?") in message or flags[:2] == ["-n", "3"], flags
         assert message[:-1].isprintable() and len(message) < 6000
+    assert "-m: '~ }{!??' is no mode" in run(run_debug_bin, path, "-m", "~ }{!\x7f\n", status=1)
     for flags in TWO_MODES:
         assert "only one of" in run(run_debug_bin, path, *flags, status=1)
     for args in ([], ["-n", 3], ["-i", "a", path]):

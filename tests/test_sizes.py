@@ -2,8 +2,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ import train
 from configurator import settings
 from engine import checkpoint, costs, sizes
 from optim import make_optimizer
+from tests import forked
 from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,8 +175,7 @@ def test_the_rarest_characters_of_a_small_vocabulary_are_bytes(tmp_path):
 
 
 def run(folder, *words):
-    done = subprocess.run([sys.executable, ROOT / "train.py", *words], cwd=folder, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = forked.run([ROOT / "train.py", *words], folder, os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -229,7 +227,7 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     assert checkpoint.load(checkpoint.newest(tmp_path / "run"), "train")["state"]["last"] == max(found)
     done = run(tmp_path, *args)
     assert "this run is finished" in done and "raise" not in done  # which would not help
-    refused = subprocess.run([sys.executable, ROOT / "train.py", *args, "--minutes=1"], cwd=tmp_path, capture_output=True, text=True)
+    refused = forked.run([ROOT / "train.py", *args, "--minutes=1"], tmp_path, os.environ)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
     assert "run holds a run whose sizes do not follow from --minutes; --max_minutes limits" in refused.stderr
 

@@ -1,14 +1,14 @@
 """What `data.py --show`, --page and --png say of a text, and the first row of a run's log."""
 import html.parser
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import numpy as np
 
 import data
 from engine import survey
+from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,8 +22,8 @@ def test_a_text_is_shown_as_tables_page_and_picture(tmp_path):
     """Counts against those of the prepared folder; copies; Chinese as Chinese; everything escaped."""
     lines = ["<b>bold</b> &amp; 你好世界"] * 5 + [f"天地玄黃 number {i} and more words" for i in range(60)]
     (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
-    done = subprocess.run([sys.executable, ROOT / "data.py", "d.jsonl", "--vocab_source=byte", "--show=True", "--page=p.html",
-                           "--png=p.png"], cwd=tmp_path, capture_output=True, text=True)
+    done = forked.run([ROOT / "data.py", "d.jsonl", "--vocab_source=byte", "--show=True", "--page=p.html", "--png=p.png"], tmp_path,
+                      os.environ)
     assert done.returncode == 0, done.stderr
     dataset = data.load(next((tmp_path / "cache").glob("d-byte-*/meta.json")).parent)
     counts = np.bincount(dataset.train, minlength=259)
@@ -39,8 +39,7 @@ def test_a_text_is_shown_as_tables_page_and_picture(tmp_path):
     html.parser.HTMLParser().feed(text)
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     for words, said in (["--page=p.txt"], "ends in .html"), (["--png=no/p.png"], "cannot be written"):
-        done = subprocess.run([sys.executable, ROOT / "data.py", "d.jsonl", "--vocab_source=byte", *words], cwd=tmp_path,
-                              capture_output=True, text=True)
+        done = forked.run([ROOT / "data.py", "d.jsonl", "--vocab_source=byte", *words], tmp_path, os.environ)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
 
 

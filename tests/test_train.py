@@ -354,8 +354,7 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
         assert done.returncode == 0, done.stderr
     saved = checkpoint.newest(folder / parts)
     assert len(list(saved.glob("shard-*"))) == 2 and (saved / "model.pt").stat().st_size < 4000  # no process had it whole
-    sample = subprocess.run([sys.executable, ROOT / "sample.py", f"--out_dir={parts}", "--prompt=the cat", "--device=cpu"],
-                            cwd=folder, capture_output=True, text=True)
+    sample = forked.run([ROOT / "sample.py", f"--out_dir={parts}", "--prompt=the cat", "--device=cpu"], folder, os.environ)
     assert sample.returncode == 0 and "the cat" in sample.stdout, sample.stderr
     then = run(folder, *args, "--max_iters=15", f"--out_dir={parts}")
     assert then.returncode == 0, then.stderr
