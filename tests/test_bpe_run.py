@@ -110,6 +110,32 @@ def test_encodes_and_decodes_as_tokenizers_does(library, name, tmp_path, count=1
     assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, strings) is None
 
 
+@pytest.mark.parametrize("pre", ["llama-bpe", "gpt-2"])
+def test_a_text_may_be_no_more_than_a_contraction(library, tmp_path, pre):
+    contractions = ["'s", "'t", "'m", "'d", "'re", "'ve", "'ll"]
+    vocabulary = trained(" ".join(f"it{c} {c}" for c in contractions) * 50, pre, tmp_path / "t.json", 290)
+    write_model(vocabulary, tmp_path / "m.gguf")
+    strings = [word[:n].encode() for c in contractions for word in (c, c.upper(), f"it{c}") for n in range(1, len(word) + 1)]
+    assert len(vocabulary.encode("'re")) == 1
+    assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, strings) is None
+
+
+def test_the_first_piece_takes_part_in_merges_as_any_other(library, tmp_path):
+    letters = [chr(c) for c in range(65, 123) if chr(c).isalpha()]
+    text = "\n".join(f"a{letter}" for letter in letters)
+    content = json.loads(trained(text * 20, "qwen2", tmp_path / "t.json", 340, []).model.to_str())
+    ids = content["model"]["vocab"]
+    first = next(token for token, i in ids.items() if i == 0)
+    ids["a"], ids[first] = 0, ids["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    vocabulary = Tokenizer.load(tmp_path / "tokenizer.json")
+    write_model(vocabulary, tmp_path / "m.gguf")
+    strings = [f"a{letter}".encode() for letter in letters]
+    assert sum(len(vocabulary.encode(s.decode())) == 1 for s in strings) > 40 and vocabulary.encode("a") == [0]
+    assert difference(llamac.Model(tmp_path / "m.gguf"), vocabulary, [*strings, text.encode()]) is None
+
+
 def test_characters_have_the_classes_that_regular_expressions_of_tokenizers_give_them():
     """The first and the last character of each run in runtime/unicode.h."""
     runs = [int(run, 16) for run in re.findall("0x([0-9a-f]+),", (ROOT / "runtime/unicode.h").read_text())]
