@@ -61,15 +61,18 @@ run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU'
 
 lib: libllamac.a libllamac.so ## the library alone, for other programs: runtime/llamac.h, examples/embed.c
 
-# One object of all units: what one of them calls in another is no business of who links it.
-libllamac.a: $(LIBRARY) $(HEADERS)
+# One object of all units, for both: what one of them calls in another is no business of who links it.
+.SECONDARY: cache/lib/llamac.o
+cache/lib/llamac.o: $(LIBRARY) $(HEADERS)
 	mkdir -p cache/lib && cd cache/lib && $(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -c $(LIBRARY:%=$(CURDIR)/%)
-	$(LD) -r -o cache/lib/llamac.o $(patsubst %.c,cache/lib/%.o,$(notdir $(LIBRARY)))
-	-$(OBJCOPY) --localize-hidden cache/lib/llamac.o
-	rm -f $@ && $(AR) rcs $@ cache/lib/llamac.o
+	$(LD) -r -o $@ $(patsubst %.c,cache/lib/%.o,$(notdir $(LIBRARY)))
+	-$(OBJCOPY) --localize-hidden $@
 
-libllamac.so: $(LIBRARY) $(HEADERS)
-	$(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -shared -o $@ $(LIBRARY) -lm -pthread
+libllamac.a: cache/lib/llamac.o
+	rm -f $@ && $(AR) rcs $@ $<
+
+libllamac.so: cache/lib/llamac.o
+	$(CC) $(CFLAGS) -shared -o $@ $< -lm -pthread
 
 runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
 	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)

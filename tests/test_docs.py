@@ -107,7 +107,7 @@ def run_command(argv):
 # ---- the clone ----------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory):
+def clone(tmp_path_factory, libraries):
     """A fresh clone of the working tree, with what stands in for programs and what the reader has."""
     folder = tmp_path_factory.mktemp("docs") / "llamac"
     subprocess.run(["git", "clone", "-q", ROOT, folder], check=True)
@@ -123,6 +123,8 @@ def clone(tmp_path_factory):
     (folder / "engine/prepare.py").write_text(fewer)
     if subprocess.run(["make", "-q", "run"], cwd=ROOT).returncode == 0:  # as `make test` has it: no need to build it again
         shutil.copy(ROOT / "run", folder / "run")
+    for library in "libllamac.a", "libllamac.so":  # as tests of the library have them
+        shutil.copy(libraries / library, folder / library)
     story = "\n<|endoftext|>\n".join(stories.write(0, number)[0] for number in range(150))
     for name in FILES:
         (folder / name).write_text(story)
