@@ -101,6 +101,20 @@ def test_a_resumed_runs_new_settings_are_read_by_who_has_read_the_old_ones(tmp_p
     assert not run.read() and run.config == {}
 
 
+def test_a_row_may_be_longer_than_what_is_read_at_once_and_have_any_number_of_metrics(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "PIECE", 64)
+    monkeypatch.setattr(program, "MOST_METRICS", 4)
+    rows = [{"iter": i, "tokens": 10 * i, "loss/train": 1 / (i + 1), **{f"m{n}": i + n for n in range(3 + 40 * (i == 2))}} for i in range(5)]
+    rows[1] = {"one": 1, "two": 2, "three": 3} | rows[1] | {"samples": [["once", "greedy", 500 * "upon "]]}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"iter": -1, "m0": 1, "m1": 1, "m2": 1}, *rows]))
+    run = program.Run(tmp_path)
+    while run.read():
+        pass
+    assert run.count == 6 and len(run.tables) == 1
+    assert run.columns["tokens"][1:].tolist() == [10 * i for i in range(5)]  # what others stand over, whatever else there is
+    assert set(run.columns) == {"iter", "m0", "m1", "m2", "tokens"}
+
+
 def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
     assert compare(folders, "b2", "b4", "b16", "--plot=c.svg").returncode == 0
     svg = xml.dom.minidom.parse(str(folders / "c.svg"))

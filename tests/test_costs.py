@@ -49,6 +49,16 @@ def words(size):
     return vocabulary(size)
 
 
+def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
+    s, meta = knobs(eval_iters=10, max_seq_len=64, sample_prompt="a|b"), {"val_tokens": 50_100, "val_documents": 100}
+    samples = 2 * 96 * 2 * 0.5
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 10_240 + 8 * 64 + samples
+    s.eval_iters = 0
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
+    monkeypatch.setattr(parallel, "world", 4)
+    assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 / 4 + 8 * 64 + samples
+
+
 def test_the_table_of_a_preset_needs_no_data(tmp_path):
     done = command(tmp_path, ROOT / "model.py", ROOT / "config/stories260K.py", "--max_iters=10", "--batch_size=2")
     assert done.returncode == 0, done.stderr

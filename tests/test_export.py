@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import export
-from engine import checkpoint, formats, load
+from engine import blocks, checkpoint, formats, load
 from engine.costs import num_params
 from model import ModelArgs, Transformer
 from tests import odd_strings
@@ -248,6 +248,20 @@ def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
         with np.errstate(divide="raise", over="raise", invalid="raise"):
             written = np.frombuffer(next(export.encoded("x", tiny, dtype)), np.uint8)
             assert np.abs(kind.decode(written)).max() <= 1e-40
+
+
+def test_the_scale_and_minimum_of_a_block_are_the_best_that_are_not_negative():
+    """Beside every whole number of units that its largest value may be, by least squares of numpy's own."""
+    x = np.random.default_rng(0).standard_normal((32, 40)).astype(np.float32)
+    x[:, 20:] = 5 + x[:, 20:] / 10  # all far above zero: no minimum but zero would do
+    scale, minimum = blocks.best_scale_and_min(x, 15)
+    assert (scale > 0).all() and (minimum >= 0).all() and (minimum[20:] < 0.1).all() and (minimum[:20] > 1).all()
+    q = np.clip(np.rint((x + minimum) / scale), 0, 15)
+    error = ((scale * q - minimum - x) ** 2).sum(axis=0)
+    for column in range(40):
+        a = np.stack([q[:, column], -np.ones(32)], 1)[:, :1 + (column < 20)]
+        best = ((a @ np.linalg.lstsq(a, x[:, column])[0] - x[:, column]) ** 2).sum()
+        assert error[column] <= 1.1 * best + 1e-6, column
 
 
 # Error ÷ spread of the normal weights below after llama-quantize --pure

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import optim
 import train
 from configurator import settings
 from engine import checkpoint, modes, ops, parallel, profiler, rates
@@ -171,6 +173,20 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
     assert trainer(lr_find=True) == 0 and "a picture needs: pip install matplotlib" in capsys.readouterr().out
     assert {path.name for path in (folder / "out").iterdir()} == {"my.lr_find.png", "my.lr_find.csv", "my.lr_find2.csv"}
+
+
+def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss_that_is_no_number(monkeypatch):
+    monkeypatch.setattr(rates, "SWEEP", 20)
+    s, taken = SimpleNamespace(**settings(vars(train)) | {"decay_lr": True}, learning_rate_at=optim.learning_rate_at), []
+
+    def take(step, rate):
+        taken.append(rate)
+        return math.nan if (step, lost) == (7, True) else 20.0 - step
+
+    lost = False
+    assert rates.short_training(take, s, 1e-2) == 1.5 and max(taken) == taken[1] == 1e-2 and taken[-1] < 1e-3 < taken[0] < 1e-2
+    lost = True
+    assert rates.short_training(take, s, 1e-2) == math.inf and len(taken) == 28
 
 
 def test_the_rates_of_a_sweep():

@@ -341,6 +341,16 @@ def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
     assert [(e["run"]["training"], e["from"], e["run"]["rows"]) for e in (begun, ended)] == [(True, 3, 3), (False, 3, 3)]
 
 
+def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path):
+    (tmp_path / "out").mkdir()
+    queue = [1]
+    told = runs.Runs(tmp_path / "out", lambda: {"queue": list(queue)}).live(None)
+    assert [next(told), next(told)] == [{"hello": True}, {"queue": [1]}]
+    queue.append(2)
+    assert next(told) == {"queue": [1, 2]}
+    assert next(told) is None  # five seconds without any news
+
+
 def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
     (filled.folder / "secret").mkdir()
     write_run(filled.folder / "secret", 1)

@@ -320,6 +320,12 @@ def test_no_false_alarm_of_a_text_that_is_not_read_as_it_lies(name, folder, star
     assert done.code == 0 and "checks: 1 passed" in done.out, done.all
 
 
+def test_pieces_of_a_text_are_all_of_it_or_lie_at_equal_distances():
+    pieces = lambda n, most, size: [piece.tolist() for piece in data_checks.spread(range(n), most, size)]
+    assert pieces(10, 12, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] and pieces(3, 1, 4) == [[0, 1, 2]]
+    assert pieces(10, 6, 2) == [[0, 1], [4, 5], [8, 9]] and pieces(1000, 1, 3) == [[0, 1, 2]]
+
+
 def test_no_false_alarm_where_the_first_document_is_held_out(folder, start, monkeypatch):
     """It is larger than the part of the source that the check reads."""
     monkeypatch.setattr(data_checks, "HEAD", 4096)
