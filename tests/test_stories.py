@@ -57,7 +57,7 @@ def test_there_are_a_billion_stories_and_more():
 
 SMALL = """
 story
-    [start] {hero} {did|has} [thing]. [end]
+    [start] {hero} {did|has} [thing]. [end] [nod]
 start
     A {girl|boy}
     The {size} {girl|boy}
@@ -69,6 +69,7 @@ hero
     {[girl_name]|[boy_name]}
 girl_name: Ann, Sue
 boy_name: Tom, Ben
+nod: Yes., No.
 size: big, small, tiny
 thing: cat, dog, owl, fox
 """
