@@ -802,9 +802,9 @@ def test_the_shakespeare_presets_train_on_shakespeare():
 def test_downloads_survive(mood, hub, tmp_path):
     name, body = next(iter(BODIES.items()))
     hub.mood = list(mood)
-    prepare.download(tmp_path / "deep" / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
-    assert (tmp_path / "deep" / name).read_bytes() == body and not hub.mood
-    assert [p.name for p in (tmp_path / "deep").iterdir()] == [name]
+    prepare.download(tmp_path / "deep" / "er" / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
+    assert (tmp_path / "deep" / "er" / name).read_bytes() == body and not hub.mood
+    assert [p.name for p in (tmp_path / "deep" / "er").iterdir()] == [name]
     if mood == ["break"] * 5:  # every request asks for what is missing only
         asked = [int(range_[6:-1]) for _, range_, _ in hub.requests[1:]]
         assert asked == sorted(asked) and len(set(asked)) == 5 and asked[0] == len(body) // 2

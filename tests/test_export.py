@@ -680,6 +680,14 @@ def test_a_scaling_factor_without_a_type_is_linear(changed, scaling, tmp_path):
     assert args.rope_scaling == scaling and args.rope_theta == 10_000  # GGUF's, where the file has none
 
 
+def test_settings_that_a_llama_has_not_may_be_named_as_what_they_are_without(tmp_path):
+    """llama.cpp's defaults, as converters write them out."""
+    read(with_metadata(tmp_path / "m", {
+        "llama.attention.causal": True, "llama.attention.clamp_kqv": 0.0, "llama.attention.max_alibi_bias": 0.0, "llama.expert_count": 0,
+        "llama.expert_used_count": 0, "llama.rope.scaling.attn_factor": 1.0, "llama.rope.scaling.yarn_beta_fast": 32.0,
+        "llama.rope.scaling.yarn_beta_slow": 1.0, "llama.use_parallel_residual": False}))
+
+
 @pytest.mark.parametrize("tensors, said", [
     ({"blk.0.attn_q.weight": None}, "tensor blk.0.attn_q.weight (8, 8) is missing"),
     ({"rope_freqs.weight": (4,)}, "rope_freqs.weight has shape (4,)"), ({"blk.0.attn_q.scale": (4,)}, "tensor 'blk.0.attn_q.scale' (f32) is no part of"),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -67,6 +68,14 @@ def client(server):
 def spoken(binary, path, prompt, n, *flags):
     """What run adds to a prompt."""
     return run(binary, path, *flags, "-n", n, "--raw", "-i", prompt)[:-1].decode(errors="replace").removeprefix(prompt)
+
+
+def test_a_text_has_the_bos_that_its_model_wants_and_no_text_has_one():
+    asked = []
+    model = SimpleNamespace(encode=lambda text, bos: asked.append((text, bos)) or np.array([1]))
+    for prompt in "One", "", ["One"], [""]:
+        assert talk.prompt_tokens(model, {"prompt": prompt}) == [1]
+    assert asked == 2 * [("One", None), ("", True)]
 
 
 def test_models(client):
