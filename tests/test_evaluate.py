@@ -1,6 +1,8 @@
 """Labelled prompts: scores against sums of log probabilities, the report, W&B, and an intent model learnt from pairs."""
 import json
+import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -144,7 +146,10 @@ def test_the_likeliest_choice_with_and_without_regard_to_its_length(model, tmp_p
     monkeypatch.setattr(evaluate, "harness", str(tmp_path / "task.jsonl"))
     evaluate.evaluate_choices(model, Bytes(), "cpu")
     right = [sum(found[n] == a for found, (*_, a) in zip(expected, questions)) / 3 for n in (0, 1)]
-    assert [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()] == [round(share, 4) for share in right]
+    for p, line in zip(right, capsys.readouterr().out.splitlines(), strict=True):
+        error = math.sqrt(p * (1 - p) / 2)
+        told = [float(n) for n in re.findall(r"[\d.]+", line)][:4]
+        assert told == [round(n, 4) for n in (p, error, max(0, p - 1.96 * error), min(1, p + 1.96 * error))], line
     for line in ('{"context": "a", "choices": ["b"], "answer": 1}', '{"context": "a"}', "no"):
         (tmp_path / "task.jsonl").write_text(line)
         with pytest.raises(SystemExit):

@@ -198,6 +198,10 @@ def test_numbers_that_c_would_cut_are_refused(models):
             lambda: model.ends(big), lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
         with pytest.raises(llamac.Error, match="expected"):
             mistake()
+    assert [llamac.whole("n", n) for n in (-2 ** 31, 2 ** 31 - 1)] == [-2 ** 31, 2 ** 31 - 1]
+    for n in -2 ** 31 - 1, 2 ** 31:
+        with pytest.raises(llamac.Error, match="32 bits"):
+            llamac.whole("n", n)
     for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8), np.array([1, 0, 5, 0], np.int32)[::2]):
         session.forward(tokens, np.int64(0))
         assert model.decode(tokens) == model.decode([1, 5])
