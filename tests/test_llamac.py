@@ -95,6 +95,15 @@ def test_two_models_used_by_threads(models):
     assert [said[n] for n in range(6)] == alone * 3
 
 
+def test_the_first_of_the_largest_is_the_likeliest(models):
+    session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(temperature=0)
+    session.forward([1], 0)
+    logits = session.logits.reshape(-1)
+    for place in *range(70), 255, 256, len(logits) - 1:
+        logits[:place], logits[place:] = -3, 2
+        assert session.sample(greedy) == place
+
+
 def test_logits_are_the_librarys_own_memory(models):
     model = llamac.Model(models[0])
     session, tokens = llamac.Session(model, positions=16, logits="all"), model.encode("One two")
