@@ -213,6 +213,8 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
     text = capsys.readouterr().out
     count = len(vocabularies["mha"].encode(PROMPT)) + 20
     assert text == run("-t", "0", "-n", str(count), "-i", PROMPT).decode()
+    command(monkeypatch, sample, **knobs | dict(max_new_tokens=1), temperature=0.0)
+    assert text.startswith(capsys.readouterr().out.rstrip("\n"))
     for long in (PROMPT, write_text(6, 30)):  # both go beyond the context of 256, one with the prompt
         count = len(vocabularies["mha"].encode(long)) + 300
         command(monkeypatch, sample, **knobs | dict(prompt=long, max_new_tokens=300), temperature=0.0)
