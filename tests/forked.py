@@ -26,7 +26,7 @@ def serve(address, program):
     import safetensors.torch  # noqa: F401
     import sentencepiece  # noqa: F401
     import torch
-    import torch._dynamo
+    import torch._dynamo  # this and the next are for processes that share a model
     import torch.distributed.fsdp
     import torch.distributed.run  # noqa: F401
     import tqdm  # noqa: F401

@@ -296,8 +296,7 @@ def try_change(path, change, tests, every):
             code, output = pytest(copy, "-x", *words, limit=limit)
         noticed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.M)
         failed = noticed[1] if noticed else f"exit code {code}"
-        nothing_chosen = 5  # pytest's code where no test was run
-        who = f"no end within {limit:.0f} s" if code is None else failed if code not in (0, nothing_chosen) else None
+        who = f"no end within {limit:.0f} s" if code is None else failed if code not in (0, 5) else None  # 5: no test was chosen
         count += int((re.search(r"(\d+) passed", output) or "00")[1])
         if who:
             break

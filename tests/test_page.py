@@ -3,6 +3,7 @@ import base64
 import contextlib
 import fcntl
 import http.client
+import itertools
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode
 
 import numpy as np
@@ -341,7 +343,8 @@ def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
     assert [(e["run"]["training"], e["from"], e["run"]["rows"]) for e in (begun, ended)] == [(True, 3, 3), (False, 3, 3)]
 
 
-def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path):
+def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None))
     (tmp_path / "out").mkdir()
     queue = [1]
     told = runs.Runs(tmp_path / "out", lambda: {"queue": list(queue)}).live(None)

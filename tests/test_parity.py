@@ -230,8 +230,8 @@ def test_sample_writes_what_run_writes(exported, vocabularies, tmp_path, monkeyp
 
 @pytest.mark.parametrize("script, knobs, said", [
     (sample, dict(num_samples=0), "num_samples is 0"), (sample, dict(max_new_tokens=0), "max_new_tokens is 0"),
-    (sample, dict(top_p=1.1), "top_p is 1.1"), (sample, dict(top_p=0.0), "top_p is 0.0"), (sample, dict(temperature=-1.0), "temperature is -1.0"),
-    (sample, dict(top_p=0.0), "top_p is 0.0"), (sample, dict(device="toaster"), "--device=toaster"),
+    (sample, dict(temperature=-1.0), "temperature is -1.0"), (sample, dict(top_p=0.0), "top_p is 0.0"),
+    (sample, dict(top_p=1.1), "top_p is 1.1"), (sample, dict(device="toaster"), "--device=toaster"),
     (sample, dict(out_dir="none"), "no complete checkpoint"),
     (evaluate, dict(perplexity=""), "give --perplexity"), (evaluate, dict(perplexity="none"), "No such file"),
     (evaluate, dict(perplexity="empty"), "the text has no tokens"),

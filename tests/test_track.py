@@ -666,11 +666,12 @@ def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
         env = os.environ | {"FAULT": fault, "SEEN": f"{out}/seen-", "PYTHONPATH": modules, "SWANLAB_MODE": "offline"}
         runs[fault] = out, subprocess.Popen([sys.executable, "-m", "tests.trackers", str(out), "60"], cwd=ROOT, env=env, text=True,
                                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    slowness = usual(1)  # while they all run
     for fault, (out, process) in runs.items():
         said, warned = process.communicate(timeout=120)
         took = json.loads(said.splitlines()[-1])
         assert process.returncode == 0, (fault, warned)
-        assert took["start"] < usual(5) and took["row"] < usual(1) and took["end"] < usual(5), (fault, took, warned)
+        assert took["start"] < 5 * slowness and took["row"] < slowness and took["end"] < 5 * slowness, (fault, took, warned)
         assert [row["iter"] for row in track.read_rows(out / "log.jsonl")] == list(range(60)), fault
         warnings = [line for line in warned.splitlines() if line.startswith("warning: tracking with")]
         assert len(warnings) == len(warned.splitlines()) == (0 if fault.startswith(("none", "hang")) else 2), (fault, warned)
