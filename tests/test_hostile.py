@@ -574,7 +574,7 @@ def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin):
     """10,000 flips of one bit each, anywhere in the tensors, by the function behind --verify; a few by the program."""
     path, rng = tmp_path / "m.gguf", random.Random(0)
     start = sealed(path, dim=8, hidden=8, heads=2, kv=1)
-    flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", *LIBRARY, standard="gnu11")
+    flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", *LIBRARY)  # run's objects
     assert subprocess.run([flips, path, "10000"], capture_output=True, check=True).stdout == b"10000 of 10000 flips found\n"
     data = path.read_bytes()
     for _ in range(20):

@@ -48,12 +48,9 @@ def test_arm_kernels_compute_what_plain_c_does(tmp_path):
 
 @pytest.fixture(scope="module")
 def arm_runs(tmp_path_factory):
-    """run as `make run` makes it for ARM, and a program for each processor that emulates it."""
+    """run compiled for ARM as `make run` does, and a program for each processor that emulates it."""
     folder = tmp_path_factory.mktemp("arm")
-    for file in "Makefile", "run.c":
-        shutil.copy(ROOT / file, folder)
-    shutil.copytree(ROOT / "runtime", folder / "runtime")
-    subprocess.run(["make", "-s", "-C", folder, "run", f"CC={ARM[0]}"], check=True)
+    compile_c(folder / "run", "-O3", *PROGRAM, compiler=ARM[0])
     for cpu in ARM_CPUS:
         (folder / cpu).write_text(f'#!/bin/sh\nexec {" ".join(QEMU)} {cpu} {folder}/run "$@"\n')
         (folder / cpu).chmod(0o755)

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import track
+from tests import forked
 from tests.conftest import usual
 from tests.wandb_server import Server
 
@@ -33,11 +34,21 @@ def folder(tmp_path):
     return tmp_path
 
 
-def start(folder, url, script, *words):
+def environment(folder, url):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
-    env = clean | {"OMP_NUM_THREADS": "1", "HOME": str(folder), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
-    return subprocess.Popen([sys.executable, str(ROOT / script), *words], cwd=folder, env=env, stdin=subprocess.DEVNULL,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return clean | {"OMP_NUM_THREADS": "1", "HOME": str(folder), "WANDB_API_KEY": KEY, "WANDB_BASE_URL": url}
+
+
+def start(folder, url, script, *words):
+    return subprocess.Popen([sys.executable, str(ROOT / script), *words], cwd=folder, env=environment(folder, url),
+                            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def trained(folder, url, *words):
+    """What a training says that ends by itself."""
+    done = forked.run([ROOT / "train.py", *TINY, *words], folder, environment(folder, url))
+    assert done.returncode == 0 and "warning: tracking" not in done.stderr, done.stderr
+    return done.stdout
 
 
 def finish(process):
@@ -60,7 +71,7 @@ def uploaded(server, folder):
 
 
 def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder):
-    out = finish(start(folder, server.url, "train.py", *TINY, "--max_iters=20"))
+    out = trained(folder, server.url, "--max_iters=20")
     assert "W&B online" in out and server.keys == {KEY}
     rows = uploaded(server, folder)
     assert [row["iter"] for row in rows] == [0, 5, 10, 15, 20]
@@ -77,7 +88,7 @@ def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder)
     metrics = server.runs[run_id]["config"]["_wandb"]["value"]["m"]  # as the page reads it: 2 the name, 6 [2] hidden
     assert {m["2"] for m in metrics if m.get("6") == [2]} == {f"tables/{name}.*" for name in track.TABLES}
     sent = len(server.artifacts)
-    finish(start(folder, server.url, "train.py", *TINY, "--max_iters=40", "--wandb_tables=False", "--wandb_log_model=False"))
+    trained(folder, server.url, "--max_iters=40", "--wandb_tables=False", "--wandb_log_model=False")
     assert [row["iter"] for row in uploaded(server, folder)] == list(range(0, 45, 5))
     assert list(server.runs) == [run_id] and len(server.artifacts) == sent
     assert server.runs[run_id]["config"]["max_iters"]["value"] == 40  # what was given anew
@@ -113,7 +124,7 @@ def track_rows(folder):
 
 
 def test_a_run_without_a_server_is_synced_complete_even_where_the_client_lost_rows(server, folder):
-    out = finish(start(folder, "http://127.0.0.1:9", "train.py", *TINY, "--max_iters=20"))
+    out = trained(folder, "http://127.0.0.1:9", "--max_iters=20")
     assert "W&B offline (http://127.0.0.1:9 does not answer)" in out and "python track.py sync out" in out
     with open(folder / "out/log.jsonl", "a") as f:  # rows of a time when the service was gone
         f.writelines(json.dumps({"iter": i, "tokens": 128 * i, "loss/train": 1.5, "time": 0}) + "\n" for i in (25, 30))
