@@ -264,7 +264,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def head(self, status, kind, more):
-        self.close_connection = True
         self.send_response(status)
         text = kind.startswith("text/") or kind == "application/json"
         kind += "; charset=utf-8" * text

@@ -130,6 +130,8 @@ def test_the_chart_puts_losses_over_tokens_and_over_time(folders):
     wide, high = map(float, svg.documentElement.getAttribute("viewBox").split()[2:])
     places = [(float(t.getAttribute("x")), float(t.getAttribute("y"))) for t in words]
     assert all(0 < x < wide and 0 < y < high for x, y in places) and len(set(places)) == len(places)  # none over another
+    of_losses = [x for t, (x, _) in zip(words, places) if t.getAttribute("text-anchor") == "end"]
+    assert of_losses and all(x < 50 or 450 < x < 510 for x in of_losses)  # left of the two frames
     at = {t.firstChild.data: x for t, (x, _) in zip(words, places) if t.getAttribute("text-anchor") == "middle"}
     assert at["0.0003"] == pytest.approx(50 + 400 * 300 / 320, abs=0.1)  # of 320 tokens
     lines, dots = svg.getElementsByTagName("polyline"), svg.getElementsByTagName("circle")

@@ -12,12 +12,13 @@ import torch
 
 import train
 from configurator import settings
-from engine import costs, fit, parallel, sizes
+from engine import costs, fit, instruments, parallel, sizes
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 from tests import forked
 from tests.test_export import build
+from tokenizer import Characters
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -57,6 +58,16 @@ def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
     monkeypatch.setattr(parallel, "world", 4)
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 / 4 + 8 * 64 + samples
+
+
+def test_samples_are_as_long_as_their_time_is_reckoned_for():
+    """By a model that knows letters alone, so that no text ends by itself."""
+    s, letters = knobs(sample_prompt="a|b"), Characters("abcdefgh")
+    model = Transformer(ModelArgs(dim=8, n_layers=1, n_heads=1, vocab_size=letters.vocab_size, max_seq_len=16, tied=False))
+    model.tok_embeddings.weight.data[:] = model.output.weight.data[3:] = 1
+    model.output.weight.data[:3] = -1
+    written = instruments.write_samples(model, letters, CPU, s.sample_prompt.split("|"), seed=1)
+    assert sum(len(text) for *_, text in written) == costs.evaluation_seconds(s, {"val_tokens": 9, "val_documents": 1}, 0.0, 1.0)
 
 
 def test_the_table_of_a_preset_needs_no_data(tmp_path):

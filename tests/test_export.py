@@ -626,7 +626,8 @@ def with_metadata(path, changed, tensors=None):
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"],
         "tokenizer.ggml.scores": [0.0] * 4, "tokenizer.ggml.token_type": [2, 3, 3, 1]} | changed
     w = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
-    kinds = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array}
+    kinds = {int: w.add_uint32, float: w.add_float32, str: w.add_string, bool: w.add_bool, list: w.add_array,
+             tuple: lambda key, typed: w.add_key_value(key, *typed)}
     for key, value in values.items():
         if value is not None:
             kinds[type(value)](key, value)
@@ -686,6 +687,15 @@ def test_settings_that_a_llama_has_not_may_be_named_as_what_they_are_without(tmp
         "llama.attention.causal": True, "llama.attention.clamp_kqv": 0.0, "llama.attention.max_alibi_bias": 0.0, "llama.expert_count": 0,
         "llama.expert_used_count": 0, "llama.rope.scaling.attn_factor": 1.0, "llama.rope.scaling.yarn_beta_fast": 32.0,
         "llama.rope.scaling.yarn_beta_slow": 1.0, "llama.use_parallel_residual": False}))
+
+
+def test_numbers_of_every_type_in_metadata_are_read(tmp_path):
+    """As other programs put them beside ours."""
+    values = {"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2 ** 32 - 1, "INT32": -2 ** 31,
+              "UINT64": 2 ** 64 - 1, "INT64": -2 ** 63, "FLOAT32": 0.1, "FLOAT64": 0.1, "BOOL": True}
+    path = with_metadata(tmp_path / "m", {f"other.{kind}": (value, gguf.GGUFValueType[kind]) for kind, value in values.items()})
+    found = load.read_gguf(path)[2]
+    assert {kind: found[f"other.{kind}"] for kind in values} == values
 
 
 @pytest.mark.parametrize("tensors, said", [

@@ -110,3 +110,6 @@ def test_the_gradient_noise_scale():
     dataset = SimpleNamespace(make_batch=lambda step: (rows[1000 * step:1000 * step + 1000], rows[:1000]))
     found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, pieces=2000)["grad/noise_scale"]
     assert found == pytest.approx(50 * 4 / (50 * 9) * 50, rel=0.05)  # a sequence of 50 tokens here
+    found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, pieces=2)["grad/noise_scale"]
+    a, b = rows.view(2, 2000, 50).mean(1)  # of two halves, without bias: the variance of one, the square of the mean
+    assert found == pytest.approx(((a - b).square().sum() / 2 / (a @ b)).item() * 2000 * 50, rel=0.05)

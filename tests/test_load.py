@@ -404,23 +404,24 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
 
 # ---- Meta
 
-@pytest.mark.parametrize("n, params", [(1, {}), (2, {}), (2, {"use_scaled_rope": True, "rope_theta": 5e5, "tables": 0})])
+@pytest.mark.parametrize("n, params", [
+    (1, {}), (2, {}), (2, {"use_scaled_rope": True, "rope_theta": 5e5, "tables": 0}), (2, {"tied": True})])
 def test_a_folder_of_metas(n, params, tmp_path, vocabulary, capsys):
     """Slices as Meta's programs make them: rows of wq, wk, wv, w1, w3 and output, columns of wo, w2 and (before Llama 3) the embedding."""
     torch.manual_seed(2)
-    size, embedding = vocabulary.vocab_size - vocabulary.vocab_size % 2, params.pop("tables", 1)
-    args = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=size, hidden_dim=96, tied=False, max_seq_len=4096)
-    model = Transformer(args)
+    size, embedding, tied = vocabulary.vocab_size - vocabulary.vocab_size % 2, params.pop("tables", 1), params.pop("tied", False)
+    args = ModelArgs(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=size, hidden_dim=96, tied=tied, max_seq_len=4096)
+    weights = {name: w for name, w in Transformer(args).state_dict().items() if not (tied and name == "output.weight")}
     columns = {"tok_embeddings": embedding, "wo": 1, "w2": 1}
     for i in range(n):
         shard = {name: w if w.dim() == 1 else w.chunk(n, columns.get(name.split(".")[-2], 0))[i].clone().bfloat16()
-                 for name, w in model.state_dict().items()}
+                 for name, w in weights.items()}
         torch.save(shard | {"rope.freqs": torch.ones(8)}, tmp_path / f"consolidated.{i:02d}.pth")
     (tmp_path / "params.json").write_text(json.dumps(
         dict(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, multiple_of=32, norm_eps=1e-5, vocab_size=-1) | params))
     state, found, nobody, _ = load.read_model(tmp_path / "consolidated.00.pth")
-    assert nobody is None and found.hidden_dim == 96 and found.n_kv_heads == 2 and found.vocab_size == size and not found.tied
-    assert all(torch.equal(state[name].float(), w.bfloat16().float() if w.dim() > 1 else w) for name, w in model.state_dict().items())
+    assert nobody is None and found.hidden_dim == 96 and found.n_kv_heads == 2 and found.vocab_size == size and found.tied == tied
+    assert all(torch.equal(state[name].float(), w.bfloat16().float() if w.dim() > 1 else w) for name, w in weights.items())
     if params:
         assert found.max_seq_len == 131072 and rope.rule(found) == {
             "rope_type": "llama3", "factor": 32.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

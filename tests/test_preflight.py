@@ -191,6 +191,11 @@ def inputs_as_targets(monkeypatch):
     monkeypatch.setattr(data, "read_windows", lambda *args: (plain(*args)[0], plain(*args)[0]))
 
 
+def without_targets(monkeypatch):
+    plain = data.read_windows
+    monkeypatch.setattr(data, "read_windows", lambda *args: (plain(*args)[0], torch.full_like(plain(*args)[1], -1)))
+
+
 def augmented(monkeypatch):
     plain = data.Dataset.batch
 
@@ -286,7 +291,7 @@ PLANTED = [
     (not_normalised("norm"), "norms", {}),
     (large_init, "loss", {}), (loss_as_a_sum, "loss", {}),
     (other_vocabulary, "vocabulary", {"vocab_source": "char"}), (small_vocabulary, "vocabulary", {}),
-    (unsaved_buffer, "saved", {"checks": "saved"}),
+    (unsaved_buffer, "saved", {"checks": "saved"}), (without_targets, "targets", {"checks": "targets"}),
 ]
 
 

@@ -282,12 +282,12 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
 def alone(folder):
     """One process, whose curve many give too: a step has 6 sequences, of which the fourth of four processes gets none."""
     args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10"]
-    done = run(folder, *args, "--out_dir=one")
+    done = run(folder, *args, "--noise_scale=True", "--out_dir=one")
     assert done.returncode == 0, done.stderr
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--sharded=True"])])
+@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--sharded=True", "--noise_scale=True"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
     for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
@@ -296,6 +296,9 @@ def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     for (step, first), second in zip(losses(folder, "one").items(), losses(folder, out).values()):
         for a, b in zip(first, second):
             assert a is b is None or abs(a - b) <= 1e-5 * a, step
+    if more:  # each small batch is one of three sequences now, of which the tokens have to be counted
+        first, second = (rows(folder, name)[0]["grad/noise_scale"] for name in ("one", out))
+        assert second == pytest.approx(first, rel=0.5)
 
 
 def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_path):
@@ -766,12 +769,21 @@ def test_sigusr1_saves_and_goes_on(folder):
     assert process.wait() == 0 and rows(folder, "usr1")[-1]["iter"] == 200
 
 
-def test_a_time_limit_saves_and_ends(folder):
+def test_a_time_limit_saves_and_ends(folder, tmp_path):
+    """Its progress bar, which only a terminal has, counts towards the steps that there is time for."""
+    script = tmp_path / "terminal.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "sys.stderr.isatty = lambda: True\n"
+                      "import train\n"
+                      "from configurator import configure\n"
+                      "train.main(configure(vars(train)))\n")
     args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000", "--log_interval=1"]
-    done = run(folder, *args, "--max_minutes=0.04")
-    assert done.returncode == 0 and "the same command continues from here" in done.stdout
+    done = forked.run([script, *TINY, *args, "--max_minutes=0.04"], folder,
+                      os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "the same command continues from here" in done.stdout, done.stderr
     step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
     assert 0 < step < 100000
+    assert step / 10 < int(re.findall(r"\| \d+/(\d+) \[", done.stderr)[-1]) < 10 * step
     assert done.stdout.endswith("write with it: ./run limit/model.gguf -i The\n")
     assert export.exported_step(folder / "limit/model.gguf") == step == rows(folder, "limit")[-1]["iter"]
     assert rows(folder, "limit")[-1]["loss/val"] < rows(folder, "limit")[0]["loss/val"]
