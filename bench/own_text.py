@@ -4,13 +4,15 @@ drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of t
 
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
-With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too: its rate falls over as many steps as the
-time allows, at the speed of two first short runs. Of its losses, each over 20 batches, the least counts.
+With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too, with --litgpt=PYTHON, the Python that has
+litgpt, what litgpt_text.py says: their rates fall over as many steps as the time allows, at the speed of two first short runs.
+Of their losses, each over 20 batches, the least counts.
 
 A run counts with its best checkpoint, which is evaluated again at the end, over JUDGED tokens of each. With two workers of
 one thread each, two runs share the machine all the time, ours too. A vocabulary of 0 in a draw stands for bytes.
 """
 import concurrent.futures
+import itertools
 import json
 import math
 import os
@@ -36,9 +38,11 @@ threads = 1              # of each
 out_dir = "out/own_text"  # runs go here; what is there already is not run again
 seed = 1                 # of the draws
 nanogpt = ""             # folder of nanoGPT
+litgpt = ""              # a Python that has litgpt
 ROOT = Path(__file__).resolve().parents[1]
 JUDGED = 40           # times 1024 tokens
 EVERY = 250           # steps of nanoGPT from one evaluation to the next, as its recipe has them
+LIT_EVERY = 20        # of litgpt
 LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
@@ -84,6 +88,16 @@ def judged(command, folder, name, env):
     return float(LOSS.search(done.stdout)[1]) / math.log(2) * (meta["val_tokens"] - meta["val_documents"]) / meta["val_bytes"]
 
 
+def in_time(run, every):
+    """
+    What run(steps) gives, (bits per byte, seconds), with as many steps as the minutes hold at the speed of two first short
+    runs: a multiple of `every`, if that is possible.
+    """
+    (_, short), (_, longer) = run(every), run(2 * every)
+    intervals = 2 + (60 * minutes - longer) / (longer - short)  # each of `every` steps; what a start takes is in both
+    return run(every * round(intervals) if intervals > 1 else max(1, round(every * intervals)))
+
+
 def nano(text):
     """(bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
     with tempfile.TemporaryDirectory(dir=Path(nanogpt, "data")) as folder:
@@ -95,19 +109,29 @@ def nano_in(folder, text):
     shutil.copy(text, folder / "input.txt")
     env = os.environ | {"OMP_NUM_THREADS": str(threads)}
     subprocess.run([sys.executable, folder / "prepare.py"], check=True, capture_output=True)
+    written = Path(text).read_text(encoding="utf-8")
+    characters_per_byte = len(written) / len(written.encode())
 
     def run(steps):
         start = time.perf_counter()
         command = [sys.executable, "train.py", *time_to_loss.NANOGPT.split(), f"--dataset={folder.name}", f"--max_iters={steps}",
                    f"--lr_decay_iters={steps}", f"--eval_interval={min(EVERY, steps)}", f"--out_dir={Path(out_dir).resolve()}/nanogpt"]
         done = subprocess.run(command, cwd=nanogpt, env=env, check=True, capture_output=True, text=True)
-        return min(map(float, time_to_loss.SAID.findall(done.stdout))), time.perf_counter() - start
+        loss = min(map(float, time_to_loss.SAID.findall(done.stdout)))
+        return loss / math.log(2) * characters_per_byte, time.perf_counter() - start
 
-    (_, short), (_, longer) = run(EVERY), run(2 * EVERY)
-    intervals = 2 + (60 * minutes - longer) / (longer - short)  # each of EVERY steps and an evaluation; the last is at the end
-    loss, seconds = run(EVERY * round(intervals) if intervals > 1 else max(1, round(EVERY * intervals)))
-    text = Path(text).read_text(encoding="utf-8")
-    return loss / math.log(2) * len(text) / len(text.encode()), seconds
+    return in_time(run, EVERY)
+
+
+def lit(text):
+    """(bits per byte, seconds) of litgpt's pretrain on a text, in the same time, its processing of the text included."""
+    def run(steps):
+        start = time.perf_counter()
+        command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text, str(Path(out_dir, "litgpt")), str(steps)]
+        done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=True, capture_output=True, text=True)
+        return float(done.stdout.split()[-1]), time.perf_counter() - start
+
+    return in_time(run, LIT_EVERY)
 
 
 def main(texts):
@@ -121,10 +145,11 @@ def main(texts):
         others = sorted((found[text, name], name) for t, name in found if t == text and name != "rules")
         most = others[0][0][0] if others else math.nan
         print(f"| {Path(text).name} | {last:.4f} | {best:.4f} | {seconds:.1f} | {most:.4f} | {best / most:.3f} |", flush=True)
-    for text in texts if nanogpt else ():
-        bits, seconds = nano(text)
-        print(f"nanoGPT on {Path(text).name}: {bits:.4f} bits per byte after {seconds:.1f} s; ours has "
-              f"{found[text, 'rules'][0] / bits:.3f} of it")
+    peers = [("nanoGPT", nano)] * bool(nanogpt) + [("litgpt", lit)] * bool(litgpt)
+    for text, (name, peer) in itertools.product(texts, peers):
+        bits, seconds = peer(text)
+        print(f"{name} on {Path(text).name}: {bits:.4f} bits per byte after {seconds:.1f} s; ours has "
+              f"{found[text, 'rules'][0] / bits:.3f} of it", flush=True)
     for text in texts:
         print(f"\n{Path(text).name}\n  rules: {found[text, 'rules'][0]:.4f} {found[text, 'rules'][4]}")
         for result, name in sorted((found[t, name], name) for t, name in found if t == text and name != "rules")[:5]:

@@ -1,0 +1,63 @@
+"""
+litgpt on a text, for own_text.py, by the Python that has it: what `litgpt pretrain pythia-14m --data TextFiles` does, with AdamW
+at 5e-3 as its tutorial says.
+
+    PYTHON bench/litgpt_text.py my.txt FOLDER STEPS
+
+Its tokenizer is a download, so it gets a byte-level BPE of PIECES pieces made from the text; and its steps of 512 sequences of
+512, of which ten minutes of two cores hold a few, are BATCH of CONTEXT here. The last tenth of the text is held out; the least
+of its evaluations counts.
+"""
+import csv
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+PIECES, BATCH, CONTEXT = 1024, 8, 256
+EVALUATIONS = 12
+
+
+def prepare(text, folder):
+    """Folders train, val and tokenizer; the tokens of a byte of the text that is held out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    shutil.rmtree(folder, ignore_errors=True)
+    cut = int(0.9 * len(text))
+    for name, part in {"train": text[:cut], "val": text[cut:].strip()}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "text.txt").write_text(part, encoding="utf-8")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.train([str(folder / "train/text.txt")], trainers.BpeTrainer(
+        vocab_size=PIECES, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer/tokenizer.json"))
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "GPTNeoXTokenizer", "bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}))
+    held_out = (folder / "val/text.txt").read_text(encoding="utf-8")
+    return len(tokenizer.encode(held_out).ids) / len(held_out.encode())
+
+
+def main(path, folder, steps):
+    tokens_per_byte = prepare(Path(path).read_text(encoding="utf-8"), folder)
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.config import Config
+    from litgpt.data import TextFiles
+    from litgpt.pretrain import setup
+    setup("pythia-14m", Config.from_name("pythia-14m", padded_vocab_size=PIECES, vocab_size=PIECES, block_size=CONTEXT),
+          out_dir=folder / "out", precision="32-true", devices=1, logger_name="csv", tokenizer_dir=folder / "tokenizer",
+          data=TextFiles(folder / "train", folder / "val", num_workers=0),
+          train=TrainArgs(save_interval=10 ** 9, log_interval=10, global_batch_size=BATCH, micro_batch_size=BATCH,
+                          max_tokens=steps * BATCH * CONTEXT, max_norm=1.0, min_lr=4e-5, lr_warmup_steps=steps // 20),
+          eval=EvalArgs(interval=max(10, steps // EVALUATIONS), max_iters=20, initial_validation=False, final_validation=True),
+          optimizer={"class_path": "torch.optim.AdamW",
+                     "init_args": {"lr": 5e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}})
+    log = next(folder.rglob("metrics.csv")).open()
+    loss = min(float(row["val_loss"]) for row in csv.DictReader(log) if row.get("val_loss"))
+    print(f"bits per byte {loss / math.log(2) * tokens_per_byte:.4f}")
+
+
+if __name__ == "__main__":  # litgpt starts processes that import this file, and reads the command line itself, for its records
+    words, sys.argv = sys.argv[1:], [sys.argv[0], "pretrain", "pythia-14m"]
+    main(words[0], Path(words[1]).resolve(), int(words[2]))
