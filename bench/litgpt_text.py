@@ -2,7 +2,7 @@
 litgpt on a text, for own_text.py, by the Python that has it: what `litgpt pretrain pythia-14m --data TextFiles` does, with AdamW
 at 5e-3 as its tutorial says.
 
-    PYTHON bench/litgpt_text.py my.txt FOLDER STEPS
+    PYTHON bench/litgpt_text.py my.txt STEPS
 
 Its tokenizer is a download, so it gets a byte-level BPE of PIECES pieces made from the text; and its steps of 512 sequences of
 512, of which ten minutes of two cores hold a few, are BATCH of CONTEXT here. The last tenth of the text is held out; the least
@@ -11,8 +11,8 @@ of its evaluations counts.
 import csv
 import json
 import math
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 PIECES, BATCH, CONTEXT = 1024, 8, 256
@@ -22,7 +22,6 @@ EVALUATIONS = 12
 def prepare(text, folder):
     """Folders train, val and tokenizer; the tokens of a byte of the text that is held out."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    shutil.rmtree(folder, ignore_errors=True)
     cut = int(0.9 * len(text))
     for name, part in {"train": text[:cut], "val": text[cut:].strip()}.items():
         (folder / name).mkdir(parents=True)
@@ -53,11 +52,12 @@ def main(path, folder, steps):
           eval=EvalArgs(interval=max(10, steps // EVALUATIONS), max_iters=20, initial_validation=False, final_validation=True),
           optimizer={"class_path": "torch.optim.AdamW",
                      "init_args": {"lr": 5e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}})
-    log = next(folder.rglob("metrics.csv")).open()
+    log = next(folder.rglob("metrics.csv")).read_text().splitlines()
     loss = min(float(row["val_loss"]) for row in csv.DictReader(log) if row.get("val_loss"))
     print(f"bits per byte {loss / math.log(2) * tokens_per_byte:.4f}")
 
 
 if __name__ == "__main__":  # litgpt starts processes that import this file, and reads the command line itself, for its records
     words, sys.argv = sys.argv[1:], [sys.argv[0], "pretrain", "pythia-14m"]
-    main(words[0], Path(words[1]).resolve(), int(words[2]))
+    with tempfile.TemporaryDirectory() as folder:
+        main(words[0], Path(folder), int(words[1]))

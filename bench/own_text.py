@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JUDGED = 40           # times 1024 tokens
 EVERY = 250           # steps of nanoGPT from one evaluation to the next, as its recipe has them
 LIT_EVERY = 20        # of litgpt
+LIT_LEAST = 10        # of litgpt, which logs no evaluation of fewer
 LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
@@ -127,7 +128,7 @@ def lit(text):
     """(bits per byte, seconds) of litgpt's pretrain on a text, in the same time, its processing of the text included."""
     def run(steps):
         start = time.perf_counter()
-        command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text, str(Path(out_dir, "litgpt")), str(steps)]
+        command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text, str(max(LIT_LEAST, steps))]
         done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=True, capture_output=True, text=True)
         return float(done.stdout.split()[-1]), time.perf_counter() - start
 

@@ -50,6 +50,8 @@ def test_arm_kernels_compute_what_plain_c_does(tmp_path):
 def arm_runs(tmp_path_factory):
     """run compiled for ARM as `make run` does, and a program for each processor that emulates it."""
     folder = tmp_path_factory.mktemp("arm")
+    told = subprocess.run(["make", "-nB", "run", f"CC={ARM[0]}"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f"{ARM[0]} -std=c11 -Wall -Wextra -O3 -o run run.c " in told
     compile_c(folder / "run", "-O3", *PROGRAM, compiler=ARM[0])
     for cpu in ARM_CPUS:
         (folder / cpu).write_text(f'#!/bin/sh\nexec {" ".join(QEMU)} {cpu} {folder}/run "$@"\n')

@@ -56,8 +56,12 @@ def command(*args, torchrun=0, max_restarts=0):
     return [*start, str(ROOT / "train.py"), *TINY, *args]
 
 
+def environment(**more):
+    return {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"} | more
+
+
 def run(folder, *args, torchrun=0, **more):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
+    env = environment()
     if not torchrun and not more:
         return forked.run(command(*args)[1:], folder, env)
     return subprocess.run(command(*args, torchrun=torchrun), cwd=folder, env=env, capture_output=True, text=True, **more)
@@ -71,8 +75,7 @@ def ranks(folder, processes, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
-        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": processes}
+    env = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=processes)
     with ThreadPoolExecutor(processes) as pool:
         return [*pool.map(lambda rank: forked.run(command(*args)[1:], folder, env | {"RANK": rank, "LOCAL_RANK": rank}),
                           range(processes))]
@@ -778,8 +781,7 @@ def test_a_time_limit_saves_and_ends(folder, tmp_path):
                       "from configurator import configure\n"
                       "train.main(configure(vars(train)))\n")
     args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000", "--log_interval=1"]
-    done = forked.run([script, *TINY, *args, "--max_minutes=0.04"], folder,
-                      os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"})
+    done = forked.run([script, *TINY, *args, "--max_minutes=0.04"], folder, environment())
     assert done.returncode == 0 and "the same command continues from here" in done.stdout, done.stderr
     step = checkpoint.load(checkpoint.newest(folder / "limit"), "train")["state"]["step"]
     assert 0 < step < 100000
