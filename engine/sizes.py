@@ -232,7 +232,7 @@ def epochs_for(size):
 
 
 def dropout_for(epochs):
-    return 0.0 if epochs < 8 else 0.1 if epochs < 50 else 0.2
+    return 0.0 if epochs < 5 else 0.1 if epochs < 50 else 0.2
 
 
 def rate_for(dim):
