@@ -5,7 +5,7 @@ drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of t
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
 With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too, with --litgpt=PYTHON, the Python that has
-litgpt, what litgpt_text.py says: their rates fall over as many steps as the time allows, at the speed of two first short runs.
+litgpt, what litgpt_text.py says: their rates fall over as many steps as the time allows, at the speed of shorter runs.
 Of their losses, each over 20 batches, the least counts.
 
 A run counts with its best checkpoint, which is evaluated again at the end, over JUDGED tokens of each. With two workers of
@@ -91,11 +91,12 @@ def judged(command, folder, name, env):
 
 def in_time(run, every):
     """
-    What run(steps) gives, (bits per byte, seconds), with as many steps as the minutes hold at the speed of two first short
-    runs: a multiple of `every`, if that is possible.
+    What run(steps) gives, (bits per byte, seconds), with as many steps as the minutes hold at the speed of two shorter runs: a
+    multiple of `every`, if that is possible.
     """
-    (_, short), (_, longer) = run(every), run(2 * every)
-    intervals = 2 + (60 * minutes - longer) / (longer - short)  # each of `every` steps; what a start takes is in both
+    run(every)  # starts slower than any later one, as nothing is in memory yet
+    (_, short), (_, longer) = run(every), run(4 * every)
+    intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)  # each of `every` steps; what a start takes is in both
     return run(every * round(intervals) if intervals > 1 else max(1, round(every * intervals)))
 
 
