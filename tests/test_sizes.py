@@ -85,7 +85,7 @@ def test_every_plan_can_train(monkeypatch, size):
 
 
 def test_dropout_grows_with_how_often_a_text_is_read():
-    """Without it where four readings would lose 0.1 bits by it, a tenth where six would learn the text by heart without it."""
+    """None where a text is read four times or less, a tenth where six readings would teach it by heart: doc/lab/own_text.md."""
     found = [sizes.dropout_for(epochs) for epochs in (0.01, 1, 4, 6, 40, 60)]
     assert found == sorted(found) and found[0] == found[2] == 0 < found[3] == found[4] < found[5] < 0.5
 
