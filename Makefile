@@ -33,8 +33,9 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --data=my.txt            your own text"
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
+# Three workers: two leave a seventh of two cores idle, waiting for the processes that they have started.
 test: .venv/test run ## run all tests
-	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder tests
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 3 --dist=loadfile --no-loadscope-reorder tests
 
 lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compiler's warnings
 	$(VENV) -m ruff check .
