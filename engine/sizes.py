@@ -203,14 +203,15 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     possible = seconds / step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
     steps = max(20, round(min(possible, epochs_for(meta["train_bytes"]) / passes)))
     epochs, limited = steps * passes, steps < possible
+    rate = s.learning_rate if "learning_rate" in given else rate_for(s.dim)
     read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of the text"
     plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else
                          (10 * steps, f"more than there is time for; about {steps:,}, {read}"),
-            "learning_rate": (rate_for(s.dim), "falls with the width"),
+            "learning_rate": (rate, "falls with the width"),
             "table_rate": (2.0 if s.tied else 4.0, "embedding and classifier learn faster; more so where they are two"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
             "dropout": (dropout_for(epochs), "grows with how often the text is read"),
-            "weight_decay": (0.1 if epochs < 50 else 0.3, "0.3 where the text is read very often"),
+            "weight_decay": (decay_for(epochs, passes, rate), "grows with how often the text is read, the more the smaller it is"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
             "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / 1024))),
                            "thousand tokens, less than a hundredth of the time"),
@@ -233,6 +234,14 @@ def epochs_for(size):
 
 def dropout_for(epochs):
     return 0.0 if epochs < 5 else 0.1 if epochs < 50 else 0.2
+
+
+def decay_for(epochs, passes, rate):
+    """
+    Weight decay that grows with how often a text is read, up to where weights forget, in 1 / (rate * decay) steps, what is
+    older than two readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
+    """
+    return min(1.0, max(0.1, float(f"{min(0.04 * epochs, passes / (2 * rate)):.1g}")))
 
 
 def rate_for(dim):

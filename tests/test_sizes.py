@@ -90,6 +90,30 @@ def test_dropout_grows_with_how_often_a_text_is_read():
     assert found == sorted(found) and found[0] == found[2] == 0 < found[3] == found[4] < found[5] < 0.5
 
 
+def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_in_two_readings(monkeypatch):
+    """What was best in doc/lab/own_text.md: 0.3 for a megabyte, 0.9 for 100 kB that are read 25 times, less where it is 7 times."""
+    def decay(size, epochs):
+        s = plan(monkeypatch, size, 10.0)
+        return sizes.decay_for(epochs, 3 * costs.tokens_per_step(s) / size, sizes.rate_for(s.dim))
+
+    often = [decay(size, 25) for size in SIZES]
+    assert often == sorted(often, reverse=True) and often[0] == 1 and often[-1] == 0.1
+    assert [decay(1_000_000, 16), decay(100_000, 7), decay(100_000, 22)] == [0.3, 0.3, 0.9]
+    assert {decay(size, epochs) for size in SIZES for epochs in (0.01, 1, 3)} == {0.1}
+
+
+def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
+    s = plan(monkeypatch, 1_000_000, 10.0)
+    meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920}
+
+    def decay(rate, *given):
+        s.learning_rate = rate
+        return sizes.values(sizes.plan_length(s, set(given), meta, make_optimizer, CPU, torch.float32)[1]).get("weight_decay")
+
+    assert decay(1.0) == decay(1e-4) == decay(sizes.rate_for(s.dim), "learning_rate") > 0.1
+    assert decay(1e-4, "learning_rate") > 0.5 and decay(0.1, "learning_rate") == 0.1 and decay(1e-4, "weight_decay") is None
+
+
 def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, tmp_path):
     found = [plan(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
     assert found == sorted(set(found)) and found[0] >= sizes.LARGE // 4 and all(most & (most - 1) == 0 for most in found)
