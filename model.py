@@ -88,7 +88,7 @@ class Attention(nn.Module):
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
             k, v = keys[:, :pos + T], values[:, :pos + T]
             mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)  # query t sees keys 0 .. pos + t
-        return self.wo(ops.attention(q, k, v, mask, a.dropout if self.training else 0.0))
+        return self.wo(ops.attention(q, k, v, mask))
 
 
 class FeedForward(nn.Module):

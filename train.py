@@ -89,7 +89,7 @@ head_width = 0              # width of a head; 0: dim / n_heads
 hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
 multiple_of = 32            # rounding of the hidden width
 max_seq_len = 192           # context, in tokens
-dropout = 0.0               # 0 for large data, 0.1 or more when epochs repeat
+dropout = 0.0               # of what blocks add; 0 for large data, 0.1 or more when epochs repeat
 within_documents = True     # attention sees no other document; False: faster where contexts are long
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
@@ -149,7 +149,7 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     x, y = dataset.batch(step)
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
-    packed = within_documents and not dropout and ops.has_packed_attention(device, amp, head_width or dim // n_heads)
+    packed = within_documents and ops.has_packed_attention(device, amp, head_width or dim // n_heads)
     total = torch.zeros((), device=device)
     for i, (xb, yb) in enumerate(micro_batches):
         share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding

@@ -77,10 +77,11 @@ def rotate_plain(x, rope):
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
 
 
-def attention(q, k, v, mask=None, dropout=0.0):
+def attention(q, k, v, mask=None):
     """
     softmax(q k^T / sqrt(Q)) v. q: (B, T, H, Q); k, v: (B, S, K, Q), each for H / K heads of q -> (B, T, H Q). mask:
-    (T, S) or (B, 1, T, S), what a query may see of the keys, or Documents; None: itself and all before.
+    (T, S) or (B, 1, T, S), what a query may see of the keys, or Documents; None: itself and all before. Its weights are never
+    dropped out: no fast kernel of a CPU can do that. doc/lab/own_text.md
     """
     if isinstance(mask, Documents):
         return packed_attention(q, k, v, mask)
@@ -88,7 +89,7 @@ def attention(q, k, v, mask=None, dropout=0.0):
     if mask is not None and q.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-                                       is_causal=mask is None, dropout_p=dropout, enable_gqa=k.shape[2] != heads)
+                                       is_causal=mask is None, enable_gqa=k.shape[2] != heads)
     return y.transpose(1, 2).flatten(2)
 
 

@@ -239,9 +239,9 @@ def dropout_for(epochs):
 def decay_for(epochs, passes, rate):
     """
     Weight decay that grows with how often a text is read, up to where weights forget, in 1 / (rate * decay) steps, what is
-    older than two readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
+    older than 1.5 readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
     """
-    return min(1.0, max(0.1, float(f"{min(0.04 * epochs, passes / (2 * rate)):.1g}")))
+    return min(1.0, max(0.1, float(f"{min(0.04 * epochs, passes / (1.5 * rate)):.1g}")))
 
 
 def rate_for(dim):

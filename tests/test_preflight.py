@@ -75,8 +75,8 @@ def sees_next(monkeypatch):
 
 
 def sees_all(monkeypatch):
-    def everything(q, k, v, mask=None, dropout=0.0):
-        return plain(q, k, v, torch.ones(q.shape[1], k.shape[1], dtype=torch.bool), dropout)
+    def everything(q, k, v, mask=None):
+        return plain(q, k, v, torch.ones(q.shape[1], k.shape[1], dtype=torch.bool))
     plain = ops.attention
     monkeypatch.setattr(ops, "attention", everything)
 
@@ -85,11 +85,11 @@ def one_layer_sees_next(monkeypatch):
     """Only the second block of the model."""
     plain, calls = ops.attention, []
 
-    def second(q, k, v, mask=None, dropout=0.0):
+    def second(q, k, v, mask=None):
         calls.append(1)
         T = q.shape[1]
         mask = torch.ones(T, T, dtype=torch.bool).tril(1) if len(calls) % 2 == 0 else mask
-        return plain(q, k, v, mask, dropout)
+        return plain(q, k, v, mask)
 
     monkeypatch.setattr(ops, "attention", second)
 
