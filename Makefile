@@ -21,7 +21,7 @@ RUNS    := 3000000
 .PHONY: help lib demo test lint test-long test-trackers mutations bench debug fuzz encode-long bpe-long odd-strings coverage clean
 
 help:                ## this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | awk -F: '{printf "make %-10s%s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:[^#]*##/:/' | sed 's/:/ /' | awk '{name = $$1; $$1 = ""; printf "make %-13s%s\n", name, $$0}'
 
 demo: .venv/demo run ## set up, train a small model on built-in stories (5 minutes in all), write a story with it
 	$(VENV) train.py --out_dir=out/demo --wandb_log=True
@@ -65,7 +65,7 @@ lib: libllamac.a libllamac.so ## the library alone, for other programs: runtime/
 # One object of all units, for both: what one of them calls in another is no business of who links it.
 .SECONDARY: cache/lib/llamac.o
 cache/lib/llamac.o: $(LIBRARY) $(HEADERS)
-	mkdir -p cache/lib && cd cache/lib && $(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -c $(LIBRARY:%=$(CURDIR)/%)
+	mkdir -p cache/lib && cd cache/lib && $(CC) $(WARN) $(CFLAGS) -fPIC -fvisibility=hidden -c $(LIBRARY:%=../../%)
 	$(LD) -r -o $@ $(patsubst %.c,cache/lib/%.o,$(notdir $(LIBRARY)))
 	-$(OBJCOPY) --localize-hidden $@
 
@@ -76,13 +76,13 @@ libllamac.so: cache/lib/llamac.o
 	$(CC) $(CFLAGS) -shared -o $@ $< -lm -pthread
 
 runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
-	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)
+	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=../../%)
 	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
 	    -o $@ runtime/cuda/cuda.cu $(patsubst %.c,cache/cuda/%.o,$(notdir $(SOURCES))) -lm -lpthread
 
 runhip: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for AMD GPUs (needs hipcc; never run on one yet)
-	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=$(CURDIR)/%)
+	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=../../%)
 	$(HIPCC) -std=c++17 -O3 -x hip -c -o cache/cuda/cuda.o runtime/cuda/cuda.cu
 	$(HIPCC) -o $@ $(patsubst %.c,cache/cuda/%.o,cuda.c $(notdir $(SOURCES))) -lm -lpthread
 
@@ -111,7 +111,7 @@ odd-strings: .venv/test run ## odd strings in run, sentencepiece, transformers a
 
 coverage: .venv/test ## which branches of the library's loaders and tokenizer the tests take (gcov)
 	rm -rf cache/coverage && mkdir -p cache/coverage
-	COVERAGE=$(CURDIR)/cache/coverage $(VENV) -m pytest -q tests/test_run.py tests/test_encode.py tests/test_hostile.py
+	COVERAGE="$(CURDIR)/cache/coverage" $(VENV) -m pytest -q tests/test_run.py tests/test_encode.py tests/test_hostile.py
 	$(VENV) tests/fuzz/coverage.py cache/coverage
 
 .venv/demo: requirements.txt

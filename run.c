@@ -52,7 +52,7 @@ static void append(Text *text, const char *s, size_t n) {
     text->n += n;
 }
 
-// Reads a whole file, pipes too.
+// Reads a whole file, pipes too, without the mark that some editors put before UTF-8.
 static Text read_file(const char *path) {
     Text text = {0};
     char buffer[1 << 16];
@@ -61,6 +61,7 @@ static Text read_file(const char *path) {
     for (size_t n; (n = fread(buffer, 1, sizeof buffer, file));) append(&text, buffer, n);
     if (ferror(file)) die(path, "%s", strerror(errno));
     fclose(file);
+    if (text.n >= 3 && !memcmp(text.s, "\xef\xbb\xbf", 3)) memmove(text.s, text.s + 3, text.n -= 3);
     return text;
 }
 
@@ -261,6 +262,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
     if (system) append(&instruction, system, strlen(system));
     else ask("Enter system prompt (optional): ", &instruction);
     append(&instruction, "", 1);
+    if (strlen(instruction.s) + 1 < instruction.n) die("system prompt", "it holds a zero byte");
     start(r, r->options.positions, LLAMAC_SAMPLE_ONLY);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
         int n, *tokens = encode_turn(r, first, instruction.s, first && has_words ? words : line, &n);

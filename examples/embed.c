@@ -8,13 +8,14 @@ int main(int argc, char **argv) {
     llamac_error error = {""};
     llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
     llamac_session *session = model ? llamac_start(model, NULL, &error) : NULL;
-    int n, *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), true, &n, &error) : NULL;
+    bool bos = model && (llamac_describe(model).add_bos || !*argv[2]); // something must come first
+    int n, *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error) : NULL;
     if (!tokens) return fprintf(stderr, "embed MODEL TEXT: %s\n", error.text), 1;
 
     llamac_sampler sampler = {.temperature = 0}; // the likeliest token each time
     bool ok = llamac_forward(session, tokens, n, 0, &error);
     for (int last = tokens[n - 1]; ok; n++) {
-        char text[64];
+        char text[4096];
         int next = llamac_sample(session, &sampler, &error);
         if (!(ok = next >= 0) || llamac_ends(model, next)) break;
         size_t length = llamac_decode(model, last, next, text, sizeof text);

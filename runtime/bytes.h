@@ -48,13 +48,15 @@ typedef struct {
     bool failed;
 } Text; // a string that grows; may hold zero bytes
 
-enum { LONGEST_TEXT = 1 << 27 }; // bytes
+// The longest text that is encoded, in bytes, and what becomes of it: three for a space or a broken byte, and one space in front
+enum { LONGEST_TEXT = 1 << 27, MOST_BYTES = 3 * LONGEST_TEXT + 3 };
 
-// Adds n bytes. Where they do not fit the text has failed, and stays as it is.
+// Adds n bytes. Where they do not fit, or make more than MOST_BYTES, the text has failed, and stays as it is.
 static inline void append(Text *text, const char *s, size_t n) {
+    text->failed |= n > MOST_BYTES - text->n;
     if (!text->failed && text->n + n > text->capacity) {
         size_t capacity = 2 * text->capacity + n;
-        char *larger = n <= LONGEST_TEXT - text->n ? resize(text->s, capacity, 1) : NULL;
+        char *larger = resize(text->s, capacity, 1);
         text->failed = !larger;
         if (larger) text->s = larger, text->capacity = capacity;
     }

@@ -288,6 +288,8 @@ int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
     Backend *b = s->backend;
     int next;
     if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
+    if (!(how->temperature >= 0)) return fail(e, "the temperature is %g, expected 0 or more", how->temperature), -1;
+    if (isnan(how->topp)) return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
     if (s->logits) next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
     else if (is_greedy(how)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, how->temperature, how->topp, random_float(how));

@@ -199,6 +199,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
 // Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
 int llamac_utf8(const char *s, size_t n) {
     const unsigned char *u = (const unsigned char *)s;
+    if (!n) return 0;
     int length = u[0] < 0x80 ? 1 : u[0] < 0xc2 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf5 ? 4 : 0;
     if ((size_t)length > n) return 0;
     for (int i = 1; i < length; i++)
@@ -372,6 +373,8 @@ static int *no_tokens(size_t n, Error *error) {
 
 // Time is O(n log n).
 int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *error) {
+    *n_tokens = 0;
+    if (n > LONGEST_TEXT) return no_tokens(n, error);
     if (t->byte_pairs) {
         int *tokens = llamac_encode_bytes(t, s, n, bos, n_tokens);
         return tokens ? tokens : no_tokens(n, error);

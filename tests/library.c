@@ -1,5 +1,6 @@
 // The library from outside: `library twice MODEL OTHER` writes with both by turns, from two threads; `library often MODEL N` opens
 // and closes N times, with a session each fourth time; `library wrong MODEL` calls everything wrongly.
+#include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -97,6 +98,13 @@ static int wrong(const char *path) {
     REFUSED(llamac_nll(s, 0, 0, &nll, &e));
     if (!llamac_forward(s, &token, 1, 0, &e) || llamac_logits(s)) return fprintf(stderr, "logits where none are kept\n"), 1;
     REFUSED(llamac_nll(s, 0, 0, &nll, &e));
+    REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = NAN}, &e) >= 0);
+    REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = -1}, &e) >= 0);
+    REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = NAN}, &e) >= 0);
+    REFUSED(llamac_encode(m, "", ((size_t)1 << 27) + 1, true, &n, &e));
+    char *empty = malloc(1);
+    if (llamac_utf8(empty + 1, 0)) return 1;
+    free(empty);
     llamac_stop(s);
     llamac_close(m);
     return 0;

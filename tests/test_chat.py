@@ -234,3 +234,5 @@ def test_chat_ends_with_its_input(run_bin, tmp_path):
     asked = run(run_bin, *args, "-y", "", "-i", "[INST] a")  # what -i asks is answered, whoever stands at the keyboard
     assert asked.startswith(b"Assistant: ") and asked.endswith(b"\nUser: ")
     assert run(run_bin, *args, "-i", "[INST] a") == b"Enter system prompt (optional): " + asked
+    cut = subprocess.run([run_bin, *args], input=b"be\0brief\na\n", capture_output=True)
+    assert cut.returncode == 1 and b"system prompt: it holds a zero byte\n" in cut.stderr

@@ -229,3 +229,13 @@ def test_make_runcuda(tmp_path):
     if gpu_problem():
         assert "no GPU can be used here" in one_line(run(*args, status=1).stderr)
     assert run(*args, "--device=auto").stdout == run(*args, "--device=cpu").stdout
+
+
+def test_sessions_on_models_of_different_sizes(objects, where, tmp_path):
+    """What a launch may have of shared memory is set for the process, not for a session."""
+    program = build(objects, "tests/sessions.c", gpu=where)
+    for name, hidden in ("small", 64), ("large", 16384):  # 64 KiB, of which a kernel has 48 without asking
+        Model(dim=32, hidden=hidden, layers=1, heads=2, kv=1, seq=16).write_gguf(tmp_path / f"{name}.gguf")
+    for order in ["small", "large"], ["large", "small"]:
+        done = run(program, *(tmp_path / f"{name}.gguf" for name in order))
+        assert done.stdout == b"fine\n" and done.stderr == b""

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from tests.conftest import LIBRARY, ROOT, SANITIZE, compile_c
-from tests.test_run import run, two_models
+from tests.test_run import Model, run, two_models
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,9 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 13 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 17 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "none of the vocabulary" in said[4] and "no such file" in said[9]
+    assert "temperature is nan" in said[13] and "temperature is -1" in said[14] and "top-p is nan" in said[15] and "is longer" in said[16]
 
 
 def test_only_the_interface_is_exported(libraries):
@@ -67,7 +68,21 @@ def test_there_is_no_static_state(libraries):
 def test_the_example_writes_what_run_writes(libraries, models, run_bin):
     call("cc", "-O1", f"-I{ROOT}/runtime", ROOT / "examples/embed.c", libraries / "libllamac.a", "-lm", "-pthread",
          "-o", libraries / "embed")
-    text = subprocess.run([libraries / "embed", models[0], "One"], capture_output=True).stdout
-    assert b"One" + text == run(run_bin, models[0], "-t", 0, "-n", 0, "--raw", "-i", "One")
+    unmarked, model = models[0].with_name("no_bos.gguf"), Model(heads=8, kv=2, tied=False)
+    model.pieces[-1] = ("x" * 100, model.pieces[-1][1])
+    model.write_gguf(unmarked, **{"tokenizer.ggml.add_bos_token": False})
+    for path in models[0], unmarked:
+        text = subprocess.run([libraries / "embed", path, "One"], capture_output=True).stdout.removesuffix(b"\n")
+        written = run(run_bin, path, "-t", 0, "-n", 0, "--raw", "-i", "One").removesuffix(b"\n")
+        assert (b"One" + text).startswith(written) and len(written) > 50  # without BOS, run stops at the last position
     refused = subprocess.run([libraries / "embed", "none.gguf", "One"], capture_output=True, text=True)
     assert refused.returncode == 1 and refused.stderr == "embed MODEL TEXT: no such file\n"
+
+
+def test_make_lib_works_in_a_folder_with_a_space(tmp_path):
+    folder = tmp_path / "my programs"
+    for name in "runtime", "examples":
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.o"))
+    shutil.copy(ROOT / "Makefile", folder)
+    call("make", "-s", "-C", folder, "lib", "CFLAGS=-O0")
+    assert (folder / "libllamac.so").exists() and (folder / "libllamac.a").exists()

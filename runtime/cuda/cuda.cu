@@ -1001,6 +1001,14 @@ static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t
     CUDA(start(c, NULL, kernel, grid, threads, shared, args...));
 }
 
+// Lets a kernel have all the shared memory there is. Not what a launch takes: the limit is the process's, and a session on a
+// smaller model would lower that of one on a larger.
+static void allow_shared(const Cuda *c, const void *kernel) {
+    cudaFuncAttributes code;
+    CUDA(cudaFuncGetAttributes(&code, kernel));
+    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)(c->shared_most - code.sharedSizeBytes)));
+}
+
 static unsigned blocks_for(size_t items, size_t per_block) { return (unsigned)((items + per_block - 1) / per_block); }
 
 static void send_input(Cuda *c, const int *tokens, int T, int pos) {
@@ -1135,8 +1143,7 @@ static bool launch_matvec(Cuda *c, const Parts &parts, const float *x, int cols)
     size_t shared = sizeof(float) * padded(cols);
     int fit = 0;
     if (shared > c->shared_most) return false;
-    if (shared > 48 << 10)
-        CUDA(cudaFuncSetAttribute((const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    if (shared > 48 << 10) allow_shared(c, (const void *)kernel);
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, (const void *)kernel, 32 * WARPS, shared));
     unsigned blocks = blocks_for(groups_of(parts, ROWS), WARPS), most = c->multiprocessors * (fit > 0 ? fit : 1);
     launch(c, kernel, blocks < most ? blocks : most, 32 * WARPS, shared, parts, x, cols);
@@ -1396,7 +1403,6 @@ typedef struct {
     char *pieces[2];
     cudaEvent_t gone[2]; // when a piece may be filled again
     int turn;
-    size_t done, total;  // bytes
 } Upload;
 
 static char *next_piece(Upload *u) {
@@ -1408,8 +1414,6 @@ static char *next_piece(Upload *u) {
 static void send(Upload *u, void *to, const char *from, size_t n) {
     CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->stream));
     CUDA(cudaEventRecord(u->gone[u->turn], u->stream));
-    u->done += n;
-    if (isatty(2)) fprintf(stderr, "\r%zu of %zu MiB on the GPU", u->done >> 20, u->total >> 20);
 }
 
 static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
@@ -1452,7 +1456,6 @@ static void upload_matrix(Upload *u, char *to, char *scales, Mat *m) {
 static const char *upload(Cuda *c, Weights *w) {
     Upload u = {};
     u.stream = c->stream;
-    u.total = c->weights_size;
     char *numbers = (char *)c->weights, *scales = numbers + c->numbers_size;
     bool tied = w->output.data == w->token_embedding.data;
     for (int i = 0; i < 2; i++) {
@@ -1468,7 +1471,6 @@ static const char *upload(Cuda *c, Weights *w) {
     }
     if (ok && tied) c->moved->push_back({&w->output, w->output}), w->output = w->token_embedding;
     CUDA(cudaStreamSynchronize(c->stream));
-    if (ok && isatty(2)) fprintf(stderr, "\n");
     for (int i = 0; i < 2; i++) {
         if (u.pieces[i]) CUDA(cudaFreeHost(u.pieces[i]));
         CUDA(cudaEventDestroy(u.gone[i]));
@@ -1665,7 +1667,7 @@ static void open_token(Cuda *c, const Weights *w) {
     if (room < 2) return;
     t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
     int fit = 0;
-    CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_of(t)));
+    allow_shared(c, kernel);
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, 32 * TEAM, shared_of(t)));
     size_t floats = 3 * (size_t)config->dim + config->hidden_dim;
     t.x = (float *)take(c, sizeof(float) * floats);

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <deque>
 #include <functional>
+#include <map>
 #include <tuple>
 #include <vector>
 
@@ -131,7 +132,7 @@ typedef int cudaStream_t, cudaEvent_t;
 struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
 struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
-struct cudaFuncAttributes { int unused; };
+struct cudaFuncAttributes { size_t sharedSizeBytes; };
 
 namespace cuda_on_cpu {
 inline cudaGraph_t capture;
@@ -150,6 +151,7 @@ inline bool allocates() { // the first so many times
 inline std::deque<std::function<void()>> stream;
 inline size_t submitted, done;
 inline std::vector<size_t> events; // how much was submitted before each
+inline std::map<const void *, size_t> shared_limits; // bytes that a launch of each kernel may ask for, where it was set
 
 inline cudaError_t submit(std::function<void()> work) {
     if (capture) capture->push_back(work);
@@ -171,8 +173,8 @@ static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 static inline cudaError_t cudaDeviceSynchronize() { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
 static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, cuda_on_cpu::shared_memory()}; return cudaSuccess; }
 static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
-template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, F) { return cudaSuccess; }
-template <typename F> cudaError_t cudaFuncSetAttribute(F, int, int) { return cudaSuccess; }
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F) { *a = {0}; return cudaSuccess; }
+template <typename F> cudaError_t cudaFuncSetAttribute(F kernel, int, int n) { cuda_on_cpu::shared_limits[(const void *)kernel] = (size_t)n; return cudaSuccess; }
 template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) { *n = 1; return cudaSuccess; }
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
@@ -213,6 +215,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
     if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
+    auto limit = cuda_on_cpu::shared_limits.find((const void *)kernel);
+    if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second)) cuda_on_cpu::fail("more shared memory than the kernel may have");
     return cuda_on_cpu::submit([=] {
         cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
     });
