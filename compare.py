@@ -237,13 +237,14 @@ def text(value):
 
 def rank(value):
     """Sorts numbers before words, and what is missing behind both."""
-    return (value is None, isinstance(value, str), value if value is not None else 0)
+    number = value is None or isinstance(value, (int, float))
+    return (value is None, not number, (value or 0) if number else str(value))
 
 
 def cells(found):
     """The comparison as rows of values, the first of them the columns' names. ValueError: nothing has what sorts it."""
     settings, ends = differences(found), [run.results() for run in found]
-    values = [{"run": run.name, **run.config, **end} for run, end in zip(found, ends)]
+    values = [{**run.config, "run": run.name, **end} for run, end in zip(found, ends)]
     metrics = [name for name in RESULTS if any(name in end for end in ends)]
     if not any(sort in v for v in values):
         raise ValueError(f"--sort={sort}: no such setting or metric; expected one of {', '.join([*settings, *metrics])}")
@@ -346,7 +347,7 @@ def groups_of(found, group):
         raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found))}")
     groups = {}
     for run in found:
-        groups.setdefault(run.config.get(group), []).append(run)
+        groups.setdefault(text(run.config.get(group)), []).append(run)
     return {f"{group}={value} ({len(members)})": members for value, members in groups.items()}
 
 

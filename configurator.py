@@ -20,12 +20,13 @@ import json
 import math
 import os
 import runpy
-import select
 import symtable
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+
+from engine.streams import gone, prepare, unread
 
 STARTED = time.monotonic()  # when this program began, about
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -81,17 +82,6 @@ def fail(message):
     sys.exit(2)
 
 
-@contextlib.contextmanager
-def unread():
-    """What is printed into a pipe whose reader has gone (`... | head`) is lost, and nothing else happens."""
-    try:
-        yield
-        if sys.stdout:  # None: closed by whoever started the program
-            sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 @atexit.register
 def last_flush():
     with unread():
@@ -105,13 +95,14 @@ def end(kind, error, trace):
     if kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    if kind is BrokenPipeError and reader_gone():
+    if kind is BrokenPipeError and gone(sys.stdout):
         sys.exit(141)  # as a shell reports SIGPIPE
     sys.__excepthook__(kind, error, trace)
 
 
 if sys.platform == "win32":
     fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for Linux")
+prepare()
 sys.excepthook = end
 
 
@@ -125,13 +116,6 @@ def missing(package):
         return (f"use the project's: {folder}/bin/python {' '.join(sys.argv)}, or activate it first: "
                 f"source {folder}/bin/activate")
     return "make demo sets up an environment, .venv, that has all; or here: pip install -r requirements.txt"
-
-
-def reader_gone():
-    """Whether stdout is a pipe that nobody reads any more."""
-    poll = select.poll()
-    poll.register(sys.stdout, 0)
-    return bool(poll.poll(0))
 
 
 @functools.cache

@@ -10,6 +10,7 @@ A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; 
 anywhere in the file counts. The model's answer is the class whose text it finds likeliest behind the prompt.
 A task's line is {"context": ..., "choices": [...], "answer": number from 0 on}, as HellaSwag, ARC and PIQA can be written.
 """
+import codecs
 import collections
 import itertools
 import json
@@ -61,7 +62,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
 
 def print_perplexity(model, vocabulary, path, device):
     try:
-        text = Path(path).read_bytes()
+        text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         fail(f"--perplexity={path}: cannot be read ({e.strerror}); expected a text file")
     ids = vocabulary.encode(text.decode(errors="replace"), bos=True)
@@ -102,7 +103,7 @@ def read_labelled(path):
                              "classes": strings(example, "classes") if "classes" in example else []})
     except OSError as e:
         fail(f"--data={path}: cannot be read ({e.strerror}); expected a .jsonl file")
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"prompt\": ..., \"expected\": ...}}")
     if not examples:
         fail(f"{path}: is empty; expected a labelled prompt a line")
@@ -231,7 +232,7 @@ def read_task(path):
             questions.append((str(row["context"]), choices, right))
     except OSError as e:
         fail(f"--harness={path}: cannot be read ({e.strerror}); expected a .jsonl file")
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
         fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"context\": ..., \"choices\": [...], \"answer\": 0}}")
     return questions or fail(f"{path}: is empty; expected a question a line")
 
@@ -326,7 +327,8 @@ def main():
     if not (perplexity or data or harness):
         fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
     place = parallel.setup(device)
-    model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
+    globals()["out_dir"] = checkpoint.run_folder(out_dir)
+    model, vocabulary = load_model(out_dir, tokenizer, place)
     if perplexity:
         print_perplexity(model, vocabulary, perplexity, place)
     if data:

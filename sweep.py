@@ -56,7 +56,8 @@ def check(sweep):
 
 
 def is_metric(metric):
-    return isinstance(metric, dict) and "name" in metric and metric.get("goal", "minimize") in ("minimize", "maximize")
+    named = isinstance(metric, dict) and isinstance(metric.get("name"), str)
+    return named and metric.get("goal", "minimize") in ("minimize", "maximize")
 
 
 def program(sweep):

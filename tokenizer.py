@@ -30,7 +30,7 @@ SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabul
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of piece, as in sentencepiece and GGUF
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
-MOST_TOKENS = 1 << 20  # that we believe a file
+MOST_TOKENS = 1 << 20  # that a vocabulary may have
 ADDS_BOS, ADDS_BOS_TAG = 4242, b"\x90\x89\x02"  # a field of a sentencepiece model, among those left to others, who skip it
 WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
@@ -517,6 +517,8 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     least = len(specials) + 256
     if vocab_size < least and exact:
         fail(f"--vocab_size={vocab_size}: too small, expected at least {least} (2 specials and 256 bytes)")
+    if vocab_size > MOST_TOKENS:
+        fail(f"--vocab_size={vocab_size}: expected at most {MOST_TOKENS}")
     start = byte_level([(bytes([b]), 0.0, NORMAL) for b in range(256)], [], pre, 0, 0, False, out_path)
     from tokenizers import trainers
     trainer = trainers.BpeTrainer(vocab_size=max(vocab_size, least), special_tokens=specials, initial_alphabet=LETTERS,

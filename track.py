@@ -45,6 +45,7 @@ from configurator import fail
 from engine.files import read_json, sha256, why, write_atomic
 from engine.follow import Parser, Tee, follow
 from engine.redact import redact
+from engine.streams import tell
 
 TABLES = {
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
@@ -71,14 +72,19 @@ def parse_row(line):
     """A line of a log.jsonl as a dict; None: it is no row, as where it was cut short when the writer was killed."""
     try:
         row = json.loads(line)
-        return row if "iter" in row and isinstance(row, dict) else None
-    except (ValueError, TypeError, RecursionError):
+        return row if isinstance(row, dict) and isinstance(row.get("iter"), (int, float)) else None
+    except (ValueError, RecursionError):
         return None
 
 
 def read_rows(path):
     """The whole rows of a log.jsonl."""
-    return [row for line in Path(path).read_text(encoding="utf-8").splitlines() if (row := parse_row(line)) is not None]
+    return [row for line in Path(path).read_bytes().split(b"\n") if (row := parse_row(line)) is not None]
+
+
+def tables_of(row):
+    """The names of the tables in a row; another program may call a number so: data, samples, notes."""
+    return [name for name in TABLES if isinstance(row.get(name), list)]
 
 
 def reason(error):
@@ -107,7 +113,7 @@ class Jsonl:
         except OSError as e:
             if not self.warned:
                 self.warned = True
-                print(f"warning: log.jsonl cannot be written ({e.strerror}); its rows wait until it can", file=sys.stderr)
+                tell(f"warning: log.jsonl cannot be written ({e.strerror}); its rows wait until it can", sys.stderr)
 
     def log(self, row):
         finite = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -248,14 +254,15 @@ class Wandb:
             self.keep(Path(out_dir, "diff.patch"))
             self.fill(out_dir, mode, before)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
-        later = f"; upload it later with: {f'python track.py sync {out_dir}' if out_dir else f'wandb sync {where}'}"
+        upload = ["python", "track.py", "sync", str(out_dir)] if out_dir else ["wandb", "sync", where]
+        later = f"; upload it later with: {shlex.join(upload)}"
         self.said = f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}" * (mode != "disabled")
 
     def start(self, run, config, mode, why, given):
         """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
         usual = {"init_timeout": INIT_SECONDS, "login_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS,
                  "silent": True, "console": "off", "x_transaction_log_flush_interval": 1,
-                 "git_root": str(Path(__file__).resolve().parent)}
+                 "git_root": str(Path(__file__).resolve().parent), "git_remote_url": git_remote()}
         settings = self.wandb.Settings(**usual | given)
         try:
             return self.wandb.init(mode=mode, resume="allow" if mode == "online" else None, config=config,
@@ -290,14 +297,14 @@ class Wandb:
         here = str(Path(self.run.settings.sync_dir).resolve())
         last = self.run.starting_step - 1 if mode == "online" else recorded(folders)
         found = noted | {"folders": [*folders, here]} | ({"url": self.run.url} if mode == "online" else {})
-        Path(out_dir, "wandb.json").write_text(json.dumps(found, indent=1))
+        write_atomic(Path(out_dir, "wandb.json"), json.dumps(found, indent=1))
         for row in read_rows(Path(out_dir, "log.jsonl")):
             if last < row["iter"] <= before:
                 self.log(row)
 
     def log(self, row):
         row = dict(row)
-        for name in TABLES.keys() & row.keys():
+        for name in tables_of(row):
             lines = row.pop(name)
             if self.tables is not None:
                 row[f"tables/{name}"] = self.table(name, [[row["iter"], row["tokens"], *line] for line in lines])
@@ -395,7 +402,7 @@ class SwanLab:
 
     def log(self, row):
         numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        for name in TABLES.keys() & row.keys():
+        for name in tables_of(row):
             numbers[f"tables/{name}"] = self.swanlab.echarts.Table()
             numbers[f"tables/{name}"].add(TABLES[name], row[name])
         self.swanlab.log(numbers, step=row["iter"])
@@ -419,7 +426,7 @@ class Trackio:
 
     def log(self, row):
         row = dict(row)
-        for name in TABLES.keys() & row.keys():
+        for name in tables_of(row):
             row[f"tables/{name}"] = self.trackio.Table(columns=TABLES[name], data=row.pop(name))
         for name, value in row.items():
             if isinstance(value, dict):
@@ -434,6 +441,11 @@ class Trackio:
 
 
 CLIENTS = {"W&B": Wandb, "SwanLab": SwanLab, "trackio": Trackio}
+
+
+def encodable(what):
+    """The same without halves of surrogate pairs, of which Python makes bytes of a file's name that are no UTF-8."""
+    return json.loads(json.dumps(what, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 class ClientProcess:
@@ -459,7 +471,7 @@ class ClientProcess:
 
     def send(self, what):
         try:
-            print(json.dumps(what), file=self.child.stdin, flush=True)
+            print(json.dumps(encodable(what)), file=self.child.stdin, flush=True)
         except BrokenPipeError:
             self.hear()  # why
             raise
@@ -470,7 +482,7 @@ class ClientProcess:
         if kind == "error":
             raise RuntimeError(text)
         if text:
-            print(text, flush=True)
+            tell(text)
 
     def log(self, row):
         self.send(["log", row])
@@ -485,7 +497,7 @@ class ClientProcess:
         try:
             self.send(["model", str(path), metrics | {"sha256": sha256(path)}, aliases])
         except FileNotFoundError:
-            print(f"warning: {path} is gone; it is not in W&B", file=sys.stderr)
+            tell(f"warning: {path} is gone; it is not in W&B", sys.stderr)
 
     def finish(self):
         self.send(["finish"])
@@ -597,7 +609,7 @@ class Background:
     def started(self, until):
         """Wait for it, at most until this time.monotonic()."""
         if not self.ready.wait(max(0, until - time.monotonic())):
-            print(f"tracking: {self.name} is still starting; training goes on without waiting", flush=True)
+            tell(f"tracking: {self.name} is still starting; training goes on without waiting")
 
     def work(self, make):
         try:
@@ -616,8 +628,8 @@ class Background:
         if not self.ended:
             self.ended = True
             kill(self.process.family() if self.process else ())
-            print(f"warning: tracking with {self.name} stopped ({redact(why)}); log.jsonl goes on{self.remedy}",
-                  file=sys.stderr)
+            tell(f"warning: tracking with {self.name} stopped ({redact(why)}); log.jsonl goes on{self.remedy}",
+                 sys.stderr)
 
     def call(self, name, *args):
         if not self.ended and self.calls.qsize() > WAITING:
@@ -649,10 +661,9 @@ class Background:
         self.thread.join(0 if self.ended else 2 if self.goes_on else 3)
         if self.goes_on and self.thread.is_alive() and not self.ended:
             self.ended = True
-            print(f"tracking: {self.name} goes on by itself with what is left, for {FINISH_SECONDS} s at most", flush=True)
+            tell(f"tracking: {self.name} goes on by itself with what is left, for {FINISH_SECONDS} s at most")
         elif self.thread.is_alive() and not self.ended:
-            print(f"tracking: {self.name} is uploading what is left; given up when nothing moves for {FINISH_SECONDS} s",
-                  flush=True)
+            tell(f"tracking: {self.name} is uploading what is left; given up when nothing moves for {FINISH_SECONDS} s")
             self.wait()
 
     def wait(self):
@@ -726,9 +737,10 @@ class Tracker:
         """A row; iter grows from call to call."""
         row = redact(row) if self.destinations else row  # prompts are the user's own words
         self.each("log", row)
-        notes = [(f"{name} is {value:.3g}", text) for name, value, text in row.get("notes", ())]
+        lines = row["notes"] if "notes" in tables_of(row) else ()
+        notes = [(f"{name} is {value:.3g}", text) for name, value, text in lines]
         for title, text in notes + self.alerts.check(row) if self.destinations else ():
-            print(f"warning: {title}: {text}", file=sys.stderr)
+            tell(f"warning: {title}: {text}", sys.stderr)
             self.each("alert", title, text)
 
     def model(self, path, metrics, aliases):
@@ -736,7 +748,7 @@ class Tracker:
         if os.path.exists(path):
             self.each("model", path, metrics, aliases)
         elif self.destinations:
-            print(f"warning: {path} does not exist; no model is recorded", file=sys.stderr)
+            tell(f"warning: {path} does not exist; no model is recorded", sys.stderr)
 
     def finish(self):
         self.each("finish")
@@ -753,6 +765,14 @@ def git(*words):
     """What git says of this program's own folder."""
     return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, timeout=5,
                           check=True).stdout.strip()
+
+
+def git_remote():
+    """The address of this program's repository without a token in it; None where git knows none."""
+    try:
+        return redact(git("remote", "get-url", "origin"))
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def source_version():
@@ -784,9 +804,9 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
     if wandb_log:
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
-        Path(out_dir, "wandb.json").write_text(json.dumps(same | run, indent=1), encoding="utf-8")
+        write_atomic(Path(out_dir, "wandb.json"), json.dumps(same | run, indent=1))
         process = ClientProcess("W&B", out_dir=str(out_dir), config=config, run=run, x=x, before=step or -1, tables=tables)
-        remedy = f"; upload the run later with: python track.py sync {out_dir}"
+        remedy = f"; upload the run later with: python track.py sync {shlex.quote(str(out_dir))}"
         destinations.append(Background("W&B", process.start, remedy, process, models))
     for name in others:
         process = ClientProcess(name, out_dir=str(out_dir), config=config, run=run)
@@ -805,7 +825,8 @@ def start_tracking(s, config, state):
     run = {"id": state["run_id"], "project": s.wandb_project, "name": name, "group": s.wandb_group, "notes": s.wandb_notes,
            "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()], "job_type": s.wandb_job_type}
     try:
-        return make_tracker(s.out_dir, config, state["step"], run, s.wandb_log, s.tensorboard_log,
+        last = state["step"] - (0.5 if state.get("row") else 0)  # this step's own row comes again
+        return make_tracker(s.out_dir, config, last, run, s.wandb_log, s.tensorboard_log,
                             tables=s.wandb_tables, models=s.wandb_log_model,
                             others=["SwanLab"] * s.swanlab_log + ["trackio"] * s.trackio_log)
     except OSError as e:

@@ -235,6 +235,8 @@ def settle():
 def assess(model, dataset, device, amp):
     """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, samples, and what the instruments read."""
     losses = evaluate(model, dataset, device, amp)
+    if not math.isfinite(losses["val"]):  # such a model has nothing to say, and refuse_nonsense ends the run
+        return {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
     probed = {split: parallel.to_device(device, *both) for split, both in dataset.probe_batches().items()}
     samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
     noise = gradient_noise(model, dataset, device, amp) if noise_scale else {}
@@ -280,14 +282,14 @@ def conclude(state, args, model, dataset, tracker, row):
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
 
 
-def save(writer, t, metric):
+def save(writer, t, metric, unlogged=()):
     """
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk that fails costs
     a warning, and the next save tries again. Sharded processes each write their slices.
     """
     sharded, dataset = parallel.is_sharded(t.model), t.dataset
     weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
-    train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state})
+    train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state | {"row": dict(unlogged)}})
     step, best, keep = t.state["step"], t.state["best_step"], 0 if always_save_checkpoint else keep_last
 
     def work():
@@ -337,8 +339,7 @@ def main(given):
         begun = checkpoint.manifest(start)["step"] if resuming else 0
         foreseen = costs.foresee(knobs(), args, place, amp_dtype, make_optimizer, prepared.meta, begun)
     model, opt = make_model(args, dataset, place)
-    state = {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-             "fixed": checkpoint.resume_signature(knobs(), args, dataset), "clock": clock, "last": None, "noted": [], "chat": {}}
+    state = checkpoint.new_state(knobs(), args, dataset, clock)
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
     if start:
@@ -347,9 +348,7 @@ def main(given):
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
     elif checkpoint.is_over(knobs(), state):
-        more = "" if state["last"] else f"raise --{'max_iters' if state['step'] >= max_iters else 'minutes'} to go on, or "
-        say(f"{out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
-            f"--init_from=scratch for a new one")
+        checkpoint.say_finished(knobs(), state)
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
@@ -383,15 +382,16 @@ def train(t):
         row = {"iter": step, "tokens": (tokens := step * config["tokens_per_iter"]), "epoch": tokens / dataset.meta["train_tokens"]}
         if step == 0:
             row |= data_rows(dataset)
+        row |= (unlogged := state.pop("row", {}))  # of a stop that somebody cut short
         if watch.steps and (step % log_interval == 0 or end):
             row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
                     "lr": rate} | watch.read(config) | update_norms.take()
-        due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed)
+        due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed or unlogged)
         stop, save_now, seconds = signals.read(device) if step > resumed else (False, False, clock["seconds"])
         state["clock"] = clock | {"seconds": seconds}
         with watch.paused():
             if stop:
-                save(writer, t, math.inf)  # at once, whatever follows
+                save(writer, t, math.inf, row)  # at once, whatever follows
             if due or stop:
                 row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
             checkpoint.note_best(s, state, row.get("loss/val", math.inf))
@@ -401,7 +401,7 @@ def train(t):
                 refuse_nonsense(s, row, tracker)
                 tracker.log(row)
                 show(row, bar)
-            if step > resumed and ("loss/val" in row or save_now):
+            if (step > resumed or unlogged) and ("loss/val" in row or save_now):
                 save(writer, t, row.get("loss/val", math.inf))
             if guard.state["in_a_row"] >= max_skips:
                 checkpoint.go_back(s, raw_model, opt, guard, writer)

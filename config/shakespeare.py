@@ -1,7 +1,7 @@
 # Tiny Shakespeare character by character: python train.py config/shakespeare.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; --data=input.txt takes a copy of yours
 #   parameters: 3 x (2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256) and 2 x 68 x 128 of the vocabulary = 0.46M
-#   tokens:     4 sequences x 256 = 1024 a step, 2600 steps = 2.7 million, two and a half epochs
+#   tokens:     4 sequences x 256 = 1024 a step, 2600 steps = 2.7 million, 2.7 epochs
 out_dir = "out/shakespeare"
 data = "tinyshakespeare"
 vocab_source = "char"

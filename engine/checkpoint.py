@@ -41,6 +41,7 @@ import torch
 
 from configurator import fail
 from engine import parallel
+from engine.redact import HIDDEN, redact
 from engine.files import sha256, to_disk, why, write_atomic
 
 VERSION = 2
@@ -192,7 +193,7 @@ def manifest(folder):
     """The content of a checkpoint.json; {} where there is none, or none that can be read."""
     try:
         found = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
-        return found if {"version", "files"} <= found.keys() else {}
+        return found if {"version", "files"} <= found.keys() and isinstance(found["files"], dict) else {}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -297,8 +298,14 @@ def finish(out_dir):
         if STEP.fullmatch(final.name) and not final.exists() and damage(folder) is None:
             os.rename(folder, final)
     clean(out_dir)
-    for name in OURS:
-        Path(out_dir, f"{name}.tmp").unlink(missing_ok=True)
+    for path in unfinished(out_dir):
+        path.unlink(missing_ok=True)
+
+
+def unfinished(out_dir):
+    """Files that their writers, who name them NAME.PID.tmp until they are whole, won't finish: those processes are gone."""
+    found = [(path, path.name[len(name) + 1:-4]) for name in OURS for path in Path(out_dir).glob(f"{name}.*.tmp")]
+    return [path for path, number in found if number.isdecimal() and not Path("/proc", number).exists()]
 
 
 def unused(name):
@@ -322,8 +329,7 @@ def refuse_foreign(out_dir):
     known = is_run(out_dir)
     found = [folder for folder in all_steps(out_dir) if not (known and (folder / "checkpoint.json").exists())]
     if not known:
-        found += leftovers(out_dir) + [path for name in OURS for path in (Path(out_dir, name), Path(out_dir, f"{name}.tmp"))
-                                       if path.exists()]
+        found += leftovers(out_dir) + unfinished(out_dir) + [path for name in OURS if (path := Path(out_dir, name)).exists()]
         found += [path for path in [Path(out_dir, MARK)] if path.exists() and path.stat().st_size]
     if found:
         fail(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not known to be a trainer's and would be "
@@ -513,7 +519,8 @@ PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "ca
          "activation_checkpointing", "supervise", "max_restarts", "peak_tflops", "tensorboard_log", "swanlab_log",
          "trackio_log", "checks"}
 # what weights and optimizer have their shape and meaning from
-SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "tied", "optimizer")
+SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim", "qk_norm", "qkv_bias", "tied",
+          "optimizer")
 RENAMED = {"patience": "early_stop"}  # settings in older checkpoints
 
 
@@ -588,6 +595,11 @@ def resume_settings(s, folder, given):
     derives any more, [[name, before, now]] of what was changed).
     """
     stored = {k: v for k, v in stored_settings(folder).items() if k in vars(s)}
+    for name in [name for name, value in stored.items() if isinstance(value, str) and HIDDEN in value]:
+        if redact(getattr(s, name)) == stored[name]:  # what was hidden is given again
+            stored[name] = getattr(s, name)
+        elif name in ("data", "init_from", "vocab_source") and name not in given:
+            fail(f"{folder}: --{name} was {stored[name]}, in which a secret was hidden; give it again to resume the run")
     begun = stored.get("init_from", "auto")
     if fine_tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
         origin = "nothing" if begun in ("auto", "scratch", "resume") else begun
@@ -676,6 +688,12 @@ def resume_signature(s, args, dataset):
     return same | {name: getattr(s, name) for name in names} | {"data": dataset.meta["fingerprint"]}
 
 
+def new_state(s, args, dataset, clock):
+    """What a run is beside weights and optimizer, before its first step."""
+    return {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
+            "fixed": resume_signature(s, args, dataset), "clock": clock, "last": None, "noted": [], "chat": {}}
+
+
 def restore(s, folder, now, opt):
     """Load the optimizer and return the state of a run that is to continue; refuse another run's. now: its signature."""
     train = load(folder, "train", check=s.eval_only)
@@ -729,6 +747,13 @@ def is_over(s, state):
             or "minutes" in clock and clock["seconds"] >= session_clock(clock, 0, s.minutes)["end"])
 
 
+def say_finished(s, state):
+    """What a finished run that is begun again is answered with."""
+    more = "" if state["last"] else f"raise --{'max_iters' if state['step'] >= s.max_iters else 'minutes'} to go on, or "
+    parallel.say(f"{s.out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
+                 f"--init_from=scratch for a new one")
+
+
 def farewell(s, state, best, there, wanted):
     """The last line. there, wanted: the iteration whose model stands in the file `best`, and that which should."""
     saved = [int(folder.name[5:]) for folder in steps(s.out_dir)]
@@ -738,8 +763,8 @@ def farewell(s, state, best, there, wanted):
         text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
     if there != wanted:
         text += f"; the model of iter {wanted} could not be written"
-        text += f": make room, then: python export.py {s.out_dir}" if wanted in saved else " or saved"
+        text += f": make room, then: python export.py {shlex.quote(s.out_dir)}" if wanted in saved else " or saved"
     if there is None:
         return text
     older = f"; {best} is that of iter {there}" if there != wanted else ""
-    return f"{text}{older}; write with it: ./run {best} -i {shlex.quote(s.sample_prompt.split('|')[0])}"
+    return f"{text}{older}; write with it: ./run {shlex.quote(str(best))} -i {shlex.quote(s.sample_prompt.split('|')[0])}"

@@ -20,6 +20,8 @@ def check_settings(s):
                  "max_minutes", "spike_z", "max_restarts", "decay_fraction"):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
+    if s.seed >= 1 << 62:
+        fail(f"seed is {s.seed}, expected below {1 << 62}")
     if s.eval_only and s.supervise:
         fail("--eval_only and --supervise: expected one of them")
     if not 0 < s.learning_rate < 1:

@@ -29,7 +29,7 @@ def replacing(path, temporary=None):
     A binary file open for writing that becomes `path` when all is on disk: a reader sees the old content or the new. After
     an error nothing is left of it. temporary: its name until then.
     """
-    temporary = Path(temporary or f"{path}.tmp")
+    temporary = Path(temporary or f"{path}.{os.getpid()}.tmp")  # others may write the same file
     try:
         with open(temporary, "wb", buffering=1 << 21) as f:  # written in large pieces, it lies in large pages
             yield f

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Parser:
     """
     ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
     NUMBER = r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?![\w%/:])(?!\.\d)"
-    NAMED = re.compile(rf"(?i)(?<![a-z_])(?P<name>[a-z_][\w./-]*(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*"
+    NAMED = re.compile(r"(?i)(?<![a-z_])(?P<name>[a-z_][\w./-]{0,100}(?: (?:loss|accuracy|acc|perplexity|ppl|rate))?)\s*[=:]\s*"
                        rf"(?P<value>{NUMBER})")
     SPOKEN = re.compile(rf"(?i)\b(?P<name>(?:[a-z_]+ )?(?:loss|accuracy|acc|perplexity|ppl)|step|iter|iteration|epoch)\s+"
                         rf"(?P<value>{NUMBER}|\d+(?=:))")
@@ -142,6 +143,15 @@ class Parser:
         return {"iter": self.iter} | ({"epoch": self.epoch} if self.epoch is not None else {}) | metrics
 
 
+def pass_on(data):
+    """Write all of it to stdout: a signal may cut a write short, and a pipe of others may not block."""
+    while data:
+        try:
+            data = data[os.write(1, data):]
+        except BlockingIOError:
+            select.select([], [1], [])
+
+
 def follow(command, tracker, parser):
     """Run a command, pass on its output byte by byte, its input, signals and exit code, and log what it prints."""
     try:
@@ -154,7 +164,7 @@ def follow(command, tracker, parser):
     signal.signal(signal.SIGINT, lambda number, frame: None if sys.stdin.isatty() else child.send_signal(number))
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a chunk may end within a character
     while chunk := child.stdout.read1(1 << 16):
-        os.write(1, chunk)
+        pass_on(chunk)
         for row in parser.feed(decode(chunk)):
             tracker.log(row)
     for row in parser.feed("", end=True):

@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,6 +88,7 @@ def own_place(s):
     folder = Path(tempfile.mkdtemp(prefix=f"{run.name}.{mode}-", dir=run.parent))
     leaving.append((folder, made))
     atexit.register(clean_up)
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # as a shell says it, after that
     if os.environ.get("WANDB_MODE") != "disabled":
         os.environ["WANDB_MODE"] = "offline"
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):

@@ -25,10 +25,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from configurator import fail, unread
+from configurator import fail
+from engine.streams import tell, unread
 
-rank = int(os.environ.get("RANK", 0))              # this process among all
-world = int(os.environ.get("WORLD_SIZE", 1))       # how many there are
+many = os.environ.get("RANK") and os.environ.get("WORLD_SIZE")  # torchrun sets both
+rank = int(os.environ["RANK"]) if many else 0      # this process among all
+world = int(os.environ["WORLD_SIZE"]) if many else 1  # how many processes there are
 local_rank = int(os.environ.get("LOCAL_RANK", 0))  # this process on its machine
 local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # how many there are on it
 master = rank == 0                                 # the one that writes files and talks
@@ -487,8 +489,7 @@ def supervise(max_restarts, *more):
         if code in (0, 2) or attempt == max_restarts or stopped.is_set():  # 2: a mistake that would repeat itself
             break
         pause = min(60, 2 ** attempt)
-        print(f"supervise: the training ended with code {code}; "
-              f"restart {attempt + 1} of {max_restarts} in {pause} s", flush=True)
+        tell(f"supervise: the training ended with code {code}; restart {attempt + 1} of {max_restarts} in {pause} s")
         if stopped.wait(pause):
             break
     sys.exit(code if code >= 0 else 1)

@@ -24,6 +24,7 @@ from page.runs import is_held, locks, trainer
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
 MOST_JOBS = 1000
+PARTS = {"id", "state", "program", "arguments"}  # without which there is no job
 LOOK_SECONDS = 120  # a look at the data ends after that
 
 
@@ -83,6 +84,16 @@ def line(program, arguments):
     return shlex.join(["python", os.path.relpath(HOME / program), *arguments])
 
 
+def stored(path):
+    """(how many jobs run at once, the jobs) of a jobs.json; a file that no page has written ends the program."""
+    found = read_json(path)
+    at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
+    whole = isinstance(jobs, list) and all(isinstance(job, dict) and job.keys() >= PARTS for job in jobs)
+    if type(at_once) is not int or not whole:
+        fail(f"{path}: is not what a page has written; move it elsewhere")
+    return at_once, jobs
+
+
 class Jobs:
     """The queue: at most `at_once` run. Kept on disk, so that a new page goes on with it."""
 
@@ -94,8 +105,7 @@ class Jobs:
             fail(f"{self.folder}: holds files that are not this page's; move them, or choose another folder of runs")
         self.alone = open(self.folder / "lock", "wb")
         fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        stored = read_json(self.folder / "jobs.json")
-        self.at_once, self.jobs = int(stored.get("at_once", 1)), list(stored.get("jobs", []))
+        self.at_once, self.jobs = stored(self.folder / "jobs.json")
         self.changed, self.trouble = False, ""  # whether the file is behind; why nothing is started now
         for job in self.jobs:
             if job["state"] == "queued" and is_held(self.folder / f"{job['id']}.txt"):
@@ -271,18 +281,30 @@ class Jobs:
 
     def estimate(self, request):
         """What train.py tells of this choice before its first step: parameters, memory, time. Three steps are taken."""
-        arguments = words(json.loads(request.query.get("knobs", "{}")), request.query.get("preset", ""))
+        given = {"knobs": json.loads(request.query.get("knobs", "{}"))}
+        arguments = words(part(given, "knobs"), request.query.get("preset", ""))
         return {"text": output([str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"])}
 
 
 def output(arguments):
     """What a program of ours prints, its end."""
+    program = subprocess.Popen([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
     try:
-        done = subprocess.run([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=LOOK_SECONDS)
-        return done.stdout[-20000:].decode("utf-8", "replace")
+        return program.communicate(timeout=LOOK_SECONDS)[0][-20000:].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
+        end(program)
         return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"
+
+
+def end(program):
+    """End a program, which may put things in order first."""
+    program.terminate()
+    try:
+        program.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.communicate()
 
 
 def tail(path, most=20000):

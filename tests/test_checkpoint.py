@@ -183,7 +183,7 @@ def test_set_aside_moves_a_run_and_nothing_else(tmp_path, vocabulary):
 
 def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
     """Beside checkpoints, inside one, and under a name that a writer of checkpoints uses."""
-    mine = [tmp_path / name for name in ("notes.tmp", "checkpoints/step_mine/model.bin", "checkpoints/step_1000/model.pt",
+    mine = [tmp_path / name for name in ("notes.tmp", "model.gguf.tmp", "checkpoints/step_mine/model.bin", "checkpoints/step_1000/model.pt",
                                          "checkpoints/.tmp_mine/a", "checkpoints/step_00000001/notes.txt",
                                          "checkpoints/step_00000003.damaged/model.pt")]
     save(tmp_path, 1, vocabulary)
@@ -252,7 +252,7 @@ def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
-                                  "latest", "diff.patch", "best.tmp", "model.gguf.tmp", "checkpoints/step_00001000/model.pt",
+                                  "latest", "diff.patch", "model.gguf.4194305.tmp", "checkpoints/step_00001000/model.pt",
                                   "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])
 def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, capsys):
     path = tmp_path / name
@@ -397,3 +397,37 @@ def test_what_stands_behind_an_error_of_torch_save_is_told(tmp_path, monkeypatch
         with pytest.raises(OSError) as e:
             checkpoint.store(behind, tmp_path / "model.pt")
         assert e.value.errno == number and ("unexpected pos" in str(e.value)) == (number is None)
+
+
+def test_a_file_may_be_written_by_several_at_once(tmp_path, vocabulary):
+    """Each has a name of its own until it is whole; what a killed one has left goes when the run goes on."""
+    mine = tmp_path / "model.gguf.tmp"
+    mine.write_text("mine")
+    program = (f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom engine.files import replacing\n"
+               f"with replacing({str(tmp_path / 'model.gguf')!r}) as f:\n"
+               "    for _ in range(3): f.write(sys.argv[1].encode() * 1000); f.flush(); print(flush=True); sys.stdin.readline()\n")
+    writers = [subprocess.Popen([sys.executable, "-c", program, word], stdin=subprocess.PIPE, stdout=subprocess.PIPE) for word in "abc"]
+    for _ in range(2):
+        for writer in writers:
+            assert writer.stdout.readline()
+            writer.stdin.write(b"\n")
+            writer.stdin.flush()
+    for writer in writers:
+        assert writer.stdout.readline()
+    assert len([*tmp_path.glob("model.gguf.*.tmp")]) == 3
+    save(tmp_path, 1, vocabulary)
+    writers[2].kill()
+    writers[2].wait()
+    checkpoint.recover(tmp_path)
+    assert len([*tmp_path.glob("model.gguf.*.tmp")]) == 2  # whose writers live
+    for writer, word in zip(writers[:2], "ab"):
+        writer.communicate(b"\n")
+        assert writer.returncode == 0 and (tmp_path / "model.gguf").read_text() == word * 3000
+    assert mine.read_text() == "mine" and not [*tmp_path.glob("model.gguf.*.tmp")]
+
+
+def test_a_manifest_of_another_shape_is_none(tmp_path, vocabulary):
+    save(tmp_path, 1, vocabulary)
+    folder = checkpoint.newest(tmp_path)
+    (folder / "checkpoint.json").write_text(json.dumps({"version": 2, "step": 1, "files": 5}))
+    assert checkpoint.newest(tmp_path) is None and "cannot be read" in checkpoint.damage(folder)

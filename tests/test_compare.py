@@ -194,6 +194,16 @@ def test_the_clients_logs_read_the_same(folders):
     assert "(offline-run-" in rows[1][0] and rows[1][1:6] == ["4", "20", "80", "1.6000", "1.5000"]
 
 
+def test_a_setting_that_is_no_number_and_no_word_sorts_and_groups(folders):
+    for batch in LOSS:
+        config = json.loads((folders / f"b{batch}/config.json").read_text())
+        (folders / f"b{batch}/config.json").write_text(json.dumps(config | {"run": 7, "args": {"dim": 64 // batch}}))
+    table = compare(folders, "b2", "b4", "b16", "--sort=args").stdout.splitlines()
+    assert [line.split()[0] for line in table[1:]] == ["b4", "b2", "b16"]
+    done = compare(folders, "b2", "b4", "b16", "--plot=c.html", "--group=args")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("words, message", [
     ([], "out: not a run"), (["odd"], "its config.json is not {key"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
     (["b2", "--plot=c.png"], ".html or .svg"),

@@ -298,3 +298,28 @@ def test_every_package_that_users_are_asked_to_install_is_pinned():
     asked = {name for where in ("*.py", "engine/*.py", "page/*.js", "doc/*.md", "README*.md") for path in ROOT.glob(where)
              for name in re.findall(r"pip install (?:-c \S+ )?([a-z]+)\b", path.read_text(encoding="utf-8"))}
     assert {"bokeh", "tokenizers", "optuna", "trackio"} <= asked <= pinned
+
+
+def test_a_closed_stream_is_nobody_to_talk_to(tmp_path):
+    """Nor does the next file that is opened take its number."""
+    program = ("import os, sys; sys.path.insert(0, sys.argv[1]); import configurator\n"
+               "print('a'); print('b', file=sys.stderr); sys.stdin.read(); f = open('kept', 'w'); f.write(str(f.fileno()))")
+    subprocess.run(["sh", "-c", '"$0" -c "$1" "$2" <&- >&- 2>&-', sys.executable, program, ROOT], cwd=tmp_path, check=True)
+    assert int((tmp_path / "kept").read_text()) > 2
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_by_its_bytes(tmp_path):
+    name = b"caf\xe9-\xe7\x8c\xab.txt"
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import configurator; print(sys.argv[2])"
+    for encoding, shown in ("ascii", b"caf\\udce9-\\u732b.txt\n"), ("utf-8", b"caf\\udce9-\xe7\x8c\xab.txt\n"):
+        done = subprocess.run([sys.executable, "-c", program, ROOT, name], capture_output=True,
+                              env=os.environ | {"PYTHONIOENCODING": encoding, "PYTHONUTF8": "1"})
+        assert (done.returncode, done.stdout) == (0, shown), done.stderr
+
+
+def test_a_warning_into_a_pipe_that_nobody_reads_is_lost_and_the_program_goes_on(tmp_path):
+    program = ("import os, sys; sys.path.insert(0, sys.argv[1]); import configurator; from engine.streams import tell\n"
+               "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)\n"
+               "tell('a'); tell('b', sys.stderr); print('c', flush=True); open('went on', 'w')")
+    subprocess.run([sys.executable, "-c", program, ROOT], cwd=tmp_path, check=True)
+    assert (tmp_path / "went on").exists()

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,7 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     ('{"prompt": "a", "expected": "x", "classes": "xyz"}\n', "line 1: TypeError 'classes' is \"xyz\", expected a list"),
     ('{"prompt": "a", "expected": "x", "classes": {"x": 1}}\n', "line 1: TypeError 'classes' is {"),
     ('\n{"prompt": "a", "expected": "x", "classes": ["x", ["y"]]}\n', "line 2: TypeError 'classes' is "),
+    ("[" * 100_000, "line 1: RecursionError"),
     ('{"prompt": "%s", "expected": "x"}\n' % ("long " * 30), "shorten it")])
 def test_mistakes_end_in_one_line(model, tmp_path, monkeypatch, capsys, content, message):
     export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
@@ -175,3 +177,26 @@ def test_lines_end_at_line_feeds_alone_and_empty_ones_are_none(tmp_path):
     assert evaluate.read_task(tmp_path / "task") == [(odd, [odd, "2", "1.5"], 1), ("b", ["c"], 0)]
     assert evaluate.read_labelled(tmp_path / "labelled") == [
         {"prompt": odd, "expected": odd, "classes": sorted(["2", odd])}, {"prompt": "b", "expected": "2", "classes": ["1", "2"]}]
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"context": "a", "choices": ["b", "c"], "answer": 1e400}'])
+def test_a_question_that_cannot_be_read_is_one_line(tmp_path, capsys, line):
+    (tmp_path / "task.jsonl").write_text(line)
+    with pytest.raises(SystemExit):
+        evaluate.read_task(tmp_path / "task.jsonl")
+    err = capsys.readouterr().err
+    assert "task.jsonl, line 1: " in err and err.count("\n") == 1
+
+
+def test_a_byte_order_mark_is_no_text(model, tmp_path, capsys, run_bin):
+    """Neither here nor for run."""
+    export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
+    (tmp_path / "plain.txt").write_text("one day in the forest", encoding="utf-8")
+    (tmp_path / "marked.txt").write_text("one day in the forest", encoding="utf-8-sig")
+    told = []
+    for name in "plain.txt", "marked.txt":
+        evaluate.print_perplexity(model, Bytes(), tmp_path / name, torch.device("cpu"))
+        done = subprocess.run([run_bin, tmp_path / "m.gguf", "--perplexity", tmp_path / name], capture_output=True, text=True, check=True)
+        prompt = subprocess.run([run_bin, tmp_path / "m.gguf", "-f", tmp_path / name, "--tokenize"], capture_output=True, text=True, check=True)
+        told.append((capsys.readouterr().out, done.stdout, prompt.stdout))
+    assert told[0] == told[1]

@@ -458,14 +458,14 @@ def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, locks):
     assert runs.trainer(tmp_path, locks()) is None
 
 
-def leave_queue(folder, *words):
+def leave_queue(folder, *words, at_once=1):
     """A queue of waiting jobs as a page left it. Each adds its word to the file `started` and goes on for a minute."""
     program, queue = folder / "program.py", folder / "out/.page"
     program.write_text("import pathlib, sys, time\n"
                        "open(pathlib.Path(__file__).with_name('started'), 'a').write(sys.argv[1])\ntime.sleep(60)\n")
     queue.mkdir(parents=True)
     (queue / "lock").touch()
-    (queue / "jobs.json").write_text(json.dumps({"jobs": [
+    (queue / "jobs.json").write_text(json.dumps({"at_once": at_once, "jobs": [
         {"id": str(n), "state": "queued", "program": str(program), "arguments": [word]} for n, word in enumerate(words, 1)]}))
     return queue, folder / "started"
 
@@ -476,11 +476,12 @@ def states(page):
 
 
 def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, request):
-    queue, started = leave_queue(tmp_path, "a", "b\ud800", "c")
-    in_the_way = queue / "jobs.json.tmp"
-    in_the_way.mkdir()  # so that the queue can't be written
+    queue, started = leave_queue(tmp_path, "a", "b\ud800", "c", at_once=0)
     page = Page(tmp_path)
     request.addfinalizer(lambda: end_jobs(tmp_path))
+    in_the_way = queue / f"jobs.json.{page.process.pid}.tmp"
+    in_the_way.mkdir()  # so that the queue can't be written
+    assert page.ask("/api/queue", {"at_once": 1})[0] == 500
     until(lambda: "cannot be written" in page.get("/api/console?job=1")["text"], 5)
     assert page.ask("/api/start", {"knobs": {}})[0] == 500 and states(page) == ["queued"] * 3 and not started.exists()
     in_the_way.rmdir()
@@ -622,3 +623,31 @@ def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
     browser.get("about:blank")
     served.shutdown()
     served.server_close()
+
+
+@pytest.mark.parametrize("content", [{"jobs": [1]}, {"jobs": [{"id": "1"}]}, {"jobs": 3}, {"at_once": "many"}])
+def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path, content):
+    queue, _ = leave_queue(tmp_path)
+    (queue / "jobs.json").write_text(json.dumps(content))
+    done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "jobs.json: is not what a page has written" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_estimate_of_what_is_no_choice_is_refused(page):
+    assert page.ask("/api/estimate?knobs=[1]")[0] == 400
+
+
+def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.1)
+    monkeypatch.chdir(tmp_path)
+    wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine import modes\n"
+            "modes.own_place(type('s', (), {'out_dir': 'out/x', 'dry_run': True, 'overfit': 0, 'lr_find': False, 'profile': False}))\n"
+            "pathlib.Path('began').touch()\ntime.sleep(60)\n")
+    communicate = subprocess.Popen.communicate
+
+    def after_its_start(program, *args, **more):
+        until(lambda: (tmp_path / "began").exists(), 60)
+        return communicate(program, *args, **more)
+    monkeypatch.setattr(subprocess.Popen, "communicate", after_its_start)
+    assert "takes more than 0.1 s" in jobs.output(["-c", wait, str(ROOT)])
+    assert [path.name for path in tmp_path.iterdir()] == ["began"]

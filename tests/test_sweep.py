@@ -244,6 +244,7 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name, monkeypa
     ({"run_cap": "many"}, "run_cap is 'many', expected a whole number"), ({"run_cap": -1}, "run_cap is -1"),
     ({"program": None}, "no program None"), ({"program": 3}, "no program 3"), ({"program": "tests"}, "no program tests"),
     ({"metric": "loss/val"}, "metric is 'loss/val', expected "), ({"metric": {"name": "a", "goal": "maximise"}}, "'maximise'}, expected "),
+    ({"metric": {"name": ["loss/val"]}}, "{'name': ['loss/val']}, expected "),
     ({"parameters": {"learning_rate": {"values": ["fast"]}}}, "learning_rate is 'fast', expected float")])
 def test_mistakes_end_in_one_line(change, message, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "file", "s.yaml")

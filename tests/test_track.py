@@ -683,3 +683,78 @@ def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
             assert all("the server is on fire" in line for line in warnings)
         elif fault.startswith("hang") and not fault.endswith("finish"):
             assert said.count("goes on by itself with what is left") == 2, (fault, said)
+
+
+def test_numbers_of_other_programs_may_have_the_names_of_our_tables(tmp_path):
+    """In log.jsonl, W&B and what is said of a row."""
+    row = {name: n / 2 for n, name in enumerate(track.TABLES, 1)}
+    program = f"print('step 1:', *{[f'{name}={value}' for name, value in row.items()]!r}, 'loss=2.5')"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    done = subprocess.run([sys.executable, ROOT / "track.py", "--out_dir=p", "--", sys.executable, "-c", program], cwd=tmp_path,
+                          capture_output=True, text=True, env=clean)
+    assert done.returncode == 0 and "warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert track.read_rows(tmp_path / "p/log.jsonl")[0].items() >= row.items()
+    recorded = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    assert next(r["history"]["item"] for r in recorded if r["type"] == "history").items() >= row.items()
+
+
+def test_a_log_with_a_broken_line_goes_on(tmp_path):
+    lines = [b'{"iter": 0, "loss/val": 5.0}', b'\xff\xfe', b'{"iter": "many"}', b'{"iter": 10, "note": "caf\xe9"}', b"[" * 100_000, b'["iter"]',
+             '{"iter": 20, "note": "one\u2028line"}'.encode()]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    assert [row["iter"] for row in track.read_rows(tmp_path / "log.jsonl")] == [0, 20]
+    log = track.Jsonl(tmp_path, {}, 30)
+    log.log({"iter": 30})
+    log.finish()
+    assert [row["iter"] for row in track.read_rows(tmp_path / "log.jsonl")] == [0, 20, 30]
+
+
+def test_the_repositorys_token_is_not_recorded(tmp_path):
+    """One in its address, which the client asks git for."""
+    for words in ["init", "-q"], ["remote", "add", "origin", "https://ghp_Ab1Cd2Ef3Gh4Ij5Kl6Mn7@github.com/me/mine.git"]:
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    shutil.copytree(ROOT / "engine", tmp_path / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in "track.py", "configurator.py":
+        shutil.copy(ROOT / name, tmp_path)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "WANDB_MODE": "offline"}
+    done = subprocess.run([sys.executable, "track.py", "--", "echo", "step 1: loss 2.5"], cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert "github.com/me/mine" in json.dumps(track.read_wandb(log))
+    assert all(b"Ab1Cd2Ef3" not in path.read_bytes() for path in (tmp_path / "wandb").rglob("*") if path.is_file())
+
+
+def test_names_that_are_no_utf8_reach_the_client(tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")
+    assert track.encodable({"data": name, "rows": [[name, 1.5, None]]}) == {"data": "caf?.txt", "rows": [["caf?.txt", 1.5, None]]}
+
+
+def test_what_a_program_prints_is_passed_on_whole_into_a_pipe_that_does_not_block(monkeypatch):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    kept, found = os.dup(1), []
+    reader = threading.Thread(target=lambda: found.extend(iter(lambda: os.read(read, 65536), b"")))
+    os.dup2(write, 1)
+    try:
+        threading.Timer(0.2, reader.start).start()  # by then the pipe is full
+        follow.pass_on(b"x" * 1_000_000)
+    finally:
+        os.dup2(kept, 1)
+        os.close(write)
+        os.close(kept)
+    reader.join(30)
+    assert b"".join(found) == b"x" * 1_000_000
+
+
+def test_a_training_goes_on_and_is_tracked_though_nobody_reads_what_it_says(tmp_path, tracked):
+    (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    words = ["--data=my.txt", "--vocab_source=byte", "--dim=32", "--n_layers=1", "--n_heads=2", "--max_seq_len=32", "--batch_size=4",
+             "--max_iters=20", "--eval_iters=1", "--eval_interval=10", "--device=cpu", "--wandb_log=True", "--out_dir=out", "--supervise=True"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, ROOT / "train.py", *words], cwd=tmp_path, stdout=write, stderr=write, env=clean)
+    os.close(write)
+    recorded = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+    steps = [r["history"]["item"]["iter"] for r in recorded if r["type"] == "history"]
+    assert done.returncode == 0 and steps[-1] == 20 == track.read_rows(tmp_path / "out/log.jsonl")[-1]["iter"]

@@ -26,6 +26,7 @@ import optim
 import track
 import train
 from engine import checkpoint, checks, costs, instruments, parallel, prepare, sizes
+from engine.files import sha256
 from model import ModelArgs
 from tests import forked
 from tests.conftest import compile_c
@@ -1217,6 +1218,8 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--supervise=True", "--max_restarts=-1"], ["max_restarts is -1, expected 0 or more"]),
     (["--data=my.txt", "--supervise=True", "--eval_only=True"], ["--eval_only and --supervise: expected one of them"]),
     (["--data=my.txt", "--seed=-1"], ["seed is -1"]),
+    (["--data=my.txt", "--seed=1e20"], ["seed is 100000000000000000000"]),
+    (["--data=my.txt", "--vocab_source=bpe", "--vocab_size=1e12"], ["--vocab_size=1000000000000: expected at most 1048576"]),
     (["--data=my.txt", "--n_heads=3"], ["n_heads=3"]),
     (["--data=my.txt", "--n_kv_heads=7"], ["n_kv_heads"]),
     (["--data=my.txt", "--batch_size=-1"], ["batch_size is -1"]),
@@ -1450,3 +1453,67 @@ def test_free_memory_in_a_container_by_version_1_of_control_groups(system):
     assert free_memory() == 60 * 1024 + 900 * 1024
     system[f"{at}memsw.limit_in_bytes"], system[f"{at}memsw.usage_in_bytes"] = "153600\n", "61440\n"
     assert free_memory() == 100 * 1024
+
+
+def test_weights_that_are_no_number_end_in_one_line(folder, reference):
+    """Before anything is read in such a model."""
+    broken = folder / "broken"
+    shutil.copytree(folder / "whole", broken)
+    step = checkpoint.newest(broken)
+    content = torch.load(step / "model.pt")
+    content["model"]["norm.weight"].fill_(math.nan)
+    torch.save(content, step / "model.pt")
+    manifest = json.loads((step / "checkpoint.json").read_text())
+    manifest["files"]["model.pt"] = [(step / "model.pt").stat().st_size, sha256(step / "model.pt")]
+    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    done = run(folder, "--data=my.txt", "--max_iters=2", f"--init_from={step}", "--out_dir=from_broken")
+    assert done.returncode == 2 and "loss/val is nan at iter 0" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert rows(folder, "from_broken")[0]["loss/val"] == "nan"
+
+
+@pytest.mark.parametrize("after_row", [False, True])
+def test_a_stop_that_is_killed_loses_no_row_and_doubles_none(folder, tmp_path, after_row):
+    """SIGTERM at a step that has a row, SIGKILL in the evaluation that follows, or between its row and the last save."""
+    script = tmp_path / "killed.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import os, signal, track, train\n"
+                      "from configurator import configure\n"
+                      "step, die, log = train.train_step, lambda *_: os.kill(os.getpid(), signal.SIGKILL), track.Tracker.log\n"
+                      "def last(number, *args):\n"
+                      "    if number == 9:\n"
+                      "        os.kill(os.getpid(), signal.SIGTERM)\n"
+                      f"        if {after_row}: track.Tracker.log = lambda *a: (log(*a), die())\n"
+                      "        else: train.assess = lambda *a: (writer_done(), die())\n"
+                      "    return step(number, *args)\n"
+                      "def writer_done():\n"
+                      "    for w in writers: w.wait()\n"
+                      "writers, start = [], train.checkpoint.Writer.start\n"
+                      "train.checkpoint.Writer.start = lambda w, work: (writers.append(w), start(w, work))[1]\n"
+                      "train.train_step = last\n"
+                      "train.main(configure(vars(train)))\n")
+    args, out = ["--data=my.txt", "--max_iters=20"], f"--out_dir=cut_short{after_row}"
+    assert run(folder, *args, "--out_dir=uncut").returncode == 0
+    done = forked.run([script, *TINY, *args, out], folder, environment())
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    assert run(folder, *args, out).returncode == 0
+    name = f"cut_short{after_row}"
+    assert [row["iter"] for row in rows(folder, name)] == [0, 5, 10, 15, 20] and losses(folder, name) == losses(folder, "uncut")
+
+
+def test_what_was_hidden_is_asked_for_again(folder):
+    """A secret is in no configuration; a run whose data had one in their address needs it to go on."""
+    (folder / "password=Abc123xyz.txt").write_text((folder / "my.txt").read_text())
+    args = ["--max_iters=2", "--out_dir=hidden"]
+    assert run(folder, "--data=password=Abc123xyz.txt", *args).returncode == 0
+    assert "Abc123xyz" not in (folder / "hidden/config.json").read_text()
+    done = run(folder, "--max_iters=3", "--out_dir=hidden")
+    assert done.returncode == 2 and "--data was password=***" in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    done = run(folder, "--data=password=Abc123xyz.txt", "--max_iters=3", "--out_dir=hidden")
+    assert done.returncode == 0 and "resuming hidden at iteration 2" in done.stdout and " -> password" not in done.stdout
+
+
+def test_a_rank_alone_is_no_process_of_many():
+    for env in {"RANK": "3"}, {"WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": ""}:
+        done = subprocess.run([sys.executable, "-c", "from engine import parallel; print(parallel.rank, parallel.world)"], cwd=ROOT,
+                              env=environment(**env), capture_output=True, text=True)
+        assert done.stdout == "0 1\n", done.stderr
