@@ -311,7 +311,7 @@ def main(given):
         parallel.keep_memory()
     globals().update(parallel.on_master(modes.own_place, knobs()))
     start, resuming = parallel.on_master(checkpoint.find_start, knobs())
-    changes, clock = [], {"seconds": 0.0, "limit": 0.0, "end": math.inf}
+    changes, clock = [], checkpoint.FRESH
     if resuming:
         taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
         globals().update(taken)

@@ -522,6 +522,7 @@ PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "ca
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim", "qk_norm", "qkv_bias", "tied",
           "optimizer")
 RENAMED = {"patience": "early_stop"}  # settings in older checkpoints
+FRESH = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # the clock of a run without a limit, see session_clock
 
 
 def default_out_dir(data):
@@ -689,9 +690,9 @@ def resume_signature(s, args, dataset):
 
 
 def new_state(s, args, dataset, clock):
-    """What a run is beside weights and optimizer, before its first step."""
-    return {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0,
-            "fixed": resume_signature(s, args, dataset), "clock": clock, "last": None, "noted": [], "chat": {}}
+    """What a run is beside weights and optimizer, before its first step. clock: that of its minutes, which no mode has."""
+    return {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0, "last": None,
+            "fixed": resume_signature(s, args, dataset), "clock": clock if s.minutes else FRESH, "noted": [], "chat": {}}
 
 
 def restore(s, folder, now, opt):

@@ -259,6 +259,14 @@ def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypat
     assert "the checkpoint gives back another optimizer's state " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode, words", [("overfit", "PASS"), ("dry_run", "dry run: all worked"), ("lr_find", "to copy: --learning_rate="),
+                                         ("profile", "the ten largest ops")])
+def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, folder, mode, words):
+    assert trainer(minutes=0.2, out_dir="out/timed", **{mode: 1 if mode == "overfit" else True}) == 0
+    out = capsys.readouterr().out
+    assert "sizes from the text, this machine and the time" in out and words in out and "is finished" not in out, out
+
+
 def test_what_does_not_go_with_a_mode(trainer, capsys):
     for given, words in (({"overfit": 1, "lr_find": True}, "--overfit and --lr_find: expected one of them"),
                          ({"profile": True, "eval_only": True}, "--profile and --eval_only: expected one of them"),
