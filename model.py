@@ -111,7 +111,7 @@ class Block(nn.Module):
         self.attention = Attention(args)
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
         self.feed_forward = FeedForward(args)
-        self.dropout = nn.Dropout(args.dropout)
+        self.dropout = ops.Dropout(args.dropout)
 
     def forward(self, x, rope, cache=None, mask=None):
         x = x + self.dropout(self.attention(self.attention_norm(x), rope, cache, mask))
@@ -126,7 +126,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)  # (V, D)
-        self.dropout = nn.Dropout(args.dropout)
+        self.dropout = ops.Dropout(args.dropout)
         self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))
         self.norm = RMSNorm(args.dim, args.norm_eps)
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)  # (V, D)

@@ -1,4 +1,5 @@
 """What engine/ops.py writes out against its plain formulas, values and gradients; and that every Linear has its say."""
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -252,3 +253,28 @@ def test_a_hook_that_changes_in_place_what_backward_needs_is_refused():
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             model(x[:, :-1], x[:, 1:])[1].backward()
         handle.remove()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.99999])
+def test_dropout_is_that_of_pytorch_but_for_what_it_draws(p):
+    """As many zeros, each place for itself; the others larger by as much, gradients too; the same again with the same seed."""
+    dropout, x, drawn = ops.Dropout(p), torch.randn(3, 7, 1001, requires_grad=True), []
+    for n in range(60):
+        torch.manual_seed(n)
+        y = dropout(x)
+        y.sum().backward()
+        drawn.append(y != 0)
+        assert torch.equal(y.detach(), x.detach() * x.grad) and x.grad.unique().tolist() in ([0, pytest.approx(1 / (1 - p))], [0])
+        x.grad = None
+    torch.manual_seed(n)
+    assert torch.equal(y, dropout(x))
+    kept = torch.stack(drawn).float()  # (60, 3, 7, 1001)
+    deviation = math.sqrt(p * (1 - p) / kept.numel())
+    assert abs(kept.mean().item() - (1 - p)) < 5 * deviation
+    centred = kept.flatten(1) - (1 - p)
+    beside = (centred[:, 1:] * centred[:, :-1]).mean().item()
+    assert abs(beside) < 5 * p * (1 - p) / math.sqrt(kept.numel())
+    assert abs((centred[1:] * centred[:-1]).mean().item()) < 5 * p * (1 - p) / math.sqrt(kept.numel())
+    assert torch.equal(dropout.eval()(x), x)
+    assert torch.equal(ops.Dropout(0.0)(x), x)
+    assert ops.Dropout(p)(x.bfloat16()).dtype == torch.bfloat16
