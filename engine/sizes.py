@@ -201,8 +201,9 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     seconds = training_seconds(s.minutes)
     passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
     possible = seconds / step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
-    steps = max(20, round(min(possible, epochs_for(meta["train_bytes"]) / passes)))
-    epochs, limited = steps * passes, steps < possible
+    enough = epochs_for(meta["train_bytes"]) / passes
+    steps = max(20, round(min(possible, enough)))
+    epochs, limited = steps * passes, enough < possible
     rate = s.learning_rate if "learning_rate" in given else rate_for(s.dim)
     read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of the text"
     plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else

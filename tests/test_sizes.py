@@ -102,6 +102,15 @@ def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(m
     assert {decay(size, epochs) for size in SIZES for epochs in (0.01, 1, 3)} == {0.1}
 
 
+@pytest.mark.parametrize("possible", [100.4, 100.6])
+def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch, possible):
+    s, meta = plan(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
+    monkeypatch.setattr(sizes, "training_seconds", lambda minutes: 60.0)
+    monkeypatch.setattr(sizes, "step_seconds", lambda *_: 60 / possible)
+    steps, why = sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1]["max_iters"]
+    assert steps == 10 * round(possible) and "more than there is time for" in why
+
+
 def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
     s = plan(monkeypatch, 1_000_000, 10.0)
     s.minutes = 1000.0  # which what the tests before have taken changes nothing of
