@@ -280,7 +280,8 @@ def show_data(prepared):
     columns = ["split", "text", "tokens", "length", "unknown", "byte fallback"]
     try:
         if page:
-            Path(page).write_text(survey.page(source, found | {"documents": [columns, *rows]}), encoding="utf-8")
+            text = survey.page(source, found | {"documents": [columns, *rows]})
+            Path(page).write_text(text, encoding="utf-8", errors="backslashreplace")  # of a name that is none
         if png:
             survey.picture(source, found, png)
     except OSError as e:
@@ -291,6 +292,8 @@ def show_data(prepared):
 
 if __name__ == "__main__":
     given = configure(globals(), positional="source")
+    if workers < 0:
+        fail(f"--workers={workers}: expected 0 or more")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most,
                        text_most=text_most)
     found = load(prepared)

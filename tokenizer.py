@@ -28,6 +28,7 @@ from configurator import fail
 SPACE = "\u2581"  # sentencepiece's visible space
 SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of piece, as in sentencepiece and GGUF
+NO_TEXT = "\u2585"  # sentencepiece learns nothing from lines that hold this, its mark of what it does not know
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 MOST_TOKENS = 1 << 20  # that a vocabulary may have
@@ -489,7 +490,7 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, most=False):
     merges. A size this text cannot give is an error; with exact=False it is raised or lowered to one it can. With most=True
     it is never raised: the commonest characters get half of what the bytes leave, and the others are written as bytes.
     """
-    lines = [line for text in texts for line in text.split("\n") if line]
+    lines = [line for text in texts for line in text.replace(NO_TEXT, "\n").split("\n") if line]
     model, low, high = attempt(lines, vocab_size, exact)
     if low and most:
         rare = Counter("".join(lines)).most_common()[(vocab_size - 259) // 2:]

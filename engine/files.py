@@ -7,6 +7,16 @@ import os
 from pathlib import Path
 
 
+def odd(path):
+    """What is wrong with a path that can be none, or None."""
+    try:
+        os.stat(path)
+    except ValueError as e:
+        return str(e)
+    except OSError as e:
+        return e.strerror if e.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
+
+
 def to_disk(path):
     """Force a file, or a folder's list of names, to disk."""
     handle = os.open(path, os.O_RDONLY)

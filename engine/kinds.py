@@ -10,6 +10,7 @@ What is none of that ends as Unfit, with a reason.
 """
 import bz2
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -262,7 +263,7 @@ def unpack(path, copy):
             try:
                 block = f.read(BLOCK)
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as e:
-                raise Unfit(f"damaged, {out.tell()} bytes could be unpacked ({e})") from e
+                raise Unfit(f"damaged, near byte {raw.tell():,} of it ({e})") from e
             if not block:
                 return Path(copy)
             out.write(block)
@@ -284,10 +285,14 @@ def recode(path, name, problem, copy):
         raise Unfit(problem.reason, f"it is damaged UTF-8; this leaves out what is none: iconv -c -f UTF-8 {to}")
     if not found:
         raise Unfit(problem.reason, f"no encoding that can be told for certain; if you know it, say LATIN1: iconv -f LATIN1 {to}")
-    decoder, place = codecs.getincrementaldecoder(found)(), 0
+    decoder, place, right, beyond = codecs.getincrementaldecoder(found)(), 0, 0, 0
     with open(path, "rb") as f, replacing(copy) as out, progress(f, "converting") as bar:
         while True:
             block = f.read(BLOCK)
+            more = utf8_lines(block)
+            right, beyond = right + more[0], beyond + more[1]
+            if right > max(10, beyond / 10) and not found.startswith("UTF-"):
+                raise Unfit(f"some of its lines are {found}, others UTF-8", "expected one; convert the parts by themselves")
             try:
                 out.write(decoder.decode(block, not block).encode())
             except UnicodeDecodeError as e:
@@ -299,9 +304,18 @@ def recode(path, name, problem, copy):
             bar.update(len(block))
 
 
+def utf8_lines(block):
+    """(how many lines of a block that have more than ASCII are UTF-8, how many there are)."""
+    beyond, right = [line for line in block.split(b"\n") if not line.isascii()], 0
+    for line in beyond:
+        with contextlib.suppress(UnicodeDecodeError):
+            right += bool(line.decode())
+    return right, len(beyond)
+
+
 def blocks(path, whole_lines, update=lambda size: None):
     """
-    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line feed; in a line that is longer
+    Yields (offset, bytes) of a file, about BLOCK at a time. A block ends behind a line; in a line that is longer
     than a block it ends behind a character, or, with whole_lines, grows, up to LONGEST. update: told of each block's size.
     """
     offset, rest = 0, b""
@@ -309,7 +323,7 @@ def blocks(path, whole_lines, update=lambda size: None):
         while True:
             fresh = f.read(BLOCK)
             block = rest + fresh
-            cut = block.rfind(b"\n") + 1
+            cut = block.rfind(b"\n") + 1 or (not whole_lines and block.rfind(b"\r") + 1)  # lines of an old Mac
             if fresh and not cut:
                 if whole_lines and len(block) > LONGEST:
                     raise Unfit(f"a line of more than {LONGEST >> 20} MB at offset {offset}", "expected a document a line")

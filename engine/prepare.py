@@ -35,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine import kinds, stories
-from engine.files import publish, replacing, sha256
+from engine.files import odd, publish, replacing, sha256
 from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
@@ -45,6 +45,7 @@ PART = 1 << 21      # bytes of text in a part, the unit of progress
 STRETCH = 1 << 18   # bytes of text that are taken together where a part of a text is prepared
 SAMPLE = 1 << 25    # bytes of text a vocabulary is trained on
 STORIES = 60_000    # how many stories "stories" is: about 34 MB
+LEAST_PIECES = 320  # of a vocabulary that is learned, 259 of which are specials and bytes
 STORY_BYTES = 560   # of an average story, for the progress bar
 HELD_OUT = 5e6      # bytes of text that validation takes at most, unless val_fraction is given
 SEED = 1337         # of the stories, and of the draw of validation documents
@@ -154,6 +155,9 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
     {source: URL} of the folders that DOWNLOADS are in; vocab_most: see train_tokenizer; text_most: see spread.
     """
     try:
+        for path in source, cache, vocab_source:
+            if odd(path):
+                fail(f"{str(path)[:80]}: {odd(path)}; expected the path of a file or folder")
         if (Path(source) / "meta.json").is_file():
             return Path(source)
         job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most,
@@ -179,6 +183,11 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
     """All that preparation needs to know, as a dict for JSON; its "name" holds a hash of all the result depends on."""
     if not 0 <= val_fraction < 1:
         fail(f"--val_fraction={val_fraction}: expected a number between 0 and 1 (0: a tenth, at most 5 MB)")
+    for name, value in ("vocab_size", vocab_size), ("vocab_most", vocab_most), ("text_most", text_most):
+        if value < 0:
+            fail(f"--{name}={value}: expected 0 or more")
+    if 0 < vocab_most < LEAST_PIECES:
+        fail(f"--vocab_most={vocab_most}: too few, expected at least {LEAST_PIECES}, or --vocab_source=byte")
     if vocab_source == "custom" and vocab_size and vocab_size < 260:
         fail(f"--vocab_size={vocab_size}: too small, expected at least 260 (3 specials, 256 bytes and the characters), "
              f"or --vocab_source=byte or char")
@@ -204,6 +213,8 @@ def describe(source, vocab_source, vocab_size, val_fraction, cache, skip_bad, co
         unsure = size != sum(p.stat().st_size for p in files)
     job["vocab_goal"] = job["vocab_goal"] or usual_pieces(size)
     kind, _, pre = vocab_source.partition(":")
+    if pre and kind in ("custom", "byte", "char"):
+        fail(f"--vocab_source={vocab_source}: expected {kind}; how many pieces, --vocab_size says")
     if kind == "bpe" and pre not in ("", *PRE_TOKENIZERS):
         fail(f"--vocab_source={vocab_source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: {', '.join(PRE_TOKENIZERS)}")
     if kind not in ("custom", "bpe", "byte", "char"):
@@ -235,7 +246,8 @@ def text_bytes(source, cache="cache", column="text"):
     if source in DOWNLOADS:
         return sum(size for size, _ in DOWNLOADS[source].values())
     try:
-        return sum(map(unpacked_size, text_files(Path(source), Path(cache).resolve(), column)[0]))
+        files = text_files(Path(source), Path(cache).resolve(), column)[0]
+        return round(sum(unpacked_size(path) * text_share(path, column) for path in files))
     except OSError as e:
         fail(f"{e.filename or source}: {e.strerror or e}")
 
@@ -250,6 +262,17 @@ def unpacked_size(path):
         if size / 2 <= told <= 20 * size:
             return told
     return size * (kinds.PACKED | {".parquet": 2}).get(path.suffix, 1)
+
+
+def text_share(path, column):
+    """How much of a .jsonl file is text rather than what stands beside it, by its beginning; 1 of other files."""
+    if path.suffix != ".jsonl":
+        return 1
+    with open(path, "rb") as f:
+        lines = f.readlines(1 << 20)
+    with contextlib.suppress(Unfit):  # which is told when the file is read
+        return sum(len(jsonl_text(line, column, 0)) for line in lines if line.strip()) / max(1, sum(map(len, lines)))
+    return 1
 
 
 def vocabulary_file(vocab_source, cache):
@@ -327,7 +350,7 @@ def walk(path, cache, column):
                 folders.append(Path(here, name))
         for name in sorted(names):
             file = Path(here, name)
-            seen = not name.startswith(".") and file.is_file()
+            seen = not name.startswith(".") and file.is_file() and not (file.is_symlink() and is_within(file, path))
             (hidden if not seen else documents if may_be_documents(file, column) else others).append(file)
     size = sum(file.stat().st_size for file in documents)
     if sum(file.stat().st_size for file in others) > size:
@@ -337,6 +360,11 @@ def walk(path, cache, column):
     left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}" for some, what in
                 ((folders, "folder(s)"), (hidden + others, "file(s) hidden or of another kind")) if some]
     return sorted(documents), "; ".join(left_out)
+
+
+def is_within(file, folder):
+    """Whether the file that a link leads to lies below a folder, where it is read anyway."""
+    return Path(os.path.realpath(file)).is_relative_to(os.path.realpath(folder))
 
 
 def may_be_documents(file, column):
@@ -384,7 +412,7 @@ def build(job, folder, workers, urls):
                 rows = plan(job, partial / "texts")
                 write(partial / "job.json", json.dumps(job).encode())
                 write(partial / "rows.npy", lambda f: np.save(f, rows))
-            job = json.loads((partial / "job.json").read_text())
+            job = json.loads((partial / "job.json").read_text()) | {"files": job["files"]}  # named from another folder, maybe
             rows = np.load(partial / "rows.npy", mmap_mode="r")
             tokenizer = vocabulary(job, rows, partial)
             encode_parts(job, rows, partial, workers)
@@ -411,8 +439,12 @@ def locked(cache):
     """Keeps other processes that would prepare data in this cache waiting, until the block or its process ends."""
     import fcntl  # here, since Windows lacks it, of which configurator.py tells
     cache.mkdir(parents=True, exist_ok=True)
-    with open(cache / ".lock", "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    with open(cache / ".lock", "a") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another program, which prepares data in {cache}", flush=True)
+            fcntl.flock(f, fcntl.LOCK_EX)
         yield
 
 
@@ -477,7 +509,7 @@ def read_files(job, copies):
     shutil.rmtree(copies, ignore_errors=True)  # of another try
     copies.mkdir(parents=True)
     documents, cuts, changed = [], [], collections.defaultdict(list)
-    job["texts"], job["bad"] = list(job["files"]), []
+    job["texts"], job["bad"] = [os.path.abspath(path) for path in job["files"]], []
     with tqdm(total=sum(map(os.path.getsize, job["files"])), desc="reading", unit="B", unit_scale=True, leave=False, delay=1,
               dynamic_ncols=True) as bar:
         for number, path in enumerate(job["files"]):
@@ -488,7 +520,7 @@ def read_files(job, copies):
             found, where = np.empty((0, 3), np.int64), []
             try:
                 here, (found, where), words = kinds.readable(Path(path), copies / str(number), job["column"], look)
-                job["texts"][number] = str(here)
+                job["texts"][number] = os.path.abspath(here)
                 changed[words].append(path)
             except Unfit as e:
                 job["bad"].append([path, str(e) if len(job["files"]) == 1 else e.reason])
@@ -564,7 +596,7 @@ def split(documents, job):
     if sizes[drawn].sum() >= wanted / 2:
         documents[drawn, 3] |= VAL
         return documents
-    first = np.searchsorted(np.cumsum(sizes), sizes.sum() - wanted, "right")  # the document the boundary falls into
+    first = np.searchsorted(np.cumsum(sizes), min(sizes.sum() - wanted, sizes.sum() - 1), "right")  # where the boundary falls
     documents[first:, 3] |= VAL
     file, start, end, _ = documents[first]
     path = job["texts"][file]
@@ -623,7 +655,15 @@ def texts(job, rows):
                     raw = raw.lstrip() if flags & FIRST else raw
                     raw = raw.rstrip() if flags & LAST else raw
                 if raw:
-                    yield raw.decode(), len(raw), flags, 0.0
+                    yield text_of(raw, path), len(raw), flags, 0.0
+
+
+def text_of(raw, path):
+    """Bytes that were UTF-8 when the file was looked through."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise Unfit(f"{path}: changed while it was read; run the same command again") from e
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------

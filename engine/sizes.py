@@ -122,7 +122,7 @@ def shape(s, given, dim, size):
     """The plan's part that the width decides, without what is given."""
     layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
-    while context > 8 and size / 10 < 4 * context:  # the validation split has to hold one, and should hold more
+    while context > 8 and size * (s.val_fraction or 0.1) < 4 * context:  # the validation split has to hold one, and should more
         context //= 2
     context = s.max_seq_len if "max_seq_len" in given else context
     groups = s.n_kv_heads or 1  # a head has an even width

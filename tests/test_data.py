@@ -853,3 +853,101 @@ def test_prefetched_batches_are_those_asked_for():
     assert [prefetch.get(step) for step in (5, 6, 7, 3, 4)] == [50, 60, 70, 30, 40]
     prefetch.thread.shutdown()
     assert sorted(made) == [3, 4, 5, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"vocab_size": -1}, "--vocab_size=-1: expected 0 or more"), ({"vocab_most": -1}, "--vocab_most=-1: expected 0 or more"),
+    ({"text_most": -5}, "--text_most=-5: expected 0 or more"), ({"vocab_most": 300}, "--vocab_most=300: too few, expected at least 320"),
+    ({"vocab_source": "custom:5000"}, "--vocab_source=custom:5000: expected custom; how many pieces, --vocab_size says"),
+    ({"vocab_source": "byte:x"}, "expected byte"), ({"cache": "loop"}, "loop: Too many levels of symbolic links"),
+    ({"source": "loop"}, "loop: Too many levels"), ({"source": "a" * 999}, "File name too long"), ({"source": "a\0b"}, "null byte"),
+    ({"vocab_source": "b" * 999}, "File name too long"), ({"val_fraction": 1e-20}, "too short to hold out")])
+def test_settings_that_cannot_be_are_one_line(tmp_path, monkeypatch, capsys, settings, words):
+    monkeypatch.chdir(tmp_path)
+    os.symlink("loop", "loop")
+    (tmp_path / "my.txt").write_text("A dog and a cat. " * 500)
+    with pytest.raises(SystemExit) as end:
+        data.prepare(**({"source": "my.txt", "vocab_source": "byte"} | settings))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and words in err and err.count("\n") == 1
+
+
+def test_a_vocabulary_is_learned_of_the_least_size_and_where_blocks_are_drawn(tmp_path):
+    """U+2585, a block of a progress bar, is sentencepiece's own mark of what it does not know."""
+    (tmp_path / "bars.txt").write_text("\u2585\u2586 half of the work is done, \u2585 and a dog sat on the mat\n" * 300)
+    found = data.load(data.prepare(tmp_path / "bars.txt", vocab_most=320, cache=tmp_path))
+    assert 259 < found.tokenizer.vocab_size <= 320
+    text = "\u2585 the dog is done"
+    assert found.tokenizer.decode(found.tokenizer.encode(text, bos=False, eos=False)) == text
+
+
+def test_a_link_to_what_is_read_anyway_is_left_out(tmp_path, capsys):
+    """Else a document could be learned and held out."""
+    folder, elsewhere = tmp_path / "texts", tmp_path / "elsewhere.txt"
+    folder.mkdir()
+    elsewhere.write_text("Another text, from another folder. " * 30)
+    for n in range(3):
+        (folder / f"{n}.txt").write_text(f"This is text number {n}. " * 30)
+    (folder / "again.txt").symlink_to("1.txt")
+    (folder / "other.txt").symlink_to(elsewhere)
+    found = data.load(data.prepare(folder, vocab_source="byte", cache=tmp_path / "cache"))
+    read = sum(path.stat().st_size for path in (elsewhere, *(folder / f"{n}.txt" for n in range(3))))
+    assert read - 1 <= found.meta["train_bytes"] + found.meta["val_bytes"] <= read  # a space goes where the last one is cut
+    assert "1 file(s) hidden or of another kind: again.txt\n" in capsys.readouterr().out
+
+
+def test_a_file_of_that_name_in_the_cache_is_not_emptied(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/.lock").write_text("mine")
+    (tmp_path / "my.txt").write_text("A dog and a cat. " * 500)
+    data.prepare(tmp_path / "my.txt", vocab_source="byte", cache=tmp_path / "cache")
+    assert (tmp_path / "cache/.lock").read_text() == "mine"
+
+
+def test_what_stands_beside_the_text_is_none(tmp_path):
+    rows = [json.dumps({"id": n, "text": "A dog. " * 9, "meta": "x" * 900}) for n in range(100)]
+    (tmp_path / "my.jsonl").write_text("\n".join(rows))
+    assert prepare.text_bytes(tmp_path / "my.jsonl") == pytest.approx(6300, rel=0.01)
+    (tmp_path / "odd.jsonl").write_text("nonsense\n" * 10)
+    assert prepare.text_bytes(tmp_path / "odd.jsonl") == 90  # what is wrong is told when it is read
+
+
+def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path, monkeypatch, capsys):
+    text, vocabulary = tmp_path / "my.txt", prepare.vocabulary
+    text.write_text("Ein Bär läuft durch den Wald. " * 500)
+
+    def changed(*arguments):
+        text.write_bytes(b"\xe4" + text.read_bytes()[1:])
+        return vocabulary(*arguments)
+    monkeypatch.setattr(prepare, "vocabulary", changed)
+    with pytest.raises(SystemExit):
+        data.prepare(text, vocab_source="byte", cache=tmp_path / "cache")
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].endswith("my.txt: changed while it was read; run the same command again")
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_a_preparation_is_continued_from_another_folder(tmp_path, monkeypatch):
+    """Whose names of the same files differ."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/my.txt").write_text(prose(50_000))
+    monkeypatch.chdir(tmp_path / "a")
+    assemble = prepare.assemble
+    monkeypatch.setattr(prepare, "assemble", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        data.prepare("my.txt", vocab_source="byte", cache=tmp_path / "cache")
+    assert next((tmp_path / "cache").glob("*.partial"))
+    monkeypatch.setattr(prepare, "assemble", assemble)
+    monkeypatch.chdir(tmp_path / "a/b")
+    found = data.load(data.prepare("../my.txt", vocab_source="byte", cache=tmp_path / "cache"))
+    assert found.meta["train_bytes"] + found.meta["val_bytes"] >= 49_000
+
+
+def test_who_waits_for_another_preparation_says_so(tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text(prose(20_000))
+    with prepare.locked(tmp_path / "cache"):
+        waiting = subprocess.Popen([sys.executable, ROOT / "data.py", text, "--vocab_source=byte", f"--cache={tmp_path / 'cache'}"],
+                                   stdout=subprocess.PIPE, text=True)
+        assert waiting.stdout.readline() == f"waiting for another program, which prepares data in {tmp_path / 'cache'}\n"
+    assert "prepared" in waiting.communicate()[0] and waiting.returncode == 0

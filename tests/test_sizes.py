@@ -193,6 +193,10 @@ def test_memory_bounds_the_model(monkeypatch):
     assert widths == sorted(set(widths))
 
 
+def test_a_small_part_held_out_holds_a_context(monkeypatch):
+    assert plan(monkeypatch, 1_000_000, val_fraction=0.001).max_seq_len * 4 <= 1000 < plan(monkeypatch, 1_000_000).max_seq_len * 10
+
+
 def test_the_limit_that_is_told():
     meta = {"train_tokens": 1000, "train_bytes": 3000}
     s, row = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100), {"epoch": 0.4, "tokens": 100_000}

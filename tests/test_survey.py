@@ -2,6 +2,8 @@
 import html.parser
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +77,12 @@ def test_tokens_that_are_a_character_together_stand_together():
     for ids, text in (([0, 1, 2], "<s>|␣the|日"), ([3, 4, 5, 2], "⟨日界⟩|日"), ([6, 7, 8, 9, 10], "⟨日⟩|A|␣a"), ([2, 3], "日|<0xE6><0x97>"),
                       ([6, 7], "<0xE6>|<0x97>"), ([5, 1], "<0x95><0x8C>|␣the"), ([3, 1], "⟨\ufffd␣the⟩"), ([], "")):
         assert survey.spelled(ids, pieces) == text
+
+
+def test_the_page_of_a_text_whose_name_is_no_utf8(tmp_path):
+    name = os.fsdecode(b"caf\xe9.txt")
+    (tmp_path / name).write_text("A dog and a cat. " * 500)
+    done = subprocess.run([sys.executable, ROOT / "data.py", f"--source={name}", "--vocab_source=byte", "--show=True", "--page=look.html"],
+                          cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
+    assert "caf\\udce9" in (tmp_path / "look.html").read_text(encoding="utf-8")
