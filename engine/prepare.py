@@ -3,7 +3,7 @@ Any text → a prepared folder. data.py says which sources there are and what a 
 
 Long documents are encoded in segments, cut at a single space between two words. No piece of a Llama-style vocabulary
 holds a space behind a letter, so the tokens are those of the whole text. (Where a file has no such space for BLOCK
-bytes, the cut falls behind a line, or between two characters; the tokens around it can then differ.)
+bytes, the cuts fall behind lines, or between two characters; the tokens around them can then differ, but not the text.)
 
 Worker processes encode a source part by part, and publish each part when it is on disk. What was interrupted
 continues with the parts that are missing.
@@ -354,7 +354,7 @@ def walk(path, cache, column):
             (hidden if not seen else documents if may_be_documents(file, column) else others).append(file)
     size = sum(file.stat().st_size for file in documents)
     if sum(file.stat().st_size for file in others) > size:
-        plain = [file for file in others if kinds.is_text(file)]
+        plain = [file for file in others if kinds.suffix(file) not in kinds.TABLES and kinds.is_text(file)]
         if sum(file.stat().st_size for file in plain) > size:
             documents, others = documents + plain, sorted(set(others) - set(plain))
     left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}" for some, what in
@@ -412,7 +412,7 @@ def build(job, folder, workers, urls):
                 rows = plan(job, partial / "texts")
                 write(partial / "job.json", json.dumps(job).encode())
                 write(partial / "rows.npy", lambda f: np.save(f, rows))
-            job = json.loads((partial / "job.json").read_text()) | {"files": job["files"]}  # named from another folder, maybe
+            job = json.loads((partial / "job.json").read_text()) | {name: job[name] for name in ("source", "files", "vocab_file")}
             rows = np.load(partial / "rows.npy", mmap_mode="r")
             tokenizer = vocabulary(job, rows, partial)
             encode_parts(job, rows, partial, workers)
@@ -491,9 +491,9 @@ def spread(rows, most):
     """
     sizes = np.where(rows[:, 3] & VAL, 0, rows[:, 2] - rows[:, 1])
     stretch = (np.cumsum(sizes) - sizes) // STRETCH
-    count = int(sizes.sum() // STRETCH) + 1
-    chosen = np.zeros(count, bool)
-    chosen[np.linspace(0, count - 1, max(1, int(most // STRETCH))).astype(int)] = True
+    count = max(1, int(sizes.sum() // STRETCH))  # and one that is shorter, which is never chosen
+    chosen = np.zeros(count + 1, bool)
+    chosen[np.linspace(0, count - 1, max(1, round(most / STRETCH))).astype(int)] = True
     keep = chosen[stretch] | (rows[:, 3] & VAL > 0)
     for flag, beside in (FIRST, np.append(True, keep[:-1])), (LAST, np.append(keep[1:], True)):
         inside = ~beside & (rows[:, 3] & flag == 0)
@@ -581,7 +581,9 @@ def scan(path, column, update=lambda size: None):
                 begin = offset + end
             at = block.find(SEPARATOR, end)
         joints = [JOINT.search(block, at, at + SEGMENT) for at in range(0, len(block), SEGMENT)]
-        cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + len(block)])
+        ends = [block.rfind(b"\n", at, at + SEGMENT) + 1 for at in range(0, len(block), SEGMENT)]  # of a text without spaces
+        cuts.extend([offset + joint.start() + 1 for joint in joints if joint] or [offset + end for end in ends if end]
+                    or [offset + len(block)])
     if not jsonl and text:
         found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * (len(found) > 0)))
     return np.frombuffer(found, np.int64).reshape(-1, 3), np.frombuffer(cuts, np.int64)
@@ -745,9 +747,11 @@ def part_encoder(partial):
     def encode(number):
         ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
         for text, size, flags, bits in texts(job, rows[starts[number]:starts[number + 1]]):
-            if not flags & FIRST and tokenizer.add_dummy_prefix and text[0] == " ":
-                text = text[1:]  # the tokenizer puts it back
-            ids[flags & VAL].extend(tokenizer.encode(text, bos=bool(flags & FIRST), eos=bool(flags & LAST) and ends))
+            before = ""
+            if not flags & FIRST and tokenizer.add_dummy_prefix:  # the tokenizer puts a space in front
+                before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
+            tokens = tokenizer.encode(before + text, bos=bool(flags & FIRST), eos=bool(flags & LAST) and ends)
+            ids[flags & VAL].extend(tokens[len(tokenizer.encode(before, bos=False, eos=False)) if before else 0:])
             counts[flags & VAL] += bool(flags & FIRST), size, bits
         arrays = {"train": np.array(ids[0], dtype), "val": np.array(ids[1], dtype), "counts": counts}
         write(partial / "parts" / f"{number}.npz", lambda f: np.savez(f, **arrays))

@@ -122,7 +122,8 @@ def shape(s, given, dim, size):
     """The plan's part that the width decides, without what is given."""
     layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
-    while context > 8 and size * (s.val_fraction or 0.1) < 4 * context:  # the validation split has to hold one, and should more
+    held_out = size * min(s.val_fraction or 0.1, 1 - s.val_fraction)
+    while context > 8 and held_out < 4 * context:  # each split has to hold one, and should hold more
         context //= 2
     context = s.max_seq_len if "max_seq_len" in given else context
     groups = s.n_kv_heads or 1  # a head has an even width

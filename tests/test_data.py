@@ -951,3 +951,33 @@ def test_who_waits_for_another_preparation_says_so(tmp_path):
                                    stdout=subprocess.PIPE, text=True)
         assert waiting.stdout.readline() == f"waiting for another program, which prepares data in {tmp_path / 'cache'}\n"
     assert "prepared" in waiting.communicate()[0] and waiting.returncode == 0
+
+
+def test_a_text_without_spaces_is_cut_behind_lines_and_stays_the_same(tmp_path, small):
+    """Its segments, each encoded by itself; and a part of it is spread over all of it."""
+    rng = np.random.default_rng(1)
+    lines = ["".join(map(chr, rng.integers(0x4e00, 0x4e80, 30))) for _ in range(900)]
+    text = "\n".join(lines)
+    (tmp_path / "zh.txt").write_text(text)
+    for source in "custom", "bpe", "char":
+        found = data.load(data.prepare(tmp_path / "zh.txt", vocab_source=source, vocab_most=512 * (source != "char"), cache=tmp_path, workers=1))
+        both = found.tokenizer.decode(found.train.tolist()) + found.tokenizer.decode(found.val.tolist())
+        assert both.replace("\n", "") == text.replace("\n", "") and text.count("\n") - both.count("\n") in (0, 1)
+
+
+def test_a_part_of_a_text_without_spaces_is_as_large_as_it_should_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare, "STRETCH", 8192)
+    monkeypatch.setattr(prepare, "SEGMENT", 1024)
+    (tmp_path / "zh.txt").write_text("\n".join("天地玄黃宇宙洪荒" * 4 for _ in range(5000)))
+    for most in 30_000, 100_000, 300_000:
+        meta = data.load(data.prepare(tmp_path / "zh.txt", vocab_source="byte", text_most=most, cache=tmp_path)).meta
+        assert meta["train_bytes"] == pytest.approx(most, rel=0.2)
+
+
+def test_a_table_without_the_column_does_not_keep_a_source_tree_from_being_read(tmp_path, capsys):
+    (tmp_path / "tree").mkdir()
+    for n in range(3):
+        (tmp_path / f"tree/{n}.py").write_text(f"x = {n}\n" * 500)
+    (tmp_path / "tree/results.csv").write_text("step,loss\n" + "1,2\n" * 200)
+    assert data.load(data.prepare(tmp_path / "tree", vocab_source="byte", cache=tmp_path / "cache")).meta["train_bytes"] > 3000
+    assert "of another kind: results.csv" in capsys.readouterr().out
