@@ -410,8 +410,8 @@ def load_json(data, path):
             return made
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass
-    fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected {{\"kind\": \"byte\"}}, "
-         f"{{\"kind\": \"char\", \"characters\": …}} or a tokenizer.json")
+    fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected one that "
+         f"data.py --vocab_source=byte or char has written, or a tokenizer.json")
 
 
 # ---- the parts of Hugging Face's tokenizer.json

@@ -86,6 +86,12 @@ class Prepared:
     tokenizer: Tokenizer
 
 
+def is_prepared(folder):
+    """Whether a folder is of data that were prepared, or what is left of it, rather than one with a meta.json of somebody's own."""
+    beside = ("train.bin", "val.bin", "tokenizer.model", "tokenizer.json")
+    return Path(folder, "meta.json").is_file() and any(Path(folder, name).exists() for name in beside)
+
+
 def load(folder):
     """
     The Prepared of a folder. Sizes and the vocabulary's hash are always checked, and the hash of the tokens where they are
@@ -123,7 +129,7 @@ def as_prepared(s, given, meta):
     no such folder. Where one of them is `given` it is refused: it would change nothing.
     """
     taken = {}
-    for name in NEUTRAL if (Path(s.data) / "meta.json").is_file() else ():
+    for name in NEUTRAL if is_prepared(s.data) else ():
         value, found = getattr(s, name), meta.get(name, NEUTRAL[name])
         if value in (found, NEUTRAL[name]) and name != "vocab_source" or name == "vocab_most" and value >= meta["vocab_size"]:
             continue
@@ -158,7 +164,7 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
         for path in source, cache, vocab_source:
             if odd(path):
                 fail(f"{str(path)[:80]}: {odd(path)}; expected the path of a file or folder")
-        if (Path(source) / "meta.json").is_file():
+        if is_prepared(source):
             return Path(source)
         job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most,
                        text_most)
@@ -238,7 +244,7 @@ def usual_pieces(size):
 def text_bytes(source, cache="cache", column="text"):
     """How many bytes of text a source holds, about, without preparing it; what is no source is refused in one line."""
     source = str(source)
-    if (Path(source) / "meta.json").is_file():
+    if is_prepared(source):
         meta = load(source).meta
         return meta["train_bytes"] + meta["val_bytes"]
     if source.split(":")[0] == "stories":
@@ -281,7 +287,7 @@ def vocabulary_file(vocab_source, cache):
     path itself.
     """
     path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
-    if (path / "meta.json").is_file():
+    if is_prepared(path):
         path /= load(path).meta["tokenizer"]
     elif (path / "tokenizer.model").is_file():  # of Hugging Face's folder, whose other files say more of it
         from engine import folders  # has torch in it, which takes a second to import
@@ -386,7 +392,7 @@ def is_foreign(folder, cache):
 def source_files(source, cache, column="text"):
     """What `changes` says of every file of a source, [] where they are not the user's."""
     path = Path(source)
-    if not path.exists() or (path / "meta.json").is_file():
+    if not path.exists() or is_prepared(path):
         return []
     return changes(text_files(path, Path(cache).resolve(), column)[0])
 
@@ -468,7 +474,7 @@ def plan(job, copies):
     """
     if job["stories"]:
         n = job["stories"]
-        held_out = min(max(round(job["val_fraction"] * n), 1), 2000)
+        held_out = min(max(round(job["val_fraction"] * n), 1), 2000, n - 1)
         edges = [*range(0, n - held_out, 1000), *range(n - held_out, n, 1000), n]
         return np.array([(0, a, b, FIRST | LAST | VAL * (a >= n - held_out)) for a, b in zip(edges, edges[1:])])
     documents, cuts = read_files(job, copies)

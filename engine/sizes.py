@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from configurator import STARTED, configure, fail, settings, source_knobs
 from engine import parallel
 from engine.costs import least_memory, model_args, show, step_seconds, tokens_per_step
-from engine.prepare import usual_pieces
+from engine.prepare import is_prepared, usual_pieces
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -107,7 +107,7 @@ def part_of_text(s, given, plan, minutes, size, *machine):
     The plan's part for a text so large that it would be prepared for longer than it is read: at least four times what the time
     can read, at 4 bytes a token, as a power of two, so that other runs find it prepared.
     """
-    if "text_most" in given or size < LARGE or s.data.split(":")[0] == "stories" or (Path(s.data) / "meta.json").is_file():
+    if "text_most" in given or size < LARGE or s.data.split(":")[0] == "stories" or is_prepared(s.data):
         return {}
     trial = copy.copy(s)
     vars(trial).update(values(plan))
@@ -123,7 +123,7 @@ def shape(s, given, dim, size):
     layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
     held_out = size * min(s.val_fraction or 0.1, 1 - s.val_fraction)
-    while context > 8 and held_out < 4 * context:  # each split has to hold one, and should hold more
+    while context > 4 and held_out < 4 * context:  # each split has to hold one, and should hold more
         context //= 2
     context = s.max_seq_len if "max_seq_len" in given else context
     groups = s.n_kv_heads or 1  # a head has an even width
@@ -155,10 +155,11 @@ def vocabulary(dim, n_layers, size):
     """
     Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
     parameters, with 18 L D it and a classifier of its own have three quarters, and a piece that comes less than once in 192
-    bytes is hardly learned.
+    bytes is hardly learned. A text that is read often teaches fewer, 1,800 where it has 1 MB.
     """
-    rows = min(18 * n_layers * dim, 4096) if read_little(dim, n_layers, size) else 0
-    most = min(max(rows, 6 * n_layers * dim), size // 192, 32768) // 64 * 64
+    third = 6 * n_layers * dim
+    rows = max(third, min(3 * third, 4096)) if read_little(dim, n_layers, size) else min(third, 1.8 * size ** 0.5)
+    most = int(min(rows, size // 192, 32768)) // 64 * 64
     return most if most >= 384 else 0
 
 
@@ -169,7 +170,7 @@ def read_little(dim, n_layers, size):
 
 def known_pieces(s):
     """Pieces of a vocabulary that is not made for this run, about; 0 where it is."""
-    if (Path(s.data) / "meta.json").is_file():
+    if is_prepared(s.data):
         return json.loads((Path(s.data) / "meta.json").read_text())["vocab_size"]
     return {"custom": 0, "bpe": 0, "byte": 259, "char": 128}.get(s.vocab_source.split(":")[0], 32000)
 
@@ -180,8 +181,11 @@ def pieces_of(s, size):
 
 
 def blocks_for(size):
-    """Parameters of the blocks that a text of `size` bytes can use: a larger model learns it by heart."""
-    return max(1000 * size ** 0.5, size / 15)
+    """
+    Parameters of the blocks that a text of `size` bytes can use: a larger model learns it by heart. 100 kB use 112 x 2, 1 MB
+    uses 192 x 3; beyond, little was tried.
+    """
+    return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
 
 def tokens_for(blocks):

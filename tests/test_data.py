@@ -981,3 +981,15 @@ def test_a_table_without_the_column_does_not_keep_a_source_tree_from_being_read(
     (tmp_path / "tree/results.csv").write_text("step,loss\n" + "1,2\n" * 200)
     assert data.load(data.prepare(tmp_path / "tree", vocab_source="byte", cache=tmp_path / "cache")).meta["train_bytes"] > 3000
     assert "of another kind: results.csv" in capsys.readouterr().out
+
+
+def test_a_folder_with_a_meta_json_of_its_own_is_one_of_texts(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.txt").write_text(prose(20_000))
+    (tmp_path / "mine/meta.json").write_text('{"title": "my corpus"}')
+    assert data.load(data.prepare(tmp_path / "mine", vocab_source="byte", cache=tmp_path / "cache")).meta["val_bytes"] > 1000
+
+
+def test_of_few_stories_one_is_left_to_learn(tmp_path):
+    found = data.load(data.prepare("stories:3", vocab_source="byte", val_fraction=0.9, cache=tmp_path))
+    assert (found.meta["train_documents"], found.meta["val_documents"]) == (1, 2)

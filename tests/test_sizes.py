@@ -133,11 +133,19 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
     assert not plan(monkeypatch, 10_000_000).text_most and not plan(monkeypatch, 10 ** 11, flops=1e16).text_most
     assert plan(monkeypatch, 10 ** 11, text_most=5).text_most == 5 and not plan(monkeypatch, 10 ** 11, data="stories").text_most
     (tmp_path / "meta.json").write_text('{"vocab_size": 500}')
+    (tmp_path / "train.bin").touch()
     assert not plan(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
     row = {"epoch": 0.5, "tokens": 500_000}
     assert "(0.5 % of it was read)" in sizes.limit(s, {"last": None, "step": 50}, row, meta)
     assert "4 MB of the text that were prepared (read 2 times)" in sizes.limit(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
+
+
+def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
+    """doc/lab/own_text.md: 192 x 3 with a context of 256 for a megabyte, 112 x 2 for 100 kB."""
+    large, small = (plan(monkeypatch, size, 60.0) for size in (1_100_000, 100_000))
+    assert (large.dim, large.n_layers, large.max_seq_len, large.tied) == (192, 3, 256, True) and 1800 < large.vocab_most < 2000
+    assert (small.dim, small.n_layers, small.vocab_most) == (112, 2, 512)
 
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
