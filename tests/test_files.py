@@ -368,7 +368,7 @@ def test_a_file_of_two_encodings_is_not_read_as_one(tmp_path, capfd):
 
 def test_lines_that_end_in_carriage_returns_alone(tmp_path, monkeypatch):
     """Wherever a block ends, no separator is lost."""
-    for block in range(4096, 4120):
+    for block in range(4096, 4120, 4):
         monkeypatch.setattr(kinds, "BLOCK", block)
         (tmp_path / "mac.txt").write_bytes(b"One day a dog ran.\r<|endoftext|>\r" * 1000)
         os.utime(tmp_path / "mac.txt", (block, block))
