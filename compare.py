@@ -347,7 +347,7 @@ def groups_of(found, group):
         raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found))}")
     groups = {}
     for run in found:
-        groups.setdefault(text(run.config.get(group)), []).append(run)
+        groups.setdefault(str(run.config.get(group)), []).append(run)
     return {f"{group}={value} ({len(members)})": members for value, members in groups.items()}
 
 

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from engine.streams import gone, prepare, unread
+from engine.streams import gone, open_streams, unread
 
 STARTED = time.monotonic()  # when this program began, about
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
@@ -102,7 +102,7 @@ def end(kind, error, trace):
 
 if sys.platform == "win32":
     fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for Linux")
-prepare()
+open_streams()
 sys.excepthook = end
 
 

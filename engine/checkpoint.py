@@ -41,8 +41,8 @@ import torch
 
 from configurator import fail
 from engine import parallel
-from engine.redact import HIDDEN, redact
 from engine.files import sha256, to_disk, why, write_atomic
+from engine.redact import HIDDEN, redact
 
 VERSION = 2
 MARK = "trainer.json"
@@ -305,7 +305,18 @@ def finish(out_dir):
 def unfinished(out_dir):
     """Files that their writers, who name them NAME.PID.tmp until they are whole, won't finish: those processes are gone."""
     found = [(path, path.name[len(name) + 1:-4]) for name in OURS for path in Path(out_dir).glob(f"{name}.*.tmp")]
-    return [path for path, number in found if number.isdecimal() and not Path("/proc", number).exists()]
+    return [path for path, number in found if number.isdecimal() and not lives(int(number))]
+
+
+def lives(pid):
+    """Whether there is a process of this number here."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 def unused(name):

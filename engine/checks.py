@@ -5,7 +5,7 @@ import sys
 
 from configurator import fail
 from engine import costs, modes, parallel, preflight, sizes
-from engine.files import odd
+from engine.files import refuse_odd
 
 
 def check_settings(s):
@@ -21,9 +21,7 @@ def check_settings(s):
                  "max_minutes", "spike_z", "max_restarts", "decay_fraction"):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
-    for name in ("data", "cache", "out_dir", "init_from", "vocab_source"):
-        if odd(getattr(s, name)):
-            fail(f"--{name}={getattr(s, name)[:80]}: {odd(getattr(s, name))}; expected the path of a file or folder")
+    refuse_odd(data=s.data, cache=s.cache, out_dir=s.out_dir, init_from=s.init_from, vocab_source=s.vocab_source)
     if s.seed >= 1 << 62:
         fail(f"seed is {s.seed}, expected below {1 << 62}")
     if s.eval_only and s.supervise:

@@ -6,15 +6,17 @@ import json
 import os
 from pathlib import Path
 
+from configurator import fail
 
-def odd(path):
-    """What is wrong with a path that can be none, or None."""
-    try:
-        os.stat(path)
-    except ValueError as e:
-        return str(e)
-    except OSError as e:
-        return e.strerror if e.errno in (errno.ELOOP, errno.ENAMETOOLONG) else None
+
+def refuse_odd(**paths):
+    """One line if one of these can be no path: a loop of links, a name that is too long or holds a zero byte."""
+    for name, path in paths.items():
+        try:
+            os.stat(path)
+        except (OSError, ValueError) as e:
+            if not isinstance(e, OSError) or e.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+                fail(f"--{name}={str(path)[:80]}: {getattr(e, 'strerror', None) or e}; expected the path of a file or folder")
 
 
 def to_disk(path):

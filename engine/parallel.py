@@ -308,7 +308,7 @@ def say(text):
 def has_bfloat16(device):
     """
     Whether a device multiplies matrices faster in bfloat16 than in float32. Of CPUs those with AMX, and AMD's with AVX-512
-    BF16: Intel's do half as many of these products at a time as of float32's.
+    BF16: Intel's without AMX took twice as long (doc/lab/train_speed.md).
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8

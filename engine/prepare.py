@@ -35,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine import kinds, stories
-from engine.files import odd, publish, replacing, sha256
+from engine.files import publish, refuse_odd, replacing, sha256
 from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
@@ -161,9 +161,7 @@ def prepare(source, vocab_source="custom", vocab_size=0, val_fraction=0.0, cache
     {source: URL} of the folders that DOWNLOADS are in; vocab_most: see train_tokenizer; text_most: see spread.
     """
     try:
-        for path in source, cache, vocab_source:
-            if odd(path):
-                fail(f"{str(path)[:80]}: {odd(path)}; expected the path of a file or folder")
+        refuse_odd(source=source, cache=cache, vocab_source=vocab_source)
         if is_prepared(source):
             return Path(source)
         job = describe(str(source), vocab_source, vocab_size, val_fraction, Path(cache).resolve(), skip_bad, column, vocab_most,

@@ -145,7 +145,7 @@ def shape(s, given, dim, size):
     most = vocabulary(dim, layers, size)
     if not known_pieces(s) and not s.vocab_size and most:
         share = "three quarters" if read_little(dim, layers, size) else "a third"
-        plan["vocab_most"] = (most, f"pieces: at most {share} of the parameters, and one for 192 bytes of text")
+        plan["vocab_most"] = (most, f"pieces: at most {share} of the parameters, and as many as its size teaches")
     elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
         plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
     return {name: both for name, both in plan.items() if name not in given}

@@ -5,7 +5,7 @@ import select
 import sys
 
 
-def prepare():
+def open_streams():
     """At the start of a program: streams that can be written to, whatever is printed."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:  # closed by whoever started the program: the next file would have its number
