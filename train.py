@@ -441,10 +441,10 @@ if __name__ == "__main__":
             parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:
             fail("--supervise=True is for one process; torchrun has --max-restarts")
-    except RuntimeError as e:  # CUDA's torch.OutOfMemoryError, and those of Apple's GPUs and CPUs, which have no type
-        if not any(words in str(e) for words in ("out of memory", "can't allocate memory")):
+    except (MemoryError, RuntimeError) as e:
+        if not parallel.is_out_of_memory(e):
             raise
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
-             f"--gradient_accumulation_steps by as much ({str(e).splitlines()[0]})")
+             f"--gradient_accumulation_steps by as much ({(str(e) or 'of Python').splitlines()[0]})")
     except KeyboardInterrupt:
         fail("interrupted; what was saved before can be resumed")

@@ -92,7 +92,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
             if idle == 2:  # one alone may have met with a busy moment
                 return send.send("larger ones are not faster")
     except (MemoryError, RuntimeError) as e:  # of torch, on a CPU and on a GPU
-        if not isinstance(e, MemoryError) and not any(words in str(e) for words in ("out of memory", "can't allocate memory")):
+        if not parallel.is_out_of_memory(e):
             raise
         send.send(f"{size} did not fit")
     finally:

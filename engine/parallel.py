@@ -353,6 +353,12 @@ def peak_memory(device):
         return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
 
 
+def is_out_of_memory(error):
+    """Whether memory ran out: in Python, on a CPU or on a GPU. PyTorch has a type for CUDA's alone, so by its words."""
+    words = "out of memory", "can't allocate memory", "can't start new thread"  # whose stack found no place
+    return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(w in str(error) for w in words)
+
+
 def memory_now(device):
     """Bytes that this process has now, about."""
     try:

@@ -1335,6 +1335,14 @@ def test_too_large_a_batch_ends_in_one_line(folder):
     assert done.returncode == 2 and "lower --batch_size (now 30000)" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("error, short", [
+    (MemoryError(), True), (RuntimeError("can't start new thread"), True), (RuntimeError("CUDA out of memory. Tried"), True),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("out of memory"), False)])
+def test_what_runs_out_of_memory_is_told_from_other_errors(error, short):
+    assert parallel.is_out_of_memory(error) == short
+
+
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 @pytest.mark.parametrize("frugal, accumulating", [(False, False), (True, True)])
 def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accumulating):
