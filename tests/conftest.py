@@ -95,9 +95,9 @@ def run_bin(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
-    """A folder with what `make lib` makes, once for all of pytest's workers."""
+    """A folder with a space in its name and what `make lib` makes, once for all of pytest's workers."""
     folder = tmp_path_factory.getbasetemp()
-    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "lib"
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "the library"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

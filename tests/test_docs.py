@@ -5,7 +5,7 @@ bash runs the blocks of a page, one page after the other. What takes a while, or
 is replaced where bash looks for programs:
 
 - python forks from a process that has imported torch already, which takes longer than a tiny training does;
-- trainings get SHORT behind their own flags, a sweep two trials; pytest lists its tests; the built-in stories are fewer;
+- trainings and costs get SHORT behind their own flags, a sweep two trials; pytest lists its tests; the built-in stories are fewer;
 - what NOT_RUN names is read instead: its files must exist, its flags must be known and their values fit. So are the
   experiments of doc/lab, which `make test-long` runs (long_docs.py);
 - make builds what needs no GPU, and else shows that it knows the target; runcuda is run, whose flags it has.
@@ -30,7 +30,7 @@ PAGES = ["README.md", *sorted({str(path.relative_to(ROOT)) for pages in ("*.md",
                                for path in ROOT.glob(pages)} - {"README.md"})]
 STORIES = 400
 SHORT = {"train.py": ["--peak_tflops=0.1", "--max_iters=2", "--eval_interval=2", "--eval_iters=1", "--log_interval=1", "--max_seq_len=64"],
-         "sweep.py": ["--count=2"], "pytest": ["--collect-only"]}
+         "model.py": ["--n_layers=1", "--max_seq_len=64"], "sweep.py": ["--count=2"], "pytest": ["--collect-only"]}
 NOT_RUN = {  # commands of which this is true are only read
     r"^(?!model\.py).*config/(stories|shakespeare)|=tiny": "downloads text, or trains for days",
     r"--nnodes": "needs two machines",
