@@ -190,7 +190,7 @@ def blocks_for(size):
 
 def tokens_for(blocks):
     """Tokens that so many parameters in the blocks want at least: 1.5 each for small models, 20 from 100 million on."""
-    return blocks * min(20, 1.5 * max(1, blocks / 300_000) ** 0.45)
+    return blocks * min(20, 1.5 * max(1, blocks / 600_000) ** 0.5)
 
 
 def batch_for(blocks):
@@ -244,10 +244,10 @@ def dropout_for(epochs):
 
 def decay_for(epochs, passes, rate):
     """
-    Weight decay that grows with how often a text is read, up to where weights forget, in 1 / (rate * decay) steps, what is
-    older than 1.5 readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
+    Weight decay that grows with how often a text is read again, up to where weights forget, in 1 / (rate * decay) steps, what
+    is older than 1.5 readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
     """
-    return min(1.0, max(0.1, float(f"{min(0.04 * epochs, passes / (1.5 * rate)):.1g}")))
+    return min(1.0, max(0.1, float(f"{min(0.07 * (epochs - 1), passes / (1.5 * rate)):.1g}")))
 
 
 def rate_for(dim):
