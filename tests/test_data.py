@@ -23,6 +23,7 @@ import torch
 
 import data
 from engine import kinds, prepare, stories
+from tests import forked
 from tokenizer import train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -484,7 +485,7 @@ def test_prepared_data_are_not_prepared_otherwise(tmp_path):
     (tmp_path / "a.txt").write_text(prose(3000))
     folder = data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1)
     for words, status in (["--vocab_source=byte", "--val_fraction=0"], 0), (["--vocab_source=char"], 2), (["--text_most=99"], 2):
-        done = subprocess.run([sys.executable, ROOT / "data.py", folder, *words], cwd=tmp_path, capture_output=True, text=True)
+        done = forked.run([ROOT / "data.py", folder, *words], tmp_path, os.environ)
         assert done.returncode == status and (done.stdout == f"{folder}\n" if not status else
                                               done.stderr.count("\n") == 1 and f"error: {words[0]}: " in done.stderr), done
 

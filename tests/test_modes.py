@@ -6,7 +6,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import train
 from configurator import settings
 from engine import checkpoint, modes, ops, parallel, profiler, rates
 from model import Transformer
+from tests import forked
 from tests.conftest import usual
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -241,8 +241,8 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
     home.mkdir(parents=True)
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1", "HOME": str(home)}
     words = [f"--{name}={value}" for name, value in TINY.items()]
-    done = subprocess.run([sys.executable, ROOT / "train.py", ROOT / "config/debug.py", *words, "--dry_run", "--wandb_log", "--out_dir=out/my",
-                           "--gradient_accumulation_steps=8"], cwd=folder, env=env, capture_output=True, text=True)
+    done = forked.run([ROOT / "train.py", ROOT / "config/debug.py", *words, "--dry_run", "--wandb_log", "--out_dir=out/my",
+                       "--gradient_accumulation_steps=8"], folder, env)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("dry run: all worked, 3 steps with everything around them: ")

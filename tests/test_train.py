@@ -253,8 +253,7 @@ def test_a_changed_setting_is_not_continued(folder, reference):
 
 def bare(folder, *args):
     """train.py without the settings of TINY."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(ROOT / "train.py"), *args], cwd=folder, env=env, capture_output=True, text=True)
+    return forked.run([ROOT / "train.py", *args], folder, environment())
 
 
 def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
@@ -538,7 +537,7 @@ def test_the_commands_of_a_first_evening(folder):
     assert "validation loss" in run(folder, "--data=tales.txt", "--eval_only=True", "--init_from=out/my").stdout
     for program, words in (("sample.py", "the"), ("export.py", "wrote out/tales/model.gguf")):
         more = ["--prompt=the", "--device=cpu", "--max_new_tokens=2"] if program == "sample.py" else []
-        done = subprocess.run([sys.executable, ROOT / program, *more], cwd=folder, capture_output=True, text=True)
+        done = forked.run([ROOT / program, *more], folder, environment())
         assert done.returncode == 0 and words in done.stdout and "out/tales: the newest run in out" in done.stderr
 
 
