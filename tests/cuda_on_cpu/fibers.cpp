@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 
-extern "C" __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *, size_t);
 extern "C" __attribute__((weak)) void *__asan_region_is_poisoned(void *, size_t);
 
 #ifdef RACES
@@ -243,7 +242,6 @@ static void prepare_fiber(Fiber &f, Block *block, int thread) {
     f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();
-    if (__asan_unpoison_memory_region) __asan_unpoison_memory_region(f.memory.get(), STACK); // what its last thread left there
     prepare(&f.context, f.memory.get(), STACK, enter);
     block->warps[thread / 32].barrier.members++;
     block->warps[thread / 32].shuffle.members++;
