@@ -2,7 +2,7 @@
 #include <stdio.h>
 #include "../runtime/llamac.h"
 
-enum { TURNS = 2, TOKENS = 2 };
+enum { TURNS = 3, TOKENS = 2 };
 
 int main(int argc, char **argv) {
     llamac_error error = {"two models expected"};
