@@ -1,7 +1,7 @@
 # A loss of 1.87 on Tiny Shakespeare's characters as soon as may be: python train.py config/shakespeare_short.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; --data=input.txt takes a copy of yours
-#   parameters: one block, 2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256, and 2 x 68 x 128 of the vocabulary = 0.16M
-#   tokens:     16 sequences x 128 = 2048 a step, 240 steps = 0.49 million
+#   parameters: one block, 2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256 + 256 biases, and 2 x 68 x 128 of the vocabulary = 0.17M
+#   tokens:     16 sequences x 128 = 2048 a step, 180 steps = 0.37 million
 out_dir = "out/shakespeare_short"
 data = "tinyshakespeare"
 vocab_source = "char"
@@ -12,12 +12,15 @@ n_kv_heads = 4
 hidden_dim = 256
 tied = False                 # so few characters cost nothing twice, and each matrix learns its own task
 max_seq_len = 128
+qkv_bias = True              # so a head can look at a place, such as the character before, whatever stands there
+rope_theta = 50.0            # of the usual 10000, half of the rotations hardly move within so short a context
 batch_size = 16
-max_iters = 240
+max_iters = 180
 warmup_iters = 10
-learning_rate = 1.6e-2
+learning_rate = 2.2e-2
 table_rate = 2.0
+beta1 = 0.8
 decay_fraction = 1.0
-eval_interval = 240
+eval_interval = 180
 eval_iters = 32              # 32,768 characters of each split, before the first step and at the end
 sample_prompt = "ROMEO:"
