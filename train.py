@@ -363,7 +363,7 @@ def train(t):
     config, state, dataset, args, raw_model, opt, device, amp, changes = t
     s, writer = knobs(), checkpoint.Writer()
     tracker = start_tracking(s, config, state) if parallel.master else Tracker()
-    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes)
+    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes, parallel.on_master(sizes.training_seconds, minutes))
     signals = parallel.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
     opt.scale = LossScale(config["compute_dtype"] == "float16", state.get("scale"))

@@ -737,15 +737,17 @@ def other_data(s, folder):
     return f"holds a run on another text: {named} changed since"
 
 
-def session_clock(clock, max_minutes, minutes=0.0):
+def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
     """
     The run's clock, {"seconds": it has trained, "limit": seconds of max_minutes, "end": its reading when they are over}, and
-    "minutes" where the sizes follow from them: then they are the run's own, and more of them prolong it.
+    "minutes" where the sizes follow from them: then they are the run's own, and more of them prolong it. left: seconds of them
+    that are left now, for a run that has not trained; checks and other things came after its plan.
     `clock` is that of the session before: a time limit that a stop or a crash has cut short goes on, one that was
     reached begins anew.
     """
     if "minutes" in clock:
-        return clock | {"end": clock["end"] + 60 * (minutes - clock["minutes"]), "minutes": minutes}
+        end = clock["end"] + 60 * (minutes - clock["minutes"])
+        return clock | {"end": left if left and not clock["seconds"] else end, "minutes": minutes}
     limit = 60 * max_minutes
     if clock["limit"] == limit and clock["seconds"] < clock["end"]:
         return clock

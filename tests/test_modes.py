@@ -17,7 +17,7 @@ import torch
 import optim
 import train
 from configurator import settings
-from engine import checkpoint, modes, ops, parallel, profiler, rates
+from engine import checkpoint, modes, ops, parallel, preflight, profiler, rates, sizes
 from model import Transformer
 from tests import forked
 from tests.conftest import usual
@@ -265,6 +265,15 @@ def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, fold
     assert trainer(minutes=0.2, out_dir="out/timed", **{mode: 1 if mode == "overfit" else True}) == 0
     out = capsys.readouterr().out
     assert "sizes from the text, this machine and the time" in out and words in out and "is finished" not in out, out
+
+
+def test_the_minutes_are_those_of_the_whole_program(trainer, monkeypatch):
+    begun, signals, over = time.monotonic(), parallel.Signals, []
+    monkeypatch.setattr(sizes, "STARTED", begun)
+    monkeypatch.setattr(preflight, "run_checks", lambda ready: time.sleep(1.5))
+    monkeypatch.setattr(parallel, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or signals(seconds, end))
+    assert trainer(minutes=1.0, out_dir="out/timed") == 0
+    assert over[0] - begun == pytest.approx(60 * (1 - sizes.RESERVE), abs=0.5)
 
 
 def test_what_does_not_go_with_a_mode(trainer, capsys):
