@@ -34,18 +34,19 @@ def hide(match):
     return match.string[match.start():start] + HIDDEN + match.string[end:match.end()]
 
 
-def redact(value):
-    """The same text, list or dict without what looks like a key, a token or a password."""
+def redact(value, secrets=None):
+    """The same text, list or dict without what looks like a key, a token or a password; secrets: by default the environment's."""
+    secrets = secret_values() if secrets is None else secrets
     if isinstance(value, dict):
-        return {k: HIDDEN if isinstance(v, str) and SECRET_NAME.search(str(k)) and v else redact(v)
+        return {k: HIDDEN if isinstance(v, str) and SECRET_NAME.search(str(k)) and v else redact(v, secrets)
                 for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        words = [redact(v) for v in value]  # of a command line: --password VALUE
+        words = [redact(v, secrets) for v in value]  # of a command line: --password VALUE
         named = [isinstance(v, str) and v.startswith("-") and "=" not in v and SECRET_NAME.search(v) for v in value]
         return [HIDDEN if i and named[i - 1] and isinstance(w, str) else w for i, w in enumerate(words)]
     if not isinstance(value, str):
         return value
-    for secret in secret_values():
+    for secret in secrets:
         value = value.replace(secret, HIDDEN)
     for shape in SECRET_SHAPES:
         value = shape.sub(hide, value)

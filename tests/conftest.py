@@ -45,14 +45,16 @@ def pytest_collection_modifyitems(items):
 
 
 def compile_object(source, command, folder=ROOT):
-    """The object of a file of C. The same text is compiled once with the same command."""
+    """The object of a file of C. The same text is compiled once with the same command, by the worker that asks first."""
     text = subprocess.run([*command, "-E", "-P", source], check=True, cwd=folder, stdout=subprocess.PIPE).stdout
     name = hashlib.sha256(repr(command).replace(str(folder), "").encode() + text).hexdigest()
     done = Path(os.environ["OBJECTS"], f"{name}.o")
-    if not done.exists():
-        part = done.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-c", source, "-o", part], check=True, cwd=folder)
-        part.rename(done)
+    with open(done.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            part = done.with_suffix(".part")
+            subprocess.run([*command, "-c", source, "-o", part], check=True, cwd=folder)
+            part.rename(done)
     return done
 
 

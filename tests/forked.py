@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,7 +32,8 @@ def serve(address, program):
     import torch.distributed.run  # noqa: F401
     import tqdm  # noqa: F401
     gc.collect()
-    gc.freeze()  # or each process would take as long to end as to import it
+    gc.freeze()  # so that no process's collections look at all this
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(Path(address).parent / "compiled")  # our own modules, once
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen()
@@ -65,7 +67,26 @@ def answer(client, program):
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    return program(argv)
+    return end_with(program, argv)
+
+
+def end_with(program, argv):
+    """Call program(argv) and end as Python does, but free nothing: that takes a quarter of a second, a tiny training one."""
+    code = 0
+    try:
+        program(argv)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def forget():
