@@ -20,6 +20,8 @@ SMALL = {"data": "stories:300", "vocab_source": "byte", "init_from": "scratch", 
          "batch_size": 4, "warmup_iters": 2, "eval_iters": 1, "device": "cpu", "peak_tflops": 0.1, "max_iters": 1000}
 TRAIN, KNOBS = train.train, settings(vars(train))
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -350,6 +352,16 @@ def test_no_false_alarm_where_the_first_document_is_held_out(folder, start, monk
 def test_a_rate_a_hundred_times_too_high(given, start):
     done = start(**given)
     assert warned(done, "rate"), done.all
+
+
+def test_a_presets_own_rate_is_not_too_high(start):
+    """That of the short one, the highest of all: after a first fall the loss of the trial's batch rises by as much as 1."""
+    preset = {}
+    exec((ROOT / "config/shakespeare_short.py").read_text(encoding="utf-8"), preset)
+    given = {name: value for name, value in preset.items() if not name.startswith(("__", "out_dir", "eval", "max_iters"))}
+    for seed in range(1, 5):
+        done = start(**given | {"data": str(ROOT / "doc/training.md"), "checks": "rate", "seed": seed})
+        assert done.code == 0 and "checks: 1 passed" in done.out, done.all
 
 
 def test_the_costly_ones_are_left_out_and_named_when_the_time_is_over(start, monkeypatch):
