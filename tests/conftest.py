@@ -1,5 +1,6 @@
 """The C program, compiled once for all tests: as users have it, under sanitizers, and with calls that fail."""
 import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -44,13 +45,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
+@contextlib.contextmanager
+def alone(path):
+    """Of pytest's workers one at a time is in here; path: of the file that they lock."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def compile_object(source, command, folder=ROOT):
     """The object of a file of C. The same text is compiled once with the same command, by the worker that asks first."""
     text = subprocess.run([*command, "-E", "-P", source], check=True, cwd=folder, stdout=subprocess.PIPE).stdout
     name = hashlib.sha256(repr(command).replace(str(folder), "").encode() + text).hexdigest()
     done = Path(os.environ["OBJECTS"], f"{name}.o")
-    with open(done.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(done.with_suffix(".lock")):
         if not done.exists():
             part = done.with_suffix(".part")
             subprocess.run([*command, "-c", source, "-o", part], check=True, cwd=folder)
@@ -82,8 +90,7 @@ def compile_once(tmp_path_factory, name, *what):
     """The program, compiled by the first of pytest's workers that asks for it."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-    with open(folder / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(folder / f"{name}.lock"):
         done = folder / f"{name}.done"
         program = done.read_text() if done.exists() else compile_c(folder / name, *what)
         done.write_text(program)
@@ -101,8 +108,7 @@ def libraries(tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "the library"
     folder.mkdir(exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(folder / "lock"):
         if not (folder / "libllamac.so").exists():
             shutil.copy(ROOT / "Makefile", folder)
             for name in "runtime", "examples":

@@ -1,6 +1,7 @@
 """Each check finds the bug it is for, and none finds one in a clean run. train.py's own main runs, up to the first step."""
 import json
 import random
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,12 @@ import train
 from configurator import settings
 from engine import checkpoint, data_checks, model_checks, ops, preflight
 from engine.prepare import SEED, load
+from tests.conftest import ROOT
 from tokenizer import Characters
 
 SMALL = {"data": "stories:300", "vocab_source": "byte", "init_from": "scratch", "dim": 32, "n_heads": 2, "max_seq_len": 48,
          "batch_size": 4, "warmup_iters": 2, "eval_iters": 1, "device": "cpu", "peak_tflops": 0.1, "max_iters": 1000}
 TRAIN, KNOBS = train.train, settings(vars(train))
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +356,7 @@ def test_a_rate_a_hundred_times_too_high(given, start):
 
 def test_a_presets_own_rate_is_not_too_high(start):
     """That of the short one, the highest of all: after a first fall the loss of the trial's batch rises by as much as 1."""
-    preset = {}
-    exec((ROOT / "config/shakespeare_short.py").read_text(encoding="utf-8"), preset)
+    preset = runpy.run_path(str(ROOT / "config/shakespeare_short.py"))
     given = {name: value for name, value in preset.items() if not name.startswith(("__", "out_dir", "eval", "max_iters"))}
     for seed in range(1, 5):
         done = start(**given | {"data": str(ROOT / "doc/training.md"), "checks": "rate", "seed": seed})
