@@ -37,7 +37,7 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
     ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"), ("warmup_ratio", "warmup_iters", "in steps"),
     ("warmup_steps num_warmup_steps warmup", "warmup_iters", ""), ("lr_scheduler_type lr_scheduler lr_schedule", "schedule", ""),
     ("optim optimizer_type", "optimizer", ""), ("adam_beta1", "beta1", ""), ("adam_beta2", "beta2", ""),
-    ("max_grad_norm grad_norm_clip clip_grad_norm clip", "grad_clip", ""),
+    ("muon_momentum mu", "momentum", ""), ("max_grad_norm grad_norm_clip clip_grad_norm clip", "grad_clip", ""),
     ("per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size", "batch_size", "of a forward pass"),
     ("accumulate_grad_batches grad_accum grad_accum_steps accumulation_steps", "gradient_accumulation_steps", "of all processes"),
     ("n_embd n_embed d_model embed_dim hidden_size width", "dim", ""),

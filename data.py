@@ -53,9 +53,8 @@ png = ""                 # a .png file: lengths of documents, how often pieces c
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
-EVAL_TOKENS = 1024  # of a forward pass of an evaluation, about, or a training's
-EXCERPT = 1 << 22   # tokens of a larger split that an evaluation draws from
-LONG = 8            # windows that a document fills on average, from which on all windows begin with BOS
+EXCERPT = 1 << 22  # tokens of a larger split that an evaluation draws from
+LONG = 8           # windows that a document fills on average, from which on all windows begin with BOS
 
 
 def prepare(*arguments, **named):
@@ -88,15 +87,15 @@ class Dataset(Prepared):
         """Where this process's slice of `step` stands in the training split: (first tokens, how many targets count)."""
         return slice_windows(len(self.train), self.seed, step, self.global_batch, self.seq_len, self.rank, self.world)
 
-    def eval_batches(self, split, limit):
+    def eval_batches(self, split, limit, at_once):
         """
         Yields (x, y, counts) of an evaluation: inputs and targets as from read_windows, and whether they count; a process
         that has nothing left repeats what does not. Of either split as many tokens are predicted as the validation split
-        has, `limit` at most (0: no limit), and never a BOS. A forward pass has about EVAL_TOKENS, or a micro-batch.
+        has, `limit` at most (0: no limit), and never a BOS. A batch has about `at_once` tokens, or as many as in training.
         """
-        rows = max(self.micro_batch, EVAL_TOKENS // self.seq_len)
         count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
         tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len, min(count, limit or count))
+        rows = min(max(self.micro_batch, at_once // self.seq_len), math.ceil(len(starts) / self.world))
         for at in range(0, len(starts), self.world * rows):
             mine = slice(at + self.rank * rows, at + (self.rank + 1) * rows)
             counts = len(starts[mine]) > 0

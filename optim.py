@@ -187,10 +187,10 @@ class LossScale:
             s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
-def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0):
+def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0, momentum=0.95):
     """
     kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are. table_rate: by how much
-    the rate of embedding and classifier is larger.
+    the rate of embedding and classifier is larger. beta1, beta2: AdamW's; momentum: Muon's.
     """
     blocks, tables, vectors = [], [], []
     for name, p in model.named_parameters():
@@ -200,7 +200,7 @@ def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table
                   learning_rate, beta1, beta2)
     if kind == "adamw":
         return Together(model, adamw)
-    return Together(model, Muon(blocks, learning_rate, weight_decay), adamw)
+    return Together(model, Muon(blocks, learning_rate, weight_decay, momentum), adamw)
 
 
 class SpikeDetector:

@@ -23,7 +23,7 @@ if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how l
 import torch
 from tqdm import tqdm
 
-from data import EVAL_TOKENS, Dataset, data_rows, prepare
+from data import Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
 from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.files import why
@@ -107,6 +107,7 @@ optimizer = "muon"          # muon for the matrices of the blocks and adamw for 
 learning_rate = 6e-3        # peak
 table_rate = 1.0            # of embedding and classifier, times learning_rate
 weight_decay = 0.1          # of the matrices
+momentum = 0.95             # Muon
 beta1 = 0.9                 # AdamW
 beta2 = 0.95                # AdamW
 grad_clip = 1.0             # largest gradient norm; 0: no limit
@@ -182,7 +183,7 @@ def evaluate(model, dataset, device, amp):
     wide, losses = torch.float32 if device.type == "mps" else torch.float64, {}  # which Apple's GPUs lack
     for split in ("train", "val"):
         total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
-        for x, y, counts in dataset.eval_batches(split, eval_iters * EVAL_TOKENS):
+        for x, y, counts in dataset.eval_batches(split, eval_iters * costs.EVAL_TOKENS, costs.EVAL_PASS):
             x, y = parallel.to_device(device, x, y)
             with amp:
                 loss = model(x, y)[1]
@@ -210,7 +211,7 @@ def make_model(args, dataset, device):
     model.recompute = activation_checkpointing
     if sharded and parallel.world > 1:
         parallel.shard(model)
-    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate)
+    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate, momentum)
 
 
 def plan_from_time(given, *machine):
@@ -228,8 +229,7 @@ def plan_from_time(given, *machine):
 def settle():
     """Refuse settings that can't train; the run's folder."""
     check_settings(knobs())
-    if out_dir == "auto":
-        globals()["out_dir"] = checkpoint.default_out_dir(data)
+    globals()["out_dir"] = checkpoint.default_out_dir(data) if out_dir == "auto" else out_dir
 
 
 def assess(model, dataset, device, amp):

@@ -30,7 +30,7 @@ def check_settings(s):
         fail(f"learning_rate is {s.learning_rate}, expected above 0 and below 1; 1e-3 is a good start")
     if not 0 < s.table_rate * s.learning_rate < 1:
         fail(f"table_rate is {s.table_rate}, expected above 0, and below 1 when multiplied by learning_rate; 2 is a good start")
-    for name in ("beta1", "beta2"):
+    for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(s, name) < 1:
             fail(f"{name} is {getattr(s, name)}, expected 0 <= {name} < 1")
     if s.optimizer not in ("muon", "adamw"):

@@ -12,6 +12,9 @@ from engine.instruments import PROBED
 from engine.ops import CrossEntropy
 from model import ModelArgs, Transformer
 
+EVAL_TOKENS = 1024  # of each split, that eval_iters counts
+EVAL_PASS = 4096    # tokens of a forward pass of an evaluation, about: fewer are a quarter slower for the smallest models
+
 
 def tokens_per_step(s):
     return s.batch_size * s.gradient_accumulation_steps * s.max_seq_len
@@ -221,7 +224,7 @@ def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
     trial.check()
     trial.model.eval()
     trial.predict()
-    forward = min(timed(trial.forward, rows) for _ in range(2)) / rows / s.max_seq_len
+    forward = forward_seconds(trial, rows, seconds)
     sample = min(timed(trial.model.generate, trial.tokens(1)[:, :1], 8) for _ in range(2)) / 8
     kinds, tried = (expected_memory(s, args, device, amp_dtype, n) for n in (0, whole))
     memory = sum(kinds.values()) - sum(tried.values())  # of what is larger than the trial
@@ -230,6 +233,14 @@ def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
     else:
         memory += parallel.peak_memory(device)
     return {"step": step, "forward": forward, "sample": sample, "memory": memory}
+
+
+def forward_seconds(trial, rows, seconds):
+    """Of a token in an evaluation, by passes of `rows` sequences or, where those take no longer than `seconds`, as it has them."""
+    length = trial.s.max_seq_len
+    found = min(timed(trial.forward, rows) for _ in range(2)) / rows / length
+    rows = max(rows, EVAL_PASS // length)
+    return min(timed(trial.forward, rows) for _ in range(2)) / rows / length if found * rows * length < seconds else found
 
 
 def timed(work, *args):
@@ -268,7 +279,7 @@ def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
 def evaluation_seconds(s, meta, forward, sample):
     """Seconds of one evaluation: both splits, fixed batches, two samples of 96 tokens for each prompt."""
     most = meta["val_tokens"] - meta["val_documents"]
-    tokens = 2 * min(1024 * s.eval_iters or most, most) / parallel.world + 8 * s.max_seq_len
+    tokens = 2 * min(EVAL_TOKENS * s.eval_iters or most, most) / parallel.world + 8 * s.max_seq_len
     return tokens * forward + 2 * 96 * len(s.sample_prompt.split("|")) * sample
 
 

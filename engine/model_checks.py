@@ -253,9 +253,9 @@ def rate(r):
     """
     if r.sharded:
         raise Skip
-    model, losses = r.model, []
+    model, s, losses = r.model, r.s, []
     model.train(not r.args.dropout)
-    opt = r.make_optimizer(model, r.s.optimizer, r.s.learning_rate, r.s.weight_decay, r.s.beta1, r.s.beta2, r.s.table_rate)
+    opt = r.make_optimizer(model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2, s.table_rate, s.momentum)
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):
@@ -264,7 +264,7 @@ def rate(r):
             if not step:
                 change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))
     best = np.minimum.accumulate(losses)
-    at, advice = f"at learning_rate={r.s.learning_rate:g}", "it is too high, try a tenth or a hundredth"
+    at, advice = f"at learning_rate={s.learning_rate:g}", "it is too high, try a tenth or a hundredth"
     if not max(losses - best) < MOST_RISE:
         raise Suspicion(f"{at} the loss of one batch goes {' '.join(f'{x:.2f}' for x in losses)} in {TRIAL_STEPS} steps: "
                         f"{advice}")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 from configurator import STARTED, configure, fail, settings, source_knobs
 from engine import parallel
-from engine.costs import least_memory, model_args, show, step_seconds, tokens_per_step
+from engine.costs import EVAL_TOKENS, least_memory, model_args, show, step_seconds, tokens_per_step
 from engine.prepare import is_prepared, usual_pieces
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
@@ -219,7 +219,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "dropout": (dropout_for(epochs), "grows with how often the text is read"),
             "weight_decay": (decay_for(epochs, passes, rate), "grows with how often the text is read, the more the smaller it is"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
-            "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / 1024))),
+            "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / EVAL_TOKENS))),
                            "thousand tokens, less than a hundredth of the time"),
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}

@@ -664,13 +664,15 @@ def test_an_evaluation_draws_from_all_of_a_large_split(monkeypatch):
     assert len(data.eval_windows(tokens, 1, 64, 10 ** 9)[1]) == len(data.passages(tokens, 1, 64)[0])  # as many as there are
 
 
-def test_processes_share_an_evaluation(tmp_path):
+@pytest.mark.parametrize("at_once", [1024, 4096, 10 ** 6])
+def test_processes_share_an_evaluation(tmp_path, at_once):
     d = some_stories(tmp_path / "cache")
-    whole = [t for x, y, _ in data.Dataset(d, 64, 18, 18, 1).eval_batches("val", 3000) for t in y[y >= 0].tolist()]
+    whole = [t for x, y, _ in data.Dataset(d, 64, 18, 18, 1).eval_batches("val", 3000, at_once) for t in y[y >= 0].tolist()]
     shares = [[(y[y >= 0].tolist(), counts) for x, y, counts in
-               data.Dataset(d, 64, 18, 54, 1, rank, 3).eval_batches("val", 3000)] for rank in range(3)]
+               data.Dataset(d, 64, 18, 54, 1, rank, 3).eval_batches("val", 3000, at_once)] for rank in range(3)]
     assert len(whole) == 3000 and len({len(share) for share in shares}) == 1  # they go on together
     assert sorted(whole) == sorted(t for share in shares for ids, counts in share if counts for t in ids)
+    assert all(share[0][1] for share in shares)  # none is idle while others have all of it
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 6, 16])

@@ -1225,6 +1225,7 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--n_layers=10000000"], ["needs at least", "GiB", "smaller --dim (now 32), --n_layers (now 10000000)"]),
     (["--data=my.txt", "--batch_size=100000000"], ["needs at least", "activations", "lower --batch_size (now 100000000)"]),
     (["--data=my.txt", "--depth=300", "--dim=100000"], ["needs at least", "smaller --dim"]),
+    (["--data=my.txt", "--momentum=1"], ["momentum is 1.0, expected 0 <= momentum < 1"]),
     (["--data=my.txt", "--schedule=sine"], ["'sine'"]),
     (["--data=my.txt", "--dtype=float8"], ["float8", "expected auto"]),
     (["--data=my.txt", "--device=gpu"], ["--device=gpu"]),
@@ -1299,6 +1300,19 @@ def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
     for name in one:
         times = 3 if name in ("tok_embeddings.weight", "output.weight") else 1
         assert one[name].abs().max() > 0 and torch.allclose(three[name], times * one[name], rtol=1e-3, atol=1e-8), name
+
+
+def test_momentum_is_how_much_of_the_old_gradients_muon_keeps(monkeypatch):
+    monkeypatch.setattr(train, "momentum", 0.8)
+    args = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)
+    model, opt = train.make_model(args, SimpleNamespace(separator=None), torch.device("cpu"))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    opt.step()
+    kept = {name: value for name, value in opt.state_dict().items() if name.endswith(".momentum")}
+    assert len(kept) == 7 and all(torch.allclose(value, torch.tensor(0.2)) for value in kept.values())
+    opt.step()
+    assert all(torch.allclose(value, torch.tensor(0.2 + 0.8 * 0.2)) for value in kept.values())
 
 
 def test_a_loss_that_is_no_number_ends_the_run(capsys):
