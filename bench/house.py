@@ -17,6 +17,9 @@ import tarfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from configurator import configure, fail
+
 ENDS = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css", ".html")
 BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ?")
 DEFINED = re.compile(r"^(?:static |inline |const |struct |__global__ |template)?[\w*][^;={}]*?(\w+)\(([^;{}]*)\)\s*(?:const )?\{[^\n]*$"
@@ -27,8 +30,10 @@ MOST = 6  # parameters
 def sources(commit):
     """{path: text} of the program's files at a commit; None: of the files here."""
     if commit:
-        packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
-        with tarfile.open(fileobj=io.BytesIO(packed)) as files:
+        done = subprocess.run(["git", "archive", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
+        if done.returncode:
+            fail(f"{commit} is no commit of this repository; git log names those that are")
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
             found = {member.name: files.extractfile(member).read() for member in files if member.isfile() and is_ours(member.name)}
     else:
         names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.splitlines()
@@ -80,4 +85,6 @@ def main(commits):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    words = []
+    configure(globals(), positional=words)
+    main(words)

@@ -19,6 +19,7 @@ Processes that share a model out (FSDP2) never hold it whole. Each writes its sl
 torch.distributed.checkpoint, in place of "model" and "optimizer" above. Its own file format would do the same, but has
 an index that is a pickle, which could run code; safetensors is tensors under a JSON header.
 """
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -354,6 +355,7 @@ def claim(out_dir):
     Raises OSError when it can't be written.
     """
     global held
+    new = not Path(out_dir).exists()
     Path(out_dir).mkdir(parents=True, exist_ok=True)
     if not is_run(out_dir):
         refuse_foreign(out_dir)
@@ -369,6 +371,17 @@ def claim(out_dir):
         print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
     refuse_foreign(out_dir)
     mark(held)
+    if new:
+        atexit.register(tidy, out_dir, os.getpid())
+
+
+def tidy(out_dir, maker):
+    """Take away a folder that this process has made for a run that was then refused: nothing but its mark is in it."""
+    if held and os.getpid() == maker:
+        with contextlib.suppress(OSError):
+            if os.listdir(out_dir) == [MARK]:
+                os.unlink(Path(out_dir, MARK))
+                os.rmdir(out_dir)
 
 
 def described(text):

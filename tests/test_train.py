@@ -1244,6 +1244,7 @@ def test_mistakes_are_one_line(folder, args, words):
     assert len(lines) == 1 and lines[0].startswith("error: ")
     for word in words:
         assert word in lines[0]
+    assert not (folder / "mistake").exists() and not (folder / "nothing").exists()  # a refused run leaves no folder
 
 
 def test_help_names_every_knob(folder):
