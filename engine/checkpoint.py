@@ -372,16 +372,16 @@ def claim(out_dir):
     refuse_foreign(out_dir)
     mark(held)
     if new:
-        atexit.register(tidy, out_dir, os.getpid())
+        atexit.register(tidy, out_dir)
 
 
-def tidy(out_dir, maker):
-    """Take away a folder that this process has made for a run that was then refused: nothing but its mark is in it."""
-    if held and os.getpid() == maker:
-        with contextlib.suppress(OSError):
-            if os.listdir(out_dir) == [MARK]:
-                os.unlink(Path(out_dir, MARK))
-                os.rmdir(out_dir)
+def tidy(out_dir):
+    """Take away a folder that this process has made for a run that was then refused: nothing but this process's mark is in it."""
+    mine = Path(out_dir, MARK)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if held and os.listdir(out_dir) == [MARK] and json.loads(mine.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            mine.unlink()
+            os.rmdir(out_dir)
 
 
 def described(text):

@@ -1247,6 +1247,16 @@ def test_mistakes_are_one_line(folder, args, words):
     assert not (folder / "mistake").exists() and not (folder / "nothing").exists()  # a refused run leaves no folder
 
 
+def test_a_refused_run_leaves_folders_that_were_there(folder):
+    for name in ("empty", "full"):
+        (folder / "before" / name).mkdir(parents=True)
+    (folder / "before/full/notes.txt").write_text("mine")
+    for name in ("empty", "full", "full/made"):
+        assert run(folder, "--max_iters=1", "--data=missing.txt", f"--out_dir=before/{name}").returncode == 2
+    assert (folder / "before/empty").is_dir() and (folder / "before/full/notes.txt").read_text() == "mine"
+    assert not (folder / "before/full/made").exists()
+
+
 def test_help_names_every_knob(folder):
     done = run(folder, "--help")
     assert done.returncode == 0 and "--gradient_accumulation_steps=1" in done.stdout
