@@ -150,7 +150,7 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     x, y = dataset.batch(step)
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
     sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
-    packed = within_documents and ops.has_packed_attention(device, amp, head_width or dim // n_heads)
+    packed = within_documents and ops.has_packed_attention(device, amp, head_width or dim // n_heads, 0 < n_kv_heads < n_heads)
     total = torch.zeros((), device=device)
     for i, (xb, yb) in enumerate(micro_batches):
         share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding

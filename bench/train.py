@@ -36,6 +36,7 @@ threads = 2         # of a program; 0: as many as torch takes
 device = "auto"     # auto, cpu, cuda
 samples = 5         # turns of each program
 steps = 2           # steps of a turn
+together = False    # all programs compile at the same time, before the first turn that counts
 llama2c = ""        # folder of llama2.c, to measure its model.py
 nanogpt = ""        # folder of nanoGPT, to measure its model.py, compiled where ours is; GPT-2's blocks cost what ours do
 hf = False          # measure LlamaForCausalLM of transformers
@@ -182,9 +183,15 @@ def show_profile(name):
         print(f"{us / steps * 1e-3:>9.2f} ms {100e-6 * us / busy:>5.1f} % {count / steps:>7.1f} x  {key[:110]}")
 
 
-def turn(process):
+def start_turn(process):
     process.stdin.write("go\n")
     process.stdin.flush()
+
+
+def turn(process, started=False):
+    """What `process` says of its turn."""
+    if not started:
+        start_turn(process)
     line = process.stdout.readline()
     if not line:
         fail(f"a program ended with code {process.wait()}; its message stands above")
@@ -204,7 +211,9 @@ def main():
     chosen += ["transformers"] * hf
     processes = {name: subprocess.Popen([sys.executable, __file__, *sys.argv[1:], f"--worker={name}"], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
-    first = {name: turn(process) for name, process in processes.items()}  # warm-up, and compilation
+    if together:
+        [start_turn(process) for process in processes.values()]
+    first = {name: turn(process, started=together) for name, process in processes.items()}  # warm-up, and compilation
     turns = {name: [] for name in chosen}
     for _ in range(samples):
         for name, process in processes.items():

@@ -129,27 +129,30 @@ def documents_of(tokens, bos_id, device):
     return Documents(starts.to(device, non_blocking=True), tokens.shape[1])
 
 
-def has_packed_attention(device, amp, width):
-    """Whether PyTorch has a kernel for the Documents of heads of this width, computed in as amp says: flash attention's."""
+def has_packed_attention(device, amp, width, fewer_keys):
+    """
+    Whether PyTorch has a kernel for the Documents of heads of this width, computed in as amp says: flash attention's.
+    fewer_keys: for fewer heads of keys than of queries, which not all of its releases take.
+    """
     if device.type != "cuda" or width % 8 or width > 256 or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     with amp:
-        return torch.is_autocast_enabled("cuda") and takes_fewer_keys()
+        return torch.is_autocast_enabled("cuda") and {"window_size", *["enable_gqa"] * fewer_keys} <= varlen_words()
 
 
 @functools.cache
-def takes_fewer_keys():
-    """Whether varlen_attn is there for fewer heads of keys than of queries; its first releases take other words."""
+def varlen_words():
+    """What varlen_attn of this PyTorch can be told."""
     from torch.nn.attention.varlen import varlen_attn
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return inspect.signature(varlen_attn).parameters.keys()
 
 
 def packed_attention(q, k, v, documents):
     """attention within documents without a mask: no T x T, and no products across a border."""
     from torch.nn.attention.varlen import varlen_attn  # brings the compiler along, which a CPU is spared
-    (starts, longest), gqa = documents, k.shape[2] != q.shape[2]
+    (starts, longest), gqa = documents, {"enable_gqa": True} if k.shape[2] != q.shape[2] else {}
     q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # (B T, H or K, Q)
-    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **gqa)
     return y.unflatten(0, (-1, longest)).flatten(2)
 
 
