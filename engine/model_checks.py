@@ -210,9 +210,9 @@ class Catcher:
             p.grad = None
 
 
-def fixed(batch):
-    """A data set whose every step has this batch."""
-    return SimpleNamespace(batch=lambda step: batch)
+def fixed(r):
+    """A data set whose every step has r's small batch, with its documents kept apart as r.model keeps them."""
+    return SimpleNamespace(batch=lambda step: r.small, separator=r.model.bos_id)
 
 
 NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # the detector of spikes that finds none
@@ -224,7 +224,7 @@ def accumulation(r):
     x, y = r.small
     real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
     opt = Catcher(r.model, copy.deepcopy(r.scale))
-    _, norm, _ = r.train_step(0, r.model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
+    _, norm, _ = r.train_step(0, r.model, opt, fixed(r), r.device, r.amp, NEVER, contextlib.nullcontext)
     r.model.train(not r.args.dropout)
     xd, yd = parallel.to_device(r.device, x, y)
     with r.amp:
@@ -259,7 +259,7 @@ def rate(r):
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):
-            taken = r.train_step(step, model, opt, fixed(r.small), r.device, r.amp, NEVER, contextlib.nullcontext)
+            taken = r.train_step(step, model, opt, fixed(r), r.device, r.amp, NEVER, contextlib.nullcontext)
             losses.append(taken[0].item())
             if not step:
                 change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))

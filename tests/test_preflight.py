@@ -316,6 +316,15 @@ def test_no_false_alarm(given, start):
     assert done.code == 0 and "warning" not in done.all and "passed in" in done.out, done.all
 
 
+def test_no_false_alarm_where_documents_are_packed(start, monkeypatch):
+    """As on a GPU, where a step finds the documents of its batch; here they are masked."""
+    monkeypatch.setattr(ops, "has_packed_attention", lambda *args: True)
+    seen = []
+    monkeypatch.setattr(ops, "documents_of", lambda tokens, bos_id, device: seen.append(bos_id))
+    done = start()
+    assert done.code == 0 and "warning" not in done.all and "passed in" in done.out and seen and None not in seen, done.all
+
+
 @pytest.mark.parametrize("name", ["x.ndjson", "X.JSONL", "X.CSV", "UTF16.txt"])
 def test_no_false_alarm_of_a_text_that_is_not_read_as_it_lies(name, folder, start):
     lines = [f'"Hello {i}", said the cat. {"It sat on the mat. " * 9}' for i in range(60)]
