@@ -1627,11 +1627,11 @@ static bool join(Mat *a, const Mat &b) {
 static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {
     Job job = {};
     job.w = matrix;
-    job.units = (int)(size_of(&matrix).numbers / matrix.rows / sizeof(uint4)), job.pieces = blocks_for(job.units, 32 * UNITS);
-    job.between = gate ? job.units : 2 * job.units, job.apart = gate ? (size_t)matrix.rows / 2 * job.units : job.units;
-    int pairs = (matrix.rows + 1) / 2;
-    job.share = pairs / blocks, job.rest = pairs % blocks;
-    job.hop_pairs = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
+    job.row_bytes = (int)(size_of(&matrix).numbers / matrix.rows), job.pieces = blocks_for(job.row_bytes, SPAN);
+    job.apart = apart_of(matrix.type);
+    int groups = gate ? blocks_for(matrix.rows / 2, OCTET / 2) : blocks_for(matrix.rows, OCTET);
+    job.share = groups / blocks, job.rest = groups % blocks;
+    job.hop_groups = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
     job.norm = norm ? (const float *)norm->data : NULL;
     return job;
 }
@@ -1655,13 +1655,12 @@ static void open_token(Cuda *c, const Weights *w) {
     t.n_layers = config->n_layers, t.table = w->token_embedding, t.cache = c->cache, t.splits = c->splits;
     t.stride.cache = (c->exact ? sizeof(float) : sizeof(__half)) * c->cache.n_kv_heads * c->cache.positions * c->cache.width;
     t.rotation = c->rotation, t.norm_eps = config->norm_eps, t.pieces = c->pieces, t.best = c->best;
-    int wide = config->dim > config->hidden_dim ? config->dim : config->hidden_dim;
-    t.desk = (std::max<size_t>(padded(wide), sizeof(Desk) / sizeof(float)) + 3) / 4 * 4;
+    t.desk = sizeof(Desk) / sizeof(float);
     for (const Job &job : t.jobs) {
-        int floats = 2 * (job.share + 1) * job.pieces;
-        t.products = floats > t.products ? floats : t.products;
+        t.desk = std::max(t.desk, (int)floats_of(job.w.type, job.w.cols));
+        t.products = std::max(t.products, OCTET * (job.share + 1) * job.pieces);
     }
-    t.products = (t.products + 3) / 4 * 4;
+    t.desk = (t.desk + 3) / 4 * 4;
     size_t others = shared_of(t),
            room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + sizeof(Arrival))) : 0;
     if (room < 2) return;

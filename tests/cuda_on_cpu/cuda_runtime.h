@@ -31,6 +31,7 @@
 
 struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
 struct uint4 { uint32_t x, y, z, w; };
+struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 static inline float2 make_float2(float x, float y) { return {x, y}; }
@@ -118,6 +119,9 @@ static inline __half __float2half(float f) { // to nearest, ties to even
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 static inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
+static inline __half2 __hsub2(__half2 a, __half2 b) {
+    return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
+}
 
 // ---- the runtime
 
