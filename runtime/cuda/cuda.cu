@@ -1628,10 +1628,11 @@ static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {
     Job job = {};
     job.w = matrix;
     job.row_bytes = (int)(size_of(&matrix).numbers / matrix.rows), job.pieces = blocks_for(job.row_bytes, SPAN);
-    job.apart = apart_of(matrix.type);
-    int groups = gate ? blocks_for(matrix.rows / 2, OCTET / 2) : blocks_for(matrix.rows, OCTET);
+    job.rows = gate ? OCTET / 2 : OCTET, job.jump = gate ? matrix.rows / 2 - OCTET / 2 : 0;
+    int groups = blocks_for(gate ? matrix.rows / 2 : matrix.rows, job.rows);
     job.share = groups / blocks, job.rest = groups % blocks;
-    job.hop_groups = WARPS / job.pieces, job.hop_pieces = WARPS % job.pieces;
+    for (int i = 0; i < WARPS; i++) job.first[i] = {(unsigned char)(i / job.pieces), (unsigned char)(i % job.pieces)};
+    job.hop = {(unsigned char)(WARPS / job.pieces), (unsigned char)(WARPS % job.pieces)};
     job.norm = norm ? (const float *)norm->data : NULL;
     return job;
 }
@@ -1657,12 +1658,11 @@ static void open_token(Cuda *c, const Weights *w) {
     t.rotation = c->rotation, t.norm_eps = config->norm_eps, t.pieces = c->pieces, t.best = c->best;
     t.desk = sizeof(Desk) / sizeof(float);
     for (const Job &job : t.jobs) {
-        t.desk = std::max(t.desk, (int)floats_of(job.w.type, job.w.cols));
+        t.desk = std::max(t.desk, (int)padded(whole_steps(job.w.cols)));
         t.products = std::max(t.products, OCTET * (job.share + 1) * job.pieces);
     }
     t.desk = (t.desk + 3) / 4 * 4;
-    size_t others = shared_of(t),
-           room = c->shared_most > others ? (c->shared_most - others) / (WARPS * (SLOT + sizeof(Arrival))) : 0;
+    size_t others = shared_of(t), room = c->shared_most > others ? (c->shared_most - others) / (WARPS * SLOT) : 0;
     if (room < 2) return;
     t.slots = room < SLOTS_MAX ? (int)room : SLOTS_MAX;
     int fit = 0;

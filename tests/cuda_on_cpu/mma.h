@@ -51,19 +51,23 @@ template <typename D, typename A, typename B> UNWATCHED void mma_sync(D &d, cons
 }
 } }
 
-// As token.h's multiply_parts says. Each lane gathers its row of a and its two columns of b from four lanes each.
-template <bool bf16> UNWATCHED void tensor_product(float d[2], uint32_t a0, uint32_t a1, uint32_t b0, uint32_t b1) {
+// As token.h's multiply_parts says. Each lane gathers its rows of a and its two columns of b from four lanes each.
+template <bool bf16> UNWATCHED void tensor_product(float d[4], const uint4 &a, uint32_t b0, uint32_t b1) {
     auto number = [](uint64_t words, int i) {
         uint16_t bits = (uint16_t)(words >> 16 * i);
         return bf16 ? __uint_as_float((uint32_t)bits << 16) : __half2float({bits});
     };
-    uint64_t a = (uint64_t)a1 << 32 | a0, b = (uint64_t)b1 << 32 | b0;
-    int row = threadIdx.x % 32 / 4 * 4, column = threadIdx.x % 4 * 8; // their first lanes
+    uint64_t rows[2] = {(uint64_t)a.z << 32 | a.x, (uint64_t)a.w << 32 | a.y}, column = (uint64_t)b1 << 32 | b0;
+    int row = threadIdx.x % 32 / 4 * 4, first = threadIdx.x % 4 * 8; // their first lanes
     for (int q = 0; q < 4; q++) {
-        uint64_t as = cuda_on_cpu::exchange(a, row + q), bs[2];
-        for (int c = 0; c < 2; c++) {
-            bs[c] = cuda_on_cpu::exchange(b, column + 4 * c + q);
-            for (int i = 0; i < 4; i++) d[c] += number(as, i) * number(bs[c], i);
-        }
+        uint64_t as[2], bs[2];
+        for (int i = 0; i < 2; i++) as[i] = cuda_on_cpu::exchange(rows[i], row + q);
+        for (int i = 0; i < 2; i++) bs[i] = cuda_on_cpu::exchange(column, first + 4 * i + q);
+        for (int i = 0; i < 16; i++) d[i / 4] += number(as[i / 8], i % 4) * number(bs[i / 4 % 2], i % 4);
     }
+}
+
+static inline uint32_t bfloat(float f) { // to nearest, ties to even
+    uint32_t bits = __float_as_uint(f);
+    return isnan(f) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
