@@ -512,16 +512,16 @@ static __global__ void __launch_bounds__(128)
 // of which a lane has the dimensions 64 i + 2 lane and the next, as out[2 i] and out[2 i + 1].
 template <int D> struct Seen { float max, sum, out[2 * D]; };
 
-static __device__ float2 pair_at(const float *p) { return *(const float2 *)p; }
-static __device__ float2 pair_at(const __half *p) { return __half22float2(*(const __half2 *)p); }
+static __device__ float2 to_floats(float2 pair) { return pair; }
+static __device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
 static __device__ void put_pair(float *p, float a, float b) { *(float2 *)p = make_float2(a, b); }
 static __device__ void put_pair(__half *p, float a, float b) { *(__half2 *)p = to_halves(a, b); }
 static __device__ void put_number(float *p, float a) { *p = a; }
 static __device__ void put_number(__half *p, float a) { *p = to_half(a); }
 
 template <typename Number> struct FormatOf;
-template <> struct FormatOf<float> : Format<F32> {};
-template <> struct FormatOf<__half> : Format<F16> {};
+template <> struct FormatOf<float> : Format<F32> { typedef float2 Pair; };
+template <> struct FormatOf<__half> : Format<F16> { typedef __half2 Pair; };
 
 // Attention of q (width,) over the tiles first, first + stride, ... of 32 positions before n; keys and values
 // (positions, width). In one pass: what was summed is scaled down whenever a larger score comes (Milakov 2018).
@@ -529,10 +529,19 @@ template <typename Number, int D>
 static __device__ Seen<D> attend(const float *q, const Number *keys, const Number *values, int width, int n, int first, int stride,
                                  float scale) {
     typedef FormatOf<Number> F;
-    const int N = F::N, BATCH = 8, lane = threadIdx.x % 32; // BATCH loads are under way together
+    const int N = F::N, BATCH = 8, VALUES = 64 / sizeof(Number), lane = threadIdx.x % 32; // so many loads are under way together
     Seen<D> s = {-INFINITY, 0, {0}};
     for (int p = 32 * first; p < n; p += 32 * stride) {
         float score = -INFINITY;
+        typename F::Pair pairs[VALUES];
+        auto load_values = [&](int i,
+                               int j) { // this lane's dimensions of positions p + j and on; what lies past n has the weight 0
+            int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
+#pragma unroll
+            for (int b = 0; b < VALUES; b++)
+                pairs[b] = *(const typename F::Pair *)(values + (size_t)min(p + j + b, n - 1) * width + d);
+        };
+        load_values(0, 0); // the first are on their way before their weights are known
         if (p + lane < n) {
             const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
             score = 0;
@@ -554,20 +563,17 @@ static __device__ Seen<D> attend(const float *q, const Number *keys, const Numbe
         s.max = max;
         s.sum = s.sum * shrink + warp_sum(weight);
         for (int i = 0; i < 2 * D; i++) s.out[i] *= shrink;
-        for (int j = 0; j < 32 && p + j < n; j += BATCH) {
-            for (int i = 0; i < D && 64 * i < width; i++) {
-                int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
-                float2 pairs[BATCH];
+        for (int j = 0; j < 32 && p + j < n; j += VALUES) {
 #pragma unroll
-                for (int b = 0; b < BATCH; b++) { // what lies past n has the weight 0
-                    int at = p + j + b < n ? p + j + b : n - 1;
-                    pairs[b] = pair_at(values + (size_t)at * width + d);
-                }
+            for (int i = 0; i < D; i++) {
+                if (64 * i >= width) break;
+                if (i || j) load_values(i, j);
 #pragma unroll
-                for (int b = 0; b < BATCH; b++) {
+                for (int b = 0; b < VALUES; b++) {
                     float w = __shfl_sync(ALL_LANES, weight, j + b, 32);
-                    s.out[2 * i] += w * pairs[b].x;
-                    s.out[2 * i + 1] += w * pairs[b].y;
+                    float2 pair = to_floats(pairs[b]);
+                    s.out[2 * i] += w * pair.x;
+                    s.out[2 * i + 1] += w * pair.y;
                 }
             }
         }
