@@ -1634,7 +1634,7 @@ static Job job_of(const Mat &matrix, const Mat *norm, bool gate, int blocks) {
     Job job = {};
     job.w = matrix;
     job.row_bytes = (int)(size_of(&matrix).numbers / matrix.rows), job.pieces = blocks_for(job.row_bytes, SPAN);
-    job.rows = gate ? OCTET / 2 : OCTET, job.jump = gate ? matrix.rows / 2 - OCTET / 2 : 0;
+    job.rows = gate ? OCTET / 2 : OCTET, job.fifth = gate ? matrix.rows / 2 : OCTET / 2;
     int groups = blocks_for(gate ? matrix.rows / 2 : matrix.rows, job.rows);
     job.share = groups / blocks, job.rest = groups % blocks;
     for (int i = 0; i < WARPS; i++) job.first[i] = {(unsigned char)(i / job.pieces), (unsigned char)(i % job.pieces)};
@@ -1664,7 +1664,7 @@ static void open_token(Cuda *c, const Weights *w) {
     t.rotation = c->rotation, t.norm_eps = config->norm_eps, t.pieces = c->pieces, t.best = c->best;
     t.desk = sizeof(Desk) / sizeof(float);
     for (const Job &job : t.jobs) {
-        t.desk = std::max(t.desk, (int)padded(whole_steps(job.w.cols)));
+        t.desk = std::max(t.desk, whole_steps(job.w.cols));
         t.products = std::max(t.products, OCTET * (job.share + 1) * job.pieces);
     }
     t.desk = (t.desk + 3) / 4 * 4;

@@ -9,7 +9,7 @@
 enum {
     TEAM = WARPS + 1, // warps of a block: WARPS multiply, and the last, which has no weights on their way, meets the grid
     OCTET = 8,        // rows that a warp multiplies together
-    STEPS = 8,        // of a piece. In a step lane 4 r + q reads 16 bytes of row r, behind those of the lanes before
+    STEPS = 8,        // of a piece. In a step lane 4 r + q multiplies 16 bytes of row r, behind those of the lanes before
     SPAN = 64 * STEPS,      // bytes of each row in a piece, but for a row's end
     SLOT = OCTET * SPAN,    // bytes of a piece in shared memory
     SLOTS_MAX = 8,          // of a warp
@@ -22,7 +22,7 @@ enum { QKV, OUT, GATE, DOWN, LOGITS, ROLES };
 typedef struct {
     Mat w;                      // of QKV the rows of q, k and v, of GATE those of w1 and w3, as one matrix
     int row_bytes, pieces;      // of a row; pieces of SPAN bytes at most
-    int rows, jump;             // from a group to the next; and from the fourth of a group to the fifth, but for 1
+    int rows, fifth;            // from a group to the next; from a group's first row to its fifth
     int share, rest;            // groups of each block, and how many blocks have one more
     struct { unsigned char group, piece; } first[WARPS], hop; // each warp's first piece of a block; from a piece to its next
     const float *norm;          // (cols,) weights of the RMSNorm before it, NULL where there is none
@@ -131,30 +131,30 @@ struct Share {
 
 // Where a warp is on its way through all products: it takes every WARPS-th piece of its block's share of each.
 struct Cursor : Share {
-    int group, piece; // of the share, and of its rows
+    int group, piece;      // of the share, and of its rows
+    const char *data;      // of the product in its layer
+    int rows, row_bytes, pieces, hop_groups, hop_pieces, last, fifth; // of the job; the last row
 
     __device__ void begin(const Token &t, int next) {
         do {
             enter(t, next++);
             group = t.jobs[role].first[threadIdx.x / 32].group, piece = t.jobs[role].first[threadIdx.x / 32].piece;
         } while (!ended(t) && group >= n);
+        const Job &job = t.jobs[role];
+        data = (const char *)job.w.data + layer * t.stride.numbers;
+        rows = job.rows, row_bytes = job.row_bytes, pieces = job.pieces, hop_groups = job.hop.group, hop_pieces = job.hop.piece;
+        last = job.w.rows - 1, fifth = job.fifth;
     }
 
     __device__ void next(const Token &t) {
-        const Job &job = t.jobs[role];
-        group += job.hop.group, piece += job.hop.piece;
-        if (piece >= job.pieces) piece -= job.pieces, group++;
+        group += hop_groups, piece += hop_pieces;
+        if (piece >= pieces) piece -= pieces, group++;
         if (group >= n) begin(t, step + 1);
     }
 };
 
-// The row of group `group` that lanes 4 r to 4 r + 3 read. Behind a matrix's last it is that again, whose product is not used.
-static __device__ int row_of(const Job &job, int group, int r) {
-    return min(job.rows * group + r + (r < OCTET / 2 ? 0 : job.jump), job.w.rows - 1);
-}
-
 // Copies 16 bytes to shared memory, for the thread that asks; 0 where `there` is false. They come in the order of commits.
-static __device__ void copy_unit(uint4 *to, const char *from, bool there) {
+static __device__ void copy_unit(char *to, const char *from, bool there) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from),
                  "r"(there ? 16 : 0)
@@ -164,22 +164,27 @@ static __device__ void copy_unit(uint4 *to, const char *from, bool there) {
 #endif
 }
 
-// Sends for the weights at the cursor, and goes on to the next.
+// Where the 16 bytes of row r for lane 4 r + q lie in a slot, in step j. Rows change places in every other step: then what comes
+// from eight lanes, 128 bytes of a row, goes to different banks, as does what eight lanes read.
+static __device__ int place_of(int j, int r, int q) { return 64 * OCTET * j + 64 * (r ^ j % 2) + 16 * q; }
+
+// Sends for the weights at the cursor, and goes on to the next. Eight lanes copy 128 bytes of a row at a time. Rows behind a
+// matrix's last are that again, whose product is not used.
 static __device__ void fetch(const Token &t, Cursor &at, char *slot) {
+    __syncwarp(); // all have read what lay there
     if (!at.ended(t)) {
-        const Job &job = t.jobs[at.role];
-        int lane = threadIdx.x % 32, begin = at.piece * SPAN + lane % 4 * 16;
-        const char *row = (const char *)job.w.data + at.layer * t.stride.numbers;
-        row += (size_t)row_of(job, at.first + at.group, lane / 4) * job.row_bytes;
-        uint4 *to = (uint4 *)slot + lane;
-        if (at.piece < job.pieces - 1 || job.row_bytes % SPAN == 0) {
+        int lane = threadIdx.x % 32, row = at.rows * (at.first + at.group) + lane / 8, begin = at.piece * SPAN + lane % 8 * 16;
+        const char *rows[] = {at.data + (size_t)min(row, at.last) * at.row_bytes + begin,
+                              at.data + (size_t)min(row + at.fifth, at.last) * at.row_bytes + begin};
+        char *to = slot + place_of(lane % 8 / 4, lane / 8, lane % 4);
+        if (at.row_bytes - at.piece * SPAN >= SPAN) {
 #pragma unroll
-            for (int j = 0; j < STEPS; j++) copy_unit(to + 32 * j, row + begin + 64 * j, true);
+            for (int i = 0; i < STEPS; i++) copy_unit(to + place_of(i / 2 * 2, i % 2 * 4, 0), rows[i % 2] + i / 2 * 128, true);
         } else {
 #pragma unroll
-            for (int j = 0; j < STEPS; j++) {
-                bool there = begin + 64 * j < job.row_bytes;
-                copy_unit(to + 32 * j, row + (there ? begin + 64 * j : 0), there);
+            for (int i = 0; i < STEPS; i++) {
+                bool there = begin + i / 2 * 128 < at.row_bytes;
+                copy_unit(to + place_of(i / 2 * 2, i % 2 * 4, 0), there ? rows[i % 2] + i / 2 * 128 : at.data, there);
             }
         }
         at.next(t);
@@ -189,21 +194,22 @@ static __device__ void fetch(const Token &t, Cursor &at, char *slot) {
 
 // ---- what a warp does with a piece
 
-// Of the tensor cores' product of 16 by 16 and 16 by 8 numbers, d += a b. Lane 4 i + q has numbers 2 q, 2 q + 1, 2 q + 8 and
-// 2 q + 9 of row i of a (a.x, a.z), of row i + 8 (a.y, a.w) and of column i of b; and columns 2 q and 2 q + 1 of these rows of d.
-// Here q has any four numbers, the same of a and b. Row i + 8 of a is what row i lacks of x, in 16 bits.
-template <bool bf16> static __device__ void multiply_parts(float d[4], const uint4 &a, uint32_t b0, uint32_t b1) {
+// Of the tensor cores' product of 16 by 16 and 16 by 8 numbers, d += a b: lane 4 i + q has numbers 2 q, 2 q + 1 and 2 q + 8,
+// 2 q + 9 of row i of a (a[0], a[2]) and of row i + 8 (a[1], a[3]), and of column i of b (b.x, b.y); of row i of d columns 2 q and
+// 2 q + 1, then those of row i + 8. Here a row of weights is both i and i + 8: eight numbers that follow each other, of which every
+// other pair is in a row. What these are multiplied by is in columns of its own, and the rest of d is not used.
+template <bool bf16> static __device__ void multiply_eight(float d[4], const uint32_t a[4], const uint2 &b) {
 #ifdef CUDA_ON_CPU
-    tensor_product<bf16>(d, a, b0, b1);
+    tensor_product<bf16>(d, a, b.x, b.y);
 #elif __CUDA_ARCH__ >= 800
     if (bf16)
         asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
     else
         asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 #endif
 }
 
@@ -250,87 +256,91 @@ static __device__ void bytes_to_halves(uint32_t word, float zero, uint32_t *pair
     pairs[1] = bits_of(__hsub2(halves_of(__byte_perm(word, 0x64646464u, 0x4342)), offset));
 }
 
-// A Lane is what one does in a step, by the type of the weights. N of them are in 16 bytes, and w are those of row r; the products
-// of rows 2 q and 2 q + 1 are added to sums, in as many parts as Lane has use for. x is at the first of its N numbers. Where weights
-// have scales, a step has N / 8 blocks: lanes multiply for one of them alone, by their row of a, and others' x is 0.
+// A Lane is what one does in a step, by the type of the weights: it multiplies N of them, `w`, with the x at their place, of which
+// it brings column lane / 4 % 4 of each eight: the numbers of row i, their second parts, then those of row i + 8. So lanes 4 r and
+// 4 r + 1 have the sums of row r, one beside the other. Where weights have scales, x of other blocks is 0 in a column: blocks have four
+// each, and row r's sums are in lanes 4 r + 2 b and 4 r + 2 b + 1, for b = 0, 1.
 template <Type type> struct Lane;
+
+static __device__ uint2 column_of(const float *x, int eight, bool there) {
+    uint2 none = {0, 0};
+    return there ? *(const uint2 *)(x + 8 * eight + threadIdx.x % 16 / 4 * 2) : none;
+}
+
+// A lane's part of row r's sum.
+template <typename Parts> static __device__ float part_of(const float d[4]) {
+    return threadIdx.x % 2 ? Parts::whole(d[2], d[3]) : Parts::whole(d[0], d[1]);
+}
 
 template <bool bf16> struct Sixteen { // bits
     enum { N = 8, SCALES = 0 };
     typedef Split<bf16> Parts;
-    static __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *, float sums[4][4]) {
-        multiply_parts<bf16>(sums[j % 2 * 2], *(const uint4 *)x, w.x, w.y);
-        multiply_parts<bf16>(sums[j % 2 * 2 + 1], *(const uint4 *)(x + 4), w.z, w.w);
+    float sums[2][4];
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *) {
+        const uint32_t words[] = {w.x, w.y, w.z, w.w};
+        multiply_eight<bf16>(sums[j % 2], words, column_of(x, 0, threadIdx.x % 32 < 16));
     }
+    __device__ float sum() const { return threadIdx.x % 4 < 2 ? part_of<Parts>(sums[0]) + part_of<Parts>(sums[1]) : 0; }
 };
 template <> struct Lane<BF16> : Sixteen<true> {};
 template <> struct Lane<F16> : Sixteen<false> {};
 
-// Adds the scaled sum of a block; `scales` are those of two blocks, of rows 2 q and 2 q + 1, of which this lane has the second or not.
-static __device__ void add_block(float sums[4], const float sum[4], const uint32_t scales[2], bool second) {
-    for (int i = 0; i < 2; i++) {
-        float2 pair = __half22float2(halves_of(scales[i]));
-        sums[i] += (second ? pair.y : pair.x) * Split<false>::whole(sum[i], sum[i + 2]);
-    }
+// Of the scales of two blocks that lie in lane `from`, this lane's.
+static __device__ float scale_of(uint32_t pair, int from) {
+    float2 both = __half22float2(halves_of(__shfl_sync(ALL_LANES, pair, from, 32)));
+    return threadIdx.x % 4 < 2 ? both.x : both.y;
 }
 
 template <> struct Lane<Q8_0> {
-    enum { N = 16, SCALES = 2 * STEPS / 8 }; // half of the lanes have the first block of a step, the others the second
+    enum { N = 16, SCALES = 2 * STEPS / 8 };
     typedef Split<false> Parts;
-    static __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales, float sums[4][4]) {
-        int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-        bool mine = r % 2 == q / 2;
-        const uint32_t words[] = {w.x, w.y, w.z, w.w};
-        float sum[4] = {0};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            uint32_t pairs[2];
-            uint4 a = {0, 0, 0, 0};
-            if (mine) a = *(const uint4 *)(x + 4 * i);
-            bytes_to_halves(words[i] ^ 0x80808080u, 128, pairs);
-            multiply_parts<false>(sum, a, pairs[0], pairs[1]);
-        }
-        uint32_t both[2];
-        for (int i = 0; i < 2; i++) both[i] = __shfl_sync(ALL_LANES, scales[j % 2], 8 * q + 4 * i + j / 2, 32);
-        add_block(sums[0], sum, both, r % 2);
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
+        bool mine = threadIdx.x % 32 / 16 == threadIdx.x % 4 / 2; // of two blocks
+        uint32_t a[8];
+        float d[4] = {0};
+        bytes_to_halves(w.x ^ 0x80808080u, 128, a), bytes_to_halves(w.y ^ 0x80808080u, 128, a + 2);
+        bytes_to_halves(w.z ^ 0x80808080u, 128, a + 4), bytes_to_halves(w.w ^ 0x80808080u, 128, a + 6);
+        multiply_eight<false>(d, a, column_of(x, 0, mine));
+        multiply_eight<false>(d, a + 4, column_of(x, 1, mine));
+        total += scale_of(scales[j % 2], threadIdx.x % 32 / 4 * 4 + j / 2) * part_of<Parts>(d);
     }
+    __device__ float sum() const { return total; }
 };
 
 template <> struct Lane<Q4_0> {
     enum { N = 32, SCALES = 4 * STEPS / 8 };
     typedef Split<false> Parts;
-    static __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales, float sums[4][4]) {
-        int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-        bool mine = r % 4 == q;
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
         const uint32_t words[] = {w.x, w.y, w.z, w.w};
-        float sum[4] = {0};
+        uint32_t a[2][8]; // the lower halves of the bytes, which are numbers 0 to 15, and the upper ones
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            uint32_t pairs[4];
-            uint4 low = {0, 0, 0, 0}, high = {0, 0, 0, 0};
-            if (mine) low = *(const uint4 *)(x + 4 * i), high = *(const uint4 *)(x + 16 + 4 * i);
-            bytes_to_halves(words[i] & 0x0f0f0f0fu, 8, pairs);
-            bytes_to_halves(words[i] >> 4 & 0x0f0f0f0fu, 8, pairs + 2);
-            multiply_parts<false>(sum, low, pairs[0], pairs[1]);
-            multiply_parts<false>(sum, high, pairs[2], pairs[3]);
+            bytes_to_halves(words[i] & 0x0f0f0f0fu, 8, a[0] + 2 * i);
+            bytes_to_halves(words[i] >> 4 & 0x0f0f0f0fu, 8, a[1] + 2 * i);
         }
-        uint32_t both[2];
-        for (int i = 0; i < 2; i++) {
-            uint32_t a = __shfl_sync(ALL_LANES, scales[j % 2 * 2], 8 * q + 4 * i + j / 2, 32);
-            uint32_t b = __shfl_sync(ALL_LANES, scales[j % 2 * 2 + 1], 8 * q + 4 * i + j / 2, 32);
-            both[i] = r % 4 / 2 ? b : a;
+#pragma unroll
+        for (int p = 0; p < 2; p++) { // two blocks of four
+            bool mine = threadIdx.x % 4 == 2 * p + threadIdx.x % 32 / 16;
+            float d[4] = {0};
+#pragma unroll
+            for (int i = 0; i < 4; i++) multiply_eight<false>(d, a[i / 2] + i % 2 * 4, column_of(x, i, mine));
+            total += scale_of(scales[j % 2 * 2 + p], threadIdx.x % 32 / 4 * 4 + j / 2) * part_of<Parts>(d);
         }
-        add_block(sums[0], sum, both, r % 2);
     }
+    __device__ float sum() const { return total; }
 };
 
 template <> struct Lane<F32> {
     enum { N = 4, SCALES = 0 };
-    static __device__ void multiply(const uint4 &w, const float *x, int, const uint32_t *, float sums[4][4]) {
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int, const uint32_t *) {
         const float *four = (const float *)&w;
         float4 y = *(const float4 *)x;
-        sums[0][0] += four[0] * y.x + four[1] * y.y + four[2] * y.z + four[3] * y.w;
+        total += four[0] * y.x + four[1] * y.y + four[2] * y.z + four[3] * y.w;
     }
+    __device__ float sum() const { return total; }
 };
 
 // The scales of a piece, two of them in a word: lane 4 r + q has those of a quarter of the blocks of row r. They are too small
@@ -341,7 +351,7 @@ template <Type type> static __device__ void load_scales(const Token &t, const Sh
     const Job &job = t.jobs[at.role];
     int r = threadIdx.x % 32 / 4, blocks = job.w.cols / 32, block = piece * 4 * EACH + threadIdx.x % 4 * EACH;
     const uint16_t *row = (const uint16_t *)((const char *)job.w.scales + at.layer * t.stride.scales);
-    row += (size_t)row_of(job, at.first + group, r) * blocks;
+    row += (size_t)min(job.rows * (at.first + group) + r % 4 + (r < 4 ? 0 : job.fifth), job.w.rows - 1) * blocks;
 #pragma unroll
     for (int i = 0; i < EACH; i += 2) {
         uint32_t a = block + i < blocks ? __ldg(row + block + i) : 0, b = block + i + 1 < blocks ? __ldg(row + block + i + 1) : 0;
@@ -351,38 +361,34 @@ template <Type type> static __device__ void load_scales(const Token &t, const Sh
 
 // The products of a piece go to y (8,).
 template <Type type>
-static __device__ void multiply_piece(const uint4 *slot, const float *x, int steps, const uint32_t *scales, float *y) {
-    typedef Lane<type> L;
-    int lane = threadIdx.x % 32, q = lane % 4;
-    float sums[4][4] = {{0}};
+static __device__ void multiply_piece(const char *slot, const float *x, int steps, const uint32_t *scales, float *y) {
+    int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    Lane<type> lane = {};
+    auto step = [&](int j) {
+        lane.multiply(*(const uint4 *)(slot + place_of(j, r, q)), x + (4 * j + q) * Lane<type>::N, j, scales);
+    };
+    if (steps == STEPS) {
 #pragma unroll
-    for (int j = 0; j < STEPS; j++)
-        if (j < steps) L::multiply(slot[32 * j + lane], x + padded((4 * j + q) * L::N), j, scales, sums);
-    if constexpr (type == F32) { // row r's, in four lanes
-        float sum = sums[0][0];
-        for (int i = 1; i < 4; i *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, i, 32);
-        if (q == 0) y[lane / 4] = sum;
+        for (int j = 0; j < STEPS; j++) step(j);
     } else {
-        float pair[2];
-        for (int i = 0; i < 2; i++) {
-            if (L::SCALES > 0) { // of other blocks, in other lanes
-                pair[i] = sums[0][i];
-                for (int far = 4; far < L::N / 2; far *= 2) pair[i] += __shfl_xor_sync(ALL_LANES, pair[i], far, 32);
-            } else
-                pair[i] = L::Parts::whole(sums[0][i] + sums[1][i] + sums[2][i] + sums[3][i],
-                                          sums[0][i + 2] + sums[1][i + 2] + sums[2][i + 2] + sums[3][i + 2]);
-        }
-        if (lane < 4) *(float2 *)(y + 2 * q) = make_float2(pair[0], pair[1]);
+#pragma unroll
+        for (int j = 0; j < STEPS; j++)
+            if (j < steps) step(j);
     }
+    float sum = lane.sum();
+    for (int i = 1; i < 4; i *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, i, 32);
+    if (q == 0) y[r] = sum;
 }
 
-// Where products take x from: four numbers, or their parts, from number i on.
-template <Type type> static __device__ void put_four(float *xs, int i, const float4 &x) {
-    if constexpr (type == F32) *(float4 *)(xs + padded(i)) = x;
+// Where products take x from: eight numbers, or the columns that their parts make, from number i on.
+template <Type type> static __device__ void put_eight(float *xs, int i, const float x[8]) {
+    if constexpr (type == F32) memcpy(xs + i, x, 8 * sizeof(float));
     else {
-        uint32_t parts[4];
-        Lane<type>::Parts::of(x.x, x.y, parts), Lane<type>::Parts::of(x.z, x.w, parts + 2);
-        *(uint4 *)(xs + padded(i)) = {parts[0], parts[1], parts[2], parts[3]};
+        uint32_t parts[4][2];
+#pragma unroll
+        for (int k = 0; k < 4; k++) Lane<type>::Parts::of(x[2 * k], x[2 * k + 1], parts[k]);
+        *(uint4 *)(xs + i) = {parts[0][0], parts[2][0], parts[0][1], parts[2][1]};
+        *(uint4 *)(xs + i + 4) = {parts[1][0], parts[3][0], parts[1][1], parts[3][1]};
     }
 }
 
@@ -393,34 +399,29 @@ static __host__ __device__ int whole_steps(int cols) { return (cols + STEP_MOST 
 // Brings what the job multiplies to shared memory. Where an RMSNorm comes first, its weights are in it and sums are those
 // of the squares; the norm's own factor is left to the products.
 template <Type type> static __device__ void load_x(const Token &t, const Share &at, int splits, const Shared &s) {
-    enum { AT_ONCE = 4 }; // loads under way
     const float4 none = {0, 0, 0, 0}, one = {1, 1, 1, 1};
-    int cols = t.jobs[at.role].w.cols, step = 32 * TEAM, head_dim = t.cache.head_dim, end = whole_steps(cols);
+    const Job &job = t.jobs[at.role];
+    int cols = job.w.cols, head_dim = t.cache.head_dim, end = whole_steps(cols);
     const float4 *from = (const float4 *)(at.role == OUT ? t.attended : at.role == DOWN ? t.h : t.x);
-    const float4 *norm = (const float4 *)t.jobs[at.role].norm;
-    if (norm) norm = (const float4 *)((const char *)norm + at.layer * t.stride.numbers);
-    float4 x[AT_ONCE], w[AT_ONCE];
+    const float4 *norm = job.norm ? (const float4 *)((const char *)job.norm + at.layer * t.stride.numbers) : NULL;
     float sum = 0;
-    bool in_pieces = at.role == OUT && splits > 1;
-    for (int i = 4 * threadIdx.x; in_pieces && i < end; i += 4 * step) {
-        float4 y = none;
-        for (int j = 0; j < 4 && i < cols; j++) // two heads may meet in four numbers
-            ((float *)&y)[j] = merge_pieces(t.pieces, (i + j) / head_dim, splits, (i + j) % head_dim);
-        put_four<type>(s.xs, i, y);
-    }
-    for (int i = threadIdx.x; !in_pieces && 4 * i < end; i += AT_ONCE * step) {
+    for (int i = 8 * threadIdx.x; i < end; i += 8 * 32 * TEAM) {
+        float4 x[2] = {none, none}, w[2] = {one, one};
+        if (i < cols && at.role == OUT && splits > 1)
+            for (int j = 0; j < 8; j++) { // two heads may meet in eight numbers
+                float number = merge_pieces(t.pieces, (i + j) / head_dim, splits, (i + j) % head_dim);
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            bool there = 4 * (i + j * step) < cols;
-            x[j] = there ? from[i + j * step] : none;
-            w[j] = there && norm ? norm[i + j * step] : one;
-        }
+                for (int k = 0; k < 8; k++) ((float *)x)[k] = k == j ? number : ((float *)x)[k]; // so that x stays in registers
+            }
+        else if (i < cols) x[0] = from[i / 4], x[1] = from[i / 4 + 1];
+        if (i < cols && norm) w[0] = norm[i / 4], w[1] = norm[i / 4 + 1];
+        float y[8];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
-            float4 y = {x[j].x * w[j].x, x[j].y * w[j].y, x[j].z * w[j].z, x[j].w * w[j].w};
-            if (4 * (i + j * step) < end) put_four<type>(s.xs, 4 * (i + j * step), y);
-            sum += x[j].x * x[j].x + x[j].y * x[j].y + x[j].z * x[j].z + x[j].w * x[j].w;
+        for (int j = 0; j < 8; j++) {
+            float number = ((float *)x)[j];
+            sum += number * number, y[j] = number * ((float *)w)[j];
         }
+        put_eight<type>(s.xs, i, y);
     }
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) s.sums[threadIdx.x / 32] = sum;
@@ -430,22 +431,24 @@ template <Type type> static __device__ void load_x(const Token &t, const Share &
 template <Type type>
 static __device__ void multiply_share(const Token &t, const Share &at, const Shared &s, Cursor &ahead, int &slot) {
     const Job &job = t.jobs[at.role];
-    int warp = threadIdx.x / 32, group = job.first[warp].group, piece = job.first[warp].piece;
+    int warp = threadIdx.x / 32, group = job.first[warp].group, piece = job.first[warp].piece, pieces = job.pieces;
+    int row_bytes = job.row_bytes, hop_groups = job.hop.group, hop_pieces = job.hop.piece, end = at.n * pieces, wait = t.slots;
     char *slots = s.slots + (size_t)warp * t.slots * SLOT;
     uint32_t scales[Lane<type>::SCALES + 1], following[Lane<type>::SCALES + 1];
     load_scales<type>(t, at, group, piece, scales);
-    for (int i = warp; i < at.n * job.pieces; i += WARPS) {
+    for (int i = warp; i < end; i += WARPS) {
         char *from = slots + slot * SLOT;
-        int steps = min((int)STEPS, (job.row_bytes - piece * SPAN + 63) / 64);
-        const float *x = s.xs + piece * padded(4 * STEPS * Lane<type>::N);
-        group += job.hop.group, piece += job.hop.piece;
-        if (piece >= job.pieces) piece -= job.pieces, group++;
+        int steps = min((int)STEPS, (row_bytes - piece * SPAN + 63) / 64);
+        const float *x = s.xs + piece * (4 * STEPS * Lane<type>::N);
+        group += hop_groups, piece += hop_pieces;
+        if (piece >= pieces) piece -= pieces, group++;
         load_scales<type>(t, at, group, piece, following);
-        __pipeline_wait_prior(t.slots - 1);
-        multiply_piece<type>((const uint4 *)from, x, steps, scales, s.products + i * OCTET);
+        __pipeline_wait_prior(wait - 1);
+        __syncwarp(); // for what other lanes have copied
+        multiply_piece<type>(from, x, steps, scales, s.products + i * OCTET);
         fetch(t, ahead, from);
         for (int k = 0; k < Lane<type>::SCALES; k++) scales[k] = following[k];
-        if (++slot == t.slots) slot = 0;
+        if (++slot == wait) slot = 0;
     }
 }
 

@@ -51,13 +51,13 @@ template <typename D, typename A, typename B> UNWATCHED void mma_sync(D &d, cons
 }
 } }
 
-// As token.h's multiply_parts says. Each lane gathers its rows of a and its two columns of b from four lanes each.
-template <bool bf16> UNWATCHED void tensor_product(float d[4], const uint4 &a, uint32_t b0, uint32_t b1) {
+// As token.h's multiply_eight says. Each lane gathers its rows of a and its two columns of b from four lanes each.
+template <bool bf16> UNWATCHED void tensor_product(float d[4], const uint32_t a[4], uint32_t b0, uint32_t b1) {
     auto number = [](uint64_t words, int i) {
         uint16_t bits = (uint16_t)(words >> 16 * i);
         return bf16 ? __uint_as_float((uint32_t)bits << 16) : __half2float({bits});
     };
-    uint64_t rows[2] = {(uint64_t)a.z << 32 | a.x, (uint64_t)a.w << 32 | a.y}, column = (uint64_t)b1 << 32 | b0;
+    uint64_t rows[2] = {(uint64_t)a[2] << 32 | a[0], (uint64_t)a[3] << 32 | a[1]}, column = (uint64_t)b1 << 32 | b0;
     int row = threadIdx.x % 32 / 4 * 4, first = threadIdx.x % 4 * 8; // their first lanes
     for (int q = 0; q < 4; q++) {
         uint64_t as[2], bs[2];
