@@ -15,6 +15,10 @@ enum {
     SLOTS_MAX = 8,          // of a warp
 };
 
+#ifndef FAR
+#define FAR 8 // pieces of a warp that come to the second-level cache before they are sent for
+#endif
+
 // The products of a layer, and the last one.
 enum { QKV, OUT, GATE, DOWN, LOGITS, ROLES };
 
@@ -190,6 +194,16 @@ static __device__ void fetch(const Token &t, Cursor &at, char *slot) {
         at.next(t);
     }
     __pipeline_commit();
+}
+
+// Has the weights at the cursor brought to the second-level cache, and goes on to the next: a lane asks for 128 bytes of a row.
+// Shared memory alone is full too soon when products, which free it, have to wait.
+static __device__ void bring_near(const Token &t, Cursor &at) {
+    if (FAR == 0 || at.ended(t)) return;
+    int lane = threadIdx.x % 32, r = lane / 4, begin = at.piece * SPAN + lane % 4 * 128;
+    int row = at.rows * (at.first + at.group) + r % 4 + (r < 4 ? 0 : at.fifth);
+    if (begin < at.row_bytes) prefetch(at.data + (size_t)min(row, at.last) * at.row_bytes + begin);
+    at.next(t);
 }
 
 // ---- what a warp does with a piece
@@ -429,7 +443,7 @@ template <Type type> static __device__ void load_x(const Token &t, const Share &
 
 // The block's products of a job, of weights of this type.
 template <Type type>
-static __device__ void multiply_share(const Token &t, const Share &at, const Shared &s, Cursor &ahead, int &slot) {
+static __device__ void multiply_share(const Token &t, const Share &at, const Shared &s, Cursor &ahead, Cursor &far, int &slot) {
     const Job &job = t.jobs[at.role];
     int warp = threadIdx.x / 32, group = job.first[warp].group, piece = job.first[warp].piece, pieces = job.pieces;
     int row_bytes = job.row_bytes, hop_groups = job.hop.group, hop_pieces = job.hop.piece, end = at.n * pieces, wait = t.slots;
@@ -447,6 +461,7 @@ static __device__ void multiply_share(const Token &t, const Share &at, const Sha
         __syncwarp(); // for what other lanes have copied
         multiply_piece<type>(from, x, steps, scales, s.products + i * OCTET);
         fetch(t, ahead, from);
+        bring_near(t, far);
         for (int k = 0; k < Lane<type>::SCALES; k++) scales[k] = following[k];
         if (++slot == wait) slot = 0;
     }
@@ -558,10 +573,12 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads, most = (n + 32 * WARPS - 1) / (32 * WARPS);
     splits = max(1, min(min(splits, most), t.splits)); // one, until positions are more than a block's tiles
 
-    Cursor ahead = {};
+    Cursor ahead = {}, far;
     if (warp < WARPS) {
         ahead.begin(t, 0);
         for (int i = 0; i < t.slots; i++) fetch(t, ahead, s.slots + ((size_t)warp * t.slots + i) * SLOT);
+        far = ahead;
+        for (int i = 0; i < FAR; i++) bring_near(t, far);
     }
     for (int i = threadIdx.x; i < t.table.cols; i += 32 * TEAM) // every block writes the same
         *(volatile float *)&t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
@@ -583,7 +600,8 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         float2 beside = beside_pair(t, at, pos, threadIdx.x);
         prefetch_for_next(t, at, cache, n);
         __syncthreads();
-        if (warp < WARPS) other ? multiply_share<last>(t, at, s, ahead, slot) : multiply_share<type>(t, at, s, ahead, slot);
+        if (warp < WARPS)
+            other ? multiply_share<last>(t, at, s, ahead, far, slot) : multiply_share<type>(t, at, s, ahead, far, slot);
         __syncthreads();
         float scale = job.norm ? norm_scale(t, job.w.cols, s.sums) : 1;
         largest = larger(largest, use_products<Number>(t, at, cache, pos, s.products, scale, beside));
