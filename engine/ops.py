@@ -29,7 +29,11 @@ def rms_norm(x, w, eps):
 
 
 def rms_norm_plain(x, w, eps):
-    return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
+    """A compiler keeps of F.rms_norm x / rms(x), and sums x anew from what earlier blocks gave; spelled out, it keeps x."""
+    if not torch.compiler.is_compiling():
+        return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
+    scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
+    return (x.float() * scale * w).to(compute_dtype(x))
 
 
 class RMSNorm(torch.autograd.Function):
