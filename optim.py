@@ -8,7 +8,7 @@ have, so one learning rate and one weight decay serve both. https://arxiv.org/ab
 SpikeDetector tells which steps had better not be taken.
 
 step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
-in engine/instruments.py.
+in engine/instruments.py. Without it AdamW updates all of a group at once: a few of them don't fill a GPU.
 """
 import math
 from collections import defaultdict
@@ -54,7 +54,7 @@ def portions(params, most):
 # The two below are not torch.optim.Optimizer: making one of those imports PyTorch's compiler, a second and 70 MB.
 class AdamW:
     """One kernel for many parameters of a group. https://arxiv.org/abs/1711.05101"""
-    TOGETHER = 2 ** 22  # their elements, or one parameter that has more: what UpdateNorms copies
+    TOGETHER = 2 ** 22  # elements observed at a time, or one parameter that has more: what UpdateNorms copies
 
     def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
         groups = [{"scale": 1.0} | group for group in groups]  # of the rate
@@ -64,8 +64,9 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, observe=nullcontext):
+        most = math.inf if observe is nullcontext else self.TOGETHER
         for group in self.param_groups:
-            for params in portions([p for p in group["params"] if p.grad is not None], self.TOGETHER):
+            for params in portions([p for p in group["params"] if p.grad is not None], most):
                 with observe(params):
                     self.move(params, group)
 

@@ -161,13 +161,13 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
                 loss = model(xb, yb, documents=documents)[1] * share
             (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor)
-    norm = parallel.unshard(norm) / opt.scale.factor
-    loss = parallel.mean(total)
-    judged = spike_z or opt.scale.wanted
-    taken = not judged or not guard.refuses(*torch.stack((loss, norm)).tolist())  # one wait for the device
+    length = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    norm, loss = parallel.unshard(length) / opt.scale.factor, parallel.mean(total)
+    read = parallel.reading(torch.stack((loss, norm)))
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor, length)
+    taken = not (spike_z or opt.scale.wanted) or not guard.refuses(*read())  # one wait for the device
     if taken:
-        opt.step(update_norms)
+        opt.step(*[update_norms] * update_norms.wanted)
     opt.scale.update(norm)
     opt.zero_grad()
     return loss, norm, taken

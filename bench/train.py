@@ -137,9 +137,11 @@ def make(name):
         with amp:
             loss = loss_of(net, x, y)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        read = parallel.reading(torch.stack((loss.detach(), norm)))
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         if "waits" in name:
-            torch.stack((loss.detach(), norm)).tolist()
+            read()
         opt.step()
         opt.zero_grad()
         return loss.detach()  # else its graph lies between the next step's tensors

@@ -17,7 +17,7 @@ import torch
 
 from engine import checkpoint, parallel
 from engine.data_checks import Bug, Skip, Suspicion
-from engine.instruments import outputs, watching
+from engine.instruments import UpdateNorms, outputs, watching
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,7 +224,7 @@ def accumulation(r):
     x, y = r.small
     real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
     opt = Catcher(r.model, copy.deepcopy(r.scale))
-    _, norm, _ = r.train_step(0, r.model, opt, fixed(r), r.device, r.amp, NEVER, contextlib.nullcontext)
+    _, norm, _ = r.train_step(0, r.model, opt, fixed(r), r.device, r.amp, NEVER, UpdateNorms(r.model))
     r.model.train(not r.args.dropout)
     xd, yd = parallel.to_device(r.device, x, y)
     with r.amp:
@@ -259,7 +259,7 @@ def rate(r):
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):
-            taken = r.train_step(step, model, opt, fixed(r), r.device, r.amp, NEVER, contextlib.nullcontext)
+            taken = r.train_step(step, model, opt, fixed(r), r.device, r.amp, NEVER, UpdateNorms(r.model))
             losses.append(taken[0].item())
             if not step:
                 change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))

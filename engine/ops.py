@@ -29,7 +29,11 @@ def rms_norm(x, w, eps):
 
 
 def rms_norm_plain(x, w, eps):
-    return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
+    """A compiler keeps of F.rms_norm x / rms(x), and sums x anew from what earlier blocks gave; spelled out, it keeps x."""
+    if not torch.compiler.is_compiling():
+        return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
+    scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
+    return (x.float() * scale * w).to(compute_dtype(x))
 
 
 class RMSNorm(torch.autograd.Function):
@@ -73,8 +77,10 @@ def rotate(x, rope):
 
 
 def rotate_plain(x, rope):
-    (a, b), (cos, sin) = x.float().unflatten(-1, (-1, 2)).unbind(-1), rope[:, None].unbind(-1)
-    return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).type_as(x)
+    """With the pairs (b, a) beside (a, b): to put two halves together is slower for a compiler's kernels."""
+    pairs, (cos, sin) = x.float().unflatten(-1, (-1, 2)), rope[:, None].split(1, -1)  # (B, T, H, Q/2, 2), (T, 1, Q/2, 1)
+    across = (pairs * torch.cat((sin, -sin), -1)).flip(-1)                             # (-b sin, a sin)
+    return (pairs * cos + across).flatten(-2).type_as(x)
 
 
 class Dropout(torch.nn.Dropout):

@@ -81,6 +81,8 @@ def setup(device="auto", deterministic=False):
             device = torch.device("cuda", local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
             torch.set_float32_matmul_precision("high")  # TF32
+            # Read by the compiler when it is imported: what softmax of one pass saves in reading, it spends on exponentials
+            os.environ.setdefault("TORCHINDUCTOR_ONLINE_SOFTMAX", "0")
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as e:
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, cuda or mps")
@@ -225,6 +227,22 @@ def to_device(device, *tensors):
     if device.type == "cuda":
         return [t.pin_memory().to(device, non_blocking=True) for t in tensors]  # pinned already: as it is
     return [t.to(device) for t in tensors]
+
+
+def reading(tensor):
+    """
+    A function that returns the tensor's numbers as they are now. It waits for them alone, not for what the device is given to do
+    meanwhile, which keeps it busy until it is told what comes next.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.tolist
+    numbers, there = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+    there.record()
+
+    def read():
+        there.synchronize()
+        return numbers.tolist()
+    return read
 
 
 def mean(value):

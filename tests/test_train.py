@@ -1127,6 +1127,28 @@ def test_muon_moves_matrices_the_same_by_ones_and_together(monkeypatch):
     assert torch.allclose(moved[0], moved[1], atol=1e-6) and torch.allclose(moved[0], moved[2], atol=1e-6)
 
 
+def test_adamw_moves_parameters_the_same_observed_or_not(monkeypatch):
+    """The very same bits, though in portions where somebody observes."""
+    monkeypatch.setattr(optim.AdamW, "TOGETHER", 50)
+    moved, seen = [], []
+
+    @contextlib.contextmanager
+    def observe(params):
+        seen.append(len(params))
+        yield
+
+    for observed in ([], [observe]):
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
+        adamw = optim.AdamW([{"params": weights, "weight_decay": 0.1}], 0.1, 0.9, 0.95)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(4, 6)
+            adamw.step(*observed)
+        moved.append(torch.stack([weight.detach() for weight in weights]))
+    assert torch.equal(*moved) and seen == [2, 2, 1] * 3
+
+
 def quiet_guard():
     guard, rng = optim.SpikeDetector(6.0), random.Random(0)
     assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
@@ -1291,7 +1313,7 @@ def test_gradients_are_made_out_of_autocast():
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
     dataset = SimpleNamespace(batch=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
     amp = torch.autocast("cpu", torch.bfloat16)
-    train.train_step(0, model, opt, dataset, torch.device("cpu"), amp, optim.SpikeDetector(6.0), contextlib.nullcontext)
+    train.train_step(0, model, opt, dataset, torch.device("cpu"), amp, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
     assert seen == [False]
 
 
