@@ -28,11 +28,9 @@
 #endif
 
 enum {
-    CHUNK = 256,     // most tokens of one call
+    CHUNK = 512,     // most tokens of one call
     HEAD_MAX = 256,  // widest attention head
-    TILE = 64,       // rows, and tokens, of a tile of a matrix product
-    STEP = 64,       // columns that a tile on the tensor cores advances by
-    ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
+    TILE = 64,       // rows, and tokens, of a tile of a matrix product in float32
 };
 
 #define ALL_LANES 0xffffffffu
@@ -45,7 +43,7 @@ enum {
 // Shared memory whose size the launch gives.
 #ifndef LAUNCH_SHARED
 #define LAUNCH_SHARED(name) \
-    extern __shared__ float4 name##_[]; \
+    extern __shared__ __align__(128) float4 name##_[]; \
     float *name = (float *)name##_
 #endif
 
@@ -383,124 +381,335 @@ static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant
 
 #ifdef TENSOR_CORES
 
+#ifndef STEP
+#define STEP 64 // columns that a tile advances by: a multiple of 64
+#endif
+#ifndef STAGES
+#define STAGES 3 // steps whose x is in shared memory or on the way to it, where there is room; at least 2
+#endif
+#ifndef SHARERS
+#define SHARERS 3 // blocks that may share a tile of 128 rows; else tiles have 64
+#endif
+#ifndef AHEAD
+#define AHEAD 4 // steps after which weights are needed that are sent for
+#endif
+
+enum {
+    TEAM_SIZE = 256, // threads of a block
+    TOKENS = 128,    // of a tile
+    SIDE = 64,       // rows, and tokens, of a warp
+    ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
+};
+
 // x (n,) in half precision.
 static __global__ void convert(__half *out, const float *x, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = to_half(x[i]);
 }
 
-// What the threads of a block bring for one step of a tile: 64 rows, and 64 tokens, of 64 columns, by way of registers.
-template <Type type> struct Stage {
-    static const int N = Format<type>::N, UNITS = TILE * STEP / N / 128, EIGHTS = TILE * STEP / 8 / 128;
-    typename Format<type>::Unit w[UNITS];
-    uint4 x[EIGHTS];
+// A 128-byte line that is needed later comes to the L2 cache.
+static __device__ void bring_line(const void *line) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+    (void)line;
+#endif
+}
 
-    // Row and column of the first unit that this thread brings of each; the next are so many rows further on
-    static const int W_ROWS = 128 * N / STEP, X_ROWS = 128 * 8 / STEP;
-    static __device__ int w_row() { return threadIdx.x / (STEP / N); }
-    static __device__ int w_col() { return threadIdx.x % (STEP / N) * N; }
-    static __device__ int x_row() { return threadIdx.x / (STEP / 8); }
-    static __device__ int x_col() { return threadIdx.x % (STEP / 8) * 8; }
+// The numbers of a unit in half precision, 8 in each uint4.
+template <Type type> static __device__ void unit_to_halves(const typename Format<type>::Unit &u, uint4 *out) {
+    const int N = Format<type>::N;
+    float numbers[N];
+    Format<type>::numbers(u, numbers);
+    to_halves<N>((__half2 *)out, numbers, Format<type>::scale(u));
+}
 
-    // From column k on: rows of m, tokens of xh (T, cols)
-    __device__ void load(const Mat &m, int row, const __half *xh, int t0, int T, int cols, int k) {
-        int rows = k + w_col() < cols ? m.rows - row - w_row() : 0, tokens = k + x_col() < cols ? T - t0 - x_row() : 0;
-        size_t unit = ((size_t)(row + w_row()) * cols + k + w_col()) / N, stride = (size_t)W_ROWS * cols / N;
+template <> __device__ void unit_to_halves<F16>(const Format<F16>::Unit &u, uint4 *out) { *out = u.bits; }
+
+template <> __device__ void unit_to_halves<BF16>(const Format<BF16>::Unit &u, uint4 *out) {
+    float numbers[8];
+    Format<BF16>::numbers(u, numbers);
+    if ((u.bits.x | u.bits.y | u.bits.z | u.bits.w) & 0x40004000u) return to_halves<8>((__half2 *)out, numbers, 1); // 2 or more
 #pragma unroll
-        for (int j = 0; j < UNITS; j++) {
-            if (j * W_ROWS < rows) w[j] = load_unit<type>(m, unit + j * stride);
-            else memset(&w[j], 0, sizeof w[j]);
-        }
-        const uint4 *from = (const uint4 *)(xh + (size_t)(t0 + x_row()) * cols + k + x_col());
+    for (int i = 0; i < 4; i++) ((__half2 *)out)[i] = __floats2half2_rn(numbers[2 * i], numbers[2 * i + 1]);
+}
+
+// Two bytes of a word, less `zero`, times the scale. A byte under the exponent of 1024 is that number plus the byte.
+static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t which, float zero, __half2 scale) {
+    uint32_t bits = __byte_perm(word, 0x64646464u, which);
+    __half2 shift = __floats2half2_rn(-1024 - zero, -1024 - zero);
+    return __hmul2(__hadd2(*(__half2 *)&bits, shift), scale);
+}
+
+// Exact but for the last rounding, as by way of float. Scales whose products might be out of range go that way.
+static __device__ bool is_small(__half scale) { return fabsf(__half2float(scale)) <= 500; }
+
+template <> __device__ void unit_to_halves<Q8_0>(const Format<Q8_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
 #pragma unroll
-        for (int j = 0; j < EIGHTS; j++) {
-            if (j * X_ROWS < tokens) x[j] = from[j * ((size_t)X_ROWS * cols / 8)];
-            else memset(&x[j], 0, sizeof x[j]);
+        for (int i = 0; i < 8; i++) pairs[i] = bytes_to_halves(words[i / 2] ^ 0x80808080u, i % 2 ? 0x4342 : 0x4140, 128, scale);
+    } else {
+        float numbers[16];
+        Format<Q8_0>::numbers(u, numbers);
+        to_halves<16>(pairs, numbers, Format<Q8_0>::scale(u));
+    }
+}
+
+template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            pairs[i] = bytes_to_halves(words[i / 2] & 0x0f0f0f0fu, i % 2 ? 0x4342 : 0x4140, 8, scale);
+            pairs[8 + i] = bytes_to_halves(words[i / 2] >> 4 & 0x0f0f0f0fu, i % 2 ? 0x4342 : 0x4140, 8, scale);
         }
+    } else {
+        float numbers[32];
+        Format<Q4_0>::numbers(u, numbers);
+        to_halves<32>(pairs, numbers, Format<Q4_0>::scale(u));
+    }
+}
+
+// What a thread brings of the R rows of a tile's next step, by way of registers: units 256 apart, of STEP columns each row.
+template <Type type, int R> struct Stage {
+    static const int N = Format<type>::N, ROW = STEP / N, ALL = R * ROW, UNITS = (ALL + TEAM_SIZE - 1) / TEAM_SIZE;
+    typename Format<type>::Unit units[UNITS];
+
+    static __device__ int row_of(int j) { return (threadIdx.x + j * TEAM_SIZE) / ROW; }
+    static __device__ int col_of() { return threadIdx.x % ROW * N; }
+    static __device__ bool has(int j) { return ALL % TEAM_SIZE == 0 || threadIdx.x + j * TEAM_SIZE < ALL; }
+
+    // From column k on; what is beyond the columns is zero, and rows beyond the last are the last.
+    __device__ void load(int j, const Mat &m, int row, int cols, int k) {
+        if (!has(j)) return;
+        size_t at = min(row + row_of(j), m.rows - 1);
+        if (k + col_of() < cols) units[j] = load_unit<type>(m, (at * cols + k + col_of()) / N);
+        else memset(&units[j], 0, sizeof units[j]);
     }
 
-    __device__ void store(__half *ws, __half *xs) const {
+    __device__ void store(int j, __half *ws) const {
+        uint4 halves[N / 8];
+        if (!has(j)) return;
+        unit_to_halves<type>(units[j], halves);
+        uint4 *to = (uint4 *)(ws + row_of(j) * ROOM + col_of());
 #pragma unroll
-        for (int j = 0; j < UNITS; j++) {
-            float numbers[N], scale = Format<type>::scale(w[j]);
-            Format<type>::numbers(w[j], numbers);
-            to_halves<N>((__half2 *)(ws + (w_row() + j * W_ROWS) * ROOM + w_col()), numbers, scale);
-        }
-#pragma unroll
-        for (int j = 0; j < EIGHTS; j++) *(uint4 *)(xs + (x_row() + j * X_ROWS) * ROOM + x_col()) = x[j];
+        for (int i = 0; i < N / 8; i++) to[i] = halves[i];
     }
 };
 
-// The product of one step: this warp's 32 rows, all 64 tokens, its 32 of the 64 columns.
+// Sends for x of one step: TOKENS of the tokens, from t0 on, of STEP columns, from k on, with the same rule.
+static __device__ void send_for_x(__half *xs, const __half *x, int t0, int T, int cols, int k) {
+    const int ROW = STEP / 8;
+#pragma unroll
+    for (int j = 0; j < TOKENS * ROW / TEAM_SIZE; j++) {
+        int i = threadIdx.x + j * TEAM_SIZE, col = k + i % ROW * 8;
+        const __half *from = x + (size_t)min(t0 + i / ROW, T - 1) * cols + (col < cols ? col : 0);
+        __pipeline_memcpy_async(xs + i / ROW * ROOM + i % ROW * 8, from, 16, col < cols ? 0 : 16);
+    }
+}
+
+// A warp's sums: 64 rows and 64 tokens. The warps of a tile of R rows are 256 / R groups, which share the columns.
 typedef nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> Sums;
 
-static __device__ void multiply_tiles(Sums sums[2][4], const __half *ws, const __half *xs) {
-    using namespace nvcuda::wmma;
-    int row = threadIdx.x / 32 % 2 * 32, half = threadIdx.x / 64 * 32;
-    for (int k = half; k < half + 32; k += 16) {
-        fragment<matrix_a, 16, 16, 16, __half, row_major> a[2];
-        for (int i = 0; i < 2; i++) load_matrix_sync(a[i], ws + (row + 16 * i) * ROOM + k, ROOM);
+template <int R> struct Team {
+    static const int GROUPS = 256 / R, WIDE = R + 4; // numbers between the tokens of a tile of sums in shared memory
+    static __device__ int row() { return threadIdx.x / 32 % (R / SIDE) * SIDE; }
+    static __device__ int token() { return threadIdx.x / 32 / (R / SIDE) % (TOKENS / SIDE) * SIDE; }
+    static __device__ int group() { return threadIdx.x / (TEAM_SIZE / GROUPS); }
+
+    // The product of 16 columns.
+    static __device__ void multiply(Sums sums[4][4], const __half *ws, const __half *xs) {
+        using namespace nvcuda::wmma;
+        fragment<matrix_a, 16, 16, 16, __half, row_major> a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_matrix_sync(a[i], ws + (row() + 16 * i) * ROOM, ROOM);
+#pragma unroll
         for (int j = 0; j < 4; j++) {
             fragment<matrix_b, 16, 16, 16, __half, col_major> b;
-            load_matrix_sync(b, xs + 16 * j * ROOM + k, ROOM);
-            for (int i = 0; i < 2; i++) mma_sync(sums[i][j], a[i], b, sums[i][j]);
+            load_matrix_sync(b, xs + (token() + 16 * j) * ROOM, ROOM);
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma_sync(sums[i][j], a[i], b, sums[i][j]);
         }
     }
-}
 
-// Adds up the two halves of the columns, into tile (tokens, rows), TILE + 4 apart.
-static __device__ void add_halves(Sums sums[2][4], float *tile) {
-    using namespace nvcuda::wmma;
-    int row = threadIdx.x / 32 % 2 * 32, half = threadIdx.x / 64;
-    for (int turn = 1; turn >= 0; turn--) {
-        for (int i = 0; i < 2 && half == turn; i++)
-            for (int j = 0; j < 4; j++) {
-                float *at = tile + 16 * j * (TILE + 4) + row + 16 * i;
-                if (turn == 0) {
-                    Sums other;
-                    load_matrix_sync(other, at, TILE + 4, mem_col_major);
-                    for (int e = 0; e < other.num_elements; e++) sums[i][j].x[e] += other.x[e];
+    // Adds up the sums of all groups, one after another, in tile (TOKENS, R).
+    static __device__ void add_groups(Sums sums[4][4], float *tile) {
+        using namespace nvcuda::wmma;
+        for (int turn = 0; turn < GROUPS; turn++) {
+            if (group() == turn) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    float *at = tile + (token() + i / 4 * 16) * WIDE + row() + i % 4 * 16;
+                    Sums &mine = sums[i % 4][i / 4];
+                    if (turn > 0) {
+                        Sums other;
+                        load_matrix_sync(other, at, WIDE, mem_col_major);
+                        for (int e = 0; e < other.num_elements; e++) mine.x[e] += other.x[e];
+                    }
+                    store_matrix_sync(at, mine, WIDE, mem_col_major);
                 }
-                store_matrix_sync(at, sums[i][j], TILE + 4, mem_col_major);
             }
-        __syncthreads();
+            __syncthreads();
+        }
+    }
+};
+
+// What the blocks of a launch do: the tiles' steps, in a row, are shared out evenly. Tiles follow each other by tokens,
+// then by rows, so that blocks that run together read the same weights.
+typedef struct {
+    int cols, T, tokens, steps, tiles; // tokens: tiles of them
+    int stages;                        // of x in shared memory: all but one are under way
+    float *pieces;                     // two of a tile's size for each block
+    unsigned *counters;                // one for each block
+} Plan;
+
+static __device__ int first_of(const Plan &p, int block) { return (int)((long long)p.tiles * p.steps * block / gridDim.x); }
+static __device__ int block_of(const Plan &p, int step) { // whose step it is
+    return (int)((((long long)step + 1) * gridDim.x - 1) / ((long long)p.tiles * p.steps));
+}
+
+// What brings the lines of a tile's weights to the cache, AHEAD steps before they are needed: threads 0..R-1 a row's numbers,
+// the next R its scales.
+template <Type type, int R> struct Scout {
+    const char *from; // NULL for threads that bring nothing
+    size_t step;      // bytes between steps
+
+    __device__ Scout(const Mat &m, int row, int cols) {
+        const int N = Format<type>::N, part = threadIdx.x / R;
+        size_t at = (size_t)min(row + (int)threadIdx.x % R, m.rows - 1) * cols;
+        from = part == 0 ? (const char *)m.data + at / N * sizeof(uint4) : NULL, step = STEP / N * sizeof(uint4);
+        if (part == 1 && m.scales) from = (const char *)m.scales + at / 32 * sizeof(__half), step = STEP / 32 * sizeof(__half);
+    }
+    __device__ void bring(int s, int end) const {
+        if (from && s < end) bring_line(from + s * step);
+    }
+};
+
+// A tile's steps first..end-1, into sums. Weights are in registers a step before the one in which they become halves in
+// shared memory, for the step after that.
+template <Type type, int R>
+static __device__ void multiply_steps(Sums sums[4][4], const Mat &w, int row, int t0, const __half *x, const Plan &p, int first,
+                                      int end, __half *ws, __half *xs) {
+    typedef Team<R> Warps;
+    typedef Stage<type, R> Weights;
+    const int SLICES = STEP / 16 / Warps::GROUPS, W = R * ROOM, X = TOKENS * ROOM;
+    bool needed = t0 + Warps::token() < p.T;
+    Scout<type, R> scout(w, row, p.cols);
+    Weights stage;
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) stage.load(j, w, row, p.cols, first * STEP);
+    for (int s = first + 1; s < first + AHEAD; s++) scout.bring(s, end);
+    for (int i = 0; i < p.stages - 1; i++) {
+        if (first + i < end) send_for_x(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP);
+        __pipeline_commit();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) {
+        stage.store(j, ws);
+        if (first + 1 < end) stage.load(j, w, row, p.cols, (first + 1) * STEP);
+    }
+    int now = 0, next = p.stages - 1; // of x, what is multiplied and what is sent for
+    for (int s = first; s < end; s++) {
+        __pipeline_wait_prior(p.stages - 2);
+        __syncthreads(); // all see this step's weights and x, and are done with the step before
+        if (s + p.stages - 1 < end) send_for_x(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP);
+        __pipeline_commit();
+        scout.bring(s + AHEAD, end);
+        const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
+        __half *w_next = ws + (s + 1 - first) % 2 * W;
+#pragma unroll
+        for (int i = 0; i < SLICES; i++) {
+            int k = (i * Warps::GROUPS + Warps::group()) * 16;
+            if (needed) Warps::multiply(sums, w_now + k, x_now + k);
+#pragma unroll
+            for (int j = i; j < Weights::UNITS; j += SLICES) {
+                if (s + 1 < end) stage.store(j, w_next);
+                if (s + 2 < end) stage.load(j, w, row, p.cols, (s + 2) * STEP);
+            }
+        }
+        now = now + 1 < p.stages ? now + 1 : 0, next = next + 1 < p.stages ? next + 1 : 0;
+    }
+    __syncthreads(); // the room is free
+}
+
+// Four rows' sums of token t, the first of them `row`.
+static __device__ void put_four(const Part &p, int t, int row, float4 y) {
+    float *out = p.out + (size_t)t * p.w.rows + row, four[4] = {y.x, y.y, y.z, y.w};
+    if (p.w.rows % 4) {
+        for (int i = 0; i < 4 && row + i < p.w.rows; i++) put(out + i, four[i], p.add);
+    } else if (row < p.w.rows) {
+        float4 before = p.add ? *(float4 *)out : make_float4(0, 0, 0, 0);
+        *(float4 *)out = make_float4(before.x + y.x, before.y + y.y, before.z + y.z, before.w + y.w);
     }
 }
 
-// For many tokens, on the tensor cores. The grid is (row tiles, token tiles, splits): blocks of one tile share its
-// columns, and the last to be ready adds up what they left in pieces (tiles, splits, 64, 64). cols is a multiple of 32.
-template <Type type>
-static __global__ void __launch_bounds__(128)
-    matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, int T, float *pieces, unsigned *counters) {
-    __shared__ __align__(32) __half shared[2][2][TILE * ROOM]; // weights and x, of this step and the next
-    float *tile = (float *)shared;                             // and in the end the result
-    Place at = find(parts, blockIdx.x, TILE);
-    const Part &p = parts.part[at.part];
-    int t0 = blockIdx.y * TILE, splits = gridDim.z, steps = (cols + STEP - 1) / STEP;
-    int first = steps * blockIdx.z / splits, end = steps * (blockIdx.z + 1) / splits;
-    Sums sums[2][4];
-    for (int i = 0; i < 8; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
-    Stage<type> stage;
-    stage.load(p.w, at.row, x, t0, T, cols, first * STEP);
-    for (int step = first; step < end; step++) {
-        __half(*now)[TILE * ROOM] = shared[step % 2]; // last read two steps ago, before a barrier
-        stage.store(now[0], now[1]);
-        __syncthreads();
-        if (step + 1 < end) stage.load(p.w, at.row, x, t0, T, cols, (step + 1) * STEP);
-        multiply_tiles(sums, now[0], now[1]);
-    }
-    __syncthreads();
-    add_halves(sums, tile);
+// The sums of a tile that this thread has at the end: of 4 rows, EACH times.
+template <int R> struct Fours {
+    static const int EACH = TOKENS * R / 4 / TEAM_SIZE;
+    float4 y[EACH];
+    static __device__ int place(int j) { return threadIdx.x + j * TEAM_SIZE; }
 
-    size_t index = blockIdx.y * gridDim.x + blockIdx.x;
-    float *mine = pieces + (index * splits + blockIdx.z) * TILE * TILE;
-    for (int i = threadIdx.x; splits > 1 && i < TILE * TILE; i += 128) mine[i] = tile[i / TILE * (TILE + 4) + i % TILE];
-    if (splits > 1 && !is_last(&counters[index], splits)) return;
-    for (int i = threadIdx.x; i < TILE * TILE; i += 128) {
-        int t = t0 + i / TILE, row = at.row + i % TILE;
-        float sum = splits > 1 ? 0 : tile[i / TILE * (TILE + 4) + i % TILE];
-        for (int z = 0; splits > 1 && z < splits; z++) sum += pieces[(index * splits + z) * TILE * TILE + i];
-        if (t < T && row < p.w.rows) put(&p.out[(size_t)t * p.w.rows + row], sum, p.add);
+    __device__ void read(const float *tile) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + place(j) / (R / 4) * Team<R>::WIDE + place(j) % (R / 4) * 4);
+    }
+    __device__ void leave(float4 *piece) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) piece[place(j)] = y[j];
+    }
+    __device__ void add(const float4 *piece) {
+        float4 other[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) other[j] = piece[place(j)];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j].x += other[j].x, y[j].y += other[j].y, y[j].z += other[j].z, y[j].w += other[j].w;
+    }
+    __device__ void put(const Part &p, int row, int t0, int T) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            int t = t0 + place(j) / (R / 4);
+            if (t < T) put_four(p, t, row + place(j) % (R / 4) * 4, y[j]);
+        }
+    }
+};
+
+// Where block `b` leaves its sums of a tile, of which it has the first step or not: it shares two tiles at most.
+template <int R> static __device__ float4 *piece_of(const Plan &p, int b, bool has_first) {
+    return (float4 *)(p.pieces + (2 * (size_t)b + has_first) * TOKENS * R);
+}
+
+// For many tokens, on the tensor cores: tiles of R rows and TOKENS tokens. Of the blocks that share a tile, the last to be
+// ready adds up what they left, in the columns' order. cols is a multiple of 32.
+template <Type type, int R>
+static __global__ void __launch_bounds__(TEAM_SIZE, 1)
+    matmul_tensor(const __grid_constant__ Parts parts, const __half *x, const __grid_constant__ Plan p) {
+    LAUNCH_SHARED(room);
+    __half *ws = (__half *)room, *xs = ws + 2 * R * ROOM; // weights of two steps, then p.stages of x; in the end the sums
+    int step = first_of(p, blockIdx.x), end = first_of(p, blockIdx.x + 1);
+    while (step < end) {
+        int tile = step / p.steps, first = step % p.steps, n = min(p.steps - first, end - step), t0 = tile % p.tokens * TOKENS;
+        Place at = find(parts, tile / p.tokens, R);
+        const Part &part = parts.part[at.part];
+        Sums sums[4][4];
+        multiply_steps<type, R>(sums, part.w, at.row, t0, x, p, first, first + n, ws, xs);
+        Team<R>::add_groups(sums, room);
+        Fours<R> y;
+        y.read(room);
+        step += n;
+        if (n < p.steps) {
+            int from = block_of(p, tile * p.steps), to = block_of(p, (tile + 1) * p.steps - 1);
+            y.leave(piece_of<R>(p, blockIdx.x, first == 0));
+            if (!is_last(&p.counters[from], to - from + 1)) continue;
+            memset(&y, 0, sizeof y);
+            for (int b = from; b <= to; b++) y.add(piece_of<R>(p, b, b == from));
+        }
+        y.put(part, at.row, t0, p.T);
+        __syncthreads(); // all have read their sums
     }
 }
 #endif
@@ -1152,31 +1361,44 @@ static bool launch_matvec(Cuda *c, const Parts &parts, const float *x, int cols)
 
 #ifdef TENSOR_CORES
 
-typedef void Tensor(Parts, const __half *, int, int, float *, unsigned *);
+typedef void Tensor(Parts, const __half *, Plan);
 
-static Tensor *tensor_of(Type type) {
+template <int R> static Tensor *tensor_of(Type type) {
     switch (type) {
-    case F16: return matmul_tensor<F16>;
-    case BF16: return matmul_tensor<BF16>;
-    case Q8_0: return matmul_tensor<Q8_0>;
-    default: return matmul_tensor<Q4_0>;
+    case F16: return matmul_tensor<F16, R>;
+    case BF16: return matmul_tensor<BF16, R>;
+    case Q8_0: return matmul_tensor<Q8_0, R>;
+    default: return matmul_tensor<Q4_0, R>;
     }
 }
 
 static Tiles *tiles_of(Type) { return matmul_tiles<F32>; }
 
-// Few tiles are split along the columns, so that all multiprocessors have two, with 4 steps at least.
-static void launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T) {
+// Bytes that tiles of so many rows take with so many stages of x; their sums take less.
+static size_t tensor_shared(int rows, int stages) { return sizeof(__half) * ROOM * (2 * (size_t)rows + (size_t)stages * TOKENS); }
+
+// One block for each multiprocessor, with 4 steps at least. Tiles are large unless too many blocks would share each: the
+// last of them adds up all that they leave. False when a tile finds no room.
+static bool launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T) {
     size_t n = (size_t)T * cols;
-    unsigned rows = groups_of(parts, TILE), tokens = blocks_for(T, TILE), steps = blocks_for(cols, STEP);
-    unsigned splits = 2 * c->multiprocessors / (rows * tokens);
-    if (splits > steps / 4) splits = steps / 4;
-    if (splits < 1) splits = 1;
+    int tokens = blocks_for(T, TOKENS), tiles = groups_of(parts, 128) * tokens, stages = STAGES;
+    bool large = tiles * SHARERS >= c->multiprocessors && tensor_shared(128, 2) <= c->shared_most;
+    if (!large) tiles = groups_of(parts, 64) * tokens;
+    while (stages > 2 && tensor_shared(large ? 128 : 64, stages) > c->shared_most) stages--;
+    size_t shared = tensor_shared(large ? 128 : 64, stages);
+    if (shared > c->shared_most) return false;
+    Tensor *kernel = (large ? tensor_of<128> : tensor_of<64>)(parts.part[0].w.type);
+    Plan plan = {cols, T, tokens, (int)blocks_for(cols, STEP), tiles, stages, c->pieces, c->counters};
+    unsigned blocks = std::max<size_t>(1, (size_t)tiles * plan.steps / 4);
     if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
-    launch(c, tensor_of(parts.part[0].w.type), dim3(rows, tokens, splits), 128, 0, parts, c->x16, cols, T, c->pieces, c->counters);
+    if (shared > 48 << 10) allow_shared(c, (const void *)kernel);
+    launch(c, kernel, std::min<unsigned>(blocks, c->multiprocessors), TEAM_SIZE, shared, parts, c->x16, plan);
+    return true;
 }
 
 #else
+
+static bool launch_tensor(Cuda *, const Parts &, const float *, int, int) { return false; }
 
 static Tiles *tiles_of(Type type) {
     switch (type) {
@@ -1193,13 +1415,16 @@ static void launch_parts(Cuda *c, const Parts &parts, const float *x, int T) {
     const Mat *w = &parts.part[0].w;
     int cols = w->cols;
     if (has_units(w) && T == 1 && launch_matvec(c, parts, x, cols)) return;
-    if (!has_units(w) || T == 1) {
+#ifdef TENSOR_CORES
+    bool tensor = w->type != F32;
+#else
+    bool tensor = false;
+#endif
+    if (has_units(w) && T > 1 && tensor && launch_tensor(c, parts, x, cols, T)) return;
+    if (!has_units(w) || T == 1 || tensor) {
         launch(c, matmul_any, dim3(blocks_for(groups_of(parts, 1), WARPS), T), 32 * WARPS, 0, parts, x, cols);
         return;
     }
-#ifdef TENSOR_CORES
-    if (w->type != F32) return launch_tensor(c, parts, x, cols, T);
-#endif
     launch(c, tiles_of(w->type), dim3(groups_of(parts, TILE), blocks_for(T, TILE)), 256, 0, parts, x, cols, T);
 }
 
@@ -1544,7 +1769,11 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
 // Numbers of `pieces` that attention's splits, or the tiles that share multiprocessors, can leave.
 static size_t pieces_of(const Cuda *c) {
     size_t attention = (size_t)c->config.n_heads * c->splits * (2 + HEAD_MAX);
-    size_t tiles = 2 * (size_t)c->multiprocessors * TILE * TILE;
+#ifdef TENSOR_CORES
+    size_t tiles = 2 * (size_t)c->multiprocessors * TOKENS * 128;
+#else
+    size_t tiles = 0;
+#endif
     return attention > tiles ? attention : tiles;
 }
 

@@ -118,6 +118,10 @@ static inline __half __float2half(float f) { // to nearest, ties to even
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 static inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
 static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
+static inline __half __hadd(__half x, __half y) { return __float2half(__half2float(x) + __half2float(y)); }
+static inline __half __hmul(__half x, __half y) { return __float2half(__half2float(x) * __half2float(y)); }
+static inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
+static inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
 
 // ---- the runtime
 

@@ -283,7 +283,9 @@ void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::
         for (unsigned i = 0; i < at_once; i++) {
             unsigned at = order[first + i];
             blocks[i].index = dim3(at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y);
-            memory.push_back(aligned_alloc(16, (shared + 15) / 16 * 16));
+            void *room = NULL;
+            if (posix_memalign(&room, 128, shared)) fail("no memory");
+            memory.push_back(room);
             blocks[i].shared = memset(memory.back(), 0xff, shared);
         }
         run_blocks(blocks, threads.x, first % sets * threads.x);
