@@ -809,6 +809,159 @@ template <typename Number, int D> static __global__ void attention_many(Cache c,
     }
 }
 
+#ifdef TENSOR_CORES
+
+// The same on the tensor cores, for a cache in half precision: a warp has 16 queries of one head, and the block's warps share
+// tiles of KEYS positions. D is head_dim or more.
+template <int D> struct Flash {
+    enum { WARPS_HERE = D > 128 ? 2 : 4, QUERIES = 16 * WARPS_HERE, KEYS = D > 128 ? 16 : D > 64 ? 32 : 64, SPLIT = KEYS / 2 };
+    enum { WIDE = D + 8, SCORES = KEYS + 4 }; // numbers between rows in shared memory, against bank conflicts
+    typedef nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, __half, nvcuda::wmma::row_major> Rows;
+
+    // Sends for the keys, or values, of positions first..first+KEYS-1; zeros from `end` on.
+    static __device__ void send_for(__half *to, const __half *from, int width, int first, int end) {
+#pragma unroll
+        for (int j = 0; j < KEYS * D / 8 / (32 * WARPS_HERE); j++) {
+            int i = threadIdx.x + j * 32 * WARPS_HERE, row = i / (D / 8), d = i % (D / 8) * 8;
+            bool there = first + row < end && d < width;
+            __pipeline_memcpy_async(to + row * WIDE + d, there ? from + (size_t)(first + row) * width + d : from, 16,
+                                    there ? 0 : 16);
+        }
+        __pipeline_commit();
+    }
+
+    // The block's queries, from token t0 on.
+    static __device__ void load_queries(__half *qs, const float *q, const Cache &c, int h, int t0, int T) {
+#pragma unroll 16
+        for (int i = threadIdx.x; i < QUERIES * D / 2; i += 32 * WARPS_HERE) {
+            int t = t0 + i / (D / 2), d = i % (D / 2) * 2;
+            bool there = t < T && d < c.head_dim;
+            float2 pair = there ? *(const float2 *)(q + ((size_t)t * c.n_heads + h) * c.head_dim + d) : make_float2(0, 0);
+            *(__half2 *)(qs + i / (D / 2) * WIDE + d) = to_halves(pair.x, pair.y);
+        }
+    }
+
+    // This warp's scores (16, KEYS).
+    static __device__ void score(float *scores, const __half *qs, const __half *ks) {
+        using namespace nvcuda::wmma;
+        Sums sums[KEYS / 16];
+        for (int j = 0; j < KEYS / 16; j++) fill_fragment(sums[j], 0.0f);
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            Rows a;
+            load_matrix_sync(a, qs + d, WIDE);
+#pragma unroll
+            for (int j = 0; j < KEYS / 16; j++) {
+                fragment<matrix_b, 16, 16, 16, __half, col_major> b;
+                load_matrix_sync(b, ks + 16 * j * WIDE + d, WIDE);
+                mma_sync(sums[j], a, b, sums[j]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS / 16; j++) store_matrix_sync(scores + 16 * j, sums[j], SCORES, mem_row_major);
+        __syncwarp();
+    }
+
+    // Scores of the first n positions become weights 2^(scale score - max), in half precision at the same place; others 0. A
+    // lane has every other pair of a row, whose other lane is the next. Returns what is left of weights by the max before.
+    static __device__ float weigh(float *scores, float scale, int n, float &max, float &sum) {
+        int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 2;
+        float2 pairs[SPLIT / 2];
+        float most = max;
+#pragma unroll
+        for (int i = 0; i < SPLIT / 2; i++) {
+            int at = begin + 4 * i;
+            pairs[i] = *(const float2 *)(scores + row * SCORES + at);
+            pairs[i].x = at < n ? scale * pairs[i].x : -INFINITY, pairs[i].y = at + 1 < n ? scale * pairs[i].y : -INFINITY;
+            most = fmaxf(most, fmaxf(pairs[i].x, pairs[i].y));
+        }
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1, 32));
+        float shrink = exp2f(max - most);
+        max = most, sum *= shrink;
+        __syncwarp(); // both lanes have read the row
+#pragma unroll
+        for (int i = 0; i < SPLIT / 2; i++) {
+            __half2 weights = __floats2half2_rn(exp2f(pairs[i].x - most), exp2f(pairs[i].y - most));
+            float2 rounded = __half22float2(weights);
+            sum += rounded.x + rounded.y;
+            *(__half2 *)((__half *)(scores + row * SCORES) + begin + 4 * i) = weights;
+        }
+        return shrink;
+    }
+
+    // Adds the weighted values to what is left of the sums (16, D); shrink (16,).
+    static __device__ void add_values(Sums sums[D / 16], const float *scores, const float *shrink, const __half *vs) {
+        using namespace nvcuda::wmma;
+        Sums factors; // of each row in all of its columns
+        load_matrix_sync(factors, shrink, 0, mem_col_major);
+#pragma unroll
+        for (int d = 0; d < D / 16; d++)
+            for (int e = 0; e < factors.num_elements; e++) sums[d].x[e] *= factors.x[e];
+#pragma unroll
+        for (int k = 0; k < KEYS; k += 16) {
+            Rows a;
+            load_matrix_sync(a, (const __half *)scores + k, 2 * SCORES);
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                fragment<matrix_b, 16, 16, 16, __half, row_major> b;
+                load_matrix_sync(b, vs + k * WIDE + 16 * d, WIDE);
+                mma_sync(sums[d], a, b, sums[d]);
+            }
+        }
+    }
+
+    // out (T, n_heads, head_dim), from this warp's first token on, by way of `scores`; sum is of the row that weigh gave a lane.
+    static __device__ void put(Sums sums[D / 16], float *scores, float sum, float *out, __half *copy, const Cache &c, int h, int t,
+                               int T) {
+        int row = threadIdx.x % 32 / 2;
+        size_t at = ((size_t)(t + row) * c.n_heads + h) * c.head_dim;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++) {
+            __syncwarp(); // all have read what lay there
+            nvcuda::wmma::store_matrix_sync(scores, sums[i], SCORES, nvcuda::wmma::mem_row_major);
+            __syncwarp();
+            for (int j = threadIdx.x % 2; j < 16; j += 2)
+                if (t + row < T && 16 * i + j < c.head_dim) put_x(out, copy, at + 16 * i + j, scores[row * SCORES + j] / sum);
+        }
+    }
+};
+
+// The grid is (n_heads, tiles of queries); the last, which see most, come first.
+template <int D>
+static __global__ void __launch_bounds__(32 * Flash<D>::WARPS_HERE)
+    attention_tiles(Cache c, float *out, __half *copy, const float *q, int T) {
+    typedef Flash<D> F;
+    __shared__ __align__(128) __half qs[F::QUERIES * F::WIDE], ks[F::KEYS * F::WIDE], vs[F::KEYS * F::WIDE];
+    __shared__ __align__(128) float all_scores[F::WARPS_HERE][16 * F::SCORES], all_shrinks[F::WARPS_HERE][16];
+    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, pos = c.input->pos;
+    int t0 = (gridDim.y - 1 - blockIdx.y) * F::QUERIES, t = t0 + 16 * warp, end = pos + min(t0 + F::QUERIES, T);
+    size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
+    const __half *keys = (const __half *)c.keys + head, *values = (const __half *)c.values + head;
+    float *scores = all_scores[warp], *shrinks = all_shrinks[warp];
+    float max = -INFINITY, sum = 0, scale = 1.442695041f / sqrtf(c.head_dim); // 1 / log(2): exponentials are of 2
+    Sums sums[D / 16];
+    for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
+    for (int first = 0; first < end; first += F::KEYS) {
+        F::send_for(ks, keys, c.width, first, end);
+        F::send_for(vs, values, c.width, first, end);
+        if (first == 0) F::load_queries(qs, q, c, h, t0, T);
+        __pipeline_wait_prior(1);
+        __syncthreads(); // all see the keys
+        if (t < T) {
+            F::score(scores, qs + 16 * warp * F::WIDE, ks);
+            float shrink = F::weigh(scores, scale, pos + t + lane / 2 + 1 - first, max, sum);
+            if (lane % 2 == 0) shrinks[lane / 2] = shrink;
+        }
+        __pipeline_wait_prior(0);
+        __syncthreads(); // all see the values
+        if (t < T) F::add_values(sums, scores, shrinks, vs);
+        __syncthreads(); // all have read both
+    }
+    sum += __shfl_xor_sync(ALL_LANES, sum, 1, 32);
+    if (t < T) F::put(sums, scores, sum, out, copy, c, h, t, T);
+}
+#endif
+
 // n pieces of one head's attention: max and sum (n,), out (n, HEAD_MAX). Returns those of the whole, dimension d of out.
 struct Whole { float max, sum, out; };
 
@@ -1455,17 +1608,29 @@ static Cache cache_of(const Cuda *c, int layer) {
     return cache;
 }
 
-template <typename Number> static void launch_attention(Cuda *c, Cache cache, float *out, const float *q, int T) {
+template <typename Number> static void launch_many(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
     int width = cache.width;
-    if (T == 1) {
-        auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2> : attention_one<Number, 4>;
-        launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
-    } else {
-        auto kernel = width <= 64    ? attention_many<Number, 1>
-                      : width <= 128 ? attention_many<Number, 2>
-                                     : attention_many<Number, 4>;
-        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
-    }
+    auto kernel = width <= 64 ? attention_many<Number, 1> : width <= 128 ? attention_many<Number, 2> : attention_many<Number, 4>;
+    launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
+}
+
+#ifdef TENSOR_CORES
+template <int D> static void launch_tiles(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    launch(c, attention_tiles<D>, dim3(cache.n_heads, blocks_for(T, Flash<D>::QUERIES)), 32 * Flash<D>::WARPS_HERE, 0, cache, out,
+           copy_of(c, out, T), q, T);
+}
+
+template <> void launch_many<__half>(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    auto launch = cache.width <= 64 ? launch_tiles<64> : cache.width <= 128 ? launch_tiles<128> : launch_tiles<256>;
+    launch(c, cache, out, q, T);
+}
+#endif
+
+template <typename Number> static void launch_attention(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    int width = cache.width;
+    if (T > 1) return launch_many<Number>(c, cache, out, q, T);
+    auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2> : attention_one<Number, 4>;
+    launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
 }
 
 static HeadWeights head_weights(const Layer *w) {
