@@ -41,9 +41,10 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_on_cpu { // fibers.cpp
 
 extern void *launch_shared;
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &body);
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, bool early, const std::function<void()> &body);
 void fail(const char *what);
 void rest();
+void await_kernel();
 void meet_block();
 void meet_warp();
 void fence();
@@ -129,11 +130,12 @@ enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation
                    cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative,
+       cudaLaunchAttributeProgrammaticStreamSerialization };
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
+struct cudaLaunchAttribute { int id; struct { int cooperative, programmaticStreamSerializationAllowed; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
 struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
@@ -218,10 +220,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
+    bool early = config->numAttrs && config->attrs->id == cudaLaunchAttributeProgrammaticStreamSerialization;
     if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
     auto limit = cuda_on_cpu::shared_limits.find((const void *)kernel);
     if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second)) cuda_on_cpu::fail("more shared memory than the kernel may have");
     return cuda_on_cpu::submit([=] {
-        cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
+        cuda_on_cpu::run_grid(grid, threads, shared, together, early, [=] { std::apply(kernel, values); });
     });
 }
