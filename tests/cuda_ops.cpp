@@ -156,7 +156,7 @@ struct Array {
     }
 };
 
-static float found[100 * 150]; // logits of the GPU; stays, since the backend pins it
+static float found[160 * 150]; // logits of the GPU; stays, since the backend pins it
 
 static int failures;
 static std::map<std::string, double> worst; // of a model's ops
@@ -321,7 +321,7 @@ static void compare_models(Type type) {
     c.norm_eps = 1e-5f;
     int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
     int longest = type == INT8_GROUPS ? 80 : 600; // its products go by the slow kernel, and attention knows no types
-    int positions = 1 + random_below(random_below(4) ? 80 : longest), T = 1 + random_below(positions < 100 ? positions : 100);
+    int positions = 1 + random_below(random_below(4) ? 80 : longest), T = 1 + random_below(positions < 160 ? positions : 160);
     Pair p;
     make_pair(p, c, type, group, random_below(3) == 0, other && random_below(2), other && random_below(2));
     printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,

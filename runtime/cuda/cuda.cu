@@ -649,30 +649,23 @@ static __device__ void multiply_steps(Sums sums[4][4], const Mat &w, int row, in
         scout.bring(s + AHEAD, end);
         const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
         __half *w_next = ws + (s + 1 - first) % 2 * W;
-#pragma unroll
-        for (int i = 0; i < SLICES; i++) {
-            int k = (i * Warps::GROUPS + Warps::group()) * 16;
-            if (needed) Warps::multiply(sums, w_now + k, x_now + k);
+        auto renew = [&](int i) { // a slice's share of the weights
 #pragma unroll
             for (int j = i; j < Weights::UNITS; j += SLICES) {
                 if (s + 1 < end) stage.store(j, w_next);
                 if (s + 2 < end) stage.load(j, w, row, p.cols, (s + 2) * STEP);
             }
+        };
+#pragma unroll
+        for (int i = 0; i < SLICES; i++) {
+            int k = (i * Warps::GROUPS + Warps::group()) * 16;
+            if (threadIdx.x < TEAM_SIZE / 2) renew(i); // while the other half of the warps have the tensor cores
+            if (needed) Warps::multiply(sums, w_now + k, x_now + k);
+            if (threadIdx.x >= TEAM_SIZE / 2) renew(i);
         }
         now = now + 1 < p.stages ? now + 1 : 0, next = next + 1 < p.stages ? next + 1 : 0;
     }
     __syncthreads(); // the room is free
-}
-
-// Four rows' sums of token t, the first of them `row`.
-static __device__ void put_four(const Part &p, int t, int row, float4 y) {
-    float *out = p.out + (size_t)t * p.w.rows + row, four[4] = {y.x, y.y, y.z, y.w};
-    if (p.w.rows % 4) {
-        for (int i = 0; i < 4 && row + i < p.w.rows; i++) put(out + i, four[i], p.add);
-    } else if (row < p.w.rows) {
-        float4 before = p.add ? *(float4 *)out : make_float4(0, 0, 0, 0);
-        *(float4 *)out = make_float4(before.x + y.x, before.y + y.y, before.z + y.z, before.w + y.w);
-    }
 }
 
 // The sums of a tile that this thread has at the end: of 4 rows, EACH times.
@@ -680,27 +673,51 @@ template <int R> struct Fours {
     static const int EACH = TOKENS * R / 4 / TEAM_SIZE;
     float4 y[EACH];
     static __device__ int place(int j) { return threadIdx.x + j * TEAM_SIZE; }
+    static __device__ int token(int j) { return place(j) / (R / 4); }
+    static __device__ int first_row(int j) { return place(j) % (R / 4) * 4; }
 
     __device__ void read(const float *tile) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + place(j) / (R / 4) * Team<R>::WIDE + place(j) % (R / 4) * 4);
+        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + token(j) * Team<R>::WIDE + first_row(j));
     }
     __device__ void leave(float4 *piece) const {
 #pragma unroll
         for (int j = 0; j < EACH; j++) piece[place(j)] = y[j];
     }
-    __device__ void add(const float4 *piece) {
-        float4 other[EACH];
-#pragma unroll
-        for (int j = 0; j < EACH; j++) other[j] = piece[place(j)];
+    __device__ void add(const float4 other[EACH]) {
 #pragma unroll
         for (int j = 0; j < EACH; j++) y[j].x += other[j].x, y[j].y += other[j].y, y[j].z += other[j].z, y[j].w += other[j].w;
     }
-    __device__ void put(const Part &p, int row, int t0, int T) const {
+    __device__ void add_piece(const float4 *piece) {
+        float4 other[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) other[j] = piece[place(j)];
+        add(other);
+    }
+
+    // Rows from `row` on, of tokens from t0 on; what they are added to is read together.
+    __device__ void put(const Part &p, int row, int t0, int T) {
+        const int rows = p.w.rows;
+        float *out = p.out + (size_t)t0 * rows + row;
+        if (rows % 4) return put_each(p, row, t0, T);
+        float4 before[EACH];
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            int t = t0 + place(j) / (R / 4);
-            if (t < T) put_four(p, t, row + place(j) % (R / 4) * 4, y[j]);
+            bool there = p.add && t0 + token(j) < T && row + first_row(j) < rows;
+            before[j] = there ? *(const float4 *)(out + (size_t)token(j) * rows + first_row(j)) : make_float4(0, 0, 0, 0);
+        }
+        add(before);
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (t0 + token(j) < T && row + first_row(j) < rows) *(float4 *)(out + (size_t)token(j) * rows + first_row(j)) = y[j];
+    }
+
+    // The same where four rows are not aligned.
+    __device__ void put_each(const Part &p, int row, int t0, int T) const {
+        for (int j = 0; j < EACH; j++) {
+            const float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+            for (int i = 0; i < 4 && t < T && r + i < p.w.rows; i++) ::put(p.out + (size_t)t * p.w.rows + r + i, four[i], p.add);
         }
     }
 };
@@ -735,7 +752,7 @@ static __global__ void __launch_bounds__(TEAM_SIZE, 1)
             y.leave(piece_of<R>(p, blockIdx.x, first == 0));
             if (!is_last(&p.counters[from], to - from + 1)) continue;
             memset(&y, 0, sizeof y);
-            for (int b = from; b <= to; b++) y.add(piece_of<R>(p, b, b == from));
+            for (int b = from; b <= to; b++) y.add_piece(piece_of<R>(p, b, b == from));
         }
         y.put(part, at.row, t0, p.T);
         __syncthreads(); // all have read their sums
