@@ -228,6 +228,8 @@ static __device__ void put_x(float *out, __half *copy, size_t at, float y) {
     if (copy) copy[at] = to_half(y);
 }
 
+static __device__ float swiglu(float gate, float x) { return gate / (1 + expf(-gate)) * x; }
+
 // ----------------------------------------------------------------------------
 // Matrix products. Those of one dispatch have the same x (T, cols) and type.
 
@@ -493,6 +495,39 @@ template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, ui
     }
 }
 
+// What the blocks of a launch do: the tiles' steps, in a row, are shared out evenly. Tiles follow each other by tokens,
+// then by rows, so that blocks that run together read the same weights.
+typedef struct {
+    int cols, T, tokens, steps, tiles; // tokens: tiles of them
+    int stages;                        // of x in shared memory: all but one are under way
+    bool gated;                        // of two parts, the product becomes SwiGLU's h in the first's `out` and in `copy`
+    __half *copy;                      // NULL where nobody takes it
+    float *pieces;                     // two of a tile's size for each block
+    unsigned *counters;                // one for each block
+} Plan;
+
+// Where a tile of R rows has them from: the upper half follows the lower, or where they are gated, has the same rows of
+// the second part.
+struct Source {
+    Mat lower, upper; // copies, since registers hold them
+    int part, row, row_up;
+
+    template <int R> static __device__ Source find(const Parts &parts, const Plan &p, int tile) {
+        Place at = ::find(parts, tile / p.tokens, p.gated ? R / 2 : R);
+        const Mat &w = parts.part[at.part].w;
+        if (p.gated) return {w, parts.part[1].w, 0, at.row, at.row};
+        return {w, w, at.part, at.row, at.row + R / 2};
+    }
+
+    // Row r of the tile's R; beyond the last, that. Sets the matrix.
+    template <int R> __device__ size_t row_of(int r, Mat *m) const {
+        *m = lower;
+        if (r < R / 2) return min(row + r, lower.rows - 1);
+        m->data = upper.data, m->scales = upper.scales;
+        return min(row_up + r - R / 2, lower.rows - 1);
+    }
+};
+
 // What a thread brings of the R rows of a tile's next step, by way of registers: units 256 apart, of STEP columns each row.
 template <Type type, int R> struct Stage {
     static const int N = Format<type>::N, ROW = STEP / N, ALL = R * ROW, UNITS = (ALL + TEAM_SIZE - 1) / TEAM_SIZE;
@@ -503,9 +538,10 @@ template <Type type, int R> struct Stage {
     static __device__ bool has(int j) { return ALL % TEAM_SIZE == 0 || threadIdx.x + j * TEAM_SIZE < ALL; }
 
     // From column k on; what is beyond the columns is zero, and rows beyond the last are the last.
-    __device__ void load(int j, const Mat &m, int row, int cols, int k) {
+    __device__ void load(int j, const Source &source, int cols, int k) {
         if (!has(j)) return;
-        size_t at = min(row + row_of(j), m.rows - 1);
+        Mat m;
+        size_t at = source.row_of<R>(row_of(j), &m);
         if (k + col_of() < cols) units[j] = load_unit<type>(m, (at * cols + k + col_of()) / N);
         else memset(&units[j], 0, sizeof units[j]);
     }
@@ -577,15 +613,6 @@ template <int R> struct Team {
     }
 };
 
-// What the blocks of a launch do: the tiles' steps, in a row, are shared out evenly. Tiles follow each other by tokens,
-// then by rows, so that blocks that run together read the same weights.
-typedef struct {
-    int cols, T, tokens, steps, tiles; // tokens: tiles of them
-    int stages;                        // of x in shared memory: all but one are under way
-    float *pieces;                     // two of a tile's size for each block
-    unsigned *counters;                // one for each block
-} Plan;
-
 static __device__ int first_of(const Plan &p, int block) { return (int)((long long)p.tiles * p.steps * block / gridDim.x); }
 static __device__ int block_of(const Plan &p, int step) { // whose step it is
     return (int)((((long long)step + 1) * gridDim.x - 1) / ((long long)p.tiles * p.steps));
@@ -597,9 +624,10 @@ template <Type type, int R> struct Scout {
     const char *from; // NULL for threads that bring nothing
     size_t step;      // bytes between steps
 
-    __device__ Scout(const Mat &m, int row, int cols) {
+    __device__ Scout(const Source &source, int cols) {
         const int N = Format<type>::N, part = threadIdx.x / R;
-        size_t at = (size_t)min(row + (int)threadIdx.x % R, m.rows - 1) * cols;
+        Mat m;
+        size_t at = source.row_of<R>(threadIdx.x % R, &m) * cols;
         from = part == 0 ? (const char *)m.data + at / N * sizeof(uint4) : NULL, step = STEP / N * sizeof(uint4);
         if (part == 1 && m.scales) from = (const char *)m.scales + at / 32 * sizeof(__half), step = STEP / 32 * sizeof(__half);
     }
@@ -610,24 +638,23 @@ template <Type type, int R> struct Scout {
 
 // The first weights of a block that begins at this step.
 template <Type type, int R> static __device__ void bring_first(const Parts &parts, const Plan &p, int step) {
-    Place at = find(parts, step / p.steps / p.tokens, R);
-    Scout<type, R> scout(parts.part[at.part].w, at.row, p.cols);
+    Scout<type, R> scout(Source::find<R>(parts, p, step / p.steps), p.cols);
     for (int s = step % p.steps; s < step % p.steps + AHEAD; s++) scout.bring(s, p.steps);
 }
 
 // A tile's steps first..end-1, into sums. Weights are in registers a step before the one in which they become halves in
 // shared memory, for the step after that.
 template <Type type, int R>
-static __device__ void multiply_steps(Sums sums[4][4], const Mat &w, int row, int t0, const __half *x, const Plan &p, int first,
+static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int t0, const __half *x, const Plan &p, int first,
                                       int end, __half *ws, __half *xs) {
     typedef Team<R> Warps;
     typedef Stage<type, R> Weights;
     const int SLICES = STEP / 16 / Warps::GROUPS, W = R * ROOM, X = TOKENS * ROOM;
     bool needed = t0 + Warps::token() < p.T;
-    Scout<type, R> scout(w, row, p.cols);
+    Scout<type, R> scout(source, p.cols);
     Weights stage;
 #pragma unroll
-    for (int j = 0; j < Weights::UNITS; j++) stage.load(j, w, row, p.cols, first * STEP);
+    for (int j = 0; j < Weights::UNITS; j++) stage.load(j, source, p.cols, first * STEP);
     for (int s = first + 1; s < first + AHEAD; s++) scout.bring(s, end);
     for (int i = 0; i < p.stages - 1; i++) {
         if (first + i < end) send_for_x(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP);
@@ -638,7 +665,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const Mat &w, int row, in
 #pragma unroll
     for (int j = 0; j < Weights::UNITS; j++) {
         stage.store(j, ws);
-        if (first + 1 < end) stage.load(j, w, row, p.cols, (first + 1) * STEP);
+        if (first + 1 < end) stage.load(j, source, p.cols, (first + 1) * STEP);
     }
     int now = 0, next = p.stages - 1; // of x, what is multiplied and what is sent for
     for (int s = first; s < end; s++) {
@@ -653,7 +680,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const Mat &w, int row, in
 #pragma unroll
             for (int j = i; j < Weights::UNITS; j += SLICES) {
                 if (s + 1 < end) stage.store(j, w_next);
-                if (s + 2 < end) stage.load(j, w, row, p.cols, (s + 2) * STEP);
+                if (s + 2 < end) stage.load(j, source, p.cols, (s + 2) * STEP);
             }
         };
 #pragma unroll
@@ -712,7 +739,22 @@ template <int R> struct Fours {
             if (t0 + token(j) < T && row + first_row(j) < rows) *(float4 *)(out + (size_t)token(j) * rows + first_row(j)) = y[j];
     }
 
-    // The same where four rows are not aligned.
+    // Those of the tile's lower half become SwiGLU's, with the upper half as what the gate lets through.
+    __device__ void put_gated(const Part &p, int row, int t0, const Plan &plan) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const float gates[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float other = __shfl_xor_sync(ALL_LANES, gates[i], R / 8, 32); // R / 2 rows further on
+                if (first_row(j) < R / 2 && t < plan.T && r + i < p.w.rows)
+                    put_x(p.out, plan.copy, (size_t)t * p.w.rows + r + i, swiglu(gates[i], other));
+            }
+        }
+    }
+
+    // The same as put, where four rows are not aligned.
     __device__ void put_each(const Part &p, int row, int t0, int T) const {
         for (int j = 0; j < EACH; j++) {
             const float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
@@ -739,10 +781,10 @@ static __global__ void __launch_bounds__(TEAM_SIZE, 1)
     await_kernel();
     while (step < end) {
         int tile = step / p.steps, first = step % p.steps, n = min(p.steps - first, end - step), t0 = tile % p.tokens * TOKENS;
-        Place at = find(parts, tile / p.tokens, R);
-        const Part &part = parts.part[at.part];
+        Source source = Source::find<R>(parts, p, tile);
+        const Part &part = parts.part[source.part];
         Sums sums[4][4];
-        multiply_steps<type, R>(sums, part.w, at.row, t0, x, p, first, first + n, ws, xs);
+        multiply_steps<type, R>(sums, source, t0, x, p, first, first + n, ws, xs);
         Team<R>::add_groups(sums, room);
         Fours<R> y;
         y.read(room);
@@ -754,7 +796,8 @@ static __global__ void __launch_bounds__(TEAM_SIZE, 1)
             memset(&y, 0, sizeof y);
             for (int b = from; b <= to; b++) y.add_piece(piece_of<R>(p, b, b == from));
         }
-        y.put(part, at.row, t0, p.T);
+        if (p.gated) y.put_gated(part, source.row, t0, p);
+        else y.put(part, source.row, t0, p.T);
         __syncthreads(); // all have read their sums
     }
 }
@@ -1163,7 +1206,7 @@ static __global__ void __launch_bounds__(512)
 static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
     await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) put_x(h, copy, i, h[i] / (1 + expf(-h[i])) * h2[i]);
+    if (i < n) put_x(h, copy, i, swiglu(h[i], h2[i]));
 }
 
 // A number and where it stands; -1 where one was met that is not finite.
@@ -1379,7 +1422,7 @@ typedef struct {
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
     float *y, *q, *k, *v, *h, *h2; // (rows, dim), (rows, q_dim), (rows, kv_dim) twice, (rows, hidden_dim) twice: inside of ops
-    __half *x16;                 // (CHUNK, dim, q_dim or hidden_dim): x in half precision for products on the tensor cores
+    __half *x16, *x16_next;      // (CHUNK, dim, q_dim or hidden_dim): x in half precision for products on the tensor cores
     const float *copied;         // in a pass: the x whose copy is in x16, NULL for none
     float *pieces;               // of attention, or of tiles
     unsigned *counters;          // zeros between kernels
@@ -1541,6 +1584,7 @@ static __half *copy_of(Cuda *c, const float *x, int T) {
     bool wanted = false;
 #endif
     c->copied = wanted ? x : NULL;
+    if (wanted) std::swap(c->x16, c->x16_next); // the kernel that writes it may read the one before
     return wanted ? c->x16 : NULL;
 }
 
@@ -1604,26 +1648,30 @@ static size_t tensor_shared(int rows, int stages) { return sizeof(__half) * ROOM
 
 // One block for each multiprocessor, with 4 steps at least. Tiles are large unless too many blocks would share each: the
 // last of them adds up all that they leave. False when a tile finds no room.
-static bool launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T) {
+static bool launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T, bool gated) {
     size_t n = (size_t)T * cols;
     int tokens = blocks_for(T, TOKENS), tiles = groups_of(parts, 128) * tokens, stages = STAGES;
-    bool large = tiles * SHARERS >= c->multiprocessors && tensor_shared(128, 2) <= c->shared_most;
-    if (!large) tiles = groups_of(parts, 64) * tokens;
-    while (stages > 2 && tensor_shared(large ? 128 : 64, stages) > c->shared_most) stages--;
-    size_t shared = tensor_shared(large ? 128 : 64, stages);
-    if (shared > c->shared_most) return false;
+    size_t most = c->shared_most - 128; // but for the flag of is_last
+    bool large = tiles * SHARERS >= c->multiprocessors && tensor_shared(128, 2) <= most;
+    int rows = large ? 128 : 64;
+    tiles = (gated ? blocks_for(parts.part[0].w.rows, rows / 2) : groups_of(parts, rows)) * tokens;
+    while (stages > 2 && tensor_shared(rows, stages) > most) stages--;
+    size_t shared = tensor_shared(rows, stages);
+    if (shared > most) return false;
     Tensor *kernel = (large ? tensor_of<128> : tensor_of<64>)(parts.part[0].w.type);
-    Plan plan = {cols, T, tokens, (int)blocks_for(cols, STEP), tiles, stages, c->pieces, c->counters};
-    unsigned blocks = std::max<size_t>(1, (size_t)tiles * plan.steps / 4);
     if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
+    const __half *x16 = c->x16;
+    __half *copy = gated ? copy_of(c, parts.part[0].out, T) : NULL;
+    Plan plan = {cols, T, tokens, (int)blocks_for(cols, STEP), tiles, stages, gated, copy, c->pieces, c->counters};
+    unsigned blocks = std::max<size_t>(1, (size_t)tiles * plan.steps / 4);
     if (shared > 48 << 10) allow_shared(c, (const void *)kernel);
-    launch(c, kernel, std::min<unsigned>(blocks, c->multiprocessors), TEAM_SIZE, shared, parts, c->x16, plan);
+    launch(c, kernel, std::min<unsigned>(blocks, c->multiprocessors), TEAM_SIZE, shared, parts, x16, plan);
     return true;
 }
 
 #else
 
-static bool launch_tensor(Cuda *, const Parts &, const float *, int, int) { return false; }
+static bool launch_tensor(Cuda *, const Parts &, const float *, int, int, bool) { return false; }
 
 static Tiles *tiles_of(Type type) {
     switch (type) {
@@ -1636,16 +1684,21 @@ static Tiles *tiles_of(Type type) {
 }
 #endif
 
+// Whether the tensor cores take products with w.
+static bool is_for_tensor(const Mat *w, int T) {
+#ifdef TENSOR_CORES
+    return has_units(w) && T > 1 && w->type != F32;
+#else
+    return (void)w, (void)T, false;
+#endif
+}
+
 static void launch_parts(Cuda *c, const Parts &parts, const float *x, int T) {
     const Mat *w = &parts.part[0].w;
     int cols = w->cols;
+    bool tensor = is_for_tensor(w, T);
     if (has_units(w) && T == 1 && launch_matvec(c, parts, x, cols)) return;
-#ifdef TENSOR_CORES
-    bool tensor = w->type != F32;
-#else
-    bool tensor = false;
-#endif
-    if (has_units(w) && T > 1 && tensor && launch_tensor(c, parts, x, cols, T)) return;
+    if (tensor && launch_tensor(c, parts, x, cols, T, false)) return;
     if (!has_units(w) || T == 1 || tensor) {
         launch(c, matmul_any, dim3(blocks_for(groups_of(parts, 1), WARPS), T), 32 * WARPS, 0, parts, x, cols);
         return;
@@ -1739,10 +1792,14 @@ static void add_product(Backend *b, float *x, const Mat *w, const float *y, int 
 static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
     Cuda *c = (Cuda *)b;
     Product both[] = {{c->h, &w->w1, false}, {c->h2, &w->w3, false}};
+    Parts parts = {{{c->h, w->w1, false}, {c->h2, w->w3, false}}, 2};
     size_t n = (size_t)T * c->config.hidden_dim;
     rmsnorm(c, c->y, x, &w->ffn_norm, T);
-    matmul(c, both, 2, c->y, T);
-    launch(c, gate, blocks_for(n, 256), 256, 0, c->h, copy_of(c, c->h, T), c->h2, n);
+    bool together = is_for_tensor(&w->w1, T) && w->w1.type == w->w3.type;
+    if (!together || !launch_tensor(c, parts, c->y, w->w1.cols, T, true)) {
+        matmul(c, both, 2, c->y, T);
+        launch(c, gate, blocks_for(n, 256), 256, 0, c->h, copy_of(c, c->h, T), c->h2, n);
+    }
     add_product(b, x, &w->w2, c->h, T);
 }
 
@@ -2029,7 +2086,7 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations =
         sizeof(float) * rows * (2 * (size_t)config->dim + 2 * config->q_dim + 2 * config->kv_dim + 2 * config->hidden_dim);
-    activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
+    activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + 2 * sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
     for (Mat *m : matrices(w, config->n_layers)) c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
     c->weights_size += c->numbers_size;
@@ -2042,6 +2099,7 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
               && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
               && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
               && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
+              && (c->x16_next = (__half *)take(c, sizeof(__half) * CHUNK * wide))
               && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
               && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
               && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters)) && (c->input = (Input *)take(c, sizeof(Input)));
