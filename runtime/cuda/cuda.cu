@@ -417,7 +417,6 @@ static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant
 
 enum {
     TEAM_SIZE = 256, // threads of a block
-    TOKENS = 128,    // of a tile
     SIDE = 64,       // rows, and tokens, of a warp
     ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
 };
@@ -557,7 +556,7 @@ template <Type type, int R> struct Stage {
 };
 
 // Sends for x of one step: TOKENS of the tokens, from t0 on, of STEP columns, from k on, with the same rule.
-static __device__ void send_for_x(__half *xs, const __half *x, int t0, int T, int cols, int k) {
+template <int TOKENS> static __device__ void send_for_x(__half *xs, const __half *x, int t0, int T, int cols, int k) {
     const int ROW = STEP / 8;
 #pragma unroll
     for (int j = 0; j < TOKENS * ROW / TEAM_SIZE; j++) {
@@ -567,11 +566,12 @@ static __device__ void send_for_x(__half *xs, const __half *x, int t0, int T, in
     }
 }
 
-// A warp's sums: 64 rows and 64 tokens. The warps of a tile of R rows are 256 / R groups, which share the columns.
+// A warp's sums: 64 rows and 64 tokens. The warps of a tile are groups of as many as it takes, which share the columns.
 typedef nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> Sums;
 
-template <int R> struct Team {
-    static const int GROUPS = 256 / R, WIDE = R + 4; // numbers between the tokens of a tile of sums in shared memory
+template <int R, int TOKENS> struct Team {
+    static const int GROUPS = TEAM_SIZE / 32 * SIDE * SIDE / (R * TOKENS),
+                     WIDE = R + 4; // numbers between the tokens of a tile of sums in shared memory
     static __device__ int row() { return threadIdx.x / 32 % (R / SIDE) * SIDE; }
     static __device__ int token() { return threadIdx.x / 32 / (R / SIDE) % (TOKENS / SIDE) * SIDE; }
     static __device__ int group() { return threadIdx.x / (TEAM_SIZE / GROUPS); }
@@ -644,10 +644,10 @@ template <Type type, int R> static __device__ void bring_first(const Parts &part
 
 // A tile's steps first..end-1, into sums. Weights are in registers a step before the one in which they become halves in
 // shared memory, for the step after that.
-template <Type type, int R>
+template <Type type, int R, int TOKENS>
 static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int t0, const __half *x, const Plan &p, int first,
                                       int end, __half *ws, __half *xs) {
-    typedef Team<R> Warps;
+    typedef Team<R, TOKENS> Warps;
     typedef Stage<type, R> Weights;
     const int SLICES = STEP / 16 / Warps::GROUPS, W = R * ROOM, X = TOKENS * ROOM;
     bool needed = t0 + Warps::token() < p.T;
@@ -657,7 +657,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int
     for (int j = 0; j < Weights::UNITS; j++) stage.load(j, source, p.cols, first * STEP);
     for (int s = first + 1; s < first + AHEAD; s++) scout.bring(s, end);
     for (int i = 0; i < p.stages - 1; i++) {
-        if (first + i < end) send_for_x(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP);
+        if (first + i < end) send_for_x<TOKENS>(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP);
         __pipeline_commit();
     }
 #pragma unroll
@@ -671,7 +671,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int
     for (int s = first; s < end; s++) {
         __pipeline_wait_prior(p.stages - 2);
         __syncthreads(); // all see this step's weights and x, and are done with the step before
-        if (s + p.stages - 1 < end) send_for_x(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP);
+        if (s + p.stages - 1 < end) send_for_x<TOKENS>(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP);
         __pipeline_commit();
         scout.bring(s + AHEAD, end);
         const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
@@ -695,21 +695,28 @@ static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int
     __syncthreads(); // the room is free
 }
 
-// The sums of a tile that this thread has at the end: of 4 rows, EACH times.
-template <int R> struct Fours {
-    static const int EACH = TOKENS * R / 4 / TEAM_SIZE;
+// The sums of one of PARTS parts of a tile that this thread has at the end: of 4 rows, EACH times.
+template <int R, int TOKENS> struct Fours {
+    static const int ALL = TOKENS * R / 4 / TEAM_SIZE, EACH = ALL < 16 ? ALL : 16, PARTS = ALL / EACH;
     float4 y[EACH];
-    static __device__ int place(int j) { return threadIdx.x + j * TEAM_SIZE; }
-    static __device__ int token(int j) { return place(j) / (R / 4); }
-    static __device__ int first_row(int j) { return place(j) % (R / 4) * 4; }
+    int first;
+
+    __device__ Fours(int part) : first(threadIdx.x + part * EACH * TEAM_SIZE) {}
+    __device__ int place(int j) const { return first + j * TEAM_SIZE; }
+    __device__ int token(int j) const { return place(j) / (R / 4); }
+    __device__ int first_row(int j) const { return place(j) % (R / 4) * 4; }
 
     __device__ void read(const float *tile) {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + token(j) * Team<R>::WIDE + first_row(j));
+        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + token(j) * Team<R, TOKENS>::WIDE + first_row(j));
     }
     __device__ void leave(float4 *piece) const {
 #pragma unroll
         for (int j = 0; j < EACH; j++) piece[place(j)] = y[j];
+    }
+    __device__ void clear() {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j] = make_float4(0, 0, 0, 0);
     }
     __device__ void add(const float4 other[EACH]) {
 #pragma unroll
@@ -765,13 +772,25 @@ template <int R> struct Fours {
 };
 
 // Where block `b` leaves its sums of a tile, of which it has the first step or not: it shares two tiles at most.
-template <int R> static __device__ float4 *piece_of(const Plan &p, int b, bool has_first) {
-    return (float4 *)(p.pieces + (2 * (size_t)b + has_first) * TOKENS * R);
+template <int SIZE> static __device__ float4 *piece_of(const Plan &p, int b, bool has_first) {
+    return (float4 *)(p.pieces + (2 * (size_t)b + has_first) * SIZE);
+}
+
+// Whether this block is the last of a tile's to be ready; it has left its sums for that one.
+template <int R, int TOKENS>
+static __device__ bool is_last_of_tile(const float *tile, const Plan &p, bool has_first, int from, int to) {
+    typedef Fours<R, TOKENS> Part;
+    for (int i = 0; i < Part::PARTS; i++) {
+        Part y(i);
+        y.read(tile);
+        y.leave(piece_of<R * TOKENS>(p, blockIdx.x, has_first));
+    }
+    return is_last(&p.counters[from], to - from + 1);
 }
 
 // For many tokens, on the tensor cores: tiles of R rows and TOKENS tokens. Of the blocks that share a tile, the last to be
 // ready adds up what they left, in the columns' order. cols is a multiple of 32.
-template <Type type, int R>
+template <Type type, int R, int TOKENS>
 static __global__ void __launch_bounds__(TEAM_SIZE, 1)
     matmul_tensor(const __grid_constant__ Parts parts, const __half *x, const __grid_constant__ Plan p) {
     LAUNCH_SHARED(room);
@@ -779,25 +798,23 @@ static __global__ void __launch_bounds__(TEAM_SIZE, 1)
     int step = first_of(p, blockIdx.x), end = first_of(p, blockIdx.x + 1);
     bring_first<type, R>(parts, p, step);
     await_kernel();
-    while (step < end) {
-        int tile = step / p.steps, first = step % p.steps, n = min(p.steps - first, end - step), t0 = tile % p.tokens * TOKENS;
+    for (int n; step < end; step += n) {
+        int tile = step / p.steps, first = step % p.steps, t0 = tile % p.tokens * TOKENS;
+        n = min(p.steps - first, end - step);
         Source source = Source::find<R>(parts, p, tile);
-        const Part &part = parts.part[source.part];
         Sums sums[4][4];
-        multiply_steps<type, R>(sums, source, t0, x, p, first, first + n, ws, xs);
-        Team<R>::add_groups(sums, room);
-        Fours<R> y;
-        y.read(room);
-        step += n;
-        if (n < p.steps) {
-            int from = block_of(p, tile * p.steps), to = block_of(p, (tile + 1) * p.steps - 1);
-            y.leave(piece_of<R>(p, blockIdx.x, first == 0));
-            if (!is_last(&p.counters[from], to - from + 1)) continue;
-            memset(&y, 0, sizeof y);
-            for (int b = from; b <= to; b++) y.add_piece(piece_of<R>(p, b, b == from));
+        multiply_steps<type, R, TOKENS>(sums, source, t0, x, p, first, first + n, ws, xs);
+        Team<R, TOKENS>::add_groups(sums, room);
+        int from = block_of(p, tile * p.steps), to = block_of(p, (tile + 1) * p.steps - 1);
+        if (from < to && !is_last_of_tile<R, TOKENS>(room, p, first == 0, from, to)) continue;
+        for (int i = 0; i < Fours<R, TOKENS>::PARTS; i++) {
+            Fours<R, TOKENS> y(i);
+            if (from == to) y.read(room);
+            else y.clear();
+            for (int b = from; from < to && b <= to; b++) y.add_piece(piece_of<R * TOKENS>(p, b, b == from));
+            if (p.gated) y.put_gated(parts.part[0], source.row, t0, p);
+            else y.put(parts.part[source.part], source.row, t0, p.T);
         }
-        if (p.gated) y.put_gated(part, source.row, t0, p);
-        else y.put(part, source.row, t0, p.T);
         __syncthreads(); // all have read their sums
     }
 }
@@ -1632,38 +1649,62 @@ static bool launch_matvec(Cuda *c, const Parts &parts, const float *x, int cols)
 
 typedef void Tensor(Parts, const __half *, Plan);
 
-template <int R> static Tensor *tensor_of(Type type) {
+template <int R, int TOKENS> static Tensor *tensor_of(Type type) {
     switch (type) {
-    case F16: return matmul_tensor<F16, R>;
-    case BF16: return matmul_tensor<BF16, R>;
-    case Q8_0: return matmul_tensor<Q8_0, R>;
-    default: return matmul_tensor<Q4_0, R>;
+    case F16: return matmul_tensor<F16, R, TOKENS>;
+    case BF16: return matmul_tensor<BF16, R, TOKENS>;
+    case Q8_0: return matmul_tensor<Q8_0, R, TOKENS>;
+    default: return matmul_tensor<Q4_0, R, TOKENS>;
     }
 }
 
 static Tiles *tiles_of(Type) { return matmul_tiles<F32>; }
 
-// Bytes that tiles of so many rows take with so many stages of x; their sums take less.
-static size_t tensor_shared(int rows, int stages) { return sizeof(__half) * ROOM * (2 * (size_t)rows + (size_t)stages * TOKENS); }
+// Tiles of so many rows and tokens; the largest first.
+static const struct Shape {
+    int rows, tokens;
+    Tensor *(*kernel)(Type);
+} SHAPES[] = {{128, 256, tensor_of<128, 256>}, {128, 128, tensor_of<128, 128>}, {64, 128, tensor_of<64, 128>}};
 
-// One block for each multiprocessor, with 4 steps at least. Tiles are large unless too many blocks would share each: the
-// last of them adds up all that they leave. False when a tile finds no room.
+// Bytes that tiles take with so many stages of x; their sums take less.
+static size_t tensor_shared(const Shape &shape, int stages) {
+    return std::max(sizeof(__half) * ROOM * (2 * (size_t)shape.rows + (size_t)stages * shape.tokens),
+                    sizeof(float) * (shape.rows + 4) * shape.tokens);
+}
+
+static int tiles_in(const Parts &parts, const Shape &shape, int T, bool gated) {
+    int rows = gated ? blocks_for(parts.part[0].w.rows, shape.rows / 2) : groups_of(parts, shape.rows);
+    return rows * blocks_for(T, shape.tokens);
+}
+
+// One block for each multiprocessor, with 4 steps at least. Tiles are as large as finds room, unless too many blocks would
+// share each: the last of them adds up all that they leave. False when no tile finds room.
 static bool launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T, bool gated) {
-    size_t n = (size_t)T * cols;
-    int tokens = blocks_for(T, TOKENS), tiles = groups_of(parts, 128) * tokens, stages = STAGES;
-    size_t most = c->shared_most - 128; // but for the flag of is_last
-    bool large = tiles * SHARERS >= c->multiprocessors && tensor_shared(128, 2) <= most;
-    int rows = large ? 128 : 64;
-    tiles = (gated ? blocks_for(parts.part[0].w.rows, rows / 2) : groups_of(parts, rows)) * tokens;
-    while (stages > 2 && tensor_shared(rows, stages) > most) stages--;
-    size_t shared = tensor_shared(rows, stages);
+    size_t n = (size_t)T * cols, most = c->shared_most - 128; // but for the flag of is_last
+    const Shape *shape = SHAPES, *last = std::end(SHAPES) - 1;
+    int stages = STAGES;
+    while (shape < last
+           && (T <= shape->tokens - 128 || tensor_shared(*shape, 2) > most
+               || tiles_in(parts, *shape, T, gated) * SHARERS < c->multiprocessors))
+        shape++;
+    while (stages > 2 && tensor_shared(*shape, stages) > most) stages--;
+    size_t shared = tensor_shared(*shape, stages);
     if (shared > most) return false;
-    Tensor *kernel = (large ? tensor_of<128> : tensor_of<64>)(parts.part[0].w.type);
+    Tensor *kernel = shape->kernel(parts.part[0].w.type);
     if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
     const __half *x16 = c->x16;
     __half *copy = gated ? copy_of(c, parts.part[0].out, T) : NULL;
-    Plan plan = {cols, T, tokens, (int)blocks_for(cols, STEP), tiles, stages, gated, copy, c->pieces, c->counters};
-    unsigned blocks = std::max<size_t>(1, (size_t)tiles * plan.steps / 4);
+    Plan plan = {cols,
+                 T,
+                 (int)blocks_for(T, shape->tokens),
+                 (int)blocks_for(cols, STEP),
+                 tiles_in(parts, *shape, T, gated),
+                 stages,
+                 gated,
+                 copy,
+                 c->pieces,
+                 c->counters};
+    unsigned blocks = std::max<size_t>(1, (size_t)plan.tiles * plan.steps / 4);
     if (shared > 48 << 10) allow_shared(c, (const void *)kernel);
     launch(c, kernel, std::min<unsigned>(blocks, c->multiprocessors), TEAM_SIZE, shared, parts, x16, plan);
     return true;
@@ -2065,7 +2106,7 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
 static size_t pieces_of(const Cuda *c) {
     size_t attention = (size_t)c->config.n_heads * c->splits * (2 + HEAD_MAX);
 #ifdef TENSOR_CORES
-    size_t tiles = 2 * (size_t)c->multiprocessors * TOKENS * 128;
+    size_t tiles = 2 * (size_t)c->multiprocessors * SHAPES->tokens * SHAPES->rows;
 #else
     size_t tiles = 0;
 #endif
