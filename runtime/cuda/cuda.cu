@@ -1590,7 +1590,8 @@ static void end(Backend *b) {
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;
     if (!c->in_pass) send_input(c, tokens, T, 0);
-    launch(c, embed_rows, blocks_for((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
+    // after a copy, not a kernel
+    CUDA(start(c, NULL, embed_rows, blocks_for((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T));
 }
 
 // Where a kernel that writes x (T, ...) puts a copy in half precision; NULL where nobody will take it.
@@ -1757,7 +1758,7 @@ typedef struct {
 // In as few launches as their types allow.
 static void matmul(Cuda *c, const Product *products, int n, const float *x, int T) {
     for (int i = 0; i < n;) {
-        Parts parts;
+        Parts parts = {};
         const Mat *w = products[i].w;
         for (parts.n = 0; i < n && parts.n < 3; i++) {
             if (products[i].w->type != w->type || has_units(products[i].w) != has_units(w)) break;
