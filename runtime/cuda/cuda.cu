@@ -400,6 +400,13 @@ static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant
                 put(&p.out[(size_t)(t0 + t4 + a) * p.w.rows + at.row + r4 + b], sum[a][b], p.add);
 }
 
+// x (n,) in half precision.
+static __global__ void convert(__half *out, const float *x, size_t n) {
+    await_kernel();
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = to_half(x[i]);
+}
+
 #ifdef TENSOR_CORES
 
 #ifndef STEP
@@ -420,13 +427,6 @@ enum {
     SIDE = 64,       // rows, and tokens, of a warp
     ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
 };
-
-// x (n,) in half precision.
-static __global__ void convert(__half *out, const float *x, size_t n) {
-    await_kernel();
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = to_half(x[i]);
-}
 
 // A 128-byte line that is needed later comes to the L2 cache.
 static __device__ void bring_line(const void *line) {
