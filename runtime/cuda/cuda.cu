@@ -228,6 +228,13 @@ static __device__ void put_x(float *out, __half *copy, size_t at, float y) {
     if (copy) copy[at] = to_half(y);
 }
 
+// The same of four numbers; `at` is a multiple of 4.
+static __device__ void put_four(float *out, __half *copy, size_t at, const float y[4]) {
+    *(float4 *)(out + at) = make_float4(y[0], y[1], y[2], y[3]);
+    __align__(8) __half2 pairs[2] = {to_halves(y[0], y[1]), to_halves(y[2], y[3])};
+    if (copy) *(float2 *)(copy + at) = *(float2 *)pairs;
+}
+
 static __device__ float swiglu(float gate, float x) { return gate / (1 + expf(-gate)) * x; }
 
 // ----------------------------------------------------------------------------
@@ -750,14 +757,16 @@ template <int R, int TOKENS> struct Fours {
     __device__ void put_gated(const Part &p, int row, int t0, const Plan &plan) const {
 #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const float gates[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
             int t = t0 + token(j), r = row + first_row(j);
+            size_t at = (size_t)t * p.w.rows + r;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float other = __shfl_xor_sync(ALL_LANES, gates[i], R / 8, 32); // R / 2 rows further on
-                if (first_row(j) < R / 2 && t < plan.T && r + i < p.w.rows)
-                    put_x(p.out, plan.copy, (size_t)t * p.w.rows + r + i, swiglu(gates[i], other));
-            }
+            for (int i = 0; i < 4; i++) // the other is R / 2 rows further on
+                four[i] = swiglu(four[i], __shfl_xor_sync(ALL_LANES, four[i], R / 8, 32));
+            if (first_row(j) >= R / 2 || t >= plan.T || r >= p.w.rows) continue;
+            if (p.w.rows % 4 == 0) put_four(p.out, plan.copy, at, four);
+            else
+                for (int i = 0; i < 4 && r + i < p.w.rows; i++) put_x(p.out, plan.copy, at + i, four[i]);
         }
     }
 
@@ -1020,15 +1029,20 @@ template <int D> struct Flash {
     // out (T, n_heads, head_dim), from this warp's first token on, by way of `scores`; sum is of the row that weigh gave a lane.
     static __device__ void put(Sums sums[D / 16], float *scores, float sum, float *out, __half *copy, const Cache &c, int h, int t,
                                int T) {
-        int row = threadIdx.x % 32 / 2;
-        size_t at = ((size_t)(t + row) * c.n_heads + h) * c.head_dim;
+        int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
+        size_t at = ((size_t)(t + row) * c.n_heads + h) * c.head_dim + begin;
 #pragma unroll
-        for (int i = 0; i < D / 16; i++) {
+        for (int i = 0; i < D / 16; i++, at += 16) {
             __syncwarp(); // all have read what lay there
             nvcuda::wmma::store_matrix_sync(scores, sums[i], SCORES, nvcuda::wmma::mem_row_major);
             __syncwarp();
-            for (int j = threadIdx.x % 2; j < 16; j += 2)
-                if (t + row < T && 16 * i + j < c.head_dim) put_x(out, copy, at + 16 * i + j, scores[row * SCORES + j] / sum);
+            float y[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) y[j] = scores[row * SCORES + begin + j] / sum;
+            int n = t + row < T ? c.head_dim - 16 * i - begin : 0; // of the 8
+            if (c.head_dim % 8 == 0 && n > 0) put_four(out, copy, at, y), put_four(out, copy, at + 4, y + 4);
+            else
+                for (int j = 0; j < 8 && j < n; j++) put_x(out, copy, at + j, y[j]);
         }
     }
 };
