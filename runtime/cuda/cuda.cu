@@ -28,11 +28,9 @@
 #endif
 
 enum {
-    CHUNK = 256,     // most tokens of one call
+    CHUNK = 512,     // most tokens of one call
     HEAD_MAX = 256,  // widest attention head
-    TILE = 64,       // rows, and tokens, of a tile of a matrix product
-    STEP = 64,       // columns that a tile on the tensor cores advances by
-    ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
+    TILE = 64,       // rows, and tokens, of a tile of a matrix product in float32
 };
 
 #define ALL_LANES 0xffffffffu
@@ -42,10 +40,15 @@ enum {
 #define FUSED 1
 #endif
 
+// Whether kernels are told that they may begin while the one before ends. Since this version they can be recorded then.
+#ifndef EARLY
+#define EARLY (CUDART_VERSION >= 12030)
+#endif
+
 // Shared memory whose size the launch gives.
 #ifndef LAUNCH_SHARED
 #define LAUNCH_SHARED(name) \
-    extern __shared__ float4 name##_[]; \
+    extern __shared__ __align__(128) float4 name##_[]; \
     float *name = (float *)name##_
 #endif
 
@@ -57,6 +60,17 @@ typedef struct {
 
 // ----------------------------------------------------------------------------
 // Between kernels and threads
+
+// From Hopper on a kernel may begin while the one before it ends: each waits here, before it reads or writes what others do,
+// until that one has ended. The next may begin at once, where there is room.
+static __device__ void await_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(CUDA_ON_CPU)
+    cuda_on_cpu::await_kernel();
+#endif
+}
 
 static __device__ float warp_sum(float x) {
     for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i, 32);
@@ -214,6 +228,15 @@ static __device__ void put_x(float *out, __half *copy, size_t at, float y) {
     if (copy) copy[at] = to_half(y);
 }
 
+// The same of four numbers; `at` is a multiple of 4.
+static __device__ void put_four(float *out, __half *copy, size_t at, const float y[4]) {
+    *(float4 *)(out + at) = make_float4(y[0], y[1], y[2], y[3]);
+    __align__(8) __half2 pairs[2] = {to_halves(y[0], y[1]), to_halves(y[2], y[3])};
+    if (copy) *(float2 *)(copy + at) = *(float2 *)pairs;
+}
+
+static __device__ float swiglu(float gate, float x) { return gate / (1 + expf(-gate)) * x; }
+
 // ----------------------------------------------------------------------------
 // Matrix products. Those of one dispatch have the same x (T, cols) and type.
 
@@ -246,6 +269,7 @@ static __device__ void put(float *out, float y, bool add) { *out = add ? *out + 
 
 // For any shape: one warp for each row and token. The grid is (row groups, T).
 static __global__ void matmul_any(const __grid_constant__ Parts parts, const float *x, int cols) {
+    await_kernel();
     int lane = threadIdx.x % 32, t = blockIdx.y;
     Place at = find(parts, blockIdx.x * WARPS + threadIdx.x / 32, 1);
     if (at.part == parts.n) return;
@@ -317,6 +341,7 @@ static __global__ void __launch_bounds__(32 * WARPS) matvec(const __grid_constan
     Place at = find(parts, group, ROWS);
     Batch<type> now, next;
     now.load(parts, at, cols, unit);
+    await_kernel();
     for (int i = threadIdx.x; i < cols; i += 32 * WARPS) xs[padded(i)] = x[i];
     __syncthreads();
     float sum[ROWS] = {0};
@@ -342,6 +367,7 @@ static __global__ void __launch_bounds__(32 * WARPS) matvec(const __grid_constan
 // The grid is (row tiles, token tiles). cols is a multiple of 32.
 template <Type type>
 static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int T) {
+    await_kernel();
     const int N = Format<type>::N, K = 32;
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
     Place at = find(parts, blockIdx.x, TILE);
@@ -381,126 +407,424 @@ static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant
                 put(&p.out[(size_t)(t0 + t4 + a) * p.w.rows + at.row + r4 + b], sum[a][b], p.add);
 }
 
-#ifdef TENSOR_CORES
-
 // x (n,) in half precision.
 static __global__ void convert(__half *out, const float *x, size_t n) {
+    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = to_half(x[i]);
 }
 
-// What the threads of a block bring for one step of a tile: 64 rows, and 64 tokens, of 64 columns, by way of registers.
-template <Type type> struct Stage {
-    static const int N = Format<type>::N, UNITS = TILE * STEP / N / 128, EIGHTS = TILE * STEP / 8 / 128;
-    typename Format<type>::Unit w[UNITS];
-    uint4 x[EIGHTS];
+#ifdef TENSOR_CORES
 
-    // Row and column of the first unit that this thread brings of each; the next are so many rows further on
-    static const int W_ROWS = 128 * N / STEP, X_ROWS = 128 * 8 / STEP;
-    static __device__ int w_row() { return threadIdx.x / (STEP / N); }
-    static __device__ int w_col() { return threadIdx.x % (STEP / N) * N; }
-    static __device__ int x_row() { return threadIdx.x / (STEP / 8); }
-    static __device__ int x_col() { return threadIdx.x % (STEP / 8) * 8; }
+#ifndef STEP
+#define STEP 64 // columns that a tile advances by: a multiple of 64
+#endif
+#ifndef STAGES
+#define STAGES 3 // steps whose x is in shared memory or on the way to it, where there is room; at least 2
+#endif
+#ifndef SHARERS
+#define SHARERS 3 // blocks that may share a tile of 128 rows; else tiles have 64
+#endif
+#ifndef AHEAD
+#define AHEAD 4 // steps after which weights are needed that are sent for
+#endif
 
-    // From column k on: rows of m, tokens of xh (T, cols)
-    __device__ void load(const Mat &m, int row, const __half *xh, int t0, int T, int cols, int k) {
-        int rows = k + w_col() < cols ? m.rows - row - w_row() : 0, tokens = k + x_col() < cols ? T - t0 - x_row() : 0;
-        size_t unit = ((size_t)(row + w_row()) * cols + k + w_col()) / N, stride = (size_t)W_ROWS * cols / N;
+enum {
+    TEAM_SIZE = 256, // threads of a block
+    SIDE = 64,       // rows, and tokens, of a warp
+    ROOM = STEP + 8, // halves between a tile's rows in shared memory: 16 bytes more than needed, against bank conflicts
+};
+
+// A 128-byte line that is needed later comes to the L2 cache.
+static __device__ void bring_line(const void *line) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+    (void)line;
+#endif
+}
+
+// The numbers of a unit in half precision, 8 in each uint4.
+template <Type type> static __device__ void unit_to_halves(const typename Format<type>::Unit &u, uint4 *out) {
+    const int N = Format<type>::N;
+    float numbers[N];
+    Format<type>::numbers(u, numbers);
+    to_halves<N>((__half2 *)out, numbers, Format<type>::scale(u));
+}
+
+template <> __device__ void unit_to_halves<F16>(const Format<F16>::Unit &u, uint4 *out) { *out = u.bits; }
+
+template <> __device__ void unit_to_halves<BF16>(const Format<BF16>::Unit &u, uint4 *out) {
+    float numbers[8];
+    Format<BF16>::numbers(u, numbers);
+    if ((u.bits.x | u.bits.y | u.bits.z | u.bits.w) & 0x40004000u) return to_halves<8>((__half2 *)out, numbers, 1); // 2 or more
 #pragma unroll
-        for (int j = 0; j < UNITS; j++) {
-            if (j * W_ROWS < rows) w[j] = load_unit<type>(m, unit + j * stride);
-            else memset(&w[j], 0, sizeof w[j]);
-        }
-        const uint4 *from = (const uint4 *)(xh + (size_t)(t0 + x_row()) * cols + k + x_col());
+    for (int i = 0; i < 4; i++) ((__half2 *)out)[i] = __floats2half2_rn(numbers[2 * i], numbers[2 * i + 1]);
+}
+
+// Two bytes of a word, less `zero`, times the scale. A byte under the exponent of 1024 is that number plus the byte.
+static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t which, float zero, __half2 scale) {
+    uint32_t bits = __byte_perm(word, 0x64646464u, which);
+    __half2 shift = __floats2half2_rn(-1024 - zero, -1024 - zero);
+    return __hmul2(__hadd2(*(__half2 *)&bits, shift), scale);
+}
+
+// Exact but for the last rounding, as by way of float. Scales whose products might be out of range go that way.
+static __device__ bool is_small(__half scale) { return fabsf(__half2float(scale)) <= 500; }
+
+template <> __device__ void unit_to_halves<Q8_0>(const Format<Q8_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
 #pragma unroll
-        for (int j = 0; j < EIGHTS; j++) {
-            if (j * X_ROWS < tokens) x[j] = from[j * ((size_t)X_ROWS * cols / 8)];
-            else memset(&x[j], 0, sizeof x[j]);
+        for (int i = 0; i < 8; i++) pairs[i] = bytes_to_halves(words[i / 2] ^ 0x80808080u, i % 2 ? 0x4342 : 0x4140, 128, scale);
+    } else {
+        float numbers[16];
+        Format<Q8_0>::numbers(u, numbers);
+        to_halves<16>(pairs, numbers, Format<Q8_0>::scale(u));
+    }
+}
+
+template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            pairs[i] = bytes_to_halves(words[i / 2] & 0x0f0f0f0fu, i % 2 ? 0x4342 : 0x4140, 8, scale);
+            pairs[8 + i] = bytes_to_halves(words[i / 2] >> 4 & 0x0f0f0f0fu, i % 2 ? 0x4342 : 0x4140, 8, scale);
         }
+    } else {
+        float numbers[32];
+        Format<Q4_0>::numbers(u, numbers);
+        to_halves<32>(pairs, numbers, Format<Q4_0>::scale(u));
+    }
+}
+
+// What the blocks of a launch do: the tiles' steps, in a row, are shared out evenly. Tiles follow each other by tokens,
+// then by rows, so that blocks that run together read the same weights.
+typedef struct {
+    int cols, T, tokens, steps, tiles; // tokens: tiles of them
+    int stages;                        // of x in shared memory: all but one are under way
+    bool gated;                        // of two parts, the product becomes SwiGLU's h in the first's `out` and in `copy`
+    __half *copy;                      // NULL where nobody takes it
+    float *pieces;                     // two of a tile's size for each block
+    unsigned *counters;                // one for each block
+} Plan;
+
+// Where a tile of R rows has them from: the upper half follows the lower, or where they are gated, has the same rows of
+// the second part.
+struct Source {
+    Mat lower, upper; // copies, since registers hold them
+    int part, row, row_up;
+
+    template <int R> static __device__ Source find(const Parts &parts, const Plan &p, int tile) {
+        Place at = ::find(parts, tile / p.tokens, p.gated ? R / 2 : R);
+        const Mat &w = parts.part[at.part].w;
+        if (p.gated) return {w, parts.part[1].w, 0, at.row, at.row};
+        return {w, w, at.part, at.row, at.row + R / 2};
     }
 
-    __device__ void store(__half *ws, __half *xs) const {
-#pragma unroll
-        for (int j = 0; j < UNITS; j++) {
-            float numbers[N], scale = Format<type>::scale(w[j]);
-            Format<type>::numbers(w[j], numbers);
-            to_halves<N>((__half2 *)(ws + (w_row() + j * W_ROWS) * ROOM + w_col()), numbers, scale);
-        }
-#pragma unroll
-        for (int j = 0; j < EIGHTS; j++) *(uint4 *)(xs + (x_row() + j * X_ROWS) * ROOM + x_col()) = x[j];
+    // Row r of the tile's R; beyond the last, that. Sets the matrix.
+    template <int R> __device__ size_t row_of(int r, Mat *m) const {
+        *m = lower;
+        if (r < R / 2) return min(row + r, lower.rows - 1);
+        m->data = upper.data, m->scales = upper.scales;
+        return min(row_up + r - R / 2, lower.rows - 1);
     }
 };
 
-// The product of one step: this warp's 32 rows, all 64 tokens, its 32 of the 64 columns.
+// What a thread brings of the R rows of a tile's next step, by way of registers: units 256 apart, of STEP columns each row.
+template <Type type, int R> struct Stage {
+    static const int N = Format<type>::N, ROW = STEP / N, ALL = R * ROW, UNITS = (ALL + TEAM_SIZE - 1) / TEAM_SIZE;
+    typename Format<type>::Unit units[UNITS];
+
+    static __device__ int row_of(int j) { return (threadIdx.x + j * TEAM_SIZE) / ROW; }
+    static __device__ int col_of() { return threadIdx.x % ROW * N; }
+    static __device__ bool has(int j) { return ALL % TEAM_SIZE == 0 || threadIdx.x + j * TEAM_SIZE < ALL; }
+
+    // From column k on; what is beyond the columns is zero, and rows beyond the last are the last.
+    __device__ void load(int j, const Source &source, int cols, int k) {
+        if (!has(j)) return;
+        Mat m;
+        size_t at = source.row_of<R>(row_of(j), &m);
+        if (k + col_of() < cols) units[j] = load_unit<type>(m, (at * cols + k + col_of()) / N);
+        else memset(&units[j], 0, sizeof units[j]);
+    }
+
+    __device__ void store(int j, __half *ws) const {
+        uint4 halves[N / 8];
+        if (!has(j)) return;
+        unit_to_halves<type>(units[j], halves);
+        uint4 *to = (uint4 *)(ws + row_of(j) * ROOM + col_of());
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) to[i] = halves[i];
+    }
+};
+
+// Sends for x of one step: TOKENS of the tokens, from t0 on, of STEP columns, from k on, with the same rule.
+template <int TOKENS> static __device__ void send_for_x(__half *xs, const __half *x, int t0, int T, int cols, int k) {
+    const int ROW = STEP / 8;
+#pragma unroll
+    for (int j = 0; j < TOKENS * ROW / TEAM_SIZE; j++) {
+        int i = threadIdx.x + j * TEAM_SIZE, col = k + i % ROW * 8;
+        const __half *from = x + (size_t)min(t0 + i / ROW, T - 1) * cols + (col < cols ? col : 0);
+        __pipeline_memcpy_async(xs + i / ROW * ROOM + i % ROW * 8, from, 16, col < cols ? 0 : 16);
+    }
+}
+
+// A warp's sums: 64 rows and 64 tokens. The warps of a tile are groups of as many as it takes, which share the columns.
 typedef nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> Sums;
 
-static __device__ void multiply_tiles(Sums sums[2][4], const __half *ws, const __half *xs) {
-    using namespace nvcuda::wmma;
-    int row = threadIdx.x / 32 % 2 * 32, half = threadIdx.x / 64 * 32;
-    for (int k = half; k < half + 32; k += 16) {
-        fragment<matrix_a, 16, 16, 16, __half, row_major> a[2];
-        for (int i = 0; i < 2; i++) load_matrix_sync(a[i], ws + (row + 16 * i) * ROOM + k, ROOM);
+template <int R, int TOKENS> struct Team {
+    static const int GROUPS = TEAM_SIZE / 32 * SIDE * SIDE / (R * TOKENS),
+                     WIDE = R + 4; // numbers between the tokens of a tile of sums in shared memory
+    static __device__ int row() { return threadIdx.x / 32 % (R / SIDE) * SIDE; }
+    static __device__ int token() { return threadIdx.x / 32 / (R / SIDE) % (TOKENS / SIDE) * SIDE; }
+    static __device__ int group() { return threadIdx.x / (TEAM_SIZE / GROUPS); }
+
+    // The product of 16 columns.
+    static __device__ void multiply(Sums sums[4][4], const __half *ws, const __half *xs) {
+        using namespace nvcuda::wmma;
+        fragment<matrix_a, 16, 16, 16, __half, row_major> a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_matrix_sync(a[i], ws + (row() + 16 * i) * ROOM, ROOM);
+#pragma unroll
         for (int j = 0; j < 4; j++) {
             fragment<matrix_b, 16, 16, 16, __half, col_major> b;
-            load_matrix_sync(b, xs + 16 * j * ROOM + k, ROOM);
-            for (int i = 0; i < 2; i++) mma_sync(sums[i][j], a[i], b, sums[i][j]);
+            load_matrix_sync(b, xs + (token() + 16 * j) * ROOM, ROOM);
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma_sync(sums[i][j], a[i], b, sums[i][j]);
         }
     }
-}
 
-// Adds up the two halves of the columns, into tile (tokens, rows), TILE + 4 apart.
-static __device__ void add_halves(Sums sums[2][4], float *tile) {
-    using namespace nvcuda::wmma;
-    int row = threadIdx.x / 32 % 2 * 32, half = threadIdx.x / 64;
-    for (int turn = 1; turn >= 0; turn--) {
-        for (int i = 0; i < 2 && half == turn; i++)
-            for (int j = 0; j < 4; j++) {
-                float *at = tile + 16 * j * (TILE + 4) + row + 16 * i;
-                if (turn == 0) {
-                    Sums other;
-                    load_matrix_sync(other, at, TILE + 4, mem_col_major);
-                    for (int e = 0; e < other.num_elements; e++) sums[i][j].x[e] += other.x[e];
+    // Adds up the sums of all groups, one after another, in tile (TOKENS, R).
+    static __device__ void add_groups(Sums sums[4][4], float *tile) {
+        using namespace nvcuda::wmma;
+        for (int turn = 0; turn < GROUPS; turn++) {
+            if (group() == turn) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    float *at = tile + (token() + i / 4 * 16) * WIDE + row() + i % 4 * 16;
+                    Sums &mine = sums[i % 4][i / 4];
+                    if (turn > 0) {
+                        Sums other;
+                        load_matrix_sync(other, at, WIDE, mem_col_major);
+                        for (int e = 0; e < other.num_elements; e++) mine.x[e] += other.x[e];
+                    }
+                    store_matrix_sync(at, mine, WIDE, mem_col_major);
                 }
-                store_matrix_sync(at, sums[i][j], TILE + 4, mem_col_major);
             }
-        __syncthreads();
+            __syncthreads();
+        }
     }
+};
+
+static __device__ int first_of(const Plan &p, int block) { return (int)((long long)p.tiles * p.steps * block / gridDim.x); }
+static __device__ int block_of(const Plan &p, int step) { // whose step it is
+    return (int)((((long long)step + 1) * gridDim.x - 1) / ((long long)p.tiles * p.steps));
 }
 
-// For many tokens, on the tensor cores. The grid is (row tiles, token tiles, splits): blocks of one tile share its
-// columns, and the last to be ready adds up what they left in pieces (tiles, splits, 64, 64). cols is a multiple of 32.
-template <Type type>
-static __global__ void __launch_bounds__(128)
-    matmul_tensor(const __grid_constant__ Parts parts, const __half *x, int cols, int T, float *pieces, unsigned *counters) {
-    __shared__ __align__(32) __half shared[2][2][TILE * ROOM]; // weights and x, of this step and the next
-    float *tile = (float *)shared;                             // and in the end the result
-    Place at = find(parts, blockIdx.x, TILE);
-    const Part &p = parts.part[at.part];
-    int t0 = blockIdx.y * TILE, splits = gridDim.z, steps = (cols + STEP - 1) / STEP;
-    int first = steps * blockIdx.z / splits, end = steps * (blockIdx.z + 1) / splits;
-    Sums sums[2][4];
-    for (int i = 0; i < 8; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
-    Stage<type> stage;
-    stage.load(p.w, at.row, x, t0, T, cols, first * STEP);
-    for (int step = first; step < end; step++) {
-        __half(*now)[TILE * ROOM] = shared[step % 2]; // last read two steps ago, before a barrier
-        stage.store(now[0], now[1]);
-        __syncthreads();
-        if (step + 1 < end) stage.load(p.w, at.row, x, t0, T, cols, (step + 1) * STEP);
-        multiply_tiles(sums, now[0], now[1]);
-    }
-    __syncthreads();
-    add_halves(sums, tile);
+// What brings the lines of a tile's weights to the cache, AHEAD steps before they are needed: threads 0..R-1 a row's numbers,
+// the next R its scales.
+template <Type type, int R> struct Scout {
+    const char *from; // NULL for threads that bring nothing
+    size_t step;      // bytes between steps
 
-    size_t index = blockIdx.y * gridDim.x + blockIdx.x;
-    float *mine = pieces + (index * splits + blockIdx.z) * TILE * TILE;
-    for (int i = threadIdx.x; splits > 1 && i < TILE * TILE; i += 128) mine[i] = tile[i / TILE * (TILE + 4) + i % TILE];
-    if (splits > 1 && !is_last(&counters[index], splits)) return;
-    for (int i = threadIdx.x; i < TILE * TILE; i += 128) {
-        int t = t0 + i / TILE, row = at.row + i % TILE;
-        float sum = splits > 1 ? 0 : tile[i / TILE * (TILE + 4) + i % TILE];
-        for (int z = 0; splits > 1 && z < splits; z++) sum += pieces[(index * splits + z) * TILE * TILE + i];
-        if (t < T && row < p.w.rows) put(&p.out[(size_t)t * p.w.rows + row], sum, p.add);
+    __device__ Scout(const Source &source, int cols) {
+        const int N = Format<type>::N, part = threadIdx.x / R;
+        Mat m;
+        size_t at = source.row_of<R>(threadIdx.x % R, &m) * cols;
+        from = part == 0 ? (const char *)m.data + at / N * sizeof(uint4) : NULL, step = STEP / N * sizeof(uint4);
+        if (part == 1 && m.scales) from = (const char *)m.scales + at / 32 * sizeof(__half), step = STEP / 32 * sizeof(__half);
+    }
+    __device__ void bring(int s, int end) const {
+        if (from && s < end) bring_line(from + s * step);
+    }
+};
+
+// The first weights of a block that begins at this step.
+template <Type type, int R> static __device__ void bring_first(const Parts &parts, const Plan &p, int step) {
+    Scout<type, R> scout(Source::find<R>(parts, p, step / p.steps), p.cols);
+    for (int s = step % p.steps; s < step % p.steps + AHEAD; s++) scout.bring(s, p.steps);
+}
+
+// A tile's steps first..end-1, into sums. Weights are in registers a step before the one in which they become halves in
+// shared memory, for the step after that.
+template <Type type, int R, int TOKENS>
+static __device__ void multiply_steps(Sums sums[4][4], const Source &source, int t0, const __half *x, const Plan &p, int first,
+                                      int end, __half *ws, __half *xs) {
+    typedef Team<R, TOKENS> Warps;
+    typedef Stage<type, R> Weights;
+    const int SLICES = STEP / 16 / Warps::GROUPS, W = R * ROOM, X = TOKENS * ROOM;
+    bool needed = t0 + Warps::token() < p.T;
+    Scout<type, R> scout(source, p.cols);
+    Weights stage;
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) stage.load(j, source, p.cols, first * STEP);
+    for (int s = first + 1; s < first + AHEAD; s++) scout.bring(s, end);
+    for (int i = 0; i < p.stages - 1; i++) {
+        if (first + i < end) send_for_x<TOKENS>(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP);
+        __pipeline_commit();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) {
+        stage.store(j, ws);
+        if (first + 1 < end) stage.load(j, source, p.cols, (first + 1) * STEP);
+    }
+    int now = 0, next = p.stages - 1; // of x, what is multiplied and what is sent for
+    for (int s = first; s < end; s++) {
+        __pipeline_wait_prior(p.stages - 2);
+        __syncthreads(); // all see this step's weights and x, and are done with the step before
+        if (s + p.stages - 1 < end) send_for_x<TOKENS>(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP);
+        __pipeline_commit();
+        scout.bring(s + AHEAD, end);
+        const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
+        __half *w_next = ws + (s + 1 - first) % 2 * W;
+        auto renew = [&](int i) { // a slice's share of the weights
+#pragma unroll
+            for (int j = i; j < Weights::UNITS; j += SLICES) {
+                if (s + 1 < end) stage.store(j, w_next);
+                if (s + 2 < end) stage.load(j, source, p.cols, (s + 2) * STEP);
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < SLICES; i++) {
+            int k = (i * Warps::GROUPS + Warps::group()) * 16;
+            if (threadIdx.x < TEAM_SIZE / 2) renew(i); // while the other half of the warps have the tensor cores
+            if (needed) Warps::multiply(sums, w_now + k, x_now + k);
+            if (threadIdx.x >= TEAM_SIZE / 2) renew(i);
+        }
+        now = now + 1 < p.stages ? now + 1 : 0, next = next + 1 < p.stages ? next + 1 : 0;
+    }
+    __syncthreads(); // the room is free
+}
+
+// The sums of one of PARTS parts of a tile that this thread has at the end: of 4 rows, EACH times.
+template <int R, int TOKENS> struct Fours {
+    static const int ALL = TOKENS * R / 4 / TEAM_SIZE, EACH = ALL < 16 ? ALL : 16, PARTS = ALL / EACH;
+    float4 y[EACH];
+    int first;
+
+    __device__ Fours(int part) : first(threadIdx.x + part * EACH * TEAM_SIZE) {}
+    __device__ int place(int j) const { return first + j * TEAM_SIZE; }
+    __device__ int token(int j) const { return place(j) / (R / 4); }
+    __device__ int first_row(int j) const { return place(j) % (R / 4) * 4; }
+
+    __device__ void read(const float *tile) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j] = *(const float4 *)(tile + token(j) * Team<R, TOKENS>::WIDE + first_row(j));
+    }
+    __device__ void leave(float4 *piece) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) piece[place(j)] = y[j];
+    }
+    __device__ void clear() {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j] = make_float4(0, 0, 0, 0);
+    }
+    __device__ void add(const float4 other[EACH]) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j].x += other[j].x, y[j].y += other[j].y, y[j].z += other[j].z, y[j].w += other[j].w;
+    }
+    __device__ void add_piece(const float4 *piece) {
+        float4 other[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) other[j] = piece[place(j)];
+        add(other);
+    }
+
+    // Rows from `row` on, of tokens from t0 on; what they are added to is read together.
+    __device__ void put(const Part &p, int row, int t0, int T) {
+        const int rows = p.w.rows;
+        float *out = p.out + (size_t)t0 * rows + row;
+        if (rows % 4) return put_each(p, row, t0, T);
+        float4 before[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            bool there = p.add && t0 + token(j) < T && row + first_row(j) < rows;
+            before[j] = there ? *(const float4 *)(out + (size_t)token(j) * rows + first_row(j)) : make_float4(0, 0, 0, 0);
+        }
+        add(before);
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (t0 + token(j) < T && row + first_row(j) < rows) *(float4 *)(out + (size_t)token(j) * rows + first_row(j)) = y[j];
+    }
+
+    // Those of the tile's lower half become SwiGLU's, with the upper half as what the gate lets through.
+    __device__ void put_gated(const Part &p, int row, int t0, const Plan &plan) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+            size_t at = (size_t)t * p.w.rows + r;
+#pragma unroll
+            for (int i = 0; i < 4; i++) // the other is R / 2 rows further on
+                four[i] = swiglu(four[i], __shfl_xor_sync(ALL_LANES, four[i], R / 8, 32));
+            if (first_row(j) >= R / 2 || t >= plan.T || r >= p.w.rows) continue;
+            if (p.w.rows % 4 == 0) put_four(p.out, plan.copy, at, four);
+            else
+                for (int i = 0; i < 4 && r + i < p.w.rows; i++) put_x(p.out, plan.copy, at + i, four[i]);
+        }
+    }
+
+    // The same as put, where four rows are not aligned.
+    __device__ void put_each(const Part &p, int row, int t0, int T) const {
+        for (int j = 0; j < EACH; j++) {
+            const float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+            for (int i = 0; i < 4 && t < T && r + i < p.w.rows; i++) ::put(p.out + (size_t)t * p.w.rows + r + i, four[i], p.add);
+        }
+    }
+};
+
+// Where block `b` leaves its sums of a tile, of which it has the first step or not: it shares two tiles at most.
+template <int SIZE> static __device__ float4 *piece_of(const Plan &p, int b, bool has_first) {
+    return (float4 *)(p.pieces + (2 * (size_t)b + has_first) * SIZE);
+}
+
+// Whether this block is the last of a tile's to be ready; it has left its sums for that one.
+template <int R, int TOKENS>
+static __device__ bool is_last_of_tile(const float *tile, const Plan &p, bool has_first, int from, int to) {
+    typedef Fours<R, TOKENS> Part;
+    for (int i = 0; i < Part::PARTS; i++) {
+        Part y(i);
+        y.read(tile);
+        y.leave(piece_of<R * TOKENS>(p, blockIdx.x, has_first));
+    }
+    return is_last(&p.counters[from], to - from + 1);
+}
+
+// For many tokens, on the tensor cores: tiles of R rows and TOKENS tokens. Of the blocks that share a tile, the last to be
+// ready adds up what they left, in the columns' order. cols is a multiple of 32.
+template <Type type, int R, int TOKENS>
+static __global__ void __launch_bounds__(TEAM_SIZE, 1)
+    matmul_tensor(const __grid_constant__ Parts parts, const __half *x, const __grid_constant__ Plan p) {
+    LAUNCH_SHARED(room);
+    __half *ws = (__half *)room, *xs = ws + 2 * R * ROOM; // weights of two steps, then p.stages of x; in the end the sums
+    int step = first_of(p, blockIdx.x), end = first_of(p, blockIdx.x + 1);
+    bring_first<type, R>(parts, p, step);
+    await_kernel();
+    for (int n; step < end; step += n) {
+        int tile = step / p.steps, first = step % p.steps, t0 = tile % p.tokens * TOKENS;
+        n = min(p.steps - first, end - step);
+        Source source = Source::find<R>(parts, p, tile);
+        Sums sums[4][4];
+        multiply_steps<type, R, TOKENS>(sums, source, t0, x, p, first, first + n, ws, xs);
+        Team<R, TOKENS>::add_groups(sums, room);
+        int from = block_of(p, tile * p.steps), to = block_of(p, (tile + 1) * p.steps - 1);
+        if (from < to && !is_last_of_tile<R, TOKENS>(room, p, first == 0, from, to)) continue;
+        for (int i = 0; i < Fours<R, TOKENS>::PARTS; i++) {
+            Fours<R, TOKENS> y(i);
+            if (from == to) y.read(room);
+            else y.clear();
+            for (int b = from; from < to && b <= to; b++) y.add_piece(piece_of<R * TOKENS>(p, b, b == from));
+            if (p.gated) y.put_gated(parts.part[0], source.row, t0, p);
+            else y.put(parts.part[source.part], source.row, t0, p.T);
+        }
+        __syncthreads(); // all have read their sums
     }
 }
 #endif
@@ -591,6 +915,7 @@ typedef struct {
 // Of many tokens: a block takes 8 tokens of one head, a warp each, so that they share what they read.
 // out, q (T, n_heads, head_dim); the grid is (n_heads, groups of 8 tokens).
 template <typename Number, int D> static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
+    await_kernel();
     __shared__ float queries[WARPS][HEAD_MAX];
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.y * WARPS + warp;
     if (t >= T) return;
@@ -605,6 +930,165 @@ template <typename Number, int D> static __global__ void attention_many(Cache c,
         if (d < c.head_dim) put_x(out, copy, at + d, s.out[i] / s.sum);
     }
 }
+
+#ifdef TENSOR_CORES
+
+// The same on the tensor cores, for a cache in half precision: a warp has 16 queries of one head, and the block's warps share
+// tiles of KEYS positions. D is head_dim or more.
+template <int D> struct Flash {
+    enum { WARPS_HERE = D > 128 ? 2 : 4, QUERIES = 16 * WARPS_HERE, KEYS = D > 128 ? 16 : D > 64 ? 32 : 64, SPLIT = KEYS / 2 };
+    enum { WIDE = D + 8, SCORES = KEYS + 4 }; // numbers between rows in shared memory, against bank conflicts
+    typedef nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, __half, nvcuda::wmma::row_major> Rows;
+
+    // Sends for the keys, or values, of positions first..first+KEYS-1; zeros from `end` on.
+    static __device__ void send_for(__half *to, const __half *from, int width, int first, int end) {
+#pragma unroll
+        for (int j = 0; j < KEYS * D / 8 / (32 * WARPS_HERE); j++) {
+            int i = threadIdx.x + j * 32 * WARPS_HERE, row = i / (D / 8), d = i % (D / 8) * 8;
+            bool there = first + row < end && d < width;
+            __pipeline_memcpy_async(to + row * WIDE + d, there ? from + (size_t)(first + row) * width + d : from, 16,
+                                    there ? 0 : 16);
+        }
+        __pipeline_commit();
+    }
+
+    // The block's queries, from token t0 on.
+    static __device__ void load_queries(__half *qs, const float *q, const Cache &c, int h, int t0, int T) {
+#pragma unroll 16
+        for (int i = threadIdx.x; i < QUERIES * D / 2; i += 32 * WARPS_HERE) {
+            int t = t0 + i / (D / 2), d = i % (D / 2) * 2;
+            bool there = t < T && d < c.head_dim;
+            float2 pair = there ? *(const float2 *)(q + ((size_t)t * c.n_heads + h) * c.head_dim + d) : make_float2(0, 0);
+            *(__half2 *)(qs + i / (D / 2) * WIDE + d) = to_halves(pair.x, pair.y);
+        }
+    }
+
+    // This warp's scores (16, KEYS).
+    static __device__ void score(float *scores, const __half *qs, const __half *ks) {
+        using namespace nvcuda::wmma;
+        Sums sums[KEYS / 16];
+        for (int j = 0; j < KEYS / 16; j++) fill_fragment(sums[j], 0.0f);
+#pragma unroll
+        for (int d = 0; d < D; d += 16) {
+            Rows a;
+            load_matrix_sync(a, qs + d, WIDE);
+#pragma unroll
+            for (int j = 0; j < KEYS / 16; j++) {
+                fragment<matrix_b, 16, 16, 16, __half, col_major> b;
+                load_matrix_sync(b, ks + 16 * j * WIDE + d, WIDE);
+                mma_sync(sums[j], a, b, sums[j]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < KEYS / 16; j++) store_matrix_sync(scores + 16 * j, sums[j], SCORES, mem_row_major);
+        __syncwarp();
+    }
+
+    // Scores of the first n positions become weights 2^(scale score - max), in half precision at the same place; others 0. A
+    // lane has every other pair of a row, whose other lane is the next. Returns what is left of weights by the max before.
+    static __device__ float weigh(float *scores, float scale, int n, float &max, float &sum) {
+        int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 2;
+        float2 pairs[SPLIT / 2];
+        float most = max;
+#pragma unroll
+        for (int i = 0; i < SPLIT / 2; i++) {
+            int at = begin + 4 * i;
+            pairs[i] = *(const float2 *)(scores + row * SCORES + at);
+            pairs[i].x = at < n ? scale * pairs[i].x : -INFINITY, pairs[i].y = at + 1 < n ? scale * pairs[i].y : -INFINITY;
+            most = fmaxf(most, fmaxf(pairs[i].x, pairs[i].y));
+        }
+        most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, 1, 32));
+        float shrink = exp2f(max - most);
+        max = most, sum *= shrink;
+        __syncwarp(); // both lanes have read the row
+#pragma unroll
+        for (int i = 0; i < SPLIT / 2; i++) {
+            __half2 weights = __floats2half2_rn(exp2f(pairs[i].x - most), exp2f(pairs[i].y - most));
+            float2 rounded = __half22float2(weights);
+            sum += rounded.x + rounded.y;
+            *(__half2 *)((__half *)(scores + row * SCORES) + begin + 4 * i) = weights;
+        }
+        return shrink;
+    }
+
+    // Adds the weighted values to what is left of the sums (16, D); shrink (16,).
+    static __device__ void add_values(Sums sums[D / 16], const float *scores, const float *shrink, const __half *vs) {
+        using namespace nvcuda::wmma;
+        Sums factors; // of each row in all of its columns
+        load_matrix_sync(factors, shrink, 0, mem_col_major);
+#pragma unroll
+        for (int d = 0; d < D / 16; d++)
+            for (int e = 0; e < factors.num_elements; e++) sums[d].x[e] *= factors.x[e];
+#pragma unroll
+        for (int k = 0; k < KEYS; k += 16) {
+            Rows a;
+            load_matrix_sync(a, (const __half *)scores + k, 2 * SCORES);
+#pragma unroll
+            for (int d = 0; d < D / 16; d++) {
+                fragment<matrix_b, 16, 16, 16, __half, row_major> b;
+                load_matrix_sync(b, vs + k * WIDE + 16 * d, WIDE);
+                mma_sync(sums[d], a, b, sums[d]);
+            }
+        }
+    }
+
+    // out (T, n_heads, head_dim), from this warp's first token on, by way of `scores`; sum is of the row that weigh gave a lane.
+    static __device__ void put(Sums sums[D / 16], float *scores, float sum, float *out, __half *copy, const Cache &c, int h, int t,
+                               int T) {
+        int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
+        size_t at = ((size_t)(t + row) * c.n_heads + h) * c.head_dim + begin;
+#pragma unroll
+        for (int i = 0; i < D / 16; i++, at += 16) {
+            __syncwarp(); // all have read what lay there
+            nvcuda::wmma::store_matrix_sync(scores, sums[i], SCORES, nvcuda::wmma::mem_row_major);
+            __syncwarp();
+            float y[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) y[j] = scores[row * SCORES + begin + j] / sum;
+            int n = t + row < T ? c.head_dim - 16 * i - begin : 0; // of the 8
+            if (c.head_dim % 8 == 0 && n > 0) put_four(out, copy, at, y), put_four(out, copy, at + 4, y + 4);
+            else
+                for (int j = 0; j < 8 && j < n; j++) put_x(out, copy, at + j, y[j]);
+        }
+    }
+};
+
+// The grid is (n_heads, tiles of queries); the last, which see most, come first.
+template <int D>
+static __global__ void __launch_bounds__(32 * Flash<D>::WARPS_HERE)
+    attention_tiles(Cache c, float *out, __half *copy, const float *q, int T) {
+    await_kernel();
+    typedef Flash<D> F;
+    __shared__ __align__(128) __half qs[F::QUERIES * F::WIDE], ks[F::KEYS * F::WIDE], vs[F::KEYS * F::WIDE];
+    __shared__ __align__(128) float all_scores[F::WARPS_HERE][16 * F::SCORES], all_shrinks[F::WARPS_HERE][16];
+    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, pos = c.input->pos;
+    int t0 = (gridDim.y - 1 - blockIdx.y) * F::QUERIES, t = t0 + 16 * warp, end = pos + min(t0 + F::QUERIES, T);
+    size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
+    const __half *keys = (const __half *)c.keys + head, *values = (const __half *)c.values + head;
+    float *scores = all_scores[warp], *shrinks = all_shrinks[warp];
+    float max = -INFINITY, sum = 0, scale = 1.442695041f / sqrtf(c.head_dim); // 1 / log(2): exponentials are of 2
+    Sums sums[D / 16];
+    for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
+    for (int first = 0; first < end; first += F::KEYS) {
+        F::send_for(ks, keys, c.width, first, end);
+        F::send_for(vs, values, c.width, first, end);
+        if (first == 0) F::load_queries(qs, q, c, h, t0, T);
+        __pipeline_wait_prior(1);
+        __syncthreads(); // all see the keys
+        if (t < T) {
+            F::score(scores, qs + 16 * warp * F::WIDE, ks);
+            float shrink = F::weigh(scores, scale, pos + t + lane / 2 + 1 - first, max, sum);
+            if (lane % 2 == 0) shrinks[lane / 2] = shrink;
+        }
+        __pipeline_wait_prior(0);
+        __syncthreads(); // all see the values
+        if (t < T) F::add_values(sums, scores, shrinks, vs);
+        __syncthreads(); // all have read both
+    }
+    sum += __shfl_xor_sync(ALL_LANES, sum, 1, 32);
+    if (t < T) F::put(sums, scores, sum, out, copy, c, h, t, T);
+}
+#endif
 
 // n pieces of one head's attention: max and sum (n,), out (n, HEAD_MAX). Returns those of the whole, dimension d of out.
 struct Whole { float max, sum, out; };
@@ -661,6 +1145,7 @@ static __device__ float merge_pieces(const float *pieces, int h, int splits, int
 // Of one token: the last block of a head to be ready merges what all have left. The grid is (n_heads, splits).
 template <typename Number, int D>
 static __global__ void attention_one(Cache c, float *out, const float *q, float *pieces, unsigned *counters) {
+    await_kernel();
     __shared__ Desk desk;
     int h = blockIdx.x, split = blockIdx.y, splits = gridDim.y, d = threadIdx.x;
     Whole w = attend_head<Number, D>(c, q, h, split, splits, c.input->pos + 1, &desk);
@@ -689,6 +1174,7 @@ typedef struct { const float *bq, *bk, *bv, *q_norm, *k_norm; } HeadWeights;
 // Adds their biases to q (T, n_heads, head_dim), k and v (T, n_kv_heads, head_dim), and normalises each head of q and k. A warp
 // takes a head; the grid is (n_heads + 2 n_kv_heads, T).
 static __global__ void __launch_bounds__(32) finish_heads(Cache c, HeadWeights w, float *q, float *k, float *v, float norm_eps) {
+    await_kernel();
     int head = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
     bool is_q = head < c.n_heads, is_k = !is_q && head < c.n_heads + c.n_kv_heads;
     if (!is_q) head -= is_k ? c.n_heads : c.n_heads + c.n_kv_heads;
@@ -705,6 +1191,7 @@ static __global__ void __launch_bounds__(32) finish_heads(Cache c, HeadWeights w
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
 template <typename Number> static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
+    await_kernel();
     int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
     int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t, apart = 1;
     bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
@@ -730,6 +1217,7 @@ template <typename Number> static __global__ void rotate(Cache c, float *q, floa
 
 // x (T, dim); a thread computes one number.
 static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input, int T) {
+    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     int dim = table.cols, t = (int)(i / dim);
     if (t < T) x[i] = number_at(table, (size_t)input->tokens[t] * dim + i % dim);
@@ -738,6 +1226,7 @@ static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, c
 // A block for each token.
 static __global__ void __launch_bounds__(512)
     normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
+    await_kernel();
     __shared__ float sums[16];
     size_t at = (size_t)blockIdx.x * dim;
     float sum = 0;
@@ -752,8 +1241,9 @@ static __global__ void __launch_bounds__(512)
 }
 
 static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
+    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) put_x(h, copy, i, h[i] / (1 + expf(-h[i])) * h2[i]);
+    if (i < n) put_x(h, copy, i, swiglu(h[i], h2[i]));
 }
 
 // A number and where it stands; -1 where one was met that is not finite.
@@ -782,6 +1272,7 @@ static __device__ Largest block_largest(Largest mine, Largest *shared) {
 
 // best = index of the largest of x (n,), the first of equals; -1 when any is not finite. One block of 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
+    await_kernel();
     __shared__ Largest shared[32];
     Largest mine = {-INFINITY, n};
     for (int i = threadIdx.x; i < n; i += 1024) mine = larger(mine, finite(x[i], i));
@@ -896,6 +1387,7 @@ static __device__ void find_token(const Chances &c, uint32_t bits, Mass target, 
 // is token `best`'s logit. One block of DRAWERS threads.
 static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, int best, float topp, float coin) {
     __shared__ Mass shared[DRAWERS / 32], all;
+    await_kernel();
     c.most = c.logits[best];
     Mass total = 0, above;
     for_chances(c, [&](float chance) { total += mass_of(chance); });
@@ -915,6 +1407,7 @@ static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, in
 
 // Reads n 16-byte words; writes only if their sum is what no one expects.
 static __global__ void read_all(const uint4 *words, size_t n, int *out) {
+    await_kernel();
     uint32_t sum = 0;
     size_t stride = (size_t)gridDim.x * blockDim.x, i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i + 3 * stride < n; i += 4 * stride) {
@@ -946,6 +1439,7 @@ typedef struct {
     int multiprocessors;
     size_t shared_most;    // bytes of shared memory that a block can have
     bool cooperative;      // whether whole_token can run
+    bool early;            // a kernel may begin while the one before it ends
     bool records;          // the driver lets calls be recorded as graphs
     bool in_pass;          // between begin and end
     Recording recordings[CHUNK + 1][2]; // by T and all
@@ -965,7 +1459,7 @@ typedef struct {
     float2 *rotation;            // (positions, head_dim / 2): cosine and sine
     int splits;                  // blocks that share a head's positions when decoding
     float *y, *q, *k, *v, *h, *h2; // (rows, dim), (rows, q_dim), (rows, kv_dim) twice, (rows, hidden_dim) twice: inside of ops
-    __half *x16;                 // (CHUNK, dim, q_dim or hidden_dim): x in half precision for products on the tensor cores
+    __half *x16, *x16_next;      // (CHUNK, dim, q_dim or hidden_dim): x in half precision for products on the tensor cores
     const float *copied;         // in a pass: the x whose copy is in x16, NULL for none
     float *pieces;               // of attention, or of tiles
     unsigned *counters;          // zeros between kernels
@@ -1002,9 +1496,23 @@ static cudaError_t start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
+// Starts a kernel that calls await_kernel.
+template <typename... P>
+static cudaError_t start_early(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                               typename Exactly<P>::type... args) {
+#if EARLY
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    return start(c, c->early ? &early : NULL, kernel, grid, threads, shared, args...);
+#else
+    return start(c, NULL, kernel, grid, threads, shared, args...);
+#endif
+}
+
 template <typename... P>
 static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared, typename Exactly<P>::type... args) {
-    CUDA(start(c, NULL, kernel, grid, threads, shared, args...));
+    CUDA(start_early(c, kernel, grid, threads, shared, args...));
 }
 
 // Lets a kernel have all the shared memory there is. Not what a launch takes: the limit is the process's, and a session on a
@@ -1102,7 +1610,8 @@ static void end(Backend *b) {
 static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
     Cuda *c = (Cuda *)b;
     if (!c->in_pass) send_input(c, tokens, T, 0);
-    launch(c, embed_rows, blocks_for((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
+    // after a copy, not a kernel
+    CUDA(start(c, NULL, embed_rows, blocks_for((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T));
 }
 
 // Where a kernel that writes x (T, ...) puts a copy in half precision; NULL where nobody will take it.
@@ -1113,6 +1622,7 @@ static __half *copy_of(Cuda *c, const float *x, int T) {
     bool wanted = false;
 #endif
     c->copied = wanted ? x : NULL;
+    if (wanted) std::swap(c->x16, c->x16_next); // the kernel that writes it may read the one before
     return wanted ? c->x16 : NULL;
 }
 
@@ -1158,31 +1668,72 @@ static bool launch_matvec(Cuda *c, const Parts &parts, const float *x, int cols)
 
 #ifdef TENSOR_CORES
 
-typedef void Tensor(Parts, const __half *, int, int, float *, unsigned *);
+typedef void Tensor(Parts, const __half *, Plan);
 
-static Tensor *tensor_of(Type type) {
+template <int R, int TOKENS> static Tensor *tensor_of(Type type) {
     switch (type) {
-    case F16: return matmul_tensor<F16>;
-    case BF16: return matmul_tensor<BF16>;
-    case Q8_0: return matmul_tensor<Q8_0>;
-    default: return matmul_tensor<Q4_0>;
+    case F16: return matmul_tensor<F16, R, TOKENS>;
+    case BF16: return matmul_tensor<BF16, R, TOKENS>;
+    case Q8_0: return matmul_tensor<Q8_0, R, TOKENS>;
+    default: return matmul_tensor<Q4_0, R, TOKENS>;
     }
 }
 
 static Tiles *tiles_of(Type) { return matmul_tiles<F32>; }
 
-// Few tiles are split along the columns, so that all multiprocessors have two, with 4 steps at least.
-static void launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T) {
-    size_t n = (size_t)T * cols;
-    unsigned rows = groups_of(parts, TILE), tokens = blocks_for(T, TILE), steps = blocks_for(cols, STEP);
-    unsigned splits = 2 * c->multiprocessors / (rows * tokens);
-    if (splits > steps / 4) splits = steps / 4;
-    if (splits < 1) splits = 1;
+// Tiles of so many rows and tokens; the largest first.
+static const struct Shape {
+    int rows, tokens;
+    Tensor *(*kernel)(Type);
+} SHAPES[] = {{128, 256, tensor_of<128, 256>}, {128, 128, tensor_of<128, 128>}, {64, 128, tensor_of<64, 128>}};
+
+// Bytes that tiles take with so many stages of x; their sums take less.
+static size_t tensor_shared(const Shape &shape, int stages) {
+    return std::max(sizeof(__half) * ROOM * (2 * (size_t)shape.rows + (size_t)stages * shape.tokens),
+                    sizeof(float) * (shape.rows + 4) * shape.tokens);
+}
+
+static int tiles_in(const Parts &parts, const Shape &shape, int T, bool gated) {
+    int rows = gated ? blocks_for(parts.part[0].w.rows, shape.rows / 2) : groups_of(parts, shape.rows);
+    return rows * blocks_for(T, shape.tokens);
+}
+
+// One block for each multiprocessor, with 4 steps at least. Tiles are as large as finds room, unless too many blocks would
+// share each: the last of them adds up all that they leave. False when no tile finds room.
+static bool launch_tensor(Cuda *c, const Parts &parts, const float *x, int cols, int T, bool gated) {
+    size_t n = (size_t)T * cols, most = c->shared_most - 128; // but for the flag of is_last
+    const Shape *shape = SHAPES, *last = std::end(SHAPES) - 1;
+    int stages = STAGES;
+    while (shape < last
+           && (T <= shape->tokens - 128 || tensor_shared(*shape, 2) > most
+               || tiles_in(parts, *shape, T, gated) * SHARERS < c->multiprocessors))
+        shape++;
+    while (stages > 2 && tensor_shared(*shape, stages) > most) stages--;
+    size_t shared = tensor_shared(*shape, stages);
+    if (shared > most) return false;
+    Tensor *kernel = shape->kernel(parts.part[0].w.type);
     if (c->copied != x) launch(c, convert, blocks_for(n, 256), 256, 0, c->x16, x, n);
-    launch(c, tensor_of(parts.part[0].w.type), dim3(rows, tokens, splits), 128, 0, parts, c->x16, cols, T, c->pieces, c->counters);
+    const __half *x16 = c->x16;
+    __half *copy = gated ? copy_of(c, parts.part[0].out, T) : NULL;
+    Plan plan = {cols,
+                 T,
+                 (int)blocks_for(T, shape->tokens),
+                 (int)blocks_for(cols, STEP),
+                 tiles_in(parts, *shape, T, gated),
+                 stages,
+                 gated,
+                 copy,
+                 c->pieces,
+                 c->counters};
+    unsigned blocks = std::max<size_t>(1, (size_t)plan.tiles * plan.steps / 4);
+    if (shared > 48 << 10) allow_shared(c, (const void *)kernel);
+    launch(c, kernel, std::min<unsigned>(blocks, c->multiprocessors), TEAM_SIZE, shared, parts, x16, plan);
+    return true;
 }
 
 #else
+
+static bool launch_tensor(Cuda *, const Parts &, const float *, int, int, bool) { return false; }
 
 static Tiles *tiles_of(Type type) {
     switch (type) {
@@ -1195,17 +1746,25 @@ static Tiles *tiles_of(Type type) {
 }
 #endif
 
+// Whether the tensor cores take products with w.
+static bool is_for_tensor(const Mat *w, int T) {
+#ifdef TENSOR_CORES
+    return has_units(w) && T > 1 && w->type != F32;
+#else
+    return (void)w, (void)T, false;
+#endif
+}
+
 static void launch_parts(Cuda *c, const Parts &parts, const float *x, int T) {
     const Mat *w = &parts.part[0].w;
     int cols = w->cols;
+    bool tensor = is_for_tensor(w, T);
     if (has_units(w) && T == 1 && launch_matvec(c, parts, x, cols)) return;
-    if (!has_units(w) || T == 1) {
+    if (tensor && launch_tensor(c, parts, x, cols, T, false)) return;
+    if (!has_units(w) || T == 1 || tensor) {
         launch(c, matmul_any, dim3(blocks_for(groups_of(parts, 1), WARPS), T), 32 * WARPS, 0, parts, x, cols);
         return;
     }
-#ifdef TENSOR_CORES
-    if (w->type != F32) return launch_tensor(c, parts, x, cols, T);
-#endif
     launch(c, tiles_of(w->type), dim3(groups_of(parts, TILE), blocks_for(T, TILE)), 256, 0, parts, x, cols, T);
 }
 
@@ -1219,7 +1778,7 @@ typedef struct {
 // In as few launches as their types allow.
 static void matmul(Cuda *c, const Product *products, int n, const float *x, int T) {
     for (int i = 0; i < n;) {
-        Parts parts;
+        Parts parts = {};
         const Mat *w = products[i].w;
         for (parts.n = 0; i < n && parts.n < 3; i++) {
             if (products[i].w->type != w->type || has_units(products[i].w) != has_units(w)) break;
@@ -1236,17 +1795,29 @@ static Cache cache_of(const Cuda *c, int layer) {
     return cache;
 }
 
-template <typename Number> static void launch_attention(Cuda *c, Cache cache, float *out, const float *q, int T) {
+template <typename Number> static void launch_many(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
     int width = cache.width;
-    if (T == 1) {
-        auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2> : attention_one<Number, 4>;
-        launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
-    } else {
-        auto kernel = width <= 64    ? attention_many<Number, 1>
-                      : width <= 128 ? attention_many<Number, 2>
-                                     : attention_many<Number, 4>;
-        launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
-    }
+    auto kernel = width <= 64 ? attention_many<Number, 1> : width <= 128 ? attention_many<Number, 2> : attention_many<Number, 4>;
+    launch(c, kernel, dim3(cache.n_heads, blocks_for(T, WARPS)), 32 * WARPS, 0, cache, out, copy_of(c, out, T), q, T);
+}
+
+#ifdef TENSOR_CORES
+template <int D> static void launch_tiles(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    launch(c, attention_tiles<D>, dim3(cache.n_heads, blocks_for(T, Flash<D>::QUERIES)), 32 * Flash<D>::WARPS_HERE, 0, cache, out,
+           copy_of(c, out, T), q, T);
+}
+
+template <> void launch_many<__half>(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    auto launch = cache.width <= 64 ? launch_tiles<64> : cache.width <= 128 ? launch_tiles<128> : launch_tiles<256>;
+    launch(c, cache, out, q, T);
+}
+#endif
+
+template <typename Number> static void launch_attention(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    int width = cache.width;
+    if (T > 1) return launch_many<Number>(c, cache, out, q, T);
+    auto kernel = width <= 64 ? attention_one<Number, 1> : width <= 128 ? attention_one<Number, 2> : attention_one<Number, 4>;
+    launch(c, kernel, dim3(cache.n_heads, c->splits), 32 * WARPS, 0, cache, out, q, c->pieces, c->counters);
 }
 
 static HeadWeights head_weights(const Layer *w) {
@@ -1283,10 +1854,14 @@ static void add_product(Backend *b, float *x, const Mat *w, const float *y, int 
 static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
     Cuda *c = (Cuda *)b;
     Product both[] = {{c->h, &w->w1, false}, {c->h2, &w->w3, false}};
+    Parts parts = {{{c->h, w->w1, false}, {c->h2, w->w3, false}}, 2};
     size_t n = (size_t)T * c->config.hidden_dim;
     rmsnorm(c, c->y, x, &w->ffn_norm, T);
-    matmul(c, both, 2, c->y, T);
-    launch(c, gate, blocks_for(n, 256), 256, 0, c->h, copy_of(c, c->h, T), c->h2, n);
+    bool together = is_for_tensor(&w->w1, T) && w->w1.type == w->w3.type;
+    if (!together || !launch_tensor(c, parts, c->y, w->w1.cols, T, true)) {
+        matmul(c, both, 2, c->y, T);
+        launch(c, gate, blocks_for(n, 256), 256, 0, c->h, copy_of(c, c->h, T), c->h2, n);
+    }
     add_product(b, x, &w->w2, c->h, T);
 }
 
@@ -1543,6 +2118,7 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
+    c->early = device.major >= 9;
     c->cooperative = device.cooperativeLaunch && device.major >= 8; // copies go on by themselves from Ampere on
     return NULL;
 }
@@ -1550,7 +2126,11 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
 // Numbers of `pieces` that attention's splits, or the tiles that share multiprocessors, can leave.
 static size_t pieces_of(const Cuda *c) {
     size_t attention = (size_t)c->config.n_heads * c->splits * (2 + HEAD_MAX);
-    size_t tiles = 2 * (size_t)c->multiprocessors * TILE * TILE;
+#ifdef TENSOR_CORES
+    size_t tiles = 2 * (size_t)c->multiprocessors * SHAPES->tokens * SHAPES->rows;
+#else
+    size_t tiles = 0;
+#endif
     return attention > tiles ? attention : tiles;
 }
 
@@ -1568,7 +2148,7 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
     size_t rows = CHUNK < c->cache.positions ? CHUNK : c->cache.positions;
     size_t activations =
         sizeof(float) * rows * (2 * (size_t)config->dim + 2 * config->q_dim + 2 * config->kv_dim + 2 * config->hidden_dim);
-    activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + sizeof(__half) * CHUNK * wide;
+    activations += sizeof(float) * (rows * config->vocab_size + pieces_of(c)) + 2 * sizeof(__half) * CHUNK * wide;
     activations += sizeof(float) * (c->cache.positions * (size_t)config->head_dim + 3 * (size_t)config->dim + config->hidden_dim);
     for (Mat *m : matrices(w, config->n_layers)) c->numbers_size += numbers_of(m), c->weights_size += scales_of(m);
     c->weights_size += c->numbers_size;
@@ -1581,6 +2161,7 @@ static const char *take_memory(Cuda *c, Weights *w, llamac_error *e) {
               && take_floats(c, &c->k, rows * config->kv_dim) && take_floats(c, &c->v, rows * config->kv_dim)
               && take_floats(c, &c->h, rows * config->hidden_dim) && take_floats(c, &c->h2, rows * config->hidden_dim)
               && (c->x16 = (__half *)take(c, sizeof(__half) * CHUNK * wide))
+              && (c->x16_next = (__half *)take(c, sizeof(__half) * CHUNK * wide))
               && (c->logits = (float *)take(c, sizeof(float) * rows * config->vocab_size))
               && (c->pieces = (float *)take(c, sizeof(float) * pieces_of(c)))
               && (c->counters = (unsigned *)take(c, sizeof(unsigned) * n_counters)) && (c->input = (Input *)take(c, sizeof(Input)));
@@ -1694,7 +2275,7 @@ static bool can_record(Cuda *c) {
     cudaGraphExec_t exec = NULL;
     bool ok = cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
     if (ok) {
-        ok = start(c, NULL, convert, 1, 256, 0, c->x16, c->pieces, 1) == cudaSuccess;
+        ok = start_early(c, convert, 1, 256, 0, c->x16, c->pieces, 1) == cudaSuccess;
         ok = cudaStreamEndCapture(c->stream, &graph) == cudaSuccess && ok;
     }
     ok = ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, c->stream) == cudaSuccess;

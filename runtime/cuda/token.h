@@ -65,15 +65,6 @@ static size_t shared_of(const Token &t) {
     return (size_t)t.slots * WARPS * SLOT + sizeof(float) * (t.desk + t.products + 2 * TEAM);
 }
 
-// Asks for a line of 128 bytes to be brought from memory to the second-level cache.
-static __device__ void prefetch(const void *line) {
-#ifdef __CUDA_ARCH__
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-#else
-    (void)line;
-#endif
-}
-
 // Adds n to *arrived after all that this thread has seen or written, which whoever reads the sum by `arrivals` sees after.
 static __device__ void arrive(unsigned *arrived, unsigned n) {
 #ifdef __CUDA_ARCH__
@@ -202,7 +193,7 @@ static __device__ void bring_near(const Token &t, Cursor &at) {
     if (FAR == 0 || at.ended(t)) return;
     int lane = threadIdx.x % 32, r = lane / 4, begin = at.piece * SPAN + lane % 4 * 128;
     int row = at.rows * (at.first + at.group) + r % 4 + (r < 4 ? 0 : at.fifth);
-    if (begin < at.row_bytes) prefetch(at.data + (size_t)min(row, at.last) * at.row_bytes + begin);
+    if (begin < at.row_bytes) bring_line(at.data + (size_t)min(row, at.last) * at.row_bytes + begin);
     at.next(t);
 }
 
@@ -474,14 +465,14 @@ static __device__ void prefetch_for_next(const Token &t, const Share &at, const 
     const Job &next = t.jobs[last ? LOGITS : (at.role + 1) % 4];
     size_t bytes = sizeof(float) * t.jobs[LOGITS].w.cols, line = threadIdx.x * gridDim.x + blockIdx.x;
     if (next.norm && at.role != LOGITS && 128 * line < bytes) // all of it, by all blocks
-        prefetch((const char *)next.norm + (last ? 0 : at.layer + at.role / DOWN) * t.stride.numbers + 128 * line);
+        bring_line((const char *)next.norm + (last ? 0 : at.layer + at.role / DOWN) * t.stride.numbers + 128 * line);
     int h = blockIdx.x;
     if (at.role != QKV || h >= cache.n_heads) return;
     size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
     size_t width = t.stride.cache / ((size_t)cache.n_kv_heads * cache.positions); // bytes
     for (size_t i = 128 * threadIdx.x; i < n * width; i += 128 * 32 * TEAM) {
-        prefetch((const char *)cache.keys + head * width + i);
-        prefetch((const char *)cache.values + head * width + i);
+        bring_line((const char *)cache.keys + head * width + i);
+        bring_line((const char *)cache.values + head * width + i);
     }
 }
 

@@ -42,9 +42,10 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_on_cpu { // fibers.cpp
 
 extern void *launch_shared;
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &body);
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, bool early, const std::function<void()> &body);
 void fail(const char *what);
 void rest();
+void await_kernel();
 void meet_block();
 void meet_warp();
 void fence();
@@ -122,6 +123,10 @@ static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half
 static inline __half2 __hsub2(__half2 a, __half2 b) {
     return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
 }
+static inline __half __hadd(__half x, __half y) { return __float2half(__half2float(x) + __half2float(y)); }
+static inline __half __hmul(__half x, __half y) { return __float2half(__half2float(x) * __half2float(y)); }
+static inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
+static inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
 
 // ---- the runtime
 
@@ -129,11 +134,12 @@ enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation
                    cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative,
+       cudaLaunchAttributeProgrammaticStreamSerialization };
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
+struct cudaLaunchAttribute { int id; struct { int cooperative, programmaticStreamSerializationAllowed; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
 struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
@@ -218,10 +224,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
+    bool early = config->numAttrs && config->attrs->id == cudaLaunchAttributeProgrammaticStreamSerialization;
     if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
     auto limit = cuda_on_cpu::shared_limits.find((const void *)kernel);
     if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second)) cuda_on_cpu::fail("more shared memory than the kernel may have");
     return cuda_on_cpu::submit([=] {
-        cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
+        cuda_on_cpu::run_grid(grid, threads, shared, together, early, [=] { std::apply(kernel, values); });
     });
 }

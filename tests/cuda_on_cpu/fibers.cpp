@@ -81,7 +81,7 @@ struct Fiber {
     void *watched = NULL;           // what ThreadSanitizer knows it by
     Block *block;
     int thread;
-    bool done;
+    bool done, awaited; // awaited: the kernel before
     Barrier *waits;        // NULL when ready
     unsigned generation;   // of the barrier when it came
     std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
@@ -94,6 +94,7 @@ static Context scheduler;
 static void *scheduler_watched;
 static int current;
 static const std::function<void()> *body;
+static bool begins_early; // the kernel, maybe before the one before it has ended
 
 static Fiber &me() { return fibers[current]; }
 static Warp &warp() { return me().block->warps[me().thread / 32]; }
@@ -102,6 +103,8 @@ void fail(const char *what) {
     fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
     abort();
 }
+
+void await_kernel() { me().awaited = true; }
 
 void rest() {
     __tsan_switch_to_fiber(scheduler_watched, __tsan_switch_to_fiber_no_sync);
@@ -218,6 +221,7 @@ static char begun, ended; // what was done before a launch comes before it; what
 static void enter() {
     __tsan_acquire(&begun);
     (*body)();
+    if (begins_early && !me().awaited) fail("a thread that does not wait for the kernel before");
     __tsan_release(&ended);
     me().done = true;
     for (Barrier *b : {&me().block->barrier, &warp().barrier, &warp().shuffle}) b->members--, open_if_all_came(*b);
@@ -239,7 +243,7 @@ static const size_t STACK = 64 << 10;
 static void prepare_fiber(Fiber &f, Block *block, int thread) {
     if (!f.memory) f.memory.reset(new char[STACK]);
     if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, and so kept
-    f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
+    f.block = block, f.thread = thread, f.done = f.awaited = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();
     prepare(&f.context, f.memory.get(), STACK, enter);
@@ -271,11 +275,11 @@ static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
     }
 }
 
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &kernel) {
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, bool early, const std::function<void()> &kernel) {
     unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
     unsigned sets = std::max(2u, 1024 / threads.x); // of fibers: so many blocks one after another are in no order
     if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
-    gridDim = grid, blockDim = threads, body = &kernel, scheduler_watched = __tsan_get_current_fiber();
+    gridDim = grid, blockDim = threads, body = &kernel, begins_early = early, scheduler_watched = __tsan_get_current_fiber();
     std::vector<int> order = turns(n);
     std::vector<void *> memory;
     for (unsigned first = 0; first < n; first += at_once) {
@@ -283,7 +287,9 @@ void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::
         for (unsigned i = 0; i < at_once; i++) {
             unsigned at = order[first + i];
             blocks[i].index = dim3(at % grid.x, at / grid.x % grid.y, at / grid.x / grid.y);
-            memory.push_back(aligned_alloc(16, (shared + 15) / 16 * 16));
+            void *room = NULL;
+            if (posix_memalign(&room, 128, shared)) fail("no memory");
+            memory.push_back(room);
             blocks[i].shared = memset(memory.back(), 0xff, shared);
         }
         run_blocks(blocks, threads.x, first % sets * threads.x);
