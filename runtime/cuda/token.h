@@ -15,8 +15,8 @@ enum {
     SLOTS_MAX = 8,          // of a warp
 };
 
-#ifndef FAR
-#define FAR 8 // pieces of a warp that come to the second-level cache before they are sent for
+#ifndef NEAR
+#define NEAR 3 // whether products' weights come to the second-level cache while the ones before wait for each other
 #endif
 
 // The products of a layer, and the last one.
@@ -187,14 +187,26 @@ static __device__ void fetch(const Token &t, Cursor &at, char *slot) {
     __pipeline_commit();
 }
 
-// Has the weights at the cursor brought to the second-level cache, and goes on to the next: a lane asks for 128 bytes of a row.
-// Shared memory alone is full too soon when products, which free it, have to wait.
-static __device__ void bring_near(const Token &t, Cursor &at) {
-    if (FAR == 0 || at.ended(t)) return;
-    int lane = threadIdx.x % 32, r = lane / 4, begin = at.piece * SPAN + lane % 4 * 128;
-    int row = at.rows * (at.first + at.group) + r % 4 + (r < 4 ? 0 : at.fifth);
-    if (begin < at.row_bytes) bring_line(at.data + (size_t)min(row, at.last) * at.row_bytes + begin);
-    at.next(t);
+// Has a stretch of memory brought to the second-level cache, by one thread. Nobody waits.
+static __device__ void bring_stretch(const char *from, size_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    for (size_t at = 0; at < bytes; at += 8192)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"((unsigned)min(bytes - at, (size_t)8192)));
+#else
+    (void)from, (void)bytes;
+#endif
+}
+
+// Has the block's weights of the product `steps` further on brought near, but for those that are on their way already. What warps
+// have sent for is all there before the grid has met twice; then memory would rest.
+static __device__ void bring_near(const Token &t, Share at, int steps) {
+    for (int i = 0; i < steps && !at.ended(t); i++) at.enter(t, at.step + 1);
+    if (at.ended(t)) return;
+    const Job &job = t.jobs[at.role];
+    const char *data = (const char *)job.w.data + at.layer * t.stride.numbers;
+    size_t row = (size_t)job.rows * at.first, n = min(job.rows * at.n, job.w.rows - job.rows * at.first);
+    bring_stretch(data + row * job.row_bytes, n * job.row_bytes);
+    if (at.role == GATE) bring_stretch(data + (row + job.fifth) * job.row_bytes, n * job.row_bytes);
 }
 
 // ---- what a warp does with a piece
@@ -434,7 +446,7 @@ template <Type type> static __device__ void load_x(const Token &t, const Share &
 
 // The block's products of a job, of weights of this type.
 template <Type type>
-static __device__ void multiply_share(const Token &t, const Share &at, const Shared &s, Cursor &ahead, Cursor &far, int &slot) {
+static __device__ void multiply_share(const Token &t, const Share &at, const Shared &s, Cursor &ahead, int &slot) {
     const Job &job = t.jobs[at.role];
     int warp = threadIdx.x / 32, group = job.first[warp].group, piece = job.first[warp].piece, pieces = job.pieces;
     int row_bytes = job.row_bytes, hop_groups = job.hop.group, hop_pieces = job.hop.piece, end = at.n * pieces, wait = t.slots;
@@ -452,7 +464,6 @@ static __device__ void multiply_share(const Token &t, const Share &at, const Sha
         __syncwarp(); // for what other lanes have copied
         multiply_piece<type>(from, x, steps, scales, s.products + i * OCTET);
         fetch(t, ahead, from);
-        bring_near(t, far);
         for (int k = 0; k < Lane<type>::SCALES; k++) scales[k] = following[k];
         if (++slot == wait) slot = 0;
     }
@@ -564,12 +575,10 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads, most = (n + 32 * WARPS - 1) / (32 * WARPS);
     splits = max(1, min(min(splits, most), t.splits)); // one, until positions are more than a block's tiles
 
-    Cursor ahead = {}, far;
+    Cursor ahead = {};
     if (warp < WARPS) {
         ahead.begin(t, 0);
         for (int i = 0; i < t.slots; i++) fetch(t, ahead, s.slots + ((size_t)warp * t.slots + i) * SLOT);
-        far = ahead;
-        for (int i = 0; i < FAR; i++) bring_near(t, far);
     }
     for (int i = threadIdx.x; i < t.table.cols; i += 32 * TEAM) // every block writes the same
         *(volatile float *)&t.x[i] = number_at(t.table, (size_t)token * t.table.cols + i);
@@ -591,8 +600,9 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         float2 beside = beside_pair(t, at, pos, threadIdx.x);
         prefetch_for_next(t, at, cache, n);
         __syncthreads();
-        if (warp < WARPS)
-            other ? multiply_share<last>(t, at, s, ahead, far, slot) : multiply_share<type>(t, at, s, ahead, far, slot);
+        if (threadIdx.x == 32 * WARPS && at.role == QKV && NEAR & 1) bring_near(t, at, 2);
+        if (threadIdx.x == 32 * WARPS && at.role == GATE && NEAR & 2) bring_near(t, at, 1);
+        if (warp < WARPS) other ? multiply_share<last>(t, at, s, ahead, slot) : multiply_share<type>(t, at, s, ahead, slot);
         __syncthreads();
         float scale = job.norm ? norm_scale(t, job.w.cols, s.sums) : 1;
         largest = larger(largest, use_products<Number>(t, at, cache, pos, s.products, scale, beside));
