@@ -73,8 +73,6 @@ def machine():
 
 # ./runcuda in other ways, to see what each is worth
 VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
-            "lanes": "-DBULK=0",                # weights of whole tokens without the copy engine
-            "wide": "-DSLOT_UNITS=8",           # with it, in pieces twice as large
             "many": "-DWARPS=11"}               # by more warps
 
 

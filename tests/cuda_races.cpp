@@ -3,7 +3,7 @@
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
-enum { NOTHING, BLOCK_BEFORE_READ, BLOCK_BEFORE_WRITE, WARP, FENCE_BEFORE, FENCE_AFTER, WARP_AFTER_COPY, ARRIVAL,
+enum { NOTHING, BLOCK_BEFORE_READ, BLOCK_BEFORE_WRITE, WARP, FENCE_BEFORE, FENCE_AFTER, WARP_AFTER_COPY,
        LAST_FENCE_BEFORE, LAST_FENCE_AFTER };
 
 static __device__ void meet(unsigned *arrived, int missing) { // of blocks that are there together
@@ -20,7 +20,6 @@ static __device__ void meet(unsigned *arrived, int missing) { // of blocks that 
 // Blocks of 64 threads; x (64 floats for each block), copied (4 times as many).
 static __global__ void together(float *x, const float *copied, unsigned *arrived, int missing) {
     LAUNCH_SHARED(shared);
-    Arrival *arrival = (Arrival *)(shared + 512);
     int i = threadIdx.x, other = 64 * (gridDim.x - 1 - blockIdx.x) + i;
     shared[i] = i;
     if (missing != BLOCK_BEFORE_READ) __syncthreads();
@@ -38,12 +37,7 @@ static __global__ void together(float *x, const float *copied, unsigned *arrived
     __pipeline_wait_prior(0);
     if (missing != WARP_AFTER_COPY) __syncwarp();
     sum += shared[4 * (i ^ 1)];
-    __syncthreads();
-    if (i == 0) expect_nothing(arrival);
-    __syncthreads();
-    if (i == 0) expect(arrival, 1024), copy_bulk(shared, copied, 1024, arrival);
-    if (missing != ARRIVAL) has_come(arrival, 0);
-    x[64 * blockIdx.x + i] = sum + shared[i];
+    x[64 * blockIdx.x + i] = sum;
 }
 
 // Blocks one after another, whose __shared__ variables are not the same. The last adds up what all have left.

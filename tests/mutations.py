@@ -130,7 +130,7 @@ def c_changes(source):
     return found
 
 
-GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|meet_grid|await|__pipeline_\w+|expect_nothing|prepare"
+GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|meet_grid|arrive|__pipeline_\w+"
                     r"|CUDA\(cuda\w+Synchronize)\(.*;[^\n]*$|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
 
 

@@ -40,11 +40,6 @@ enum {
 #define FUSED 1
 #endif
 
-// Whether kernels are told that they may begin while the one before ends. Since this version they can be recorded then.
-#ifndef EARLY
-#define EARLY (CUDART_VERSION >= 12030)
-#endif
-
 // Shared memory whose size the launch gives.
 #ifndef LAUNCH_SHARED
 #define LAUNCH_SHARED(name) \
@@ -60,17 +55,6 @@ typedef struct {
 
 // ----------------------------------------------------------------------------
 // Between kernels and threads
-
-// From Hopper on a kernel may begin while the one before it ends: each waits here, before it reads or writes what others do,
-// until that one has ended. The next may begin at once, where there is room.
-static __device__ void await_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#elif defined(CUDA_ON_CPU)
-    cuda_on_cpu::await_kernel();
-#endif
-}
 
 static __device__ float warp_sum(float x) {
     for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i, 32);
@@ -269,7 +253,6 @@ static __device__ void put(float *out, float y, bool add) { *out = add ? *out + 
 
 // For any shape: one warp for each row and token. The grid is (row groups, T).
 static __global__ void matmul_any(const __grid_constant__ Parts parts, const float *x, int cols) {
-    await_kernel();
     int lane = threadIdx.x % 32, t = blockIdx.y;
     Place at = find(parts, blockIdx.x * WARPS + threadIdx.x / 32, 1);
     if (at.part == parts.n) return;
@@ -341,7 +324,6 @@ static __global__ void __launch_bounds__(32 * WARPS) matvec(const __grid_constan
     Place at = find(parts, group, ROWS);
     Batch<type> now, next;
     now.load(parts, at, cols, unit);
-    await_kernel();
     for (int i = threadIdx.x; i < cols; i += 32 * WARPS) xs[padded(i)] = x[i];
     __syncthreads();
     float sum[ROWS] = {0};
@@ -367,7 +349,6 @@ static __global__ void __launch_bounds__(32 * WARPS) matvec(const __grid_constan
 // The grid is (row tiles, token tiles). cols is a multiple of 32.
 template <Type type>
 static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant__ Parts parts, const float *x, int cols, int T) {
-    await_kernel();
     const int N = Format<type>::N, K = 32;
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
     Place at = find(parts, blockIdx.x, TILE);
@@ -409,7 +390,6 @@ static __global__ void __launch_bounds__(256) matmul_tiles(const __grid_constant
 
 // x (n,) in half precision.
 static __global__ void convert(__half *out, const float *x, size_t n) {
-    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = to_half(x[i]);
 }
@@ -806,7 +786,6 @@ static __global__ void __launch_bounds__(TEAM_SIZE, 1)
     __half *ws = (__half *)room, *xs = ws + 2 * R * ROOM; // weights of two steps, then p.stages of x; in the end the sums
     int step = first_of(p, blockIdx.x), end = first_of(p, blockIdx.x + 1);
     bring_first<type, R>(parts, p, step);
-    await_kernel();
     for (int n; step < end; step += n) {
         int tile = step / p.steps, first = step % p.steps, t0 = tile % p.tokens * TOKENS;
         n = min(p.steps - first, end - step);
@@ -915,7 +894,6 @@ typedef struct {
 // Of many tokens: a block takes 8 tokens of one head, a warp each, so that they share what they read.
 // out, q (T, n_heads, head_dim); the grid is (n_heads, groups of 8 tokens).
 template <typename Number, int D> static __global__ void attention_many(Cache c, float *out, __half *copy, const float *q, int T) {
-    await_kernel();
     __shared__ float queries[WARPS][HEAD_MAX];
     int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = blockIdx.y * WARPS + warp;
     if (t >= T) return;
@@ -1057,7 +1035,6 @@ template <int D> struct Flash {
 template <int D>
 static __global__ void __launch_bounds__(32 * Flash<D>::WARPS_HERE)
     attention_tiles(Cache c, float *out, __half *copy, const float *q, int T) {
-    await_kernel();
     typedef Flash<D> F;
     __shared__ __align__(128) __half qs[F::QUERIES * F::WIDE], ks[F::KEYS * F::WIDE], vs[F::KEYS * F::WIDE];
     __shared__ __align__(128) float all_scores[F::WARPS_HERE][16 * F::SCORES], all_shrinks[F::WARPS_HERE][16];
@@ -1145,7 +1122,6 @@ static __device__ float merge_pieces(const float *pieces, int h, int splits, int
 // Of one token: the last block of a head to be ready merges what all have left. The grid is (n_heads, splits).
 template <typename Number, int D>
 static __global__ void attention_one(Cache c, float *out, const float *q, float *pieces, unsigned *counters) {
-    await_kernel();
     __shared__ Desk desk;
     int h = blockIdx.x, split = blockIdx.y, splits = gridDim.y, d = threadIdx.x;
     Whole w = attend_head<Number, D>(c, q, h, split, splits, c.input->pos + 1, &desk);
@@ -1174,7 +1150,6 @@ typedef struct { const float *bq, *bk, *bv, *q_norm, *k_norm; } HeadWeights;
 // Adds their biases to q (T, n_heads, head_dim), k and v (T, n_kv_heads, head_dim), and normalises each head of q and k. A warp
 // takes a head; the grid is (n_heads + 2 n_kv_heads, T).
 static __global__ void __launch_bounds__(32) finish_heads(Cache c, HeadWeights w, float *q, float *k, float *v, float norm_eps) {
-    await_kernel();
     int head = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
     bool is_q = head < c.n_heads, is_k = !is_q && head < c.n_heads + c.n_kv_heads;
     if (!is_q) head -= is_k ? c.n_heads : c.n_heads + c.n_kv_heads;
@@ -1191,7 +1166,6 @@ static __global__ void __launch_bounds__(32) finish_heads(Cache c, HeadWeights w
 // Rotates the pairs of q (T, n_heads, head_dim) and k (T, n_kv_heads, head_dim) and writes k and v to the cache.
 // The grid is (pairs, T); rotation (positions, head_dim / 2) holds cosine and sine.
 template <typename Number> static __global__ void rotate(Cache c, float *q, float *k, const float *v, const float2 *rotation) {
-    await_kernel();
     int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
     int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t, apart = 1;
     bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
@@ -1217,7 +1191,6 @@ template <typename Number> static __global__ void rotate(Cache c, float *q, floa
 
 // x (T, dim); a thread computes one number.
 static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input, int T) {
-    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     int dim = table.cols, t = (int)(i / dim);
     if (t < T) x[i] = number_at(table, (size_t)input->tokens[t] * dim + i % dim);
@@ -1226,7 +1199,6 @@ static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, c
 // A block for each token.
 static __global__ void __launch_bounds__(512)
     normalize(float *out, __half *copy, const float *x, const float *weight, int dim, float eps) {
-    await_kernel();
     __shared__ float sums[16];
     size_t at = (size_t)blockIdx.x * dim;
     float sum = 0;
@@ -1241,7 +1213,6 @@ static __global__ void __launch_bounds__(512)
 }
 
 static __global__ void gate(float *h, __half *copy, const float *h2, size_t n) {
-    await_kernel();
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) put_x(h, copy, i, swiglu(h[i], h2[i]));
 }
@@ -1272,7 +1243,6 @@ static __device__ Largest block_largest(Largest mine, Largest *shared) {
 
 // best = index of the largest of x (n,), the first of equals; -1 when any is not finite. One block of 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
-    await_kernel();
     __shared__ Largest shared[32];
     Largest mine = {-INFINITY, n};
     for (int i = threadIdx.x; i < n; i += 1024) mine = larger(mine, finite(x[i], i));
@@ -1387,7 +1357,6 @@ static __device__ void find_token(const Chances &c, uint32_t bits, Mass target, 
 // is token `best`'s logit. One block of DRAWERS threads.
 static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, int best, float topp, float coin) {
     __shared__ Mass shared[DRAWERS / 32], all;
-    await_kernel();
     c.most = c.logits[best];
     Mass total = 0, above;
     for_chances(c, [&](float chance) { total += mass_of(chance); });
@@ -1407,7 +1376,6 @@ static __global__ void __launch_bounds__(DRAWERS) draw(int *token, Chances c, in
 
 // Reads n 16-byte words; writes only if their sum is what no one expects.
 static __global__ void read_all(const uint4 *words, size_t n, int *out) {
-    await_kernel();
     uint32_t sum = 0;
     size_t stride = (size_t)gridDim.x * blockDim.x, i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i + 3 * stride < n; i += 4 * stride) {
@@ -1439,7 +1407,6 @@ typedef struct {
     int multiprocessors;
     size_t shared_most;    // bytes of shared memory that a block can have
     bool cooperative;      // whether whole_token can run
-    bool early;            // a kernel may begin while the one before it ends
     bool records;          // the driver lets calls be recorded as graphs
     bool in_pass;          // between begin and end
     Recording recordings[CHUNK + 1][2]; // by T and all
@@ -1496,23 +1463,9 @@ static cudaError_t start(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)
     return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// Starts a kernel that calls await_kernel.
-template <typename... P>
-static cudaError_t start_early(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                               typename Exactly<P>::type... args) {
-#if EARLY
-    cudaLaunchAttribute early = {};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    return start(c, c->early ? &early : NULL, kernel, grid, threads, shared, args...);
-#else
-    return start(c, NULL, kernel, grid, threads, shared, args...);
-#endif
-}
-
 template <typename... P>
 static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t shared, typename Exactly<P>::type... args) {
-    CUDA(start_early(c, kernel, grid, threads, shared, args...));
+    CUDA(start(c, NULL, kernel, grid, threads, shared, args...));
 }
 
 // Lets a kernel have all the shared memory there is. Not what a launch takes: the limit is the process's, and a session on a
@@ -2118,7 +2071,6 @@ static const char *find_device(Cuda *c, llamac_error *wrong) {
     }
     c->multiprocessors = device.multiProcessorCount;
     c->shared_most = device.sharedMemPerBlockOptin;
-    c->early = device.major >= 9;
     c->cooperative = device.cooperativeLaunch && device.major >= 8; // copies go on by themselves from Ampere on
     return NULL;
 }
@@ -2275,7 +2227,7 @@ static bool can_record(Cuda *c) {
     cudaGraphExec_t exec = NULL;
     bool ok = cudaStreamBeginCapture(c->stream, cudaStreamCaptureModeThreadLocal) == cudaSuccess;
     if (ok) {
-        ok = start_early(c, convert, 1, 256, 0, c->x16, c->pieces, 1) == cudaSuccess;
+        ok = start(c, NULL, convert, 1, 256, 0, c->x16, c->pieces, 1) == cudaSuccess;
         ok = cudaStreamEndCapture(c->stream, &graph) == cudaSuccess && ok;
     }
     ok = ok && cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphLaunch(exec, c->stream) == cudaSuccess;

@@ -15,10 +15,6 @@ enum {
     SLOTS_MAX = 8,          // of a warp
 };
 
-#ifndef NEAR
-#define NEAR 3 // whether products' weights come to the second-level cache while the ones before wait for each other
-#endif
-
 // The products of a layer, and the last one.
 enum { QKV, OUT, GATE, DOWN, LOGITS, ROLES };
 
@@ -185,28 +181,6 @@ static __device__ void fetch(const Token &t, Cursor &at, char *slot) {
         at.next(t);
     }
     __pipeline_commit();
-}
-
-// Has a stretch of memory brought to the second-level cache, by one thread. Nobody waits.
-static __device__ void bring_stretch(const char *from, size_t bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    for (size_t at = 0; at < bytes; at += 8192)
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + at), "r"((unsigned)min(bytes - at, (size_t)8192)));
-#else
-    (void)from, (void)bytes;
-#endif
-}
-
-// Has the block's weights of the product `steps` further on brought near, but for those that are on their way already. What warps
-// have sent for is all there before the grid has met twice; then memory would rest.
-static __device__ void bring_near(const Token &t, Share at, int steps) {
-    for (int i = 0; i < steps && !at.ended(t); i++) at.enter(t, at.step + 1);
-    if (at.ended(t)) return;
-    const Job &job = t.jobs[at.role];
-    const char *data = (const char *)job.w.data + at.layer * t.stride.numbers;
-    size_t row = (size_t)job.rows * at.first, n = min(job.rows * at.n, job.w.rows - job.rows * at.first);
-    bring_stretch(data + row * job.row_bytes, n * job.row_bytes);
-    if (at.role == GATE) bring_stretch(data + (row + job.fifth) * job.row_bytes, n * job.row_bytes);
 }
 
 // ---- what a warp does with a piece
@@ -600,8 +574,6 @@ static __global__ void __launch_bounds__(32 * TEAM, 1) whole_token(const __grid_
         float2 beside = beside_pair(t, at, pos, threadIdx.x);
         prefetch_for_next(t, at, cache, n);
         __syncthreads();
-        if (threadIdx.x == 32 * WARPS && at.role == QKV && NEAR & 1) bring_near(t, at, 2);
-        if (threadIdx.x == 32 * WARPS && at.role == GATE && NEAR & 2) bring_near(t, at, 1);
         if (warp < WARPS) other ? multiply_share<last>(t, at, s, ahead, slot) : multiply_share<type>(t, at, s, ahead, slot);
         __syncthreads();
         float scale = job.norm ? norm_scale(t, job.w.cols, s.sums) : 1;

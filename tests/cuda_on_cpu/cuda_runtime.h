@@ -42,10 +42,9 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_on_cpu { // fibers.cpp
 
 extern void *launch_shared;
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, bool early, const std::function<void()> &body);
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &body);
 void fail(const char *what);
 void rest();
-void await_kernel();
 void meet_block();
 void meet_warp();
 void fence();
@@ -54,10 +53,6 @@ uint64_t exchange_bits(uint64_t bits, int lane); // what that lane brings to the
 void copy_async(void *to, const void *from, size_t n);
 void commit_copies();
 void wait_for_copies(size_t groups);
-void expect_nothing(void *arrival);
-void expect(void *arrival, unsigned bytes);
-void copy_bulk(void *to, const void *from, unsigned bytes, void *arrival);
-void wait_for_arrival(void *arrival, unsigned round);
 
 template <typename T> UNWATCHED T exchange(T value, int lane) {
     uint64_t bits = 0;
@@ -134,12 +129,11 @@ enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation
                    cudaErrorNotReady };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative,
-       cudaLaunchAttributeProgrammaticStreamSerialization };
+       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int cooperative, programmaticStreamSerializationAllowed; } val; };
+struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
 struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
 struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
@@ -224,11 +218,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     dim3 grid = config->gridDim, threads = config->blockDim;
     size_t shared = config->dynamicSmemBytes;
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
-    bool early = config->numAttrs && config->attrs->id == cudaLaunchAttributeProgrammaticStreamSerialization;
     if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
     auto limit = cuda_on_cpu::shared_limits.find((const void *)kernel);
     if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second)) cuda_on_cpu::fail("more shared memory than the kernel may have");
     return cuda_on_cpu::submit([=] {
-        cuda_on_cpu::run_grid(grid, threads, shared, together, early, [=] { std::apply(kernel, values); });
+        cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
     });
 }

@@ -5,7 +5,6 @@
 // without sanitizers, for speed; what it copies for the kernels it asks AddressSanitizer about, where the program has that.
 #include "cuda_runtime.h"
 #include <ucontext.h>
-#include <map>
 #include <memory>
 
 extern "C" __attribute__((weak)) void *__asan_region_is_poisoned(void *, size_t);
@@ -81,7 +80,7 @@ struct Fiber {
     void *watched = NULL;           // what ThreadSanitizer knows it by
     Block *block;
     int thread;
-    bool done, awaited; // awaited: the kernel before
+    bool done;
     Barrier *waits;        // NULL when ready
     unsigned generation;   // of the barrier when it came
     std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
@@ -94,7 +93,6 @@ static Context scheduler;
 static void *scheduler_watched;
 static int current;
 static const std::function<void()> *body;
-static bool begins_early; // the kernel, maybe before the one before it has ended
 
 static Fiber &me() { return fibers[current]; }
 static Warp &warp() { return me().block->warps[me().thread / 32]; }
@@ -103,8 +101,6 @@ void fail(const char *what) {
     fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
     abort();
 }
-
-void await_kernel() { me().awaited = true; }
 
 void rest() {
     __tsan_switch_to_fiber(scheduler_watched, __tsan_switch_to_fiber_no_sync);
@@ -188,32 +184,6 @@ void wait_for_copies(size_t groups) {
         for (Copy &copy : copies.front()) do_copy(copy);
 }
 
-// The copy engine: what reports to an arrival is done when that is waited for; its round then changes
-struct Flight { uint32_t round = 0, expected = 0; std::vector<Copy> copies; };
-
-static std::map<void *, Flight> flights;
-
-void expect_nothing(void *arrival) { flights[arrival] = Flight(); }
-void expect(void *arrival, unsigned bytes) { flights.at(arrival).expected += bytes; }
-
-void copy_bulk(void *to, const void *from, unsigned bytes, void *arrival) {
-    flights.at(arrival).copies.push_back(send_for(to, from, bytes, 16));
-    __tsan_release(arrival);
-}
-
-void wait_for_arrival(void *arrival, unsigned round) {
-    Flight &f = flights.at(arrival);
-    for (int turns = 0; f.round == round && !f.expected; rest())
-        if (++turns == 100000) fail("copies that nobody sends for");
-    if (f.round == round) {
-        size_t bytes = 0;
-        for (Copy &copy : f.copies) do_copy(copy), bytes += copy.n;
-        if (bytes != f.expected) fail("copies of another size than expected");
-        f = Flight(), f.round = round ^ 1;
-    }
-    __tsan_acquire(arrival);
-}
-
 // ---- grids
 
 static char begun, ended; // what was done before a launch comes before it; what it does, before all that follows
@@ -221,7 +191,6 @@ static char begun, ended; // what was done before a launch comes before it; what
 static void enter() {
     __tsan_acquire(&begun);
     (*body)();
-    if (begins_early && !me().awaited) fail("a thread that does not wait for the kernel before");
     __tsan_release(&ended);
     me().done = true;
     for (Barrier *b : {&me().block->barrier, &warp().barrier, &warp().shuffle}) b->members--, open_if_all_came(*b);
@@ -243,7 +212,7 @@ static const size_t STACK = 64 << 10;
 static void prepare_fiber(Fiber &f, Block *block, int thread) {
     if (!f.memory) f.memory.reset(new char[STACK]);
     if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, and so kept
-    f.block = block, f.thread = thread, f.done = f.awaited = false, f.waits = NULL, f.fenced = false;
+    f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();
     prepare(&f.context, f.memory.get(), STACK, enter);
@@ -275,11 +244,11 @@ static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
     }
 }
 
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, bool early, const std::function<void()> &kernel) {
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &kernel) {
     unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
     unsigned sets = std::max(2u, 1024 / threads.x); // of fibers: so many blocks one after another are in no order
     if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
-    gridDim = grid, blockDim = threads, body = &kernel, begins_early = early, scheduler_watched = __tsan_get_current_fiber();
+    gridDim = grid, blockDim = threads, body = &kernel, scheduler_watched = __tsan_get_current_fiber();
     std::vector<int> order = turns(n);
     std::vector<void *> memory;
     for (unsigned first = 0; first < n; first += at_once) {
