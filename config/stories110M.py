@@ -8,7 +8,6 @@ dim = 768
 n_layers = 12
 n_heads = 12
 max_seq_len = 1024
-within_documents = False    # as in llama2.c, and faster on a GPU
 dropout = 0.1
 batch_size = 16
 gradient_accumulation_steps = 32

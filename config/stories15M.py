@@ -8,7 +8,6 @@ dim = 288
 n_layers = 6
 n_heads = 6
 max_seq_len = 256
-within_documents = False    # as in llama2.c, and faster on a GPU
 batch_size = 128
 gradient_accumulation_steps = 4
 optimizer = "adamw"

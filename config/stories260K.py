@@ -10,7 +10,6 @@ n_heads = 8
 n_kv_heads = 4
 multiple_of = 4              # hidden width 172
 max_seq_len = 512
-within_documents = False    # as in llama2.c, and faster on a GPU
 dropout = 0.05
 batch_size = 128
 optimizer = "adamw"

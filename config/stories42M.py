@@ -8,7 +8,6 @@ dim = 512
 n_layers = 8
 n_heads = 8
 max_seq_len = 1024
-within_documents = False    # as in llama2.c, and faster on a GPU
 dropout = 0.1
 batch_size = 32
 gradient_accumulation_steps = 16
