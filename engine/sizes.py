@@ -57,6 +57,7 @@ RESERVE = 0.03     # of the minutes, for what comes after the last step
 EVALUATIONS = 12   # of a run
 LARGE = 1 << 26    # bytes of a text that may be too large to prepare all of it
 WORTH = 0.006      # of a run's time, that one of them may take
+FILLED = 1.25      # how much longer a GPU may take for twice the batch; below, steps wait for kernels to be launched
 
 
 def from_time(s, given):
@@ -203,9 +204,10 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     (seconds to train, the plan's part that needs the prepared text of `meta`): steps, rate, regularisation, evaluations. A
     text that is read often needs dropout, and is read no more often than helps.
     """
+    s, one = filled(s, given, meta, make_optimizer, device, amp_dtype)
     seconds = training_seconds(s.minutes)
     passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
-    possible = seconds / step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
+    possible = seconds / one
     enough = epochs_for(meta["train_bytes"]) / passes
     steps = max(20, round(min(possible, enough)))
     epochs, limited = steps * passes, enough < possible
@@ -225,7 +227,27 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
     if s.optimizer == "adamw":
         del plan["table_rate"]
+    if device.type == "cuda":
+        why = f"sequences of a forward pass, {tokens_per_step(s):,} tokens a step: fewer take this GPU hardly less time"
+        plan["batch_size"] = (s.batch_size, why)
     return seconds, {name: both for name, both in plan.items() if name not in given}
+
+
+def filled(s, given, meta, make_optimizer, device, amp_dtype):
+    """
+    (s, seconds of a step), with a batch that a GPU is busy with: twice as many sequences, as often as they cost little more time,
+    sixteen times as many at most, and not more than the text is worth reading in the time.
+    """
+    one = step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
+    for _ in range(4 if device.type == "cuda" and not given & {"batch_size", "gradient_accumulation_steps"} else 0):
+        more = copy.copy(s)
+        more.batch_size *= 2
+        longer = step_seconds(more, meta["vocab_size"], make_optimizer, device, amp_dtype)
+        epochs = training_seconds(s.minutes) / longer * tokens_per_step(more) / meta["train_tokens"]
+        if longer > FILLED * one or epochs > epochs_for(meta["train_bytes"]):
+            break
+        s, one = more, longer
+    return s, one
 
 
 def share_of(epochs, meta):

@@ -84,6 +84,24 @@ def test_every_plan_can_train(monkeypatch, size):
         assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("size, minutes, times", [(10 ** 9, 1.0, 16), (10 ** 7, 0.5, 8), (10_000, 5.0, 1)])
+def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_to_read(monkeypatch, device, size, minutes, times):
+    """A step takes 5 ms, however small, and not much longer before it has 8 times as many tokens or the text is read enough."""
+    s = plan(monkeypatch, size, minutes, given={"dim"}, dim=64)
+    meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": 500}
+    usual = costs.tokens_per_step(s)
+    monkeypatch.setattr(sizes, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
+
+    def found(given):
+        _, length = sizes.plan_length(s, given, meta, make_optimizer, torch.device(device), torch.float32)
+        return sizes.values(length)
+
+    many = found(set()).get("batch_size", s.batch_size) / s.batch_size
+    assert many == 1 if device == "cpu" or times == 1 else times / 2 <= many <= times
+    assert "batch_size" not in found({"batch_size"})
+
+
 def test_dropout_grows_with_how_often_a_text_is_read():
     """None where a text is read four times or less, a tenth where six readings would teach it by heart: doc/lab/own_text.md."""
     found = [sizes.dropout_for(epochs) for epochs in (0.01, 1, 4, 6, 40, 60)]
