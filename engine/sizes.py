@@ -204,6 +204,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     (seconds to train, the plan's part that needs the prepared text of `meta`): steps, rate, regularisation, evaluations. A
     text that is read often needs dropout, and is read no more often than helps.
     """
+    usual = s.batch_size
     s, one = filled(s, given, meta, make_optimizer, device, amp_dtype)
     seconds = training_seconds(s.minutes)
     passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
@@ -227,7 +228,7 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
             "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
     if s.optimizer == "adamw":
         del plan["table_rate"]
-    if device.type == "cuda":
+    if s.batch_size > usual:
         why = f"sequences of a forward pass, {tokens_per_step(s):,} tokens a step: fewer take this GPU hardly less time"
         plan["batch_size"] = (s.batch_size, why)
     return seconds, {name: both for name, both in plan.items() if name not in given}

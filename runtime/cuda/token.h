@@ -485,7 +485,7 @@ static __device__ Largest use_pair(const Token &t, int role, const Cache &cache,
         if (is_q) put_pair(t.q + i, a, b);
         else put_pair((Number *)(is_k ? cache.keys : cache.values) + place_in_cache(cache, i, pos), a, b);
     } else if (role == GATE) {
-        t.h[i] = a / (1 + expf(-a)) * b;
+        t.h[i] = swiglu(a, b);
     } else if (role == LOGITS) {
         bool two = i + 1 < t.jobs[LOGITS].w.rows;
         t.logits[i] = a;
