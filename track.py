@@ -42,7 +42,7 @@ from urllib.parse import urlsplit
 from tqdm import tqdm
 
 from configurator import fail
-from engine.files import read_json, sha256, why, write_atomic
+from engine.files import read_json, replacing, sha256, why, write_atomic
 from engine.follow import Parser, Tee, follow
 from engine.redact import redact
 from engine.streams import tell
@@ -161,7 +161,7 @@ def wandb_key():
     try:
         known = netrc.netrc(file).authenticators if file else lambda place: None
         return bool(known(place) or place == "api.forge.coreweave.com" and known("api.wandb.ai"))  # its name before
-    except (OSError, netrc.NetrcParseError):
+    except (OSError, ValueError, netrc.NetrcParseError):  # ValueError: bytes that are not UTF-8
         return False
 
 
@@ -762,15 +762,15 @@ def new_run_id(name):
 
 
 def git(*words):
-    """What git says of this program's own folder."""
-    return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, text=True, timeout=5,
-                          check=True).stdout.strip()
+    """Return what git prints about this program's own folder, as bytes: names and contents may have any encoding."""
+    return subprocess.run(["git", "-C", str(Path(__file__).parent), *words], capture_output=True, timeout=5,
+                          check=True).stdout
 
 
 def git_remote():
     """The address of this program's repository without a token in it; None where git knows none."""
     try:
-        return redact(git("remote", "get-url", "origin"))
+        return redact(git("remote", "get-url", "origin").decode(errors="replace").strip())
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -778,16 +778,21 @@ def git_remote():
 def source_version():
     """{"git_commit", "git_changed": whether files differ from it} of this program; empty where git knows nothing."""
     try:
-        return {"git_commit": git("rev-parse", "HEAD"), "git_changed": bool(git("diff", "--stat", "HEAD"))}
+        return {"git_commit": git("rev-parse", "HEAD").decode().strip(), "git_changed": bool(git("diff", "--stat", "HEAD"))}
     except (OSError, subprocess.SubprocessError):
         return {}
 
 
 def keep_diff(out_dir, config):
-    """out_dir/diff.patch: in what this program's files differ from the commit that the configuration names."""
+    """
+    Write out_dir/diff.patch: how this program's files differ from the commit that the configuration names. Every byte that
+    is no secret stays as it is, so `git apply` takes the file, whatever the user's settings of git are.
+    """
     if config.get("git_changed"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            Path(out_dir, "diff.patch").write_text(redact(git("diff", "HEAD")) + "\n", encoding="utf-8")
+            text = git("diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD").decode(errors="surrogateescape")
+            with replacing(Path(out_dir, "diff.patch")) as f:
+                f.write(redact(text).encode(errors="surrogateescape"))
 
 
 def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens", tables=True, models=True,

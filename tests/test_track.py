@@ -157,6 +157,34 @@ def test_what_differs_from_the_commit_is_kept_without_its_secrets(tmp_path):
     assert config["git_changed"] is True and len(config["git_commit"]) == 40
 
 
+def test_whatever_bytes_git_prints_are_kept(tmp_path, monkeypatch):
+    """Bytes that are not UTF-8 in text, a name and the remote; CRLF; a blank last line of context; the user's colours."""
+    repository, name = tmp_path / "llamac", "na\udcefve.txt"
+    repository.mkdir()
+
+    def git(*words):
+        return subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=repository, check=True,
+                              capture_output=True).stdout
+    git("init", "-q")
+    for file in ("a.txt", name):
+        (repository / file).write_bytes(b"caf\xe9\r\none\r\ntwo\r\n\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    for words in ("color.ui always", "diff.external false", "diff.noprefix false", "remote.origin.url /caf\udce9"):
+        git("config", *words.split())
+    changed = b"caf\xe9\r\n\xff one\r\ntwo\r\n\n"
+    for file in ("a.txt", name):
+        (repository / file).write_bytes(changed)
+    monkeypatch.setattr(track, "__file__", str(repository / "track.py"))
+    config = track.source_version()
+    assert config == {"git_commit": git("rev-parse", "HEAD").decode().strip(), "git_changed": True}
+    assert track.git_remote() == "/caf\ufffd"
+    track.keep_diff(tmp_path, config)
+    git("checkout", "-q", ".")
+    git("apply", "--whitespace=nowarn", str(tmp_path / "diff.patch"))
+    assert all((repository / file).read_bytes() == changed for file in ("a.txt", name))
+
+
 def test_without_wandb_log_nothing_of_it_is_written(tmp_path, tracked):
     (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
     done = run(tmp_path, "--max_iters=2")
