@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def is_held_out(r, source):
     """Whether a source's first document went to validation, so that the first training document may stand anywhere in it."""
     held = r.dataset.tokenizer.decode(first_document(r, split="val")).rstrip("\ufffd").strip()
     start = r.dataset.tokenizer.decode(r.dataset.tokenizer.encode(source[:1 << 12]))
-    return start.replace(SEPARATOR.decode(), "").lstrip().startswith(held)
+    return start.lstrip().startswith(held)
 
 
 def beginning(r):
@@ -169,9 +170,22 @@ def beginning(r):
     if b"\0" in found:  # UTF-16, which was converted
         return None
     try:
-        return found[:HEAD].decode().removeprefix("\ufeff")
+        text = found[:HEAD].decode()
     except UnicodeDecodeError as e:
-        return found[:e.start].decode().removeprefix("\ufeff") if e.start > HEAD - 4 else None
+        if e.start <= HEAD - 4:
+            return None
+        text = found[:e.start].decode()
+    return without_separators(text.removeprefix("\ufeff"), cut=len(found) > HEAD)
+
+
+def without_separators(text, cut):
+    """The documents of a text one after the other. cut: whether the text ends anywhere, even inside a separator."""
+    separator = SEPARATOR.decode()
+    documents = re.split(rf"(?<![^\r\n]){re.escape(separator)}(?![^\r\n])", text)
+    if cut:
+        begun = next((n for n in range(len(separator), 0, -1) if documents[-1].endswith(separator[:n])), 0)
+        documents[-1] = documents[-1][:len(documents[-1]) - begun]
+    return "".join(document.strip() for document in documents) if documents[1:] else documents[0]
 
 
 def lost(source, back):

@@ -22,10 +22,10 @@ from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "run"
+TOKENS = 1024     # of a forward pass of a check, about
 TRIAL_STEPS = 6   # of the check `rate`, and how far the loss may rise in them, in nats, ...
 MOST_RISE = 1.4   # ... and the first of them may change a matrix, of its length. At a good rate 0.1, or 1 where it is bold, and 0.3
 MOST_CHANGE = 2
-FRESH = 0.02      # deviation of fresh weights, model.py's init_weights
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------
@@ -52,7 +52,8 @@ def future(r):
 
 def documents(r):
     """within_documents is set, and attention reaches into the document before."""
-    if not r.s.within_documents or r.dataset.separator is None or r.s.max_seq_len < 8:
+    few = r.s.max_seq_len < 8 or r.args.vocab_size < 3
+    if not r.s.within_documents or r.dataset.separator is None or few:
         raise Skip
     T = min(r.s.max_seq_len, 64)
     tokens = r.line(T)
@@ -66,26 +67,36 @@ def documents(r):
 
 
 def norms(r):
-    """A forgotten normalisation: what a matrix reads from the residual stream has not the length that RMSNorm gives."""
+    """
+    Find a forgotten normalization: compare what each matrix reads from the residual stream with
+    the root mean square that RMSNorm gives to that stream.
+    """
     if not r.fresh:
         raise Skip
-    found, looks = {}, []
+    read, blocks, attended, looks = {}, [], [], []
 
     def look(name, linear):
-        looks.append((linear, lambda given, out: found.update({name: given.float().square().mean().sqrt().item()})))
+        looks.append((linear, lambda given, out: read.update({name: given.float()})))
 
     for i, layer in enumerate(r.model.layers):
-        for part, names in ((layer.attention, "wq wk wv"), (layer.feed_forward, "w1 w3")):
-            for name in names.split():
-                look(f"layers.{i}.{'attention' if part is layer.attention else 'feed_forward'}.{name}", getattr(part, name))
+        for part in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+            look(f"layers.{i}.{part}", layer.get_submodule(part))
+        looks.append((layer.attention, lambda given, out: attended.append(out.float())))
+        looks.append((layer, lambda given, out: blocks.append((given.float(), out.float()))))
     look("output", r.model.output)
     with watching(looks):
         r.outputs(r.x[:1])
-    least = 1 / math.sqrt(1 + r.args.norm_eps / FRESH ** 2)  # where eps is not small beside the embedding
-    for name, length in found.items():
-        if not 0.7 * least < length < 1.4:
-            raise Bug(f"what {name} reads has a root mean square of {length:.3g}, expected 1: an RMSNorm before it is missing "
-                      f"or wrong")
+    for name, x in read.items():
+        layer, part, *_ = name.removeprefix("layers.").split(".") + [""]
+        residual = blocks[-1][1] if name == "output" else blocks[int(layer)][0]
+        if part == "feed_forward":
+            residual = residual + attended[int(layer)]
+        square = residual.square().mean(-1)  # of each token; norm_eps may not be small beside it
+        expected = (square / (square + r.args.norm_eps)).mean().sqrt().item()
+        length = x.square().mean().sqrt().item()
+        if not 0.7 * expected < length < 1.4 * expected:
+            raise Bug(f"what {name} reads has a root mean square of {length:.3g}, expected "
+                      f"{expected:.3g}: an RMSNorm before it is missing or wrong")
 
 
 def attention(r):
@@ -147,33 +158,63 @@ def plain_attention(module, x, args, swapped):
     return out @ w["wo.weight"].T
 
 
+LOGITS = 1 << 22  # max logits that the check `loss` holds at a time
+
+
 def loss(r):
-    """Wrong initialisation or units of the loss: a fresh model has to find all tokens equally likely, which costs ln V."""
+    """
+    Find wrong units of the loss, or a wrong initialization. The loss of the first batch must be the
+    mean cross entropy of the logits. A fresh model must find all tokens but the one it reads about
+    equally likely: with tied weights a token's own logit stands out, the more so the wider the
+    model, and in a text of few letters it decides the loss.
+    """
+    V = r.args.vocab_size
     r.model.eval()
+    T = min(r.x.shape[1], max(1, LOGITS // V))
+    x, y = r.x[:max(1, LOGITS // (V * T)), :T], r.y[:max(1, LOGITS // (V * T)), :T]
     with torch.no_grad(), r.amp:
-        found = r.model(r.x, r.y)[1].item()
-    usual = math.log(r.args.vocab_size)
-    # logits of deviation d add d^2 / 2; in a tied and wide model a token's own logit stands out, too: measured
-    slack = 0.3 + (2e-3 if r.args.tied else 4e-4) * r.args.dim
-    if not math.isfinite(found):
-        raise Bug(f"the loss before the first step is {found}; look at the initialisation, and at the data's ids")
-    if not r.fresh and found > usual + slack:
-        raise Suspicion(f"the loss before the first step is {found:.2f}, worse than ln V = {usual:.2f} of a model that "
-                        f"knows nothing; were these weights trained with this vocabulary?")
-    if r.fresh and abs(found - usual) > slack:
-        raise Bug(f"the loss before the first step is {found:.2f}, expected ln V = {usual:.2f}; look at the initialisation "
-                  f"and at the mean of the loss over tokens")
+        whole, found = (r.model(*both)[1].item() for both in ((r.x, r.y), (x, y)))
+        logits = r.model(x, every=True)[0].float()
+    if not math.isfinite(whole):
+        raise Bug(f"the loss before the first step is {whole}; look at the initialisation, and at the data's ids")
+    count = max(1, (y >= 0).sum().item())
+    sums = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum").item()
+    if abs(found - sums / count) > 0.3:
+        raise Bug(f"the loss before the first step is {found:.2f}, the mean cross entropy of the model's logits "
+                  f"{sums / count:.2f}; look at the mean of the loss over tokens")
+    slack = 0.3 + 4e-4 * r.args.dim * (1 + 10 / V)  # logits of deviation d add d^2 / 2
+    if not r.fresh:
+        if whole > math.log(V) + slack:
+            raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = {math.log(V):.2f} of a "
+                            f"model that knows nothing; were these weights trained with this vocabulary?")
+        return
+    if V < 2:
+        return
+    ids = torch.arange(min(V, max(1, LOGITS // V)), device=r.device)
+    with torch.no_grad(), r.amp:
+        logits = r.model(ids[:, None])[0][:, 0].float()  # (ids, V), of each token by itself
+    others = logits[torch.arange(V, device=r.device) != ids[:, None]].view(len(ids), V - 1)
+    likely = (others.logsumexp(1) - others.mean(1)).mean().item()
+    if not abs(likely - math.log(V - 1)) < slack:
+        raise Bug(f"a fresh model finds some tokens much likelier than others: the loss before the first step is "
+                  f"{likely:.2f} where targets are drawn by chance, expected {math.log(V - 1):.2f}, as of equal "
+                  f"chances; look at the initialisation")
 
 
 # ---- gradients ----------------------------------------------------------------------------------------------------
 
 def gradients(r):
-    """A frozen layer, a detached gradient, a parameter that no optimizer has: each must get a finite gradient, not zero."""
+    """
+    Find a frozen layer, a detached gradient and a parameter that no optimizer has: each must get a
+    finite gradient, not zero. The tokens are drawn: in a text of one letter attention has no choice.
+    """
     r.model.train(not r.args.dropout)
+    x, y = drawn_tokens(r)
     trained = {p for group in r.opt.param_groups for p in group["params"]}
     # of a tied embedding lm_head's gradient would hide that its own is missing
     with outputs({"embedding": r.model.tok_embeddings}) as found, r.amp:
-        value = r.model(r.x, r.y)[1]
+        value = r.model(x, y)[1]
     if found["embedding"].requires_grad:
         found["embedding"].retain_grad()
     if value.requires_grad:
@@ -188,12 +229,21 @@ def gradients(r):
         if not math.isfinite(lengths[name]):
             raise Bug(f"the gradient of {name} is {lengths[name]}; look at what divides or takes logarithms behind it")
         choosing = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
-        if not lengths[name] and not (choosing and r.x.shape[1] < 2):  # of one key no choice
+        if not lengths[name] and not (choosing and x.shape[1] < 2):  # of one key no choice
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
     if not r.sharded and (found["embedding"].grad is None or not found["embedding"].grad.norm()):
         raise Bug("tok_embeddings gets no gradient from what it puts in: behind it something is detached")
+
+
+def drawn_tokens(r):
+    """Inputs and targets drawn from the whole vocabulary, (B, T) each, as many as r.x has or more."""
+    T = r.x.shape[1]
+    shape = max(2, TOKENS // T), T
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randint(r.args.vocab_size, shape, generator=generator) for _ in range(2))
+    return parallel.to_device(r.device, *drawn)
 
 
 class Catcher:
@@ -210,9 +260,9 @@ class Catcher:
             p.grad = None
 
 
-def fixed(r):
-    """A data set whose every step has r's small batch, with its documents kept apart as r.model keeps them."""
-    return SimpleNamespace(batch=lambda step: r.small, separator=r.model.bos_id)
+def fixed(r, batch):
+    """A data set whose every step has this batch, with its documents kept apart as r.model keeps them."""
+    return SimpleNamespace(batch=lambda step: batch, separator=r.model.bos_id)
 
 
 NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # the detector of spikes that finds none
@@ -222,9 +272,12 @@ def accumulation(r):
     """A wrong divisor: the micro-batches of train_step have to give the gradient of their batch in one forward pass."""
     r.model.train(not r.args.dropout)
     x, y = r.small
+    # Where some targets of a sequence are left out, the mean of means is another one: predict all.
+    # A process may have rows without any target, to have as many as the others.
+    y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
     real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
     opt = Catcher(r.model, copy.deepcopy(r.scale))
-    _, norm, _ = r.train_step(0, r.model, opt, fixed(r), r.device, r.amp, NEVER, UpdateNorms(r.model))
+    _, norm, _ = r.train_step(0, r.model, opt, fixed(r, (x, y)), r.device, r.amp, NEVER, UpdateNorms(r.model))
     r.model.train(not r.args.dropout)
     xd, yd = parallel.to_device(r.device, x, y)
     with r.amp:
@@ -259,7 +312,7 @@ def rate(r):
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):
-            taken = r.train_step(step, model, opt, fixed(r), r.device, r.amp, NEVER, UpdateNorms(r.model))
+            taken = r.train_step(step, model, opt, fixed(r, r.small), r.device, r.amp, NEVER, UpdateNorms(r.model))
             losses.append(taken[0].item())
             if not step:
                 change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))

@@ -21,10 +21,9 @@ from engine import parallel
 from engine.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
 from engine.files import why
 from engine.instruments import outputs
-from engine.model_checks import (accumulation, attention, documents, future, gradients, loss, norms, rate, run,
+from engine.model_checks import (TOKENS, accumulation, attention, documents, future, gradients, loss, norms, rate, run,
                                  saved)
 
-TOKENS = 1024  # of a forward pass of a check, about
 SECONDS = 2.0  # what all checks together may take, or ...
 SHARE = 0.03   # ... this part of the run, where that is more; the costly ones are left out then, and named
 

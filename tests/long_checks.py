@@ -1,12 +1,14 @@
 """
-The checks before the first step on 50 clean configurations: none may warn or end a run. doc/lab/instruments.md has what they
-cost.
+The checks before the first step on 50 clean configurations, and on texts of few letters with ten seeds each: none may warn
+or end a run. doc/lab/instruments.md has what they cost.
 """
 import random
 from pathlib import Path
 
+import pytest
+
 from engine import model_checks
-from tests.test_preflight import folder, start  # noqa: F401  (fixtures)
+from tests.test_preflight import KINDS, SHAPES, alarms, folder, start  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).resolve().parents[1]
 CHINESE = ("今天 天气 很好 我们 去 公园 散步 看见 一只 小猫 它 在 树下 睡觉 孩子 笑 了 老师 说 故事 从前 有 一个 国王 住 山上 河边 "
@@ -48,3 +50,16 @@ def test_no_false_alarm_in_50_clean_configurations(folder, start, run_bin, monke
             alarms.append((number, [line for line in done.all.splitlines() if "check " in line]))
     print(*lines, sep="\n")
     assert not alarms, alarms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20, 64, 150, 297])
+def test_no_false_alarm_of_texts_of_few_letters(kind, count, folder, start, run_bin, monkeypatch):  # noqa: F811
+    """Vocabularies of 4 to 300 pieces, ten seeds; by the seed another shape of the model, and bytes instead of letters."""
+    monkeypatch.setattr(model_checks, "PROGRAM", Path(run_bin))
+    found = []
+    for seed in range(10):
+        for vocabulary in ("char", "byte"):
+            shape = SHAPES[(seed + (vocabulary == "byte") + count) % len(SHAPES)]
+            found += alarms(start, folder, kind, count, vocab_source=vocabulary, seed=seed, **shape)
+    assert not found, found

@@ -260,6 +260,16 @@ def other_vocabulary(monkeypatch):
     monkeypatch.setattr(train, "load", swapped)
 
 
+def likely_tokens(monkeypatch):
+    """A classifier of its own whose fresh weights are large."""
+    plain = model.Transformer.init_weights
+
+    def init(self):
+        plain(self)
+        torch.nn.init.normal_(self.output.weight, std=0.5)
+    monkeypatch.setattr(model.Transformer, "init_weights", init)
+
+
 def small_vocabulary(monkeypatch):
     """Tokens of other data, which has a larger one."""
     def larger(prepared):
@@ -291,7 +301,7 @@ PLANTED = [
     (shifted, "targets", {}), (inputs_as_targets, "targets", {}), (augmented, "batch", {}), (altered, "text", {}),
     (not_normalised("attention_norm"), "norms", {}), (not_normalised("ffn_norm"), "norms", {}),
     (not_normalised("norm"), "norms", {}),
-    (large_init, "loss", {}), (loss_as_a_sum, "loss", {}),
+    (large_init, "loss", {}), (loss_as_a_sum, "loss", {}), (likely_tokens, "loss", {"tied": False}),
     (other_vocabulary, "vocabulary", {"vocab_source": "char"}), (small_vocabulary, "vocabulary", {}),
     (unsaved_buffer, "saved", {"checks": "saved"}), (without_targets, "targets", {"checks": "targets"}),
 ]
@@ -313,6 +323,62 @@ CLEAN = [{}, {"data": "my.txt", "vocab_source": "char", "dropout": 0.2, "tied": 
 @pytest.mark.parametrize("given", CLEAN)
 def test_no_false_alarm(given, start):
     done = start(**given)
+    assert done.code == 0 and "warning" not in done.all and "passed in" in done.out, done.all
+
+
+LETTERS = [*map(chr, range(33, 127)), *map(chr, range(0x400, 0x500))]
+
+
+def few_letters(kind, count, size=30_000):
+    """A text of the first `count` LETTERS, of one of these kinds: as trainings of DNA, bits or logs have."""
+    rng, letters = random.Random(1), LETTERS[:count]
+    if kind == "drawn":
+        return "".join(rng.choices(letters, k=size))
+    if kind == "runs":
+        return "".join(rng.choice(letters) * rng.choice((1, 50, 400)) for _ in range(size // 100))
+    if kind == "lines":  # the same one again and again
+        return ("".join(rng.choices(letters, k=39)) + "\n") * (size // 40)
+    if kind == "mostly one":
+        return "".join(rng.choice(letters) if rng.random() < 0.01 else letters[0] for _ in range(size))
+    documents = ("".join(rng.choices(letters, k=rng.choice((1, 2, 5, 30)))) for _ in range(size // 20))
+    return "\n<|endoftext|>\n".join(documents)
+
+
+KINDS = ["drawn", "runs", "lines", "mostly one", "documents"]
+SHAPES = [{"dim": 64}, {"dim": 2, "n_heads": 1}, {"dim": 256, "max_seq_len": 16},
+          {"dim": 8, "max_seq_len": 2, "tied": False, "qk_norm": True, "qkv_bias": True},
+          {"max_seq_len": 8, "batch_size": 1, "gradient_accumulation_steps": 5, "dtype": "bfloat16"}]
+
+
+def alarms(start, folder, kind, count, **given):
+    """
+    What the checks say of a right training on such a text. The check `leak` may warn: text for
+    validation does stand in the training text where it repeats itself.
+    """
+    (folder / f"{kind} {count}.txt").write_text(few_letters(kind, count))
+    done = start(data=f"{kind} {count}.txt", **given)
+    said = [line for line in done.all.splitlines() if "check " in line and "warning: check leak" not in line]
+    return said if done.code == 0 and "checks: " in done.out else said + [f"{kind} {count} {given}: {done.code} {done.err}"]
+
+
+@pytest.mark.parametrize("kind, count, vocabulary, shape", [
+    (kind, count, vocabulary, shape) for number, (kind, shape) in enumerate(zip(KINDS, SHAPES))
+    for count, vocabulary in (((1, 3)[number % 2], "byte"), ((2, 1, 297)[number % 3], "char"))])
+def test_no_false_alarm_of_a_text_of_few_letters(kind, count, vocabulary, shape, start, folder):
+    for seed in (0, 1):
+        assert not alarms(start, folder, kind, count, vocab_source=vocabulary, seed=seed, **shape)
+
+
+def test_no_false_alarm_where_the_batch_has_few_targets(start, monkeypatch):
+    """As of conversations, of which the answers alone are learnt: each sequence has another number."""
+    plain = data.read_windows
+
+    def read(*args):
+        x, y = plain(*args)
+        kept = 1 + torch.arange(len(y)) * (y.shape[1] - 1) // max(1, len(y) - 1)
+        return x, y.masked_fill(torch.arange(y.shape[1]) >= kept[:, None], -1)
+    monkeypatch.setattr(data, "read_windows", read)
+    done = start(batch_size=2, gradient_accumulation_steps=4)
     assert done.code == 0 and "warning" not in done.all and "passed in" in done.out, done.all
 
 
