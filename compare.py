@@ -110,6 +110,8 @@ class Run:
             if kind is list or kind is dict or len(metrics) >= MOST_METRICS and name not in metrics and name not in X:
                 tables |= kind is list
                 continue
+            if kind is int and name in LOSSES and is_finite(value):
+                value = float(value)  # W&B writes a loss of 2.0 as 2
             metrics[name] = value
             if kind is float or kind is int:
                 column = columns.get(name)
@@ -145,7 +147,7 @@ class Run:
     def results(self):
         """{column: value} of its end, its last evaluation and its best; beside them each metric under its own name."""
         metrics, evaluations = self.metrics, self.evaluations
-        finite = [row for row in evaluations if isinstance(row["loss/val"], float)]
+        finite = [row for row in evaluations if is_finite(row["loss/val"])]
         last, best = evaluations[-1] if evaluations else metrics, min(finite, key=lambda row: row["loss/val"], default={})
         found = metrics | {k: best[k] for k in LOSSES[1:] if k in best}
         found |= {f"last {k}": last[k] for k in LOSSES if k in last}
@@ -153,6 +155,16 @@ class Run:
         if last["iter"] != metrics["iter"]:
             found["last at iter"] = last["iter"]
         return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": float(self.x("seconds")[-1]) / 60}
+
+
+def is_finite(value):
+    """Whether a value is a finite number of either type."""
+    return type(value) in (int, float) and -1e300 < value < 1e300
+
+
+def canonical(value):
+    """A setting as it is compared: W&B writes 0.0 as 0, which is the same setting."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def read_run(folder):
@@ -224,7 +236,7 @@ def seconds(times):
 def differences(found):
     """The names of the settings that are not the same in all runs."""
     keys = dict.fromkeys(k for run in found for k, v in run.config.items() if not isinstance(v, dict))
-    return [k for k in keys if k not in NOT_SETTINGS and len({repr(run.config.get(k)) for run in found}) > 1]
+    return [k for k in keys if k not in NOT_SETTINGS and len({repr(canonical(run.config.get(k))) for run in found}) > 1]
 
 
 def text(value):
@@ -254,6 +266,12 @@ def cells(found):
     return [columns] + [[v.get(name) for name in columns] for v in values]
 
 
+def alike(column):
+    """The values of a column; where one of its numbers has a fraction, all of them are shown as floats."""
+    fractions = any(type(value) is float for value in column)
+    return [float(v) if fractions and type(v) is int and abs(v) < 1e300 else v for v in column]
+
+
 def width(text):
     """Columns of a terminal that a text takes: two for a Chinese character, none for an accent by itself."""
     return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
@@ -267,7 +285,7 @@ def pad(text, columns, right=False):
 
 def lines(table):
     """The table for a terminal."""
-    shown = [[text(value) for value in row] for row in table]
+    shown = [[text(value) for value in row] for row in zip(*map(alike, zip(*table)))]
     widths = [max(map(width, column)) for column in zip(*shown)]
     return ["  ".join(pad(cell, w, right=i > 0) for i, (cell, w) in enumerate(zip(row, widths))).rstrip() for row in shown]
 
@@ -347,7 +365,7 @@ def groups_of(found, group):
         raise ValueError(f"--group={group}: no such setting; expected one of {', '.join(differences(found))}")
     groups = {}
     for run in found:
-        groups.setdefault(str(run.config.get(group)), []).append(run)
+        groups.setdefault(str(canonical(run.config.get(group))), []).append(run)
     return {f"{group}={value} ({len(members)})": members for value, members in groups.items()}
 
 
@@ -378,9 +396,10 @@ def chart(found, group=""):
 def page(found, group=""):
     """Table and chart in one HTML file that needs nothing else."""
     table = cells(found)
+    rows = list(zip(*map(alike, zip(*table[1:]))))
     head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
     body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(str(v))}">{html.escape(text(v))}</td>' for v in row)
-                   + "</tr>" for row in table[1:])
+                   + "</tr>" for row in rows)
     return Template(PAGE.read_text(encoding="utf-8")).substitute(table=f"<tr>{head}</tr>{body}", chart=chart(found, group))
 
 

@@ -194,6 +194,24 @@ def test_the_clients_logs_read_the_same(folders):
     assert "(offline-run-" in rows[1][0] and rows[1][1:6] == ["4", "20", "80", "1.6000", "1.5000"]
 
 
+def test_whole_numbers_count_as_the_clients_log_writes_them(tmp_path):
+    """The client writes 2.0 as 2. A loss of 2 may be the best, and equal settings are no difference between runs."""
+    for name, kind in ("a", int), ("b", float):
+        (tmp_path / name).mkdir()
+        config = {"dropout": kind(0), "grad_clip": kind(1), "learning_rate": kind(1) if name == "a" else 0.5}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        rows = [{"iter": i, "tokens": i, "time": 0, "loss/val": loss} for i, loss in enumerate([kind(3), kind(2), 2.5, "nan"])]
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    head, *rows = (re.split("  +", line) for line in compare(tmp_path, "a", "b").stdout.splitlines())
+    assert head[:2] == ["run", "learning_rate"] and {row[1] for row in rows} == {"1.0000", "0.5000"}
+    for row in rows:
+        assert dict(zip(head, row)) | {"best loss/val": "2.0000", "best at iter": "1"} == dict(zip(head, row))
+    assert compare(tmp_path, "a", "b", "--plot=c.svg", "--group=grad_clip").returncode == 0
+    assert "grad_clip=1 (2)" in (tmp_path / "c.svg").read_text()
+    assert compare(tmp_path, "a", "b", "--plot=c.html").returncode == 0
+    assert 'data-value="1.0">1.0000<' in (tmp_path / "c.html").read_text()
+
+
 def test_a_setting_that_is_no_number_and_no_word_sorts_and_groups(folders):
     for batch in LOSS:
         config = json.loads((folders / f"b{batch}/config.json").read_text())
