@@ -102,8 +102,11 @@ class Jsonl:
         """Continue a file after iteration `step`: later rows, written before a crash, are dropped."""
         path = Path(out_dir, "log.jsonl")
         write_atomic(Path(out_dir, "config.json"), json.dumps(config, indent=1))
+        self.kept = {} if step else {"tokens": -1}  # the last row that stays
         if step and path.exists():
-            write_atomic(path, "".join(json.dumps(row) + "\n" for row in read_rows(path) if row["iter"] <= step))
+            rows = [row for row in read_rows(path) if row["iter"] <= step]
+            write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
+            self.kept = rows[-1] if rows else {}
         self.file, self.waiting, self.warned = open(path, "ab" if step else "wb", buffering=0), b"", False
 
     def write(self):
@@ -420,11 +423,16 @@ class Trackio:
     def __init__(self, out_dir, config, run):
         import trackio
         self.trackio = trackio
-        trackio.init(run["project"], run["id"], group=run.get("group"), config=config, resume="allow", embed=False,
-                     auto_log_cpu=False, auto_log_gpu=False)
+        started = trackio.init(run["project"], run["id"], group=run.get("group"), config=config, resume="allow", embed=False,
+                               auto_log_cpu=False, auto_log_gpu=False)
+        following = getattr(started, "_next_step", 0)  # the step behind the last one that trackio has of a resumed run
+        self.first = following if isinstance(following, int) else 0
         self.said = f"tracking: trackio: trackio show --project {shlex.quote(run['project'])}"
 
     def log(self, row):
+        """trackio appends each row that it gets: a row that a killed session has logged already would be there twice."""
+        if row["iter"] < self.first:
+            return
         row = dict(row)
         for name in tables_of(row):
             row[f"tables/{name}"] = self.trackio.Table(columns=TABLES[name], data=row.pop(name))
@@ -556,12 +564,18 @@ def serve():
 class TensorBoard:
     """out_dir/tensorboard: event files with the same scalars, texts and histograms over tokens."""
 
-    def __init__(self, out_dir):
+    def __init__(self, out_dir, kept):
+        """
+        kept: the last row of earlier sessions that stays in log.jsonl. TensorBoard drops every point behind it: a killed
+        session wrote these, and the resumed run writes them again. Without "tokens" in `kept` TensorBoard drops nothing.
+        """
         from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(os.path.join(out_dir, "tensorboard"), flush_secs=10)
+        self.tokens = kept.get("tokens")
+        first = self.tokens + 1 if isinstance(self.tokens, int) else None
+        self.writer = SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=first, flush_secs=10)
 
     def log(self, row):
-        at = row["tokens"]
+        self.tokens = at = row["tokens"]
         for name, value in row.items():
             if isinstance(value, dict):
                 counts, edges = value["counts"], value["edges"]
@@ -579,7 +593,7 @@ class TensorBoard:
                 self.writer.add_scalar(name, float(value), at)
 
     def alert(self, title, text):
-        self.writer.add_text("alerts", f"{title}: {text}")
+        self.writer.add_text("alerts", f"{title}: {text}", self.tokens)
 
     def model(self, path, metrics, aliases):
         pass
@@ -803,9 +817,11 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
     """
     run = redact({k: v for k, v in run.items() if v})
     keep_diff(out_dir, config)
-    destinations = [Jsonl(out_dir, config, step)]
+    log = Jsonl(out_dir, config, step)
+    destinations = [log]
     if tensorboard_log:
-        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir), "; needed: pip install tensorboard"))
+        needed = "; needed: pip install tensorboard"
+        destinations.append(Background("TensorBoard", lambda: TensorBoard(out_dir, log.kept), needed))
     if wandb_log:
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}

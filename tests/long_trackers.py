@@ -67,3 +67,15 @@ def test_rows_read_back_are_the_logs(tmp_path):
     assert [m.step for m in media] == list(range(0, ROWS, 10)) and {m.key for m in media} == {"tables/samples"}
     took = json.loads(done.stdout.splitlines()[-1])
     assert took["start"] < 5 and took["row"] < 1 and took["end"] < 5, took
+
+
+def test_trackio_has_each_row_of_a_killed_and_resumed_run_once(tmp_path):
+    session = ("import sys, time, track; track.START_SECONDS = 60; step, first, end = map(int, sys.argv[1:]); "
+               "t = track.make_tracker('.', {}, step, {'id': 'x-1', 'project': 'p', 'name': 'x'}, others=['trackio']); "
+               "[t.log({'iter': i, 'tokens': i, 'loss/val': 2.0}) for i in range(first, end)]; t.finish(); time.sleep(3)")
+    read = ("from trackio.sqlite_storage import SQLiteStorage as s; print([row['step'] for row in s.get_logs('p', 'x-1')])")
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    for words in ("0", "0", "5"), ("2", "3", "8"):  # the second one begins behind its last checkpoint, of iteration 2
+        subprocess.run([sys.executable, "-c", session, *words], cwd=tmp_path, env=env, check=True)
+    found = subprocess.run([sys.executable, "-c", read], env=env, text=True, capture_output=True, check=True).stdout
+    assert json.loads(found) == list(range(8)) == [row["iter"] for row in track.read_rows(tmp_path / "log.jsonl")]

@@ -636,6 +636,42 @@ def test_tensorboard_gets_the_same_numbers_texts_and_histograms_or_says_what_it_
     assert histogram.num == 6 and list(histogram.bucket)[-3:] == [1, 2, 3]
 
 
+def test_a_killed_and_resumed_run_has_each_point_in_tensorboard_once(tmp_path, monkeypatch):
+    """TensorBoard shows the rows of log.jsonl, whatever a killed session wrote behind its last checkpoint."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # the page's own
+    from tensorboard.util import tensor_util
+    monkeypatch.setattr(track, "START_SECONDS", 60)
+
+    def session(step, iters, loss):
+        tracker = track.make_tracker(tmp_path, {}, step, {"id": "x"}, tensorboard_log=True)
+        for i in iters:
+            tracker.log({"iter": i, "tokens": 100 * i, "loss/val": math.nan if i == 3 else loss, "samples": [["a", "greedy", str(loss)]],
+                         "logits/histogram": {"counts": [1], "edges": [0.0, loss]}})
+        tracker.finish()
+        time.sleep(1.1)  # TensorBoard reads the files in the order of the seconds in their names
+
+    def shown():
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        found = {name: events.Tensors(name) for name in events.Tags()["tensors"]}
+        points = [(e.step // 100, tensor_util.make_ndarray(e.tensor_proto).item()) for e in found["loss/val"] if e.step != 300]
+        texts, histograms = ([e.step // 100 for e in found[name]] for name in ("samples/text_summary", "logits/histogram"))
+        return points, texts, histograms, [e.step for e in found.get("alerts/text_summary", [])]
+
+    session(0, range(5), 2.0)
+    session(1.5, range(2, 7), 1.0)  # its last checkpoint was that of iteration 2, whose own row comes again
+    points, texts, histograms, alerts = shown()
+    assert points == [(0, 2.0), (1, 2.0), (2, 1.0), (4, 1.0), (5, 1.0), (6, 1.0)] and alerts == [300]
+    assert texts == histograms == list(range(7)) == [row["iter"] for row in track.read_rows(tmp_path / "log.jsonl")]
+    session(6, range(7, 9), 0.5)  # it had ended; nothing goes
+    assert shown()[1] == list(range(9))
+    (tmp_path / "log.jsonl").unlink()  # without it nothing tells which points come again
+    session(8, range(9, 10), 0.5)
+    assert shown()[1] == list(range(10))
+    session(0, range(2), 4.0)  # killed before its first checkpoint: a new run in the same folder
+    assert shown()[:2] == ([(0, 4.0), (1, 4.0)], [0, 1])
+
+
 def test_data_shows_documents_with_the_shares_of_unknown_and_byte_tokens(tmp_path):
     known = "the cat sat on the mat and the dog ran under a tree and so on"
     lines = [json.dumps({"text": known}) for _ in range(400)] + [json.dumps({"text": "a cat \u4e00"})]  # three bytes

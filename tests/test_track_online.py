@@ -204,6 +204,12 @@ def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, 
     assert not any(b"own words" in data for data in online.uploads.values())
 
 
+def test_a_run_killed_online_and_resumed_has_each_row_once(online, folder):
+    session(folder, 0, [(0, 3.0), (100, 2.0), (120, 1.9), (140, 1.8)])  # killed, with its last checkpoint at 100
+    session(folder, 100, [(120, 1.9), (140, 1.8), (160, 1.3)])
+    uploaded(online, folder)
+
+
 def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     session(folder, 0, [(0, 3.0), (100, 2.0)], wandb_log=False)
