@@ -10,8 +10,11 @@ as compare.py prints it.
 """
 import contextlib
 import itertools
+import json
 import math
+import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +32,9 @@ seed = 1337     # of random and bayes
 UNIFORM = ("uniform", "int_uniform", "q_uniform", "log_uniform_values", "q_log_uniform_values", "int_log_uniform_values")
 METRIC = "metric: {name: loss/val, goal: minimize}"
 KNOWN = ("program", "method", "metric", "parameters", "run_cap", "name", "description", "project", "entity", "command")
+COMMAND = ["${env}", "${interpreter}", "${program}", "${args}"]  # W&B's, where a sweep has no command
+ENVIRONMENT_VARIABLE = re.compile(r"\$\{envvar:([A-Z0-9_]*)\}")
+OWN = ("out_dir", "init_from")  # the sweep sets these for each trial
 FOUND = ("batch_size", "gradient_accumulation_steps")  # what the trainer finds where it is to have the largest batch, 0
 
 
@@ -44,11 +50,19 @@ def check(sweep):
         fail(f"{file}: bayes needs a metric; expected {METRIC}")
     if not is_metric(sweep.get("metric", {"name": "loss/val"})):
         fail(f"{file}: metric is {sweep['metric']!r}, expected {METRIC}, or maximize")
+    for key in sweep.get("metric", {}).keys() - {"name", "goal", "target"}:
+        fail(f"{file}: metric has {key!r}, which is not known here; run this sweep with wandb sweep, or remove it")
+    for key in ("name", "description", "project", "entity"):
+        if not isinstance(sweep.get(key, ""), str):
+            fail(f"{file}: {key} is {sweep[key]!r}, expected a text")
+    check_command(sweep.get("command", COMMAND))
     if type(sweep.get("run_cap", 1)) is not int or sweep.get("run_cap", 1) < 1:
         fail(f"{file}: run_cap is {sweep['run_cap']!r}, expected a whole number from 1 on")
-    known = knobs_of(program(sweep))
+    known = knobs_of(program(sweep)) if "${program}" in sweep.get("command", COMMAND) else {}
     for name, spec in sweep["parameters"].items():
         check_parameter(name, spec, sweep["method"])
+        if name == "out_dir" and "value" not in spec:
+            fail(f"{file}: out_dir is {spec!r}, expected value: the folder for all trials; trial N trains in out_dir/N")
         if known and name not in known:
             fail(f"{file}: {program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
         if known and "values" in spec and type(known[name][0]) in (int, float):
@@ -57,7 +71,26 @@ def check(sweep):
 
 def is_metric(metric):
     named = isinstance(metric, dict) and isinstance(metric.get("name"), str)
-    return named and metric.get("goal", "minimize") in ("minimize", "maximize")
+    target = type(metric.get("target", 0)) in (int, float) if named else False
+    return named and target and metric.get("goal", "minimize") in ("minimize", "maximize")
+
+
+def check_command(command):
+    """Refuse a command that would not do here what it does under `wandb agent`."""
+    if not isinstance(command, list) or not command or not all(isinstance(word, (str, int, float)) for word in command):
+        fail(f"{file}: command is {command!r}, expected a list of words such as {json.dumps(COMMAND)}")
+    words, known = [str(word) for word in command], forms({}, "")
+    for word in words:
+        inside = ENVIRONMENT_VARIABLE.sub("", word)
+        if inside.startswith("${") and inside.endswith("}") and inside[2:-1] not in known:
+            fail(f"{file}: command has {word}, expected one of {', '.join(f'${{{name}}}' for name in known)}")
+        for name in ENVIRONMENT_VARIABLE.findall(word):
+            if name not in os.environ:
+                fail(f"{file}: command has {word}, but the environment has no {name}")
+        if (key := word.lstrip("-+").partition("=")[0].replace("-", "_")) in OWN and word != key:
+            fail(f"{file}: command sets {word}, but the sweep gives each trial its own {key}; set it under parameters")
+    if not any(word.startswith("${args") for word in words):
+        fail(f"{file}: command has no ${{args}}, so that a trial would not get its values")
 
 
 def program(sweep):
@@ -75,6 +108,7 @@ def knobs_of(path):
 def check_parameter(name, spec, method):
     if not isinstance(spec, dict) or not spec.keys() & {"value", "values", "min"}:
         fail(f"{file}: {name} is {spec!r}, expected value: ..., values: [...], or min: ... and max: ...")
+    refuse_unused(name, spec, method)
     if "min" in spec:
         check_range(name, spec, method)
     if "values" not in spec:
@@ -84,6 +118,22 @@ def check_parameter(name, spec, method):
     weights, n = spec.get("probabilities"), len(spec["values"])
     if weights is not None and not is_weights(weights, n):
         fail(f"{file}: {name} has probabilities {weights!r}, expected {n} numbers from 0 on")
+
+
+def refuse_unused(name, spec, method):
+    """Refuse what a parameter says and nothing here would do."""
+    if "value" in spec:
+        what, used, kinds = "a value", {"value"}, ("constant",)
+    elif "values" in spec:
+        what, used, kinds = "values", {"values"} | ({"probabilities"} if method == "random" else set()), ("categorical",)
+        kinds += ("categorical_w_probabilities",) if method == "random" else ()
+    else:
+        kind = distribution(spec) if "max" in spec else ""
+        what, used, kinds = f"a range of distribution {kind}", {"min", "max"} | ({"q"} if str(kind).startswith("q_") else set()), ()
+    for key in spec.keys() - used - {"distribution"}:
+        fail(f"{file}: {name} has {key!r}, which is not used with {what} in method {method}; remove it")
+    if kinds and spec.get("distribution", kinds[0]) not in kinds:
+        fail(f"{file}: {name} has {what} and distribution {spec['distribution']!r}, expected {kinds[0]}")
 
 
 def check_range(name, spec, method):
@@ -185,10 +235,11 @@ def refuse_other(sweep, values, folder):
 
 def run_trial(sweep, number, values, folder):
     """Train with these values in folder/number; the best value of the metric, or None if the training failed."""
+    origin = values.get("init_from", "scratch")  # a trial that was interrupted is resumed
+    values = values | {"out_dir": str(folder / str(number)), "init_from": "auto" if origin == "scratch" else origin}
     refuse_other(sweep, values, folder / str(number))
-    values = values | {"out_dir": str(folder / str(number)), "init_from": "auto"}
     print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
-    code, stopped = run_program([sys.executable, str(program(sweep)), *(f"--{k}={v}" for k, v in values.items())])
+    code, stopped = run_program(*command_of(sweep, values))
     if stopped:
         print(f"stopped in trial {number}; the same command continues the sweep", file=sys.stderr)
         sys.exit(128 + stopped[0])
@@ -200,10 +251,32 @@ def run_trial(sweep, number, values, folder):
     return best(sweep, compare.read_runs([folder / str(number)])[0])
 
 
-def run_program(command):
+def forms(values, path):
+    """{what stands between ${ and } in a command: its words}, as `wandb agent` has them: wandb/sdk/launch/sweeps/utils.py"""
+    flags = [f"{name}={value}" for name, value in values.items()]
+    booleans = {name: value for name, value in values.items() if isinstance(value, bool)}
+    return {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": [path],
+            "args": [f"--{flag}" for flag in flags], "args_no_hyphens": flags, "args_append_hydra": [f"+{flag}" for flag in flags],
+            "args_override_hydra": [f"++{flag}" for flag in flags], "args_json": [json.dumps(values)],
+            "args_no_equals": [word for name, value in values.items() for word in (f"--{name}", str(value))],
+            "args_no_boolean_flags": [f"--{name}" if name in booleans else f"--{name}={value}"
+                                      for name, value in values.items() if booleans.get(name, True)]}
+
+
+def command_of(sweep, values):
+    """(the words of a trial's command, the environment that it runs in)"""
+    known, words = forms(values, str(program(sweep))), []
+    for word in map(str, sweep.get("command", COMMAND)):
+        word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)
+        words += known[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
+    return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity") if sweep.get(key)}
+
+
+def run_program(command, environment):
     """
     (the exit code of a program, the signals that were to end the sweep in the meantime). The program ends in its own time,
     as a training saves first: Ctrl-C has reached it from the terminal, SIGTERM is passed on.
+    environment: variables besides those of this process.
     """
     stopped, children = [], []
 
@@ -213,7 +286,10 @@ def run_program(command):
             child.send_signal(signum)
 
     before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
-    children.append(subprocess.Popen(command))
+    try:
+        children.append(subprocess.Popen(command, env=os.environ | environment))
+    except OSError as e:
+        fail(f"{file}: {command[0]} cannot be started ({e.strerror}); see command")
     code = children[0].wait()
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -233,6 +309,18 @@ def best(sweep, run):
     return float(values.max() if metric.get("goal") == "maximize" else values.min())
 
 
+def reached(sweep, result):
+    """Whether a trial's result is the metric's target, or better; a sweep ends with the first such trial, as under W&B."""
+    metric = sweep.get("metric", {})
+    if result is None or "target" not in metric:
+        return False
+    sign = -1 if metric.get("goal") == "maximize" else 1
+    if sign * result > sign * metric["target"]:
+        return False
+    print(f"{metric['name']} has reached its target of {metric['target']}: the sweep ends")
+    return True
+
+
 def bayes(sweep, folder, trials):
     try:
         import optuna
@@ -247,6 +335,8 @@ def bayes(sweep, folder, trials):
         result = run_trial(sweep, number, values, folder)
         failed = optuna.trial.TrialState.FAIL if result is None else None
         study.tell(trial, result, state=failed)
+        if reached(sweep, result):
+            break
 
 
 def main():
@@ -256,6 +346,8 @@ def main():
         fail(f"--count={count}: expected a number of trials, or 0 for run_cap or the whole grid")
     sweep = read_file(file)
     check(sweep)
+    if sweep.get("name") or sweep.get("description"):
+        print(": ".join(sweep[key] for key in ("name", "description") if sweep.get(key)), flush=True)
     folder = Path(str(out_dir or sweep["parameters"].get("out_dir", {}).get("value") or "out/sweep"))
     if sweep["method"] == "bayes":
         bayes(sweep, folder, count or sweep.get("run_cap", 20))
@@ -265,7 +357,8 @@ def main():
         trials = grid(sweep["parameters"]) if sweep["method"] == "grid" else endless
         most = count or sweep.get("run_cap") or (None if sweep["method"] == "grid" else 20)
         for number, values in enumerate(itertools.islice(trials, most)):
-            run_trial(sweep, number, values, folder)
+            if reached(sweep, run_trial(sweep, number, values, folder)):
+                break
     done = sorted((path.parent for path in folder.glob("*/config.json")), key=lambda p: (len(p.name), p.name))
     if not done:
         fail(f"{file}: no trial came to its first row; why is said above")

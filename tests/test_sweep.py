@@ -100,6 +100,51 @@ def test_values_are_the_same_however_they_are_written(tmp_path, monkeypatch):
             sweep.refuse_other(found, values | other, tmp_path / "0")
 
 
+NOTED = """
+import json, os, sys
+with open("noted", "a") as f:
+    f.write(json.dumps([sys.argv, {k: v for k, v in os.environ.items() if k.startswith("WANDB")}]) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("form", ["args", "args_no_hyphens", "args_no_equals", "args_no_boolean_flags", "args_json", "args_append_hydra",
+                                  "args_override_hydra"])
+def test_a_command_becomes_the_words_that_the_agent_makes_of_it(form, monkeypatch):
+    """The agent's own functions are the oracle."""
+    monkeypatch.setenv("MY_RATE", "0.5")
+    command = ["${env}", "${interpreter}", "-X", "dev", "${program}", "--rate=${envvar:MY_RATE}", f"${{{form}}}", 3]
+    values = {"x": 0.1, "tied": True, "compile": False, "name": "two words"}
+    theirs = agent.create_sweep_command_args({"args": {k: {"value": v} for k, v in values.items()}})
+    theirs |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": ["train.py"]}
+    expected = []
+    for word in map(str, agent.create_sweep_command(list(command))):
+        expected += theirs[word[2:-1]] if word.startswith("${") else [word]
+    monkeypatch.setattr(sweep, "program", lambda sweep: "train.py")
+    assert sweep.command_of({"command": command}, values) == (expected, {})
+
+
+def test_what_a_sweep_file_says_is_done(tmp_path):
+    """Its command's flags, its project, its names, its target, and the model that its trials begin from."""
+    program = TRAINER.replace('with open("calls"', NOTED + 'with open("calls"').replace("sys.argv[1:])", "sys.argv[2:])", 1)
+    content = {"program": "fake.py", "method": "grid", "name": "two rates", "description": "which one?", "project": "mine", "entity": "us",
+               "command": ["${env}", "A=b", "${interpreter}", "${program}", "first", "${args}", "--y=3"],
+               "metric": {"name": "loss/val", "goal": "minimize", "target": 1.01},
+               "parameters": {"x": {"values": [0.1, 0.25, 0.3]}, "init_from": {"values": ["base", "scratch"]}}}
+    (tmp_path / "fake.py").write_text(program)
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    command = [sys.executable, str(ROOT / "sweep.py"), "s.yaml", "--out_dir=o"]
+    for _ in range(2):  # the second time nothing is left to do
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        noted = [json.loads(line) for line in (tmp_path / "noted").read_text().splitlines()]
+        assert [words[1:] for words, _ in noted] == [
+            ["first", f"--x={x}", f"--init_from={origin}", f"--out_dir=o/{n}", "--y=3"]
+            for n, (x, origin) in enumerate([(0.1, "base"), (0.1, "auto"), (0.25, "base")])]
+        assert all(env == env | {"WANDB_PROJECT": "mine", "WANDB_ENTITY": "us"} for _, env in noted)
+        assert done.stdout.startswith("two rates: which one?\n")
+        assert "loss/val has reached its target of 1.01: the sweep ends" in done.stdout
+
+
 def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
     content = {"method": "random", "run_cap": 5, "parameters": {"x": {"min": 0.0, "max": 1.0}}}
     assert run(tmp_path, content).returncode == 0
@@ -245,6 +290,24 @@ def test_the_sweeps_that_come_along_fit_the_agent_and_the_trainer(name, monkeypa
     ({"program": None}, "no program None"), ({"program": 3}, "no program 3"), ({"program": "tests"}, "no program tests"),
     ({"metric": "loss/val"}, "metric is 'loss/val', expected "), ({"metric": {"name": "a", "goal": "maximise"}}, "'maximise'}, expected "),
     ({"metric": {"name": ["loss/val"]}}, "{'name': ['loss/val']}, expected "),
+    ({"metric": {"name": "a", "impute": "best"}}, "metric has 'impute', which is not known here"),
+    ({"metric": {"name": "a", "target": "low"}}, "'target': 'low'}, expected "),
+    ({"command": "python train.py"}, "command is 'python train.py', expected a list"), ({"command": []}, "command is [], expected"),
+    ({"command": ["${interpreter}", "${program}"]}, "command has no ${args}"),
+    ({"command": ["${args}", "${args_json_file}"]}, "command has ${args_json_file}, expected one of ${env}, "),
+    ({"command": ["${args}", "${envvar:NOT_HERE}"]}, "command has ${envvar:NOT_HERE}, but the environment has no NOT_HERE"),
+    ({"command": ["${program}", "${args}", "--out-dir=here"]}, "command sets --out-dir=here, but the sweep gives"),
+    ({"command": ["${program}", "${args}", "--init_from", "x"]}, "command sets --init_from, but the sweep gives"),
+    ({"name": 3}, "name is 3, expected a text"), ({"project": ["a"]}, "project is ['a'], expected a text"),
+    ({"parameters": {"out_dir": {"values": ["a", "b"]}}}, "expected value: the folder for all trials"),
+    ({"parameters": {"x": {"values": [1], "probabilities": [1]}}}, "x has 'probabilities', which is not used with values in method grid"),
+    ({"method": "bayes", "metric": {"name": "a"}, "parameters": {"x": {"values": [1, 2], "probabilities": [1, 0]}}}, "x has 'probabilities'"),
+    ({"parameters": {"x": {"value": 1, "values": [2]}}}, "x has 'values', which is not used with a value"),
+    ({"parameters": {"x": {"values": [1], "distribution": "q_uniform"}}}, "x has values and distribution 'q_uniform', expected categorical"),
+    ({"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0, "q": 0.1}}}, "x has 'q', which is not used with a range of"),
+    ({"method": "random", "parameters": {"x": {"min": 0.0, "max": 1.0, "mu": 2}}}, "x has 'mu', which is not used"),
+    ({"method": "random", "parameters": {"x": {"distribution": "normal", "mu": 0, "sigma": 1}}}, "x is {'distribution': 'normal'"),
+    ({"parameters": {"x": {"parameters": {"y": {"value": 1}}}}}, "x is {'parameters'"),
     ({"parameters": {"learning_rate": {"values": ["fast"]}}}, "learning_rate is 'fast', expected float")])
 def test_mistakes_end_in_one_line(change, message, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "file", "s.yaml")
