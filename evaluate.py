@@ -28,7 +28,7 @@ from engine import checkpoint, parallel
 from engine.files import write_atomic
 from engine.load import load_model
 from engine.redact import redact
-from track import Wandb, new_run_id
+from track import PROJECT, Wandb, new_run_id, reason, wandb_run
 
 out_dir = "out"      # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
@@ -38,7 +38,7 @@ harness = ""         # a task of multiple choice, .jsonl
 between = "\n= "     # stands between prompt and answer, as in the text the model was trained on
 make_intents = ""    # a folder to write train.jsonl (prompt and answer as text) and test.jsonl (labelled prompts) to
 wandb_log = False    # log table, accuracies and confusion matrix to Weights & Biases
-wandb_project = "llamac"  # W&B project
+wandb_project = "auto"   # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else llamac
 device = "auto"      # auto, cpu, cuda, cuda:1, mps
 
 LOGITS_AT_ONCE = 1 << 25  # 128 MB of float32
@@ -179,8 +179,9 @@ def report(rows, names):
 
 def log_to_wandb(rows, names):
     """One run of job type `evaluate`; a tracker that fails costs a warning."""
-    name = f"evaluate-{Path(out_dir).name}"
-    run = {"id": new_run_id(name), "project": wandb_project, "name": name, "job_type": "evaluate"}
+    flags = {"project": wandb_project} if wandb_project != "auto" else {}
+    run = wandb_run({"project": PROJECT, "name": f"evaluate-{Path(out_dir).name}", "job_type": "evaluate"} | flags, flags)
+    run["id"] = new_run_id(run["name"])
     try:
         tracker = Wandb("", redact(settings(globals())), run, "iter")
         print(tracker.said)
@@ -192,7 +193,7 @@ def log_to_wandb(rows, names):
                         | {f"accuracy/{name}": good / all_ for name, (good, all_) in accuracies(rows).items()})
         tracker.finish()
     except Exception as e:
-        print(f"warning: not logged to W&B ({type(e).__name__}: {e})")
+        print(f"warning: not logged to W&B ({redact(reason(e))})")
 
 
 def keep(rows, names):

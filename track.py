@@ -62,6 +62,7 @@ FINISH_SECONDS = 60    # at the end an upload is given up when nothing has moved
 SLOWEST = 125_000      # ... and in any case after the time that a line of 1 Mbit/s needs, in bytes per second
 COUNT_SECONDS = 5      # a server counts the rows that it has taken
 STIR = 1 << 16         # bytes that count as moved: more than a client writes that only waits
+PROJECT = "llamac"     # where neither a flag nor W&B's own settings name a project
 PROGRAM = "out/program"  # the folder of a program that is tracked, unless one is named
 WAITING = 10_000       # rows that may wait for a slow tracker before it is given up
 
@@ -88,8 +89,23 @@ def tables_of(row):
 
 
 def reason(error):
-    """An exception in a line."""
+    """An exception in a line; of settings that the W&B client refuses: which, their values, and where they came from."""
+    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):  # pydantic's
+        return "; ".join(map(wrong_setting, error.errors()))
+    if type(error).__name__ == "UsageError":
+        text = str(error).splitlines()[0]
+        named = "project" if "project" in text else "run_id" if "Run ID" in text else ""
+        value = wandb_said(named) if named else None
+        return f"{text} ({named}={value!r}, {wandb_origin(named, value)})" if value else text
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
+
+
+def wrong_setting(error):
+    """A line about one of pydantic's errors: {"loc", "input", "msg"}."""
+    name = str(error["loc"][0]) if error["loc"] else "a setting"
+    value = ",".join(map(str, error["input"])) if isinstance(error["input"], (list, tuple)) else str(error["input"])
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    return f"W&B refuses {name}={shown!r}, {wandb_origin(name, value)}: {error['msg'].removeprefix('Value error, ')}"
 
 
 class Jsonl:
@@ -134,15 +150,70 @@ class Jsonl:
         self.file.close()
 
 
-def wandb_settings():
-    """What the W&B client's files of settings say, ./wandb/settings before the user's own: {name: text}."""
+def wandb_files():
+    """The W&B client's files of settings; the last one counts most. WANDB_DIR does not move it."""
     user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", "settings").expanduser()
-    files = configparser.ConfigParser(interpolation=None)
+    return [user, Path(".wandb" if Path(".wandb").exists() else "wandb", "settings")]
+
+
+def settings_of(files):
+    """{name: text} of the W&B client's files of settings; empty where they cannot be read."""
+    found = configparser.ConfigParser(interpolation=None)
     try:
-        files.read([user, Path(".wandb" if Path(".wandb").exists() else "wandb", "settings")])  # not in WANDB_DIR
-        return dict(files["default"]) if "default" in files else {}
+        found.read(files)
+        return dict(found["default"]) if "default" in found else {}
     except (OSError, ValueError, configparser.Error):
         return {}
+
+
+def wandb_settings():
+    """What the W&B client's files of settings say, ./wandb/settings before the user's own: {name: text}."""
+    return settings_of(wandb_files())
+
+
+RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name", "group": "run_group",
+                "tags": "run_tags", "notes": "run_notes", "job_type": "run_job_type"}  # an entry of a run: the client's setting
+VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES", "run_job_type": "WANDB_JOB_TYPE"}
+FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name", "run_group": "--wandb_group",
+         "run_tags": "--wandb_tags", "run_notes": "--wandb_notes", "run_job_type": "--wandb_job_type"}
+SWANLAB_VARIABLES = {"project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME", "group": "SWANLAB_GROUP",
+                     "tags": "SWANLAB_TAGS", "notes": "SWANLAB_DESCRIPTION", "job_type": "SWANLAB_JOB_TYPE"}
+
+
+def wandb_variable(setting):
+    """The environment variable of one of the client's settings."""
+    private = f"WANDB__{setting.removeprefix('x_').upper()}"
+    return private if setting.startswith("x_") else VARIABLES.get(setting, f"WANDB_{setting.upper()}")
+
+
+def wandb_said(setting):
+    """What the user tells the client about one of its settings, by environment or file; None where that is nothing."""
+    return os.environ.get(wandb_variable(setting)) or wandb_settings().get(setting)
+
+
+def wandb_origin(setting, value):
+    """Where the client has this value of a setting from, in words."""
+    if os.environ.get(wandb_variable(setting)) == value:
+        return f"from the variable {wandb_variable(setting)}"
+    if wandb_settings().get(setting) == value:
+        return f"from {next(path for path in reversed(wandb_files()) if setting in settings_of([path]))}"
+    return f"from {FLAGS[setting]}" if setting in FLAGS else "set by llamac"
+
+
+def resolve_run(run, given, said, noted=()):
+    """
+    The entries of a run: one that was `given` on the command line, else what the user `said` to the client, else what the
+    run had before it was resumed (`noted`), else what stands in `run`.
+    """
+    kept = {name: noted[name] for name in RUN_SETTINGS if name in noted}
+    said = {name: value.split(",") if name == "tags" else value for name, value in said.items() if value}
+    return run | kept | said | {name: run[name] for name in ("id", *given) if name in run}
+
+
+def wandb_run(run, given, noted=()):
+    """resolve_run for W&B: WANDB_PROJECT, WANDB_NAME and their like, then the files of settings."""
+    said = {name: wandb_said(setting) for name, setting in RUN_SETTINGS.items()}
+    return resolve_run(run, given, said, noted)
 
 
 def wandb_server():
@@ -254,28 +325,42 @@ class Wandb:
         self.run, mode, why = self.start(run, config, mode, why, settings)
         self.define(x)
         if out_dir:
-            self.keep(Path(out_dir, "diff.patch"))
+            if not (self.run.settings.disable_git or self.run.settings.disable_code):
+                self.keep(Path(out_dir, "diff.patch"))
             self.fill(out_dir, mode, before)
         where = self.run.url if mode == "online" else os.path.relpath(self.run.settings.sync_dir)
         upload = ["python", "track.py", "sync", str(out_dir)] if out_dir else ["wandb", "sync", where]
         later = f"; upload it later with: {shlex.join(upload)}"
         self.said = f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}" * (mode != "disabled")
+        self.said = "\n".join(filter(None, [self.said, *self.ignored_files()]))
 
     def start(self, run, config, mode, why, given):
         """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
         usual = {"init_timeout": INIT_SECONDS, "login_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS,
                  "silent": True, "console": "off", "x_transaction_log_flush_interval": 1,
                  "git_root": str(Path(__file__).resolve().parent), "git_remote_url": git_remote()}
-        settings = self.wandb.Settings(**usual | given)
+        chosen = {name: value for name, value in (usual | given).items() if wandb_said(name) is None}
+        chosen["git_remote_url"] = redact(wandb_said("git_remote_url") or usual["git_remote_url"])
+        settings = self.wandb.Settings(**chosen)
         try:
-            return self.wandb.init(mode=mode, resume="allow" if mode == "online" else None, config=config,
-                                   settings=settings, **run), mode, why
+            resume = "allow" if mode == "online" and wandb_said("resume") is None else None
+            return self.wandb.init(mode=mode, resume=resume, config=config, settings=settings, **run), mode, why
         except self.wandb.errors.CommError as e:
             if mode != "online":
                 raise
             self.wandb.teardown()  # else the id counts as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
+
+    def ignored_files(self):
+        """A line where the client ignores a whole file of settings for one that it refuses: it says so nowhere else."""
+        found = wandb_settings()
+        own = ("ignore_globs", "anonymous", "settings_system", "root_dir")  # the client reads these in other ways
+        try:
+            self.wandb.Settings(**{name: value for name, value in found.items() if name not in own})
+        except ValueError as e:  # pydantic's is one
+            return [f"warning: {reason(e)}; W&B ignores all settings of that file"]
+        return []
 
     def define(self, x):
         for name in ("iter", "tokens"):
@@ -395,9 +480,10 @@ class SwanLab:
         self.swanlab, host = swanlab, os.environ.get("SWANLAB_API_HOST", "https://api.swanlab.cn")
         known = os.environ.get("SWANLAB_API_KEY") or Path("~/.swanlab/.netrc").expanduser().exists()
         mode = os.environ.get("SWANLAB_MODE") or ("online" if known and answers(host) else "offline")
-        folder = Path(out_dir, "swanlab")
-        folder.mkdir(exist_ok=True)
-        self.run = swanlab.init(mode=mode, log_dir=str(folder), config=config, project=run["project"], name=run["name"],
+        place = {} if os.environ.get("SWANLAB_LOGDIR") else {"log_dir": str(Path(out_dir, "swanlab"))}
+        for folder in place.values():
+            os.makedirs(folder, exist_ok=True)
+        self.run = swanlab.init(mode=mode, **place, config=config, project=run["project"], name=run["name"],
                                 description=run.get("notes"), resume="allow" if mode == "online" else None,
                                 **{k: run[k] for k in ("id", "group", "tags", "job_type") if k in run})
         where = f": {self.run.url}" if mode == "online" else f"; upload it later with: swanlab sync {self.run.dir}"
@@ -809,13 +895,19 @@ def keep_diff(out_dir, config):
                 f.write(redact(text).encode(errors="surrogateescape"))
 
 
+def presentable(run):
+    """The entries of a run that are set, without secrets."""
+    return redact({name: value for name, value in run.items() if value})
+
+
 def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=False, x="tokens", tables=True, models=True,
-                 others=()):
+                 others=(), given=None):
     """
     The tracker of the master process: JSONL always, the rest when asked for. run, tables, models: see Wandb; others: names
-    of CLIENTS besides.
+    of CLIENTS besides; given: the entries of `run` that the user gave, which count more than what the environment or files
+    tell a client; None: all of them.
     """
-    run = redact({k: v for k, v in run.items() if v})
+    given = run.keys() if given is None else given
     keep_diff(out_dir, config)
     log = Jsonl(out_dir, config, step)
     destinations = [log]
@@ -825,12 +917,15 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
     if wandb_log:
         noted = about(out_dir)
         same = noted if noted.get("id") == run["id"] else {}
-        write_atomic(Path(out_dir, "wandb.json"), json.dumps(same | run, indent=1))
-        process = ClientProcess("W&B", out_dir=str(out_dir), config=config, run=run, x=x, before=step or -1, tables=tables)
+        own = presentable(wandb_run(run, given, same))
+        write_atomic(Path(out_dir, "wandb.json"), json.dumps(same | own, indent=1))
+        process = ClientProcess("W&B", out_dir=str(out_dir), config=config, run=own, x=x, before=step or -1, tables=tables)
         remedy = f"; upload the run later with: python track.py sync {shlex.quote(str(out_dir))}"
         destinations.append(Background("W&B", process.start, remedy, process, models))
     for name in others:
-        process = ClientProcess(name, out_dir=str(out_dir), config=config, run=run)
+        said = {k: os.environ.get(v) for k, v in SWANLAB_VARIABLES.items()} if name == "SwanLab" else {}
+        own = presentable(resolve_run(run, given, said))
+        process = ClientProcess(name, out_dir=str(out_dir), config=config, run=own)
         needed = "" if importlib.util.find_spec(name.lower()) else f"; needed: pip install {name.lower()}"
         destinations.append(Background(name, process.start, needed, process, models=False))
     until = time.monotonic() + START_SECONDS
@@ -841,15 +936,18 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
 
 def start_tracking(s, config, state):
     """The tracker of train.py's settings `s`."""
-    name = f"{Path(s.data).stem}-{s.dim}x{s.n_layers}" if s.wandb_run_name == "auto" else s.wandb_run_name
+    flags = {"project": s.wandb_project, "name": s.wandb_run_name, "group": s.wandb_group, "notes": s.wandb_notes,
+             "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()], "job_type": s.wandb_job_type}
+    given = {k: v for k, v in flags.items() if v and v != "auto"}
+    usual = {"project": PROJECT, "name": f"{Path(s.data).stem}-{s.dim}x{s.n_layers}", "job_type": "train"}
+    name = given.get("name") or (s.wandb_log and wandb_said("run_name")) or usual["name"]
     state["run_id"] = state["run_id"] or new_run_id(name)
-    run = {"id": state["run_id"], "project": s.wandb_project, "name": name, "group": s.wandb_group, "notes": s.wandb_notes,
-           "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()], "job_type": s.wandb_job_type}
+    run = {"id": state["run_id"]} | usual | given
     try:
         last = state["step"] - (0.5 if state.get("row") else 0)  # this step's own row comes again
         return make_tracker(s.out_dir, config, last, run, s.wandb_log, s.tensorboard_log,
                             tables=s.wandb_tables, models=s.wandb_log_model,
-                            others=["SwanLab"] * s.swanlab_log + ["trackio"] * s.trackio_log)
+                            others=["SwanLab"] * s.swanlab_log + ["trackio"] * s.trackio_log, given=given)
     except OSError as e:
         fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another folder")
 
@@ -859,7 +957,7 @@ def at_server(run):
     import wandb
     from wandb.apis.public.runs import RunNotFoundError
     try:
-        found = wandb.Api().run(f"{run['project']}/{run['id']}").load()
+        found = wandb.Api().run("/".join(run[key] for key in ("entity", "project", "id") if key in run)).load()
     except wandb.errors.CommError as e:
         if isinstance(e.exc, RunNotFoundError):
             return None
@@ -894,7 +992,7 @@ def continuing(folders, rows, new):
 
 def upload(noted, folders):
     tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
-            "--project", noted["project"], *folders]
+            "--project", noted["project"], *(["--entity", noted["entity"]] if "entity" in noted else []), *folders]
     if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
         fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
 
@@ -966,7 +1064,7 @@ def program_folder(named):
 def track_program(words):
     split = words.index("--")
     options, command = words[:split], words[split + 1:]
-    given = {"out_dir": PROGRAM, "name": "auto", "project": "llamac", "wandb_log": "True"}
+    given = {"out_dir": PROGRAM, "name": "auto", "project": "auto", "wandb_log": "True"}
     patterns = []
     for word in options:
         key, equals, value = word.removeprefix("--").partition("=")
@@ -982,11 +1080,12 @@ def track_program(words):
         parser = Parser(patterns)
     except re.error as e:
         fail(f"--pattern: not a regular expression ({e})")
-    name = Path(command[0]).name if given["name"] == "auto" else given["name"]
+    flags = {key: given[key] for key in ("name", "project") if given[key] != "auto"}
+    name = flags.get("name") or wandb_said("run_name") or Path(command[0]).name
     given["out_dir"] = program_folder(given["out_dir"])
-    run = {"id": new_run_id(name), "project": given["project"], "name": name}
+    run = {"id": new_run_id(name), "project": PROJECT, "name": name} | flags
     tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run,
-                           given["wandb_log"].lower() in ("true", "1", "yes"), x="iter")
+                           given["wandb_log"].lower() in ("true", "1", "yes"), x="iter", given=flags)
     code = follow(command, tracker, parser)
     tracker.finish()
     sys.stdout.flush()
@@ -1002,7 +1101,10 @@ if __name__ == "__main__":
     elif sys.argv[1:] == ["serve"]:  # started by ClientProcess
         serve()
     elif len(sys.argv) == 3 and sys.argv[1] == "sync":
-        sync(sys.argv[2])
+        try:
+            sync(sys.argv[2])
+        except Exception as e:
+            fail(f"{sys.argv[2]} cannot be synced now ({redact(reason(e))}); nothing is lost, try again")
     else:
         print(__doc__.strip())
         sys.exit(0 if "--help" in sys.argv else 2)

@@ -57,12 +57,12 @@ checks = "all"              # before the first step: all, none, some (future,lea
 sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
-wandb_project = "llamac"    # W&B project
-wandb_run_name = "auto"     # W&B run name; auto: from data and size
+wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else llamac
+wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
 wandb_group = ""            # W&B: runs that belong together
 wandb_tags = ""             # W&B tags, separated by commas
 wandb_notes = ""            # W&B: what this run is to find out
-wandb_job_type = "train"    # W&B job type
+wandb_job_type = "auto"     # W&B job type; auto: WANDB_JOB_TYPE, else train
 wandb_tables = True         # documents, samples and predictions go to W&B as tables of text; False: numbers alone
 wandb_log_model = True      # the exported model goes to W&B as an artifact
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off

@@ -226,6 +226,81 @@ def test_the_mode_the_user_set_counts(monkeypatch):
     assert track.wandb_mode()[0] == "disabled"
 
 
+def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_before_both(tmp_path, tracked):
+    """By environment, and by the file that `wandb init` writes; a resumed run keeps what it had."""
+    (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
+    (tmp_path / "wandb").mkdir()
+    settings = tmp_path / "wandb/settings"
+    settings.write_text("[default]\nproject = of-init\nrun_group = filed\nentity = us\n")
+    told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": "a,b", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
+            "WANDB_DISABLE_CODE": "true", "HOME": str(tmp_path)}
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=1", "--wandb_notes=flag", **told)
+    assert done.returncode == 0 and "warning: tracking" not in done.stderr, done.stderr
+    log = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    records = track.read_wandb(log)
+    found = next(r["run"] for r in records if r["type"] == "run")
+    assert (found["project"], found["entity"], found["display_name"], found["run_group"]) == ("of-init", "us", "Mine", "filed")
+    assert (found["job_type"], found["tags"], found["notes"]) == ("probe", ["a", "b"], "flag")
+    assert found["run_id"].startswith("mine-") and not any(r["type"] == "output_raw" for r in records)
+    assert not (log.parent / "files/diff.patch").exists()
+    noted = track.about(tmp_path / "out")
+    expected = {"project": "of-init", "entity": "us", "name": "Mine", "group": "filed", "tags": ["a", "b"], "job_type": "probe"}
+    assert noted.items() >= expected.items()
+    settings.unlink()
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=2", "--wandb_job_type=train", "--wandb_project=llamac", HOME=str(tmp_path),
+               WANDB_PROJECT="other", WANDB_JOB_TYPE="other")
+    assert done.returncode == 0, done.stderr
+    assert track.about(tmp_path / "out").items() >= (expected | {"job_type": "train", "project": "llamac"}).items()
+
+
+def test_each_client_hears_its_own_variables(tmp_path, monkeypatch):
+    class Process:
+        def __init__(self, name, **arguments):
+            self.name, heard[name] = name, arguments["run"]
+
+        def start(self):
+            return SimpleNamespace(finish=lambda: None)
+
+    heard = {}
+    monkeypatch.setattr(track, "ClientProcess", Process)
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"WANDB_PROJECT": "w", "WANDB_NAME": "wn", "SWANLAB_PROJ_NAME": "s", "SWANLAB_EXP_NAME": "sn"}.items():
+        monkeypatch.setenv(name, value)
+    for given, expected in ([], [("w", "wn"), ("s", "sn"), ("p", "n")]), (["name"], [("w", "n"), ("s", "n"), ("p", "n")]):
+        run = {"id": "x", "project": "p", "name": "n"}
+        track.make_tracker(tmp_path, {}, 0, run, True, others=["SwanLab", "trackio"], given=given).finish()
+        assert [(heard[name]["project"], heard[name]["name"]) for name in ("W&B", "SwanLab", "trackio")] == expected
+        (tmp_path / "wandb.json").unlink()
+
+
+@pytest.mark.parametrize("env, settings, run, message", [
+    ({"WANDB_MODE": "OFFLINE"}, "", {}, "W&B refuses mode='OFFLINE', from the variable WANDB_MODE: Input should be 'online', 'offline'"),
+    ({}, "mode = sometimes", {}, "W&B refuses mode='sometimes', from wandb/settings: Input should be"),
+    ({"WANDB_INIT_TIMEOUT": "soon"}, "mode = offline", {}, "W&B refuses init_timeout='soon', from the variable WANDB_INIT_TIMEOUT"),
+    ({"WANDB_TAGS": "a"}, "mode = offline", {"tags": ["t" * 100]}, "W&B refuses run_tags='" + "t" * 77 + "...', from --wandb_tags: Tag"),
+    ({"WANDB_PROJECT": "a/b"}, "mode = offline", {}, "Invalid project name 'a/b': cannot contain characters"),
+    ({"WANDB_RUN_ID": "a/b"}, "mode = offline", {"id": "a/b"}, "(run_id='a/b', from the variable WANDB_RUN_ID)")])
+def test_a_setting_that_the_client_refuses_is_named_with_its_value_and_origin(tmp_path, env, settings, run, message):
+    program = ("import sys, track; run = eval(sys.argv[1])\ntry: track.Wandb('', {}, track.wandb_run(run, run))\n"
+               "except Exception as e: print(track.reason(e))")
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text(f"[default]\n{settings}\n")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program, repr({"id": "x", "name": "n"} | run)], cwd=tmp_path, capture_output=True,
+                          text=True, env=clean | env)
+    assert message in done.stdout and done.stdout.count("\n") == 1, done.stdout + done.stderr
+
+
+def test_a_file_of_settings_that_the_client_ignores_is_named(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/settings").write_text("[default]\nconsole = loud\nmode = offline\n")
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, ROOT / "track.py", "--", "echo", "step 1: loss 2.5"], cwd=tmp_path, capture_output=True,
+                          text=True, env=clean)
+    assert "warning: W&B refuses console='loud', from wandb/settings: Input should be 'auto'" in done.stdout
+    assert "W&B ignores all settings of that file" in done.stdout and done.returncode == 0
+
+
 class Broken:
     calls = 0
 
