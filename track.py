@@ -1047,12 +1047,15 @@ def sync(out_dir):
 def program_folder(named):
     """The folder named, refused where it holds a run; for that of the usual name a new one: out/program, out/program2, ..."""
     path, number = Path(named), 1
-    while named == PROGRAM and path.exists():
-        path, number = Path(f"{named}{number + 1}"), number + 1
-    try:
-        path.mkdir(parents=True, exist_ok=named != PROGRAM)
-    except OSError as e:
-        fail(f"--out_dir={path}: cannot be written ({why(e)}); choose another folder")
+    while True:
+        try:
+            path.mkdir(parents=True, exist_ok=named != PROGRAM)
+            break
+        except OSError as e:
+            if named != PROGRAM or not isinstance(e, FileExistsError):
+                fail(f"--out_dir={path}: cannot be written ({why(e)}); choose another folder")
+        number += 1  # made, so that of two programs begun together each has its own
+        path = Path(f"{named}{number}")
     for name in ("trainer.json", "log.jsonl", "config.json", "wandb.json", "diff.patch"):
         if (path / name).exists():
             fail(f"--out_dir={path}: holds {name}, of another run; choose another folder")

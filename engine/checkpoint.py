@@ -356,23 +356,48 @@ def claim(out_dir):
     """
     global held
     new = not Path(out_dir).exists()
-    Path(out_dir).mkdir(parents=True, exist_ok=True)
-    if not is_run(out_dir):
-        refuse_foreign(out_dir)
-    Path(out_dir, MARK).touch()
-    held = open(Path(out_dir, MARK), "r+", encoding="utf-8")
+    file = lock(out_dir)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        held.seek(0)
-        fail(f"--out_dir={out_dir}: another process trains there{described(held.read())}; wait for it, stop it, or choose "
-             f"another folder")
-    except OSError as e:  # some network file systems have no locks
-        print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
-    refuse_foreign(out_dir)
-    mark(held)
+        refuse_foreign(out_dir)
+    except SystemExit:
+        if not os.fstat(file.fileno()).st_size:  # made by `lock`
+            os.unlink(file.name)
+        file.close()
+        raise
+    mark(file)
+    held = file
     if new:
         atexit.register(tidy, out_dir)
+
+
+def lock(out_dir):
+    """
+    Return the open and locked MARK of a folder; the folder and an empty MARK are made where there are none. Everything else
+    about the folder is looked at under this lock, so that of two trainings begun together the second sees a finished claim.
+    """
+    path = Path(out_dir, MARK)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "r+", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_CREAT, 0o666))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with file:
+                fail(f"--out_dir={out_dir}: another process trains there{described(file.read())}; wait for it, stop it, or "
+                     f"choose another folder")
+        except OSError as e:  # some network file systems have no locks
+            print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
+        if is_file_at(file, path):
+            return file
+        file.close()  # its owner has removed it between the opening and the locking
+
+
+def is_file_at(file, path):
+    """Return whether an open file is the one that this path names now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
 
 
 def tidy(out_dir):

@@ -251,6 +251,57 @@ def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys)
     checkpoint.release()
 
 
+CLAIMING = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from engine import checkpoint
+for name in ("is_run", "refuse_foreign", "mark"):  # each step of a claim takes some time, so that others come in between
+    def slow(*args, step=getattr(checkpoint, name)):
+        found = step(*args)
+        time.sleep(0.05)
+        return found
+    setattr(checkpoint, name, slow)
+for folder in range(6):
+    out = {out!r} + str(folder)
+    if folder % 2:
+        os.mkdir(out)
+    for number in range(3):
+        if not os.fork():
+            time.sleep(0.06 * folder * number)
+            try:
+                checkpoint.claim(out)
+                os.write(1, b"claimed ")
+                time.sleep(1)
+            except SystemExit:
+                os.write(1, b"refused ")
+            os._exit(0)
+    for number in range(3):
+        os.wait()
+    os.write(1, b"\\n")
+"""
+
+
+def test_of_trainings_begun_together_one_claims_the_folder_and_the_others_are_told_so(tmp_path):
+    program = CLAIMING.format(root=str(ROOT), out=str(tmp_path / "out"))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [["claimed", "refused", "refused"]] * 6, done.stderr
+    assert done.stderr.count("another process trains there") == done.stderr.count("\n") == 12, done.stderr
+
+
+def test_a_lock_on_a_mark_that_was_removed_is_none(tmp_path, monkeypatch):
+    """Another process removes its mark, as a refused run does, after this one has opened it."""
+    checkpoint.claim(tmp_path)
+    (tmp_path / "trainer.json").rename(tmp_path / "gone")
+    first = open(tmp_path / "gone", "r+", encoding="utf-8")
+    checkpoint.release()
+    opened = iter([first])
+    monkeypatch.setattr("builtins.open", lambda *args, open=open, **named: next(opened, None) or open(*args, **named))
+    checkpoint.claim(tmp_path)
+    monkeypatch.undo()
+    assert first.closed and checkpoint.is_file_at(checkpoint.held, tmp_path / "trainer.json")
+    checkpoint.release()
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
                                   "latest", "diff.patch", "model.gguf.4194305.tmp", "checkpoints/step_00001000/model.pt",
                                   "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])

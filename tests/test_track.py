@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,14 @@ def test_whatever_bytes_git_prints_are_kept(tmp_path, monkeypatch):
     git("checkout", "-q", ".")
     git("apply", "--whitespace=nowarn", str(tmp_path / "diff.patch"))
     assert all((repository / file).read_bytes() == changed for file in ("a.txt", name))
+
+
+def test_programs_begun_together_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda _: (start.wait(), track.program_folder(track.PROGRAM))[1], range(8))]
+    assert sorted(found) == sorted(["out/program", *(f"out/program{n}" for n in range(2, 9))])
 
 
 def test_without_wandb_log_nothing_of_it_is_written(tmp_path, tracked):
