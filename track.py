@@ -24,6 +24,7 @@ import netrc
 import os
 import queue
 import re
+import resource
 import secrets
 import shlex
 import shutil
@@ -39,13 +40,15 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from configurator import BOOLS, fail  # first: it answers for packages that are missing
+
 from tqdm import tqdm
 
-from configurator import fail
+from engine.console import Parser
 from engine.files import read_json, replacing, sha256, why, write_atomic
-from engine.follow import Parser, Tee, follow
+from engine.follow import Tee, follow
 from engine.redact import redact
-from engine.streams import tell
+from engine.streams import tell, unread
 
 TABLES = {
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
@@ -1060,7 +1063,7 @@ def program_folder(named):
         if (path / name).exists():
             fail(f"--out_dir={path}: holds {name}, of another run; choose another folder")
     if number > 1:
-        print(f"tracking: {path}", file=sys.stderr)
+        tell(f"tracking: {path}", sys.stderr)
     return str(path)
 
 
@@ -1079,6 +1082,10 @@ def track_program(words):
             fail(f"{word}: expected --pattern=REGEX, " + ", ".join(f"--{k}={v}" for k, v in given.items()))
     if not command:
         fail("no program; expected: python track.py -- CMD ...")
+    if given["wandb_log"].lower() not in BOOLS:
+        fail(f"--wandb_log={given['wandb_log']}: expected True or False")
+    if shutil.which(command[0]) is None:
+        fail(f"{command[0]}: not a program that can be started; check its path and permissions")
     try:
         parser = Parser(patterns)
     except re.error as e:
@@ -1087,15 +1094,28 @@ def track_program(words):
     name = flags.get("name") or wandb_said("run_name") or Path(command[0]).name
     given["out_dir"] = program_folder(given["out_dir"])
     run = {"id": new_run_id(name), "project": PROJECT, "name": name} | flags
-    tracker = make_tracker(given["out_dir"], redact({"command": command}), 0, run,
-                           given["wandb_log"].lower() in ("true", "1", "yes"), x="iter", given=flags)
+    wandb_log, config = BOOLS[given["wandb_log"].lower()], redact({"command": command})
+    try:
+        tracker = make_tracker(given["out_dir"], config, 0, run, wandb_log, x="iter", given=flags)
+    except OSError as e:
+        fail(f"--out_dir={given['out_dir']}: cannot be written ({why(e)}); make room or choose another")
     code = follow(command, tracker, parser)
     tracker.finish()
-    sys.stdout.flush()
-    if code < 0:  # ended by a signal: end the same way
-        signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
+    with unread():
+        sys.stdout.flush()
+    if code < 0:  # a signal ended the program: end the same way
+        end_by_signal(-code)
     sys.exit(code)
+
+
+def end_by_signal(number):
+    """End this process by a signal, without a second core dump; else exit with 128 + number."""
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError, ValueError):  # SIGKILL takes no handler
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    sys.exit(128 + number)  # as process 1 of a container, which ignores default actions
 
 
 if __name__ == "__main__":

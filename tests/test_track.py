@@ -6,6 +6,7 @@ import json
 import math
 import os
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -607,6 +608,106 @@ def test_any_program_is_tracked_with_its_output_exit_code_and_signals_unchanged(
     assert waiting.stdout.readline() == b"ready\n"
     waiting.terminate()
     assert waiting.wait(30) == -signal.SIGTERM
+
+
+HOSTILE_CONSOLE = r"""
+import sys
+for line in ("step=1 loss=2", "step=nan loss=1.5", "step=inf loss=1.4", "step=1e400 loss=1", "step=-5 loss=1", "step=1.5 loss=1",
+             "step " + "9" * 5000 + " loss 1", "epoch=nan loss=1", "epoch 1e300: 5/10 [=====>...] - loss: 1", "epoch " + "9" * 400 + ": loss=1",
+             '{"step": ' + "9" * 5000 + ', "loss": 1}', '{"loss": 1' + "0" * 400 + "}", '{"a":' * 100000, '{"step": [1], "loss": {"loss": 1}}',
+             '{"\\ud800": 1, "": 2, "iter": "x", "loss": true}', "{'loss': " * 5000, "\x1b[" * 5000, "\x1b]8;;" + "x" * 5000, "loss=1 " * 200000,
+             "a" * 2000000, *["loss/train: 1e308"] * 12, "loss/train: nan", "{'step': inf, 'loss': nan}", "\0 loss=1"):
+    sys.stdout.buffer.write(line.encode() + b"\n")
+sys.stdout.buffer.write(b"\xff\xfe loss=1 \xe4\xb8")
+sys.stdout.buffer.write(b"\nstep=900719925474 loss=0.5\n")
+sys.exit(7)
+"""
+
+
+def test_nothing_that_a_program_prints_ends_it_or_its_tracking(tmp_path):
+    """Its output is passed on byte by byte, its exit code too; all rows are numbers at growing iters."""
+    (tmp_path / "p.py").write_text(HOSTILE_CONSOLE)
+    alone = subprocess.run([sys.executable, "p.py"], cwd=tmp_path, capture_output=True)
+    done = subprocess.run([sys.executable, ROOT / "track.py", "--wandb_log=False", "--out_dir=p", "--", sys.executable, "p.py"],
+                          cwd=tmp_path, capture_output=True)
+    assert done.returncode == alone.returncode == 7 and done.stdout == alone.stdout
+    assert b"Traceback" not in done.stderr and b"error" not in done.stderr, done.stderr
+    rows = track.read_rows(tmp_path / "p/log.jsonl")
+    assert [row["loss"] for row in rows[:2]] == [2, 1.5] and [row["iter"] for row in rows[:2]] == [1, 2]
+    assert rows[-1]["iter"] == 900719925474 and rows[-1]["loss"] == 0.5
+    assert all(type(row["iter"]) is int and a["iter"] <= row["iter"] < 2**63 for a, row in zip(rows, rows[1:]))
+
+
+@pytest.mark.parametrize("where", [">/dev/full", ">/dev/full 2>&1", "2>/dev/full", ">&-", ">&- 2>&-", "<&- 2>&-", "| true", "2>&1 | true"])
+def test_wherever_its_output_goes_a_program_runs_to_its_end_and_is_tracked(tmp_path, where):
+    program = 'for i in 1 2 3; do echo "step $i: loss/train: nan"; sleep 0.1; done; echo done > finished; exit 7'
+    words = [sys.executable, str(ROOT / "track.py"), "--wandb_log=False", "--out_dir=p", "--", "sh", "-c", program]
+    done = subprocess.run(["sh", "-c", f"exec 3>code; {{ {shlex.join(words)}; echo $? >&3; }} {where}"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=60)
+    assert (tmp_path / "code").read_text() == "7\n" and (tmp_path / "finished").exists()
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+    assert [row["iter"] for row in track.read_rows(tmp_path / "p/log.jsonl")] == [1, 2, 3]
+    if where == ">/dev/full":
+        assert done.stderr.count("output cannot be written (No space left on device); the program runs on") == 1
+
+
+def test_a_signal_that_ends_a_program_is_the_exit_code(tmp_path):
+    """As a shell sees it; and no second core dump."""
+    for name, number in (("KILL", 9), ("SEGV", 11), ("ABRT", 6), ("TERM", 15), ("PIPE", 13), ("INT", 2), ("HUP", 1), ("USR1", 10),
+                         ("RTMIN", 34)):
+        words = [sys.executable, ROOT / "track.py", "--wandb_log=False", f"--out_dir={name}", "--", "sh", "-c",
+                 f"echo step 1 loss 2; kill -{number} $$; sleep 60"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == -number and "Traceback" not in done.stderr, (name, done)
+        assert done.stdout == "step 1 loss 2\n" and track.read_rows(tmp_path / name / "log.jsonl")[0]["loss"] == 2
+
+
+def test_what_a_killed_program_leaves_behind_is_not_waited_for_without_end(monkeypatch, capfd):
+    """Such as the workers of a data loader, whose parent the kernel has killed for want of memory."""
+    monkeypatch.setattr(follow, "SILENT_SECONDS", 1)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
+    begin, rows = time.monotonic(), []
+    tracker = SimpleNamespace(log=rows.append, finish=lambda: None)
+    code = follow.follow(["sh", "-c", "sleep 20 & echo step 1 loss 2; kill -9 $$"], tracker, follow.Parser())
+    assert code == -9 and rows == [{"iter": 1, "loss": 2.0}] and time.monotonic() - begin < 15
+    out, err = capfd.readouterr()
+    assert out == "step 1 loss 2\n" and "processes that it left" in err
+    code = follow.follow(["sh", "-c", "(sleep 3; echo step 2 loss 1) & echo step 1 loss 2"], tracker, follow.Parser())
+    assert code == 0 and rows[1:] == [{"iter": 1, "loss": 2.0}, {"iter": 2, "loss": 1.0}]  # they may still have to say something
+
+
+def test_a_failure_of_the_tracking_itself_costs_a_warning(capfd, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
+
+    def log(row):
+        rows.append(row)
+        raise ValueError("not this one")
+
+    rows = []
+    code = follow.follow(["sh", "-c", "for i in 1 2 3; do echo step $i loss 2; done; exit 3"], SimpleNamespace(log=log), follow.Parser())
+    out, err = capfd.readouterr()
+    assert code == 3 and len(rows) == 3 and err.count("ValueError('not this one')") == 1 and "the program runs on" in err
+
+
+def test_without_tqdm_it_is_said_what_to_do(tmp_path):
+    """A Python without packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "v"], cwd=tmp_path, check=True)
+    done = subprocess.run(["v/bin/python", ROOT / "track.py", "--", "echo", "hi"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "has no package tqdm; " in done.stderr
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--", "no-such-program"], "no-such-program: not a program that can be started"),
+    (["--", "./data"], "./data: not a program that can be started"), (["--wandb_log=False", "--", "./broken"], "./broken: cannot be started (Exec format error)"),
+    (["--wandb_log=maybe", "--", "echo"], "--wandb_log=maybe: expected True or False"),
+    (["--pattern=(", "--", "echo"], "--pattern: not a regular expression"), (["--"], "no program; expected: python track.py -- CMD ...")])
+def test_a_program_that_cannot_be_started_is_refused_in_a_line(tmp_path, words, said):
+    (tmp_path / "data").write_text("text")
+    (tmp_path / "broken").write_text("text")
+    (tmp_path / "broken").chmod(0o755)
+    done = subprocess.run([sys.executable, ROOT / "track.py", "--out_dir=p", *words], cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | {"WANDB_MODE": "disabled"})
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_what_stands_in_the_folder_of_another_program_or_training_stays(tmp_path):
