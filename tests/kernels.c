@@ -1,8 +1,10 @@
 // Compares the kernels of each instruction set that this machine has with the reference, op by op, on random sizes that
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
+// kernels panels: compares the time of a panel of four tokens with that of the next larger panel.
 #include "../runtime/cpu/cpu.c"
 #include "../runtime/cpu/blocks.h"
 #include <stdio.h>
+#include <time.h>
 
 enum { MOST = 700 };
 
@@ -345,7 +347,47 @@ static void example_of_a_tile(const Kernels *k) {
     free((void *)m.data), free(tiles);
 }
 
+// Seconds of the processor's time for a panel of T tokens with two rows of tiles that stay in the caches: the least of many tries.
+static double panel_seconds(const Kernels *k, Type type, int T) {
+    enum { COLS = 512, TRIES = 300, REPEATS = 20 };
+    Mat m = {.type = type, .rows = ROWS, .cols = COLS};
+    uint8_t *tiles = calloc(2, tiles_size(&m));
+    float *x = floats((size_t)COLS * T), *y = floats((size_t)ROWS * T);
+    TileProduct p = {.y = y, .tiles = tiles, .tile_rows = 2, .x = x, .cols = COLS, .T = T};
+    p.prefetch = (Prefetch){tiles, 0, (const char *)y, -128, 1023};
+    double least = INFINITY;
+    for (int i = 0; i < TRIES; i++) {
+        struct timespec before, after;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &before);
+        for (int j = 0; j < REPEATS; j++) k->types[type].product(&p);
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &after);
+        least = fmin(least, (after.tv_sec - before.tv_sec) + 1e-9 * (after.tv_nsec - before.tv_nsec));
+    }
+    free(tiles), free(x), free(y);
+    return least;
+}
+
+// Prints for each instruction set how long a panel of four tokens takes, compared with the next larger one, in F32 and BF16.
+static void compare_panels(void) {
+    const Kernels *found[MOST_KERNELS];
+    int n = find_kernels(found);
+    for (int i = 0; i < n; i++) {
+        int next = found[i]->tokens < 8 ? found[i]->tokens : 8;
+        if (!has_tiles(found[i])) continue;
+        printf("%s %d", found[i]->name, next);
+        for (int j = 0; j < 2; j++) {
+            Type type = j ? BF16 : F32;
+            printf(" %.3f", panel_seconds(found[i], type, 4) / panel_seconds(found[i], type, next));
+        }
+        printf("\n");
+    }
+}
+
 int main(int argc, char **argv) {
+    if (argc > 1 && !strcmp(argv[1], "panels")) {
+        compare_panels();
+        return 0;
+    }
     const Kernels *found[MOST_KERNELS];
     Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K};
     enum { TYPES = sizeof types / sizeof *types };

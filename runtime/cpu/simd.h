@@ -328,10 +328,11 @@ INLINE void product_of_floats(Type type, TileProduct p) {
     enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
     const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE; // bytes of a row of tiles
     for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {
-        rows = TILE_ROWS == 2 && p.T > 4 && r + 1 < p.tile_rows ? 2 : 1;
+        rows = TILE_ROWS == 2 && p.T >= 4 && r + 1 < p.tile_rows ? 2 : 1;
         if (p.T == 1) float_tiles(type, &p, 1, 1);
         else if (p.T == 2) float_tiles(type, &p, 2, 1);
-        else if (p.T == 4) float_tiles(type, &p, 4, 1);
+        else if (p.T == 4 && rows == 1) float_tiles(type, &p, 4, 1);
+        else if (p.T == 4) float_tiles(type, &p, 4, TILE_ROWS);
         else if (TOKENS > 8 && p.T == 8 && rows == 1) float_tiles(type, &p, EIGHT, 1);
         else if (TOKENS > 8 && p.T == 8) float_tiles(type, &p, EIGHT, TILE_ROWS);
         else if (TILE_ROWS == 1 || rows == 1) float_tiles(type, &p, TOKENS, 1);
