@@ -26,9 +26,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from engine.streams import gone, open_streams, unread
+from engine.streams import flush_stdout, gone, open_streams
 
 STARTED = time.monotonic()  # when this program began, about
+NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
     ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
@@ -77,15 +78,18 @@ ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the kn
 
 def fail(message):
     """End the program the way every user's mistake ends: one line on stderr, exit code 2."""
-    last_flush()
+    flush_stdout()
     print("error: " + " ".join(str(message).split()), file=sys.stderr)
     sys.exit(2)
 
 
 @atexit.register
 def last_flush():
-    with unread():
-        pass
+    """End with one line and exit code 2, rather than 0, where what was printed can't be written."""
+    if why := flush_stdout():
+        with contextlib.suppress(SystemExit):
+            fail(NO_STDOUT.format(why))
+        os._exit(2)  # an exit within atexit would change no exit code
 
 
 def end(kind, error, trace):
@@ -97,6 +101,8 @@ def end(kind, error, trace):
         sys.exit(130)
     if kind is BrokenPipeError and gone(sys.stdout):
         sys.exit(141)  # as a shell reports SIGPIPE
+    if issubclass(kind, OSError) and (why := flush_stdout("\n")):  # where nothing is buffered, only a write tells
+        fail(NO_STDOUT.format(why))
     sys.__excepthook__(kind, error, trace)
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import compare
 from configurator import advice, configure, convert, fail, read_file, source_knobs
 from engine.files import read_json
+from engine.streams import outlast
 
 file = ""       # the sweep, a .yaml file as W&B has them
 count = 0       # trials; 0: the file's run_cap, or the whole grid
@@ -275,17 +276,18 @@ def command_of(sweep, values):
 def run_program(command, environment):
     """
     (the exit code of a program, the signals that were to end the sweep in the meantime). The program ends in its own time,
-    as a training saves first: Ctrl-C has reached it from the terminal, SIGTERM is passed on.
+    as a training saves first: Ctrl-C has reached it from the terminal, SIGTERM and SIGHUP are passed on.
     environment: variables besides those of this process.
     """
     stopped, children = [], []
 
     def stop(signum, frame):
         stopped.append(signum)
-        for child in children if signum == signal.SIGTERM else ():
+        for child in children if signum != signal.SIGINT else ():
             child.send_signal(signum)
 
-    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM)}
+    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []  # as under nohup
+    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGINT, signal.SIGTERM, *hung_up)}
     try:
         children.append(subprocess.Popen(command, env=os.environ | environment))
     except OSError as e:
@@ -375,4 +377,5 @@ if __name__ == "__main__":
     if len(words) > 1:
         fail(f"{' and '.join(words)}: expected one sweep")
     file = words[0] if words else file
+    outlast("stdout")
     main()

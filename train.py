@@ -33,6 +33,7 @@ from engine.load import adopt, start_from
 from engine.parallel import say
 from engine.prepare import as_prepared, load, source_files, text_bytes
 from engine.redact import redact
+from engine.streams import outlast
 from export import ITER, export_model, exported_step
 from model import Transformer
 from optim import LossScale, SpikeDetector, learning_rate_at, make_optimizer
@@ -431,6 +432,7 @@ def train(t):
 if __name__ == "__main__":
     overrides = configure(globals(), positional="data", common=(
         "data", "out_dir", "depth", "max_iters", "max_minutes", "batch_size", "learning_rate", "wandb_log", "init_from"))
+    outlast("stdout")
     try:
         if not supervise:
             main(overrides)

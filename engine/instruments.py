@@ -7,6 +7,7 @@ import time
 import torch
 
 from engine import ops, parallel
+from engine.streams import console_notes
 from tokenizer import spell
 
 
@@ -169,9 +170,9 @@ class Inside:
 def take_notes(row, state):
     """
     {"notes": rows of that table} where a metric of this row lies beyond USUAL and none of its kind did before, which
-    state["noted"] remembers.
+    state["noted"] remembers; and where stdout or stderr has failed.
     """
-    notes = []
+    notes = console_notes()
     for name, value in row.items():
         kind = next((kind for kind in USUAL if name.startswith(kind + "/")), None)
         if kind is None or kind in state["noted"] or USUAL[kind][0] < value < USUAL[kind][1]:

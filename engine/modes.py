@@ -12,7 +12,6 @@ import functools
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -88,7 +87,7 @@ def own_place(s):
     folder = Path(tempfile.mkdtemp(prefix=f"{run.name}.{mode}-", dir=run.parent))
     leaving.append((folder, made))
     atexit.register(clean_up)
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # as a shell says it, after that
+    parallel.on_stops(lambda signum, frame: sys.exit(128 + signum))  # as a shell says it, after that
     if os.environ.get("WANDB_MODE") != "disabled":
         os.environ["WANDB_MODE"] = "offline"
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):

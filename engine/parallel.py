@@ -473,10 +473,20 @@ def measured_flops(device, dtype, seconds=0.3):
     return 2 * n ** 3 / best
 
 
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)  # the user's or the queue's, a terminal that closes, ulimit -t
+
+
+def on_stops(handler):
+    """Handle the signals of STOPS, but for those that whoever started the program ignores, as nohup does."""
+    for signum in STOPS:
+        if signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
 class Signals:
     """
-    SIGTERM and Ctrl-C: save at the next step boundary and end (a second Ctrl-C ends at once). SIGUSR1: save now, go on.
-    The time limit is one more way to stop.
+    Ctrl-C and the signals of STOPS: save at the next step boundary and end (a second Ctrl-C ends at once). SIGUSR1: save
+    now, go on. The time limit is one more way to stop.
     """
 
     def __init__(self, seconds, end):
@@ -484,7 +494,7 @@ class Signals:
         self.stop = self.save = False
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
-        signal.signal(signal.SIGTERM, self.on_stop)
+        on_stops(self.on_stop)
         signal.signal(signal.SIGUSR1, self.on_save)
 
     def on_stop(self, signum, frame):
@@ -514,9 +524,9 @@ def supervise(max_restarts, *more):
         if child:
             child.send_signal(signum)
 
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it for good
-            signal.signal(signum, pass_on)
+    for signum in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(signum, pass_on)
+    on_stops(pass_on)
     for attempt in range(max_restarts + 1):
         child = subprocess.Popen(command, start_new_session=True)  # else a terminal's Ctrl-C would reach it twice
         code = child.wait()

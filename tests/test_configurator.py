@@ -1,11 +1,13 @@
 """The configurator through a script of its own, as a user runs it."""
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -243,6 +245,85 @@ def test_help_into_a_pipe_that_nobody_reads_is_no_traceback():
     os.close(write)
     assert done.stderr == "compare 0\n" + "".join(f"{name} 141\n" for name in
                                                    "train data sample export evaluate compare track sweep".split())
+
+
+EACH_OUTPUT = """
+import os, sys
+from configurator import fail
+for number, text in enumerate(("a", "a" * 100_000, "a")):
+    if not os.fork():
+        print(text)
+        fail("b") if number == 2 else sys.exit()
+    print(os.waitstatus_to_exitcode(os.wait()[1]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(buffered):
+    """At the end, in the midst of it, and after an error, of which the line is not lost."""
+    line = "error: stdout cannot be written (No space left on device); make room, or send the output elsewhere\n"
+    env = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", EACH_OUTPUT], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+        assert done.stderr == f"{line}2\n{line}2\n{'error: b' + chr(10) if buffered else line}2\n" and done.returncode == 0
+        assert subprocess.run([sys.executable, ROOT / "compare.py", "--odd=1"], stdout=full, stderr=full, env=env).returncode == 2
+
+
+CONSOLE = """
+import os, resource, sys
+from engine import streams
+if sys.argv[1:] == ["limit"]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.RLIM_INFINITY))
+streams.open_streams(), streams.outlast("stdout")
+for stream in sys.stdout, sys.stderr:
+    print("a" * 20, file=stream, flush=True)
+    print("b" * 10_000, file=stream, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+print("c")
+print("c", file=sys.stderr)
+for name, lost, why in streams.console_notes():
+    os.write(3, f"{name} {lost} {why}\\n".encode())
+assert not streams.console_notes()
+"""
+
+
+def consoles(tmp_path):
+    """(what stands behind stdout and stderr, the words of its failure; an argument)"""
+    reader, pipe = os.pipe()
+    os.close(reader)
+    terminal, closed = pty.openpty()
+    os.close(terminal)
+    (tmp_path / "text").write_text("")
+    yield os.open("/dev/full", os.O_WRONLY), "No space left on device", []
+    yield pipe, "Broken pipe", []
+    yield closed, "Input/output error", []
+    yield os.open(os.devnull, os.O_RDONLY), "Bad file descriptor", []
+    yield os.open(tmp_path / "text", os.O_WRONLY | os.O_APPEND), "File too large", ["limit"]
+
+
+def test_a_program_that_outlasts_its_console_goes_on_and_tells_of_it_once(tmp_path):
+    for console, why, words in consoles(tmp_path):
+        with open(tmp_path / "notes", "w") as notes:
+            command = ["sh", "-c", 'exec "$@" 3>&4 4>&-', "", sys.executable, "-c", CONSOLE, *words]
+            done = subprocess.run(command, cwd=ROOT, stdout=console, stderr=console, pass_fds=[4],
+                                  preexec_fn=lambda notes=notes: os.dup2(notes.fileno(), 4))
+        os.close(console)
+        lines = (tmp_path / "notes").read_text().splitlines()
+        assert done.returncode == 0 and [line.split()[0] for line in lines] == ["console/stdout", "console/stderr"], why
+        assert all(f"({why})" in line for line in lines), lines
+    assert (tmp_path / "text").read_text() == "a" * 10 + "c\nc\n"  # where there is room again, text goes on
+
+
+def test_a_console_whose_reader_does_not_block_gets_all(tmp_path):
+    reader, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    program = "import sys; from engine import streams; streams.outlast('stdout'); print('a' * 300_000)"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=pipe) as p:
+        os.close(pipe)
+        time.sleep(0.5)
+        with open(reader, "rb") as f:
+            assert f.read() == b"a" * 300_000 + b"\n"
+    assert p.returncode == 0
 
 
 def test_other_pipes_that_break_are_faults_still(tmp_path):

@@ -2,17 +2,21 @@
 import collections
 import contextlib
 import ctypes
+import fcntl
 import json
 import math
 import os
+import pty
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -170,6 +174,57 @@ def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     assert len(rows(folder, out)) == len(losses(folder, out))
     for name, weight in weights(folder, "whole").items():
         assert torch.equal(weight, weights(folder, out)[name]), name
+
+
+def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(folder, reference):
+    """Which sends SIGHUP, and leaves nothing to print to."""
+    args, (terminal, there) = [*reference[0], "--out_dir=terminal"], pty.openpty()
+    process = subprocess.Popen(command(*args), cwd=folder, env=environment(), stdin=there, stdout=there, stderr=there,
+                               start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(there)
+    log, end = folder / "terminal/log.jsonl", time.time() + 240
+    while not (log.exists() and '"iter": 15,' in log.read_text()):
+        assert process.poll() is None and time.time() < end
+        if select.select([terminal], [], [], 0.01)[0]:
+            os.read(terminal, 10_000)
+    os.close(terminal)
+    assert process.wait() == 0 and (folder / "terminal/model.gguf").exists()
+    assert checkpoint.load(checkpoint.newest(folder / "terminal"), "train")["state"]["step"] < 40
+    done = run(folder, *args)
+    assert done.returncode == 0 and same_losses(folder, "terminal", "whole"), done.stderr
+
+
+def test_each_signal_that_asks_to_stop_is_heard_but_for_those_that_are_ignored():
+    program = ("import os, signal, sys, torch; from engine import parallel\n"
+               "if len(sys.argv) > 1: signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+               "for number in signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, signal.SIGHUP:\n"
+               "    signals = parallel.Signals(0, float('inf'))\n"
+               "    os.kill(os.getpid(), number)\n"
+               "    print(signals.read(torch.device('cpu'))[0])\n")
+    for words, hung_up in ([], "True"), (["ignored"], "False"):
+        done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
+        assert done.stdout.split() == ["True"] * 3 + [hung_up], done.stderr
+
+
+def test_a_mode_that_sighup_ends_removes_its_folder(folder):
+    process = subprocess.Popen(command("--data=my.txt", "--overfit=4", "--learning_rate=1e-9", "--out_dir=mode/hup"), cwd=folder,
+                               env=environment(), stdout=subprocess.PIPE, text=True)
+    assert any(line.startswith("step") for line in process.stdout)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait() == 128 + signal.SIGHUP and not (folder / "mode").exists()
+
+
+@pytest.mark.parametrize("which", ["stdout", "stderr"])
+def test_a_full_disk_under_the_console_costs_what_is_printed_and_a_note(folder, reference, which):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command(*reference[0], f"--out_dir=console_{which}"), cwd=folder, env=environment(), text=True,
+                              **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {which: full})
+    assert done.returncode == 0
+    assert losses(folder, f"console_{which}") == losses(folder, "whole")
+    assert (folder / f"console_{which}/model.gguf").read_bytes() == (folder / "whole/model.gguf").read_bytes()
+    noted = [note for row in rows(folder, f"console_{which}") for note in row.get("notes", []) if note[0].startswith("console")]
+    assert [name for name, *_ in noted] == ["console/stdout"] * (which == "stdout")  # nothing was printed to stderr
+    assert which == "stderr" or done.stderr.count("could not be written to stdout (No space left on device)") == 1
 
 
 def test_a_run_that_is_killed_after_its_turn_ends_early_as_it_would_have(folder):
