@@ -28,6 +28,7 @@ from engine import checkpoint, parallel
 from engine.files import write_atomic
 from engine.load import load_model
 from engine.redact import redact
+from tokenizer import decode_utf8
 from track import PROJECT, Wandb, new_run_id, reason, wandb_run
 
 out_dir = "out"      # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -65,7 +66,7 @@ def print_perplexity(model, vocabulary, path, device):
         text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         fail(f"--perplexity={path}: cannot be read ({e.strerror}); expected a text file")
-    ids = vocabulary.encode(text.decode(errors="replace"), bos=True)
+    ids = vocabulary.encode(decode_utf8(text), bos=True)
     if len(ids) < 2:
         fail(f"--perplexity={path}: the text has no tokens")
     count, total = len(ids) - 1, negative_log_likelihood(model, ids, device)

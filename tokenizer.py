@@ -35,6 +35,8 @@ MOST_TOKENS = 1 << 20  # that a vocabulary may have
 ADDS_BOS, ADDS_BOS_TAG = 4242, b"\x90\x89\x02"  # a field of a sentencepiece model, among those left to others, who skip it
 WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
+codecs.register_error("each to U+FFFD", lambda e: (  # the encoder of UTF-8 wants bytes
+    ("\ufffd".encode() if isinstance(e, UnicodeEncodeError) else "\ufffd") * (e.end - e.start), e.end))
 
 # GPT-2's letter of each byte: the Latin-1 character where it is visible, else one from U+0100 on.
 PLAIN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -58,6 +60,19 @@ def spell(piece, space=" "):
     data, _, kind = piece
     byte = int(data[3:5], 16) if kind == BYTE else 255
     return (chr(byte) if byte < 128 else data.decode("utf-8", "hexadecimal")).replace(SPACE, " ").replace(" ", space)
+
+
+def decode_utf8(data):
+    """bytes -> str. Each byte that is no part of a character becomes one U+FFFD, as in run and in sentencepiece."""
+    return data.decode(errors="each to U+FFFD")
+
+
+def without_surrogates(text):
+    """
+    The text with U+FFFD for each surrogate, which has no UTF-8. Python writes a byte of the command line that is not UTF-8 as a
+    surrogate, so this gives `decode_utf8` of the bytes that were typed.
+    """
+    return text if text.isascii() else text.encode(errors="each to U+FFFD").decode()
 
 
 class Tokenizer:
@@ -87,11 +102,11 @@ class Tokenizer:
 
     def encode(self, text, bos=False, eos=False):
         """text: str -> ids: list of int, with BOS before and EOS behind where asked."""
-        return [self.bos_id] * bos + self._encode(text) + [self.eos_id] * eos
+        return [self.bos_id] * bos + self._encode(without_surrogates(text)) + [self.eos_id] * eos
 
     def encode_prompt(self, text, eos=False):
         """As run begins a prompt: with BOS where the vocabulary says so, or where there is nothing else."""
-        ids = self._encode(text)
+        ids = self.encode(text)
         return [self.bos_id] * (self.add_bos or not ids) + ids + [self.eos_id] * eos
 
     def sha256(self):

@@ -200,3 +200,21 @@ def test_a_byte_order_mark_is_no_text(model, tmp_path, capsys, run_bin):
         prompt = subprocess.run([run_bin, tmp_path / "m.gguf", "-f", tmp_path / name, "--tokenize"], capture_output=True, text=True, check=True)
         told.append((capsys.readouterr().out, done.stdout, prompt.stdout))
     assert told[0] == told[1]
+
+
+CUT = [b"caf\xc3", b"a\xe2\x82", b"a\xf0\x9f\x98 b", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc0\x80b",
+       b"\xff\xfea", b"\x80\xbf", "é".encode() + b"\xe2\x96 \xe2\x96\x81"]
+
+
+def test_bytes_that_are_no_character_count_as_in_run(model, tmp_path, capsys, run_bin):
+    """Each such byte is one U+FFFD: in a file that ends inside a character, and on the command line."""
+    def run(*flags):
+        return subprocess.run([run_bin, tmp_path / "m.gguf", *flags], capture_output=True, check=True).stdout.decode()
+
+    export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
+    for data in CUT:
+        (tmp_path / "text").write_bytes(data)
+        evaluate.print_perplexity(model, Bytes(), tmp_path / "text", torch.device("cpu"))
+        ours, theirs = (re.findall(r"[0-9.]+", said) for said in (capsys.readouterr().out, run("--perplexity", tmp_path / "text")))
+        assert list(map(float, theirs)) == pytest.approx(list(map(float, ours)), rel=1e-4), data
+        assert Bytes().encode(os.fsdecode(data)) == [int(i) for i in run("--tokenize", "-i", data).split()], data

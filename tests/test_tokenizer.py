@@ -1,6 +1,7 @@
 """Vocabularies against sentencepiece, its proto, and the byte layout of llama2.c's tokenizer.bin."""
 import hashlib
 import json
+import os
 import random
 import struct
 
@@ -10,7 +11,7 @@ import tokenizers
 from sentencepiece import sentencepiece_model_pb2 as proto
 from transformers import AutoTokenizer
 
-from tokenizer import SPACE, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
+from tokenizer import SPACE, Bytes, Characters, Tokenizer, decode_utf8, train_byte_level, train_tokenizer
 
 TEXT = ["The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
         "  Two spaces, then  two more; 12345 digits, a\ttab and naïve cafés.",
@@ -49,6 +50,18 @@ def test_encodes_and_decodes_as_sentencepiece(model, tmp_path):
         assert model.encode(text, bos=True, eos=True) == [1, *ids, 2]
     for ids in random.Random(1).choices(range(oracle.vocab_size()), k=40), [1, 5, 2], [0, 0], [3 + 0xE2, 3 + 0x82]:
         assert model.decode(ids) == oracle.decode(ids)
+
+
+def test_broken_utf8_as_sentencepiece(model, tmp_path):
+    """In files, and on a command line, where Python makes surrogates of such bytes."""
+    model.save(tmp_path / "copy.model")
+    oracle, rng = spm.SentencePieceProcessor(model_file=str(tmp_path / "copy.model")), random.Random(5)
+    texts = [b"caf\xc3", b"\xf0\x9f\x98 b", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xe2\x96"]
+    texts += [bytes(rng.choices(b"a \xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\xff\xed", k=rng.randrange(9))) for _ in range(300)]
+    for data in texts:
+        expected = oracle.encode(data)
+        assert model.encode(decode_utf8(data)) == model.encode(os.fsdecode(data)) == expected, data
+        assert model.encode_prompt(os.fsdecode(data)) == [1, *expected]
 
 
 def test_pieces_are_those_of_the_proto(tmp_path):
