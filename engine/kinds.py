@@ -158,7 +158,10 @@ def has_documents(path, column):
         return end in DOCUMENTS
     text = beginning(head(path))
     if end in TABLES:
-        return find_column(text, column)[0] is not None
+        try:
+            return find_column(text, column)[0] is not None
+        except Unfit:  # `readable` says why
+            return True
     names = "|".join(map(re.escape, columns(column)))
     lines = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)  # or one that is longer than that
     return bool(re.search(f'"({names})"\\s*:\\s*"', text) and (lines or is_list(text)))
@@ -183,16 +186,27 @@ def columns(column):
 def find_column(first, column):
     """
     (the delimiter, the place of the column of the texts, all names) of a table that begins so; None where there is none. A
-    single name tells no delimiter: the tab it is then, as texts have commas.
+    single name tells no delimiter: the tab it is then, as texts have commas. Raises Unfit where two columns have the name.
     """
     header, names = first.lstrip("\ufeff").splitlines()[:1], []
     for mark in "\t", ",", ";", "|":
-        row = next(csv.reader(header, delimiter=mark), [])
+        row = [name.strip() for name in next(csv.reader(header, delimiter=mark, skipinitialspace=True), [])]
         names = max(names, row, key=len)
-        for name in columns(column):
-            if name in row:
-                return mark, row.index(name), row
+        name = pick(row, column)
+        if name is not None:
+            return mark, row.index(name), row
     return None, None, names
+
+
+def pick(names, column):
+    """The one of `names` that holds the texts, None where there is none; outer blanks don't count. Raises Unfit for two."""
+    stripped = [str(name).strip() for name in names]
+    for name in columns(column):
+        if stripped.count(name.strip()) > 1:
+            raise Unfit(f"{stripped.count(name.strip())} columns are called {name.strip()!r}", "rename all but one")
+        if name.strip() in stripped:
+            return names[stripped.index(name.strip())]
+    return None
 
 
 # ---- from any file to .txt or .jsonl ----------------------------------------------------------------------------
@@ -223,7 +237,7 @@ def readable(path, copy, column, scan):
     if is_packed(path):
         step("unpacked", unpack(path, f"{copy}.unpacked{'.jsonl' if in_lines else end}"))
     if first.startswith(b"PAR1"):
-        step("the column read", from_parquet(here, column, f"{copy}.jsonl"))
+        step(*from_parquet(here, column, f"{copy}.jsonl"))
     elif end in TABLES or in_list:
         read = from_csv if end in TABLES else from_list
         try:
@@ -231,7 +245,7 @@ def readable(path, copy, column, scan):
         except NotUTF8 as e:
             step(*recode(here, path, e, f"{copy}.utf8"))
             new = read(here, column, f"{copy}.jsonl")
-        step("the column read", new)
+        step(*new)
     elif in_lines and here.suffix != ".jsonl":  # the user's own file, since a copy has that name
         linked = Path(f"{copy}.jsonl")
         os.symlink(path.resolve(), linked)
@@ -377,33 +391,141 @@ def lines(path, bar):
         yield from io.StringIO(block.decode().lstrip("\ufeff") if not offset else block.decode(), newline="")
 
 
-def from_csv(path, column, copy):
-    """The path of a copy of the texts in a .csv or .tsv."""
-    csv.field_size_limit(LONGEST)
+SEPARATORS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
 
-    def texts(bar):
-        rows = lines(path, bar)
-        header = next(rows, "")
-        mark, place, names = find_column(header, column)
-        if mark is None:
-            raise no_column(column, names)
-        reader = csv.reader(rows, delimiter=mark, strict=True)
-        separator = "a tab" if mark.isspace() else repr(mark)
-        advice = f"put quotation marks right around each text that holds {separator} or a line end, and double those within"
+
+class Dialect:
+    """
+    How a table is written: what separates its columns, and whether quotation marks enclose texts or belong to them.
+
+    Both readings are tried on every line. Marks enclose texts where the table can be read so and in no other way; where it
+    can't, they belong to the texts, if each line has all columns by itself. Programs that write tables with enclosed texts
+    enclose every text that holds a mark, so a mark elsewhere says that none encloses.
+    """
+
+    def __init__(self, header, column):
+        self.mark, self.place, self.names = find_column(header, column)
+        if self.mark is None:
+            raise no_column(column, self.names)
+        after = re.findall(re.escape(self.mark) + "( ?)", header)
+        self.blank = bool(after) and all(after)       # a blank follows each separator
+        self.header_quoted = header.lstrip("\ufeff")[:1] == '"'
+        self.plain = True   # every line has all columns by itself
+        self.begins = False  # a field begins with a quotation mark
+        self.open = False    # ... and does not end with one
+        self.inside = False  # a field holds one elsewhere, in a row of one line
+        self.spans = False   # a row has several lines, if marks enclose texts
+
+    def problem(self, row):
+        """What is wrong with the number of fields of a row: else a text ended at a separator of its own. None if all is well."""
+        wrong = row and len(row) <= self.place or any(row[len(self.names):])
+        return f"has {len(row)} fields, the first line {len(self.names)}" if wrong else None
+
+    def split(self, line):
+        """The fields of a line in which quotation marks belong to the texts."""
+        fields = line.rstrip("\r\n").split(self.mark)
+        fields = [field.lstrip(" ") for field in fields] if self.blank else fields
+        return fields if fields != [""] else []
+
+    def look(self, line):
+        """Notes what a line says of the reading in which quotation marks belong to the texts."""
+        if not self.plain:
+            return
+        fields = self.split(line)
+        self.plain = not fields or len(fields) == len(self.names)
+        begins = [field for field in fields if field.startswith('"')]
+        self.begins |= bool(begins)
+        self.open |= any(len(field) == 1 or not field.endswith('"') for field in begins)
+
+    def look_at_row(self, row, since):
+        """The same of the reading in which they enclose texts. since: the lines of the row."""
+        self.spans |= len(since) > 1
+        if self.plain and not self.inside and len(since) == 1 and '"' in since[0]:
+            apart = self.mark + self.mark.join(self.split(since[0])) + self.mark
+            self.inside = any('"' in field and self.mark + field + self.mark in apart for field in row)
+
+    def both_fit(self):
+        """Whether marks enclose texts, where both readings fit. Raises Unfit if that can't be told."""
+        if self.spans and not self.inside and not self.header_quoted and len(self.names) > 1:
+            raise Unfit("some texts begin with a quotation mark, and it can't be told whether these enclose texts of several lines",
+                        "enclose the names in the first line too if they do; else no text may begin with one")
+        return self.header_quoted or not self.inside
+
+    def words(self, enclosing):
+        marks = "; quotation marks enclose texts" if enclosing else "; quotation marks belong to the texts"
+        separated = f", one of {len(self.names)} separated by {SEPARATORS[self.mark]}" * (len(self.names) > 1)
+        return f"the column {self.names[self.place]!r} read{separated}{marks * self.begins}"
+
+
+def from_csv(path, column, copy):
+    """(what was done, in words, the path of a copy of the texts in a .csv or .tsv)"""
+    csv.field_size_limit(LONGEST)
+    advice = "put quotation marks right around each text that holds {} or a line end, and double those within"
+
+    def unfit(number, problem):
+        return Unfit(f"line {number} {problem}", advice.format(SEPARATORS[dialect.mark]))
+
+    def enclosed(rows):
+        """Yields the texts if quotation marks enclose texts, and shows the dialect each line."""
+        since = []  # lines since the last row ended
+
+        def noted():
+            for line in rows:
+                dialect.look(line)
+                since.append(line)
+                yield line
+
+        reader = csv.reader(noted(), delimiter=dialect.mark, strict=True, skipinitialspace=dialect.blank)
         try:
             for row in reader:
-                if row and len(row) <= place or any(row[len(names):]):  # else a text ended at a comma of its own
-                    raise Unfit(f"line {1 + reader.line_num} has {len(row)} fields, the first line {len(names)}", advice)
-                yield row[place] if row else ""
+                dialect.look_at_row(row, since)
+                since.clear()
+                if dialect.problem(row):
+                    raise unfit(1 + reader.line_num, dialect.problem(row))
+                yield row[dialect.place] if row else ""
         except csv.Error as e:
-            raise Unfit(f"line {1 + reader.line_num} is no row of a table ({e})", advice) from e
+            raise unfit(1 + reader.line_num, f"is no row of a table ({e})") from e
+
+    def whole(rows):
+        """Yields the texts if quotation marks belong to them."""
+        for number, line in enumerate(rows, 2):
+            dialect.look(line)
+            row = dialect.split(line)
+            if not dialect.plain:
+                raise unfit(number, f"has {len(row)} fields, the first line {len(dialect.names)}")
+            yield row[dialect.place] if row else ""
+
+    def read(texts):
+        with open(path, "rb") as f, progress(f, "reading rows") as bar:
+            rows = lines(path, bar)
+            next(rows, "")
+            return write_lines(texts(rows), columns(column)[0], copy)
 
     with open(path, "rb") as f, progress(f, "reading rows") as bar:
-        return write_lines(texts(bar), columns(column)[0], copy)
+        dialect = Dialect(next(lines(path, bar), ""), column)
+    try:
+        new, problem = read(enclosed), None
+    except NotUTF8:
+        raise
+    except Unfit as e:
+        problem = e
+    if problem and (not dialect.plain or not dialect.begins or dialect.header_quoted):
+        raise problem
+    if not problem and (not dialect.plain or not dialect.begins or dialect.both_fit()):
+        return dialect.words(True), new
+    try:
+        new = read(whole)
+    except NotUTF8:
+        raise
+    except Unfit as e:
+        raise problem or e from None
+    if problem and not dialect.open:  # all marks enclose texts, but for one that is written wrongly
+        raise problem
+    return dialect.words(False), new
 
 
 def from_list(path, column, copy):
-    """The path of a copy of the texts in a .json that is a list of objects."""
+    """(what was done, in words, the path of a copy of the texts in a .json that is a list of objects)"""
     decoder = json.JSONDecoder()
 
     def texts(bar):
@@ -413,10 +535,12 @@ def from_list(path, column, copy):
             while True:
                 at = re.compile(r"[\s,]*\[?\s*" if not count else r"[\s,]*").match(rest, at).end()
                 try:
-                    record, at = decoder.raw_decode(rest, at)
+                    record, end = decoder.raw_decode(rest, at)
                 except (ValueError, RecursionError):
                     break
                 count += 1
+                refuse_doubled(rest[at:end], column, f"object {count}")
+                at = end
                 yield record_text(record, column, f"object {count}").decode()
             rest = rest[at:]
             if len(rest) > LONGEST:
@@ -425,34 +549,68 @@ def from_list(path, column, copy):
             raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}", "expected a list of objects")
 
     with open(path, "rb") as f, progress(f, "reading objects") as bar:
-        return write_lines(texts(bar), columns(column)[0], copy)
+        return "the column read", write_lines(texts(bar), columns(column)[0], copy)
 
 
 def from_parquet(path, column, copy):
-    """The path of a copy of the texts in a Parquet table."""
+    """(what was done, in words, the path of a copy of the texts in a Parquet table)"""
     try:
-        from pyarrow import parquet, types
+        from pyarrow import parquet
     except ImportError:
         raise Unfit("a Parquet table, which needs a package", "pip install pyarrow") from None
+    found = []
 
     def texts():
         try:
             table = parquet.ParquetFile(path)
-            schema = table.schema_arrow
-            name = next((name for name in columns(column) if name in schema.names), None)
-            if name is None:
-                raise no_column(column, schema.names)
-            if not types.is_string(schema.field(name).type) and not types.is_large_string(schema.field(name).type):
-                raise Unfit(f"column {name!r} holds {schema.field(name).type}", "expected strings")
+            found.append(parquet_column(table.schema_arrow, column))
             with tqdm(total=table.metadata.num_rows, desc="reading rows", unit=" rows", leave=False, delay=1,
                       dynamic_ncols=True) as bar:
-                for batch in table.iter_batches(256, columns=[name]):
-                    yield from batch.column(0).to_pylist()
+                for batch in table.iter_batches(256, columns=[found[0]]):
+                    yield from map(parquet_text, batch.to_pylist())
                     bar.update(len(batch))
         except (OSError, ValueError) as e:
             raise Unfit(f"a damaged Parquet table ({str(e).splitlines()[0]})") from e
 
-    return write_lines(texts(), columns(column)[0], copy)
+    new = write_lines(texts(), columns(column)[0], copy)
+    return f"the column {found[0]!r} read", new
+
+
+def parquet_column(schema, column):
+    """The name of the column of the texts, or behind a dot of a field of a struct. Raises Unfit where it holds no strings."""
+    from pyarrow import types
+    fields = [*schema]
+    name = pick(schema.names, column)
+    path = [name] if name is not None else column.split(".")
+    for depth, part in enumerate(path):
+        if part not in [field.name for field in fields]:
+            raise no_column(column, schema.names)
+        field = next(field for field in fields if field.name == part)
+        kind = strings_in(field.type)
+        fields = [field.type.field(i) for i in range(field.type.num_fields)] if types.is_struct(field.type) else []
+    if not kind:
+        advice = f"; name a field of it, such as --column={'.'.join(path)}.{fields[0].name}" if fields else ""
+        raise Unfit(f"column {'.'.join(path)!r} holds {str(field.type)[:80]}", f"expected strings{advice}")
+    return ".".join(path)
+
+
+def strings_in(kind):
+    """Whether an Arrow type holds strings: in any of their layouts, as a dictionary, or as bytes, which older programs wrote."""
+    from pyarrow import types
+    while types.is_dictionary(kind) or hasattr(kind, "storage_type"):
+        kind = kind.value_type if types.is_dictionary(kind) else kind.storage_type
+    return any(getattr(types, f"is_{name}", lambda kind: False)(kind)
+               for name in ("string", "large_string", "string_view", "binary", "large_binary", "binary_view"))
+
+
+def parquet_text(row):
+    """The text in a row that has one column, or a field of a struct in it; "" where it is null."""
+    while isinstance(row, dict):
+        row = next(iter(row.values()))
+    try:
+        return row.decode() if isinstance(row, bytes) else row or ""
+    except UnicodeDecodeError:
+        raise Unfit(f"a column of bytes, {row[:20]!r} among them, which are no UTF-8", "expected strings") from None
 
 
 def no_column(column, names):
@@ -466,7 +624,19 @@ def jsonl_text(line, column, number):
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise unlike(f"line {number} holds no JSON ({e})", column) from e
+    refuse_doubled(line, column, f"line {number}")
     return record_text(record, column, f"line {number}")
+
+
+def refuse_doubled(source, column, where):
+    """Refuses an object that has the column's name twice, of which json would take the last. source: its JSON, bytes or str."""
+    for name in columns(column):
+        quoted_name = json.dumps(name, ensure_ascii=False)
+        if source.count(quoted_name if isinstance(source, str) else quoted_name.encode()) < 2:
+            continue
+        pairs = json.loads(source, object_pairs_hook=tuple)  # an inner object may have it too
+        if isinstance(pairs, tuple) and sum(key == name for key, _ in pairs) > 1:
+            raise Unfit(f"{where} has the key {name!r} twice", "rename one")
 
 
 def record_text(record, column, where):
@@ -474,6 +644,7 @@ def record_text(record, column, where):
     if not isinstance(record, dict):
         raise unlike(f"{where} holds no object but {json.dumps(record, ensure_ascii=False)[:40]}", column)
     key = next((name for name in columns(column) if name in record), None)
+    key = pick([*record], column) if key is None else key
     if key is None:
         raise unlike(f"{where} holds an object {f'with the keys {listed(record)}' if record else 'without keys'}", column)
     if not isinstance(record[key], str):

@@ -114,10 +114,16 @@ def table(delimiter=",", column="text", quoting=csv.QUOTE_MINIMAL):
     return out.getvalue()
 
 
+def rows(texts, mark):
+    """A table of texts as they are, without anything around them."""
+    return f"id{mark}text\n{''.join(f'{i}{mark}{text}' + chr(10) for i, text in enumerate(texts))}".encode()
+
+
 ROWS = [f'{prose(60, i).strip()}, "{i}"\nline; two\ttab é' for i in range(40)]
 OBJECTS = [{"id": i, "text": text} for i, text in enumerate(ROWS)]
 LINES = "".join(json.dumps(record) + "\n" for record in OBJECTS)
 COMMAS = [f'{i}, as ever; {" ".join(prose(40, i).split())}, and "so" on' for i in range(40)]
+SPEECH = [line for i in range(20) for line in (f'"Hello," said cat {i}.'.replace(",", " -"), f"It is {i}.", f'It said "{i}".')]
 FRENCH = TEXTS["CP1252"][0] * 20
 FRENCH_ROWS = [f"{i}. {TEXTS['CP1252'][0].strip()}" for i in range(40)]
 FRENCH_OBJECTS = [{"text": row} for row in FRENCH_ROWS]
@@ -181,6 +187,17 @@ READ = {  # name: (bytes of the file, its text, or the texts of its rows)
     "commas.tsv": ("\n".join(["text\tid", *(f"{line}\t1" for line in COMMAS)]).encode(), COMMAS),
     "empty_at_the_end.csv": ("\n".join(["id,text", *(f"1,{i}. {ENGLISH[:9]},," for i in range(40))]).encode(),
                              [f"{i}. {ENGLISH[:9]}" for i in range(40)]),
+    "blanks.csv": (", ".join(["id", " text", "note\n"]).encode() + b"".join(b'%d, "%d, as ever", \n' % (i, i) for i in range(40)),
+                   [f"{i}, as ever" for i in range(40)]),
+    "speech.tsv": (rows(SPEECH, "\t"), SPEECH), "speech.csv": (rows(SPEECH, ","), SPEECH),
+    "speech_alone.csv": ("\n".join(["text", *SPEECH]).encode(), SPEECH),
+    "open_quote.tsv": (rows(['"begins', *SPEECH], "\t"), ['"begins', *SPEECH]),
+    "quote_to_the_end.tsv": (rows(["a", '"b', "c"], "\t"), ["a", '"b', "c"]),
+    "enclosed.tsv": (rows([f'"{line}"' for line in SPEECH[1::3]], "\t"), SPEECH[1::3]),
+    "lines_in_quotes.csv": (b'id,text\n1,"a\nb"\n2,"c, d"\n', ["a\nb", "c, d"]),
+    "told_by_the_names.csv": (b'"id","text"\n"1","a\nb, b"\n"2","c"\n', ["a\nb, b", "c"]),
+    "blank_key.jsonl": (b'{" text": "a"}\n{" text": "b"}\n', ["a", "b"]),
+    "inner_key.jsonl": (b'{"text": "a", "of": {"text": "c"}}\n{"text": "b"}\n', ["a", "b"]),
 }
 REFUSED = {  # name: (bytes of the file, words of the answer)
     "empty.txt": (b"", "is empty"),
@@ -215,6 +232,14 @@ REFUSED = {  # name: (bytes of the file, words of the answer)
     "tabs.tsv": (b"text\nhello\tworld\n", "line 2 has 2 fields, the first line 1; put quotation marks"),
     "names_of_rows.csv": (b'"text"\n"1","hello"\n', "line 2 is no row of a table"),
     "quote.csv": (table().encode() + b'7,"open', "is no row of a table"),
+    "twice.csv": (b"text,text\na0,The cat\n", "2 columns are called 'text'; rename all but one"),
+    "twice_but_for_blanks.tsv": (b"text\ttext \na0\tThe cat\n", "2 columns are called 'text'"),
+    "twice.jsonl": (b'{"text": "a", "text": "b"}\n', "line 1 has the key 'text' twice; rename one"),
+    "twice.json": (b'[{"text": "x"}, {"text": "a", "text": "b"}]', "object 2 has the key 'text' twice"),
+    "lines_or_not.tsv": (rows(["a", '"b', "c", 'd"', "e"], "\t"), "can't be told whether these enclose texts of several lines"),
+    "lines_or_not.csv": (b'id,text\n1,"a\nb, b"\n2,c\n', "can't be told whether these enclose texts of several lines"),
+    "backslash.csv": (b'id,text\n1,"He said \\"no\\" then"\n2,"b"\n', "line 2 is no row of a table"),
+    "not_doubled.tsv": (b'id\ttext\n1\t"He said "no" then"\n2\t"b"\n', "line 2 is no row of a table"),
     "nowhere.parquet": (b"PAR1" + bytes(99), "Parquet table"),
 }
 
@@ -262,6 +287,46 @@ def test_parquet(tmp_path, monkeypatch, capfd):
         capfd, lambda: call(column="body"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert refused(capfd, lambda: call(val_fraction=0.3)).endswith("a Parquet table, which needs a package; pip install pyarrow")
+
+
+def test_strings_of_parquet_in_every_layout(tmp_path):
+    """What programs write: Polars string_view, pandas dictionaries (categories), old ones bytes; fields of a struct by a dot."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def read(array, column="text", name="text"):
+        parquet.write_table(pa.table({"id": range(len(array)), name: array}), tmp_path / "a.parquet")
+        try:
+            new = kinds.readable(tmp_path / "a.parquet", tmp_path / "copy", column, lambda path: None)[0]
+        except kinds.Unfit as e:
+            return str(e)
+        return [json.loads(line)[column] for line in new.read_text(encoding="utf-8").splitlines()]
+
+    texts = ["a", "é", None, "", "b"]
+    found = [text for text in texts if text]
+    for kind in (pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string()), pa.binary(),
+                 pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int8(), pa.large_string())):
+        assert read(pa.array(texts).cast(kind)) == found, kind
+    assert read(pa.array(texts), name=" text ") == found and read(pa.array(texts), "a.b", "a.b") == found
+    assert read(pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(["1", "2"]))) == ["1", "2"]
+    inside = pa.array([{"body": "x", "n": 1}, None, {"body": None, "n": 2}])
+    assert read(inside, "text.body") == ["x"]
+    assert read(inside).endswith("expected strings; name a field of it, such as --column=text.body")
+    assert "no column 'text.z' but id, text" in read(inside, "text.z") and "'text.n' holds int64" in read(inside, "text.n")
+    assert "holds list<" in read(pa.array([["a"]])) and "holds int64" in read(pa.array([1]))
+    assert "no UTF-8" in read(pa.array([b"\xff"]))
+    parquet.write_table(pa.Table.from_arrays([pa.array(texts)] * 2, ["text", " text"]), tmp_path / "a.parquet")
+    with pytest.raises(kinds.Unfit, match="2 columns are called 'text'"):
+        kinds.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
+
+
+def test_the_dialect_of_a_table_is_told(tmp_path):
+    for content, words in (
+            (rows(SPEECH, "\t"), "the column 'text' read, one of 2 separated by a tab; quotation marks belong to the texts"),
+            (b'id;text\n1;"a; b"\n', "the column 'text' read, one of 2 separated by a semicolon; quotation marks enclose texts"),
+            (b"id|story\n1|a\n", "the column 'story' read, one of 2 separated by a vertical bar"), (b"text\na\n", "the column 'text' read")):
+        (tmp_path / "a.csv").write_bytes(content)
+        assert kinds.readable(tmp_path / "a.csv", tmp_path / "copy", "text", lambda path: None)[2] == words
 
 
 def test_a_column_by_name(tmp_path, capfd):
