@@ -186,13 +186,16 @@ def log_to_wandb(rows, names):
     try:
         tracker = Wandb("", redact(settings(globals())), run, "iter")
         print(tracker.said)
+        tracker.said = ""
         wandb, place = tracker.wandb, {name: n for n, name in enumerate(names)}
         table = wandb.Table(columns=["Successful", "Expected", "Actual", "Score", "Prompt"], data=rows)
         matrix = wandb.plot.confusion_matrix(y_true=[place[row[1]] for row in rows], preds=[place[row[2]] for row in rows],
                                              class_names=names)
         tracker.run.log({"evaluation": table, "confusion_matrix": matrix, "accuracy": sum(r[0] for r in rows) / len(rows)}
                         | {f"accuracy/{name}": good / all_ for name, (good, all_) in accuracies(rows).items()})
-        tracker.finish()
+        tracker.finish(wanted=1)
+        if tracker.said:
+            print(tracker.said)
     except Exception as e:
         print(f"warning: not logged to W&B ({redact(reason(e))})")
 

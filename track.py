@@ -318,6 +318,7 @@ class Wandb:
         that goes with it, if there is one, whose rows up to iteration `before` are to be in the run; tables:
         whether they are sent; settings: of the client's besides. `said` is what the user should read.
         """
+        self.out_dir, self.tells = out_dir, mode is None  # `sync`, which sets the mode, counts by itself
         mode, why = mode or wandb_mode()
         # artifacts wait for their upload inside the run's folder, not somewhere in the home folder
         os.environ.setdefault("WANDB_DATA_DIR", os.path.join(os.environ.get("WANDB_DIR", "."), "wandb"))
@@ -326,6 +327,7 @@ class Wandb:
         self.wandb, self.tables = wandb, {} if tables else None
         sys.argv[1:] = redact(sys.argv[1:])  # W&B records it
         self.run, mode, why = self.start(run, config, mode, why, settings)
+        self.online, self.models = mode == "online", []
         self.define(x)
         if out_dir:
             if not (self.run.settings.disable_git or self.run.settings.disable_code):
@@ -335,7 +337,8 @@ class Wandb:
         upload = ["python", "track.py", "sync", str(out_dir)] if out_dir else ["wandb", "sync", where]
         later = f"; upload it later with: {shlex.join(upload)}"
         self.said = f"tracking: W&B {mode} ({why}): {where}{'' if mode == 'online' else later}" * (mode != "disabled")
-        self.said = "\n".join(filter(None, [self.said, *self.ignored_files()]))
+        for line in self.ignored_files():
+            self.say(line)
 
     def start(self, run, config, mode, why, given):
         """(run, mode, why) of wandb.init, which falls back to offline where the server accepts but doesn't serve."""
@@ -354,6 +357,10 @@ class Wandb:
             self.wandb.teardown()  # else the id counts as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", config=config, settings=settings, **run), "offline", why
+
+    def say(self, line):
+        """Add a line to what the user should read."""
+        self.said += "\n" * bool(self.said) + line
 
     def ignored_files(self):
         """A line where the client ignores a whole file of settings for one that it refuses: it says so nowhere else."""
@@ -428,8 +435,9 @@ class Wandb:
                 artifact.add_file(metrics["tokenizer"], skip_cache=True)
                 artifact.metadata["tokenizer"] = Path(metrics["tokenizer"]).name
             self.run.log_artifact(artifact, aliases=aliases)
-        except OSError as e:  # the run goes on without it
-            self.said += f"warning: {path} is not in W&B ({reason(e)})"
+            self.models.append((artifact, path))
+        except Exception as e:  # the run goes on without it
+            self.say(f"warning: {path} is not in W&B ({redact(reason(e))})")
 
     def models_of(self, folder, after):
         """The models of later than iteration `after` that another session has left in the client's folder, if they are there."""
@@ -443,9 +451,34 @@ class Wandb:
                     artifact.add_file(path, name=name, skip_cache=True)
                 self.run.log_artifact(artifact, aliases=record["aliases"])
 
-    def finish(self, code=0):
+    def finish(self, code=0, wanted=None):
+        """wanted: how many rows the run should have; None: those of log.jsonl."""
         self.run.finish(code)
+        if self.online and self.tells:
+            self.check_models()
+            self.count(len(rising_rows(self.out_dir)) if wanted is None else wanted)
         self.wandb.teardown()  # only now is an offline run whole on disk
+
+    def check_models(self):
+        """Say which models the client could not upload."""
+        for artifact, path in self.models:
+            try:
+                artifact.wait(timeout=COUNT_SECONDS)
+            except Exception as e:
+                if type(e) is ValueError:  # what the client's own upload ended with; others come from reading it back
+                    put = ["wandb", "artifact", "put", "--type=model", f"--name={self.run.project}/{artifact.name}", str(path)]
+                    self.say(f"warning: {path} is not in W&B ({redact(reason(e))}); send it with: {shlex.join(put)}")
+
+    def count(self, wanted):
+        """Say where the server has fewer rows than wanted: the client itself gives up in silence."""
+        remedy = f"; send what is missing with: python track.py sync {shlex.quote(str(self.out_dir))}" * bool(self.out_dir)
+        try:
+            have = counted({"entity": self.run.entity, "project": self.run.project, "id": self.run.id}, wanted)
+        except Exception as e:  # whatever a broken server answers
+            self.say(f"warning: it is not known which of the run's {wanted} rows W&B has ({redact(reason(e))}){remedy}")
+            return
+        if have < wanted:
+            self.say(f"warning: W&B has {have} of the run's {wanted} rows{remedy}")
 
 
 def services(pid):
@@ -578,8 +611,8 @@ class ClientProcess:
         kind, text = json.loads(self.child.stdout.readline() or '["error", "its process has ended"]')
         if kind == "error":
             raise RuntimeError(text)
-        if text:
-            tell(text)
+        for line in text.splitlines():
+            tell(line, sys.stderr if line.startswith("warning: ") else sys.stdout)
 
     def log(self, row):
         self.send(["log", row])
@@ -826,6 +859,20 @@ class Alerts:
         return found
 
 
+def redact_row(row):
+    """
+    A row without secrets in what comes from settings: the prompts of its samples and its changed settings. What a model or
+    the data wrote stays as it is.
+    """
+    tables, found = tables_of(row), dict(row)
+    if "samples" in tables:
+        found["samples"] = [[redact(prompt), *rest] for prompt, *rest in row["samples"]]
+    if "settings" in tables:
+        found["settings"] = [[name, *redact([f"{name}={value}" for value in values])] for name, *values in row["settings"]]
+        found["settings"] = [[name, *(text.removeprefix(f"{name}=") for text in texts)] for name, *texts in found["settings"]]
+    return found
+
+
 class Tracker:
     """Sends everything to each of its destinations; without any it is the null object of the other processes."""
 
@@ -838,7 +885,7 @@ class Tracker:
 
     def log(self, row):
         """A row; iter grows from call to call."""
-        row = redact(row) if self.destinations else row  # prompts are the user's own words
+        row = redact_row(row) if self.destinations else row
         self.each("log", row)
         lines = row["notes"] if "notes" in tables_of(row) else ()
         notes = [(f"{name} is {value:.3g}", text) for name, value, text in lines]
@@ -948,7 +995,7 @@ def start_tracking(s, config, state):
     run = {"id": state["run_id"]} | usual | given
     try:
         last = state["step"] - (0.5 if state.get("row") else 0)  # this step's own row comes again
-        return make_tracker(s.out_dir, config, last, run, s.wandb_log, s.tensorboard_log,
+        return make_tracker(s.out_dir, redact(config), last, run, s.wandb_log, s.tensorboard_log,
                             tables=s.wandb_tables, models=s.wandb_log_model,
                             others=["SwanLab"] * s.swanlab_log + ["trackio"] * s.trackio_log, given=given)
     except OSError as e:
@@ -964,8 +1011,17 @@ def at_server(run):
     except wandb.errors.CommError as e:
         if isinstance(e.exc, RunNotFoundError):
             return None
-        fail(f"{wandb_server()} does not serve ({reason(e)}); try again later")
+        raise OSError(f"{wandb_server()} does not serve: {str(e).splitlines()[0]}") from e
     return found["historyLineCount"] or 0, (found["historyKeys"] or {}).get("lastStep", -1)
+
+
+def rising_rows(out_dir):
+    """The rows of a run's log.jsonl that W&B takes: each of a later iteration than the one before."""
+    rows = []
+    for row in read_rows(Path(out_dir, "log.jsonl")):
+        if not rows or row["iter"] > rows[-1]["iter"]:
+            rows.append(row)
+    return rows
 
 
 def counted(noted, wanted):
@@ -1015,10 +1071,7 @@ def sync(out_dir):
         fail("no W&B key; log in first with: wandb login")
     if not answers(wandb_server()):
         fail(f"{wandb_server()} does not answer; try again later")
-    rows = []
-    for row in read_rows(Path(out_dir, "log.jsonl")):
-        if not rows or row["iter"] > rows[-1]["iter"]:  # it takes no others
-            rows.append(row)
+    rows = rising_rows(out_dir)
     known = at_server(noted)
     have, last = known or (0, -1)
     left = [row for row in rows if row["iter"] > last]

@@ -353,6 +353,7 @@ def main(given):
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
+        config |= checkpoint.resumable(settings(globals())) | {"init_from": init_from}  # what resuming needs, as it was given
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
             preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
         modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes))

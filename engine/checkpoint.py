@@ -639,6 +639,11 @@ def stored_settings(folder):
     return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
+def resumable(stored):
+    """The settings that a resumed run takes from its checkpoint."""
+    return {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
+
+
 def resume_settings(s, folder, given):
     """
     A resumed run keeps its settings, but for those `given` anew. Returns (the settings to take, those that no depth
@@ -648,14 +653,14 @@ def resume_settings(s, folder, given):
     for name in [name for name, value in stored.items() if isinstance(value, str) and HIDDEN in value]:
         if redact(getattr(s, name)) == stored[name]:  # what was hidden is given again
             stored[name] = getattr(s, name)
-        elif name in ("data", "init_from", "vocab_source") and name not in given:
+        elif name in ("data", "init_from", "vocab_source") and name not in given and not Path(stored[name]).exists():
             fail(f"{folder}: --{name} was {stored[name]}, in which a secret was hidden; give it again to resume the run")
     begun = stored.get("init_from", "auto")
     if fine_tuning(s) and Path(begun).resolve() != Path(s.init_from).resolve():
         origin = "nothing" if begun in ("auto", "scratch", "resume") else begun
         fail(f"{s.out_dir} holds a run that began from {origin}, not from {s.init_from}; give another --out_dir, or "
              f"--init_from=resume to continue it")
-    kept = {k: v for k, v in stored.items() if k not in PLACE and not k.startswith("wandb_")}
+    kept = resumable(stored)
     changes = [[k, str(v), str(getattr(s, k))] for k, v in kept.items() if k in given and getattr(s, k) != v]
     taken = {k: v for k, v in kept.items() if k not in given} | {"init_from": begun}
     now = SimpleNamespace(**vars(s) | taken)

@@ -1,22 +1,63 @@
-"""What looks like a key, a token or a password stays out of everything that is logged."""
+"""
+Keys, tokens and passwords stay out of what is logged of settings, environment variables, URLs, command lines and the program's
+diff. Text that a model or a user's data wrote never passes here, and a checkpoint keeps its settings as they were given.
+
+The shapes of issuers' keys are those of gitleaks' rules, https://github.com/gitleaks/gitleaks/blob/master/config/gitleaks.toml,
+and of detect-secrets' plugins, https://github.com/Yelp/detect-secrets.
+"""
 import os
 import re
 
 SECRET_NAME = re.compile(
-    r"(?i)(^|[-_])((api|secret|access|private)?_?key|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d|[a-z]*passphrase"
-    r"|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat|rediscli_auth)s?([-_]|$)")
+    r"(?i)(^|[-_])((api|secret|access|private|account|shared_?access|storage|signing|encryption|subscription)?_?key"
+    r"|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?"
+    r"|(git(hub|lab)?|gh|azure|ado)_pat|rediscli_auth|connection_?string)s?([-_]|$)")
+PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # a number may be one; of other names it is a setting
+PLAIN = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
 IS = r"[\"']?\s{0,3}[=:]\s{0,3}"
 WORD = r"[^\s\"',;]"
-VALUE = r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)|[\"']?(?P<word>" + WORD + "{6,}))"
+NO_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:]|$)|[A-Za-z_][\w.]{0,100}[(\[]"  # a.b, f(x), d["x"]
+           r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
+VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)|[\"']?" + NO_CODE + "(?P<word>" + WORD
+         + "{6,}))")
 RANDOM = rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]|{WORD}{{24}}))"  # no word, number, path or <s>
+DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
+PREFIXES = (  # of issuers whose keys have a digit
+    r"hf_|api_org_|sk-|[sr]k_(?:live|test|prod)_|whsec_|gh[pousr]_|github_pat_|gl(?:pat|ptt|dt|rt|cbt|ft|imt|soat|agent|oas|ffct)-"
+    r"|GR1348941|xox[a-z]-|xoxe\.|xapp-|ABSK|bedrock-api-key-|AIza|ya29\.|GOCSPX-|LTAI|AKID|AKLT|wandb_v1_|eyJ|npm_|pypi-|rubygems_"
+    r"|SG\.|do[opr]_v1_|shp(?:at|ca|pa|ss)_|dapi(?=[0-9a-f]{32})|dp\.(?:pt|st|ct|sa|scim|audit)\.|dt0c01\.|glc_|glsa_|hv[bs]\."
+    r"|HRKU-|lin_api_|NR(?:AK|II|JS)-|pscale_(?:tkn|pw|oauth)_|PMAK-|pnu_|pul-|rdme_|sntry[su]_|sq0(?:atp|csp)-|EAAA|EAA[MC]"
+    r"|sgp_|tfp_|tk-us-|xkeysib-|xsmtpsib-|shippo_(?:live|test)_|sm_(?:aat|pat|sat)_|ntn_|pplx-|gsk_|xai-|r8_|lsv2_|tgp_v1_|nvapi-"
+    r"|sbp_|sb_secret_|nfp_|figd_|fm[12][ar]?_|fo1_|fio-u-|ico-|duffel_(?:live|test)_|CLOJARS_|EZ[AT]K|FLW(?:SECK|PUBK)_TEST-"
+    r"|AGE-SECRET-KEY-1|ops_eyJ|A3-[A-Z0-9]{6}-|ATATT3|ATCTT3|ATBB|AKCp|cmVmd|AQVN|v1\.0-[0-9a-f]{24}-|dnkey-|p8e-|sha256~|CFPAT-"
+    r"|lob_|access-(?:sandbox|development|production)-|(?:pat|sat)\.(?=[\w-]{22}\.)")
+EXACT = (  # keys known by their whole shape
+    r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b|AIza[\w-]{35}|(?:hf_|api_org_)[A-Za-z]{34}\b|(?:SK|AC)[0-9a-f]{32}\b"
+    r"|(?:pub)?key-[0-9a-f]{32}\b|[0-9a-f]{32}-us\d{1,2}\b|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,70}"
+    r"|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk|API-[A-Z0-9]{26}\b|\d{5,16}:A[\w-]{34}\b|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,38}"
+    r"|[\w~.]{3}\dQ~[\w~.-]{31,34}|4b1d[A-Za-z0-9]{38}\b|oy2[a-z0-9]{43}\b")
+IN_URL = (  # names of signatures and keys in the query of a URL
+    r"(?:x-[a-z]{2,8}-)?(?:signature|credential|security-token)|sig|q-signature|policy|key-pair-id|(?:aws|oss)accesskeyid|googleaccessid"
+    r"|[\w-]{0,30}(?:token|secret|passw(?:or)?d|pwd|api[-_]?key|access[-_]?key|subscription[-_]?key|jwt)|auth|key|code|sas")
 SECRET_SHAPES = [re.compile(shape) for shape in (
-    r"\b(?P<known>(?:hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abps]-|AKIA|AIza|wandb_v1_|eyJ)[\w.-]{12,})",  # of known issuers
+    r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
+    r"(?<![A-Za-z0-9])(?P<known>(?:" + PREFIXES + r")" + DIGIT + r"[\w.~+/=-]{12,})",
+    r"(?<![A-Za-z0-9_~.-])(?P<known>" + EXACT + ")",
+    r"(?i)[?&;](?:" + IN_URL + r")=(?!\d{1,12}(?:[&#\s]|$))(?P<query>[^&\s\"'<>#]{6,})",
+    r"(?i)hooks\.slack\.com/(?:services|workflows|triggers)/(?P<query>[\w/+-]{20,80})",
+    r"(?i)discord(?:app)?\.com/api/webhooks/\d{1,30}/(?P<query>[\w-]{20,100})",
+    r"(?i)webhook\.office\.com/webhookb2/(?P<query>[\w@/-]{40,300})",
     r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^/\s\"'<>]{1,200})(?=@)",    # user:password@host, to the last @ ...
     r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^\s@\"'<>,]{1,200})(?=@)",  # ... or with a slash; no port
     r"(?<=://)(?P<user>(?=[\w.-]{0,200}\d)[\w.-]{16,200})(?=@)",                        # token@host
     r"(?i)\bauthorization" + IS + r"[\"']?(?:basic|bearer|token|digest|negotiate|apikey) {1,3}(?P<word>" + WORD + "{6,})",
     r"(?i)(?<=bearer )(?P<word>(?=\S{0,200}\d)\S{8,})",
-    r"(?i)(?:passw(?:or)?d|passphrase|(?:api|access|secret)[-_]?key|(?:token|secret)(?==(?![\d.]+\b))|(?-i:[A-Z0-9]_PASS)"
+    r"(?i)\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<word>\S{4,})",               # netrc
+    r"(?:^|\s)(?:-u|--user)[ =]{1,3}[\"']?[\w.@-]{1,60}:(?!\d+\b)(?P<word>[^\s\"']{3,})",  # curl
+    r"[\"']?\b_?auth" + IS + r"[\"']?(?P<word>(?=[A-Za-z0-9+/]{0,200}\d)[A-Za-z0-9+/]{16,}={0,2})",  # docker, npm
+    r"[\"']key[\"']\s{0,3}:\s{0,3}[\"'](?P<word>[0-9a-f]{32})",                          # Kaggle
+    r"(?i)(?:passw(?:or)?d|passphrase|(?:api|access|secret|private|account|signing|encryption|subscription)[-_]?key(?:[-_]?id)?"
+    r"|sharedaccesssignature|(?:token|secret)(?==(?![\d.]+\b))|(?-i:[A-Z0-9]_PASS)"
     r"|(?<![a-z0-9])(?:db|smtp|ftp|mail|user|admin|root|mysql|ssh)[-_]?pass|(?:git(?:hub|lab)?|gh|azure|ado)[-_]pat)" + IS + VALUE,
     r"(?i)(?:token|secret|pwd)" + IS + RANDOM + VALUE,
     r"(?i)--[\w-]{0,40}(?:passw(?:or)?d|passphrase|token|secret|api[-_]?key) {1,3}" + RANDOM + r"(?P<word>[^\s-]\S{5,})")]
@@ -29,21 +70,45 @@ def secret_values():
 
 
 def hide(match):
-    """The match without the group that matched last in it."""
+    """The match without the group that matched last in it; of a PEM block the lines stay, so that a diff keeps their number."""
     start, end = match.span(match.lastgroup)
-    return match.string[match.start():start] + HIDDEN + match.string[end:match.end()]
+    hidden = re.sub("[A-Za-z0-9/=][A-Za-z0-9+/=:,. -]*", HIDDEN, match["pem"]) if match.lastgroup == "pem" else HIDDEN
+    return match.string[match.start():start] + hidden + match.string[end:match.end()]
+
+
+def is_secret(name, value):
+    """Whether a setting of this name holds a secret: --token=abc does, --max_tokens=512 does not."""
+    if not value or not SECRET_NAME.search(name):
+        return False
+    return bool(PASSWORD_NAME.search(name)) or not PLAIN.fullmatch(value)
+
+
+def redact_words(words, secrets):
+    """The words of a command line: --password VALUE, --password=VALUE, PASSWORD=VALUE, -u USER:VALUE and shapes of secrets."""
+    found, before = [], ""
+    for word in words:
+        name, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
+        if not isinstance(word, str):
+            found.append(redact(word, secrets))
+        elif before.startswith("-") and "=" not in before and is_secret(before, word):
+            found.append(HIDDEN)
+        elif before in ("-u", "--user") and re.fullmatch(r"[\w.@-]+:(?!\d+$).{3,}", word):
+            found.append(f"{word.partition(':')[0]}:{HIDDEN}")
+        elif equals and re.fullmatch(r"[\w.-]{1,100}", name) and is_secret(name.lstrip("-"), value):
+            found.append(f"{name}={HIDDEN}")
+        else:
+            found.append(redact(word, secrets))
+        before = word if isinstance(word, str) else ""
+    return found
 
 
 def redact(value, secrets=None):
     """The same text, list or dict without what looks like a key, a token or a password; secrets: by default the environment's."""
     secrets = secret_values() if secrets is None else secrets
     if isinstance(value, dict):
-        return {k: HIDDEN if isinstance(v, str) and SECRET_NAME.search(str(k)) and v else redact(v, secrets)
-                for k, v in value.items()}
+        return {k: HIDDEN if isinstance(v, str) and is_secret(str(k), v) else redact(v, secrets) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        words = [redact(v, secrets) for v in value]  # of a command line: --password VALUE
-        named = [isinstance(v, str) and v.startswith("-") and "=" not in v and SECRET_NAME.search(v) for v in value]
-        return [HIDDEN if i and named[i - 1] and isinstance(w, str) else w for i, w in enumerate(words)]
+        return redact_words(value, secrets)
     if not isinstance(value, str):
         return value
     for secret in secrets:

@@ -259,6 +259,39 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize("fault, faulty, said", ids=["unauthorized", "rows not found", "garbage"], argvalues=[
+    (401, "", "warning: it is not known which of the run's 30 rows W&B has (OSError: {url} does not serve: "),
+    (404, "file_stream", "warning: W&B has 0 of the run's 30 rows; "),
+    (b"<html>Welcome to the hotel's network</html>", "", "warning: it is not known which of the run's 30 rows W&B has")])
+def test_a_server_that_refuses_in_mid_run_is_told_of_at_the_end(online, folder, capfd, monkeypatch, fault, faulty, said):
+    """The client gives up in silence. The rows that are missing arrive by what the line says."""
+    monkeypatch.setattr(track, "START_SECONDS", 60)
+    tracker = session(folder, 0, [(0, 3.0)], finished=False)
+    online.fault, online.faulty = fault, faulty
+    for i in range(1, 30):
+        tracker.log({"iter": i, "tokens": i, "loss/val": 1.0})
+    tracker.finish()
+    err = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(err) == 1 and said.format(url=online.url) in err[0], err
+    assert err[0].endswith(f"; send what is missing with: python track.py sync {folder / 'out'}")
+    online.fault = None
+    if fault == 404:
+        assert "complete up to iter 29" in sync(online, folder)
+
+
+def test_a_model_whose_upload_fails_is_told_of_and_the_run_is_whole(online, folder, capfd, monkeypatch):
+    monkeypatch.setattr(track, "START_SECONDS", 60)
+    tracker = session(folder, 0, [(0, 3.0)], finished=False)
+    online.fault, online.faulty = 403, "/A"  # where files of artifacts go
+    (folder / "out/model.gguf").write_bytes(os.urandom(1000))
+    tracker.model(folder / "out/model.gguf", {"loss/val": 1.0}, ["best"])
+    tracker.finish()
+    err = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(err) == 1 and f"{folder}/out/model.gguf is not in W&B (" in err[0], err
+    assert "; send it with: wandb artifact put --type=model --name=p/model-x" in err[0]
+    uploaded(online, folder)
+
+
 def test_a_program_that_dies_leaves_a_run_that_failed_with_its_last_words(online, folder):
     program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import track; track.START_SECONDS = 60\n"
                "tracker = track.make_tracker('out', {}, 0, {'id': 'x', 'project': 'p', 'name': 'x'}, True)\n"

@@ -14,7 +14,8 @@ class Server(ThreadingHTTPServer):
     runs: {id: {"history": [row, ...], "output": [line of the console, ...], "exit": code or None, "name": ..., "config":
     {...}}}; uploads: {path: bytes}; artifacts: [input of createArtifact]; keys: the API keys that came; operations: names
     of the GraphQL operations, in order; sweep: the text of the sweep that was made; trials: [(run id, {setting: value})]
-    for the sweep's agent. proxied: whether anything came for http://wandb.test. speed: bytes a second at which uploads of files are taken, 0 for not at all; None: no limit.
+    for the sweep's agent. fault: what the server answers from now on where the path has `faulty` in it: a status, or bytes with
+    status 200; None: it works. proxied: whether anything came for http://wandb.test. speed: bytes a second at which uploads of files are taken, 0 for not at all; None: no limit.
     """
     daemon_threads = True
 
@@ -24,6 +25,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.runs, self.uploads, self.artifacts, self.keys, self.operations = {}, {}, [], set(), []
         self.sweep, self.trials, self.speed, self.proxied = None, [], None, False
+        self.fault, self.faulty = None, ""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def handle_error(self, request, client_address):
@@ -167,15 +169,22 @@ class Handler(BaseHTTPRequestHandler):
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
 
+    def is_faulty(self):
+        return self.server.fault is not None and self.server.faulty in self.path
+
     def answer(self, value):
-        data = json.dumps(value).encode()
-        self.send_response(200)
+        fault = self.server.fault if self.is_faulty() else None
+        data = fault if isinstance(fault, bytes) else json.dumps({"errors": ["no"]} if fault else value).encode()
+        self.send_response(fault if isinstance(fault, int) else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def do_PUT(self):
+        if self.is_faulty():
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return self.answer({})
         parts, length = [], int(self.headers.get("Content-Length") or 0)
         while (left := length - sum(map(len, parts))) > 0:
             time.sleep(min(left, 1 << 16) / self.server.speed if self.server.speed else 3600 * (self.server.speed == 0))
@@ -188,6 +197,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         data = self.body()
+        if self.is_faulty():
+            return self.answer({})
         kind, _, credentials = self.headers.get("Authorization", "").partition(" ")
         if kind == "Basic":
             self.server.keys.add(base64.b64decode(credentials).decode().partition(":")[2])
