@@ -5,75 +5,33 @@ Globals are the configuration.
     configure(globals())
 
 A knob is a lower-case global with a literal int, float, bool or str, overridden from the command line, left to right:
---key=value, --key value, --key alone for True, or a file of overrides (.py, .yaml, .json; names with an underscore in
-front are its own business). Comments `# ---- name` in the source group the knobs in --help.
+--key=value, --key value, --key alone for True, or a file of overrides (.py, .yaml, .json). Comments `# ---- name` in the
+source group the knobs in --help.
 
 Import this before packages that may be missing: it makes of a missing package, of Ctrl-C and of a pipe that nobody reads
 what a user expects, rather than a traceback.
 """
 import ast
 import atexit
+import builtins
 import contextlib
-import difflib
 import functools
 import json
-import math
 import os
 import runpy
 import symtable
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
+from engine.advice import advice, elsewhere, slips
 from engine.streams import flush_stdout, gone, open_streams
 
 STARTED = time.monotonic()  # when this program began, about
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
+RANGES = {int: (1, 1 << 62, " below 2^62 in size"),  # of a knob's value, unless it is 0
+          float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
-    ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
-    ("epochs num_epochs n_epochs num_train_epochs", "max_iters", "which counts steps, not passes over the data"),
-    ("steps max_steps num_steps n_steps train_steps iters num_iters num_iterations", "max_iters", ""),
-    ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"), ("warmup_ratio", "warmup_iters", "in steps"),
-    ("warmup_steps num_warmup_steps warmup", "warmup_iters", ""), ("lr_scheduler_type lr_scheduler lr_schedule", "schedule", ""),
-    ("optim optimizer_type", "optimizer", ""), ("adam_beta1", "beta1", ""), ("adam_beta2", "beta2", ""),
-    ("muon_momentum mu", "momentum", ""), ("max_grad_norm grad_norm_clip clip_grad_norm clip", "grad_clip", ""),
-    ("per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size", "batch_size", "of a forward pass"),
-    ("accumulate_grad_batches grad_accum grad_accum_steps accumulation_steps", "gradient_accumulation_steps", "of all processes"),
-    ("n_embd n_embed d_model embed_dim hidden_size width", "dim", ""),
-    ("n_layer num_layers num_hidden_layers layers", "n_layers", ""), ("n_head num_heads num_attention_heads heads", "n_heads", ""),
-    ("num_key_value_heads num_kv_heads n_kv_head kv_heads", "n_kv_heads", ""),
-    ("intermediate_size ffn_dim d_ff ffn_hidden_size", "hidden_dim", ""),
-    ("block_size context context_length context_size ctx_len n_ctx seq_length sequence_length max_position_embeddings "
-     "max_length", "max_seq_len", "in tokens"),
-    ("rms_norm_eps layer_norm_eps layer_norm_epsilon", "norm_eps", ""),
-    ("tie_word_embeddings tie_embeddings tied_embeddings weight_tying", "tied", ""),
-    ("attention_dropout hidden_dropout resid_pdrop", "dropout", ""),
-    ("text text_file input input_file ppl", "perplexity", "with a text file"),
-    ("dataset dataset_name data_path data_dir data_file train_file train_data input input_file text file", "data", ""),
-    ("data dataset dataset_name data_path data_dir data_file input input_file text file", "source", ""),
-    ("tokenizer tokenizer_name tokenizer_path tokenizer_model", "vocab_source", ""),
-    ("validation_split_percentage val_split test_size", "val_fraction", "between 0 and 1"),
-    ("outfile output output_path output_file output_dir save_dir", "path", ""),
-    ("output_dir outdir output save_dir checkpoint_dir run_dir", "out_dir", ""),
-    ("eval_steps eval_every eval_freq val_interval", "eval_interval", "in steps"),
-    ("patience early_stopping early_stopping_patience", "early_stop", "in evaluations"),
-    ("save_steps save_every save_interval checkpoint_interval ckpt_interval", "eval_interval", "as every evaluation saves"),
-    ("save_total_limit", "keep_last", "beside the best, of which keep_best are kept"),
-    ("logging_steps log_every log_freq", "log_interval", "in steps"), ("wandb use_wandb report_to", "wandb_log", "True or False"),
-    ("resume_from_checkpoint resume restore", "init_from", "though the same command in the same out_dir resumes by itself"),
-    ("model model_name_or_path pretrained pretrained_model load_from checkpoint ckpt ckpt_path", "init_from", "a run's folder"),
-    ("bf16 fp16 amp precision mixed_precision torch_dtype outtype quant quantize", "dtype", ""),
-    ("gpu cuda cpu use_cpu no_cuda use_cuda", "device", "auto, cpu, cuda, cuda:1 or mps"),
-    ("gradient_checkpointing", "activation_checkpointing", ""), ("torch_compile", "compile", ""),
-    ("fsdp", "sharded", "True or False"), ("full_determinism", "deterministic", ""), ("random_seed data_seed", "seed", ""),
-    ("start text input_text", "prompt", ""), ("temp", "temperature", ""), ("num_return_sequences", "num_samples", ""),
-    ("max_length max_tokens num_tokens n_predict", "max_new_tokens", ""),
-    ("top_k", "top_p", "which samples from the likeliest tokens that have this probability together"),
-    ("model model_path checkpoint checkpoint_path ckpt model_name_or_path filepath input", "out_dir", "a run's folder or a model"),
-    ("version", "format", "with v0, v1 or v2 for llama2.c's"), ("num_workers num_proc dataloader_num_workers", "workers", ""),
-]
 
 
 def fail(message):
@@ -156,55 +114,73 @@ def whole(text):
         return float(text)
 
 
+def short(value, most=80):
+    """A value as an error message shows it."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most // 2]}... ({len(text):,} characters)"
+
+
 def convert(key, value, default, where, refuse=fail):
-    """`value` as the type of `default`: text is parsed, 1e3 is a whole number, an int a float; all else is refused."""
+    """
+    Return `value` as the type of `default`. Text is parsed, 1e3 is a whole number, an int a float, a number of numpy a
+    number, a path a str. All else is refused, and a number beyond RANGES too.
+    """
     kind, got = type(default), value
-    with contextlib.suppress(ValueError, KeyError):
+    with contextlib.suppress(ValueError, KeyError, OverflowError):
         if isinstance(value, str):
             got = BOOLS[value.lower()] if kind is bool else whole(value) if kind is int else kind(value)
-    if kind is int and type(got) is float and got.is_integer():
-        got = int(got)
-    if kind is float and type(got) is int:
-        got = float(got)
-    if type(got) is not kind or (kind is float and not math.isfinite(got)):
-        refuse(f"{where}: {key} is {value!r}, expected {kind.__name__}, such as {default!r}")
+        elif isinstance(value, os.PathLike):
+            got = os.fspath(value)
+        elif hasattr(value, "item"):
+            got = value.item()
+        if kind is int and type(got) is float and got.is_integer():
+            got = int(got)
+        if kind is float and type(got) is int:
+            got = float(got)
+    least, most, words = RANGES.get(kind, (0, 0, ""))
+    if type(got) is not kind or words and got and not least <= abs(got) <= most:
+        refuse(f"{short(where)}: {key} is {short(repr(value))}, expected {kind.__name__}{words}, such as {default!r}")
     return os.path.expanduser(got) if kind is str and got.startswith("~/") else got
+
+
+def run_config(text, path, known):
+    """
+    Run a .py file of overrides as nanoGPT runs its own, and return {knob: value} of those it sets. The file may read the
+    knobs as they stand in `known`, import, define functions, and have names of its own which it reads. It is not run where
+    it sets no knob, or a name that is a slip or another program's (returned as {name: None}): it may be a program.
+    """
+    nodes, symbols = list(ast.walk(ast.parse(text, path))), symtable.symtable(text, path, "exec").get_symbols()
+    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
+    set_ = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
+    values = [symbol.get_name() for symbol in symbols if not symbol.is_namespace() and not symbol.is_imported()]
+    odd = [name for name in set_ if name in values and name not in known and not name.startswith("_")
+           and (name not in read or elsewhere(name, known) or slips(name, known))]
+    if odd:
+        return dict.fromkeys(odd)
+    if symbols and not star and not any(name in known for name in set_):
+        raise ValueError("it sets no knob")
+    space = {"__name__": "config", "__file__": path, "__builtins__": vars(builtins) | known}
+    exec(compile(text, path, "exec"), space)
+    came = {name: space[name] for name in known if name in space}
+    return {name: value for name, value in came.items() if name in set_ or not callable(value)}  # of import *
 
 
 def read_file(path, known=None, hint=""):
     """
-    {key: value} of a .py, .yaml or .json file of overrides; a .py file is not run where it sets names beside those `known`,
-    which it has as {name: None} then: it may be a program. hint: what else the file may be, for the line that refuses it.
+    {key: value} of a .py, .yaml or .json file of overrides. known: {knob: its value} for a .py file; None: all names that
+    it sets count. hint: what else the file may be, for the line that refuses it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".py") and known is None:
+            return {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
         if path.endswith(".py"):
-            names = symtable.symtable(text, path, "exec").get_symbols()
-            own = [name.get_name() for name in names if name.is_assigned() or name.is_imported()]
-            if names and not own:
-                raise ValueError("it sets no knob")
-            odd = [name for name in own if known and name not in known and not name.startswith("_")]
-            return dict.fromkeys(odd) or {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
+            return run_config(text, path, known)
         import yaml  # comes with wandb
         return dict((json.loads if path.endswith(".json") else yaml.safe_load)(text) or {})
-    except Exception as e:  # whatever a user's file can do wrong ends in one line
+    except (Exception, SystemExit) as e:  # whatever a user's file can do wrong ends in one line
         fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one{hint}")
-
-
-def advice(key, known):
-    """What to write instead of the unknown `key`: another program's name, a slip of the keys, or a part of a name."""
-    for names, ours, note in ELSEWHERE:
-        if key in names.split() and ours in known:
-            return f"here it is {ours!r}" + (f", {note}" if note else "")
-
-    def slip(name):  # letters left out, doubled or swapped; or one wrong in a long name: top_k is not top_p
-        have, want = Counter(key), Counter(name)
-        likeness = difflib.SequenceMatcher(None, key, name).ratio()
-        return likeness > 0.9 or likeness > 0.75 and (have <= want or want <= have)
-
-    near = ([name for name in difflib.get_close_matches(key, known, 9, 0.75) if slip(name)][:1]
-            or [name for name in known if set(key.split("_")) <= set(name.split("_"))])
-    return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists all"
 
 
 def print_help(g, known, common, positional):
@@ -261,7 +237,8 @@ def configure(g, positional=None, argv=None, common=()):
 
     def override(key, value, where, word=None):
         if key not in defaults:
-            fail(f"{where}: unknown key {key!r}; {advice(str(key), defaults)}{meant(where)}")
+            own = f"; a name of the file's own begins with an underscore: _{key}" * where.endswith(".py")
+            fail(f"{short(where)}: unknown key {short(repr(key))}; {advice(str(key), defaults)}{own}{meant(where)}")
         value = convert(key, value, defaults[key], where)
         if not word and key in typed and g[key] != value and os.environ.get("RANK", "0") == "0":
             print(f"note: {where} sets {key}={value}, which overrides {typed[key]}; what comes last counts", file=sys.stderr)
@@ -280,7 +257,7 @@ def configure(g, positional=None, argv=None, common=()):
         elif isinstance(positional, list):
             positional.append(word)
         elif is_file:
-            for key, value in read_file(word, defaults, meant(word)).items():
+            for key, value in read_file(word, {name: g[name] for name in known}, meant(word)).items():
                 override(key, value, word)
         elif positional and not typed.get(positional, "--").startswith("--"):
             fail(f"{typed[positional]} and {word}: expected one {positional}")

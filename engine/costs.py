@@ -327,7 +327,7 @@ def time_line(s, foreseen):
         return "not measured before the first step of a run that is compiled or sharded" if s.compile or s.sharded else "over"
     limit = 60 * (s.minutes or s.max_minutes) or math.inf
     seconds = min(foreseen["seconds"], limit)
-    until = time.strftime("%H:%M" if seconds < 72_000 else "%Y-%m-%d", time.localtime(time.time() + seconds))
+    until = time.strftime("%H:%M" if seconds < 72_000 else "%Y-%m-%d", time.localtime(time.time() + min(seconds, 1e10)))
     speed = foreseen["tokens_per_sec"]
     return (f"about {span(seconds)}, until {until}{', the limit' * (seconds == limit)}"
             + (f"; {speed:,.0f} tokens/s, measured on random tokens" if speed else ""))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import configurator
+from engine import advice
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,8 +133,11 @@ def test_mistakes_are_one_line(script, args, words):
 @pytest.mark.parametrize("name, text, words", [
     ("code.py", "open('ran', 'w')\nx = 1\n", "code.py: unknown key 'x'; "),
     ("code.py", "open('ran', 'w')\n", "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
-    ("code.py", "import os\nopen('ran', 'w')\nsteps = 3\n", "code.py: unknown key 'os'; "),
-    ("code.py", "def f(x):\n    steps = x\nif __name__ == '__main__':\n    open('ran', 'w')\n", "code.py: unknown key 'f'; "),
+    ("code.py", "import os\nopen('ran', 'w')\nstesp = 3\n", "code.py: unknown key 'stesp'; did you mean 'steps'?"),
+    ("code.py", "import os\nopen('ran', 'w')\nstesp = 3\nrate = 1 / stesp\n", "code.py: unknown key 'stesp'; did you mean"),
+    ("code.py", "import os\nopen('ran', 'w')\n", "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
+    ("code.py", "def f(x):\n    steps = x\nif __name__ == '__main__':\n    open('ran', 'w')\n",
+     "code.py: cannot be read as a configuration (ValueError: it sets no knob)"),
     ("old.py", "print 'x'\nsteps = 3\n", "old.py: cannot be read as a configuration (SyntaxError: "),
     ("my.json", '[{"text": "hello"}, {"text": "you there"}]', "my.json: cannot be read as a configuration ("),
     ("my.json", '[{"id": 1, "text": "a"}]', "my.json: "),
@@ -150,9 +154,64 @@ def test_a_file_that_is_no_configuration_is_not_run_and_how_to_name_it_is_said(s
 def test_files_that_set_knobs_in_the_ways_of_python_are_configurations(script):
     (script.folder / "a.py").write_text('"""Mine."""\nimport math as _math\ndef _half(x):\n    y = x / 2\n    return y\n'
                                         "if _half(4) == 2:\n    steps: int = _math.isqrt(49)\n    name = 'b'\nsteps += 1\n")
-    (script.folder / "commented.py").write_text("# steps = 3\n")
+    (script.folder / "commented.py").write_text('"""Nothing yet."""\n# steps = 3\n')
     assert values(script, "a.py", "commented.py") == [
         {"out_dir": "out", "rate": 1e-3, "steps": 8, "log": False, "name": "b"}, ["name", "steps"]]
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("import time\nname = 'run' + str(time.time())[:0]\n", {"name": "run"}),
+    ("import os, sys\nfrom math import sqrt as root, pi\nrate = root(0.25)\n", {"rate": 0.5}),
+    ("from math import *\nsteps = floor(7.5)\n", {"steps": 7}),
+    ("import numpy as np\nsteps = np.int64(6)\nrate = np.sqrt(0.25)\nlog = np.bool_(True)\n",
+     {"steps": 6, "rate": 0.5, "log": True}),
+    ("from pathlib import Path\nname = Path('a') / 'b'\n", {"name": "a/b"}),
+    ("n = 12\nsteps = 5 * n  # 5 passes\n", {"steps": 60}),
+    ("TOKENS = 2 ** 10\n_batch = 8\nsteps = TOKENS // _batch\n", {"steps": 128}),
+    ("def half(x):\n    return x / divisor\ndivisor = 2\nsteps = half(8)\nclass Own:\n    pass\n", {"steps": 4}),
+    ("steps = steps * 3\nrate /= 10\n", {"steps": 30, "rate": 1e-4}),
+    ("def longer():\n    return steps + 1\nsteps = longer()\n", {"steps": 11}),
+    ("if rate < 1:\n    steps = 4\nelse:\n    name = 'x'\n", {"steps": 4}),
+    ("for i in range(3):\n    steps = i\n", {"steps": 2}),
+    ("steps = 1e2 / 2\n", {"steps": 50})])
+def test_a_configuration_is_written_as_nanogpts_are(script, text, expected):
+    (script.folder / "a.py").write_text(text)
+    settings, given = values(script, "a.py")
+    assert {name: settings[name] for name in given} == expected
+
+
+def test_a_configuration_reads_the_knobs_as_they_stand(script):
+    (script.folder / "a.py").write_text("steps = steps + 1\n")
+    assert values(script, "--steps=5", "a.py", "a.py")[0]["steps"] == 7
+
+
+@pytest.mark.parametrize("text, words", [
+    ("import sys\nsteps = 3\nsys.exit()\n", "(SystemExit: )"), ("import nothing_such\nsteps = 3\n", "nothing_such"),
+    ("steps = 3\nunused = 4\n", "unknown key 'unused'; --help lists all; a name of the file's own begins with an underscore: "
+     "_unused"), ("steps = 10 ** 400\n", "steps is 1000"), ("rate = 10 ** 400\n", "rate is 1000"),
+    ("rate = float('nan')\n", "rate is nan"), ("rate = None\n", "rate is None"), ("def rate():\n    pass\n", "rate is <function"),
+    ("import numpy as np\nrate = np.ones(3)\n", "rate is array("), ("def f():\n    return f()\nsteps = f()\n", "RecursionError")])
+def test_a_configuration_that_fails_ends_in_one_line(script, text, words):
+    (script.folder / "a.py").write_text(text)
+    code, out, err = script("a.py")
+    assert code == 2 and out == "" and err.startswith("error: a.py: ") and err.count("\n") == 1 and words in err, err
+
+
+@pytest.mark.parametrize("value, kind", [(value, kind) for kind, values in (
+    ("steps", ["1" + "0" * 400, "-" + "9" * 400, "9" * 5000, "1e308", "-1e300", "inf", str(1 << 63), str(-1 << 63)]),
+    ("rate", ["1e308", "-1e308", "1e40", "1e30", "-1e13", "1e-308", "5e-324", "-1e-40", "9" * 400, "9" * 5000, "inf", "nan", "-inf"]),
+) for value in values])
+def test_a_number_beyond_its_types_range_is_refused_in_one_short_line(value, kind, script):
+    code, out, err = script(f"--{kind}={value}")
+    assert code == 2 and out == "" and err.count("\n") == 1 and len(err) < 400, err
+    assert err.startswith(f"error: --{kind}=") and f"{kind} is '" in err and "expected " in err
+
+
+def test_numbers_within_the_range_are_taken(script):
+    settings, _ = values(script, f"--steps={(1 << 62) - 1}", "--rate=1e-30")
+    assert settings["steps"] == (1 << 62) - 1 and settings["rate"] == 1e-30
+    assert values(script, "--rate=-1e12", "--steps=-7")[0]["rate"] == -1e12
+    assert values(script, "--rate=0", "--steps=-0")[0]["rate"] == 0
 
 
 def test_help_lists_every_knob_with_default_type_and_comment(script):
@@ -178,7 +237,7 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
         "gradient_checkpointing>activation_checkpointing resume_from_checkpoint>init_from run_name>wandb_run_name "
         "model>init_from batchsize>batch_size lerning_rate>learning_rate weight_deacy>weight_decay "
         "rate>learning_rate embedding_lr>table_rate warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
-    "sample": "model>out_dir start>prompt checkpoint>out_dir top_k>top_p max_length>max_new_tokens",
+    "sample": "model>out_dir start>prompt checkpoint>out_dir max_length>max_new_tokens",
     "export": "version>format output>path",
     "data": "dataset>source",
     "evaluate": "text>perplexity",
@@ -188,18 +247,28 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
 @pytest.mark.parametrize("script, theirs, ours", [(script, *pair.split(">")) for script, pairs in ANSWERS.items()
                                                   for pair in pairs.split()])
 def test_unknown_names_are_answered_with_ours_or_not_at_all(script, theirs, ours):
-    said = configurator.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
+    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
     assert re.match(f"(here it is|did you mean) '{ours}'[,?]?( (?!or)|$)" if ours else "--help lists all$", said), said
 
 
 def test_a_part_of_names_is_answered_with_all_of_them():
-    assert configurator.advice("vocab", ["vocab_source", "vocab_size"]) == "did you mean 'vocab_source' or 'vocab_size'?"
-    assert configurator.advice("", ["vocab_source"]) == "--help lists all"
+    assert advice.advice("vocab", ["vocab_source", "vocab_size"]) == "did you mean 'vocab_source' or 'vocab_size'?"
+    assert advice.advice("", ["vocab_source"]) == "--help lists all"
 
 
 def test_the_table_of_other_programs_names_only_what_exists():
     everywhere = {name for path in ROOT.glob("*.py") for name in configurator.source_knobs(path)}
-    assert {ours for _, ours, _ in configurator.ELSEWHERE} <= everywhere
+    assert {ours for _, ours, _ in advice.ELSEWHERE + advice.ABSENT} <= everywhere
+
+
+@pytest.mark.parametrize("script, theirs, words", [
+    ("sample", "top_k", "--top_p limits their probability"), ("sample", "repetition_penalty", "--temperature and --top_p"),
+    ("train", "lora", "trains all weights"), ("train", "lora_rank", "trains all weights"), ("train", "LoRA", "trains all"),
+    ("train", "load_in_4bit", "export.py --dtype=q8_0"), ("train", "messages", "one string a document"),
+    ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--sharded=True")])
+def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
+    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
+    assert said.startswith("there is no such setting here: ") and words in said and "did you mean" not in said
 
 
 def test_outside_its_environment_a_command_says_how_to_get_in(tmp_path, monkeypatch):
