@@ -1,6 +1,8 @@
-"""What to write instead of a setting that a program here does not have."""
+"""What to write instead of a setting that a program here does not have, or of the name of something to download."""
 import difflib
+import re
 from collections import Counter
+from pathlib import Path
 
 ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
     ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
@@ -92,3 +94,19 @@ def advice(key, known):
         return answer
     near = slips(key, known) or [name for name in known if set(key.split("_")) <= set(name.split("_"))]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists all"
+
+
+def hub(path, kind=""):
+    """
+    How to download what owner/name or an address names on the Hugging Face Hub, as the end of a line; "" where a path is
+    like neither. kind: "dataset", or "" for a model.
+    """
+    site = r"(?P<site>(https?:/+)?(huggingface\.co|hf\.co)/(datasets/)?)?"
+    found = re.fullmatch(site + r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(/tree/.*|/)?", str(path))
+    if not found or not found["site"] and Path(str(path)).parent.exists():
+        return ""
+    name = found["name"]
+    folder = name.split("/")[1]
+    what = f" --repo-type={kind}" * bool(kind)
+    return (f"; if it is on the Hugging Face Hub, download it first and give its folder, {folder}: "
+            f"hf download {name}{what} --local-dir {folder} (the command comes with: pip install huggingface_hub)")

@@ -42,6 +42,7 @@ import torch
 
 from configurator import fail
 from engine import parallel
+from engine.advice import hub
 from engine.files import sha256, to_disk, why, write_atomic
 from engine.redact import HIDDEN, redact
 
@@ -476,7 +477,7 @@ def locate(path):
         return path
     found = pointer(path, "best") or newest(path)
     if found is None:
-        fail(f"{path}: holds no complete checkpoint; expected a run's out_dir or one of its step folders")
+        fail(f"{path}: holds no complete checkpoint; expected a run's out_dir or one of its step folders{hub(path)}")
     return found
 
 

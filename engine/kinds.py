@@ -646,18 +646,26 @@ def record_text(record, column, where):
     key = next((name for name in columns(column) if name in record), None)
     key = pick([*record], column) if key is None else key
     if key is None:
-        raise unlike(f"{where} holds an object {f'with the keys {listed(record)}' if record else 'without keys'}", column)
+        raise unlike(f"{where} holds an object {f'with the keys {listed(record)}' if record else 'without keys'}", column,
+                     not TURNS.isdisjoint(record))
     if not isinstance(record[key], str):
-        raise unlike(f'{where} holds "{key}": {json.dumps(record[key])[:40]}', column)
+        raise unlike(f'{where} holds "{key}": {json.dumps(record[key])[:40]}', column,
+                     isinstance(record[key], list) and record[key][:1] and isinstance(record[key][0], dict))
     try:
         return record[key].encode()
     except UnicodeEncodeError as e:
         raise unlike(f"{where} holds a character that UTF-8 can't write ({e.object[e.start]!r})", column) from e
 
 
-def unlike(found, column):
+TURNS = {"messages", "conversations", "conversation", "dialogue", "instruction"}  # keys of texts in several parts
+
+
+def unlike(found, column, parts=False):
+    """The Unfit of a record without a text. parts: whether it holds one in several parts, as conversations have."""
     names = " or ".join(f'"{name}"' for name in columns(column))
-    return Unfit(found, f"expected an object with a string under {names}")
+    how = ("; write each conversation as one string, its turns with the marks of the chat template that the model will be "
+           "used with, such as ChatML's <|im_start|>user") * bool(parts)
+    return Unfit(found, f"expected an object with a string under {names}{how}")
 
 
 def listed(words, most=8):

@@ -35,6 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine import kinds, stories
+from engine.advice import hub
 from engine.files import publish, refuse_odd, replacing, sha256
 from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
@@ -327,7 +328,8 @@ def text_files(path, cache, column):
         fail(f"{path}: a folder without text files, and not one that data.py prepared (no meta.json)"
              + f"; left out: {left_out}" * bool(left_out))
     if not path.exists():
-        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of text files")
+        fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of text files"
+             f"{hub(path, 'dataset')}")
     if not path.is_dir():
         if not path.is_file():
             fail(f"{path}: not a regular file")

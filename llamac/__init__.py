@@ -118,7 +118,11 @@ class Model:
 
     def __init__(self, source):
         how, *where = ("open_memory", source, len(source)) if isinstance(source, bytes) else ("open", bytes(Path(source)))
-        self.pointer = owned(self, "llamac_close", call(how, *where, 0), source)
+        try:
+            pointer = call(how, *where, 0)
+        except Error as e:
+            raise (e if isinstance(source, bytes) else Error(f"{source}: {e}")) from None
+        self.pointer = owned(self, "llamac_close", pointer, source)
         self.info = library().llamac_describe(self.pointer)  # dim, n_layers, vocab_size, seq_len, bos ...
 
     def encode(self, text, bos=None):

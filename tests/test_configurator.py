@@ -198,7 +198,7 @@ def test_a_configuration_that_fails_ends_in_one_line(script, text, words):
 
 
 @pytest.mark.parametrize("value, kind", [(value, kind) for kind, values in (
-    ("steps", ["1" + "0" * 400, "-" + "9" * 400, "9" * 5000, "1e308", "-1e300", "inf", str(1 << 63), str(-1 << 63)]),
+    ("steps", ["1" + "0" * 400, "-" + "9" * 400, "9" * 5000, "1e308", "-1e300", "inf", str(1 << 53), str(-1 << 63)]),
     ("rate", ["1e308", "-1e308", "1e40", "1e30", "-1e13", "1e-308", "5e-324", "-1e-40", "9" * 400, "9" * 5000, "inf", "nan", "-inf"]),
 ) for value in values])
 def test_a_number_beyond_its_types_range_is_refused_in_one_short_line(value, kind, script):
@@ -208,8 +208,8 @@ def test_a_number_beyond_its_types_range_is_refused_in_one_short_line(value, kin
 
 
 def test_numbers_within_the_range_are_taken(script):
-    settings, _ = values(script, f"--steps={(1 << 62) - 1}", "--rate=1e-30")
-    assert settings["steps"] == (1 << 62) - 1 and settings["rate"] == 1e-30
+    settings, _ = values(script, f"--steps={(1 << 53) - 1}", "--rate=1e-30")
+    assert settings["steps"] == (1 << 53) - 1 and settings["rate"] == 1e-30
     assert values(script, "--rate=-1e12", "--steps=-7")[0]["rate"] == -1e12
     assert values(script, "--rate=0", "--steps=-0")[0]["rate"] == 0
 
@@ -269,6 +269,30 @@ def test_the_table_of_other_programs_names_only_what_exists():
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
     said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
     assert said.startswith("there is no such setting here: ") and words in said and "did you mean" not in said
+
+
+@pytest.mark.parametrize("path, kind, command", [
+    ("Qwen/Qwen2-0.5B", "", "hf download Qwen/Qwen2-0.5B --local-dir Qwen2-0.5B "),
+    ("https://huggingface.co/Qwen/Qwen2-0.5B", "", "hf download Qwen/Qwen2-0.5B --local-dir Qwen2-0.5B "),
+    ("https:/huggingface.co/Qwen/Qwen2-0.5B/tree/main", "", "hf download Qwen/Qwen2-0.5B --local-dir Qwen2-0.5B "),
+    ("huggingface.co/a/b", "", "hf download a/b "), ("roneneldan/TinyStories", "dataset",
+     "hf download roneneldan/TinyStories --repo-type=dataset --local-dir TinyStories "),
+    ("https://huggingface.co/datasets/a/b", "dataset", "hf download a/b --repo-type=dataset "),
+    ("out", "", ""), ("tests/nothing", "", ""), ("/a/b", "", ""), ("../a/b", "", ""), ("a/b/c", "", ""), ("", "", "")])
+def test_a_name_of_the_hub_is_answered_with_how_to_download_it(path, kind, command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    said = advice.hub(path, kind)
+    assert command in said if command else not said
+
+
+def test_models_and_data_that_are_not_here_yet(monkeypatch, tmp_path, capsys):
+    from engine import checkpoint, prepare
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: checkpoint.origin("Qwen/Qwen2-0.5B"), lambda: prepare.text_bytes("roneneldan/TinyStories")):
+        with pytest.raises(SystemExit):
+            call()
+        said = capsys.readouterr().err
+        assert "hf download " in said and said.count("\n") == 1
 
 
 def test_outside_its_environment_a_command_says_how_to_get_in(tmp_path, monkeypatch):

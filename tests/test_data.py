@@ -481,6 +481,15 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     assert line.endswith('; expected an object with a string under "text" or "story"')
 
 
+@pytest.mark.parametrize("record, column", [
+    ({"messages": [{"role": "user", "content": "Hi"}]}, "text"), ({"conversations": [{"from": "human", "value": "Hi"}]}, "text"),
+    ({"instruction": "Hi", "output": "Ho"}, "text"), ({"messages": [{"role": "user", "content": "Hi"}]}, "messages")])
+def test_conversations_are_refused_with_how_to_write_them(record, column):
+    with pytest.raises(kinds.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
+        kinds.jsonl_text(json.dumps(record), column, 1)
+
+
+
 def test_prepared_data_are_not_prepared_otherwise(tmp_path):
     (tmp_path / "a.txt").write_text(prose(3000))
     folder = data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1)

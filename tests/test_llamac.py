@@ -153,7 +153,7 @@ def test_mistakes_are_the_librarys_own_words(models, tmp_path):
     quiet = llamac.Session(model, logits="sample")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
     for mistake, message in (
-            (lambda: llamac.Model("none.gguf"), "no such file"), (lambda: llamac.Model(b""), "."),
+            (lambda: llamac.Model("none.gguf"), "none.gguf: no such file"), (lambda: llamac.Model(b""), "."),
             (lambda: llamac.Model(tmp_path / "bad.gguf"), "version"), (lambda: model.use_template("alpaca"), "is no template"),
             (lambda: llamac.Session(model, positions=1 << 20), "context is 128"),
             (lambda: llamac.Session(model).sample(greedy), "nothing has gone through"),
