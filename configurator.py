@@ -29,7 +29,7 @@ from engine.streams import flush_stdout, gone, open_streams
 
 STARTED = time.monotonic()  # when this program began, about
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
-RANGES = {int: (1, 1 << 62, " below 2^62 in size"),  # of a knob's value, unless it is 0
+RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),  # of a knob's value, unless it is 0; JSON holds these exactly
           float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 

@@ -22,8 +22,6 @@ def check_settings(s):
         if getattr(s, name) < 0:
             fail(f"{name} is {getattr(s, name)}, expected 0 or more")
     refuse_odd(data=s.data, cache=s.cache, out_dir=s.out_dir, init_from=s.init_from, vocab_source=s.vocab_source)
-    if s.seed >= 1 << 62:
-        fail(f"seed is {s.seed}, expected below {1 << 62}")
     if s.eval_only and s.supervise:
         fail("--eval_only and --supervise: expected one of them")
     if not 0 < s.learning_rate < 1:

@@ -255,8 +255,13 @@ def write_samples(model, tokenizer, device, prompts, seed):
             ids = ids[:, :1]
         for how, temperature in (("greedy", 0), ("sampled", 0.8)):
             generator = torch.Generator(device=device).manual_seed(seed)
-            out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
-            rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
+            try:
+                out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
+                rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
+            except RuntimeError as e:  # torch.multinomial, of probabilities that are NaN
+                if parallel.is_out_of_memory(e):
+                    raise
+                rows.append([prompt, how, "(no text: the model's probabilities are not finite)"])
     model.train()
     return rows
 

@@ -66,6 +66,12 @@ def test_samples_are_as_long_as_their_time_is_reckoned_for():
     model = Transformer(ModelArgs(dim=8, n_layers=1, n_heads=1, vocab_size=letters.vocab_size, max_seq_len=16, tied=False))
     model.tok_embeddings.weight.data[:] = model.output.weight.data[3:] = 1
     model.output.weight.data[:3] = -1
+    with torch.no_grad():
+        kept = model.norm.weight.clone()
+        model.norm.weight.fill_(float("nan"))
+    broken = instruments.write_samples(model, letters, CPU, ["a"], seed=1)
+    assert "not finite" in broken[1][2]
+    model.norm.weight.data.copy_(kept)
     written = instruments.write_samples(model, letters, CPU, s.sample_prompt.split("|"), seed=1)
     assert sum(len(text) for *_, text in written) == costs.evaluation_seconds(s, {"val_tokens": 9, "val_documents": 1}, 0.0, 1.0)
 
