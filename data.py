@@ -65,27 +65,31 @@ def prepare(*arguments, **named):
 
 class Dataset(Prepared):
     """
-    A prepared folder as a training reads it: nothing about that has to be saved to resume. seq_len: tokens of context;
+    A prepared folder as a training reads it: of that only `changed` has to be saved to resume. seq_len: tokens of context;
     micro_batch, global_batch: sequences of a forward pass of one process, and of a step of all; rank, world: this process,
-    of how many; pinned: whether batches lie in memory that a GPU reads from while it computes.
+    of how many; pinned: whether batches lie in memory that a GPU reads from while it computes; changed: (step, sequences
+    read before it) of a run whose global batch was another one before that step, so that no window is read again.
     """
 
     def __init__(self, prepared, seq_len, micro_batch, global_batch, seed, rank=0, world=1, pinned=False):
         super().__init__(**vars(prepared))
         self.seq_len, self.micro_batch, self.global_batch, self.seed = seq_len, micro_batch, global_batch, seed
         self.rank, self.world, self.pinned, self.prefetch = rank, world, pinned, Prefetch(self.make_batch)
+        self.changed = 0, 0
 
     def batch(self, step):
         """This process's slice of the global batch of `step`, (x, y); the next one is made in the meantime."""
         return self.prefetch.get(step)
 
     def make_batch(self, step):
-        both = batch_slice(self.train, self.seed, step, self.global_batch, self.seq_len, self.rank, self.world, self.opening)
+        both = batch_slice(self.train, self.seed, step, self.global_batch, self.seq_len, self.rank, self.world, self.opening,
+                           self.changed)
         return [t.pin_memory() for t in both] if self.pinned else both
 
     def windows(self, step):
         """Where this process's slice of `step` stands in the training split: (first tokens, how many targets count)."""
-        return slice_windows(len(self.train), self.seed, step, self.global_batch, self.seq_len, self.rank, self.world)
+        return slice_windows(len(self.train), self.seed, step, self.global_batch, self.seq_len, self.rank, self.world,
+                             self.changed)
 
     def eval_batches(self, split, limit, at_once):
         """
@@ -150,7 +154,13 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
     return (rng.integers(seq_len) + seq_len * rng.permutation(n_tokens // seq_len)) % n_tokens
 
 
-def slice_windows(n_tokens, seed, step, global_batch, seq_len, rank=0, world=1):
+def sequences_before(step, global_batch, changed=(0, 0)):
+    """Return how many sequences a run reads before this step. changed: see Dataset; earlier steps count as if nothing had."""
+    since, read = changed
+    return read + (step - since) * global_batch if step >= since else step * global_batch
+
+
+def slice_windows(n_tokens, seed, step, global_batch, seq_len, rank=0, world=1, changed=(0, 0)):
     """Where batch_slice reads: the first token of each window, and how many of its targets count; (n,) int64 each."""
     windows = n_tokens // seq_len
     if windows < 1:
@@ -158,20 +168,22 @@ def slice_windows(n_tokens, seed, step, global_batch, seq_len, rank=0, world=1):
              f"use more text, a larger --val_fraction or a smaller --max_seq_len")
     share = -(-global_batch // world)
     rows = rank * share + np.arange(share)
-    epochs, places = np.divmod(step * global_batch + np.minimum(rows, global_batch - 1), windows)
+    first = sequences_before(step, global_batch, changed)
+    epochs, places = np.divmod(first + np.minimum(rows, global_batch - 1), windows)
     starts = np.concatenate([epoch_windows(seed, int(epoch), n_tokens, seq_len)[places[epochs == epoch]]
                              for epoch in np.unique(epochs)])
     return starts, np.where(rows < global_batch, seq_len, 0)
 
 
-def batch_slice(tokens, seed, step, global_batch, seq_len, rank=0, world=1, first=None):
+def batch_slice(tokens, seed, step, global_batch, seq_len, rank=0, world=1, first=None, changed=(0, 0)):
     """
     A rank's slice of the global batch of a step: inputs and targets, each (global_batch / world, seq_len) int64, a pure
     function of the arguments. Where world is no divisor, it is rounded up, and the last ranks have rows of targets -1,
     which the loss leaves out. tokens: (n_tokens,); global_batch: sequences of all ranks together; first: as for
-    read_windows. Sequence step * global_batch + i of the run is one of epoch_windows: every window comes once in an epoch.
+    read_windows; changed: see Dataset. Sequence sequences_before(step) + i of the run is one of epoch_windows: every window
+    comes once in an epoch.
     """
-    starts, lengths = slice_windows(len(tokens), seed, step, global_batch, seq_len, rank, world)
+    starts, lengths = slice_windows(len(tokens), seed, step, global_batch, seq_len, rank, world, changed)
     return read_windows(tokens, starts, seq_len, lengths, first)
 
 

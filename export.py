@@ -162,11 +162,27 @@ def gguf_header(args, vocabulary, dtype, name, layout, extra):
     return header + bytes(gap(len(header), ALIGNMENT))
 
 
-def write_gguf(path, state, args, vocabulary, dtype, name, extra):
-    """The header, then the tensors, each padded to the alignment."""
+def gguf_layout(args, dtype):
+    """[(our name, GGUF's name, shape, type)] of the tensors of a GGUF file, and the tensor ROPE_FACTORS, which may be empty."""
     layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype, args.n_layers)) for ours, gguf, _, shape in tensors(args)]
     factors = torch.tensor(gguf_rope(args)[1])
-    layout += [(ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32")] if len(factors) else []
+    return layout + ([(ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32")] if len(factors) else []), factors
+
+
+def refuse_unexportable(args, vocabulary, extra):
+    """End in one line where a model with these settings can't be written as GGUF, whatever its weights are."""
+    try:
+        gguf_header(args, vocabulary, "f32", "", gguf_layout(args, "f32")[0], extra)
+    except (OverflowError, struct.error):
+        numbers = {k: v for k, v in vars(args).items() if type(v) in (int, float)} | {"max_iters": extra[ITER]}
+        large = {k: v for k, v in numbers.items() if abs(v) > (SINGLE if isinstance(v, float) else 2 ** 32 - 1)}
+        fail(f"GGUF can't hold {', '.join(f'{k}={v:g}' for k, v in large.items()) or 'these settings'}: expected at most "
+             f"{SINGLE:.3g}, and {2 ** 32 - 1} of whole numbers")
+
+
+def write_gguf(path, state, args, vocabulary, dtype, name, extra):
+    """The header, then the tensors, each padded to the alignment."""
+    layout, factors = gguf_layout(args, dtype)
     header = gguf_header(args, vocabulary, dtype, name, layout, extra)
     digest, halves = hashlib.sha256(), architecture(args) != "llama"
     with replacing(path) as f:

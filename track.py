@@ -17,6 +17,7 @@ import atexit
 import collections
 import configparser
 import contextlib
+import errno
 import importlib.util
 import json
 import math
@@ -114,22 +115,45 @@ def wrong_setting(error):
 class Jsonl:
     """
     out_dir/log.jsonl: {"iter": ..., "tokens": ..., "loss/train": ..., "time": Unix seconds} a line, written row by row;
-    out_dir/config.json: the resolved configuration. While the disk fails, rows wait.
+    out_dir/config.json: the resolved configuration. While the disk fails, rows wait. Files that somebody deletes meanwhile
+    are written again.
     """
 
     def __init__(self, out_dir, config, step):
         """Continue a file after iteration `step`: later rows, written before a crash, are dropped."""
-        path = Path(out_dir, "log.jsonl")
-        write_atomic(Path(out_dir, "config.json"), json.dumps(config, indent=1))
+        self.path = path = Path(out_dir, "log.jsonl")
+        self.config = json.dumps(config, indent=1)
+        write_atomic(Path(out_dir, "config.json"), self.config)
         self.kept = {} if step else {"tokens": -1}  # the last row that stays
         if step and path.exists():
             rows = [row for row in read_rows(path) if row["iter"] <= step]
             write_atomic(path, "".join(json.dumps(row) + "\n" for row in rows))
             self.kept = rows[-1] if rows else {}
-        self.file, self.waiting, self.warned = open(path, "ab" if step else "wb", buffering=0), b"", False
+        self.file, self.waiting, self.warned = open(path, "ab+" if step else "wb+", buffering=0), b"", False
+
+    def restore(self):
+        """
+        Where the file was deleted, write all its rows again: the system keeps them as long as it is open here. Where another
+        file has taken its place, as an editor does it, go on at the end of that one.
+        """
+        here = os.fstat(self.file.fileno())
+        try:
+            if os.path.samestat(here, os.stat(self.path)) or here.st_nlink:
+                return
+        except FileNotFoundError:
+            if read_json(self.path.with_name("trainer.json")).get("pid", os.getpid()) != os.getpid():
+                raise OSError(errno.EBUSY, "another process trains there") from None
+            self.file.seek(0)
+            with replacing(self.path) as f:
+                shutil.copyfileobj(self.file, f)
+            write_atomic(self.path.with_name("config.json"), self.config)
+            tell(f"warning: {self.path} was deleted or moved; it is written again, with all its rows", sys.stderr)
+        self.file.close()
+        self.file = open(self.path, "ab+", buffering=0)
 
     def write(self):
         try:
+            self.restore()
             while self.waiting:
                 self.waiting = self.waiting[self.file.write(self.waiting):]
         except OSError as e:
@@ -149,7 +173,11 @@ class Jsonl:
         pass
 
     def finish(self):
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # a deleted one that no checkpoint has made anew
         self.write()
+        if self.waiting:
+            tell(f"warning: {self.path} lacks its last {len(self.waiting.splitlines())} rows", sys.stderr)
         self.file.close()
 
 
@@ -899,6 +927,10 @@ class Tracker:
             self.each("model", path, metrics, aliases)
         elif self.destinations:
             tell(f"warning: {path} does not exist; no model is recorded", sys.stderr)
+
+    def is_logged(self):
+        """Return whether log.jsonl holds all rows."""
+        return not any(destination.waiting for destination in self.destinations if isinstance(destination, Jsonl))
 
     def finish(self):
         self.each("finish")

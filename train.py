@@ -26,7 +26,6 @@ from tqdm import tqdm
 from data import Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
 from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
-from engine.files import why
 from engine.fit import largest_batch, until_found
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
 from engine.load import adopt, start_from
@@ -34,7 +33,7 @@ from engine.parallel import say
 from engine.prepare import as_prepared, load, source_files, text_bytes
 from engine.redact import redact
 from engine.streams import outlast
-from export import ITER, export_model, exported_step
+from export import ITER, export_model, exported_step, refuse_unexportable
 from model import Transformer
 from optim import LossScale, SpikeDetector, learning_rate_at, make_optimizer
 from track import Tracker, source_version, start_tracking
@@ -257,7 +256,10 @@ def assess_in_time(*args):
 
 
 def conclude(state, args, model, dataset, tracker, row):
-    """Export what the training ended with, hand the models to the tracker, say what is on disk and what to type next."""
+    """
+    Export what the training ended with, hand the models to the tracker, say what is on disk and what to type next. Return
+    the exit code: 0 where the last checkpoint, the models and the whole log are there, else 2.
+    """
     best, last, step = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf"), state["step"]
     wanted = step if state["best_step"] is None else state["best_step"]  # a run that was never evaluated
     newest = checkpoint.newest(out_dir) if parallel.is_sharded(model) else None
@@ -272,8 +274,10 @@ def conclude(state, args, model, dataset, tracker, row):
             tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
         elif exported_step(last):  # of an earlier end
             last.unlink()
-    except OSError as e:
-        say(f"warning: the model of iter {step} could not be written to {out_dir} ({why(e)})")
+    except (OSError, MemoryError, RuntimeError) as e:
+        if not checkpoint.may_pass(e):
+            raise
+        say(f"warning: the model of iter {step} could not be written to {out_dir} ({checkpoint.reason(e)})")
     there = exported_step(best)
     if there == wanted:
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
@@ -281,6 +285,8 @@ def conclude(state, args, model, dataset, tracker, row):
     if minutes and checkpoint.is_over(knobs(), state):
         say(sizes.limit(knobs(), state, row, dataset.meta))
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
+    models = there == wanted and step in (wanted, exported_step(last))
+    return 0 if models and checkpoint.complete(checkpoint.step_folder(out_dir, step)) and tracker.is_logged() else 2
 
 
 def save(writer, t, metric, unlogged=()):
@@ -289,8 +295,13 @@ def save(writer, t, metric, unlogged=()):
     a warning, and the next save tries again. Sharded processes each write their slices.
     """
     sharded, dataset = parallel.is_sharded(t.model), t.dataset
-    weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
-    train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state | {"row": dict(unlogged)}})
+    try:
+        weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
+        train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state | {"row": dict(unlogged)}})
+    except (MemoryError, RuntimeError) as e:  # a GPU's weights find no place in the host's memory
+        if sharded or not checkpoint.may_pass(e):
+            raise
+        return checkpoint.warn_of(e)
     step, best, keep = t.state["step"], t.state["best_step"], 0 if always_save_checkpoint else keep_last
 
     def work():
@@ -302,6 +313,7 @@ def save(writer, t, metric, unlogged=()):
 
     if parallel.master or sharded:
         checkpoint.warn_of(writer.start(work))
+    return None
 
 
 def main(given):
@@ -343,25 +355,34 @@ def main(given):
     state = checkpoint.new_state(knobs(), args, dataset, clock)
     if resuming:
         state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
+        dataset.changed = state["step"], state["sequences"]
     if start:
         state["chat"] = start_from(model, start, check=eval_only or not resuming)
+    if not eval_only and modes.chosen(knobs()) in (None, "dry_run"):
+        refuse_unexportable(args, dataset.tokenizer, {ITER: max_iters} | state["chat"])
+    code = 0
     if eval_only:
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
     elif checkpoint.is_over(knobs(), state):
-        checkpoint.say_finished(knobs(), state)
+        code = parallel.on_master(checkpoint.say_finished, knobs(), state)
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         config |= checkpoint.resumable(settings(globals())) | {"init_from": init_from}  # what resuming needs, as it was given
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
             preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
-        modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes))
-    parallel.close()
+        code = modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes)) or 0
+    parallel.close(code)
+    if code:
+        sys.exit(code)
 
 
 def train(t):
-    """The loop of a modes.Training, until its steps, its time or its text come to an end, or somebody stops it."""
+    """
+    The loop of a modes.Training, until its steps, its time or its text come to an end, or somebody stops it. Returns the
+    exit code.
+    """
     config, state, dataset, args, raw_model, opt, device, amp, changes = t
     s, writer = knobs(), checkpoint.Writer()
     tracker = start_tracking(s, config, state) if parallel.master else Tracker()
@@ -381,7 +402,8 @@ def train(t):
     while True:
         step = state["step"]
         end = step >= s.max_iters
-        row = {"iter": step, "tokens": (tokens := step * config["tokens_per_iter"]), "epoch": tokens / dataset.meta["train_tokens"]}
+        epoch = state["sequences"] * max_seq_len / dataset.meta["train_tokens"]
+        row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
         if step == 0:
             row |= data_rows(dataset)
         row |= (unlogged := state.pop("row", {}))  # of a stop that somebody cut short
@@ -419,6 +441,8 @@ def train(t):
         if taken:
             state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
         state["step"] += 1
+        state["tokens"] += config["tokens_per_iter"]
+        state["sequences"] += batch_size * gradient_accumulation_steps
         watch.steps += 1
         bar.update()
         if compile and step == resumed:
@@ -427,7 +451,7 @@ def train(t):
             watch = Stopwatch(device)
     bar.close()
     checkpoint.warn_of(writer.wait())
-    parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)
+    return parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)
 
 
 if __name__ == "__main__":

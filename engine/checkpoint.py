@@ -66,26 +66,27 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     Publish out_dir/checkpoints/step_N and return it. model, train: dicts of tensors and plain values; config: a dict
     for JSON; tokenizer: path of the vocabulary file; metric: what `best` is the least of, inf where it was not
     measured. Then all go but the newest keep_last (0: all stay), the keep_best with the least metric, and that to which
-    early_stop would go back. Raises OSError when the disk fails; what was there before is then untouched. Where "model" is
-    sharded, all processes call this.
+    early_stop would go back. Raises OSError when the disk fails, MemoryError or RuntimeError when memory runs out; what was
+    there before is then untouched. Where "model" is sharded, all processes call this.
     """
     folder, final = Path(out_dir, "checkpoints"), step_folder(out_dir, step)
     temporary = folder / f".tmp_{step:08d}"
     try:
         files = {}
         if any(map(parallel.is_shard, model.get("model", {}).values())):
-            files = write_shards(temporary, {"model": model["model"], "optimizer": train["optimizer"]})
+            files = write_shards(temporary, out_dir, {"model": model["model"], "optimizer": train["optimizer"]})
             model, train = ({k: v for k, v in part.items() if k not in ("model", "optimizer")} for part in (model, train))
         if not parallel.master:
             return final
         if not files:
-            begin(temporary)
+            begin(temporary, out_dir)
         write(temporary, files, step, model, train, config, tokenizer, metric)
         if final.exists():  # saved twice: before and after the evaluation of a stop
             remove(final)
         os.rename(temporary, final)
-    except OSError:
-        discard(temporary)
+    except BaseException:
+        if final.exists() or damage(temporary):  # else it is whole and the only one of this step: `finish` publishes it
+            discard(temporary)
         raise
     to_disk(folder)
     write_atomic(Path(out_dir, "latest"), final.name)
@@ -101,8 +102,9 @@ def step_folder(out_dir, step):
     return Path(out_dir, "checkpoints", f"step_{step:08d}")
 
 
-def begin(folder):
-    """An empty folder in place of what an interrupted writer has left."""
+def begin(folder, out_dir):
+    """Make an empty folder in place of what an interrupted writer has left, in an out_dir that is this process's."""
+    keep_claim(out_dir)
     discard(folder)
     folder.mkdir(parents=True)
 
@@ -129,6 +131,8 @@ def store(content, path):
         try:
             torch.save(content, f)
         except RuntimeError as e:
+            if parallel.is_out_of_memory(e) or isinstance(e.__context__, MemoryError):
+                raise MemoryError(str(e)) from e
             raise e.__context__ if isinstance(e.__context__, OSError) else OSError(str(e)) from e
 
 
@@ -145,14 +149,14 @@ def write(folder, files, step, model, train, config, tokenizer, metric):
         to_disk(path)
 
 
-def write_shards(folder, parts):
+def write_shards(folder, out_dir, parts):
     """
     The slices that the processes hold of {"model": {name: tensor}, "optimizer": ...}, one file each, as tensors
     "model.name"; return {file: [size, sha256]} of all of them.
     """
     import torch.distributed.checkpoint as dcp  # takes a tenth of a second that only sharded runs need
     tensors = {f"{part}.{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-    parallel.gather(lambda: begin(folder) if parallel.master else None)
+    parallel.gather(lambda: begin(folder, out_dir) if parallel.master else None)
     try:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
                  process_group=parallel.writers)
@@ -337,16 +341,20 @@ def is_run(out_dir):
         return any(map(manifest, all_steps(out_dir)))
 
 
+class Refused(OSError):
+    """The reason why this process may not train in a folder, in a line."""
+
+
 def refuse_foreign(out_dir):
-    """One line if something in out_dir has a name of ours and isn't known to be ours."""
+    """Raise Refused if something in out_dir has a name of ours and isn't known to be ours."""
     known = is_run(out_dir)
     found = [folder for folder in all_steps(out_dir) if not (known and (folder / "checkpoint.json").exists())]
     if not known:
         found += leftovers(out_dir) + unfinished(out_dir) + [path for name in OURS if (path := Path(out_dir, name)).exists()]
         found += [path for path in [Path(out_dir, MARK)] if path.exists() and path.stat().st_size]
     if found:
-        fail(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not known to be a trainer's and would be "
-             f"in the way; move it elsewhere or choose another folder")
+        raise Refused(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not known to be a trainer's and "
+                      f"would be in the way; move it elsewhere or choose another folder")
 
 
 def claim(out_dir):
@@ -355,26 +363,35 @@ def claim(out_dir):
     dead process. One line refuses a folder in which another process trains, or which holds what no trainer wrote.
     Raises OSError when it can't be written.
     """
-    global held
     new = not Path(out_dir).exists()
+    try:
+        take(out_dir)
+    except Refused as e:
+        fail(e)
+    if new:
+        atexit.register(tidy, out_dir)
+
+
+def take(out_dir):
+    """What `claim` does, but for Refused, which is raised."""
+    global held
     file = lock(out_dir)
     try:
         refuse_foreign(out_dir)
-    except SystemExit:
+    except Refused:
         if not os.fstat(file.fileno()).st_size:  # made by `lock`
             os.unlink(file.name)
         file.close()
         raise
     mark(file)
     held = file
-    if new:
-        atexit.register(tidy, out_dir)
 
 
 def lock(out_dir):
     """
-    Return the open and locked MARK of a folder; the folder and an empty MARK are made where there are none. Everything else
-    about the folder is looked at under this lock, so that of two trainings begun together the second sees a finished claim.
+    Return the open and locked MARK of a folder, or raise Refused where another process has locked it. The folder and an empty
+    MARK are made where there are none. Everything else about the folder is looked at under this lock, so that of two
+    trainings begun together the second sees a finished claim.
     """
     path = Path(out_dir, MARK)
     while True:
@@ -384,13 +401,27 @@ def lock(out_dir):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
-                fail(f"--out_dir={out_dir}: another process trains there{described(file.read())}; wait for it, stop it, or "
-                     f"choose another folder")
+                raise Refused(f"--out_dir={out_dir}: another process trains there{described(file.read())}; wait for it, stop "
+                              f"it, or choose another folder") from None
         except OSError as e:  # some network file systems have no locks
             print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
         if is_file_at(file, path):
             return file
         file.close()  # its owner has removed it between the opening and the locking
+
+
+def keep_claim(out_dir):
+    """
+    Claim out_dir again where it was deleted or moved away while this process trains in it. Raises OSError where another
+    process trains there by now.
+    """
+    if not held or is_file_at(held, Path(out_dir, MARK)):
+        return
+    before = held
+    take(out_dir)
+    before.close()
+    parallel.say(f"warning: {out_dir} was deleted or moved while this process trains in it; the run goes on in a new one, "
+                 f"without what was there")
 
 
 def is_file_at(file, path):
@@ -436,7 +467,7 @@ def mark(file):
 def release():
     """Let others train in the folder that this process has claimed."""
     global held
-    held = held.close()
+    held = held and held.close()
 
 
 def set_aside(out_dir):
@@ -499,16 +530,20 @@ class Writer:
         self.thread, self.error = None, None
 
     def start(self, work):
-        """Wait for what is under way, then begin `work()`; returns what the one before raised, an OSError or None."""
+        """Wait for what is under way, then begin `work()`. Returns and raises what `wait` does about the work before."""
         error = self.wait()
         self.thread = threading.Thread(target=self._run, args=(work,))
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:  # no memory for the stack of a thread
+            self.thread = None
+            self._run(work)
         return error
 
     def _run(self, work):
         try:
             work()
-        except OSError as e:
+        except BaseException as e:  # `wait` raises it where somebody sees it
             self.error = e
 
     def join(self):
@@ -517,10 +552,25 @@ class Writer:
             self.thread.join()
 
     def wait(self):
-        """Returns when nothing is under way: the OSError that the last work ended with, or None."""
+        """
+        Return when nothing is under way. What the last work failed of is returned where the next may succeed, as where disk or
+        memory are full, and raised otherwise; None where it did not fail.
+        """
         self.join()
         error, self.thread, self.error = self.error, None, None
+        if error and not may_pass(error):
+            raise error
         return error
+
+
+def may_pass(error):
+    """Return whether a save may succeed later though it failed by this exception: the disk or the memory was full."""
+    return isinstance(error, OSError) or parallel.is_out_of_memory(error)
+
+
+def reason(error):
+    """What a user is told about an exception that may pass."""
+    return why(error) if isinstance(error, OSError) else "there is not enough memory"
 
 
 def snapshot(value, copy=False):
@@ -682,7 +732,7 @@ def take_weights(folder, model, opt):
 
 def warn_of(error):
     if error:
-        parallel.say(f"warning: a checkpoint could not be saved ({why(error)}); training goes on, and the next save tries "
+        parallel.say(f"warning: a checkpoint could not be saved ({reason(error)}); training goes on, and the next save tries "
                      f"again")
 
 
@@ -745,9 +795,13 @@ def resume_signature(s, args, dataset):
 
 
 def new_state(s, args, dataset, clock):
-    """What a run is beside weights and optimizer, before its first step. clock: that of its minutes, which no mode has."""
-    return {"step": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0, "loss_steps": 0, "last": None,
-            "fixed": resume_signature(s, args, dataset), "clock": clock if s.minutes else FRESH, "noted": [], "chat": {}}
+    """
+    What a run is beside weights and optimizer, before its first step. tokens: that it was trained on; sequences: that it
+    has read of its data; clock: that of its minutes, which no mode has.
+    """
+    return {"step": 0, "tokens": 0, "sequences": 0, "best": math.inf, "best_step": None, "run_id": "", "loss_sum": 0.0,
+            "loss_steps": 0, "last": None, "fixed": resume_signature(s, args, dataset),
+            "clock": clock if s.minutes else FRESH, "noted": [], "chat": {}}
 
 
 def restore(s, folder, now, opt):
@@ -764,7 +818,15 @@ def restore(s, folder, now, opt):
     if s.minutes and "minutes" not in train["state"]["clock"]:
         fail(f"{s.out_dir} holds a run whose sizes do not follow from --minutes; --max_minutes limits the time of this session")
     opt.load_state_dict(train["optimizer"])
-    return train["state"]
+    state = counted(train["state"], before)
+    read = 0 if "data" in different else state["sequences"] * before["max_seq_len"] // now["max_seq_len"]
+    return state | {"fixed": now, "sequences": read}
+
+
+def counted(state, before):
+    """The state with its counters of tokens and sequences, which older checkpoints lack. before: its resume signature."""
+    batch = before["batch_size"] * before["gradient_accumulation_steps"]
+    return {"tokens": state["step"] * batch * before["max_seq_len"], "sequences": state["step"] * batch} | state
 
 
 def other_data(s, folder):
@@ -806,10 +868,13 @@ def is_over(s, state):
 
 
 def say_finished(s, state):
-    """What a finished run that is begun again is answered with."""
+    """Answer a finished run that is begun again. Return the exit code: 2 where its model is not there."""
+    there = Path(s.out_dir, "model.gguf").exists()
+    missing = "" if there else f"; its model.gguf is missing, write it with: python export.py {shlex.quote(str(s.out_dir))}"
     more = "" if state["last"] else f"raise --{'max_iters' if state['step'] >= s.max_iters else 'minutes'} to go on, or "
-    parallel.say(f"{s.out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}; {more}"
-                 f"--init_from=scratch for a new one")
+    parallel.say(f"{s.out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}{missing}; "
+                 f"{more}--init_from=scratch for a new one")
+    return 0 if there else 2
 
 
 def farewell(s, state, best, there, wanted):
@@ -819,6 +884,8 @@ def farewell(s, state, best, there, wanted):
     if not is_over(s, state):
         text = f"stopped at iter {state['step']}; the same command continues from "
         text += "here" if state["step"] in saved else f"iter {max(saved, default=0)}, the last that could be saved"
+    elif state["step"] not in saved:
+        text += f"; the checkpoint of iter {state['step']} could not be saved"
     if there != wanted:
         text += f"; the model of iter {wanted} could not be written"
         text += f": make room, then: python export.py {shlex.quote(s.out_dir)}" if wanted in saved else " or saved"

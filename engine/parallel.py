@@ -292,15 +292,15 @@ def await_master():
 
 
 def gather(work):
-    """[what `work()` returned in each process], in all of them; an OSError in one is raised in all. For writers."""
+    """[what `work()` returned in each process], in all of them; what one raises is raised in all. For writers."""
     try:
         mine = work()
-    except OSError as e:
+    except Exception as e:
         mine = e
     results = [None] * world
     dist.all_gather_object(results, mine, group=writers)
     for result in results:
-        if isinstance(result, OSError):
+        if isinstance(result, Exception):
             raise result
     return results
 

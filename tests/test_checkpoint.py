@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,6 +76,70 @@ def test_the_writer_reports_a_failing_disk_and_goes_on():
     assert writer.start(fail) is None
     assert writer.start(lambda: done.append(1)).errno == 28
     assert writer.wait() is None and done == [1]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_the_writer_reports_a_want_of_memory_and_raises_all_else_in_the_loop(error):
+    writer, done = checkpoint.Writer(), []
+
+    def raising(error):
+        raise error
+    writer.start(lambda: raising(error))
+    assert writer.start(lambda: raising(SystemExit(2))) is error
+    with pytest.raises(SystemExit):
+        writer.wait()
+    writer.start(lambda: raising(KeyError("a fault")))
+    with pytest.raises(KeyError):
+        writer.start(lambda: done.append(1))
+    assert writer.start(lambda: done.append(2)) is None and writer.wait() is None and done == [2]
+
+
+def test_where_no_thread_can_start_the_loop_writes_itself(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", start)
+    writer, done = checkpoint.Writer(), []
+    assert writer.start(lambda: done.append(1)) is None and writer.wait() is None and done == [1]
+
+
+@pytest.mark.parametrize("error, raised", [
+    (MemoryError(), MemoryError), (RuntimeError("can't allocate memory"), MemoryError), (KeyboardInterrupt(), KeyboardInterrupt),
+    (SystemExit(2), SystemExit), (RuntimeError("unexpected pos"), OSError)])
+def test_whatever_a_save_fails_of_leaves_the_old_one_and_no_folder(tmp_path, vocabulary, monkeypatch, error, raised):
+    save(tmp_path, 1, vocabulary, 1.0)
+
+    def fail(*_):
+        raise error
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(raised):
+        save(tmp_path, 2, vocabulary, 2.0)
+    assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
+
+
+def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_in_is_left_alone(tmp_path, vocabulary, capsys):
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    checkpoint.claim(out)
+    save(out, 1, vocabulary)
+    shutil.rmtree(out)
+    save(out, 2, vocabulary)
+    assert "out was deleted or moved while this process trains in it" in capsys.readouterr().out
+    assert checkpoint.is_run(out) and checkpoint.is_file_at(checkpoint.held, out / "trainer.json")
+    out.rename(moved)
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine import checkpoint; "
+               f"checkpoint.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
+        other.stdout.readline()
+        for _ in range(2):
+            with pytest.raises(OSError, match="another process trains there"):
+                save(out, 3, vocabulary)
+        assert os.listdir(out) == ["trainer.json"] and checkpoint.newest(moved).name == "step_00000002"
+        other.kill()
+    (out / "model.gguf").write_text("mine")
+    (out / "trainer.json").unlink()
+    with pytest.raises(OSError, match="holds model.gguf"):
+        save(out, 3, vocabulary)
+    assert os.listdir(out) == ["model.gguf"]
+    checkpoint.release()
 
 
 def test_weights_do_not_change_while_they_are_written(tmp_path, vocabulary, monkeypatch):

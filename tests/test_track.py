@@ -346,7 +346,10 @@ def test_a_tracker_that_hangs_holds_up_neither_start_nor_rows_nor_end(monkeypatc
 class FullDisk:
     """A file on a disk that is full for a while, in the middle of a row."""
     def __init__(self):
-        self.data, self.room = b"", 30
+        self.data, self.room, self.real = b"", 30, None
+
+    def fileno(self):
+        return self.real.fileno()
 
     def write(self, data):
         if not self.room:
@@ -361,13 +364,45 @@ class FullDisk:
 
 def test_rows_wait_while_the_disk_is_full(tmp_path, capsys):
     jsonl = track.Jsonl(tmp_path, {}, 0)
-    jsonl.file = disk = FullDisk()
+    disk = FullDisk()
+    disk.real, jsonl.file = jsonl.file, disk
     for step in range(4):
         jsonl.log({"iter": step})
     disk.room = 10_000
     jsonl.finish()
     assert [json.loads(line)["iter"] for line in disk.data.splitlines()] == [0, 1, 2, 3]
     assert capsys.readouterr().err.count("No space left") == 1
+
+
+def test_a_log_that_is_deleted_moved_or_replaced_meanwhile_loses_no_row(tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    log = track.Jsonl(out, {"lr": 0.1}, 0)
+
+    def logged(number, folder=out):
+        log.log({"iter": number})
+        return [row["iter"] for row in track.read_rows(folder / "log.jsonl")]
+    assert logged(0) == [0]
+    (out / "log.jsonl").unlink()
+    assert logged(1) == [0, 1] and "log.jsonl was deleted or moved; it is written again" in capsys.readouterr().err
+    text = (out / "log.jsonl").read_text()
+    (out / "edited").write_text(text)
+    (out / "edited").rename(out / "log.jsonl")  # as an editor writes
+    assert logged(2) == [0, 1, 2]
+    out.rename(tmp_path / "moved")
+    log.log({"iter": 3})  # waits for the next checkpoint, which makes the folder
+    assert not out.exists() and "its rows wait until it can" in capsys.readouterr().err
+    out.mkdir()
+    (out / "trainer.json").write_text('{"pid": 1}')
+    log.log({"iter": 4})
+    assert os.listdir(out) == ["trainer.json"]  # is another training's by now
+    (out / "trainer.json").unlink()
+    assert logged(4.5) == [0, 1, 2, 3, 4, 4.5] and json.loads((out / "config.json").read_text()) == {"lr": 0.1}
+    shutil.rmtree(out)
+    log.log({"iter": 5})
+    log.finish()
+    assert [row["iter"] for row in track.read_rows(out / "log.jsonl")] == [0, 1, 2, 3, 4, 4.5, 5]
+    assert [row["iter"] for row in track.read_rows(tmp_path / "moved/log.jsonl")] == [0, 1, 2]
 
 
 def test_jsonl_continues_without_gap_or_doubled_row(tmp_path):

@@ -660,7 +660,7 @@ def test_a_full_disk_costs_a_warning(folder):
         resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))  # less than a checkpoint, more than the log
     assert run(folder, "--data=my.txt", "--max_iters=1", "--out_dir=prepare").returncode == 0
     done = run(folder, "--data=my.txt", "--max_iters=20", "--out_dir=full", preexec_fn=limit)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr  # what was promised is not there
     assert done.stdout.count("warning: a checkpoint could not be saved") == 2
     assert rows(folder, "full")[-1]["iter"] == 20
     assert done.stdout.splitlines()[-1].startswith("finished: best") and "./run" not in done.stdout.splitlines()[-1]
@@ -730,7 +730,7 @@ def test_a_full_disk_is_named_and_the_last_line_is_true(folder, failing_disk):
     env = os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": failing_disk, "DISK_FULL_AFTER": "2"}  # the first makes its folder twice
     done = subprocess.run(command("--data=my.txt", "--max_iters=30", "--out_dir=filling"), cwd=folder, env=env,
                           capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("could not be saved (the disk is full)") == 2, done.stderr
+    assert done.returncode == 2 and done.stdout.count("could not be saved (the disk is full)") == 2, done.stderr
     last = done.stdout.splitlines()[-1]
     assert "filling/model.gguf is that of iter 10" in last and "the model of iter 30 could not be written" in last
     assert export.exported_step(folder / "filling/model.gguf") == 10
@@ -791,6 +791,110 @@ def test_a_changed_setting_continues_when_forced(folder):
     assert run(folder, *args, "--max_iters=5").returncode == 0
     done = run(folder, *args, "--max_iters=10", "--batch_size=8", "--force_resume=True")
     assert done.returncode == 0 and [row["iter"] for row in rows(folder, "forced")] == [0, 5, 10]
+    assert run(folder, *args, "--max_iters=15", "--batch_size=8").returncode == 0  # has these settings now
+    assert run(folder, *args, "--max_iters=20", "--batch_size=2", "--force_resume=True").returncode == 0
+    assert [row["tokens"] // 32 for row in rows(folder, "forced")] == [0, 20, 60, 100, 110]
+
+
+def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
+    """It reads all windows of an epoch once, whatever its batches; other data from their beginning."""
+    script = tmp_path / "reading.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import train\n"
+                      "from configurator import configure\n"
+                      "step = train.train_step\n"
+                      "def noted(number, model, opt, dataset, *args):\n"
+                      "    print('read', *dataset.windows(number)[0], flush=True)\n"
+                      "    return step(number, model, opt, dataset, *args)\n"
+                      "train.train_step = noted\n"
+                      "train.main(configure(vars(train)))\n")
+    (folder / "few.txt").write_text((folder / "my.txt").read_text()[:2800])
+    (folder / "other.txt").write_text((folder / "my.txt").read_text()[3000:5800])
+
+    def windows(*args):
+        done = forked.run([script, *TINY, "--decay_lr=False", "--force_resume=True", "--out_dir=reading", *args], folder, environment())
+        assert done.returncode == 0, done.stderr
+        return [int(start) for line in done.stdout.splitlines() if line.startswith("read") for start in line.split()[1:]]
+    n = train.load(train.prepare(folder / "few.txt", "byte", cache=folder / "cache")).meta["train_tokens"] // 32
+    found = []
+    for steps, batch in (3, 4), (5, 8), (9, 2), (100, 6):
+        steps = min(steps, 9 + -(-(2 * n - len(found)) // 6))
+        found += windows("--data=few.txt", f"--max_iters={steps}", f"--batch_size={batch}")
+    assert len(set(found[:n])) == len(set(found[n:2 * n])) == n and 2 * n <= len(found) < 2 * n + 6
+    assert rows(folder, "reading")[-1]["epoch"] == pytest.approx(len(found) / n, rel=0.02)
+    other = windows("--data=other.txt", f"--max_iters={steps + 2}", "--batch_size=3")
+    assert other == windows("--data=other.txt", "--max_iters=2", "--batch_size=3", "--out_dir=reading_other")
+    assert rows(folder, "reading")[-1]["tokens"] == 32 * (len(found) + 6)
+
+
+def test_an_older_checkpoint_without_counters_goes_on_where_it_was():
+    before = {"batch_size": 4, "gradient_accumulation_steps": 2, "max_seq_len": 32}
+    assert checkpoint.counted({"step": 5}, before) == {"step": 5, "tokens": 1280, "sequences": 40}
+    assert checkpoint.counted({"step": 5, "tokens": 7, "sequences": 3}, before)["tokens"] == 7
+
+
+def test_what_cannot_be_exported_is_refused_before_the_first_step(folder):
+    for words, told in ((["--rope_factors=1,1,2,2,4,4,8,8", "--rope_attention=1.1"], "GGUF can't say how llama slows"),
+                        (["--rope_theta=1e39"], "GGUF can't hold rope_theta=1e+39"), (["--max_iters=1e10"], "max_iters=1e+10")):
+        done = run(folder, "--data=my.txt", "--out_dir=unexportable", "--max_iters=2", *words)
+        assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert "iter " not in done.stdout and not (folder / "unexportable").exists()
+
+
+def faulty(folder, tmp_path, fault, *args):
+    """A run of 20 steps in a process that has run these lines first."""
+    script = tmp_path / "faulty.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import os, resource, shutil, train\n"
+                      "from pathlib import Path\n"
+                      "from configurator import configure, fail\n"
+                      "step, export, load = train.train_step, train.export_model, train.checkpoint.load\n"
+                      f"{fault}\n"
+                      "train.main(configure(vars(train)))\n")
+    return forked.run([script, *TINY, "--data=my.txt", "--max_iters=20", *args], folder, environment())
+
+
+def test_what_fails_in_a_writer_ends_the_run_or_its_exit_code_tells_of_it(folder, tmp_path):
+    fault = "def failing(*args, **named): {}\ntrain.export_model = failing"
+    done = faulty(folder, tmp_path, fault.format("fail('no such model')"), "--out_dir=writer_fails")
+    assert done.returncode == 2 and done.stderr == "error: no such model\n" and "finished" not in done.stdout
+    assert checkpoint.newest(folder / "writer_fails").name == "step_00000010"
+    done = faulty(folder, tmp_path, fault.format("raise KeyError('a fault')"), "--out_dir=writer_raises")
+    assert done.returncode == 1 and "KeyError: 'a fault'" in done.stderr and "finished" not in done.stdout
+    done = faulty(folder, tmp_path, fault.format("raise MemoryError"), "--out_dir=no_memory")
+    assert done.returncode == 2 and "could not be saved (there is not enough memory)" in done.stdout and not done.stderr
+    assert "the model of iter 20 could not be written: make room" in done.stdout.splitlines()[-1]
+    done = run(folder, "--data=my.txt", "--max_iters=20", "--out_dir=no_memory")
+    assert done.returncode == 2 and "model.gguf is missing, write it with: python export.py no_memory" in done.stdout
+
+
+def test_saves_for_which_there_is_no_memory_cost_warnings_and_the_exit_code(folder, tmp_path):
+    """From step 12 on the process may have little more memory than it has, and a save asks for more than that."""
+    fault = ("def limited(number, *args):\n"
+             "    if number == 12:\n"
+             "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+             "        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
+             "    return step(number, *args)\n"
+             "def hungry(*args): bytearray(1 << 30)\n"
+             "train.train_step, train.checkpoint.write = limited, lambda *a, write=train.checkpoint.write: "
+             "(int(a[2]) > 12 and hungry(), write(*a))\n")
+    done = faulty(folder, tmp_path, fault, "--out_dir=limited")
+    assert done.returncode == 2 and done.stdout.count("could not be saved (there is not enough memory)") == 1, done.stderr
+    assert "the checkpoint of iter 20 could not be saved" in done.stdout or "or saved" in done.stdout.splitlines()[-1]
+    assert os.listdir(folder / "limited/checkpoints") == ["step_00000010"] and "Traceback" not in done.stderr
+
+
+def test_a_folder_that_is_deleted_while_a_run_trains_in_it_is_made_anew(folder, tmp_path):
+    fault = ("def deleting(number, *args):\n"
+             "    if number == 12: shutil.rmtree('deleted')\n"
+             "    return step(number, *args)\n"
+             "train.train_step = deleting\n")
+    done = faulty(folder, tmp_path, fault, "--out_dir=deleted")
+    assert "deleted was deleted or moved while this process trains in it" in done.stdout, done.stdout + done.stderr
+    assert [row["iter"] for row in rows(folder, "deleted")] == [0, 5, 10, 15, 20]
+    there = {path.name for path in (folder / "deleted").iterdir()} - {"best", "last.gguf"}
+    assert there == {"checkpoints", "config.json", "latest", "log.jsonl", "model.gguf", "trainer.json"}
+    assert done.returncode == (0 if export.exported_step(folder / "deleted/model.gguf") == 20 else 2)
 
 
 def test_sizes_are_never_changed_by_force(folder, reference):
