@@ -1,5 +1,5 @@
 """
-Muon for the matrices inside the blocks, AdamW for all else.
+Muon for the matrices (two-dimensional parameters) inside the blocks, AdamW for all else.
 
 Muon replaces the momentum of a weight matrix by the nearest (semi-)orthogonal matrix: every direction of the update
 gets the same length. https://kellerjordan.github.io/posts/muon. Its updates are scaled to the size that AdamW's
@@ -10,6 +10,7 @@ SpikeDetector tells which steps had better not be taken.
 step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
 in engine/instruments.py. Without it AdamW updates all of a group at once: a few of them don't fill a GPU.
 """
+import functools
 import math
 from collections import defaultdict
 from contextlib import nullcontext
@@ -82,11 +83,18 @@ class AdamW:
 
 
 class Muon:
-    """Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together."""
+    """
+    Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together. Raises
+    ValueError for parameters of other dimensions.
+    """
     TOGETHER = 2 ** 28  # their elements at most: a gigabyte for each copy that the iterations make
     WIDE = 128          # short side from which the iterations are faster in bfloat16, where there is such; good enough for them
 
     def __init__(self, params, lr, weight_decay, momentum=0.95):
+        odd = [tuple(p.shape) for p in params if p.dim() != 2]
+        if not params or odd:
+            raise ValueError(f"Muon takes parameters of two dimensions, found {f'the shape {odd[0]}' if odd else 'none'}; "
+                             f"give others to AdamW, as make_optimizer does")
         self.param_groups = [{"params": params, "lr": lr, "scale": 1.0, "weight_decay": weight_decay, "momentum": momentum}]
         self.state = defaultdict(dict)
         self.half = parallel.has_bfloat16(params[0].device)
@@ -188,18 +196,30 @@ class LossScale:
             s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
+say_once = functools.cache(parallel.say)  # a program makes optimizers for measurements and checks too
+
+
 def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0, momentum=0.95):
     """
-    kind: "muon" or "adamw". Norms' scales are not decayed; the matrices, embedding and classifier are. table_rate: by how much
+    kind: "muon" or "adamw". Scales and biases are not decayed; all parameters of more dimensions are. table_rate: by how much
     the rate of embedding and classifier is larger. beta1, beta2: AdamW's; momentum: Muon's.
     """
-    blocks, tables, vectors = [], [], []
+    blocks, tables, vectors, others = [], [], [], []
     for name, p in model.named_parameters():
-        (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
-    kinds = [(tables, table_rate, weight_decay), (vectors, 1.0, 0.0)] + [(blocks, 1.0, weight_decay)] * (kind == "adamw")
+        if p.dim() > 2:  # stacked experts, kernels of convolutions: Muon has no rule for them
+            others.append(p)
+            if kind == "muon":
+                say_once(f"optimizer: AdamW updates {name}, since Muon takes matrices and its shape is {tuple(p.shape)}")
+        else:
+            (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
+    if kind == "muon" and not blocks:
+        say_once("optimizer: AdamW updates all parameters, since Muon is for matrices named layers.* and there are none")
+    use_muon = kind == "muon" and blocks
+    kinds = [(tables, table_rate, weight_decay), (vectors, 1.0, 0.0)] + [(blocks, 1.0, weight_decay)] * (not use_muon)
+    kinds += [(others, 1.0, weight_decay)] * bool(others)
     adamw = AdamW([{"params": params, "scale": scale, "weight_decay": decay} for params, scale, decay in kinds],
                   learning_rate, beta1, beta2)
-    if kind == "adamw":
+    if not use_muon:
         return Together(model, adamw)
     return Together(model, Muon(blocks, learning_rate, weight_decay, momentum), adamw)
 

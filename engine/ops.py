@@ -3,6 +3,8 @@ The ops of model.py, written out for speed and memory, each beside its plain for
 (tests/test_ops.py). GPUs and the compiler have kernels for the plain formulas: `written_out` says which is used, and an op
 that decides otherwise says why.
 """
+import contextlib
+import contextvars
 import functools
 import inspect
 import math
@@ -12,9 +14,41 @@ import torch
 import torch.nn.functional as F
 
 
+plain = contextvars.ContextVar("plain", default=False)  # see plain_formulas
+
+
+@contextlib.contextmanager
+def plain_formulas():
+    """
+    While it lasts, all ops run by their plain formulas, and attention by products: slower, and with derivatives of any order.
+
+        with ops.plain_formulas():
+            loss = model(x, y)[1]
+        gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    token = plain.set(True)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        plain.reset(token)
+
+
+def first_order(backward):
+    """Decorate a backward() without a derivative of its own: refuse one that is to be differentiated again."""
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # of create_graph=True
+            raise RuntimeError(f"{backward.__qualname__.split('.')[0]} of engine/ops.py has first derivatives only, and "
+                               f"create_graph=True asks for second ones; compute the loss within ops.plain_formulas()")
+        return backward(ctx, *grads)
+    return checked
+
+
 def written_out(x):
     """Whether ops on x run as they are written out here, rather than by their plain formulas."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and not plain.get()
 
 
 def compute_dtype(x):
@@ -53,6 +87,7 @@ class RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @first_order
     def backward(ctx, dy):
         kept, w, scale = ctx.saved_tensors
         n = kept / w if ctx.keeps_y else kept * scale   # (..., D)
@@ -191,6 +226,7 @@ class SwiGLU(torch.autograd.Function):
         return p
 
     @staticmethod
+    @first_order
     def backward(ctx, dp):
         a, kept = ctx.saved_tensors
         s = F.silu(a)
@@ -203,7 +239,8 @@ def cross_entropy(x, lm_head, targets):
     The mean cross entropy, in nats, of the logits z = lm_head(x); 0 without any target. x: (N, D), targets: (N,) int64,
     -1 where none. Written out on GPUs too, where no compiler is, since all logits at once may not fit.
     """
-    if x.is_cuda and torch.compiler.is_compiling() or not is_product(lm_head):
+    compiled = torch.compiler.is_compiling()
+    if x.is_cuda and compiled or not is_product(lm_head) or not compiled and plain.get():
         return cross_entropy_plain(x, lm_head, targets)
     return CrossEntropy.apply(x, lm_head.weight, targets, compute_dtype(x), torch.is_grad_enabled())
 
@@ -253,6 +290,7 @@ class CrossEntropy(torch.autograd.Function):
         return total / n
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         dx, dw, n = ctx.saved_tensors
         return dx.mul_(grad / n), dw.mul_(grad / n), None, None, None

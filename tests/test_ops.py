@@ -303,3 +303,39 @@ def test_dropout_is_that_of_pytorch_but_for_what_it_draws(p):
     assert torch.equal(dropout.eval()(x), x)
     assert torch.equal(ops.Dropout(0.0)(x), x)
     assert ops.Dropout(p)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_second_derivatives_are_refused_by_name_and_right_by_plain_formulas():
+    """The gradient of a gradient's length, against the same model whose every op is autograd's own."""
+    model = build(**SMALL)
+    x = torch.randint(model.args.vocab_size, (2, 6))
+
+    def penalty():
+        grads = torch.autograd.grad(model(x, x)[1], list(model.parameters()), create_graph=True)
+        return sum(g.square().sum() for g in grads)
+
+    for op, call in [("RMSNorm", lambda x: ops.rms_norm(x, torch.ones(8), 1e-5)), ("SwiGLU", lambda x: ops.swiglu(x, x)),
+                     ("CrossEntropy", lambda x: ops.cross_entropy(x, classifier(torch.randn(5, 8)), torch.arange(3)))]:
+        z = torch.randn(3, 8, requires_grad=True)
+        with pytest.raises(RuntimeError, match=f"^{op} of engine/ops.py has first derivatives only.*ops.plain_formulas"):
+            torch.autograd.grad(call(z).sum(), z, create_graph=True)
+        with ops.plain_formulas():
+            y = call(z).sum()
+        (dz,) = torch.autograd.grad(y, z, create_graph=True)
+        assert torch.autograd.grad(dz.square().sum(), z)[0].isfinite().all()
+    with pytest.raises(RuntimeError, match="of engine/ops.py has first derivatives only"):
+        penalty()
+    with ops.plain_formulas():
+        ours = penalty()
+        ours.backward()
+    slopes = torch.cat([p.grad.flatten() for p in model.parameters()])
+    step, moved = 1e-2 * slopes / slopes.norm(), []
+    for sign in (1, -2):  # to the right, then to the left of where they were
+        at = 0
+        for p in model.parameters():
+            p.data += sign * step[at:at + p.numel()].view_as(p)
+            at += p.numel()
+        with ops.plain_formulas():
+            moved.append(penalty().item())
+    assert (moved[0] - moved[1]) / 2e-2 == pytest.approx(slopes.norm().item(), rel=0.02)
+    assert ops.written_out(x)

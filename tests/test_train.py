@@ -1216,6 +1216,50 @@ def test_memory_once_used_is_not_asked_for_again():
     assert int(done.stdout) < 1000, done.stderr  # 64 MiB are 16,384 pages
 
 
+def experts():
+    """A model whose blocks have a stack of matrices (E, R, C) and a convolution's kernel (D, 1, 3) too."""
+    from model import Transformer
+    model = Transformer(ModelArgs(dim=8, n_layers=2, n_heads=2, vocab_size=11, max_seq_len=8))
+    for layer in model.layers:
+        layer.experts = torch.nn.Parameter(torch.randn(3, 4, 8))
+        layer.mixing = torch.nn.Conv1d(8, 8, 3, groups=8)
+    return model
+
+
+def test_muon_takes_matrices_and_adamw_what_has_more_dimensions_by_name(capsys):
+    optim.say_once.cache_clear()
+    model = experts()
+    opt = optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
+    optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)  # as the checks do; said once
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 4 and said[0].startswith("optimizer: AdamW updates layers.0.experts, ") and "(3, 4, 8)" in said[0]
+    assert "layers.0.mixing.weight" in said[1] and "(8, 1, 3)" in said[1]
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    opt.step()
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    muon = {p for group in opt.optimizers[0].param_groups for p in group["params"]}
+    assert muon == {p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
+    again = optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
+    again.load_state_dict(opt.state_dict())
+    assert again.state_dict().keys() == opt.state_dict().keys()
+    optim.make_optimizer(model, "adamw", 0.01, 0.1, 0.9, 0.95)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 8), (8,), (), (2, 3, 4, 5)])
+def test_muon_refuses_other_parameters_than_matrices(shape):
+    with pytest.raises(ValueError, match="Muon takes parameters of two dimensions, found the shape"):
+        optim.Muon([torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(shape))], 0.1, 0.1)
+
+
+def test_a_model_without_blocks_of_these_names_is_trained_by_adamw(capsys):
+    optim.say_once.cache_clear()
+    opt = optim.make_optimizer(torch.nn.Linear(4, 4), "muon", 0.01, 0.1, 0.9, 0.95)
+    assert [type(one) for one in opt.optimizers] == [optim.AdamW] and "there are none" in capsys.readouterr().out
+
+
 def test_muon_allocates_its_momentum_once(monkeypatch):
     weight = torch.nn.Parameter(torch.randn(4, 6))
     muon, made = optim.Muon([weight], 0.1, 0.0), []
