@@ -49,7 +49,7 @@ from engine.console import Parser
 from engine.files import read_json, replacing, sha256, why, write_atomic
 from engine.follow import Tee, follow
 from engine.redact import redact
-from engine.streams import tell, unread
+from engine.streams import outlast, tell, unread
 
 TABLES = {
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
@@ -912,7 +912,7 @@ class Tracker:
             getattr(destination, call)(*args)
 
     def log(self, row):
-        """A row; iter grows from call to call."""
+        """A row. Its iter is not smaller than the last; a second row of an iter has other metrics."""
         row = redact_row(row) if self.destinations else row
         self.each("log", row)
         lines = row["notes"] if "notes" in tables_of(row) else ()
@@ -1048,11 +1048,16 @@ def at_server(run):
 
 
 def rising_rows(out_dir):
-    """The rows of a run's log.jsonl that W&B takes: each of a later iteration than the one before."""
+    """
+    The rows of a run's log.jsonl as W&B keeps them: each of a later iteration than the one before,
+    rows of one iteration merged.
+    """
     rows = []
     for row in read_rows(Path(out_dir, "log.jsonl")):
         if not rows or row["iter"] > rows[-1]["iter"]:
             rows.append(row)
+        elif row["iter"] == rows[-1]["iter"]:
+            rows[-1] = rows[-1] | row
     return rows
 
 
@@ -1175,8 +1180,12 @@ def track_program(words):
         parser = Parser(patterns)
     except re.error as e:
         fail(f"--pattern: not a regular expression ({e})")
+    for pattern in parser.patterns:
+        if not pattern.groupindex:
+            fail(f"--pattern={pattern.pattern}: expected a named group, such as (?P<bleu>[0-9.]+)")
     flags = {key: given[key] for key in ("name", "project") if given[key] != "auto"}
     name = flags.get("name") or wandb_said("run_name") or Path(command[0]).name
+    outlast("stdout")  # the followed program does not depend on it
     given["out_dir"] = program_folder(given["out_dir"])
     run = {"id": new_run_id(name), "project": PROJECT, "name": name} | flags
     wandb_log, config = BOOLS[given["wandb_log"].lower()], redact({"command": command})

@@ -69,7 +69,7 @@ EPOCH = verbose(rf"""
             (?:train(?:ing)?[ ])? epoch (?:\(\w+\))? \s*[:=\#]?\s*)      # Epoch(train) [1]
     | (?i:^\W*train(?:ing)?:[ ]) (?=\d+[ ]*\[) )                         # Train: 0 [
     \[?\s* (?P<epoch>{NUMBER}) (?:\s*(?:/|\bof\b)\s*\d+)? \]? {COUNTED}""")
-EPOCH_LINE = re.compile(r"(?i)^\W*(?:(?:start|begin|train|runn)\w*\W+)?epoch\b")
+EPOCH_LINE = re.compile(r"(?i)^(?:\W|\d|\b(?:info|root)\b)*(?:(?:start|begin|train|runn)\w*\W+)?epoch\b")
 STEP_NAME = r"""(?:
     (?:(?:global|train(?:ing)?|optimizer|current)[ _-]?)? (?:step|iter(?:ation)?)
     | (?:global[ _]?)? (?:step|iter(?:ation)?)s
@@ -378,8 +378,9 @@ class Place:
         again = (found.step, self.epoch) == (self.step, self.series_epoch)
         if found.bar and again and not self.is_next_bar(found):
             self.closed = found.ended and found.step == found.steps
-            changed = {k: v for k, v in found.metrics.items() if repr(v) != repr(self.row.get(k))}
-            return self.write(self.iter, changed) if changed else []
+            new = {name: value for name, value in found.metrics.items() if name not in self.row
+                   or found.ended and repr(value) != repr(self.row[name])}
+            return self.write(self.iter, new) if new else []
         self.advance(found)
         rows = self.write(self.free(self.offset + found.step, found.metrics), found.metrics)
         self.stepped = self.iter

@@ -676,12 +676,17 @@ def test_nothing_that_a_program_prints_ends_it_or_its_tracking(tmp_path):
 @pytest.mark.parametrize("where", [">/dev/full", ">/dev/full 2>&1", "2>/dev/full", ">&-", ">&- 2>&-", "<&- 2>&-", "| true", "2>&1 | true"])
 def test_wherever_its_output_goes_a_program_runs_to_its_end_and_is_tracked(tmp_path, where):
     program = 'for i in 1 2 3; do echo "step $i: loss/train: nan"; sleep 0.1; done; echo done > finished; exit 7'
-    words = [sys.executable, str(ROOT / "track.py"), "--wandb_log=False", "--out_dir=p", "--", "sh", "-c", program]
+    wandb_log = where == ">/dev/full 2>&1"  # what tracking itself says, too
+    words = [sys.executable, str(ROOT / "track.py"), f"--wandb_log={wandb_log}", "--out_dir=p", "--", "sh", "-c", program]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "WANDB_MODE": "offline"}
     done = subprocess.run(["sh", "-c", f"exec 3>code; {{ {shlex.join(words)}; echo $? >&3; }} {where}"], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=60)
+                          capture_output=True, text=True, timeout=120, env=clean)
     assert (tmp_path / "code").read_text() == "7\n" and (tmp_path / "finished").exists()
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
     assert [row["iter"] for row in track.read_rows(tmp_path / "p/log.jsonl")] == [1, 2, 3]
+    if wandb_log:
+        recorded = track.read_wandb(next((tmp_path / "wandb").glob("offline-run-*/*.wandb")))
+        assert [r["history"]["item"]["iter"] for r in recorded if r["type"] == "history"] == [1, 2, 3]
     if where == ">/dev/full":
         assert done.stderr.count("output cannot be written (No space left on device); the program runs on") == 1
 
@@ -735,7 +740,8 @@ def test_without_tqdm_it_is_said_what_to_do(tmp_path):
     (["--", "no-such-program"], "no-such-program: not a program that can be started"),
     (["--", "./data"], "./data: not a program that can be started"), (["--wandb_log=False", "--", "./broken"], "./broken: cannot be started (Exec format error)"),
     (["--wandb_log=maybe", "--", "echo"], "--wandb_log=maybe: expected True or False"),
-    (["--pattern=(", "--", "echo"], "--pattern: not a regular expression"), (["--"], "no program; expected: python track.py -- CMD ...")])
+    (["--pattern=(", "--", "echo"], "--pattern: not a regular expression"), (["--pattern=x (.*)", "--", "echo"], "--pattern=x (.*): expected a named group"),
+    (["--"], "no program; expected: python track.py -- CMD ...")])
 def test_a_program_that_cannot_be_started_is_refused_in_a_line(tmp_path, words, said):
     (tmp_path / "data").write_text("text")
     (tmp_path / "broken").write_text("text")
