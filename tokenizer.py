@@ -13,6 +13,7 @@ itself holds U+2581 is encoded as if it held a space, and decodes to one. The pi
 import base64
 import codecs
 import hashlib
+import itertools
 import json
 import re
 import struct
@@ -376,32 +377,103 @@ def text_of(token):
     return token.get("content") if isinstance(token, dict) else token
 
 
+def beside(folder, name):
+    """The object in a .json file of a folder, without nulls; {} where there is none."""
+    try:
+        found = json.loads((folder / f"{name}.json").read_bytes())
+        return {key: value for key, value in found.items() if value is not None}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return {}
+
+
+def special_tokens(folder):
+    """
+    {"bos_token", "eos_token" and others: text or object} of a Hugging Face folder. As in transformers,
+    special_tokens_map.json comes first where tokenizer_config.json lists no added tokens.
+    """
+    config = beside(folder, "tokenizer_config")
+    return config if "added_tokens_decoder" in config else config | beside(folder, "special_tokens_map")
+
+
+def generation(folder):
+    """
+    {"eos_token_id", "pad_token_id": [ids]} that transformers generates with: those of
+    generation_config.json where there is one, else of config.json.
+    """
+    there = (folder / "generation_config.json").exists()
+    config, found = beside(folder, "generation_config" if there else "config"), {}
+    for name in "eos_token_id", "pad_token_id":
+        ids = config.get(name, [])
+        found[name] = [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < MOST_TOKENS]
+    return found
+
+
+FLAGS = {"lstrip": "takes the blanks before it along", "rstrip": "takes the blanks behind it along",
+         "single_word": "stands only between words"}
+
+
+def refuse_flags(tokens, path):
+    """
+    One line where a token that text may name is found in another way than by its spelling alone,
+    which neither model files nor run can do. tokens: [{"id", "content", "special", ...}], as
+    tokenizer.json lists them.
+    """
+    named = [token for token in tokens if not token.get("special")]
+    for token in named:
+        flag = next((flag for flag in FLAGS if token.get(flag)), None)
+        if flag:
+            fail(f"{path}: the added token {token.get('content')!r} has {flag}: it {FLAGS[flag]}, "
+                 f"which model files and run can't do; set {flag} to false there to do without")
+    normalized = {str(token.get("content")) for token in named if token.get("normalized")}
+    others = {str(token.get("content")) for token in named} - normalized
+    for late, early in itertools.product(normalized, others):
+        if early in late or any(late.endswith(early[:n]) for n in range(1, len(early))):
+            fail(f"{path}: the added tokens {early!r} and {late!r} overlap, and the former is looked for "
+                 "first, as only the latter is normalized, which model files and run can't do; give "
+                 "both the same there")
+
+
 def from_hugging_face(tokenizer, path):
     """The ByteLevel of a tokenizer.json. BOS, EOS and the model's number of rows are what the files beside it say."""
     pre_tokenizer(tokenizer, path)
-    model, beside = hugging_face_model(tokenizer, path), {}
-    for name in "generation_config", "config", "tokenizer_config":  # the last one knows best
-        try:
-            found = json.loads((path.parent / f"{name}.json").read_bytes())
-            beside |= {key: value for key, value in found.items() if value is not None}
-        except (OSError, ValueError, AttributeError):
-            pass
+    merge_added_tokens(tokenizer, path)
+    model = hugging_face_model(tokenizer, path)
+    found = beside(path.parent, "config") | beside(path.parent, "generation_config") | special_tokens(path.parent)
 
     def special(which):
         """The id of "bos" or "eos": tokenizer_config.json has its text, the others its number or a list of those."""
-        text, ids = beside.get(f"{which}_token", ""), beside.get(f"{which}_token_id")
-        found = model.token_to_id(text_of(text))
-        return found if found is not None else ids[0] if isinstance(ids, list) and ids else ids
+        text, ids = found.get(f"{which}_token", ""), found.get(f"{which}_token_id")
+        named = model.token_to_id(text_of(text))
+        return named if named is not None else ids[0] if isinstance(ids, list) and ids else ids
 
     first, eos_id = model.encode("").ids[:1], special("eos")
     if not isinstance(eos_id, int):
         fail(f"{path}: no file beside it says what EOS is; expected a tokenizer_config.json with eos_token")
     bos_id = first[0] if first else special("bos")
     bos_id = bos_id if isinstance(bos_id, int) else eos_id  # as in Qwen: what ends a text stands between two
-    size, rows = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1, beside.get("vocab_size")
+    size, rows = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1, found.get("vocab_size")
+    ends = [i for i in generation(path.parent)["eos_token_id"] if i not in (bos_id, eos_id)]
     for token in tokenizer["added_tokens"]:
-        token["special"] |= token["id"] in (bos_id, eos_id)  # else words in a text could be one of these
+        token["special"] |= token["id"] in (bos_id, eos_id, *ends[:1])  # else words in a text could be one of these
+    refuse_flags(tokenizer["added_tokens"], path)
     return stored_byte_level(tokenizer, bos_id, eos_id, first == [bos_id], max(size, rows if isinstance(rows, int) else 0), path)
+
+
+def merge_added_tokens(tokenizer, path):
+    """
+    Give a tokenizer.json the added tokens that the tokenizer_config.json beside it lists, as
+    transformers does: they replace those of the same id. Refuse one of another spelling.
+    """
+    listed = beside(path.parent, "tokenizer_config").get("added_tokens_decoder", {})
+    added = {token["id"]: token for token in tokenizer["added_tokens"]}
+    spelled = {i: name for name, i in tokenizer["model"]["vocab"].items()} | {i: token["content"] for i, token in added.items()}
+    for i, token in listed.items():
+        if token["content"] != spelled.get(int(i), token["content"]):
+            fail(f"{path}: token {int(i)} is {spelled[int(i)]!r}, but {token['content']!r} in the tokenizer_config.json beside it; "
+                 "one of the two is another model's")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        added[int(i)] = {"id": int(i), **flags, **added.get(int(i), {}), **token}
+    tokenizer["added_tokens"] = [added[i] for i in sorted(added)]
 
 
 def of_single_letters(tokenizer):

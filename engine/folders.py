@@ -8,16 +8,18 @@ import math
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
 from engine import rope
-from engine.formats import TEMPLATE, halves_to_interleaved, heads_in, tensors
+from engine.formats import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, halves_to_interleaved, heads_in, tensors
 from engine.reader import Reader, Tensors, checked, finite, getter
 from model import ModelArgs
-from tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece, Tokenizer, text_of
+from tokenizer import (BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece,
+                       Tokenizer, generation, refuse_flags, special_tokens, text_of)
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
                  "Qwen3ForCausalLM": "qwen3"}
@@ -189,23 +191,64 @@ def is_vocabulary_of_ours(folder):
     return isinstance(model, dict) and model.get("vocab") == {piece.piece: i for i, piece in enumerate(proto.pieces)}
 
 
-def hf_files(folder):
-    """{tensor: (its file, dtype, shape, place, bytes)} of a folder's safetensors, by its index where there are several."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
+def weight_files(folder, config):
+    """
+    The paths of a Hugging Face folder's weights, in transformers' order of precedence: the file that
+    config.json names, one file, the shards of an index. Others in the folder, such as those of an
+    earlier model, are not read.
+    """
+    named, single = config.get("transformers_weights"), folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if named is not None:
+        known = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
+        if not known or Path(named).name != named:
+            fail(f"{folder}: transformers_weights={printable(named)} in its config.json, expected a "
+                 ".safetensors file in this folder")
+        single, index = folder / named, folder / named
+    if single.exists() and single.suffix == ".safetensors":
+        return [single]
+    if index.exists() and index.suffix == ".json":
         where = read_json(index).get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(name, str) and Path(name).name == name for name in where.values()):
+        names = where.values() if isinstance(where, dict) else [None]
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
             fail(f"{index}: weight_map is no list of names of files in this folder; damaged")
-        files = {name: safetensors(folder / name) for name in sorted({*where.values()})}
+        files = [folder / name for name in sorted({*where.values()})]
         for name, file in where.items():
-            if name not in files[file]:
+            if name not in safetensors(folder / file):
                 fail(f"{folder / file}: tensor {name[:80]!r} is missing, which {index.name} says is there")
-        return {name: (folder / file, *files[file][name]) for name, file in where.items()}
-    if not single.exists():
-        others = "pytorch_model*.bin, which could run code; save it with save_pretrained of a newer transformers" \
-            if any(folder.glob("pytorch_model*.bin")) else "none"
-        fail(f"{folder}: expected model.safetensors or model.safetensors.index.json, found {others}")
-    return {name: (single, *rest) for name, rest in safetensors(single).items()}
+        return files
+    others = "pytorch_model*.bin, which could run code; save it with save_pretrained of a newer transformers" \
+        if any(folder.glob("pytorch_model*.bin")) else "none"
+    return fail(f"{folder}: expected {named or 'model.safetensors or model.safetensors.index.json'}, found {others}")
+
+
+def refuse_unread(path):
+    """One line where a file of weights is named, but the model of its folder is in others."""
+    folder = path.parent
+    if (folder / "config.json").exists():
+        files = weight_files(folder, read_json(folder / "config.json"))
+    else:
+        files = sorted(folder.glob("consolidated.*.pth")) if (folder / "params.json").exists() else [path]
+    if path not in files:
+        names = ", ".join(file.name for file in files[:3])
+        fail(f"{path}: not read for the model in {folder}, whose weights are in {names}; name the "
+             "folder, or a folder with this file alone")
+
+
+def hf_files(folder):
+    """{tensor: (its file, dtype, shape, place, bytes)} of a folder's safetensors."""
+    config, adapter = read_json(folder / "config.json"), folder / "adapter_config.json"
+    if adapter.exists():
+        fail(f"{adapter}: an adapter, whose changes of the weights are not read; merge it first, "
+             "with merge_and_unload() of the package peft")
+    found = {}
+    for path in weight_files(folder, config):
+        for name, place in safetensors(path).items():
+            if name in found:
+                fail(f"{folder}: tensor {name[:80]!r} stands in {found[name][0].name} and in "
+                     f"{path.name}; one of them is another model's")
+            found[name] = path, *place
+    return found
 
 
 def hf_tensor(path, name, ours, dtype, shape, at, size, heads):
@@ -217,6 +260,11 @@ def hf_tensor(path, name, ours, dtype, shape, at, size, heads):
 def hf_state(folder, args):
     """The Tensors of a Hugging Face folder; one line where they are not those of the config."""
     there, reads = hf_files(folder), {}
+    both = there.get("lm_head.weight"), there.get("model.embed_tokens.weight")
+    if args.tied and not same_bytes(*both):
+        fail(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
+             "model.embed_tokens.weight; say false there if it is the classifier, which transformers "
+             "takes it for since version 5")
     for ours, _, name, shape in tensors(args):
         if name not in there:
             fail(f"{folder}: tensor {name} {shape} is missing")
@@ -232,6 +280,16 @@ def hf_state(folder, args):
     return Tensors(reads)
 
 
+def same_bytes(a, b):
+    """Whether two tensors (file, dtype, shape, place, bytes) are the same; True if one of them is None."""
+    if not a or not b or a[0] == b[0] and a[3:] == b[3:]:
+        return True
+    readers, step = [Reader(path) for path in (a[0], b[0])], 1 << 24
+    return a[1:3] == b[1:3] and a[4] == b[4] and all(
+        np.array_equal(*(r.bytes_at(at + done, min(step, a[4] - done)) for r, at in zip(readers, (a[3], b[3]))))
+        for done in range(0, a[4], step))
+
+
 def beside(folder, name):
     """The object in a .json file of a folder, {} where there is no such file."""
     path = folder / f"{name}.json"
@@ -239,11 +297,62 @@ def beside(folder, name):
 
 
 def hf_vocabulary(folder, rows=0):
-    """The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding, 0 for as many as it has tokens."""
+    """
+    The Tokenizer of a Hugging Face folder, None where it has none. rows: of the embedding, 0 for as many as it has tokens.
+    transformers takes the tokenizer.json where there is one; of a sentencepiece vocabulary the
+    tokenizer.model beside it is read, once both are known to agree.
+    """
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
-    if model.exists():
-        return configured(widened(Tokenizer.load(model), folder, rows), folder)
-    return Tokenizer.load(fast) if fast.exists() else None
+    if not model.exists() or fast.exists() and not of_sentencepiece(beside(folder, "tokenizer")):
+        return Tokenizer.load(fast) if fast.exists() else None
+    vocabulary = configured(widened(Tokenizer.load(model), folder, rows), folder)
+    return agreed(vocabulary, folder) if fast.exists() else vocabulary
+
+
+def of_sentencepiece(tokenizer):
+    """Whether a tokenizer.json may hold a sentencepiece vocabulary: one that is not byte-level BPE."""
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    return isinstance(vocabulary, dict) and '"ByteLevel"' not in json.dumps(tokenizer.get("pre_tokenizer"))
+
+
+PROBES = "a", "a  b ", "Once upon a time, in 1234.", "\n\ta", "na\u00efve \ufb01 \u65e5"
+
+
+def agreed(vocabulary, folder):
+    """
+    A SentencePiece vocabulary, of a tokenizer.model, with what the tokenizer.json beside it says of BOS. One line where the two
+    differ: one is of another model, and transformers would take the tokenizer.json.
+    """
+    stored, where = beside(folder, "tokenizer"), f"{folder}: tokenizer.model and tokenizer.json"
+    advice = "transformers reads tokenizer.json; move the one that is not this model's away"
+    pieces = {piece.decode(): i for i, (piece, _, kind) in enumerate(vocabulary.pieces())}
+    for name, i in stored["model"]["vocab"].items():
+        if pieces.get(name) != i:
+            fail(f"{where} differ: token {printable(i)} is {printable(name)!r} in the latter alone; {advice}")
+    normal = {piece.decode(): score for piece, score, kind in vocabulary.pieces() if kind == NORMAL}
+    try:
+        wholes = ("".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in stored["model"]["merges"])
+        ranks = [normal[whole] for whole in wholes if whole in normal and whole.strip(SPACE)]  # Llama 2 merges spaces last
+    except (KeyError, TypeError, ValueError) as e:
+        fail(f"{folder / 'tokenizer.json'}: damaged, its merges are not those of its tokens ({type(e).__name__})")
+    if ranks != sorted(ranks, reverse=True):
+        fail(f"{where} differ: the latter merges pieces in another order; {advice}")
+    try:
+        import tokenizers
+    except ImportError:
+        return vocabulary
+    try:
+        oracle = tokenizers.Tokenizer.from_str(json.dumps(stored))
+    except Exception as e:  # it raises no other kind
+        fail(f"{folder / 'tokenizer.json'}: the package tokenizers can't read it ({str(e).splitlines()[0]})")
+    named = [piece.decode() for piece, _, kind in vocabulary.pieces() if kind == USER_DEFINED]
+    cut_anew = "Llama" in str(beside(folder, "tokenizer_config").get("tokenizer_class"))  # by rules of transformers' own
+    for text in [*PROBES, *("" if cut_anew else (f"a {name} b{name}c" for name in named))]:
+        ids = oracle.encode(text, add_special_tokens=False).ids
+        if vocabulary.encode(text) != ids:
+            fail(f"{where} differ: {text!r} is {vocabulary.encode(text)} and {ids}; {advice}")
+    return vocabulary.with_bos(oracle.encode("a").ids[:1] == [vocabulary.bos_id], folder / "tokenizer.model")
 
 
 def configured(vocabulary, folder):
@@ -251,7 +360,11 @@ def configured(vocabulary, folder):
     config, where = beside(folder, "tokenizer_config"), folder / "tokenizer.model"
     proto, before = (sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data) for _ in range(2))
     for which in "bos", "eos":
-        name_special(proto, which, text_of(config.get(f"{which}_token")))
+        name_special(proto, which, text_of(special_tokens(folder).get(f"{which}_token")))
+    taken = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
+    for i in [i for i in generation(folder)["eos_token_id"] if i not in taken][:1]:  # as `claimed` has it in engine/load.py
+        if i < len(proto.pieces) and proto.pieces[i].type == USER_DEFINED:
+            proto.pieces[i].type = CONTROL
     prefix, rules = config.get("add_prefix_space"), proto.normalizer_spec
     if isinstance(prefix, bool) and prefix != rules.add_dummy_prefix:
         rules.add_dummy_prefix = prefix
@@ -274,9 +387,10 @@ def widened(vocabulary, folder, rows):
     """
     A SentencePiece vocabulary with the tokens that a folder adds to it, and unused ones up to the number of rows (0: of tokens).
     """
+    added = added_tokens(folder)
+    refuse_flags(added.values(), folder)
     if vocabulary.vocab_size >= rows > 0:
         return vocabulary
-    added = added_tokens(folder)
     rows = rows or vocabulary.vocab_size + sum(i.isdecimal() and int(i) >= vocabulary.vocab_size for i in added)
     proto = sentencepiece_model_pb2.ModelProto.FromString(vocabulary.data)
     for i in range(vocabulary.vocab_size, rows):
@@ -288,13 +402,19 @@ def widened(vocabulary, folder, rows):
 
 
 def added_tokens(folder):
-    """{id: {"content": text, "special": bool}} of a folder, the ids as text; older ones have them in added_tokens.json."""
+    """
+    {id: {"content": text, "special": bool}} of a folder, the ids as text. tokenizer_config.json lists them all; where it lists
+    none they are in the tokenizer.json, or in an older folder's added_tokens.json.
+    """
     config = beside(folder, "tokenizer_config")
     if "added_tokens_decoder" not in config:
         lists = [found.get("additional_special_tokens") for found in (config, beside(folder, "special_tokens_map"))]
         special = [text_of(token) for each in lists if isinstance(each, list) for token in each]
-        return {str(i): {"content": name, "special": name in special} for name, i in beside(folder, "added_tokens").items()
-                if type(i) is int}
+        found = {str(i): {"content": name, "special": name in special} for name, i in beside(folder, "added_tokens").items()
+                 if type(i) is int}
+        listed = beside(folder, "tokenizer").get("added_tokens")
+        listed = [token for token in (listed if isinstance(listed, list) else ()) if isinstance(token, dict)]
+        return found | {str(token.get("id")): token for token in listed if isinstance(token.get("content"), str)}
     added = config["added_tokens_decoder"]
     tokens = added.values() if isinstance(added, dict) else [None]
     if not all(isinstance(token, dict) and isinstance(token.get("content"), str) for token in tokens):
@@ -303,17 +423,29 @@ def added_tokens(folder):
 
 
 def chat_template(folder):
-    """{GGUF's key: template} where the folder has one."""
+    """{GGUF's key: template} where the folder has one; a file of its own comes before the one in tokenizer_config.json."""
     found, other = beside(folder, "tokenizer_config").get("chat_template"), folder / "chat_template.jinja"
-    if found is None and other.exists():
+    if other.exists():
         found = other.read_text(encoding="utf-8", errors="replace")
+    elif isinstance(found, list):  # several, by name
+        found = next((each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), None)
     return {TEMPLATE: found.encode(errors="replace").decode()} if isinstance(found, str) else {}
+
+
+def chat_ids(folder, vocabulary):
+    """{GGUF's key: id} of what ends an answer beside EOS and BOS, and of padding."""
+    config, taken = generation(folder), (vocabulary.eos_id, vocabulary.bos_id)
+    ends = [i for i in config["eos_token_id"] if i not in taken]
+    padding = [i for i in config["pad_token_id"] if i not in taken]
+    found = [*zip((END_OF_TURN, END_OF_MESSAGE), ends), *zip((PADDING,), padding)]
+    return {key: i for key, i in found if i < vocabulary.vocab_size}
 
 
 def read_hf(folder, tokenizer=None):
     """(Tensors, ModelArgs, Tokenizer or None, {metadata}) of a Hugging Face folder. tokenizer: one that is used instead."""
     args = hf_args(folder / "config.json")
-    return hf_state(folder, args), args, tokenizer or hf_vocabulary(folder, args.vocab_size), chat_template(folder)
+    state, vocabulary = hf_state(folder, args), tokenizer or hf_vocabulary(folder, args.vocab_size)
+    return state, args, vocabulary, chat_template(folder) | (chat_ids(folder, vocabulary) if vocabulary and not tokenizer else {})
 
 
 # ---- Meta

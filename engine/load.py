@@ -346,6 +346,7 @@ def read_model(path, tokenizer=""):
     """
     vocabulary, extra, path = tokenizer and not tokenizer.endswith(".bin") and Tokenizer.load(tokenizer) or None, {}, Path(path)
     if path.suffix in (".pth", ".safetensors") and path.is_file():
+        folders.refuse_unread(path)
         path = path.parent
     if checkpoint.is_own(path) or checkpoint.is_run(path) or not path.exists():
         folder = checkpoint.locate(path)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import sentencepiece as spm
 import torch
+from safetensors.torch import load_file, save_file
 from sentencepiece import sentencepiece_model_pb2
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -138,6 +139,175 @@ def test_bfloat16_shards_are_read_tensor_by_tensor(tmp_path, vocabulary):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32).eval()
     with torch.no_grad():
         assert far(imported(tmp_path / "m.gguf")(x, every=True)[0], again(x).logits) < 1e-4
+
+
+def doubled(folder, into, index=None):
+    """The weights of a folder, times two, in another file there, and an index of them."""
+    w = load_file(folder / "model.safetensors")
+    save_file({name: 2 * x for name, x in w.items()}, folder / into, metadata={"format": "pt"})
+    if index:
+        (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(w, into)}))
+
+
+def change_json(path, **values):
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def test_of_several_files_of_weights_those_that_transformers_loads(tmp_path, vocabulary, capsys):
+    """An old index, shards, a pytorch_model.bin, a file that config.json names, beside the model."""
+    def both():
+        theirs = AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight
+        return load.read_model(folder)[0]["tok_embeddings.weight"], theirs
+
+    folder, shard, index = tmp_path / "m", "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+    make(folder, LlamaConfig, {}, vocabulary)
+    before = both()[0]
+    doubled(folder, shard, index)
+    torch.save({}, folder / "pytorch_model.bin")
+    ours, theirs = both()
+    assert torch.equal(ours, theirs) and torch.equal(ours, before)
+    assert "not read for the model" in refused(capsys, load.read_model, folder / shard)
+    assert torch.equal(load.read_model(folder / "model.safetensors")[0]["tok_embeddings.weight"], before)
+    change_json(folder / "config.json", transformers_weights=shard)
+    ours, theirs = both()
+    assert torch.equal(ours, theirs) and torch.equal(ours, 2 * before)
+    change_json(folder / "config.json", transformers_weights="../x.safetensors")
+    assert "transformers_weights=" in refused(capsys, load.read_model, folder)
+    change_json(folder / "config.json", transformers_weights=None)
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    ours, theirs = both()
+    assert torch.equal(ours, theirs) and torch.equal(ours, 2 * before)
+    assert torch.equal(load.read_model(folder / shard)[0]["tok_embeddings.weight"], 2 * before)
+    assert "weights are in model-00001-of" in refused(capsys, load.read_model, folder / "other.safetensors")
+    where = json.loads((folder / index).read_text())["weight_map"]
+    change_json(folder / index, weight_map=where | {"model.norm.weight": "other.safetensors"})
+    assert "stands in model-00001-of-00001.safetensors and in other.safetensors" in refused(capsys, load.read_model, folder)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "an adapter" in refused(capsys, load.read_model, folder)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_classifier_that_config_json_calls_tied(same, tmp_path, vocabulary, capsys):
+    """Which transformers 5 uses where it is another matrix than the embedding, and 4 did not."""
+    folder = tmp_path / "m"
+    make(folder, LlamaConfig, dict(tie_word_embeddings=True), vocabulary)
+    w = load_file(folder / "model.safetensors")
+    save_file(w | {"lm_head.weight": w["model.embed_tokens.weight"] * (1 if same else 2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight) == same
+    if same:
+        assert torch.equal(load.read_model(folder)[0]["output.weight"], theirs.lm_head.weight)
+    else:
+        assert "lm_head.weight is not model.embed_tokens.weight" in refused(capsys, load.read_model, folder)
+        change_json(folder / "config.json", tie_word_embeddings=False)
+        assert torch.equal(load.read_model(folder)[0]["output.weight"], theirs.lm_head.weight)
+
+
+def test_of_two_vocabularies_the_one_that_transformers_loads(tmp_path, vocabulary, capsys):
+    """A tokenizer.json comes before a tokenizer.model; where it is sentencepiece's too, the two have to agree."""
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=vocabulary.vocab_size, max_seq_len=64))
+    folder, text = tmp_path / "hf", "once upon a girl"
+    export.export_model(model.state_dict(), model.args, vocabulary, folder, "hf")
+    whole, other = (folder / "tokenizer.json").read_text(), train_tokenizer([TEXT[::-1]] * 99, V, tmp_path / "other.model", exact=False)
+    assert load.read_model(folder)[2].data == vocabulary.data
+    stored = json.loads(whole)
+    change_json(folder / "tokenizer.json", post_processor=None)
+    assert AutoTokenizer.from_pretrained(folder)(text)["input_ids"] == load.read_model(folder)[2].encode_prompt(text) == vocabulary.encode(text)
+    change_json(folder / "tokenizer.json", normalizer=None)
+    assert "tokenizer.model and tokenizer.json differ: 'a' is" in refused(capsys, load.read_model, folder)
+    (folder / "tokenizer.json").write_text(whole)
+    other.save(folder / "tokenizer.model")
+    assert "tokenizer.model and tokenizer.json differ: token" in refused(capsys, load.read_model, folder)
+    vocabulary.save(folder / "tokenizer.model")
+    change_json(folder / "tokenizer.json", model=stored["model"] | {"merges": stored["model"]["merges"][::-1]})
+    assert "tokenizer.model and tokenizer.json differ: the latter merges pieces in another order" in refused(capsys, load.read_model, folder)
+    made = train_byte_level([TEXT] * 99, V, tmp_path / "bpe.json", exact=False)
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=made.vocab_size, max_seq_len=64))
+    export.export_model(model.state_dict(), model.args, made, tmp_path / "bpe", "hf")
+    vocabulary.save(tmp_path / "bpe/tokenizer.model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "bpe")(text)["input_ids"] == load.read_model(tmp_path / "bpe")[2].encode_prompt(text)
+
+
+def test_of_two_names_of_eos_and_two_templates_those_that_transformers_takes(tmp_path, vocabulary):
+    n = vocabulary.vocab_size
+    make(tmp_path / "m", LlamaConfig, dict(vocab_size=n + 2), vocabulary)
+    (tmp_path / "m/added_tokens.json").write_text(json.dumps({"<|im_end|>": n, "<|end|>": n + 1}))
+    (tmp_path / "m/special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+    (tmp_path / "m/chat_template.jinja").write_text("a file")
+    oracle = tokenizer_config(tmp_path / "m", eos_token="<|end|>", chat_template="a key")
+    _, _, found, extra = load.read_model(tmp_path / "m")
+    assert found.eos_id == oracle.eos_token_id == n and oracle.chat_template == extra["tokenizer.chat_template"] == "a file"
+    change_json(tmp_path / "m/config.json", eos_token_id=7)
+    change_json(tmp_path / "m/generation_config.json", eos_token_id=[n, 9, n + 1])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config
+    assert theirs.eos_token_id == [found.eos_id, 9, n + 1]
+    ids = {f"tokenizer.ggml.{key}_token_id": i for key, i in (("eot", 9), ("eom", n + 1))}
+    assert ids.items() <= load.read_model(tmp_path / "m")[3].items()
+    (tmp_path / "m/generation_config.json").unlink()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "m").generation_config.eos_token_id == 7
+    assert load.read_model(tmp_path / "m")[3]["tokenizer.ggml.eot_token_id"] == 7
+    (tmp_path / "m/chat_template.jinja").unlink()
+    oracle = tokenizer_config(tmp_path / "m", chat_template=[{"name": "tool_use", "template": "b"}, {"name": "default", "template": "c"}])
+    assert oracle.get_chat_template() == load.read_model(tmp_path / "m")[3]["tokenizer.chat_template"] == "c"
+
+
+FLAGS = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=False)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind, tmp_path, vocabulary, capsys):
+    """As neither run nor a GGUF file has them. Special tokens, which no text names, may have every flag."""
+    made = train_byte_level([TEXT] * 99, V, tmp_path / "bpe.json", exact=False) if kind == "bpe" else vocabulary
+    n = made.vocab_size
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=n, max_seq_len=64))
+    export.export_model(model.state_dict(), model.args, made, tmp_path / "hf", "hf")
+
+    def read(token, rows=n + 1):
+        stored = json.loads((tmp_path / "hf/tokenizer.json").read_text())
+        config = json.loads((tmp_path / "hf/tokenizer_config.json").read_text())
+        config |= {"tokenizer_class": "LlamaTokenizer"} if kind == "sentencepiece" else {}
+        if file == "tokenizer.json":
+            stored["added_tokens"] = [t for t in stored["added_tokens"] if t["id"] < n] + [{"id": n} | token]
+        else:
+            config["added_tokens_decoder"] = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in stored["added_tokens"]} | {str(n): token}
+        (tmp_path / "hf/tokenizer.json").write_text(json.dumps(stored))
+        (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(config))
+        return folders.hf_vocabulary(tmp_path / "hf", rows)
+
+    token = FLAGS | {"content": "<tool>"}
+    found, oracle = read(token), AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = found.encode("once <tool> upon<tool>")
+    assert n in ids and ids == oracle("once <tool> upon<tool>", add_special_tokens=False)["input_ids"]
+    said = refused(capsys, read, token | {flag: True})
+    assert f"the added token '<tool>' has {flag}: it " in said and f"set {flag} to false there" in said
+    found = read(token | {flag: True, "special": True})
+    assert found.pieces()[n][2] == 3 and n not in found.encode("once <tool> upon")
+    if kind == "sentencepiece":  # cut by a tokenizer.json that puts a space behind every added token
+        read(token)
+        change_json(tmp_path / "hf/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        oracle = AutoTokenizer.from_pretrained(tmp_path / "hf")
+        assert oracle("a<tool>c", add_special_tokens=False)["input_ids"] != found.encode("a<tool>c")
+        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, folders.hf_vocabulary, tmp_path / "hf", n + 1)
+
+
+def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_path, capsys):
+    """Those that are not normalized are found first, wherever they stand; run takes what comes first."""
+    made = train_byte_level([TEXT] * 99, V, tmp_path / "bpe.json", exact=False)
+    n, folder = made.vocab_size, tmp_path / "hf"
+    model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=n, max_seq_len=64))
+    export.export_model(model.state_dict(), model.args, made, folder, "hf")
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    for late, early, overlap in (("<a", "a>", True), ("<ab>", "ab", True), ("ab", "<ab>", False), ("a>", "<a", False), ("<x>", "<y>", False)):
+        new = [FLAGS | {"id": n, "content": late, "normalized": True}, FLAGS | {"id": n + 1, "content": early}]
+        change_json(folder / "tokenizer.json", added_tokens=[*added, *new])
+        if overlap:
+            assert "overlap" in refused(capsys, folders.hf_vocabulary, folder)
+            continue
+        oracle, found = AutoTokenizer.from_pretrained(folder), folders.hf_vocabulary(folder)
+        texts = [f"once {late}{early} {early}{late}", "<<aab>>aab>x>a<y><x>"]
+        assert [found.encode(text) for text in texts] == [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def test_tokens_that_a_folder_adds(tmp_path, vocabulary):
@@ -477,7 +647,7 @@ def test_what_ends_an_answer_is_kept(tmp_path, vocabulary):
     generation = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").generation_config
     assert generation.eos_token_id == [2, 1, 7, 8] and generation.pad_token_id == 9
     state, args, found, extra = load.read_model(tmp_path / "hf")
-    assert extra == {"tokenizer.chat_template": template}
+    assert extra == {"tokenizer.chat_template": template} | ids
     export.export_model(state, args, found, tmp_path / "back", "hf", extra=extra)
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == template
     vocabulary.save(tmp_path / "other.model")
