@@ -28,7 +28,8 @@ from engine import checkpoint, rope
 from engine.files import replacing, write_atomic
 from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
                             LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES,
-                            architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters, tensors)
+                            architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters,
+                            refuse_leftovers, tensors)
 from engine.folders import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
 from engine.load import is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
@@ -360,6 +361,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         fail(f"--format={format}: llama2.c's tokenizer.bin can't hold byte-level BPE; use gguf or hf")
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, or llama2.c's .bin)")
+    refuse_leftovers(model_state, args)
     for line in differences(vocabulary, format) if vocabulary else ():
         print(line)
     if format == "gguf":

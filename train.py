@@ -27,6 +27,7 @@ from data import Dataset, data_rows, prepare
 from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
 from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
 from engine.fit import largest_batch, until_found
+from engine.formats import refuse_leftovers
 from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
 from engine.load import adopt, start_from
 from engine.parallel import say
@@ -368,6 +369,9 @@ def main(given):
         code = parallel.on_master(checkpoint.say_finished, knobs(), state)
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
+        if modes.chosen(knobs()) in (None, "dry_run"):
+            sharded = parallel.is_sharded(model)
+            refuse_leftovers(dict(model.named_parameters()) if sharded else model.state_dict(), args)
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         config |= checkpoint.resumable(settings(globals())) | {"init_from": init_from}  # what resuming needs, as it was given
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from configurator import fail
 from engine import blocks
 from tokenizer import CONTROL, NORMAL, UNKNOWN
 
@@ -60,6 +62,30 @@ def tensors(args, rows=TENSORS):
             full = [name if name.endswith(".bias") else f"{name}.weight" for name in names]
             for n in range(args.n_layers if "N" in names[0] else 1):
                 yield (*(name.replace("N", str(n)) for name in full), tuple(size[c] for c in shape))
+
+
+def refuse_leftovers(state, args):
+    """
+    One line where a state_dict {name: tensor} is not that of a model with these ModelArgs: a parameter
+    or buffer that model files have no name for would be left out without a word. Lazy tensors were
+    checked by their readers.
+    """
+    expected = {name: shape for name, _, _, shape in tensors(args)}
+    tied = {"output.weight"} if args.tied else set()
+    left, missing = sorted(state.keys() - expected.keys() - tied), sorted(expected.keys() - state.keys())
+    if left:
+        more = f" and {len(left) - 1} more" * (len(left) > 1)
+        fail(f"the model's {left[0]}{more} would be lost: no model file has a name for it; add it to "
+             "TENSORS in engine/formats.py and to runtime/, or take it out of the model")
+    if missing:
+        fail(f"the model has no {missing[0]}, which every model file of these settings has; add it to the model")
+    if not isinstance(state, dict):
+        return
+    for name, shape in expected.items():
+        if tuple(state[name].shape) != shape:
+            fail(f"the model's {name} has shape {tuple(state[name].shape)}, expected {shape} by its settings")
+    if tied & state.keys() and not torch.equal(state["output.weight"], state["tok_embeddings.weight"]):
+        fail("the model's output.weight is not tok_embeddings.weight, but its settings say tied=True")
 
 
 def architecture(args):

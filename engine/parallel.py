@@ -211,8 +211,10 @@ def load_weights(model, weights):
     tied classifier besides the embedding: model.state_dict().
     """
     own = dict(model.named_parameters())
-    if weights.keys() not in (own.keys(), model.state_dict().keys()):
-        fail("the checkpoint holds other parameters than its own settings imply; it was changed after it was written")
+    odd = weights.keys() - model.state_dict().keys() or own.keys() - weights.keys()
+    if odd:
+        fail(f"the checkpoint holds {'a' if min(odd) in weights else 'no'} parameter {min(odd)}, unlike "
+             "a model of its own settings; it was changed after it was written, or model.py was")
     with torch.no_grad():
         for name, tensor in own.items():
             weight = weights[name]

@@ -188,6 +188,40 @@ def test_llama2c_read_back(shape, version, tmp_path):
             assert torch.equal(w, original)
 
 
+@pytest.mark.parametrize("format", export.FORMATS)
+def test_what_no_format_has_a_name_for_is_refused(format, tmp_path, vocabulary, capsys):
+    """A matrix more or less in a block, a buffer, another shape, a classifier of its own that the settings call tied."""
+    def another(model, name):
+        setattr(model.layers[0].attention, name, torch.nn.Linear(64, 64, bias=False))
+
+    def untie(model):
+        model.output.weight = torch.nn.Parameter(model.output.weight + 1)
+
+    for change, said in (
+            (lambda m: another(m, "gate"), "model's layers.0.attention.gate.weight would be lost"),
+            (lambda m: m.layers[1].register_buffer("scale", torch.ones(3)), "model's layers.1.scale would be lost"),
+            (lambda m: setattr(m.layers[0].attention.wo, "bias", torch.nn.Parameter(torch.zeros(64))), "layers.0.attention.wo.bias would"),
+            (lambda m: [another(m, "a"), another(m, "b")], "layers.0.attention.a.weight and 1 more would be lost"),
+            (lambda m: delattr(m.layers[1], "ffn_norm"), "model has no layers.1.ffn_norm.weight"),
+            (lambda m: another(m, "wk") or setattr(m.layers[0].attention.wk, "weight", torch.nn.Parameter(torch.ones(9, 64))),
+             "layers.0.attention.wk.weight has shape (9, 64), expected (64, 64)"),
+            (untie, "output.weight is not tok_embeddings.weight")):
+        model = build(**SHAPES["mha"])
+        change(model)
+        assert said in refused(capsys, export.export_model, model.state_dict(), model.args, vocabulary, tmp_path / "m", format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_with_a_parameter_of_its_own(tmp_path, vocabulary, capsys, monkeypatch):
+    """Whose model.py is another than the one that reads it."""
+    model = build(**SHAPES["mha"])
+    model.layers[0].attention.gate = torch.nn.Linear(64, 64, bias=False)
+    run = save_run(tmp_path / "run", model, vocabulary)
+    assert "layers.0.attention.gate.weight would be lost" in refused(capsys, command, monkeypatch, run)
+    assert "holds a parameter layers.0.attention.gate.weight, unlike" in refused(capsys, load.load_model, run, "", "cpu")
+    assert not list(run.glob("model*"))
+
+
 # ---- GGUF
 
 def scalars(reader):

@@ -491,17 +491,29 @@ def test_a_wrong_choice_is_one_line(words, advice, capsys):
 
 
 def test_a_check_that_cannot_be_made_is_a_warning(start, monkeypatch):
-    """As in a model whose modules have other names."""
-    plain = model.Transformer.__init__
+    """As in a model whose modules are reached by other names."""
+    def hidden(self, name):
+        if name == "w1":
+            raise AttributeError(name)
+        return torch.nn.Module.__getattr__(self, name)
+
+    monkeypatch.setattr(model.FeedForward, "__getattr__", hidden, raising=False)
+    monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self._modules["w1"](x), self.w3(x))))
+    done = start(checks="-run")
+    assert warned(done, "norms") and "could not be made (AttributeError" in done.out, done.all
+
+
+@pytest.mark.parametrize("given", [{}, {"checks": "none"}, {"tied": False}])
+def test_what_could_not_be_exported_is_refused_before_the_first_step(given, start, monkeypatch):
+    """A block with a matrix more: model files have no name for it."""
+    plain = model.Block.__init__
 
     def init(self, args):
         plain(self, args)
-        for layer in self.layers:
-            layer.feed_forward.gate = layer.feed_forward.__dict__["_modules"].pop("w1")
-    monkeypatch.setattr(model.Transformer, "__init__", init)
-    monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self.gate(x), self.w3(x))))
-    done = start(checks="-run")
-    assert warned(done, "norms") and "could not be made (AttributeError" in done.out, done.all
+        self.mix = torch.nn.Linear(args.dim, args.dim, bias=False)
+    monkeypatch.setattr(model.Block, "__init__", init)
+    done = start(**given)
+    assert done.code == 2 and "error: the model's layers.0.mix.weight and " in done.err and "TENSORS in engine/formats.py" in done.err
 
 
 def test_what_a_vocabulary_loses_is_counted(start, folder):
