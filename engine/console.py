@@ -69,7 +69,8 @@ EPOCH = verbose(rf"""
             (?:train(?:ing)?[ ])? epoch (?:\(\w+\))? \s*[:=\#]?\s*)      # Epoch(train) [1]
     | (?i:^\W*train(?:ing)?:[ ]) (?=\d+[ ]*\[) )                         # Train: 0 [
     \[?\s* (?P<epoch>{NUMBER}) (?:\s*(?:/|\bof\b)\s*\d+)? \]? {COUNTED}""")
-EPOCH_LINE = re.compile(r"(?i)^(?:\W|\d|\b(?:info|root)\b)*(?:(?:start|begin|train|runn)\w*\W+)?epoch\b")
+EPOCH_LINE = verbose(r"""(?i: ^(?:\W|\d|\b(?:info|root)\b)*
+    (?:(?:start|begin|train|runn)\w*\W+)? epoch\b )""")
 STEP_NAME = r"""(?:
     (?:(?:global|train(?:ing)?|optimizer|current)[ _-]?)? (?:step|iter(?:ation)?)
     | (?:global[ _]?)? (?:step|iter(?:ation)?)s
@@ -77,8 +78,8 @@ STEP_NAME = r"""(?:
 STEP = verbose(rf"""
     (?i:(?<![\w/-]) {NO_PLACE} (?<![ ]of[ ]) {STEP_NAME}) \s*[:=\#]?\s*[\[(]?\s*
     (?P<step>{NUMBER}[kM]?) (?:{TOTAL})? {COUNTED}(?!:\d)""")
-STEP_LINE = verbose(rf"(?i: ^\W* (?:\w+\W+)? {STEP_NAME} \b )")
 BATCH_NAME = r"""(?:mini-?)?(?:batch|update)(?:[ _]idx)?"""
+STEP_LINE = verbose(rf"(?i: ^\W* (?:\w+\W+)? (?:{STEP_NAME}|{BATCH_NAME}) \b )")
 BATCH = verbose(rf"""
     (?i:(?<![\w/-]) {BATCH_NAME}) \s*[:=\#]?\s*[\[(]?\s*
     (?P<step>{NUMBER}) (?:{TOTAL})? {COUNTED}(?!:\d)""")
@@ -90,10 +91,10 @@ BARS = [verbose(bar) for bar in (
     r"""(?<![\w/.])(?P<step>\d+)/(?P<steps>\d+)[ ]?\[[=>.\s\#-]*\]""",              # Keras 2
     r"""\[\s*(?P<step>\d+)\s*/\s*(?P<steps>\d+)(?![\w/.])""",                      # [  10/5005]
     r"""^\W*(?P<step>\d+)\s*/\s*(?P<steps>\d+)(?![\w/.])""")]                       # Keras 3, Rich
-BOOSTING = verbose(r"""^\[?(?P<step>\d+)[\]:]\s+(?=[^\W\d])""")                # XGBoost, CatBoost
+FIRST = verbose(r"""^\[?(?P<step>\d+)(?:[\]:]\s+|\s*\|\s*)(?=[^\W\d])""")  # llama2.c, XGBoost
 PLACES = [  # in the order in which they count; what a line needs to have of them, in lower case
     *((bar, ("/", "it ")) for bar in TQDM), (STEP, ("step", "it", "episode", "round")),
-    *((bar, ("/",)) for bar in BARS), (BATCH, ("batch", "update")), (BOOSTING, ("]", ":"))]
+    *((bar, ("/",)) for bar in BARS), (BATCH, ("batch", "update")), (FIRST, ("]", ":", "|"))]
 EVALUATION = verbose(r"""(?i:(?<![\w/=-])
     (?P<split>val|eval|test|predict|sanity)(?:id\w*|uat\w*|ing|ion)? (?![\w/=-]))""")
 
@@ -113,9 +114,11 @@ PAIR = verbose(rf"""\s* (?:[-+\d]\S*\s+)*                              # a clock
     (?i:(?:and|with|at|info|debug|warning|warn|error)\s+)*
     (?P<name>{WORD}(?:\s{WORD}){{0,3}}) (?P<sign>\s*(?:[=-]>|[=:]+)\s*|\s+) (?P<value>{VALUE})""")
 ANYWHERE = verbose(rf"""
-    (?<![\w./@'-])(?P<name>{WORD})\s*=\s*(?P<value>{VALUE})
-    | (?i:(?<![\w/])(?P<known>(?:(?:train\w*|val\w*|test|eval\w*|average|avg|mean)\s)?
-        (?:loss|acc|accuracy|perplexity|ppl)))\s*:\s*(?P<known_value>{VALUE})""")
+    (?i:(?<![\w/])(?P<known>(?:(?:train\w*|val\w*|test|eval\w*|average|avg|mean)\s)?
+        (?:loss|acc|accuracy|perplexity|ppl)))\s*[:=]\s*(?P<known_value>{VALUE})
+    | (?<![\w./@'-])(?P<name>{WORD})\s*=\s*(?P<value>{VALUE})""")
+ROW = verbose(rf"""[|│] \s*(?P<name>{WORD}(?:\s{WORD}){{0,3}})\s*
+    [|│] \s*(?P<value>{VALUE})\s* [|│]""")
 FIELDS = verbose(r"""
     [|;\t(){}\[\]━╸╺•│]
     | ,(?!\d) | \.\s | \s[-–]\s
@@ -125,6 +128,7 @@ SCALAR = verbose(rf"""
     \b(?:tensor|array|(?:np|numpy|jnp)\.\w+)\(\s*\[?\s*(?P<tensor>{NUMBER})\s*\]?\s*(?:,[^()]*)?\)
     | (?<=[=:])\s*\[+(?P<list>{NUMBER})\]+                                # lr=[1e-4]
     | \s*\(\w+(?:/\w+)?\)(?=\s*[:=])""")                                # time (ms): 12
+OBJECT_START = re.compile(r"""\{\s*['"]|^['"][^'"]{1,100}['"]\s*:\s""")  # or a line of one member
 MEMBER = verbose(r"""['"](?P<name>[^'"]{1,100})['"] \s*:\s* ['"]?(?P<value>[^'",{}]{1,60})""")
 TABLES = {"epoch", "step", "iter", "iteration", "class"}  # a header has one of these columns
 COLUMN = re.compile(r"[^\W\d][\w./@%()-]*(?: [\w./@%()-]+)*")
@@ -171,7 +175,7 @@ def pairs(field, progress):
     found, at = [], 0
     while match := PAIR.match(field, at):
         sign, name = match["sign"], match["name"]
-        if "=" in sign:
+        if "=" in sign and not KNOWN.fullmatch(name):
             name = name.split()[-1]
         elif sign == ":" and " " in name and not KNOWN.fullmatch(name):
             break  # listening on localhost:8080
@@ -235,7 +239,8 @@ class Parser:
 
     def read(self, line, ended):
         """What a line says, as Found; None when it has no metric."""
-        start = re.search(r"\{\s*['\"]", line)
+        line = line.replace("：", ":").replace("，", ", ")
+        start = OBJECT_START.search(line)
         said, words = (members(line[start.start():]), line[:start.start()]) if start else ([], line)
         words = re.sub(r"\s{3,}", "  ", words[:LINE])  # a long run of spaces makes splitting slow
         if not start and not self.patterns and not NUMERIC.search(words):
@@ -254,7 +259,7 @@ class Parser:
         if found.epoch is not None and EPOCH_LINE.match(words):
             self.place.begin(found.epoch)
         if found.step is not None and not found.split:
-            if STEP_LINE.match(words) or re.match(r"\d+%\|", words):
+            if start or STEP_LINE.match(words) or re.match(r"\d+%\|", words):
                 self.place.announce(found)
         return None
 
@@ -280,6 +285,8 @@ class Parser:
         for expression, needed in PLACES:
             match = any(word in lower for word in needed) and expression.search(rest)
             step = whole(number(match["step"])) if match else None
+            if step is not None and re.search(r"\.\d+$", match["step"]):  # 1.000 may be 1 or 1000
+                step = None
             if step is None:
                 continue
             found.step = step
@@ -295,6 +302,8 @@ class Parser:
 
     def table(self, line):
         """Return [(name, text of a value)] of a row under a header; remember a header."""
+        if match := ROW.fullmatch(line.strip()):  # of two columns
+            return [(match["name"], match["value"])]
         line = BAR_CUT.sub("", line).strip(" |│┃")
         cells = CELLS.split(line)
         at = cells[0].partition("/")[0]  # 1/3: the epoch of so many
@@ -313,7 +322,7 @@ class Parser:
         """Sort what a line said into metrics, step and epoch."""
         for name, text in said:
             plain, value = name.lower().replace("_", " ").strip(), number(text)
-            if STEPS.fullmatch(plain.partition("/")[0]) or BATCHES.fullmatch(plain):
+            if STEPS.fullmatch(plain.removesuffix("/max steps")) or BATCHES.fullmatch(plain):
                 if found.step is None:  # ms-swift: 'global_step/max_steps': '10/500'
                     found.step = whole(number(text.partition("/")[0]))
             elif EPOCHS.fullmatch(plain):

@@ -87,13 +87,15 @@ class Child:
         self.orphaned = False  # the program has ended, but processes that it left hold its output open
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
+        numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
+                   signal.SIGUSR2)
         self.previous = {number: signal.signal(number, self.forward) for number in numbers}
 
     def forward(self, number, frame):
         if self.orphaned:
             raise KeyboardInterrupt
-        if number != signal.SIGINT or not sys.stdin.isatty():  # a terminal's Ctrl-C reaches the program, too
+        from_terminal = number in (signal.SIGINT, signal.SIGQUIT) and sys.stdin.isatty()
+        if not from_terminal:  # which sends it to the program, too
             self.process.send_signal(number)
 
     def chunks(self, warn):

@@ -201,13 +201,34 @@ epoch,train_loss,val_loss
     train/CrossEntropyLoss=10.4
 """, [{"iter": 10, "train/CrossEntropyLoss": 10.5}, {"iter": 10, "throughput/device/tokens_per_second": 1234},
       {"iter": 11, "train/CrossEntropyLoss": 10.4}]),
+    "llama2.c": ("""\
+0 | loss 10.3741 | lr 0.000000e+00 | 15521.39ms | mfu -100.00%
+step 0: train loss 10.3, val loss 10.4
+10 | loss 9.37 | lr 5.000000e-06 | 520.39ms | mfu 12.00%
+""", [{"iter": 0, "loss": 10.3741, "lr": 0, "mfu": -100}, {"iter": 0, "loss/train": 10.3, "loss/val": 10.4},
+      {"iter": 10, "loss": 9.37, "lr": 5e-6, "mfu": 12}]),
+    "indented JSON": ('{\n  "step": 10,\n  "loss": 2.5,\n  "acc": 0.5\n}\n{\n  "step": 20,\n  "loss": 2.4\n}\n',
+                      [{"iter": 10, "loss": 2.5}, {"iter": 10, "acc": 0.5}, {"iter": 20, "loss": 2.4}]),
+    "stable-baselines3": ("""\
+| rollout/           |          |
+|    ep_len_mean     | 22.1     |
+|    total_timesteps | 2048     |
+-----------------------------------
+|    ep_len_mean     | 30.5     |
+""", [{"iter": 0, "ep_len_mean": 22.1}, {"iter": 0, "total_timesteps": 2048}, {"iter": 1, "ep_len_mean": 30.5}]),
+    "bars of splits": (
+        "".join(f"Epoch {e}/3 [Train]: 100%|##| 10/10 [00:01<00:00, loss=2.{e}]\nEpoch {e}/3 [Val]: 100%|##| 5/5 [00:01<00:00, loss=3.{e}]\n"
+                for e in (1, 2)),
+        [{"iter": 10, "epoch": 1, "loss/train": 2.1}, {"iter": 10, "epoch": 1, "loss/val": 3.1}, {"iter": 20, "epoch": 2, "loss/train": 2.2},
+         {"iter": 20, "epoch": 2, "loss/val": 3.2}]),
     "splits": ("""\
 Epoch 3 - Train Loss: 0.3, Val Loss: 0.4
 Train: loss 0.3, acc 0.5 | Val: loss 0.4 | lr 1e-3
 Eval | step 100 | loss 2.5
 Validation step 3/10, loss: 0.5
+Step 200，train loss = 0.3, val loss：0.2, It/sec 0.5
 """, [{"iter": 1, "epoch": 3, "loss/train": 0.3, "loss/val": 0.4}, {"iter": 2, "epoch": 3, "loss/train": 0.3, "acc/train": 0.5, "loss/val": 0.4, "lr": 1e-3},
-      {"iter": 100, "epoch": 3, "loss/eval": 2.5}]),
+      {"iter": 100, "epoch": 3, "loss/eval": 2.5}, {"iter": 200, "epoch": 3, "loss/train": 0.3, "loss/val": 0.2, "It/sec": 0.5}]),
     "thousands and suffixes": ("""\
 step 1,000: train loss 2.5 | tok/sec: 1,048,576
 step 2_000: loss 2.5, tokens: 1.23M, tok/s: 31.5k, params=1.1B, seen=1_048_576, mem=12.5GB, dt=12ms
@@ -265,7 +286,7 @@ def test_an_epoch_is_what_a_line_calls_so(line, epoch):
 @pytest.mark.parametrize("text, value", [
     ("1,048,576", 1048576), ("1,048,576.5", 1048576.5), ("0,123", None), ("1,04", None), ("12_000", 12000), ("31.5k", 31500), ("2M", 2e6), ("1.5B", 1.5e9),
     ("12ms", 12), ("12 ms", 12), ("5m", 5), ("12.3%", 12.3), ("1e-4", 1e-4), ("1E+03", 1000), ("-.5", -0.5), ("1.2.3", None), ("12ab", None), ("", None),
-    ("0x10", None), ("30.12GiB", 30.12), ("five", None)])
+    ("1.000", 1), ("0x10", None), ("30.12GiB", 30.12), ("five", None)])
 def test_a_number_is_read_with_its_suffix_and_without_its_unit(text, value):
     assert number(text) == value
 
