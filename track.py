@@ -1178,7 +1178,7 @@ def track_program(words):
         fail(f"{command[0]}: not a program that can be started; check its path and permissions")
     try:
         parser = Parser(patterns)
-    except re.error as e:
+    except (re.error, OverflowError, RecursionError) as e:
         fail(f"--pattern: not a regular expression ({e})")
     for pattern in parser.patterns:
         if not pattern.groupindex:

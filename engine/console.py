@@ -225,7 +225,7 @@ class Parser:
         return rows
 
     def line(self, line, ended):
-        """Return the rows of a line; one that will be overwritten counts every `interval` seconds."""
+        """Return the rows of a line; one that is overwritten counts each `interval` seconds."""
         found = self.read(ANSI.sub("", line).strip() if "\x1b" in line else line.strip(), ended)
         if not found:
             waiting = self.pending if ended else None

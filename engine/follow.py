@@ -55,7 +55,7 @@ SILENT_SECONDS = 10  # max silence of processes that a failed program left with 
 
 
 def pass_on(data):
-    """Write all data to stdout, whatever interrupts a write; return the OSError that prevents it, or None."""
+    """Write all data to stdout, whatever interrupts a write; return the OSError that stops it."""
     try:
         while data:
             try:
@@ -84,7 +84,7 @@ class Child:
     """A started program; signals that this process receives are forwarded to it."""
 
     def __init__(self, command):
-        self.orphaned = False  # the program has ended, but processes that it left hold its output open
+        self.orphaned = False  # processes that the ended program left hold its output open
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=os.environ | {"PYTHONUNBUFFERED": "1"})
         numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
@@ -127,8 +127,8 @@ class Child:
 
 def follow(command, tracker, parser: Parser):
     """
-    Run a command, pass on its output byte by byte, its input, signals and exit code, and log what it
-    prints. What cannot be passed on or logged costs a warning; the program runs on.
+    Run a command, pass on its output byte by byte, its input, signals and exit code, and log what
+    it prints. What cannot be passed on or logged costs a warning; the program runs on.
     """
     warn = Warnings()
     try:
