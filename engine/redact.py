@@ -1,46 +1,56 @@
 """
-Keys, tokens and passwords stay out of what is logged of settings, environment variables, URLs, command lines and the program's
-diff. Text that a model or a user's data wrote never passes here, and a checkpoint keeps its settings as they were given.
+Hide keys, tokens and passwords in what is logged of settings, environment variables, URLs, command
+lines and the program's diff. Text that a model or a user's data wrote never passes here, and a
+checkpoint keeps its settings as they were given.
 
-The shapes of issuers' keys are those of gitleaks' rules, https://github.com/gitleaks/gitleaks/blob/master/config/gitleaks.toml,
-and of detect-secrets' plugins, https://github.com/Yelp/detect-secrets.
+The shapes of issuers' keys follow the rules of gitleaks (config/gitleaks.toml of
+https://github.com/gitleaks/gitleaks) and the plugins of https://github.com/Yelp/detect-secrets.
 """
 import os
 import re
 
 SECRET_NAME = re.compile(
-    r"(?i)(^|[-_])((api|secret|access|private|account|shared_?access|storage|signing|encryption|subscription)?_?key"
-    r"|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?"
-    r"|(git(hub|lab)?|gh|azure|ado)_pat|rediscli_auth|connection_?string)s?([-_]|$)")
-PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # a number may be one; of other names it is a setting
+    r"(?i)(^|[-_])((api|secret|access|private|account|shared_?access|storage|signing|encryption"
+    r"|subscription)?_?key|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d"
+    r"|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat|rediscli_auth|connection_?string)s?([-_]|$)")
+PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # these may be numbers
 PLAIN = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
 IS = r"[\"']?\s{0,3}[=:]\s{0,3}"
 WORD = r"[^\s\"',;]"
-NO_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:]|$)|[A-Za-z_][\w.]{0,100}[(\[]"  # a.b, f(x), d["x"]
+NO_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)"  # a.b
+           r"|[A-Za-z_][\w.]{0,100}[(\[]"  # f(x), d["x"]
            r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
-VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)|[\"']?" + NO_CODE + "(?P<word>" + WORD
-         + "{6,}))")
+VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)"
+         r"|[\"']?" + NO_CODE + "(?P<word>" + WORD + "{6,}))")
 RANDOM = rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]|{WORD}{{24}}))"  # no word, number, path or <s>
 DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
 PREFIXES = (  # of issuers whose keys have a digit
-    r"hf_|api_org_|sk-|[sr]k_(?:live|test|prod)_|whsec_|gh[pousr]_|github_pat_|gl(?:pat|ptt|dt|rt|cbt|ft|imt|soat|agent|oas|ffct)-"
-    r"|GR1348941|xox[a-z]-|xoxe\.|xapp-|ABSK|bedrock-api-key-|AIza|ya29\.|GOCSPX-|LTAI|AKID|AKLT|wandb_v1_|eyJ|npm_|pypi-|rubygems_"
-    r"|SG\.|do[opr]_v1_|shp(?:at|ca|pa|ss)_|dapi(?=[0-9a-f]{32})|dp\.(?:pt|st|ct|sa|scim|audit)\.|dt0c01\.|glc_|glsa_|hv[bs]\."
-    r"|HRKU-|lin_api_|NR(?:AK|II|JS)-|pscale_(?:tkn|pw|oauth)_|PMAK-|pnu_|pul-|rdme_|sntry[su]_|sq0(?:atp|csp)-|EAAA|EAA[MC]"
-    r"|sgp_|tfp_|tk-us-|xkeysib-|xsmtpsib-|shippo_(?:live|test)_|sm_(?:aat|pat|sat)_|ntn_|pplx-|gsk_|xai-|r8_|lsv2_|tgp_v1_|nvapi-"
-    r"|sbp_|sb_secret_|nfp_|figd_|fm[12][ar]?_|fo1_|fio-u-|ico-|duffel_(?:live|test)_|CLOJARS_|EZ[AT]K|FLW(?:SECK|PUBK)_TEST-"
-    r"|AGE-SECRET-KEY-1|ops_eyJ|A3-[A-Z0-9]{6}-|ATATT3|ATCTT3|ATBB|AKCp|cmVmd|AQVN|v1\.0-[0-9a-f]{24}-|dnkey-|p8e-|sha256~|CFPAT-"
-    r"|lob_|access-(?:sandbox|development|production)-|(?:pat|sat)\.(?=[\w-]{22}\.)")
+    r"hf_|api_org_|sk-|[sr]k_(?:live|test|prod)_|whsec_|gh[pousr]_|github_pat_"
+    r"|gl(?:pat|ptt|dt|rt|cbt|ft|imt|soat|agent|oas|ffct)-|GR1348941|xox[a-z]-|xoxe\.|xapp-"
+    r"|ABSK|bedrock-api-key-|AIza|ya29\.|GOCSPX-|LTAI|AKID|AKLT|wandb_v1_|eyJ|npm_|pypi-"
+    r"|rubygems_|SG\.|do[opr]_v1_|shp(?:at|ca|pa|ss)_|dapi(?=[0-9a-f]{32})"
+    r"|dp\.(?:pt|st|ct|sa|scim|audit)\.|dt0c01\.|glc_|glsa_|hv[bs]\.|HRKU-|lin_api_"
+    r"|NR(?:AK|II|JS)-|pscale_(?:tkn|pw|oauth)_|PMAK-|pnu_|pul-|rdme_|sntry[su]_"
+    r"|sq0(?:atp|csp)-|EAAA|EAA[MC]|sgp_|tfp_|tk-us-|xkeysib-|xsmtpsib-|shippo_(?:live|test)_"
+    r"|sm_(?:aat|pat|sat)_|ntn_|pplx-|gsk_|xai-|r8_|lsv2_|tgp_v1_|nvapi-|sbp_|sb_secret_|nfp_"
+    r"|figd_|fm[12][ar]?_|fo1_|fio-u-|ico-|duffel_(?:live|test)_|CLOJARS_|EZ[AT]K"
+    r"|FLW(?:SECK|PUBK)_TEST-|AGE-SECRET-KEY-1|ops_eyJ|A3-[A-Z0-9]{6}-|ATATT3|ATCTT3|ATBB|AKCp"
+    r"|cmVmd|AQVN|v1\.0-[0-9a-f]{24}-|dnkey-|p8e-|sha256~|CFPAT-|lob_"
+    r"|access-(?:sandbox|development|production)-|(?:pat|sat)\.(?=[\w-]{22}\.)")
 EXACT = (  # keys known by their whole shape
-    r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b|AIza[\w-]{35}|(?:hf_|api_org_)[A-Za-z]{34}\b|(?:SK|AC)[0-9a-f]{32}\b"
-    r"|(?:pub)?key-[0-9a-f]{32}\b|[0-9a-f]{32}-us\d{1,2}\b|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,70}"
-    r"|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk|API-[A-Z0-9]{26}\b|\d{5,16}:A[\w-]{34}\b|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,38}"
-    r"|[\w~.]{3}\dQ~[\w~.-]{31,34}|4b1d[A-Za-z0-9]{38}\b|oy2[a-z0-9]{43}\b")
+    r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b|AIza[\w-]{35}|(?:hf_|api_org_)[A-Za-z]{34}\b"
+    r"|(?:SK|AC)[0-9a-f]{32}\b|(?:pub)?key-[0-9a-f]{32}\b|[0-9a-f]{32}-us\d{1,2}\b"
+    r"|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,70}"
+    r"|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk|API-[A-Z0-9]{26}\b|\d{5,16}:A[\w-]{34}\b"
+    r"|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,38}|[\w~.]{3}\dQ~[\w~.-]{31,34}"
+    r"|4b1d[A-Za-z0-9]{38}\b|oy2[a-z0-9]{43}\b")
 IN_URL = (  # names of signatures and keys in the query of a URL
-    r"(?:x-[a-z]{2,8}-)?(?:signature|credential|security-token)|sig|q-signature|policy|key-pair-id|(?:aws|oss)accesskeyid|googleaccessid"
-    r"|[\w-]{0,30}(?:token|secret|passw(?:or)?d|pwd|api[-_]?key|access[-_]?key|subscription[-_]?key|jwt)|auth|key|code|sas")
+    r"(?:x-[a-z]{2,8}-)?(?:signature|credential|security-token)|sig|q-signature|policy|key-pair-id"
+    r"|(?:aws|oss)accesskeyid|googleaccessid|auth|key|code|sas"
+    r"|[\w-]{0,30}(?:token|secret|passw(?:or)?d|pwd|(?:api|access|subscription)[-_]?key|jwt)")
 SECRET_SHAPES = [re.compile(shape) for shape in (
-    r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
+    r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----"
+    r"(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
     r"(?<![A-Za-z0-9])(?P<known>(?:" + PREFIXES + r")" + DIGIT + r"[\w.~+/=-]{12,})",
     r"(?<![A-Za-z0-9_~.-])(?P<known>" + EXACT + ")",
     r"(?i)[?&;](?:" + IN_URL + r")=(?!\d{1,12}(?:[&#\s]|$))(?P<query>[^&\s\"'<>#]{6,})",
@@ -51,12 +61,14 @@ SECRET_SHAPES = [re.compile(shape) for shape in (
     r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^\s@\"'<>,]{1,200})(?=@)",  # ... or with a slash; no port
     r"(?<=://)(?P<user>(?=[\w.-]{0,200}\d)[\w.-]{16,200})(?=@)",                        # token@host
     r"(?i)\bauthorization" + IS + r"[\"']?(?:basic|bearer|token|digest|negotiate|apikey) {1,3}(?P<word>" + WORD + "{6,})",
-    r"(?i)(?<=bearer )(?P<word>(?=\S{0,200}\d)\S{8,})",
-    r"(?i)\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<word>\S{4,})",               # netrc
+    r"(?i)(?<=bearer )(?P<word>(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{8,})",
+    r"(?i)\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<word>[^\s\"']{4,})",  # netrc
     r"(?:^|\s)(?:-u|--user)[ =]{1,3}[\"']?[\w.@-]{1,60}:(?!\d+\b)(?P<word>[^\s\"']{3,})",  # curl
-    r"[\"']?\b_?auth" + IS + r"[\"']?(?P<word>(?=[A-Za-z0-9+/]{0,200}\d)[A-Za-z0-9+/]{16,}={0,2})",  # docker, npm
+    r"[\"']?\b_?auth" + IS + r"[\"']?"  # docker, npm
+    r"(?P<word>(?=[A-Za-z0-9+/]{0,200}\d)[A-Za-z0-9+/]{16,}={0,2})",
     r"[\"']key[\"']\s{0,3}:\s{0,3}[\"'](?P<word>[0-9a-f]{32})",                          # Kaggle
-    r"(?i)(?:passw(?:or)?d|passphrase|(?:api|access|secret|private|account|signing|encryption|subscription)[-_]?key(?:[-_]?id)?"
+    r"(?i)(?:passw(?:or)?d|passphrase|(?:api|access|secret|private|account|signing|encryption"
+    r"|subscription)[-_]?key(?:[-_]?id)?"
     r"|sharedaccesssignature|(?:token|secret)(?==(?![\d.]+\b))|(?-i:[A-Z0-9]_PASS)"
     r"|(?<![a-z0-9])(?:db|smtp|ftp|mail|user|admin|root|mysql|ssh)[-_]?pass|(?:git(?:hub|lab)?|gh|azure|ado)[-_]pat)" + IS + VALUE,
     r"(?i)(?:token|secret|pwd)" + IS + RANDOM + VALUE,
@@ -70,21 +82,22 @@ def secret_values():
 
 
 def hide(match):
-    """The match without the group that matched last in it; of a PEM block the lines stay, so that a diff keeps their number."""
-    start, end = match.span(match.lastgroup)
-    hidden = re.sub("[A-Za-z0-9/=][A-Za-z0-9+/=:,. -]*", HIDDEN, match["pem"]) if match.lastgroup == "pem" else HIDDEN
+    """Return the match without the group that matched last. A PEM block keeps its number of lines, for a diff."""
+    start, end, hidden = *match.span(match.lastgroup), HIDDEN
+    if match.lastgroup == "pem":
+        hidden = re.sub("[A-Za-z0-9/=][A-Za-z0-9+/=:,. -]*", HIDDEN, match["pem"])
     return match.string[match.start():start] + hidden + match.string[end:match.end()]
 
 
 def is_secret(name, value):
-    """Whether a setting of this name holds a secret: --token=abc does, --max_tokens=512 does not."""
+    """Return whether a setting of this name holds a secret: token=abc does, max_tokens=512 does not."""
     if not value or not SECRET_NAME.search(name):
         return False
     return bool(PASSWORD_NAME.search(name)) or not PLAIN.fullmatch(value)
 
 
 def redact_words(words, secrets):
-    """The words of a command line: --password VALUE, --password=VALUE, PASSWORD=VALUE, -u USER:VALUE and shapes of secrets."""
+    """Hide secrets in a command line: --token VALUE, --token=VALUE, TOKEN=VALUE, -u USER:VALUE, and shapes."""
     found, before = [], ""
     for word in words:
         name, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
@@ -106,7 +119,8 @@ def redact(value, secrets=None):
     """The same text, list or dict without what looks like a key, a token or a password; secrets: by default the environment's."""
     secrets = secret_values() if secrets is None else secrets
     if isinstance(value, dict):
-        return {k: HIDDEN if isinstance(v, str) and is_secret(str(k), v) else redact(v, secrets) for k, v in value.items()}
+        return {k: HIDDEN if isinstance(v, str) and is_secret(str(k), v) else redact(v, secrets)
+                for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return redact_words(value, secrets)
     if not isinstance(value, str):

@@ -3,6 +3,7 @@ import collections
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -1757,16 +1758,22 @@ def test_a_stop_that_is_killed_loses_no_row_and_doubles_none(folder, tmp_path, a
     assert [row["iter"] for row in rows(folder, name)] == [0, 5, 10, 15, 20] and losses(folder, name) == losses(folder, "uncut")
 
 
-def test_what_was_hidden_is_asked_for_again(folder):
-    """A secret is in no configuration; a run whose data had one in their address needs it to go on."""
+def test_a_run_whose_data_has_a_secret_in_its_address_is_resumed_and_logs_none(folder):
+    """The checkpoint has the address; one of an earlier version, which hid it, asks for it."""
     (folder / "password=Abc123xyz.txt").write_text((folder / "my.txt").read_text())
-    args = ["--max_iters=2", "--out_dir=hidden"]
-    assert run(folder, "--data=password=Abc123xyz.txt", *args).returncode == 0
-    assert "Abc123xyz" not in (folder / "hidden/config.json").read_text()
+    assert run(folder, "--data=password=Abc123xyz.txt", "--max_iters=2", "--out_dir=hidden").returncode == 0
     done = run(folder, "--max_iters=3", "--out_dir=hidden")
+    assert done.returncode == 0 and "resuming hidden at iteration 2" in done.stdout, done.stderr
+    assert "Abc123xyz" not in (folder / "hidden/config.json").read_text() + (folder / "hidden/log.jsonl").read_text()
+    newest = folder / "hidden/checkpoints" / (folder / "hidden/latest").read_text().strip()
+    manifest, config = json.loads((newest / "checkpoint.json").read_text()), newest / "config.json"
+    config.write_text(config.read_text().replace("Abc123xyz.txt", "***"))
+    manifest["files"]["config.json"] = [config.stat().st_size, hashlib.sha256(config.read_bytes()).hexdigest()]
+    (newest / "checkpoint.json").write_text(json.dumps(manifest))
+    done = run(folder, "--max_iters=4", "--out_dir=hidden")
     assert done.returncode == 2 and "--data was password=***" in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    done = run(folder, "--data=password=Abc123xyz.txt", "--max_iters=3", "--out_dir=hidden")
-    assert done.returncode == 0 and "resuming hidden at iteration 2" in done.stdout and " -> password" not in done.stdout
+    done = run(folder, "--data=password=Abc123xyz.txt", "--max_iters=4", "--out_dir=hidden")
+    assert done.returncode == 0 and "resuming hidden at iteration 3" in done.stdout and " -> password" not in done.stdout
 
 
 def test_a_rank_alone_is_no_process_of_many():
