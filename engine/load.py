@@ -137,6 +137,10 @@ def read_gguf(path):
     """(Tensors in float32, ModelArgs, {metadata key: value}) of a GGUF file; a damaged one ends in one line."""
     r = Reader(path)
     metadata, infos, listed = gguf_head(r)
+    if metadata.get("split.count", 1) != 1:
+        first = re.sub(r"-\d{5}-of-", "-00001-of-", Path(path).name)
+        r.fail(f"part {metadata.get('split.no', 0) + 1} of {metadata['split.count']} of a split model; join them: "
+               f"llama-gguf-split --merge {first} joined.gguf")
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or alignment < 1:
         r.fail(f"alignment {alignment!r}, expected a positive number such as {ALIGNMENT}")

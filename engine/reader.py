@@ -4,6 +4,7 @@ ends in one line. Tensors are read when they are asked for, so that a model need
 """
 import hashlib
 import math
+import re
 import struct
 from collections.abc import Mapping
 
@@ -15,6 +16,9 @@ from engine import sizes
 
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
 MAX_HEAD = 1 << 13     # ... and the widest head
+# Tensors that no model has all zeros in, as runtime/model.c has it, by the names of all formats.
+NEVER_ZERO = re.compile(r"(norm|w[qkv13]|attn_[qkv]|ffn_gate|ffn_up|[qkv]_proj|gate_proj|up_proj|"
+                        r"tok_embeddings|token_embd|embed_tokens)\.weight$")
 
 
 class Tensors(Mapping):
@@ -37,6 +41,8 @@ def finite(name, w, where):
     """The tensor w, or one line where it holds what is no number."""
     if not all(part.isfinite().all() for part in w.reshape(-1).split(1 << 24)):
         fail(f"{where}: {name} holds values that are not finite; damaged, or of a run that diverged")
+    if NEVER_ZERO.search(name) and not w.reshape(-1)[:4096].any() and not w.any():  # the first ones say it soon
+        fail(f"{where}: {name} holds nothing but zeros; damaged, as by a download that broke off")
     return w
 
 

@@ -43,6 +43,8 @@ static const char *const keys[N_KEYS] = {
     [SPACE_PREFIX] = "tokenizer.ggml.add_space_prefix",
     [EXTRA_SPACES] = "tokenizer.ggml.remove_extra_whitespaces",
     [CHAT_TEMPLATE] = "tokenizer.chat_template",
+    [SPLIT_NO] = "split.no",
+    [SPLIT_COUNT] = "split.count",
     [CHECKSUM] = "llamac.tensor_data.sha256",
     [LIST_CHECKSUM] = "llamac.tensor_list.sha256",
 };
@@ -150,14 +152,27 @@ static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
     return take_value(r, v, e);
 }
 
+// Refuses a file that holds a part of a model, as llama-gguf-split writes them. Only the first part has the model's metadata.
+static bool refuse_split(const Value *values, Error *e) {
+    int part, parts;
+    TRY(llamac_get_int(values, SPLIT_COUNT, 1, &parts, e));
+    TRY(llamac_get_int(values, SPLIT_NO, 0, &part, e));
+    CHECK(parts < 2, "it is part %d of %d of a split model; join them: llama-gguf-split --merge NAME-00001-of-%05d.gguf NAME.gguf",
+          part + 1, parts, parts);
+    return true;
+}
+
 // The architecture, without which other keys mean nothing; the reader stays where it is.
 static bool find_architecture(Reader r, uint64_t count, const char **name, Error *e) {
+    static const int wanted[] = {ARCHITECTURE, SPLIT_NO, SPLIT_COUNT};
     Value values[N_KEYS] = {0}, v;
     String key, found;
     for (uint64_t i = 0; i < count && !values[ARCHITECTURE].present; i++) {
         TRY(take_entry(&r, &key, &v, e));
-        if (equals(key, keys[ARCHITECTURE])) values[ARCHITECTURE] = v;
+        for (int k = 0; k < 3; k++)
+            if (equals(key, keys[wanted[k]])) values[wanted[k]] = v;
     }
+    if (!values[ARCHITECTURE].present) TRY(refuse_split(values, e));
     int architecture = llamac_architecture(values);
     found = llamac_get_string(values, ARCHITECTURE);
     CHECK(architecture < N_ARCHITECTURES, "the architecture is '%.*s', expected llama, qwen2 or qwen3",
@@ -182,7 +197,7 @@ bool llamac_take_metadata(Reader *r, uint64_t count, Value values[N_KEYS], Error
         CHECK(!values[k].present, "metadata key %.*s appears twice", (int)key.n, key.s);
         values[k] = v;
     }
-    return true;
+    return refuse_split(values, e);
 }
 
 bool llamac_get_number(const Value *values, int key, double fallback, double *out, Error *e) {

@@ -474,17 +474,54 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
 
 // Programs that write other tensors keep metadata that they don't know, so the list of tensors has a checksum too: if it is another
 // list, the weights' checksum is not about this file.
-bool llamac_verify(const llamac_model *model, Error *e) {
-    const Model *m = &model->weights;
+static bool has_own_list(const Model *m) {
+    char found[65];
+    if (m->list_sha256) sha256(m->list, m->list_size, found);
+    return m->list_sha256 && !memcmp(found, m->list_sha256, 64);
+}
+
+static bool verify(const Model *m, Error *e) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
-    if (m->list_sha256) sha256(m->list, m->list_size, found);
-    CHECK(!m->list_sha256 || !memcmp(found, m->list_sha256, 64),
-          "its checksum is another file's: a program that wrote its "
-          "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
+    CHECK(!m->list_sha256 || has_own_list(m), "its checksum is another file's: a program that wrote its "
+                                              "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
     sha256(m->data, m->data_size, found);
     CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
           m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
+    return true;
+}
+
+bool llamac_verify(const llamac_model *model, Error *e) { return verify(&model->weights, e); }
+
+// ----------------------------------------------------------------------------
+// Zeros: a file whose download broke off may have its full size, with zeros in place of what is missing
+
+static bool all_zeros(const uint8_t *bytes, size_t n) { return n && !*bytes && !memcmp(bytes, bytes + 1, n - 1); }
+
+// Samples, since reading all would take a good part of a load: 256 bytes of every 64 KiB, and the last ones.
+static bool has_zeros(const Model *m) {
+    const size_t sample = 256, every = 1 << 16;
+    for (size_t at = 0; at + sample <= m->data_size; at += every)
+        if (all_zeros(m->data + at, sample)) return true;
+    return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
+}
+
+// Whether a tensor of a model that computes anything has a number other than 0. Biases may begin as zeros, and so may matrices that
+// add to the residual stream, and the classifier.
+static bool is_never_zero(int tensor) {
+    return tensor < BQ ? tensor != WO && tensor != W2 && tensor != OUTPUT : is_head_norm(tensor);
+}
+
+// In a file with a checksum any stretch of zeros is refused unless the checksum fits, since a model may have rows of zeros.
+static bool refuse_zeros(const Model *m, Error *e) {
+    if (m->sha256 && has_own_list(m) && has_zeros(m)) return verify(m, e);
+    for (int i = 0; i < N_TENSORS; i++)
+        for (int layer = 0; is_never_zero(i) && layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
+            const Mat *mat = place_of((Weights *)&m->weights, i, layer);
+            CHECK(!mat->data || !all_zeros(mat->data, bytes_of(mat)),
+                  "%s of layer %d holds nothing but zeros: the file is damaged, as by a download that broke off", tensors[i].name,
+                  layer);
+        }
     return true;
 }
 
@@ -517,7 +554,7 @@ static void unmap(File *file) {
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
     llamac_model *m = calloc(1, sizeof *m);
     if (!m) fail(e, no_memory);
-    else if (!llamac_load(m, bytes, size, flags, e)) llamac_close(m), m = NULL;
+    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->weights, e)) llamac_close(m), m = NULL;
     return m;
 }
 

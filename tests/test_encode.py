@@ -72,7 +72,7 @@ def write_gguf(path, pieces, prefix=False, remove=False, dim=2, tokenizer="llama
               "blk.0.ffn_gate": (1, dim), "blk.0.ffn_up": (1, dim), "blk.0.ffn_down": (dim, 1)}
     shapes |= {f"blk.0.attn_{n}": (dim, dim) for n in ("q", "k", "v", "output")}
     for name, shape in shapes.items():
-        w.add_tensor(name + ".weight", np.zeros(shape, np.float32))
+        w.add_tensor(name + ".weight", np.ones(shape, np.float32))
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -93,7 +93,7 @@ def pieces_of(model):
 def write_bin(folder, pieces):
     """A llama2.c model (v1) and its tokenizer.bin."""
     header = struct.pack("<Iiiiiiiii", 0x616b3432, 1, 2, 1, 1, 1, 1, len(pieces), 8) + b"\1"
-    (folder / "model.bin").write_bytes(header.ljust(256, b"\0") + bytes(4 * (2 * len(pieces) + 3 * 2 + 4 * 4 + 3 * 2)))
+    (folder / "model.bin").write_bytes(header.ljust(256, b"\0") + struct.pack("<f", 1) * (2 * len(pieces) + 3 * 2 + 4 * 4 + 3 * 2))
     pieces = [(p.replace(SPACE.encode(), b" "), s) for p, s, _ in pieces]
     pieces[1:3] = [(b"\n<s>\n", 0.0), (b"\n</s>\n", 0.0)]
     (folder / "tokenizer.bin").write_bytes(struct.pack("<I", max(len(p) for p, _ in pieces)) + b"".join(

@@ -585,6 +585,67 @@ def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin):
         assert "damaged" in run(run_debug_bin, path, "--verify", status=1)
 
 
+ZEROED = "holds nothing but zeros", "damaged: SHA-256", "their checksum differs"
+
+
+def test_zeros_in_place_of_weights(run_debug_bin, tmp_path, capsys):
+    """
+    What a download that broke off may leave in a file of the right size: zeros from its middle to its end, or in a part of 128 kB.
+    By the checksum where there is one, else by tensors that no model has all zeros in. Rows of zeros that were exported are fine.
+    """
+    def refused_by_both(path):
+        theirs = run(run_debug_bin, path, "--bench", status=1)
+        with pytest.raises(SystemExit):
+            state = load.read_gguf(path)[0] if path.suffix == ".gguf" else load.read_llama2c(path)[0]
+            [state[name] for name in state]
+        ours = capsys.readouterr().err
+        assert all(any(words in said for words in ZEROED) for said in (ours, theirs)), (ours, theirs)
+
+    model, path = Model(layers=4, vocab=600, tied=False), tmp_path / "m.gguf"
+    sums = {"llamac.tensor_data.sha256": "0" * 64, "llamac.tensor_list.sha256": "1" * 64}
+    for form, keys in (("f32", sums), ("q8_0", sums), ("f32", {}), ("q8_0", {}), ("v0:", None), ("v1:", None), ("v2:32", None)):
+        if keys is None:
+            path = tmp_path / f"{form[:2]}.bin"
+            model.write_llama2c(path, int(form[1]), int(form[3:] or 0))
+        else:
+            model.write_gguf(path, form, **keys)
+            seal(path)
+        whole = path.read_bytes()
+        run(run_debug_bin, path, "--bench", "-n", 1)
+        path.write_bytes(whole[:len(whole) // 2].ljust(len(whole), b"\0"))
+        refused_by_both(path)
+        if keys and len(whole) > 1 << 19:
+            path.write_bytes(whole[:len(whole) // 2] + bytes(1 << 17) + whole[len(whole) // 2 + (1 << 17):])
+            refused_by_both(path)
+    path = tmp_path / "m.gguf"
+    for name in "tok", "output":
+        model.w[name][99:] = 0  # 128 kB
+    model.w["wo", 1][:] = model.w["w2", 2][:] = 0  # as they may begin
+    for keys in sums, {}:
+        model.write_gguf(path, "f32", **keys)
+        seal(path)
+        assert run(run_debug_bin, path, "-n", 1) and load.read_gguf(path)[0]["output.weight"].shape == (600, 64)
+
+
+def test_parts_of_a_split_model_are_named(run_debug_bin, tmp_path, capsys):
+    """As the gguf package writes them; only the first has the architecture."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
+    writer.add_context_length(8)
+    for name in "token_embd.weight", "output_norm.weight", "blk.0.attn_norm.weight":
+        writer.add_tensor(name, np.ones(32, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for part in 1, 2:
+        path = tmp_path / f"m-0000{part}-of-00002.gguf"
+        said = run(run_debug_bin, path, status=1)
+        assert f"part {part} of 2 of a split model; join them: llama-gguf-split --merge NAME-00001-of-00002.gguf NAME.gguf" in said
+        with pytest.raises(SystemExit):
+            load.read_gguf(path)
+        assert f"part {part} of 2 of a split model; join them: llama-gguf-split --merge m-00001-of-00002.gguf" in capsys.readouterr().err
+
+
 # ---- refusals by the system, and fuzzing
 
 def faults(faults_bin, *args, stdin=None):
