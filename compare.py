@@ -25,6 +25,7 @@ import numpy as np
 
 from configurator import configure, fail
 from engine.files import read_json, stamp
+from engine.streams import one_line
 from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
@@ -36,6 +37,7 @@ X = ("iter", "tokens", "time")
 MOST_METRICS = 1000  # of a run
 PIECE = 1 << 20      # bytes read at once
 MOST_LINE = 1 << 26
+MAX_CELL = 100       # characters of a cell of the table
 CHECK = 48           # bytes before the place where reading goes on, which show whether the file was written anew
 LOSSES = ("loss/train", "loss/val", "bpb/val")
 RESULTS = ("iter", "tokens", *(f"last {name}" for name in LOSSES), "last at iter", *(f"best {name}" for name in LOSSES[1:]),
@@ -195,7 +197,7 @@ def read_runs(folders):
         try:
             found.append(read_run(folder))
         except ValueError as e:
-            wrong.append(" ".join(str(e).split()))
+            wrong.append(one_line(" ".join(str(e).split())))
     if not found:
         fail(wrong[0] if wrong else "no runs; expected their folders, as in: python compare.py out/a out/b")
     for line in wrong:
@@ -240,11 +242,13 @@ def differences(found):
 
 
 def text(value):
+    """Return a value as a cell of the table shows it."""
     if isinstance(value, float):
         return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
-    if re.fullmatch("[0-9a-f]{40,}", str(value)):  # a commit or a checksum
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{40,}", value):  # a commit or a checksum
         return value[:10]
-    return f"{value:,}" if type(value) is int else str("" if value is None else value)
+    shown = f"{value:,}" if type(value) is int else one_line("" if value is None else value)
+    return shown if len(shown) <= MAX_CELL else f"{shown[:MAX_CELL]}..."
 
 
 def rank(value):
@@ -389,7 +393,7 @@ def chart(found, group=""):
     for n, name in enumerate(groups):
         y = 384 + 18 * n
         parts.append(f'<path d="M50 {y - 4}h24" stroke="{COLORS[n % len(COLORS)]}" stroke-width="2"/>'
-                     f'<text x="82" y="{y}">{html.escape(name)}</text>')
+                     f'<text x="82" y="{y}">{html.escape(text(name))}</text>')
     return "".join(parts) + "</svg>\n"
 
 
@@ -397,8 +401,8 @@ def page(found, group=""):
     """Table and chart in one HTML file that needs nothing else."""
     table = cells(found)
     rows = list(zip(*map(alike, zip(*table[1:]))))
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in table[0])
-    body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(str(v))}">{html.escape(text(v))}</td>' for v in row)
+    head = "".join(f"<th>{html.escape(text(name))}</th>" for name in table[0])
+    body = "".join("<tr>" + "".join(f'<td data-value="{html.escape(one_line(v))}">{html.escape(text(v))}</td>' for v in row)
                    + "</tr>" for row in rows)
     return Template(PAGE.read_text(encoding="utf-8")).substitute(table=f"<tr>{head}</tr>{body}", chart=chart(found, group))
 

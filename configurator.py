@@ -22,10 +22,12 @@ import runpy
 import symtable
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from engine.advice import advice, elsewhere, slips
-from engine.streams import flush_stdout, gone, open_streams
+from engine.streams import flush_stdout, gone, one_line, open_streams
+
 
 STARTED = time.monotonic()  # when this program began, about
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
@@ -37,7 +39,7 @@ BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no":
 def fail(message):
     """End the program the way every user's mistake ends: one line on stderr, exit code 2."""
     flush_stdout()
-    print("error: " + " ".join(str(message).split()), file=sys.stderr)
+    print("error: " + one_line(" ".join(str(message).split())), file=sys.stderr)
     sys.exit(2)
 
 
@@ -61,7 +63,7 @@ def end(kind, error, trace):
         sys.exit(141)  # as a shell reports SIGPIPE
     if issubclass(kind, OSError) and (why := flush_stdout("\n")):  # where nothing is buffered, only a write tells
         fail(NO_STDOUT.format(why))
-    sys.__excepthook__(kind, error, trace)
+    print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
 
 
 if sys.platform == "win32":

@@ -28,6 +28,7 @@ from engine import checkpoint, parallel
 from engine.files import write_atomic
 from engine.load import load_model
 from engine.redact import redact
+from engine.streams import one_line
 from tokenizer import decode_utf8
 from track import PROJECT, Wandb, new_run_id, reason, wandb_run
 
@@ -163,17 +164,17 @@ def report(rows, names):
     """Lines: accuracy over all and per class, the confusion matrix, the failures."""
     right = sum(row[0] for row in rows)
     counts = collections.Counter((row[1], row[2]) for row in rows)
-    columns = max(map(width, ["expected", *names])) + 2
+    columns = max(map(width, ["expected", *map(one_line, names)])) + 2
     yield f"accuracy {right / len(rows):.4f} ({right} of {len(rows)})"
     yield "\n" + "expected".ljust(columns) + "accuracy  " + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
     per_class = accuracies(rows)
     for n, name in enumerate(names):
         good, all_ = per_class.get(name, (0, 0))
         share = f"{good / all_:.4f}" if all_ else "-"
-        yield f"{pad(name, columns)}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
+        yield f"{pad(one_line(name), columns)}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
     failures = [row for row in rows if not row[0]]
     for _, expected, actual, p, prompt in failures[:20]:
-        yield f"wrong: {prompt!r}: expected {expected}, actual {actual} (score {p:.2f})"
+        yield f"wrong: {prompt!r}: expected {one_line(expected)}, actual {one_line(actual)} (score {p:.2f})"
     if len(failures) > 20:
         yield f"... and {len(failures) - 20} more"
 

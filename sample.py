@@ -13,6 +13,7 @@ import torch
 
 from engine import checkpoint, inside, parallel
 from engine.load import load_model
+from engine.streams import generated
 from page.inside import html
 
 out_dir = "out"         # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -63,7 +64,7 @@ def main():
             fail(f"{out_dir}: cannot be sampled from ({e}); its weights are broken")
         if not slid and (slid := tokens.shape[1] > model.args.max_seq_len + 1):  # the last one has not been evaluated
             print(f"the context of {model.args.max_seq_len} tokens is full: it slides over the text", file=sys.stderr)
-        print("\n" * (n > 0) + vocabulary.decode(tokens[0].tolist()), flush=True)
+        print("\n" * (n > 0) + generated(vocabulary.decode(tokens[0].tolist())), flush=True)
 
 
 if __name__ == "__main__":

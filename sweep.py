@@ -23,7 +23,7 @@ from pathlib import Path
 import compare
 from configurator import advice, configure, convert, fail, read_file, source_knobs
 from engine.files import read_json
-from engine.streams import outlast
+from engine.streams import one_line, outlast
 
 file = ""       # the sweep, a .yaml file as W&B has them
 count = 0       # trials; 0: the file's run_cap, or the whole grid
@@ -239,7 +239,7 @@ def run_trial(sweep, number, values, folder):
     origin = values.get("init_from", "scratch")  # a trial that was interrupted is resumed
     values = values | {"out_dir": str(folder / str(number)), "init_from": "auto" if origin == "scratch" else origin}
     refuse_other(sweep, values, folder / str(number))
-    print(f"trial {number}: " + ", ".join(f"{k}={v}" for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
+    print(f"trial {number}: " + ", ".join(one_line(f"{k}={v}") for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
     code, stopped = run_program(*command_of(sweep, values))
     if stopped:
         print(f"stopped in trial {number}; the same command continues the sweep", file=sys.stderr)

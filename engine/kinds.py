@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from engine.encodings import damaged, decoded, encoding
 from engine.files import replacing
+from engine.streams import one_line
 
 BLOCK = 1 << 22     # bytes of a file in memory at once
 HEAD = 1 << 16      # bytes that tell what a file is
@@ -670,5 +671,5 @@ def unlike(found, column, parts=False):
 
 def listed(words, most=8):
     """The first words of a list, separated by commas."""
-    words = [str(word) for word in words]
+    words = [one_line(word) for word in words]
     return ", ".join(words[:most] + ["..."] * (len(words) > most))

@@ -1,20 +1,74 @@
-"""What a program says, and whether anybody hears it: stdout and stderr that are closed, or that lose their reader."""
+"""
+The standard streams of a program: what may reach a terminal, and streams that are closed or that lose their reader.
+
+Names, settings, vocabularies and metadata are text that anyone may have written. A terminal obeys control characters in
+it: they move the cursor, hide lines, or type commands.
+"""
 import contextlib
 import io
 import os
+import re
 import select
 import sys
 
 broken = {}  # {"stdout" or "stderr": [bytes lost, why]} of each Console that could not be written to and was not told of yet
+CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"         # C0 without tab and newline, DEL, C1
+HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reverse the order of text
+LONE = r"\ud800-\udfff"                           # halves of surrogate pairs, which have no encoding
+ODD = re.compile(f"[{CONTROL}{HIDDEN}{LONE}]")
+ODD_IN_A_LINE = re.compile(f"[\t\n{CONTROL}{HIDDEN}{LONE}]")
+CONTROLS = re.compile(f"[{CONTROL}]")
+BAR_UP = re.compile(r"(\x1b\[A)+")  # tqdm writes this by itself, to move from one bar to another
+
+
+def printable(text, pattern=ODD):
+    """Return a text whose control characters are spelled out (`\\x1b`), so that a terminal shows them and obeys none."""
+    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def one_line(text):
+    """Return the same as printable() for a part of a line: newlines and tabs are spelled out, too."""
+    return printable(str(text), ODD_IN_A_LINE)
+
+
+def generated(text):
+    """Return a model's text as `run` prints it: without control characters other than newline and tab."""
+    return CONTROLS.sub("", text)
+
+
+class PrintableStream(io.TextIOWrapper):
+    """stdout or stderr, to which all text is written as printable() returns it; progress bars keep what moves them."""
+
+    def write(self, text):
+        if not self.bars:
+            super().write(printable(text))
+        elif BAR_UP.fullmatch(text):
+            super().write(text)
+        else:
+            start = text[:text.startswith("\r")]
+            super().write(start + printable(text[len(start):]))
+        return len(text)
+
+
+def printable_stream(name, buffer, like):
+    """Return a PrintableStream that writes to a buffer in place of `like`, the stream of this name."""
+    stream = PrintableStream(buffer, like.encoding, "backslashreplace",  # a character that the encoding lacks
+                             line_buffering=like.line_buffering, write_through=like.write_through)
+    stream.bars, stream.mode = name == "stderr", "w"
+    return stream
 
 
 def open_streams():
-    """At the start of a program: streams that can be written to, whatever is printed."""
+    """At the start of a program: open streams that are closed, and let nothing be printed that a terminal obeys."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
         if getattr(sys, name) is None:  # closed by whoever started the program: the next file would have its number
             setattr(sys, name, open(os.devnull, mode))
-    with contextlib.suppress(AttributeError):  # a notebook's stdout
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr has it: a name that the terminal's encoding lacks
+    for name in "stdout", "stderr":
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):  # no notebook's, no test's
+            safe = printable_stream(name, stream.detach(), stream)
+            setattr(sys, name, safe)
+            setattr(sys, f"__{name}__", safe)
     if sys.stderr is sys.__stderr__:  # nobody captures it
         outlast("stderr")
 
@@ -51,8 +105,7 @@ def outlast(name):
     with contextlib.suppress(AttributeError, OSError, ValueError):  # a notebook's has no file
         console = Console(name, stream)
         stream.flush()
-        setattr(sys, name, io.TextIOWrapper(console, stream.encoding, stream.errors, line_buffering=stream.line_buffering,
-                                            write_through=stream.write_through))
+        setattr(sys, name, printable_stream(name, console, stream))
 
 
 def console_notes():

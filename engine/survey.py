@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from engine.streams import one_line
 from tokenizer import BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED, spell
 
 ROWS = 20  # of a table of pieces
@@ -116,7 +117,7 @@ def bins(lengths):
 
 def table(rows):
     """Lines of text, in columns."""
-    rows = [[" ".join(f"{cell:,}".split() if isinstance(cell, int) else str(cell).split()) for cell in row] for row in rows]
+    rows = [[f"{cell:,}" if isinstance(cell, int) else one_line(" ".join(str(cell).split())) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
