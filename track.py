@@ -25,7 +25,6 @@ import netrc
 import os
 import queue
 import re
-import resource
 import secrets
 import shlex
 import shutil
@@ -1205,6 +1204,7 @@ def track_program(words):
 def end_by_signal(number):
     """End this process by a signal, without a second core dump; else exit with 128 + number."""
     with contextlib.suppress(OSError, ValueError):
+        import resource  # which Windows lacks, of which configurator.py tells
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError, ValueError):  # SIGKILL takes no handler
         signal.signal(number, signal.SIG_DFL)
