@@ -36,6 +36,7 @@ import numpy as np
 from engine import prepare as preparation
 from engine import survey
 from engine.prepare import SEED, Prepared, as_prepared, load
+from engine.spans import spanned
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom or bpe (trained on the data), byte, char, llama2 (./tokenizer.model), or a tokenizer's path
@@ -77,6 +78,7 @@ class Dataset(Prepared):
         self.rank, self.world, self.pinned, self.prefetch = rank, world, pinned, Prefetch(self.make_batch)
         self.changed = 0, 0
 
+    @spanned("data")
     def batch(self, step):
         """This process's slice of the global batch of `step`, (x, y); the next one is made in the meantime."""
         return self.prefetch.get(step)

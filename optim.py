@@ -18,6 +18,7 @@ from contextlib import nullcontext
 import torch
 
 from engine import parallel
+from engine.spans import spanned
 
 
 def orthogonalize(g, dtype=torch.float32, steps=5):
@@ -137,6 +138,7 @@ class Together:
         self.scale = LossScale()
         self.ready = lambda: None  # returns when the weights may change, which a checkpoint's writer may be reading
 
+    @spanned("optimizer")
     def step(self, observe=nullcontext):
         self.ready()
         self.scale.divide([p.grad for p in self.names if p.grad is not None])
@@ -147,6 +149,7 @@ class Together:
         for group in self.param_groups:
             group["lr"] = rate * group["scale"]
 
+    @spanned("optimizer")
     def zero_grad(self):
         for p in self.names:
             p.grad = None

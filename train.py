@@ -33,6 +33,7 @@ from engine.load import adopt, start_from
 from engine.parallel import say
 from engine.prepare import as_prepared, load, source_files, text_bytes
 from engine.redact import redact
+from engine.spans import span
 from engine.streams import outlast
 from export import ITER, export_model, exported_step, refuse_unexportable
 from model import Transformer
@@ -158,14 +159,17 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
         documents = ops.documents_of(xb, dataset.separator, device) if packed else None
         xb, yb = parallel.to_device(device, xb, yb)
         with parallel.accumulate(model, last=i == len(micro_batches) - 1):
-            with amp:
+            with span("forward"), amp:
                 loss = model(xb, yb, documents=documents)[1] * share
-            (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
+            with span("backward"):
+                (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
         total += loss.detach()
-    length = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    with span("clipping"):
+        length = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm, loss = parallel.unshard(length) / opt.scale.factor, parallel.mean(total)
     read = parallel.reading(torch.stack((loss, norm)))
-    torch.nn.utils.clip_grads_with_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor, length)
+    with span("clipping"):
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor, length)
     taken = not (spike_z or opt.scale.wanted) or not guard.refuses(*read())  # one wait for the device
     if taken:
         opt.step(*[update_norms] * update_norms.wanted)

@@ -6,6 +6,7 @@ import sys
 from configurator import fail
 from engine import costs, modes, parallel, preflight, sizes
 from engine.files import refuse_odd
+from engine.spans import spanned
 
 
 def check_settings(s):
@@ -63,6 +64,7 @@ def refuse_unseen(folder, device):
                                             f"{parallel.rank} does not see it; give a --cache that all machines share")
 
 
+@spanned("logging")
 def refuse_nonsense(s, row, tracker):
     """A loss that is not a number ends the run, with the row on record; of the training loss only if no step is skipped."""
     for name in ("loss/val",) if s.spike_z else ("loss/val", "loss/train"):

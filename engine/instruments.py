@@ -7,6 +7,7 @@ import time
 import torch
 
 from engine import ops, parallel
+from engine.spans import spanned
 from engine.streams import console_notes
 from tokenizer import spell
 
@@ -64,6 +65,7 @@ class UpdateNorms:
         if kind and self.watch in ("all", kind):
             self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.unshard(t)) for p, t in zip(params, tensors)}
 
+    @spanned("logging")
     def take(self):
         """The metrics of the step that was measured, once, with one wait for the device."""
         squares, found = collections.Counter(), self.histograms
@@ -278,6 +280,7 @@ class Stopwatch:
         yield
         self.start += time.perf_counter() - since
 
+    @spanned("logging")
     def read(self, config):
         """The speed metrics, and start anew."""
         seconds = time.perf_counter() - self.start
@@ -308,6 +311,7 @@ def check_peak(config, reached, device):
     config["mfu_basis"] += AGAIN
 
 
+@spanned("logging")
 def mean_loss(state):
     """The mean training loss of the steps taken since the last row, NaN where all were skipped; and start anew."""
     total, steps = float(state["loss_sum"]), state["loss_steps"]
@@ -315,6 +319,7 @@ def mean_loss(state):
     return total / steps if steps else math.nan
 
 
+@spanned("logging")
 def show(row, bar):
     """One row of the log on the progress bar, or, where nobody watches, as a line; evaluations always as a line."""
     if "loss/train" in row:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from engine.spans import span
+
 
 plain = contextvars.ContextVar("plain", default=False)  # see plain_formulas
 
@@ -282,9 +284,10 @@ class CrossEntropy(torch.autograd.Function):
             torch.softmax(z, 1, out=z)
             total += ((top - z.amax(1, keepdim=True).log() - at_target) * counted).sum()  # top - log p_top: log sum e^z
             if learns:
-                dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
-                into(dh, dz, w).mul_(counted)
-                into(dw, dz.mT, h * counted, keep=i > 0)
+                with span("backward"):
+                    dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
+                    into(dh, dz, w).mul_(counted)
+                    into(dw, dz.mT, h * counted, keep=i > 0)
         if learns:
             ctx.save_for_backward(dx, dw, n)
         return total / n

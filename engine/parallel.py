@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from configurator import fail
+from engine import spans
+from engine.spans import spanned
 from engine.streams import tell, unread
 
 many = os.environ.get("RANK") and os.environ.get("WORLD_SIZE")  # torchrun sets both
@@ -159,7 +161,20 @@ def wrap(model):
         return model
     known = inspect.signature(DistributedDataParallel).parameters  # newer PyTorch warns of the older name
     quiet = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, **{quiet: False})  # the only one is the same in all
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **{quiet: False})  # the only one is the same in all
+    if spans.measured:
+        wrapped.register_comm_hook(None, average)
+    return wrapped
+
+
+def average(_, bucket):
+    """DDP's communication, at once rather than beside the computing, so that either has a time of its own."""
+    with spans.span("communication"):
+        dist.all_reduce(bucket.buffer())
+        bucket.buffer().div_(world)
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def accumulate(model, last):
@@ -224,6 +239,7 @@ def load_weights(model, weights):
             tensor.copy_(shard_like(weight, tensor))
 
 
+@spanned("data")
 def to_device(device, *tensors):
     """Batches travel to a GPU from pinned memory, while it computes."""
     if device.type == "cuda":
@@ -250,9 +266,10 @@ def reading(tensor):
 def mean(value):
     """The mean over all processes of a scalar tensor."""
     if world > 1:
-        value = value.clone()
-        dist.all_reduce(value)
-        value /= world
+        with spans.span("communication"):
+            value = value.clone()
+            dist.all_reduce(value)
+            value /= world
     return value
 
 
@@ -260,9 +277,10 @@ def all_max(values, device):
     """For each number the largest that any process has, so that all of them act alike at the same step."""
     if world == 1:
         return values
-    values = torch.tensor(values, dtype=torch.float32, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.tolist()
+    with spans.span("communication"):
+        values = torch.tensor(values, dtype=torch.float32, device=device)
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values.tolist()
 
 
 def any_true(flags, device):

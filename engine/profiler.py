@@ -1,6 +1,6 @@
 """
-Where the time of a training goes: --profile=True. The loop of train.py runs as it is, its phases are measured from outside,
-and torch.profiler looks at some steps after a warm-up.
+Where the time of a training goes: --profile=True. The loop of train.py runs as it is, and torch.profiler records some steps
+after a warm-up, with the spans that the step names (engine/spans.py).
 """
 import contextlib
 import functools
@@ -11,96 +11,47 @@ from collections import Counter, defaultdict
 from types import SimpleNamespace
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 
-from engine import parallel
-from engine.instruments import Stopwatch, UpdateNorms
+from engine import parallel, spans
 from engine.modes import artifact, replaced
 from engine.parallel import say
+from engine.spans import PHASES
 
 WARM, STEPS = 4, 5  # steps before the profile, and in it
-PHASES = ("data", "forward", "backward", "optimizer", "communication", "logging")
 WIDEST = 1 << 28    # bytes of the largest copy that is timed
 
 
-class Phases:
-    """
-    Seconds by phase. A moment belongs to the innermost phase that it lies in: what backward sends is communication. A
-    device that works by itself is waited for at the end of each, so that its time is counted where it was asked for.
-    """
-
-    def __init__(self, device):
-        self.seconds, self.inner = Counter(), [0.0]  # inner: of each open phase, what those within it took
-        self.asynchronous = device.type != "cpu"
-
-    @contextlib.contextmanager
-    def __call__(self, name):
-        start = time.perf_counter()
-        self.inner.append(0.0)
-        with record_function(name):
-            yield
-            if self.asynchronous:
-                torch.accelerator.synchronize()
-        seconds = time.perf_counter() - start
-        self.seconds[name] += seconds - self.inner.pop()
-        self.inner[-1] += seconds
-
-    def of(self, name, call):
-        """`call`, as this phase."""
-        @functools.wraps(call)
-        def phase(*arguments, **named):
-            with self(name):
-                return call(*arguments, **named)
-        return phase
-
-    @contextlib.contextmanager
-    def around(self, name, context):
-        """A context, as this phase."""
-        with self(name), context as value:
-            yield value
-
-    def average(self, group, bucket):
-        """DDP's communication, at once rather than beside the computing, so that either has a time of its own."""
-        with self("communication"):
-            torch.distributed.all_reduce(bucket.buffer())
-            bucket.buffer().div_(parallel.world)
-        done = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-
-
-class Reusable:
-    """A context that can be entered again and again. make() gives one to enter once."""
-
-    def __init__(self, make):
-        self.make, self.open = make, []
-
-    def __enter__(self):
-        self.open.append(self.make())
-        return self.open[-1].__enter__()
-
-    def __exit__(self, *error):
-        return self.open.pop().__exit__(*error)
+def phase_seconds(events):
+    """{phase: seconds} of the profiler's events: what each span takes by itself, without those within it, in any thread."""
+    spans = sorted((e.time_range.start, -e.time_range.end, e.name) for e in events
+                    if e.name in PHASES and e.device_type == torch.autograd.DeviceType.CPU)
+    seconds, open_ = Counter(), []  # open_: (end, name) of the spans around the next one
+    for start, end, name in spans:
+        while open_ and open_[-1][0] <= start:
+            open_.pop()
+        took = (-end - start) / 1e6
+        seconds[name] += took
+        if open_:
+            seconds[open_[-1][1]] -= took
+        open_.append((-end, name))
+    return seconds
 
 
 class Look:
     """In train_step's place: calls it, and begins and ends the profile as the steps go by."""
 
-    def __init__(self, train_step, phases, device):
+    def __init__(self, train_step, device):
         kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
         schedule = torch.profiler.schedule(wait=WARM - 1, warmup=1, active=STEPS, repeat=1)
         self.profiler = torch.profiler.profile(activities=kinds, schedule=schedule, record_shapes=True)
-        self.train_step, self.phases, self.step, self.at = train_step, phases, 0, []
-        self.seconds = {}  # by phase, of the steps in the profile
+        self.train_step, self.step, self.at = train_step, 0, []
 
     def __call__(self, *arguments):
         self.at.append(time.perf_counter())  # at the end of a step ...
-        if self.step == WARM + STEPS:
-            self.seconds = dict(self.phases.seconds)
         with hushed():
             self.profiler.step() if self.step else self.profiler.start()
         if self.step == WARM:
-            self.phases.seconds.clear()
             self.begin = time.perf_counter()  # ... and at the beginning of the first
         self.step += 1
         return self.train_step(*arguments)
@@ -125,35 +76,25 @@ def hushed():
 
 
 def profile(g, t):
-    """Run the loop over WARM + STEPS steps, with its ingredients measured; print the shares and write the trace."""
-    phases = Phases(t.device)
-    look, of = Look(g["train_step"], phases, t.device), phases.of
+    """
+    Run the loop over WARM + STEPS steps, whose spans (engine/spans.py) a profiler records; print the shares of the phases
+    and write the trace.
+    """
+    look = Look(g["train_step"], t.device)
 
     def start_tracking(*arguments):
         tracker = g_tracking(*arguments)
-        tracker.log = of("logging", tracker.log)
+        tracker.log = spans.spanned("logging")(tracker.log)
         return tracker
 
-    def wrap(raw):
-        wrapped = plain_wrap(raw)
-        if hasattr(wrapped, "register_comm_hook"):
-            wrapped.register_comm_hook(None, phases.average)
-        return wrapped
-
-    def accumulate(*arguments, **named):
-        return phases.around("backward", plain_accumulate(*arguments, **named))  # and within it forward
-
-    g_tracking, plain_wrap, plain_accumulate = g["start_tracking"], parallel.wrap, parallel.accumulate
-    with (replaced(g, train_step=look, start_tracking=start_tracking, assess=lambda *_: {}, conclude=lambda *_: None,
-                   save=lambda *_: None, max_iters=WARM + STEPS + 1, log_interval=STEPS,
-                   **{name: of("logging", g[name]) for name in ("mean_loss", "show", "refuse_nonsense")}),
-          replaced(t.dataset, batch=of("data", t.dataset.batch)),
-          replaced(t.opt, step=of("optimizer", t.opt.step), zero_grad=of("optimizer", t.opt.zero_grad)),
-          replaced(torch.nn.utils, clip_grad_norm_=of("optimizer", torch.nn.utils.clip_grad_norm_)),
-          replaced(UpdateNorms, take=of("logging", UpdateNorms.take)), replaced(Stopwatch, read=of("logging", Stopwatch.read)),
-          replaced(parallel, wrap=wrap, accumulate=accumulate, to_device=of("data", parallel.to_device),
-                   **{name: of("communication", getattr(parallel, name)) for name in ("mean", "all_max") if parallel.world > 1})):
-        g["train"](t._replace(amp=Reusable(lambda: phases.around("forward", t.amp))))
+    g_tracking = g["start_tracking"]
+    with replaced(g, train_step=look, start_tracking=start_tracking, assess=lambda *_: {}, conclude=lambda *_: None,
+                  save=lambda *_: None, max_iters=WARM + STEPS + 1, log_interval=STEPS):
+        spans.measure(True)
+        try:
+            g["train"](t)
+        finally:
+            spans.measure(False)
     if parallel.master:
         report(g, t, look)
 
@@ -163,7 +104,8 @@ def report(g, t, look):
     events = look.profiler.events()
     ranges = [e.time_range for e in events if e.name.startswith("ProfilerStep")]
     steps = (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e6  # seconds, by the profiler
-    seconds = look.seconds | {"waiting": steps - sum(look.seconds.values())}
+    seconds = phase_seconds(events)
+    seconds |= {"waiting": steps - sum(seconds.values())}
     wall, plain = look.wall, look.at[WARM - 1] - look.at[WARM - 2]
     say(f"profile: {STEPS} steps of {t.config['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by the "
         f"clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")

@@ -208,16 +208,34 @@ def test_the_shares_of_a_profile_add_up_to_the_clock(trainer, capsys, folder):
     assert trainer(profile=True, batch_size=48, dim=64) == 0  # steps that are long beside a busy machine's pauses
     said = capsys.readouterr().out
     shares = {name: float(share) for name, share in re.findall(r"^  (\w+) +(-?[\d.]+) %  +[\d.-]+ ms a step$", said, re.M)}
-    assert list(shares) == ["data", "forward", "backward", "optimizer", "communication", "logging", "waiting"]
+    assert list(shares) == ["data", "forward", "backward", "clipping", "optimizer", "communication", "logging", "waiting"]
     assert abs(sum(shares.values()) - 100) < 2 and min(shares.values()) >= 0 and shares["communication"] == 0
-    assert min(shares[name] for name in ("data", "forward", "backward", "optimizer", "logging")) > 0
+    assert min(shares[name] for name in ("data", "forward", "backward", "clipping", "optimizer", "logging")) > 0
     ops = re.findall(r"^  (\S.*?) +\d+ +[\d.]+ +[\d.]+ %   (\d+ % \((?:FLOPs|bytes)\)|-)$", said, re.M)
     assert len(ops) == 10 and sum(share != "-" for _, share in ops) >= 5
     trace = folder / "out/my.profile.json.gz"
     assert str(trace.relative_to(folder)) in said
-    names = {event.get("name") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert {"data", "forward", "backward", "optimizer", "logging", "aten::mm"} <= names
+    events = [event for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if event.get("dur")]
+    assert {"data", "forward", "backward", "clipping", "optimizer", "logging", "aten::mm"} <= {event["name"] for event in events}
+
+    def within(outer, name):
+        """How many events of a name lie within those of another."""
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e["name"] == outer]
+        return sum(any(a <= e["ts"] and e["ts"] + e["dur"] <= b for a, b in spans) for e in events if e["name"] == name)
+
+    assert within("forward", "backward") >= 5  # the classifier's gradients, which come with the loss
+    assert within("clipping", "aten::linalg_vector_norm") + within("clipping", "aten::_foreach_norm") >= 5
+    assert within("clipping", "aten::_foreach_mul_") >= 5
     trace.unlink()
+
+
+def test_of_nested_spans_the_inner_one_owns_its_time():
+    """In any thread: DDP communicates from another one than that which waits for backward."""
+    def event(name, start, end, thread=1, kind=torch.autograd.DeviceType.CPU):
+        return SimpleNamespace(name=name, thread=thread, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+    events = [event("forward", 0, 1e6), event("backward", 4e5, 6e5), event("aten::mm", 1, 2), event("backward", 1e6, 4e6),
+              event("communication", 2e6, 3e6, thread=2), event("forward", 0, 9e6, kind=torch.autograd.DeviceType.CUDA)]
+    assert profiler.phase_seconds(events) == pytest.approx({"forward": 0.8, "backward": 2.2, "communication": 1.0})
 
 
 def test_the_work_of_an_op():
