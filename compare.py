@@ -238,7 +238,8 @@ def seconds(times):
 def differences(found):
     """The names of the settings that are not the same in all runs."""
     keys = dict.fromkeys(k for run in found for k, v in run.config.items() if not isinstance(v, dict))
-    return [k for k in keys if k not in NOT_SETTINGS and len({repr(canonical(run.config.get(k))) for run in found}) > 1]
+    values = {k: {repr(canonical(run.config.get(k))) for run in found} for k in keys}
+    return [k for k in keys if k not in NOT_SETTINGS and len(values[k]) > 1]
 
 
 def text(value):
@@ -271,7 +272,7 @@ def cells(found):
 
 
 def alike(column):
-    """The values of a column; where one of its numbers has a fraction, all of them are shown as floats."""
+    """Return the values of a column, its ints as floats where one of its numbers is a float."""
     fractions = any(type(value) is float for value in column)
     return [float(v) if fractions and type(v) is int and abs(v) < 1e300 else v for v in column]
 

@@ -52,7 +52,8 @@ def check(sweep):
     if not is_metric(sweep.get("metric", {"name": "loss/val"})):
         fail(f"{file}: metric is {sweep['metric']!r}, expected {METRIC}, or maximize")
     for key in sweep.get("metric", {}).keys() - {"name", "goal", "target"}:
-        fail(f"{file}: metric has {key!r}, which is not known here; run this sweep with wandb sweep, or remove it")
+        fail(f"{file}: metric has {key!r}, which is not known here; run this sweep with wandb sweep, "
+             f"or remove it")
     for key in ("name", "description", "project", "entity"):
         if not isinstance(sweep.get(key, ""), str):
             fail(f"{file}: {key} is {sweep[key]!r}, expected a text")
@@ -63,7 +64,8 @@ def check(sweep):
     for name, spec in sweep["parameters"].items():
         check_parameter(name, spec, sweep["method"])
         if name == "out_dir" and "value" not in spec:
-            fail(f"{file}: out_dir is {spec!r}, expected value: the folder for all trials; trial N trains in out_dir/N")
+            fail(f"{file}: out_dir is {spec!r}, expected value: the folder for all trials; trial N "
+                 f"trains in out_dir/N")
         if known and name not in known:
             fail(f"{file}: {program(sweep)} has no knob {name!r}; {advice(str(name), known)}")
         if known and "values" in spec and type(known[name][0]) in (int, float):
@@ -78,18 +80,22 @@ def is_metric(metric):
 
 def check_command(command):
     """Refuse a command that would not do here what it does under `wandb agent`."""
-    if not isinstance(command, list) or not command or not all(isinstance(word, (str, int, float)) for word in command):
-        fail(f"{file}: command is {command!r}, expected a list of words such as {json.dumps(COMMAND)}")
+    is_words = isinstance(command, list) and all(isinstance(w, (str, int, float)) for w in command)
+    if not is_words or not command:
+        fail(f"{file}: command is {command!r}, expected a list of words such as "
+             f"{json.dumps(COMMAND)}")
     words, known = [str(word) for word in command], forms({}, "")
     for word in words:
         inside = ENVIRONMENT_VARIABLE.sub("", word)
         if inside.startswith("${") and inside.endswith("}") and inside[2:-1] not in known:
-            fail(f"{file}: command has {word}, expected one of {', '.join(f'${{{name}}}' for name in known)}")
+            expected = ", ".join(f"${{{name}}}" for name in known)
+            fail(f"{file}: command has {word}, expected one of {expected}")
         for name in ENVIRONMENT_VARIABLE.findall(word):
             if name not in os.environ:
                 fail(f"{file}: command has {word}, but the environment has no {name}")
         if (key := word.lstrip("-+").partition("=")[0].replace("-", "_")) in OWN and word != key:
-            fail(f"{file}: command sets {word}, but the sweep gives each trial its own {key}; set it under parameters")
+            fail(f"{file}: command sets {word}, but the sweep gives each trial its own {key}; set it "
+                 f"under parameters")
     if not any(word.startswith("${args") for word in words):
         fail(f"{file}: command has no ${{args}}, so that a trial would not get its values")
 
@@ -124,17 +130,23 @@ def check_parameter(name, spec, method):
 def refuse_unused(name, spec, method):
     """Refuse what a parameter says and nothing here would do."""
     if "value" in spec:
-        what, used, kinds = "a value", {"value"}, ("constant",)
+        what, used, kinds = "a value", {"value"}, ["constant"]
     elif "values" in spec:
-        what, used, kinds = "values", {"values"} | ({"probabilities"} if method == "random" else set()), ("categorical",)
-        kinds += ("categorical_w_probabilities",) if method == "random" else ()
+        what, used, kinds = "values", {"values"}, ["categorical"]
+        if method == "random":
+            used.add("probabilities")
+            kinds.append("categorical_w_probabilities")
     else:
-        kind = distribution(spec) if "max" in spec else ""
-        what, used, kinds = f"a range of distribution {kind}", {"min", "max"} | ({"q"} if str(kind).startswith("q_") else set()), ()
+        kind = str(distribution(spec)) if "max" in spec else ""
+        what, used, kinds = f"a range of distribution {kind}", {"min", "max"}, []
+        if kind.startswith("q_"):
+            used.add("q")
     for key in spec.keys() - used - {"distribution"}:
-        fail(f"{file}: {name} has {key!r}, which is not used with {what} in method {method}; remove it")
+        fail(f"{file}: {name} has {key!r}, which is not used with {what} in method {method}; "
+             f"remove it")
     if kinds and spec.get("distribution", kinds[0]) not in kinds:
-        fail(f"{file}: {name} has {what} and distribution {spec['distribution']!r}, expected {kinds[0]}")
+        fail(f"{file}: {name} has {what} and distribution {spec['distribution']!r}, expected "
+             f"{kinds[0]}")
 
 
 def check_range(name, spec, method):
@@ -237,7 +249,8 @@ def refuse_other(sweep, values, folder):
 def run_trial(sweep, number, values, folder):
     """Train with these values in folder/number; the best value of the metric, or None if the training failed."""
     origin = values.get("init_from", "scratch")  # a trial that was interrupted is resumed
-    values = values | {"out_dir": str(folder / str(number)), "init_from": "auto" if origin == "scratch" else origin}
+    origin = "auto" if origin == "scratch" else origin
+    values = values | {"out_dir": str(folder / str(number)), "init_from": origin}
     refuse_other(sweep, values, folder / str(number))
     print(f"trial {number}: " + ", ".join(one_line(f"{k}={v}") for k, v in values.items() if sweep_varies(sweep, k)), flush=True)
     code, stopped = run_program(*command_of(sweep, values))
@@ -253,24 +266,34 @@ def run_trial(sweep, number, values, folder):
 
 
 def forms(values, path):
-    """{what stands between ${ and } in a command: its words}, as `wandb agent` has them: wandb/sdk/launch/sweeps/utils.py"""
+    """
+    Return {name: words} for each ${name} that a command may hold, as `wandb agent` has them.
+    Source: wandb/sdk/launch/sweeps/utils.py
+    """
     flags = [f"{name}={value}" for name, value in values.items()]
-    booleans = {name: value for name, value in values.items() if isinstance(value, bool)}
+    pairs = [(f"--{name}", str(value)) for name, value in values.items()]
+    no_booleans = []
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            no_booleans.append(f"--{name}={value}")
+        elif value:
+            no_booleans.append(f"--{name}")
     return {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": [path],
-            "args": [f"--{flag}" for flag in flags], "args_no_hyphens": flags, "args_append_hydra": [f"+{flag}" for flag in flags],
-            "args_override_hydra": [f"++{flag}" for flag in flags], "args_json": [json.dumps(values)],
-            "args_no_equals": [word for name, value in values.items() for word in (f"--{name}", str(value))],
-            "args_no_boolean_flags": [f"--{name}" if name in booleans else f"--{name}={value}"
-                                      for name, value in values.items() if booleans.get(name, True)]}
+            "args": [f"--{flag}" for flag in flags], "args_no_hyphens": flags,
+            "args_append_hydra": [f"+{flag}" for flag in flags],
+            "args_override_hydra": [f"++{flag}" for flag in flags],
+            "args_json": [json.dumps(values)], "args_no_boolean_flags": no_booleans,
+            "args_no_equals": list(itertools.chain.from_iterable(pairs))}
 
 
 def command_of(sweep, values):
-    """(the words of a trial's command, the environment that it runs in)"""
+    """Return the words of a trial's command, and the environment variables that the sweep sets."""
     known, words = forms(values, str(program(sweep))), []
     for word in map(str, sweep.get("command", COMMAND)):
         word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)
         words += known[word[2:-1]] if word.startswith("${") and word.endswith("}") else [word]
-    return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity") if sweep.get(key)}
+    said = {key: sweep[key] for key in ("project", "entity") if sweep.get(key)}
+    return words, {f"WANDB_{key.upper()}": value for key, value in said.items()}
 
 
 def run_program(command, environment):
@@ -312,7 +335,7 @@ def best(sweep, run):
 
 
 def reached(sweep, result):
-    """Whether a trial's result is the metric's target, or better; a sweep ends with the first such trial, as under W&B."""
+    """Return whether a trial's result meets the metric's target, which ends a sweep as under W&B."""
     metric = sweep.get("metric", {})
     if result is None or "target" not in metric:
         return False
@@ -349,7 +372,8 @@ def main():
     sweep = read_file(file)
     check(sweep)
     if sweep.get("name") or sweep.get("description"):
-        print(": ".join(sweep[key] for key in ("name", "description") if sweep.get(key)), flush=True)
+        named = [sweep[key] for key in ("name", "description") if sweep.get(key)]
+        print(": ".join(named), flush=True)
     folder = Path(str(out_dir or sweep["parameters"].get("out_dir", {}).get("value") or "out/sweep"))
     if sweep["method"] == "bayes":
         bayes(sweep, folder, count or sweep.get("run_cap", 20))

@@ -92,7 +92,10 @@ def tables_of(row):
 
 
 def reason(error):
-    """An exception in a line; of settings that the W&B client refuses: which, their values, and where they came from."""
+    """
+    Return an exception as one line. Settings that the W&B client refuses are named with their
+    values and where they came from.
+    """
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):  # pydantic's
         return "; ".join(map(wrong_setting, error.errors()))
     if type(error).__name__ == "UsageError":
@@ -106,9 +109,11 @@ def reason(error):
 def wrong_setting(error):
     """A line about one of pydantic's errors: {"loc", "input", "msg"}."""
     name = str(error["loc"][0]) if error["loc"] else "a setting"
-    value = ",".join(map(str, error["input"])) if isinstance(error["input"], (list, tuple)) else str(error["input"])
+    value = error["input"]
+    value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
     shown = value if len(value) <= 80 else f"{value[:77]}..."
-    return f"W&B refuses {name}={shown!r}, {wandb_origin(name, value)}: {error['msg'].removeprefix('Value error, ')}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"W&B refuses {name}={shown!r}, {wandb_origin(name, value)}: {message}"
 
 
 class Jsonl:
@@ -201,13 +206,20 @@ def wandb_settings():
     return settings_of(wandb_files())
 
 
-RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name", "group": "run_group",
-                "tags": "run_tags", "notes": "run_notes", "job_type": "run_job_type"}  # an entry of a run: the client's setting
-VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES", "run_job_type": "WANDB_JOB_TYPE"}
-FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name", "run_group": "--wandb_group",
-         "run_tags": "--wandb_tags", "run_notes": "--wandb_notes", "run_job_type": "--wandb_job_type"}
-SWANLAB_VARIABLES = {"project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME", "group": "SWANLAB_GROUP",
-                     "tags": "SWANLAB_TAGS", "notes": "SWANLAB_DESCRIPTION", "job_type": "SWANLAB_JOB_TYPE"}
+# entry of a run: the client's setting of it
+RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name",
+                "group": "run_group", "tags": "run_tags", "notes": "run_notes",
+                "job_type": "run_job_type"}
+# setting of the client: its variable, where that is not WANDB_ and its name; our flag for it
+VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES",
+             "run_job_type": "WANDB_JOB_TYPE"}
+FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name",
+         "run_group": "--wandb_group", "run_tags": "--wandb_tags", "run_notes": "--wandb_notes",
+         "run_job_type": "--wandb_job_type"}
+# entry of a run: SwanLab's variable
+SWANLAB_VARIABLES = {"project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME",
+                     "group": "SWANLAB_GROUP", "tags": "SWANLAB_TAGS",
+                     "notes": "SWANLAB_DESCRIPTION", "job_type": "SWANLAB_JOB_TYPE"}
 
 
 def wandb_variable(setting):
@@ -217,7 +229,7 @@ def wandb_variable(setting):
 
 
 def wandb_said(setting):
-    """What the user tells the client about one of its settings, by environment or file; None where that is nothing."""
+    """Return what the user tells the client about one of its settings, by environment or file, or None."""
     return os.environ.get(wandb_variable(setting)) or wandb_settings().get(setting)
 
 
@@ -226,17 +238,20 @@ def wandb_origin(setting, value):
     if os.environ.get(wandb_variable(setting)) == value:
         return f"from the variable {wandb_variable(setting)}"
     if wandb_settings().get(setting) == value:
-        return f"from {next(path for path in reversed(wandb_files()) if setting in settings_of([path]))}"
+        path = next(path for path in reversed(wandb_files()) if setting in settings_of([path]))
+        return f"from {path}"
     return f"from {FLAGS[setting]}" if setting in FLAGS else "set by llamac"
 
 
 def resolve_run(run, given, said, noted=()):
     """
-    The entries of a run: one that was `given` on the command line, else what the user `said` to the client, else what the
-    run had before it was resumed (`noted`), else what stands in `run`.
+    Return the entries of a run: one that was `given` on the command line, else what the user `said`
+    to the client, else what the run had before it was resumed (`noted`), else that of `run`.
     """
     kept = {name: noted[name] for name in RUN_SETTINGS if name in noted}
-    said = {name: value.split(",") if name == "tags" else value for name, value in said.items() if value}
+    said = {name: value for name, value in said.items() if value}
+    if "tags" in said:
+        said["tags"] = said["tags"].split(",")
     return run | kept | said | {name: run[name] for name in ("id", *given) if name in run}
 
 
@@ -372,12 +387,14 @@ class Wandb:
         usual = {"init_timeout": INIT_SECONDS, "login_timeout": INIT_SECONDS, "finish_timeout": FINISH_SECONDS,
                  "silent": True, "console": "off", "x_transaction_log_flush_interval": 1,
                  "git_root": str(Path(__file__).resolve().parent), "git_remote_url": git_remote()}
-        chosen = {name: value for name, value in (usual | given).items() if wandb_said(name) is None}
+        ours = usual | given
+        chosen = {name: value for name, value in ours.items() if wandb_said(name) is None}
         chosen["git_remote_url"] = redact(wandb_said("git_remote_url") or usual["git_remote_url"])
         settings = self.wandb.Settings(**chosen)
         try:
             resume = "allow" if mode == "online" and wandb_said("resume") is None else None
-            return self.wandb.init(mode=mode, resume=resume, config=config, settings=settings, **run), mode, why
+            run = self.wandb.init(mode=mode, resume=resume, config=config, settings=settings, **run)
+            return run, mode, why
         except self.wandb.errors.CommError as e:
             if mode != "online":
                 raise
@@ -390,9 +407,9 @@ class Wandb:
         self.said += "\n" * bool(self.said) + line
 
     def ignored_files(self):
-        """A line where the client ignores a whole file of settings for one that it refuses: it says so nowhere else."""
+        """Name a file of settings that the client ignores in silence, for one setting that it refuses."""
         found = wandb_settings()
-        own = ("ignore_globs", "anonymous", "settings_system", "root_dir")  # the client reads these in other ways
+        own = ("ignore_globs", "anonymous", "settings_system", "root_dir")  # read in other ways
         try:
             self.wandb.Settings(**{name: value for name, value in found.items() if name not in own})
         except ValueError as e:  # pydantic's is one
@@ -492,17 +509,22 @@ class Wandb:
             try:
                 artifact.wait(timeout=COUNT_SECONDS)
             except Exception as e:
-                if type(e) is ValueError:  # what the client's own upload ended with; others come from reading it back
-                    put = ["wandb", "artifact", "put", "--type=model", f"--name={self.run.project}/{artifact.name}", str(path)]
-                    self.say(f"warning: {path} is not in W&B ({redact(reason(e))}); send it with: {shlex.join(put)}")
+                if type(e) is ValueError:  # the upload failed; other errors come from reading it back
+                    name = f"--name={self.run.project}/{artifact.name}"
+                    put = shlex.join(["wandb", "artifact", "put", "--type=model", name, str(path)])
+                    self.say(f"warning: {path} is not in W&B ({redact(reason(e))}); send it with: "
+                             f"{put}")
 
     def count(self, wanted):
-        """Say where the server has fewer rows than wanted: the client itself gives up in silence."""
-        remedy = f"; send what is missing with: python track.py sync {shlex.quote(str(self.out_dir))}" * bool(self.out_dir)
+        """Say so where the server has fewer rows than wanted: the client gives up in silence."""
+        command = shlex.join(["python", "track.py", "sync", str(self.out_dir)])
+        remedy = f"; send what is missing with: {command}" if self.out_dir else ""
+        here = {"entity": self.run.entity, "project": self.run.project, "id": self.run.id}
         try:
-            have = counted({"entity": self.run.entity, "project": self.run.project, "id": self.run.id}, wanted)
+            have = counted(here, wanted)
         except Exception as e:  # whatever a broken server answers
-            self.say(f"warning: it is not known which of the run's {wanted} rows W&B has ({redact(reason(e))}){remedy}")
+            self.say(f"warning: it is not known which of the run's {wanted} rows W&B has "
+                     f"({redact(reason(e))}){remedy}")
             return
         if have < wanted:
             self.say(f"warning: W&B has {have} of the run's {wanted} rows{remedy}")
@@ -543,7 +565,8 @@ class SwanLab:
         self.swanlab, host = swanlab, os.environ.get("SWANLAB_API_HOST", "https://api.swanlab.cn")
         known = os.environ.get("SWANLAB_API_KEY") or Path("~/.swanlab/.netrc").expanduser().exists()
         mode = os.environ.get("SWANLAB_MODE") or ("online" if known and answers(host) else "offline")
-        place = {} if os.environ.get("SWANLAB_LOGDIR") else {"log_dir": str(Path(out_dir, "swanlab"))}
+        elsewhere = os.environ.get("SWANLAB_LOGDIR")
+        place = {} if elsewhere else {"log_dir": str(Path(out_dir, "swanlab"))}
         for folder in place.values():
             os.makedirs(folder, exist_ok=True)
         self.run = swanlab.init(mode=mode, **place, config=config, project=run["project"], name=run["name"],
@@ -574,12 +597,12 @@ class Trackio:
         self.trackio = trackio
         started = trackio.init(run["project"], run["id"], group=run.get("group"), config=config, resume="allow", embed=False,
                                auto_log_cpu=False, auto_log_gpu=False)
-        following = getattr(started, "_next_step", 0)  # the step behind the last one that trackio has of a resumed run
+        following = getattr(started, "_next_step", 0)  # of a resumed run: behind its last row
         self.first = following if isinstance(following, int) else 0
         self.said = f"tracking: trackio: trackio show --project {shlex.quote(run['project'])}"
 
     def log(self, row):
-        """trackio appends each row that it gets: a row that a killed session has logged already would be there twice."""
+        """Log a row that trackio does not have yet: it appends whatever it gets."""
         if row["iter"] < self.first:
             return
         row = dict(row)
@@ -715,13 +738,15 @@ class TensorBoard:
 
     def __init__(self, out_dir, kept):
         """
-        kept: the last row of earlier sessions that stays in log.jsonl. TensorBoard drops every point behind it: a killed
-        session wrote these, and the resumed run writes them again. Without "tokens" in `kept` TensorBoard drops nothing.
+        kept: the last row of earlier sessions that stays in log.jsonl. TensorBoard drops every
+        point behind it: a killed session wrote these, and the resumed run writes them again.
+        Without "tokens" in `kept` TensorBoard drops nothing.
         """
         from torch.utils.tensorboard import SummaryWriter
         self.tokens = kept.get("tokens")
         first = self.tokens + 1 if isinstance(self.tokens, int) else None
-        self.writer = SummaryWriter(os.path.join(out_dir, "tensorboard"), purge_step=first, flush_secs=10)
+        folder = os.path.join(out_dir, "tensorboard")
+        self.writer = SummaryWriter(folder, purge_step=first, flush_secs=10)
 
     def log(self, row):
         self.tokens = at = row["tokens"]
@@ -888,15 +913,16 @@ class Alerts:
 
 def redact_row(row):
     """
-    A row without secrets in what comes from settings: the prompts of its samples and its changed settings. What a model or
-    the data wrote stays as it is.
+    Return a row without secrets in what comes from settings: the prompts of its samples and its
+    changed settings. What a model or the data wrote stays as it is.
     """
     tables, found = tables_of(row), dict(row)
     if "samples" in tables:
         found["samples"] = [[redact(prompt), *rest] for prompt, *rest in row["samples"]]
     if "settings" in tables:
-        found["settings"] = [[name, *redact([f"{name}={value}" for value in values])] for name, *values in row["settings"]]
-        found["settings"] = [[name, *(text.removeprefix(f"{name}=") for text in texts)] for name, *texts in found["settings"]]
+        found["settings"] = []
+        for name, *values in row["settings"]:
+            found["settings"].append([name, *(redact({name: value})[name] for value in values)])
     return found
 
 
@@ -1004,7 +1030,8 @@ def make_tracker(out_dir, config, step, run, wandb_log=False, tensorboard_log=Fa
         remedy = f"; upload the run later with: python track.py sync {shlex.quote(str(out_dir))}"
         destinations.append(Background("W&B", process.start, remedy, process, models))
     for name in others:
-        said = {k: os.environ.get(v) for k, v in SWANLAB_VARIABLES.items()} if name == "SwanLab" else {}
+        variables = SWANLAB_VARIABLES if name == "SwanLab" else {}
+        said = {key: os.environ.get(variable) for key, variable in variables.items()}
         own = presentable(resolve_run(run, given, said))
         process = ClientProcess(name, out_dir=str(out_dir), config=config, run=own)
         needed = "" if importlib.util.find_spec(name.lower()) else f"; needed: pip install {name.lower()}"
@@ -1038,7 +1065,8 @@ def at_server(run):
     import wandb
     from wandb.apis.public.runs import RunNotFoundError
     try:
-        found = wandb.Api().run("/".join(run[key] for key in ("entity", "project", "id") if key in run)).load()
+        path = "/".join(run[key] for key in ("entity", "project", "id") if key in run)
+        found = wandb.Api().run(path).load()
     except wandb.errors.CommError as e:
         if isinstance(e.exc, RunNotFoundError):
             return None
@@ -1087,7 +1115,9 @@ def continuing(folders, rows, new):
 
 def upload(noted, folders):
     tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced", "--id", noted["id"],
-            "--project", noted["project"], *(["--entity", noted["entity"]] if "entity" in noted else []), *folders]
+            "--project", noted["project"], *folders]
+    if "entity" in noted:
+        tool += ["--entity", noted["entity"]]
     if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
         fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
 
