@@ -382,7 +382,7 @@ static const char help[] =
     "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which is all it has)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
-    "  --template NAME  what the chat puts around your words: chatml, zephyr or llama2 (as the model file says)\n"
+    "  --template NAME  what the chat puts around your words: chatml, llama3, zephyr or llama2 (as the model file says)\n"
     "  --tokenize       print the token ids of the prompt, or of each line of the input; with -m chat those of your turns\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
@@ -478,13 +478,19 @@ static void file_shrank(int number) {
     _exit(1);
 }
 
+// The library's message without the path that it begins with, which die prints itself.
+static const char *message_of(const llamac_error *error, const char *path) {
+    size_t n = strlen(path) < 200 ? strlen(path) : 200; // of a long path, the library shows the first 200 bytes
+    return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2 : error->text;
+}
+
 static void load(Run *r, const Options *o, bool text) {
     llamac_error error;
     r->model = llamac_open(o->model, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
-    if (!r->model || (o->verify && !llamac_verify(r->model, &error))) die(o->model, "%s", error.text);
+    if (!r->model || (o->verify && !llamac_verify(r->model, &error))) die(o->model, "%s", message_of(&error, o->model));
     const char *tokenizer = o->tokenizer ? o->tokenizer : "tokenizer.bin";
     bool needed = text && !llamac_describe(r->model).has_tokenizer;
-    if (needed && !llamac_open_tokenizer(r->model, tokenizer, &error)) die(tokenizer, "%s", error.text);
+    if (needed && !llamac_open_tokenizer(r->model, tokenizer, &error)) die(tokenizer, "%s", message_of(&error, tokenizer));
     r->info = llamac_describe(r->model);
 }
 
@@ -508,7 +514,8 @@ int main(int argc, char **argv) {
     bool has_prompt = o.prompt || o.prompt_file;
     bool chats = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error wrong;
-    if (chats && !llamac_use_template(r.model, o.template, &wrong)) die(o.template ? "--template" : o.model, "%s", wrong.text);
+    if (chats && !llamac_use_template(r.model, o.template, &wrong))
+        die(o.template ? "--template" : o.model, "%s", message_of(&wrong, o.model));
     Text prompt = {0}, text = {0};
     if (o.prompt) append(&prompt, o.prompt, strlen(o.prompt));
     if (o.prompt_file) prompt = read_file(o.prompt_file);

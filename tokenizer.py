@@ -33,6 +33,7 @@ NO_TEXT = "\u2585"  # sentencepiece learns nothing from lines that hold this, it
 UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 MOST_TOKENS = 1 << 20  # that a vocabulary may have
+MAX_SYMBOL_BYTES = 256  # of a user-defined piece, which is looked for at every place of a text; runtime/tokenizer.c has it too
 ADDS_BOS, ADDS_BOS_TAG = 4242, b"\x90\x89\x02"  # a field of a sentencepiece model, among those left to others, who skip it
 WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
@@ -145,6 +146,13 @@ class Tokenizer:
         }
 
 
+def check_symbols(pieces, path):
+    """Refuse a vocabulary whose user-defined pieces are so long that texts would take forever to encode."""
+    for i, (piece, _, kind) in enumerate(pieces):
+        if kind == USER_DEFINED and len(piece) > MAX_SYMBOL_BYTES:
+            fail(f"{path}: token {i} is user-defined and has {len(piece)} bytes, expected at most {MAX_SYMBOL_BYTES}")
+
+
 class SentencePiece(Tokenizer):
     """
     A sentencepiece BPE model. data: the bytes of the file, path: its name in messages. sentencepiece has no word for whether a
@@ -161,6 +169,7 @@ class SentencePiece(Tokenizer):
         self.data = data
         proto = sentencepiece_model_pb2.ModelProto.FromString(data)
         self._pieces = [(piece.piece.encode(), piece.score, piece.type) for piece in proto.pieces]
+        check_symbols(self._pieces, path)
         rules = proto.normalizer_spec
         if proto.trainer_spec.model_type != proto.trainer_spec.BPE:
             fail(f"{path}: not a BPE model, expected a Llama-style one (run and llama.cpp merge pairs, as BPE does)")
@@ -269,6 +278,7 @@ class ByteLevel(Tokenizer):
         self.model = hugging_face_model(self.tokenizer, path)
         self.model.encode_special_tokens = True  # a text that holds "<s>" holds three letters, as everywhere here
         self._pieces = byte_level_pieces(self.model, self.vocab_size, path)
+        check_symbols(self._pieces, path)
         if not 0 <= min(self.bos_id, self.eos_id) <= max(self.bos_id, self.eos_id) < self.vocab_size:
             fail(f"{path}: BOS is {self.bos_id} and EOS {self.eos_id}, expected tokens below {self.vocab_size}")
 

@@ -140,7 +140,7 @@ class Model:
         return b"".join(parts)
 
     def use_template(self, name=None):
-        """chatml, zephyr or llama2; None: what the file says. Before anything else is done with the model."""
+        """chatml, llama3, zephyr or llama2; None: what the file says. Before anything else is done with the model."""
         call("use_template", self.pointer, name and name.encode())
 
     def encode_turn(self, words, first=True, system=None):
@@ -187,6 +187,6 @@ class Session:
         return np.ctypeslib.as_array(memory)
 
     def sample(self, sampler):
-        """The token after the last one, by its logits, which are overwritten."""
+        """The token after the last one, by its logits."""
         with self.lock:
             return call("sample", self.pointer, byref(sampler))

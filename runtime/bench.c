@@ -61,8 +61,14 @@ static bool measure(llamac_session *s, const llamac_model *m, double began, llam
 }
 
 bool llamac_bench(const llamac_model *m, const llamac_options *options, int decoded, double began, llamac_speed *speed, Error *e) {
+    CHECK(m, no_model);
+    CHECK(speed, "the place for the result is NULL");
+    CHECK(decoded >= 1, "%d tokens to decode, expected 1 or more", decoded);
+    CHECK(began <= llamac_seconds(), "the time of the beginning is %g, expected CLOCK_MONOTONIC's of before", began);
     llamac_options o = options ? *options : (llamac_options){0};
     int context = o.positions ? o.positions : m->weights.config.seq_len;
+    CHECK(context >= 1 && context <= m->weights.config.seq_len, "%d positions, but the model's context is %d", context,
+          m->weights.config.seq_len);
     *speed = (llamac_speed){.prompt = m->weights.config.seq_len < PROMPT ? m->weights.config.seq_len : PROMPT,
                             .decoded = decoded < context ? decoded : context};
     o.positions = speed->prompt > speed->decoded ? speed->prompt : speed->decoded;

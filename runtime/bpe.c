@@ -399,6 +399,6 @@ int *llamac_encode_bytes(const Tokenizer *t, const char *s, size_t n, bool bos, 
     free(w.links);
     free(w.heap);
     free(w.letters);
-    *n_tokens = w.n_tokens;
+    *n_tokens = w.tokens ? w.n_tokens : 0;
     return w.tokens;
 }

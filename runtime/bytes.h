@@ -36,6 +36,7 @@ __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const ch
     } while (0)
 
 static const char no_memory[] = "not enough memory";
+static const char no_model[] = "the model is NULL";
 
 // Room for n items, or NULL; what p held stays in it.
 static inline void *resize(void *p, size_t n, size_t size) {

@@ -24,9 +24,13 @@ struct llamac_session {
     float *y;                // (chunk, q_dim) what attention found
     float *logits;           // (1 or chunk, vocab_size) in the host's; NULL when they stay with the backend, which chooses
     int rows;                // of the logits that the last call left
-    Candidate *candidates;   // (vocab_size,) the sampler's
+    int filled;              // positions that have keys and values
+    float *probabilities;    // (vocab_size,) the sampler's
+    Candidate *candidates;   // (vocab_size,) likewise
     Error note;
 };
+
+static const char no_session[] = "the session is NULL";
 
 // ----------------------------------------------------------------------------
 // The transformer
@@ -57,18 +61,24 @@ static void forward(llamac_session *s, const int *tokens, int T, int pos) {
 }
 
 bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
+    CHECK(s, no_session);
     int vocab_size = s->model.config.vocab_size;
     CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos, "%d tokens at position %d, but there is room for %d", n, pos,
           s->positions);
+    CHECK(pos <= s->filled, "tokens at position %d, but only %d positions are filled; expected position 0 to %d", pos, s->filled,
+          s->filled);
+    CHECK(tokens, "%d tokens at NULL, expected an array", n);
     CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
     for (int i = 0; i < n; i++)
         CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d", tokens[i], vocab_size);
+    int end = pos + n;
     for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(s, tokens, T, pos);
     forward(s, tokens, n, pos);
+    if (end > s->filled) s->filled = end;
     return true;
 }
 
-const float *llamac_logits(const llamac_session *s) { return s->told ? s->logits : NULL; }
+const float *llamac_logits(const llamac_session *s) { return s && s->told && s->rows ? s->logits : NULL; }
 
 // ----------------------------------------------------------------------------
 // Sessions
@@ -142,6 +152,8 @@ static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, E
     return true;
 }
 
+enum { MAX_THREADS = 1024 };
+
 static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     const Config *c = &s->model.config;
     const char *device = o->device ? o->device : default_device;
@@ -151,12 +163,18 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
           "this program computes on the CPU; make runcuda builds the one for GPUs");
     CHECK(o->positions >= 0 && o->positions <= c->seq_len, "%d positions, but the model's context is %d", o->positions, c->seq_len);
     bool kv = !o->kv_bits || o->kv_bits == 32 || o->kv_bits == 16 || o->kv_bits == 8;
+    CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS, "%d threads, expected 1 to %d, or 0 for one a core", o->n_threads,
+          MAX_THREADS);
+    CHECK(o->logits == LLAMAC_SAMPLE_ONLY || o->logits == LLAMAC_LAST_LOGITS || o->logits == LLAMAC_ALL_LOGITS,
+          "logits is %d, expected LLAMAC_SAMPLE_ONLY, LLAMAC_LAST_LOGITS or LLAMAC_ALL_LOGITS", (int)o->logits);
     CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
     s->all = o->logits == LLAMAC_ALL_LOGITS, s->told = o->logits != LLAMAC_SAMPLE_ONLY;
     s->kernels = llamac_cpu_kernels();
-    CHECK((s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate))), no_memory);
+    s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
+    s->probabilities = resize(NULL, c->vocab_size, sizeof(float));
+    CHECK(s->candidates && s->probabilities, no_memory);
     if (!cpu && !strcmp(default_device, "cuda")) {
         Error wrong;
         if (open_backend(s, true, o->logits, &wrong)) return true;
@@ -174,6 +192,7 @@ double llamac_bandwidth(const llamac_session *s, const uint8_t *bytes, size_t n)
 int llamac_threads(const llamac_session *s) { return s->n_threads; }
 
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
+    if (!model) return fail(e, no_model), NULL;
     llamac_session *s = calloc(1, sizeof *s);
     Layer *layers = resize(NULL, model->weights.config.n_layers, sizeof *layers); // its own, since backends move weights
     if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
@@ -191,15 +210,16 @@ void llamac_stop(llamac_session *s) {
     if (s->backend) s->backend->close(s->backend);
     free(s->logits);
     free(s->candidates);
+    free(s->probabilities);
     free(s->model.weights.layers);
     free(s);
 }
 
-const char *llamac_note(const llamac_session *s) { return s->note.text; }
+const char *llamac_note(const llamac_session *s) { return s ? s->note.text : ""; }
 
-int llamac_chunk(const llamac_session *s) { return s->chunk; }
+int llamac_chunk(const llamac_session *s) { return s ? s->chunk : 0; }
 
-int llamac_positions(const llamac_session *s) { return s->positions; }
+int llamac_positions(const llamac_session *s) { return s ? s->positions : 0; }
 
 // ----------------------------------------------------------------------------
 // The sampler: llama2.c's, so a seed gives the same text
@@ -269,27 +289,30 @@ static const char not_finite[] = "its logits are not finite; the weights are bro
 
 static bool is_greedy(const llamac_sampler *s) { return s->temperature == 0 || isinf(1 / s->temperature); }
 
-// By the logits (vocab_size,) in the host's memory, which become probabilities.
-static int sample(const llamac_session *s, llamac_sampler *how, float *logits) {
+// By the logits (vocab_size,) in the host's memory.
+static int sample(const llamac_session *s, llamac_sampler *how, const float *logits) {
     int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
     if (best < 0 || is_greedy(how)) return best;
-    float sum = s->kernels->exponentials(logits, logits[best], 1 / how->temperature, n), cdf = 0;
-    for (int i = 0; i < n; i++) logits[i] /= sum;
+    float *p = s->probabilities, cdf = 0;
+    memcpy(p, logits, n * sizeof *p);
+    float sum = s->kernels->exponentials(p, logits[best], 1 / how->temperature, n);
+    for (int i = 0; i < n; i++) p[i] /= sum;
     float coin = random_float(how);
-    if (how->topp > 0 && how->topp < 1) return sample_topp(s, logits, how->topp, coin);
+    if (how->topp > 0 && how->topp < 1) return sample_topp(s, p, how->topp, coin);
     for (int i = 0; i < n; i++) {
-        cdf += logits[i];
+        cdf += p[i];
         if (coin < cdf) return i;
     }
     return n - 1;
 }
 
 int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
+    if (!s || !how) return fail(e, s ? "the sampler is NULL" : no_session), -1;
     Backend *b = s->backend;
     int next;
     if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
     if (!(how->temperature >= 0)) return fail(e, "the temperature is %g, expected 0 or more", how->temperature), -1;
-    if (isnan(how->topp)) return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
+    if (!(how->topp >= 0 && how->topp <= 1)) return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
     if (s->logits) next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
     else if (is_greedy(how)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, how->temperature, how->topp, random_float(how));
@@ -298,11 +321,15 @@ int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
 }
 
 bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
+    CHECK(s, no_session);
+    CHECK(nll, "the place for the result is NULL");
     int n = s->model.config.vocab_size;
     CHECK(s->told && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d", row, s->told ? s->rows : 0);
     CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
-    float *logits = s->logits + (size_t)row * n, most = s->kernels->largest(logits, n), it = logits[token];
-    CHECK(!isnan(most), not_finite);
-    *nll = log(s->kernels->exponentials(logits, most, 1, n)) + most - it;
+    const float *logits = s->logits + (size_t)row * n;
+    float largest = s->kernels->largest(logits, n);
+    CHECK(!isnan(largest), not_finite);
+    memcpy(s->probabilities, logits, n * sizeof *logits);
+    *nll = log(s->kernels->exponentials(s->probabilities, largest, 1, n)) + largest - logits[token];
     return true;
 }

@@ -7,7 +7,8 @@
 //     llamac_forward(session, tokens, n, 0, &error);
 //
 // examples/embed.c is a whole program. A function that can fail returns NULL, false or -1 and writes one line to its last
-// argument, which may be NULL. Nothing is printed, and nothing ends the program but a GPU that fails in the midst of its work.
+// argument, which may be NULL; a success leaves that alone. An argument that cannot be used, such as a NULL model, is a failure.
+// Nothing is printed, and nothing ends the program but a GPU that fails in the midst of its work.
 // There is no static state: models and sessions are as many as memory allows. A model may be shared by threads as soon as it is
 // set up; a session belongs to one thread at a time.
 #ifndef LLAMAC_H
@@ -77,7 +78,8 @@ LLAMAC_API size_t llamac_decode(const llamac_model *, int previous, int token, c
 // Bytes of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
 LLAMAC_API int llamac_utf8(const char *s, size_t n);
 
-// Sets the chat template: chatml, zephyr or llama2; NULL: what the model file says (llama2.c's formats mean llama2).
+// Sets the chat template: chatml, llama3, zephyr or llama2; NULL: the one whose marks the model file's own has (llama2.c's formats
+// mean llama2).
 // Its marks, such as <|im_end|>, are control tokens from then on.
 LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_error *);
 
@@ -126,13 +128,15 @@ LLAMAC_API int llamac_chunk(const llamac_session *);
 
 LLAMAC_API int llamac_positions(const llamac_session *);
 
-// Runs n tokens that stand at positions pos..pos+n-1 through the model. Keys and values of 0..pos-1 are those of earlier calls.
+// Runs n tokens that stand at positions pos..pos+n-1 through the model.
+// Keys and values of 0..pos-1 are those of earlier calls, which must have filled them.
 LLAMAC_API bool llamac_forward(llamac_session *, const int *tokens, int n, int pos, llamac_error *);
 
-// What the last call left: (vocab_size,) or, with LLAMAC_ALL_LOGITS, (n, vocab_size) floats; NULL with LLAMAC_SAMPLE_ONLY.
+// What the last call left: (vocab_size,) or, with LLAMAC_ALL_LOGITS, (n, vocab_size) floats; NULL with LLAMAC_SAMPLE_ONLY and
+// before the first call.
 LLAMAC_API const float *llamac_logits(const llamac_session *);
 
-// *nll = -log of the probability of `token` by row `row` of the logits, which is overwritten. False if they are not finite.
+// *nll = -log of the probability of `token` by row `row` of the logits. False if they are not finite.
 LLAMAC_API bool llamac_nll(llamac_session *, int row, int token, double *nll, llamac_error *);
 
 typedef struct {
@@ -141,7 +145,8 @@ typedef struct {
     uint64_t state;    // of the generator: a seed
 } llamac_sampler;
 
-// The token after the last one that went through forward, drawn by its logits, which are overwritten. -1 if they are not finite.
+// The token after the last one that went through forward, drawn by its logits, which stay: each call draws again. -1 if they
+// are not finite.
 // Llama2.c's sampler: a seed gives the same text.
 LLAMAC_API int llamac_sample(llamac_session *, llamac_sampler *, llamac_error *);
 

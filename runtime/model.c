@@ -491,7 +491,10 @@ static bool verify(const Model *m, Error *e) {
     return true;
 }
 
-bool llamac_verify(const llamac_model *model, Error *e) { return verify(&model->weights, e); }
+bool llamac_verify(const llamac_model *m, Error *e) {
+    CHECK(m, no_model);
+    return verify(&m->weights, e) || llamac_name_file(m->path, e);
+}
 
 // ----------------------------------------------------------------------------
 // Zeros: a file whose download broke off may have its full size, with zeros in place of what is missing
@@ -528,7 +531,11 @@ static bool refuse_zeros(const Model *m, Error *e) {
 // ----------------------------------------------------------------------------
 // Opening and closing
 
+bool llamac_name_file(const char *path, Error *e) { return e && *path ? fail(e, "%.*s: %s", LONGEST_PATH, path, e->text) : false; }
+
 static bool map_file(const char *path, File *mapped, Error *e) {
+    CHECK(path, "the path is NULL");
+    CHECK(*path, "the path is empty");
     int file = open(path, O_RDONLY | O_NONBLOCK); // so that a pipe is refused rather than waited for
     struct stat info;
     CHECK(file >= 0 || errno != ENOENT, "no such file");
@@ -552,6 +559,9 @@ static void unmap(File *file) {
 }
 
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
+    if (!bytes) return fail(e, "the file's bytes are NULL"), NULL;
+    if ((uintptr_t)bytes % 8) return fail(e, "the file's bytes are not aligned, expected an address such as malloc returns"), NULL;
+    if (flags & ~LLAMAC_NO_TOKENIZER) return fail(e, "flags are %d, expected 0 or LLAMAC_NO_TOKENIZER", flags), NULL;
     llamac_model *m = calloc(1, sizeof *m);
     if (!m) fail(e, no_memory);
     else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->weights, e)) llamac_close(m), m = NULL;
@@ -560,21 +570,23 @@ llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Erro
 
 llamac_model *llamac_open(const char *path, int flags, Error *e) {
     File file;
-    if (!map_file(path, &file, e)) return NULL;
+    if (!map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
     llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
-    if (!m) return unmap(&file), NULL;
+    if (!m) return unmap(&file), llamac_name_file(path, e), NULL;
     m->file = file, m->weights.mapped = true;
+    snprintf(m->path, sizeof m->path, "%s", path);
     return m;
 }
 
 bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
     File file;
     Tokenizer t = {0};
-    TRY(map_file(path, &file, e));
+    CHECK(m, no_model);
+    if (!map_file(path, &file, e)) return llamac_name_file(path ? path : "", e);
     if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->weights.config.vocab_size, e)) {
         llamac_free_tokenizer(&t);
         unmap(&file);
-        return false;
+        return llamac_name_file(path, e);
     }
     llamac_free_tokenizer(&m->tokenizer);
     unmap(&m->tokenizer_file);
@@ -593,6 +605,7 @@ void llamac_close(llamac_model *m) {
 }
 
 llamac_info llamac_describe(const llamac_model *m) {
+    if (!m) return (llamac_info){.bos = -1, .eos = -1, .eot = -1};
     const Config *c = &m->weights.config;
     const Tokenizer *t = &m->tokenizer;
     llamac_info info = {.dim = c->dim,

@@ -131,6 +131,9 @@ void llamac_free_tokenizer(Tokenizer *);
 // With `prefix`, the text begins as the vocabulary wants it: with a space or not. No text becomes a control token.
 int *llamac_encode_text(const Tokenizer *, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *);
 
+// Whether what llamac_encode and its kind were given is usable. Sets *n_tokens to 0.
+bool llamac_takes_text(const llamac_model *, const char *text, size_t n, int *n_tokens, Error *);
+
 // The token that is spelled like this and may come from text, or -1.
 int llamac_token_of(const Tokenizer *, const char *s, int n);
 
@@ -163,15 +166,21 @@ typedef struct {
 
 typedef struct Template Template; // of a chat (chat.c)
 
+enum { LONGEST_PATH = 200 }; // bytes of a path in a message
+
 struct llamac_model {
     Model weights;
     Tokenizer tokenizer;
     File file, tokenizer_file;
     const Template *chat; // NULL: none in use
     int stop;             // the mark that ends an answer by it, -1: none
+    char path[LONGEST_PATH + 1]; // of the file, for messages; "": opened from memory
 };
 
 bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, Error *);
+
+// Puts the path before the message, unless it is "". Returns false.
+bool llamac_name_file(const char *path, Error *);
 
 // Bytes of the matrices that one token goes through; *first is where the first of them lies.
 uint64_t llamac_weights_read(const Model *, const uint8_t **first);

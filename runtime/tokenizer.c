@@ -2,7 +2,8 @@
 #include <math.h>
 #include "model.h"
 
-enum { LONGEST_PIECE = (1 << 27) - 1, MOST_PROBES = 1000 };
+// A user-defined piece is looked for at every place of a text, so its length is limited.
+enum { LONGEST_PIECE = (1 << 27) - 1, LONGEST_SYMBOL = 256, MOST_PROBES = 1000 };
 
 static const char LOWER_BLOCK[] = "\xe2\x96\x81"; // U+2581, sentencepiece's space
 
@@ -99,6 +100,8 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
         CHECK(slot, "token %d is one of too many with the same hash", i);
         CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant", *slot, i);
         CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
+        CHECK(p->type != USER_DEFINED || p->n <= LONGEST_SYMBOL, "token %d is user-defined and has %d bytes, expected at most %d",
+              i, p->n, LONGEST_SYMBOL);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
         if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
         for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
@@ -199,7 +202,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
 // Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
 int llamac_utf8(const char *s, size_t n) {
     const unsigned char *u = (const unsigned char *)s;
-    if (!n) return 0;
+    if (!s || !n) return 0;
     int length = u[0] < 0x80 ? 1 : u[0] < 0xc2 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf5 ? 4 : 0;
     if ((size_t)length > n) return 0;
     for (int i = 1; i < length; i++)
@@ -223,8 +226,12 @@ static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
 int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     int best = -1, lo = 0, hi = t->n_symbols;
     for (int d = 0; (size_t)d < n && lo < hi; d++) {
-        lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
-        hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
+        const Piece *first = t->symbols[lo], *last = t->symbols[hi - 1];
+        bool all = first->n > d && first->s[d] == s[d] && last->s[d] == s[d]; // they are sorted, so those between agree too
+        if (!all) {
+            lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
+            hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
+        }
         if (lo < hi && t->symbols[lo]->n == d + 1) best = (int)(t->symbols[lo] - t->pieces);
     }
     return best;
@@ -393,11 +400,21 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, b
     free(e.parts);
     free(e.split);
     free(e.heap.merges);
-    *n_tokens = e.n_tokens;
+    *n_tokens = e.tokens ? e.n_tokens : 0;
     return e.tokens;
 }
 
+// Whether the arguments that all encoders share are usable; *n_tokens is 0 then and otherwise.
+bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n_tokens, Error *e) {
+    CHECK(n_tokens, "the place for the number of tokens is NULL");
+    *n_tokens = 0;
+    CHECK(m, no_model);
+    CHECK(text || !n, "%zu bytes of text at NULL", n);
+    return true;
+}
+
 int *llamac_encode(const llamac_model *m, const char *text, size_t n, bool bos, int *n_tokens, Error *e) {
+    if (!llamac_takes_text(m, text, n, n_tokens, e)) return NULL;
     if (!m->tokenizer.pieces) return fail(e, "it has no tokenizer"), NULL;
     return llamac_encode_text(&m->tokenizer, text, n, bos, true, n_tokens, e);
 }
@@ -416,6 +433,8 @@ void llamac_free(void *p) { free(p); }
 // Decoding
 
 size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, size_t room) {
+    if (!m) return 0;
+    if (!out) room = 0;
     const Tokenizer *t = &m->tokenizer;
     if (token < 0 || token >= t->vocab_size) return 0;
     const Piece *piece = &t->pieces[token];

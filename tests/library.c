@@ -1,5 +1,7 @@
 // The library from outside: `library twice MODEL OTHER` writes with both by turns, from two threads; `library often MODEL N` opens
-// and closes N times, with a session each fourth time; `library wrong MODEL` calls everything wrongly.
+// and closes N times, with a session each fourth time; `library wrong MODEL` calls everything wrongly; `library again MODEL` calls
+// everything twice.
+#include <limits.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -102,6 +104,62 @@ static int wrong(const char *path) {
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = -1}, &e) >= 0);
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = NAN}, &e) >= 0);
     REFUSED(llamac_encode(m, "", ((size_t)1 << 27) + 1, true, &n, &e));
+    // what each function is given beside good arguments
+    llamac_info none = llamac_describe(NULL);
+    char out[8] = "";
+    int *tokens = &n;
+    if (none.vocab_size || none.has_tokenizer || none.bos != -1 || llamac_decode(NULL, 1, 1, out, 8) || llamac_ends(NULL, 1)) return 1;
+    if (llamac_decode(m, 1, 70, NULL, 8) != llamac_decode(m, 1, 70, out, 8) || llamac_utf8(NULL, 4)) return 1;
+    if (llamac_chunk(NULL) || llamac_positions(NULL) || *llamac_note(NULL) || llamac_logits(NULL)) return 1;
+    llamac_close(NULL), llamac_stop(NULL), llamac_free(NULL);
+    llamac_speed speed;
+    REFUSED(llamac_open(NULL, 0, &e));
+    REFUSED(llamac_open("", 0, &e));
+    REFUSED(llamac_open(path, 2, &e));
+    REFUSED(llamac_open(path, -1, &e));
+    REFUSED(llamac_open_memory(NULL, 100, 0, &e));
+    REFUSED(llamac_open_memory((char *)m + 1, 100, 0, &e));
+    REFUSED(llamac_open_memory(m, 0, 0, &e));
+    REFUSED(llamac_open_tokenizer(NULL, path, &e));
+    REFUSED(llamac_open_tokenizer(m, NULL, &e));
+    REFUSED(llamac_open_tokenizer(m, "no such file", &e));
+    REFUSED(llamac_verify(NULL, &e));
+    REFUSED(llamac_verify(m, &e));
+    REFUSED(llamac_use_template(NULL, "chatml", &e));
+    REFUSED(llamac_use_template(m, "", &e));
+    REFUSED(llamac_encode(NULL, "a", 1, true, &n, &e));
+    REFUSED(llamac_encode(m, NULL, 1, true, &n, &e));
+    REFUSED(llamac_encode(m, "a", 1, true, NULL, &e));
+    REFUSED(llamac_encode_turn(NULL, true, NULL, "a", 1, &n, &e));
+    REFUSED(llamac_encode_answer(NULL, "a", 1, &n, &e));
+    REFUSED(llamac_start(NULL, NULL, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.positions = -1}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.n_threads = -3}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.n_threads = 1 << 20}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.logits = (llamac_logits_kept)7}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.kv_bits = -8}, &e));
+    REFUSED(llamac_start(m, &(llamac_options){.device = ""}, &e));
+    REFUSED(llamac_forward(NULL, &token, 1, 0, &e));
+    REFUSED(llamac_forward(s, NULL, 1, 0, &e));
+    REFUSED(llamac_forward(s, &token, 1, 40, &e));
+    REFUSED(llamac_forward(s, &token, INT_MAX, 1, &e));
+    REFUSED(llamac_forward(s, &token, -1, 0, &e));
+    REFUSED(llamac_sample(NULL, &greedy, &e) >= 0);
+    REFUSED(llamac_sample(s, NULL, &e) >= 0);
+    REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = -5}, &e) >= 0);
+    REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = 1.5f}, &e) >= 0);
+    REFUSED(llamac_nll(NULL, 0, 0, &nll, &e));
+    REFUSED(llamac_nll(s, 0, 0, NULL, &e));
+    REFUSED(llamac_bench(NULL, NULL, 1, 0, &speed, &e));
+    REFUSED(llamac_bench(m, NULL, 1, 0, NULL, &e));
+    REFUSED(llamac_bench(m, NULL, 0, 0, &speed, &e));
+    REFUSED(llamac_bench(m, NULL, 1, NAN, &speed, &e));
+    REFUSED(llamac_bench(m, &(llamac_options){.positions = -1}, 1, 0, &speed, &e));
+    REFUSED(llamac_bench(m, &(llamac_options){.n_threads = -1}, 1, 0, &speed, &e));
+    n = 7;
+    if (llamac_encode(m, NULL, 1, true, &n, NULL) || n) return fprintf(stderr, "%d tokens of a failure\n", n), 1;
+    if (!(tokens = llamac_encode(m, NULL, 0, true, &n, &e)) || n != 1) return fprintf(stderr, "%d tokens of no text\n", n), 1;
+    llamac_free(tokens);
     char *empty = malloc(1);
     if (llamac_utf8(empty + 1, 0)) return 1;
     free(empty);
@@ -110,7 +168,46 @@ static int wrong(const char *path) {
     return 0;
 }
 
+static bool same(const float *a, const float *b, int n) { return !memcmp(a, b, n * sizeof *a); }
+
+// What a call does stays as it is after others, and after mistakes: the logits after samples, the error after successes.
+static int again(const char *path) {
+    llamac_error e = {"-"};
+    llamac_model *m = open_model(path);
+    llamac_session *s = llamac_start(m, &(llamac_options){.logits = LLAMAC_ALL_LOGITS}, &e);
+    llamac_session *quiet = llamac_start(m, NULL, &e);
+    int size = llamac_describe(m).vocab_size, tokens[] = {1, 5, 9, -1};
+    if (!s || !quiet || llamac_logits(s)) return fprintf(stderr, "logits of no tokens\n"), 1;
+    if (!llamac_forward(s, tokens, 3, 0, &e) || !llamac_forward(quiet, tokens, 3, 0, &e)) give_up(&e);
+    float *before = malloc(3 * size * sizeof *before);
+    memcpy(before, llamac_logits(s), 3 * size * sizeof *before);
+    int drawn[2][3];
+    double nll[2];
+    for (int i = 0; i < 2; i++) {
+        llamac_session *of = i ? quiet : s;
+        for (int j = 0; j < 3; j++) { // the same seed, the same token
+            llamac_sampler sampler = {.temperature = 0.8f, .topp = j == 1 ? 1 : 0.9f, .state = 3};
+            drawn[i][j] = llamac_sample(of, &sampler, &e);
+        }
+        if (!llamac_nll(s, 1, 9, &nll[i], &e)) give_up(&e);
+    }
+    if (drawn[0][0] != drawn[0][2] || memcmp(drawn[0], drawn[1], sizeof drawn[0])) return fprintf(stderr, "other tokens\n"), 1;
+    if (nll[0] != nll[1] || !same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "other logits\n"), 1;
+    int n, *turn, *answer;
+    if (!llamac_use_template(m, "chatml", &e)) give_up(&e);
+    turn = llamac_encode_turn(m, true, "Be brief.", "Hi", 2, &n, &e), answer = llamac_encode_answer(m, "Yes", 3, &n, &e);
+    if (!turn || !answer || strcmp(e.text, "-")) return fprintf(stderr, "an error of a success: %s\n", e.text), 1;
+    if (llamac_forward(s, tokens, 4, 0, &e) || llamac_forward(s, tokens, 3, 1 << 30, &e)) return 1;
+    if (!same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "a mistake changed the logits\n"), 1;
+    if (!llamac_forward(s, tokens, 3, 3, &e) || !llamac_forward(s, tokens, 3, 0, &e)) give_up(&e);
+    if (!same(before, llamac_logits(s), 3 * size)) return fprintf(stderr, "other logits of the same text\n"), 1;
+    llamac_free(turn), llamac_free(answer), free(before);
+    llamac_stop(s), llamac_stop(quiet), llamac_close(m);
+    return 0;
+}
+
 int main(int argc, char **argv) {
+    if (argc == 3 && !strcmp(argv[1], "again")) return again(argv[2]);
     if (argc == 4 && !strcmp(argv[1], "twice")) return twice(argv[2], argv[3]);
     if (argc == 4 && !strcmp(argv[1], "often")) return often(argv[2], atoi(argv[3]));
     return argc == 3 ? wrong(argv[2]) : 2;

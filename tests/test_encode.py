@@ -15,6 +15,9 @@ import pytest
 import sentencepiece as spm
 from sentencepiece import sentencepiece_model_pb2
 
+from engine import load
+from tests.conftest import usual
+
 NORMAL, UNUSED = 1, 5
 SPACE = "▁"
 WORDS = ("once upon a time there was little girl named lily she loved to play outside in the park one day saw big red "
@@ -293,6 +296,34 @@ def time_encoding(run_bin, folder):
                 processor.encode(data)
                 theirs.append(time.process_time() - start)
             print(f"| {name} | {size:,} | {min(ours):.4f} | {min(theirs):.4f} |", flush=True)
+
+
+def test_long_pieces_do_not_slow_the_encoder(run_bin, tmp_path, capsys):
+    """Vocabularies made to be slow: 100 kB take the time of a usual one. A user-defined piece of more than 256 bytes is refused."""
+    specials = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
+    letters = [(c, -9.0, 1) for c in ("\u2581".encode(), b"a", b"b", b"c")]
+    nested = [(b"a" * n + b"b", 0.0, 4) for n in range(1, 256)]       # at each place all of them begin
+    doubled = [(b"a" * (1 << n), 0.0, 1) for n in range(1, 17)]       # long pieces, and beside them
+    grown = [(b"b" * n, -1.0, 1) for n in range(2, 200)]              # short ones that grow letter by letter
+    (tmp_path / "a.txt").write_bytes(b"a" * 100_000)
+    (tmp_path / "ab.txt").write_bytes((b"a" * 65536 + b"b" * 199) * 2)
+    for pieces, text in (nested, "a.txt"), (doubled + grown, "ab.txt"):
+        write_gguf(tmp_path / "m.gguf", specials + letters + pieces, False)
+        begin = time.monotonic()
+        subprocess.run([run_bin, tmp_path / "m.gguf", "--tokenize", "-f", tmp_path / text], check=True, stdout=subprocess.DEVNULL)
+        assert time.monotonic() - begin < usual(1.5), text
+    write_gguf(tmp_path / "m.gguf", specials + letters + [(b"a" * 256, 0.0, 4)], False)
+    command = [run_bin, tmp_path / "m.gguf", "--tokenize", "-i", "a" * 256 + "c"]
+    assert subprocess.check_output(command) == b"7 6\n"
+    assert load.read_model(tmp_path / "m.gguf")[2].encode("a" * 256 + "c") == [7, 6]
+    write_gguf(tmp_path / "m.gguf", specials + letters + [(b"a" * 257, 0.0, 4)], False)
+    refusal = "token 7 is user-defined and has 257 bytes, expected at most 256"
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1 and refusal in refused.stderr
+    with pytest.raises(SystemExit):
+        load.read_model(tmp_path / "m.gguf")
+    assert refusal in capsys.readouterr().err
+
 
 
 if __name__ == "__main__":  # python -m tests.test_encode RUN [strings]

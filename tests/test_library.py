@@ -35,9 +35,20 @@ def test_a_thousand_opens_and_closes_leak_nothing(program, models):
 
 def test_mistakes_are_answered_in_one_line(program, models):
     said = call(program, "wrong", models[0]).splitlines()
-    assert len(said) == 17 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
+    assert len(said) == 60 and all(re.fullmatch("[ -~]{5,}", line) for line in said), said
     assert "room for" in said[1] and "none of the vocabulary" in said[4] and "no such file" in said[9]
     assert "temperature is nan" in said[13] and "temperature is -1" in said[14] and "top-p is nan" in said[15] and "is longer" in said[16]
+
+
+def test_logits_and_errors_stay_what_they_were(program, models):
+    """Sampling reads the logits, a mistake changes nothing, and a success writes no error."""
+    call(program, "again", models[0])
+
+
+def test_errors_name_the_file(program, models, tmp_path):
+    said = call(program, "wrong", models[0])
+    assert said.count("no such file: no such file\n") == 2 and f"{models[0]}: it carries no checksum" in said
+    assert f"{models[0]}: the first token" not in said and f"{models[0]}: flags are" in said
 
 
 def test_only_the_interface_is_exported(libraries):
@@ -76,7 +87,7 @@ def test_the_example_writes_what_run_writes(libraries, models, run_bin):
         written = run(run_bin, path, "-t", 0, "-n", 0, "--raw", "-i", "One").removesuffix(b"\n")
         assert (b"One" + text).startswith(written) and len(written) > 50  # without BOS, run stops at the last position
     refused = subprocess.run([libraries / "embed", "none.gguf", "One"], capture_output=True, text=True)
-    assert refused.returncode == 1 and refused.stderr == "embed MODEL TEXT: no such file\n"
+    assert refused.returncode == 1 and refused.stderr == "embed MODEL TEXT: none.gguf: no such file\n"
 
 
 def test_make_lib_works_in_a_folder_with_a_space(libraries):

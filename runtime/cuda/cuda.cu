@@ -1858,7 +1858,9 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
     Chances chances = {c->logits, c->config.vocab_size, 0, 1 / temperature};
     launch(c, draw, 1, DRAWERS, 0, c->best, chances, best, topp, coin);
     CUDA(cudaStreamSynchronize(c->stream));
-    return *c->best;
+    int drawn = *c->best;
+    *c->best = best; // for the next call by the same logits
+    return drawn;
 }
 
 // The best of some passes over n bytes of the weights.
