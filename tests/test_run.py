@@ -408,9 +408,9 @@ def reciter(folder, sequence, **options):
     pieces += [byte(b) for b in range(256 * any(kind == 6 for _, kind in sequence)) if byte(b) not in sequence]
     n = len(pieces) + len(pieces) % 2
     model = Model(dim=n, hidden=2, layers=1, heads=1, kv=1, vocab=len(pieces), seq=options.pop("seq", 64), tied=False)
-    for key in model.w:
-        model.w[key] = np.zeros_like(model.w[key])
-    model.w["norm"][:] = 1
+    for key in model.w:  # only the matrices that add to the residual stream may be zero in a file
+        name = key[0] if isinstance(key, tuple) else key
+        model.w[key] = np.full_like(model.w[key], 0.0 if name in ("tok", "output", "wo", "w2") else 1.0)
     for i in range(len(pieces)):
         model.w["tok"][i, i] = 1
         follower = 3 if i == 1 else i + 1 if 2 < i < end - 1 else 2
