@@ -42,8 +42,8 @@ lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compi
 	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 
-test-long: .venv/test lib ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, texts of 1 GB, 50 clean runs under the checks, the page with 200 runs, GPU kernels at 7 sizes of GPU and their races, two processes beside one (an hour)
-	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_files.py tests/long_cuda.py tests/long_parallel.py tests/long_checks.py tests/long_page.py
+test-long: .venv/test lib ## the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, texts of 1 GB, 2,000 mutants of each file format that Python reads, 50 clean runs under the checks, the page with 200 runs, GPU kernels at 7 sizes of GPU and their races, two processes beside one (an hour)
+	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_files.py tests/long_mutated_files.py tests/long_cuda.py tests/long_parallel.py tests/long_checks.py tests/long_page.py
 
 test-trackers:       ## SwanLab and trackio themselves, in an environment of their own: what they hold is log.jsonl
 	$(PYTHON) -m venv cache/trackers

@@ -11,7 +11,6 @@ any other folder stands for the runs in it. The columns "last" are of one moment
 called "best", of the evaluation with the least validation loss.
 """
 import html
-import json
 import math
 import re
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 from configurator import configure, fail
 from engine.files import read_json, stamp
 from engine.streams import one_line
+from engine.untrusted import MAX_JSON, open_untrusted, read_json_file, reason
 from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
@@ -72,7 +72,7 @@ class Run:
         now = stamp(self.folder / "log.jsonl")
         if self.stamp == now:
             return False
-        with open(self.folder / "log.jsonl", "rb") as f:
+        with open_untrusted(self.folder / "log.jsonl") as f:
             f.seek(self.offset - len(self.end))
             if f.read(len(self.end)) != self.end:
                 self.forget()
@@ -176,15 +176,15 @@ def read_run(folder):
         if list(folder.glob("*.wandb")):
             run = read_wandb_run(folder)
         else:
-            run, config = Run(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            run, config = Run(folder), read_json_file(folder / "config.json", MAX_JSON)
             while run.read():
                 pass
             run.config = config
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{folder}: not a run ({e}); expected an out folder with config.json and log.jsonl, or one of "
+    except ImportError:
+        raise
+    except Exception as e:  # whatever a stranger's folder may hold
+        raise ValueError(f"{folder}: not a run ({reason(e)}); expected an out folder with config.json and log.jsonl, or one of "
                          f"W&B's") from e
-    if not isinstance(run.config, dict):
-        raise ValueError(f"{folder}: not a run (its config.json is not {{key: value}})")
     if not run.count:
         raise ValueError(f"{folder}: its log has no rows yet")
     return run

@@ -16,7 +16,6 @@ import atexit
 import builtins
 import contextlib
 import functools
-import json
 import os
 import runpy
 import symtable
@@ -27,8 +26,9 @@ from pathlib import Path
 
 from engine.advice import advice, elsewhere, slips
 from engine.streams import flush_stdout, gone, one_line, open_streams
+from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
 
-
+MAX_YAML = 10_000  # values in a configuration
 STARTED = time.monotonic()  # when this program began, about
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
 RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),  # of a knob's value, unless it is 0; JSON holds these exactly
@@ -168,19 +168,40 @@ def run_config(text, path, known):
     return {name: value for name, value in came.items() if name in set_ or not callable(value)}  # of import *
 
 
+def read_yaml(text):
+    """The value in a YAML text. ValueError: with the aliases in it (*name) written out it has more than MAX_YAML values."""
+    import yaml  # comes with wandb
+
+    sizes = {}  # {name of an anchor: values in what it names}
+
+    class Loader(yaml.SafeLoader):
+        count = 0  # values so far
+
+        def compose_node(self, parent, index):
+            event, before = self.peek_event(), self.count
+            self.count += sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+            if self.count > MAX_YAML:
+                raise ValueError(f"more than {MAX_YAML:,} values")
+            node = super().compose_node(parent, index)
+            if event.anchor and not isinstance(event, yaml.AliasEvent):
+                sizes[event.anchor] = self.count - before
+            return node
+
+    return yaml.load(text, Loader)
+
+
 def read_file(path, known=None, hint=""):
     """
     {key: value} of a .py, .yaml or .json file of overrides. known: {knob: its value} for a .py file; None: all names that
     it sets count. hint: what else the file may be, for the line that refuses it.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_untrusted(path, MAX_SETTINGS).decode()
         if path.endswith(".py") and known is None:
             return {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
         if path.endswith(".py"):
             return run_config(text, path, known)
-        import yaml  # comes with wandb
-        return dict((json.loads if path.endswith(".json") else yaml.safe_load)(text) or {})
+        return dict((parse_json(text.encode()) if path.endswith(".json") else read_yaml(text)) or {})
     except (Exception, SystemExit) as e:  # whatever a user's file can do wrong ends in one line
         fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one{hint}")
 

@@ -35,7 +35,7 @@ import numpy as np
 
 from engine import prepare as preparation
 from engine import survey
-from engine.prepare import SEED, Prepared, as_prepared, load
+from engine.prepare import SEED, Prepared, as_prepared, check_ids, load
 from engine.spans import spanned
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
@@ -86,6 +86,8 @@ class Dataset(Prepared):
     def make_batch(self, step):
         both = batch_slice(self.train, self.seed, step, self.global_batch, self.seq_len, self.rank, self.world, self.opening,
                            self.changed)
+        for tokens in both:
+            check_ids(self.folder, tokens, self.meta["vocab_size"])
         return [t.pin_memory() for t in both] if self.pinned else both
 
     def windows(self, step):
@@ -106,12 +108,16 @@ class Dataset(Prepared):
             mine = slice(at + self.rank * rows, at + (self.rank + 1) * rows)
             counts = len(starts[mine]) > 0
             some = mine if counts else slice(at, at + 1)  # sharded processes compute together, needed or not
-            yield *read_windows(tokens, starts[some], int(lengths[at]), lengths[some], self.opening), counts
+            x, y = read_windows(tokens, starts[some], int(lengths[at]), lengths[some], self.opening)
+            yield check_ids(self.folder, x, self.meta["vocab_size"]), check_ids(self.folder, y, self.meta["vocab_size"]), counts
 
     def probe_batches(self, sequences=4):
         """{"train", "val"}: (x, y) of some windows, always the same ones."""
-        return {split: batch_slice(getattr(self, split), 0, 0, sequences, self.seq_len, first=self.opening)
-                for split in ("train", "val")}
+        found = {}
+        for split in ("train", "val"):
+            both = batch_slice(getattr(self, split), 0, 0, sequences, self.seq_len, first=self.opening)
+            found[split] = tuple(check_ids(self.folder, tokens, self.meta["vocab_size"]) for tokens in both)
+        return found
 
     @property
     def opening(self):

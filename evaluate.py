@@ -29,6 +29,7 @@ from engine.files import write_atomic
 from engine.load import load_model
 from engine.redact import redact
 from engine.streams import one_line
+from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
 from track import PROJECT, Wandb, new_run_id, reason, wandb_run
 
@@ -43,6 +44,7 @@ wandb_log = False    # log table, accuracies and confusion matrix to Weights & B
 wandb_project = "auto"   # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else llamac
 device = "auto"      # auto, cpu, cuda, cuda:1, mps
 
+MAX_TEXT = 1 << 28  # bytes of a text to predict, or of a file of prompts
 LOGITS_AT_ONCE = 1 << 25  # 128 MB of float32
 
 
@@ -64,7 +66,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
 
 def print_perplexity(model, vocabulary, path, device):
     try:
-        text = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
+        text = read_untrusted(path, MAX_TEXT).removeprefix(codecs.BOM_UTF8)
     except OSError as e:
         fail(f"--perplexity={path}: cannot be read ({e.strerror}); expected a text file")
     ids = vocabulary.encode(decode_utf8(text), bos=True)
@@ -83,7 +85,7 @@ def print_perplexity(model, vocabulary, path, device):
 
 def json_lines(path):
     """[(number, line)] of a .jsonl file but for blank ones. Lines end at line feeds alone: JSON allows U+2028 as it is."""
-    lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    lines = read_untrusted(path, MAX_TEXT).decode("utf-8-sig").split("\n")
     return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -100,7 +102,7 @@ def read_labelled(path):
     examples, number = [], 0
     try:
         for number, line in json_lines(path):
-            example = json.loads(line)
+            example = parse_json(line.encode())
             examples.append({"prompt": str(example["prompt"]), "expected": str(example["expected"]),
                              "classes": strings(example, "classes") if "classes" in example else []})
     except OSError as e:
@@ -231,7 +233,7 @@ def read_task(path):
     questions, number = [], 0
     try:
         for number, line in json_lines(path):
-            row = json.loads(line)
+            row = parse_json(line.encode())
             choices, right = strings(row, "choices"), int(row["answer"])
             if not all(choices) or not 0 <= right < len(choices):
                 raise ValueError(f"answer {right} of {len(choices)} choices")

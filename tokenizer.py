@@ -12,11 +12,14 @@ itself holds U+2581 is encoded as if it held a space, and decodes to one. The pi
 """
 import base64
 import codecs
+import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import struct
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
+from engine.untrusted import MAX_JSON, parse_json, read_json_file, read_untrusted, reading
 
 SPACE = "\u2581"  # sentencepiece's visible space
 SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
@@ -34,6 +38,9 @@ UNKNOWN_TEXT = " \u2047 "  # what sentencepiece decodes <unk> to
 NEEDED_COVERAGE = 0.9999
 MOST_TOKENS = 1 << 20  # that a vocabulary may have
 MAX_SYMBOL_BYTES = 256  # of a user-defined piece, which is looked for at every place of a text; runtime/tokenizer.c has it too
+MAX_MODEL = 1 << 25  # bytes of a tokenizer.model, eight times Gemma's
+MAX_POST_PROCESSOR = 1 << 13  # characters of the part of a tokenizer.json that puts BOS before a text; Llama 3's has 1,500
+MAX_MERGES = 1 << 28  # characters of the merges that a vocabulary is written out with
 ADDS_BOS, ADDS_BOS_TAG = 4242, b"\x90\x89\x02"  # a field of a sentencepiece model, among those left to others, who skip it
 WHOLE = {"truncation": None, "padding": None}  # keys of a tokenizer.json; a training leaves some that cut or pad every text
 codecs.register_error("hexadecimal", lambda e: ("".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
@@ -96,11 +103,9 @@ class Tokenizer:
         anything else is a sentencepiece model.
         """
         path = Path(path)
-        try:
-            data = path.read_bytes()
-        except OSError as e:
-            fail(f"{path}: {e.strerror}, expected a tokenizer (tokenizer.model or tokenizer.json)")
-        return (load_json if path.suffix == ".json" else SentencePiece)(data, path)
+        with reading(path, "a tokenizer (tokenizer.model or tokenizer.json)", fail):
+            data = read_untrusted(path, MAX_JSON if path.suffix == ".json" else MAX_MODEL)
+            return (load_json if path.suffix == ".json" else SentencePiece)(data, path)
 
     def encode(self, text, bos=False, eos=False):
         """text: str -> ids: list of int, with BOS before and EOS behind where asked."""
@@ -162,12 +167,12 @@ class SentencePiece(Tokenizer):
 
     def __init__(self, data, path):
         spm.set_min_log_level(5)  # its own complaints would stand above our one line
-        try:
+        if data.count(b"\n") > 3 * MOST_TOKENS:  # each piece has this byte twice, before itself and before its text
+            fail(f"{path}: too many pieces, expected at most {MOST_TOKENS:,}")
+        with reading(path, "a sentencepiece model, a Llama-style tokenizer.model", fail):
+            proto = sentencepiece_model_pb2.ModelProto.FromString(data)
             self.model = spm.SentencePieceProcessor(model_proto=data)
-        except RuntimeError:
-            fail(f"{path}: not a sentencepiece model, expected a Llama-style tokenizer.model")
         self.data = data
-        proto = sentencepiece_model_pb2.ModelProto.FromString(data)
         self._pieces = [(piece.piece.encode(), piece.score, piece.type) for piece in proto.pieces]
         check_symbols(self._pieces, path)
         rules = proto.normalizer_spec
@@ -270,7 +275,7 @@ class ByteLevel(Tokenizer):
     kind, unk_id = "bpe", None
 
     def __init__(self, data, path):
-        stored = json.loads(data)
+        stored = parse_json(data)
         self.data, self.tokenizer, self.add_bos = data, stored["tokenizer"] | WHOLE, bool(stored["add_bos"])
         self.bos_id, self.eos_id, self.vocab_size = (int(stored[name]) for name in ("bos", "eos", "vocab_size"))
         self.pre = pre_tokenizer(self.tokenizer, path)
@@ -305,16 +310,32 @@ class ByteLevel(Tokenizer):
         return self.tokenizer
 
 
+@contextlib.contextmanager
+def quiet_panics():
+    """Keep what a panic of a package in Rust writes to stderr away from it: what it raises is reported in one line."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def hugging_face_model(tokenizer, path):
     """The tokenizers.Tokenizer of a tokenizer.json's content."""
     try:
         import tokenizers
     except ImportError:
         fail(f"{path}: byte-level BPE needs a package: pip install tokenizers")
-    try:
-        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
-    except Exception as e:  # it raises no other kind
-        fail(f"{path}: the package tokenizers can't read it ({str(e).splitlines()[0]}), expected a tokenizer.json that it wrote")
+    with reading(path, "a tokenizer.json that the package tokenizers wrote", fail), quiet_panics():
+        if len(json.dumps(tokenizer.get("post_processor"))) > MAX_POST_PROCESSOR:  # its lists multiply each other
+            raise ValueError(f"its post_processor is longer than {MAX_POST_PROCESSOR:,} characters")
+        model = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+        model.encode("a")
+        return model
 
 
 def pre_tokenizer(tokenizer, path):
@@ -390,10 +411,10 @@ def text_of(token):
 def beside(folder, name):
     """The object in a .json file of a folder, without nulls; {} where there is none."""
     try:
-        found = json.loads((folder / f"{name}.json").read_bytes())
-        return {key: value for key, value in found.items() if value is not None}
-    except (OSError, ValueError, AttributeError, RecursionError):
+        found = read_json_file(folder / f"{name}.json", MAX_JSON)
+    except (OSError, ValueError):
         return {}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def special_tokens(folder):
@@ -495,20 +516,17 @@ def of_single_letters(tokenizer):
 
 def load_json(data, path):
     """The byte, char or bpe vocabulary in the bytes of a tokenizer.json."""
-    try:
-        stored = json.loads(data)
-        if "model" in stored and "added_tokens" in stored:
-            stored |= WHOLE
-            return of_single_letters(stored) or from_hugging_face(stored, path)
-        if stored["kind"] == "bpe":
-            return ByteLevel(data, path)
-        made = Bytes() if stored["kind"] == "byte" else Characters(stored["characters"])
-        if made.data == data:
-            return made
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected one that "
-         f"data.py --vocab_source=byte or char has written, or a tokenizer.json")
+    stored = parse_json(data)
+    if "model" in stored and "added_tokens" in stored:
+        stored |= WHOLE
+        return of_single_letters(stored) or from_hugging_face(stored, path)
+    if stored.get("kind") == "bpe":
+        return ByteLevel(data, path)
+    made = Bytes() if stored.get("kind") == "byte" else Characters(stored.get("characters", ""))
+    if made.data != data:
+        fail(f"{path}: neither a vocabulary of ours nor Hugging Face's byte-level BPE, expected one that "
+             f"data.py --vocab_source=byte or char has written, or a tokenizer.json")
+    return made
 
 
 # ---- the parts of Hugging Face's tokenizer.json
@@ -531,6 +549,8 @@ def merges(pieces):
     makes the best piece, whichever two it is made of.
     """
     normal = {piece.decode(): score for piece, score, kind in pieces if kind == NORMAL}
+    if sum(len(piece) ** 2 for piece in normal) > MAX_MERGES:
+        fail(f"the vocabulary's pieces are too long to be written as merges: they would take over {MAX_MERGES:,} characters")
     ranked = sorted(normal, key=normal.get, reverse=True)
     return [f"{whole[:i]} {whole[i:]}" for whole in ranked for i in range(1, len(whole))
             if whole[:i] in normal and whole[i:] in normal]

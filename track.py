@@ -46,6 +46,7 @@ from tqdm import tqdm
 
 from engine.console import Parser
 from engine.files import read_json, replacing, sha256, why, write_atomic
+from engine.untrusted import open_untrusted, parse_json
 from engine.follow import Tee, follow
 from engine.redact import redact
 from engine.streams import outlast, tell, unread
@@ -75,15 +76,16 @@ WAITING = 10_000       # rows that may wait for a slow tracker before it is give
 def parse_row(line):
     """A line of a log.jsonl as a dict; None: it is no row, as where it was cut short when the writer was killed."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
         return row if isinstance(row, dict) and isinstance(row.get("iter"), (int, float)) else None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
 
 
 def read_rows(path):
     """The whole rows of a log.jsonl."""
-    return [row for line in Path(path).read_bytes().split(b"\n") if (row := parse_row(line)) is not None]
+    with open_untrusted(path) as file:
+        return [row for line in file.read().split(b"\n") if (row := parse_row(line)) is not None]
 
 
 def tables_of(row):

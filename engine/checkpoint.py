@@ -40,11 +40,13 @@ from types import SimpleNamespace
 
 import torch
 
-from configurator import fail
+from configurator import convert, fail
 from engine import parallel
 from engine.advice import hub
-from engine.files import sha256, to_disk, why, write_atomic
+from engine.files import read_json, sha256, to_disk, why, write_atomic
 from engine.redact import HIDDEN, redact
+from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, open_untrusted, parse_json, read_json_file,
+                              read_untrusted, reading)
 
 VERSION = 2
 MARK = "trainer.json"
@@ -177,16 +179,20 @@ class Shards(Mapping):
             fail(f"{folder}: was saved by processes that share a model; reading it needs: pip install safetensors")
         self.part, self.pieces = part, {}
         for path in sorted(Path(folder).glob("shard-*.safetensors")):
+            open_untrusted(path).close()
             file = safe_open(path, framework="pt")
-            where = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            where = parse_json(file.metadata()["DCP_SHARDING_INFO"].encode())
             for name in file.keys():
                 if name.startswith(f"{part}."):
                     first = (where[name]["saved_offsets"] or [0])[0]  # FSDP2 slices along the rows
                     self.pieces.setdefault(name.removeprefix(f"{part}."), {})[first] = file
+        self.folder = folder
 
     def __getitem__(self, name):
-        slices = [file.get_tensor(f"{self.part}.{name}") for _, file in sorted(self.pieces[name].items())]
-        return torch.cat(slices) if len(slices) > 1 else slices[0]
+        pieces = sorted(self.pieces[name].items())
+        with reading(self.folder, f"the slices of {name}", fail):
+            slices = [file.get_tensor(f"{self.part}.{name}") for _, file in pieces]
+            return torch.cat(slices) if len(slices) > 1 else slices[0]
 
     def __iter__(self):
         return iter(self.pieces)
@@ -196,12 +202,20 @@ class Shards(Mapping):
 
 
 def manifest(folder):
-    """The content of a checkpoint.json; {} where there is none, or none that can be read."""
-    try:
-        found = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
-        return found if {"version", "files"} <= found.keys() and isinstance(found["files"], dict) else {}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    """The content of a checkpoint.json; {} where there is none, or one that a save would not have written."""
+    found = read_json(Path(folder, "checkpoint.json"))
+    files, metric = found.get("files"), found.get("metric")
+    sound = isinstance(files, dict) and "version" in found and type(found.get("step")) is int and is_metric(metric)
+    return found if sound and all(is_plain_name(name) and is_fingerprint(what) for name, what in files.items()) else {}
+
+
+def is_metric(value):
+    return value is None or type(value) in (int, float) and -1e300 < value < 1e300
+
+
+def is_fingerprint(value):
+    """Whether a value of a manifest is what `fingerprint` returns."""
+    return isinstance(value, list) and [*map(type, value)] == [int, str]
 
 
 def complete(folder):
@@ -246,10 +260,11 @@ def leftovers(out_dir):
 def pointer(out_dir, name):
     """The step folder that `latest` or `best` names; None when there is none or it is not complete."""
     try:
-        folder = Path(out_dir, "checkpoints", Path(out_dir, name).read_text(encoding="utf-8").strip())
-    except OSError:
+        named = read_untrusted(Path(out_dir, name), MAX_SETTINGS).decode().strip()
+    except (OSError, ValueError):
         return None
-    return folder if complete(folder) else None
+    folder = Path(out_dir, "checkpoints", named) if is_plain_name(named) else None
+    return folder if folder and complete(folder) else None
 
 
 def newest(out_dir):
@@ -266,12 +281,15 @@ def damage(folder):
         fail(f"{folder}: checkpoint version {found['version']}, this program reads version {VERSION}")
     for name, (size, digest) in found["files"].items():
         path = folder / name
-        if not path.exists():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size:,} bytes, expected {size:,}"
-        if sha256(path) != digest:
-            return f"{name} is not what was saved"
+        try:
+            if not path.exists():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes, expected {size:,}"
+            if sha256(path) != digest:
+                return f"{name} is not what was saved"
+        except OSError as e:
+            return f"{name[:80]} cannot be read, {why(e)}"
     return None
 
 
@@ -335,10 +353,8 @@ def unused(name):
 
 def is_run(out_dir):
     """Whether a trainer has worked in this folder: it left its mark there, or, before it set marks, checkpoints."""
-    try:
-        return json.loads(Path(out_dir, MARK).read_text(encoding="utf-8"))["made_by"] == "llamac"
-    except (OSError, ValueError, KeyError, TypeError):
-        return any(map(manifest, all_steps(out_dir)))
+    made_by = read_json(Path(out_dir, MARK)).get("made_by")
+    return made_by == "llamac" if made_by is not None else any(map(manifest, all_steps(out_dir)))
 
 
 class Refused(OSError):
@@ -592,24 +608,22 @@ def load(folder, part="model", check=True):
     was saved as shards comes as a Shards; the processes check them together. check: False after `recover`, which did.
     """
     path, name = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
-    try:
-        manifest = json.loads(Path(folder, "checkpoint.json").read_text(encoding="utf-8"))
-        if manifest["version"] != VERSION:
-            fail(f"{folder}: checkpoint version {manifest['version']}, this program reads version {VERSION}")
-        shards = sorted(file for file in manifest["files"] if file.startswith("shard-"))
+    with reading(path, "part of a checkpoint; use another one", fail):
+        version, found = read_json(Path(folder, "checkpoint.json"))["version"], manifest(folder)
+        if version != VERSION:
+            fail(f"{folder}: checkpoint version {version!r}, this program reads version {VERSION}")
+        shards = sorted(file for file in found["files"] if file.startswith("shard-"))
         for file in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path] if check else []:
-            if sha256(file) != manifest["files"][file.name][1]:
+            if sha256(file) != found["files"][file.name][1]:
                 fail(f"{file}: damaged, its content is not what was saved; use another checkpoint")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_torch(path)
         return content | {name: Shards(folder, name)} if shards else content
-    except Exception as e:  # whatever a file may hold that this program did not write
-        reason = (str(e).splitlines() or [""])[0]
-        fail(f"{path}: cannot be read ({type(e).__name__}: {reason}); use another checkpoint")
 
 
 def tokenizer_path(folder):
     """The vocabulary file inside a step folder."""
-    return next(iter(sorted(Path(folder).glob("tokenizer.*"))))
+    found = sorted(Path(folder).glob("tokenizer.*"))
+    return found[0] if found else fail(f"{folder}: holds no tokenizer.model and no tokenizer.json; use another checkpoint")
 
 
 # ---- where a run starts; `s` has the settings of train.py as attributes -------------------------------------------
@@ -686,7 +700,8 @@ def take_out_dir(s):
 
 def stored_settings(folder):
     """The config.json of a checkpoint: the settings that it was trained with, and what was derived from them."""
-    stored = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    with reading(Path(folder, "config.json"), "the settings of a run", fail):
+        stored = read_json_file(Path(folder, "config.json"), MAX_JSON)
     return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
@@ -700,7 +715,8 @@ def resume_settings(s, folder, given):
     A resumed run keeps its settings, but for those `given` anew. Returns (the settings to take, those that no depth
     derives any more, [[name, before, now]] of what was changed).
     """
-    stored = {k: v for k, v in stored_settings(folder).items() if k in vars(s)}
+    where = Path(folder, "config.json")
+    stored = {k: convert(k, v, getattr(s, k), where) for k, v in stored_settings(folder).items() if k in vars(s)}
     for name in [name for name, value in stored.items() if isinstance(value, str) and HIDDEN in value]:
         if redact(getattr(s, name)) == stored[name]:  # what was hidden is given again
             stored[name] = getattr(s, name)
@@ -726,8 +742,9 @@ def resume_settings(s, folder, given):
 
 def take_weights(folder, model, opt):
     """Weights and optimizer of a checkpoint."""
-    parallel.load_weights(model, load(folder)["model"])
-    opt.load_state_dict(load(folder, "train")["optimizer"])
+    with reading(folder, "a checkpoint of this run", fail):
+        parallel.load_weights(model, load(folder)["model"])
+        opt.load_state_dict(load(folder, "train")["optimizer"])
 
 
 def warn_of(error):
@@ -806,7 +823,19 @@ def new_state(s, args, dataset, clock):
 
 def restore(s, folder, now, opt):
     """Load the optimizer and return the state of a run that is to continue; refuse another run's. now: its signature."""
-    train = load(folder, "train", check=s.eval_only)
+    with reading(Path(folder, "train.pt"), "the state of a run", fail):
+        return restored(s, folder, now, opt, load(folder, "train", check=s.eval_only))
+
+
+STATE = {"step": (int,), "best": (int, float), "best_step": (int, type(None)), "run_id": (str,), "loss_sum": (int, float),
+         "loss_steps": (int,), "last": (int, type(None)), "fixed": (dict,), "clock": (dict,), "noted": (list,), "chat": (dict,)}
+
+
+def restored(s, folder, now, opt, train):
+    """What `restore` returns, of the content of a train.pt, which may hold anything."""
+    wrong = [name for name, kinds in STATE.items() if type(train["state"][name]) not in kinds]
+    if wrong or not all(type(value) in (int, float) for value in train["state"]["clock"].values()):
+        raise ValueError(f"its state has another {(wrong or ['clock'])[0]} than a run writes")
     before = train["state"]["fixed"]
     different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
     never = [name for name in different if name in SHAPES]

@@ -2,11 +2,11 @@
 import contextlib
 import errno
 import hashlib
-import json
 import os
 from pathlib import Path
 
 from configurator import fail
+from engine.untrusted import MAX_JSON, open_untrusted, read_json_file
 
 
 def refuse_odd(**paths):
@@ -58,11 +58,10 @@ def write_atomic(path, text):
 
 
 def read_json(path):
-    """The object in a JSON file; {} where there is none."""
+    """The object in a JSON file; {} where there is none that can be read."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
+        return read_json_file(path, MAX_JSON)
+    except (OSError, ValueError):
         return {}
 
 
@@ -82,7 +81,7 @@ def sha256(*paths):
     """Hex sha256 of files, one behind the other."""
     digest = hashlib.sha256()
     for path in paths:
-        with open(path, "rb") as f:
+        with open_untrusted(path) as f:
             while chunk := f.read(1 << 20):
                 digest.update(chunk)
     return digest.hexdigest()

@@ -6,7 +6,6 @@ https://huggingface.co/docs/safetensors, https://github.com/meta-llama/llama-mod
 import json
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,8 +16,9 @@ from configurator import fail
 from engine import rope
 from engine.formats import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, halves_to_interleaved, heads_in, tensors
 from engine.reader import Reader, Tensors, checked, finite, getter
+from engine.untrusted import MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, parse_json, read_json_file, read_untrusted, reading
 from model import ModelArgs
-from tokenizer import (BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece,
+from tokenizer import (BYTE, CONTROL, MAX_MODEL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece,
                        Tokenizer, generation, refuse_flags, special_tokens, text_of)
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2",
@@ -32,19 +32,12 @@ ROPE_KEYS = {"default": "", "linear": "factor", "llama3": "factor low_freq_facto
              "longrope": "factor attention_factor short_factor long_factor"}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MADE_BY = {"made_by": "llamac"}  # in the header of the weights that export.py writes
-MOST_JSON = 100 << 20  # bytes of a header, as the safetensors library has it, or of a config
 
 
-def read_json(path, kind=dict):
+def read_json(path):
     """The object in a .json file, or one line."""
-    try:
-        data = path.read_bytes() if path.stat().st_size <= MOST_JSON else fail(f"{path}: larger than {MOST_JSON >> 20} MiB")
-        found = json.loads(data)
-    except OSError as e:
-        fail(f"{path}: cannot be read ({e.strerror})")
-    except (ValueError, RecursionError) as e:
-        fail(f"{path}: not JSON ({str(e).splitlines()[0]})")
-    return found if type(found) is kind else fail(f"{path}: holds a {type(found).__name__}, expected a {kind.__name__}")
+    with reading(path, "JSON", fail):
+        return read_json_file(path, MAX_JSON)
 
 
 # ---- Hugging Face
@@ -152,14 +145,12 @@ def safetensors(path):
     """{name: (dtype, shape, place, bytes)} of a .safetensors file, every number of whose header is checked."""
     r = Reader(path)
     size, = r.unpack("<Q")
-    if size > min(MOST_JSON, len(r.data) - 8):
-        r.fail(f"its header of {size} bytes is larger than the file, or than {MOST_JSON >> 20} MiB; damaged")
-    try:
-        header = json.loads(r.take(size).tobytes())
+    if size > min(MAX_JSON, len(r.data) - 8):
+        r.fail(f"its header of {size} bytes is larger than the file, or than {MAX_JSON >> 20} MiB; damaged")
+    with reading(path, "a safetensors file", fail):
+        header = parse_json(r.take(size).tobytes())
         header.pop("__metadata__", None)
-        found = {name: (what["dtype"], tuple(what["shape"]), *what["data_offsets"]) for name, what in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        r.fail("its header is not that of a safetensors file; damaged")
+        found = {name: (str(what["dtype"]), tuple(what["shape"]), *what["data_offsets"]) for name, what in header.items()}
     most, placed = len(r.data) - r.at, {}
     for name, (dtype, shape, *ends) in found.items():
         if len(ends) != 2 or not all(type(n) is int and 0 <= n for n in (*shape, *ends)) or not ends[0] <= ends[1] <= most:
@@ -184,8 +175,8 @@ def is_vocabulary_of_ours(folder):
     if not path.is_file() or not is_folder_of_ours(folder):
         return False
     try:
-        proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
-    except DecodeError:
+        proto = sentencepiece_model_pb2.ModelProto.FromString(read_untrusted(path, MAX_MODEL))
+    except (DecodeError, OSError):
         return False
     model = beside(folder, "tokenizer").get("model")
     return isinstance(model, dict) and model.get("vocab") == {piece.piece: i for i, piece in enumerate(proto.pieces)}
@@ -200,8 +191,7 @@ def weight_files(folder, config):
     named, single = config.get("transformers_weights"), folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     if named is not None:
-        known = isinstance(named, str) and named.endswith((".safetensors", ".safetensors.index.json"))
-        if not known or Path(named).name != named:
+        if not is_plain_name(named) or not named.endswith((".safetensors", ".safetensors.index.json")):
             fail(f"{folder}: transformers_weights={printable(named)} in its config.json, expected a "
                  ".safetensors file in this folder")
         single, index = folder / named, folder / named
@@ -209,8 +199,7 @@ def weight_files(folder, config):
         return [single]
     if index.exists() and index.suffix == ".json":
         where = read_json(index).get("weight_map")
-        names = where.values() if isinstance(where, dict) else [None]
-        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        if not isinstance(where, dict) or not all(map(is_plain_name, where.values())):
             fail(f"{index}: weight_map is no list of names of files in this folder; damaged")
         files = [folder / name for name in sorted({*where.values()})]
         for name, file in where.items():
@@ -277,7 +266,7 @@ def hf_state(folder, args):
     for name in there:  # tables of positions, which old files hold, and the classifier that is the embedding
         if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and args.tied):
             fail(f"{folder}: tensor {name[:80]!r} is no part of a model of this config.json")
-    return Tensors(reads)
+    return Tensors(reads, folder)
 
 
 def same_bytes(a, b):
@@ -426,7 +415,8 @@ def chat_template(folder):
     """{GGUF's key: template} where the folder has one; a file of its own comes before the one in tokenizer_config.json."""
     found, other = beside(folder, "tokenizer_config").get("chat_template"), folder / "chat_template.jinja"
     if other.exists():
-        found = other.read_text(encoding="utf-8", errors="replace")
+        with reading(other, "a chat template", fail):
+            found = read_untrusted(other, MAX_SETTINGS).decode(errors="replace")
     elif isinstance(found, list):  # several, by name
         found = next((each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"), None)
     return {TEMPLATE: found.encode(errors="replace").decode()} if isinstance(found, str) else {}
@@ -457,11 +447,9 @@ def meta_shards(folder):
         fail(f"{folder}: expected consolidated.00.pth beside params.json")
     shards = []
     for path in paths:
-        try:
-            shard = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with reading(path, "weights of Meta's", fail):
+            shard = load_torch(path, mmap=True)
             shards.append({name: w for name, w in shard.items() if isinstance(w, torch.Tensor) and name != "rope.freqs"})
-        except Exception as e:  # whatever a stranger's file may hold
-            fail(f"{path}: cannot be read ({type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]})")
     if any(shard.keys() != shards[0].keys() for shard in shards):
         fail(f"{folder}: its {len(paths)} consolidated files hold different tensors; some are of another model")
     return shards
@@ -519,4 +507,4 @@ def read_meta(folder, tokenizer=None):
     for name in shards[0].keys() - reads.keys():
         if not (name == "output.weight" and args.tied):
             fail(f"{folder}: tensor {name[:80]!r} is no part of a model of this params.json")
-    return Tensors(reads), args, tokenizer or hf_vocabulary(folder, args.vocab_size), {}
+    return Tensors(reads, folder), args, tokenizer or hf_vocabulary(folder, args.vocab_size), {}

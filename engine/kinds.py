@@ -27,11 +27,16 @@ from tqdm import tqdm
 from engine.encodings import damaged, decoded, encoding
 from engine.files import replacing
 from engine.streams import one_line
+from engine.untrusted import MAX_VALUES, SMALL_JSON, NotRegular, count_values, open_untrusted, parse_json, reason
 
 BLOCK = 1 << 22     # bytes of a file in memory at once
 HEAD = 1 << 16      # bytes that tell what a file is
 SAMPLE = 1 << 20    # bytes that tell its encoding
 LONGEST = 1 << 26   # bytes of a line of .jsonl, of a field or an object of a table
+MAX_GROWTH = 200    # bytes of text for each byte of a file, packed or a table; text that people wrote packs to a twentieth
+GROWTH_FROM = 1 << 26  # bytes of text from which on MAX_GROWTH counts
+ROWS = 256          # of a Parquet table that are read at once, fewer where rows may be long:
+ROWS_SIZE = 1 << 27  # bytes that these may take, if each of them were as large as its column
 PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # bytes of text in a byte of such a file, about
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
@@ -79,7 +84,7 @@ class NotUTF8(Unfit):
 
 def opened(path):
     """(a file open for reading what another holds, unpacked; that file itself, whose position tells how far that is)."""
-    raw = open(path, "rb")
+    raw = open_untrusted(path)
     magic = raw.read(6)
     raw.seek(0)
     if magic[:3] == b"\x1f\x8b\x08":
@@ -217,6 +222,18 @@ def readable(path, copy, column, scan):
     (the .txt or .jsonl in UTF-8 that holds the text of a file: itself or a copy; what `scan` says of it; what was done, in
     words). copy: the path of copies, but for their suffixes. Raises Unfit where there is no text.
     """
+    try:
+        return read_any(path, copy, column, scan)
+    except NotRegular as e:
+        raise Unfit(e.strerror) from e
+    except (Unfit, OSError):
+        raise
+    except Exception as e:  # of whatever package reads such files
+        raise Unfit(f"cannot be read ({reason(e)})", "expected text, or a file that holds some") from e
+
+
+def read_any(path, copy, column, scan):
+    """What `readable` returns; a file that is damaged, or of another kind than it seems, may raise anything."""
     here, done = path, []
 
     def step(words, new):
@@ -226,12 +243,10 @@ def readable(path, copy, column, scan):
         here = new
         done.append(words)
 
-    if not path.is_file():
-        raise Unfit("not a regular file")
     first, end = head(path), suffix(path)
-    reason, _, advice = binary(first, path).partition("; ")
-    if reason:
-        raise Unfit(reason, advice or "expected text")
+    words, _, advice = binary(first, path).partition("; ")
+    if words:
+        raise Unfit(words, advice or "expected text")
     records = end == ".json" and has_documents(path, column)
     in_list = records and is_list(beginning(first))
     in_lines = end in LINES or records and not in_list
@@ -282,12 +297,20 @@ def unpack(path, copy):
             if not block:
                 return Path(copy)
             out.write(block)
+            check_growth(out.tell(), path)
             bar.update(raw.tell() - bar.n)
+
+
+def check_growth(size, path):
+    """Refuse a file that has become `size` bytes of text: a bomb, whose end nobody knows."""
+    if size > max(GROWTH_FROM, MAX_GROWTH * os.path.getsize(path)):
+        raise Unfit(f"its {os.path.getsize(path):,} bytes become more than {size:,} bytes of text",
+                    f"expected at most {MAX_GROWTH} for each; if that is right, unpack it yourself")
 
 
 def recode(path, name, problem, copy):
     """(in words what was done, the path of a copy in UTF-8). name: the user's file, of which `path` may be a copy."""
-    with open(path, "rb") as f:
+    with open_untrusted(path) as f:
         start = max(0, problem.offset - SAMPLE // 2)
         f.seek(start)
         sample = f.read(SAMPLE)
@@ -301,7 +324,7 @@ def recode(path, name, problem, copy):
     if not found:
         raise Unfit(problem.reason, f"no encoding that can be told for certain; if you know it, say LATIN1: iconv -f LATIN1 {to}")
     decoder, place, right, beyond = codecs.getincrementaldecoder(found)(), 0, 0, 0
-    with open(path, "rb") as f, replacing(copy) as out, progress(f, "converting") as bar:
+    with open_untrusted(path) as f, replacing(copy) as out, progress(f, "converting") as bar:
         while True:
             block = f.read(BLOCK)
             more = utf8_lines(block)
@@ -334,7 +357,7 @@ def blocks(path, whole_lines, update=lambda size: None):
     than a block it ends behind a character, or, with whole_lines, grows, up to LONGEST. update: told of each block's size.
     """
     offset, rest = 0, b""
-    with open(path, "rb") as f:
+    with open_untrusted(path) as f:
         while True:
             fresh = f.read(BLOCK)
             block = rest + fresh
@@ -377,12 +400,14 @@ def character_start(block, at):
 
 # ---- tables -----------------------------------------------------------------------------------------------------
 
-def write_lines(texts, column, copy):
-    """The path of a copy, .jsonl, of texts."""
+def write_lines(texts, column, copy, path):
+    """The path of a copy, .jsonl, of the texts in the file `path`."""
     with replacing(copy) as out:
-        for text in texts:
+        for number, text in enumerate(texts):
             if text:
                 out.write(json.dumps({column: text}, ensure_ascii=False).encode() + b"\n")
+            if not number & 1023 or len(text or "") > 1 << 16:
+                check_growth(out.tell() + number, path)
     return Path(copy)
 
 
@@ -497,12 +522,12 @@ def from_csv(path, column, copy):
             yield row[dialect.place] if row else ""
 
     def read(texts):
-        with open(path, "rb") as f, progress(f, "reading rows") as bar:
+        with open_untrusted(path) as f, progress(f, "reading rows") as bar:
             rows = lines(path, bar)
             next(rows, "")
-            return write_lines(texts(rows), columns(column)[0], copy)
+            return write_lines(texts(rows), columns(column)[0], copy, path)
 
-    with open(path, "rb") as f, progress(f, "reading rows") as bar:
+    with open_untrusted(path) as f, progress(f, "reading rows") as bar:
         dialect = Dialect(next(lines(path, bar), ""), column)
     try:
         new, problem = read(enclosed), None
@@ -544,13 +569,13 @@ def from_list(path, column, copy):
                 at = end
                 yield record_text(record, column, f"object {count}").decode()
             rest = rest[at:]
-            if len(rest) > LONGEST:
+            if len(rest) > LONGEST or len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES:
                 raise Unfit(f"object {count + 1} is longer than {LONGEST >> 20} MB, or no JSON")
         if rest.strip() != "]":
             raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}", "expected a list of objects")
 
-    with open(path, "rb") as f, progress(f, "reading objects") as bar:
-        return "the column read", write_lines(texts(bar), columns(column)[0], copy)
+    with open_untrusted(path) as f, progress(f, "reading objects") as bar:
+        return "the column read", write_lines(texts(bar), columns(column)[0], copy, path)
 
 
 def from_parquet(path, column, copy):
@@ -567,13 +592,14 @@ def from_parquet(path, column, copy):
             found.append(parquet_column(table.schema_arrow, column))
             with tqdm(total=table.metadata.num_rows, desc="reading rows", unit=" rows", leave=False, delay=1,
                       dynamic_ncols=True) as bar:
-                for batch in table.iter_batches(256, columns=[found[0]]):
-                    yield from map(parquet_text, batch.to_pylist())
-                    bar.update(len(batch))
+                for rows, group in row_groups(table.metadata, found[0]):
+                    for batch in table.iter_batches(rows, [group], [found[0]]):
+                        yield from map(parquet_text, batch.to_pylist())
+                        bar.update(len(batch))
         except (OSError, ValueError) as e:
             raise Unfit(f"a damaged Parquet table ({str(e).splitlines()[0]})") from e
 
-    new = write_lines(texts(), columns(column)[0], copy)
+    new = write_lines(texts(), columns(column)[0], copy, path)
     return f"the column {found[0]!r} read", new
 
 
@@ -614,6 +640,18 @@ def parquet_text(row):
         raise Unfit(f"a column of bytes, {row[:20]!r} among them, which are no UTF-8", "expected strings") from None
 
 
+def row_groups(metadata, name):
+    """
+    Yield (rows to read at once, number) of each group of rows in a Parquet table. A long text that stands in the file once may
+    be the text of each row.
+    """
+    for group in range(metadata.num_row_groups):
+        found = metadata.row_group(group)
+        parts = [found.column(i) for i in range(found.num_columns)]
+        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == name)
+        yield min(ROWS, max(1, ROWS_SIZE // max(1, size))), group
+
+
 def no_column(column, names):
     what = f"no column {' or '.join(map(repr, columns(column)))} but {listed(names)}" if names else "no row of names"
     return Unfit(what, "name the one that holds the text: --column=NAME" if names else "expected a table")
@@ -622,8 +660,8 @@ def no_column(column, names):
 def jsonl_text(line, column, number):
     """The text (UTF-8 bytes) in a line of a .jsonl file."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as e:
+        record = parse_json(line)
+    except ValueError as e:
         raise unlike(f"line {number} holds no JSON ({e})", column) from e
     refuse_doubled(line, column, f"line {number}")
     return record_text(record, column, f"line {number}")

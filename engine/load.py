@@ -18,8 +18,10 @@ from engine.formats import (ALIGNMENT, CHAT, CHECKSUM, END_OF_MESSAGE, END_OF_TU
                             LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type,
                             gap, halves_to_interleaved, heads_in, of_characters, tensors)
 from engine.prepare import keep_vocabulary
-from engine.reader import Reader, Tensors, checked, getter
+from engine.files import sha256
+from engine.reader import Reader, Tensors, checked, getter, refuse
 from engine.sizes import rate_for
+from engine.untrusted import reading
 from model import ModelArgs, Transformer
 from tokenizer import (BYTE, BYTE_OF, CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, UNUSED, USER_DEFINED, Bytes, SentencePiece,
                        Tokenizer, byte_level)
@@ -34,6 +36,8 @@ KNOWN_KEYS = set("""vocab_size context_length embedding_length block_count feed_
 FIXED_KEYS = {"attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0, "expert_count": 0,
               "expert_used_count": 0, "rope.scaling.attn_factor": 1, "rope.scaling.yarn_beta_fast": 32,
               "rope.scaling.yarn_beta_slow": 1, "use_parallel_residual": 0}
+LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")}  # that are read; others are skipped
+MAX_ENTRIES = 1 << 16  # tensors, and keys of metadata, in a GGUF file
 
 
 # ---- GGUF
@@ -126,10 +130,9 @@ def known_type(reader, name, number):
         kind = gguf.GGMLQuantizationType(number)
         block, size = gguf.GGML_QUANT_SIZES[kind]
         gguf.quants.dequantize(np.zeros(size, np.uint8), kind)
-    except ImportError:
-        reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}; reading others needs: pip install gguf")
-    except (ValueError, KeyError, NotImplementedError):
-        reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}, or another that the gguf package knows")
+    except (ImportError, ValueError, KeyError, NotImplementedError):
+        reader.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}, or one that the gguf package reads: "
+                    "pip install gguf")
     return Type(number, block, size, SINGLE, None, lambda raw: gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1))
 
 
@@ -141,9 +144,7 @@ def read_gguf(path):
         first = re.sub(r"-\d{5}-of-", "-00001-of-", Path(path).name)
         r.fail(f"part {metadata.get('split.no', 0) + 1} of {metadata['split.count']} of a split model; join them: "
                f"llama-gguf-split --merge {first} joined.gguf")
-    alignment = metadata.get("general.alignment", ALIGNMENT)
-    if type(alignment) is not int or alignment < 1:
-        r.fail(f"alignment {alignment!r}, expected a positive number such as {ALIGNMENT}")
+    alignment = getter(metadata, r.fail)("general.alignment", int, ALIGNMENT)
     args = gguf_args(r, metadata, {name for name, *_ in infos})
     check_list(r, infos, args)
     r.take(gap(r.at, alignment))
@@ -153,7 +154,7 @@ def read_gguf(path):
     if ROPE_FACTORS in reads:
         both = reads.pop(ROPE_FACTORS)().numpy() * np.array(args.rope_factors or (1.0,))
         args.rope_factors = rope.factors(both)
-    return Tensors(reads), checked(args, r.fail), metadata
+    return Tensors(reads, path), checked(args, r.fail), metadata
 
 
 def gguf_head(r):
@@ -161,7 +162,12 @@ def gguf_head(r):
     magic, version, n_tensors, n_metadata = r.unpack("<4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
         r.fail(f"magic {magic!r} and version {version}, expected b'GGUF' and 2 or 3")
-    metadata = {r.string().decode(errors="replace"): r.value(*r.unpack("<I")) for _ in range(n_metadata)}
+    if max(n_tensors, n_metadata) > MAX_ENTRIES:
+        r.fail(f"{n_tensors:,} tensors and {n_metadata:,} keys of metadata, expected at most {MAX_ENTRIES:,} of each")
+    metadata = {}
+    for _ in range(n_metadata):
+        key = r.string().decode(errors="replace")
+        metadata[key] = r.value(*r.unpack("<I"), wanted=key in LISTS)
     before = r.at
     infos = [(r.string().decode(errors="replace"), r.unpack(f"<{min(*r.unpack('<I'), 4)}Q")[::-1], *r.unpack("<IQ"))
              for _ in range(n_tensors)]  # (name, shape, type, offset)
@@ -233,7 +239,7 @@ def read_llama2c(path):
             r.take(4 * max_seq_len * args.head_dim)  # the frequency tables
     if r.at != len(r.data):
         r.fail(f"holds {len(r.data)} bytes, its header implies {r.at}")
-    return Tensors(reads), args
+    return Tensors(reads, path), args
 
 
 def llama2c_tensor(r, name, q, place, shape, group_size):
@@ -257,8 +263,6 @@ def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra
     if pieces == Bytes().pieces():
         return Bytes()
     ids = unk_id, bos_id, eos_id
-    if not all(0 <= i < len(pieces) for i in ids):
-        fail(f"{where}: special ids {ids}, expected below the vocabulary's size {len(pieces)}")
     for i, (piece, score, kind) in enumerate(pieces):
         if piece.decode(errors="ignore").encode() != piece or not math.isfinite(score) or not 1 <= kind <= 6:
             fail(f"{where}: piece {i} is {piece!r} with score {score} and type {kind}, expected UTF-8, a number, 1 to 6")
@@ -268,7 +272,8 @@ def vocabulary_of(pieces, unk_id, bos_id, eos_id, add_dummy_prefix, remove_extra
     trainer, rules = proto.trainer_spec, proto.normalizer_spec
     trainer.model_type, trainer.byte_fallback = trainer.BPE, any(kind == BYTE for _, _, kind in pieces)
     trainer.unk_id, trainer.bos_id, trainer.eos_id = ids
-    trainer.unk_piece, trainer.bos_piece, trainer.eos_piece = (pieces[i][0].decode() for i in ids)
+    spelled = {i: piece.decode() for i, (piece, _, _) in enumerate(pieces)}
+    trainer.unk_piece, trainer.bos_piece, trainer.eos_piece = (spelled[i] for i in ids)
     rules.name, rules.add_dummy_prefix, rules.remove_extra_whitespaces = "identity", add_dummy_prefix, remove_extra_whitespaces
     return SentencePiece(proto.SerializeToString(), where)
 
@@ -281,15 +286,10 @@ def byte_level_of(metadata, where):
     tokens, types, merges, pre = get("tokens"), get("token_type"), get("merges"), get("pre")
     eos = get("eos_token_id")
     ids = get("bos_token_id", eos), eos
-    lists = all(type(column) is list for column in (tokens, types, merges)) and len(tokens) == len(types)
-    if not lists or {*map(type, tokens)} != {bytes} or {*map(type, types)} != {int} or {*map(type, merges)} - {bytes}:
-        fail(f"{where}: a tokenizer 'gpt2' without tokens, types and merges of equal number; it is damaged")
     if pre not in PRE_TOKENIZERS:
         fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
-    if not all(type(i) is int and 0 <= i < len(tokens) for i in ids):
-        fail(f"{where}: BOS and EOS are {ids}, expected ids below the vocabulary's size {len(tokens)}")
     pieces = []
-    for i, (token, kind) in enumerate(zip(tokens, types)):
+    for i, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         text = token.decode(errors="replace")
         if kind not in (NORMAL, CONTROL, USER_DEFINED, UNUSED) or kind == NORMAL and not all(c in BYTE_OF for c in text):
             fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of bytes, or type 3, 4 or 5")
@@ -299,21 +299,22 @@ def byte_level_of(metadata, where):
 
 
 def gguf_vocabulary(metadata, where):
+    """The Tokenizer of a GGUF file."""
+    with reading(where, "a GGUF file's vocabulary", fail):
+        return byte_level_of(metadata, where) if metadata.get("tokenizer.ggml.model") == "gpt2" else llama_of(metadata, where)
+
+
+def llama_of(metadata, where):
+    """The Tokenizer of a GGUF file whose tokenizer is "llama" or one like it."""
     def get(key, default=None):
         return metadata.get(f"tokenizer.ggml.{key}", default)
 
-    if get("model") == "gpt2":
-        return byte_level_of(metadata, where)
     columns = [get("tokens"), get("scores"), get("token_type")]
-    same = all(type(c) is list and len(c) == len(columns[0]) for c in columns)
-    if get("model") not in ("llama", "t5", NO_BYTES) or not same:
-        fail(f"{where}: tokenizer {get('model')!r}, expected 'gpt2', or 'llama' with tokens, scores and types of equal number")
+    if get("model") not in ("llama", "t5", NO_BYTES):
+        fail(f"{where}: tokenizer {repr(get('model'))[:80]}, expected 'gpt2' or 'llama'")
     ids = [get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos"))]
     flags, adds = (get("add_space_prefix", True), get("remove_extra_whitespaces", False)), get("add_bos_token", True)
-    kinds = [{bytes}, {int, float}, {int}, {int}, {bool}, {bool, int}]
-    if not all({type(v) for v in values} <= kind for values, kind in zip((*columns, ids, flags, [adds]), kinds)):
-        fail(f"{where}: a tokenizer with entries of the wrong type; it is damaged")
-    pieces = claimed(zip(*columns), (*ids[1:], metadata.get(END_OF_TURN)))
+    pieces = claimed(zip(*columns, strict=True), (*ids[1:], metadata.get(END_OF_TURN)))
     vocabulary = vocabulary_of(pieces, *ids, *flags, where)
     if get("model") == "t5" and not of_characters(vocabulary):
         fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or 'llama'")
@@ -329,15 +330,16 @@ def chat_ids(metadata, vocab_size):
 def llama2c_vocabulary(path, vocab_size):
     """The Tokenizer in a llama2.c tokenizer.bin, whose ids 0, 1 and 2 are <unk>, <s> and </s>."""
     r, pieces = Reader(path), [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
-    r.take(4)
-    for i in range(vocab_size):
-        score, length = r.unpack("<fI")
-        piece = r.take(length).tobytes().replace(b" ", SPACE.encode())
-        if i >= len(pieces):
-            pieces.append((piece, score, 6 if re.fullmatch(rb"<0x[0-9A-F]{2}>", piece) else 1))
-    if r.at != len(r.data):
-        r.fail(f"holds more than the {vocab_size} pieces of the model")
-    return vocabulary_of(pieces, 0, 1, 2, True, False, path)
+    with reading(path, "a llama2.c tokenizer.bin", fail):
+        r.take(4)
+        for i in range(vocab_size):
+            score, length = r.unpack("<fI")
+            piece = r.take(length).tobytes().replace(b" ", SPACE.encode())
+            if i >= len(pieces):
+                pieces.append((piece, score, 6 if re.fullmatch(rb"<0x[0-9A-F]{2}>", piece) else 1))
+        if r.at != len(r.data):
+            r.fail(f"holds more than the {vocab_size} pieces of the model")
+        return vocabulary_of(pieces, 0, 1, 2, True, False, path)
 
 
 # ---- whatever it is
@@ -348,6 +350,12 @@ def read_model(path, tokenizer=""):
     a Hugging Face folder, a folder of Meta's, or a file of weights in one of these. The tensors of all but runs are read when
     they are asked for. tokenizer: a vocabulary file to use instead of the one that comes with the model.
     """
+    with reading(path, "a model", fail):
+        return read_any(path, tokenizer)
+
+
+def read_any(path, tokenizer):
+    """What `read_model` returns; a file that is damaged, or of another kind than it seems, may raise anything."""
     vocabulary, extra, path = tokenizer and not tokenizer.endswith(".bin") and Tokenizer.load(tokenizer) or None, {}, Path(path)
     if path.suffix in (".pth", ".safetensors") and path.is_file():
         folders.refuse_unread(path)
@@ -355,7 +363,10 @@ def read_model(path, tokenizer=""):
     if checkpoint.is_own(path) or checkpoint.is_run(path) or not path.exists():
         folder = checkpoint.locate(path)
         saved = checkpoint.load(folder)
-        state, args = saved["model"], ModelArgs(**saved["args"])
+        state, args = saved["model"], checked(ModelArgs(**saved["args"]), partial(refuse, folder / "model.pt"))
+        for name, *_, shape in tensors(args) if isinstance(state, dict) else ():  # before a model of these sizes is made
+            if state[name].shape != shape:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}, expected {shape}")
         vocabulary = vocabulary or Tokenizer.load(checkpoint.tokenizer_path(folder))
         extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
     elif path.is_dir() and ((path / "config.json").exists() or (path / "params.json").exists()):
@@ -374,7 +385,7 @@ def read_model(path, tokenizer=""):
         vocabulary = llama2c_vocabulary(tokenizer, args.vocab_size)
     if args.tied and "output.weight" not in state:
         state = Tensors({name: partial(state.__getitem__, name) for name in state} |
-                        {"output.weight": partial(state.__getitem__, "tok_embeddings.weight")})
+                        {"output.weight": partial(state.__getitem__, "tok_embeddings.weight")}, path)
     return state, args, vocabulary, extra
 
 
@@ -386,8 +397,9 @@ def load_model(path, tokenizer, device):
     if vocabulary.vocab_size != args.vocab_size:
         fail(f"{path}: the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same; "
              "give the --tokenizer of this model")
-    model = Transformer(args)
-    parallel.load_weights(model, state)
+    with reading(path, "a model", fail):
+        model = Transformer(args)
+        parallel.load_weights(model, state)
     return model.to(device).eval(), vocabulary
 
 
@@ -403,7 +415,8 @@ def start_from(model, path, check=True):
         state, extra = saved["model"], saved.get("chat", {})
     else:
         state, _, _, extra = read_model(path)
-    parallel.load_weights(model, state)
+    with reading(path, "a model", fail):
+        parallel.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
 
 
@@ -442,4 +455,4 @@ def adopt(s, given):
 
 
 def same_file(a, b):
-    return Path(a).is_file() and Path(a).read_bytes() == Path(b).read_bytes()
+    return Path(a).is_file() and sha256(a) == sha256(b)

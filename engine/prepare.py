@@ -38,9 +38,15 @@ from engine import kinds, stories
 from engine.advice import hub
 from engine.files import publish, refuse_odd, replacing, sha256
 from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
+from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
 VERSION = 1
+TOKENS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # what token ids are stored as
+META = {"vocab_size": int, "vocab_source": str, "tokenizer": str, "tokenizer_sha256": str, "dtype": str, "source": str,
+        "fingerprint": str} | dict.fromkeys((f"{split}_{what}" for split in ("train", "val")
+                                             for what in ("tokens", "documents", "bytes")), int)  # of a meta.json
+CHECKED_AT_ONCE = 1 << 28  # bytes of prepared data that are read through when they are loaded
 SEGMENT = 1 << 16   # bytes of a long document encoded at once
 PART = 1 << 21      # bytes of text in a part, the unit of progress
 STRETCH = 1 << 18   # bytes of text that are taken together where a part of a text is prepared
@@ -99,24 +105,49 @@ def load(folder):
     less than 256 MB (0.2 s); what disagrees is refused in one line.
     """
     folder = Path(folder)
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta["version"] != VERSION:
-            fail(f"{folder}: prepared data of version {meta['version']}, expected {VERSION}; delete it to prepare anew")
-        size, width = 0, np.dtype(meta["dtype"]).itemsize
+    with reading(folder, "prepared data, a folder that data.py made", fail):
+        meta = read_meta(folder)
+        splits, size = [], 0
         for split in ("train", "val"):
-            found, expected = (folder / f"{split}.bin").stat().st_size, width * meta[f"{split}_tokens"]
-            if found != expected:
-                fail(f"{folder}/{split}.bin: {found} bytes, expected {expected}; delete {folder} to prepare it anew")
+            with open_untrusted(folder / f"{split}.bin") as file:
+                found, expected = os.fstat(file.fileno()).st_size, TOKENS[meta["dtype"]].itemsize * meta[f"{split}_tokens"]
+                if found != expected:
+                    fail(f"{folder}/{split}.bin: {found} bytes, expected {expected}; delete {folder} to prepare it anew")
+                splits.append(np.memmap(file, TOKENS[meta["dtype"]], "r"))
             size += found
         tokenizer = Tokenizer.load(folder / meta["tokenizer"])
         same = tokenizer.sha256() == meta["tokenizer_sha256"] and tokenizer.vocab_size == meta["vocab_size"]
-        if not same or (size < 1 << 28 and fingerprint(folder) != meta["fingerprint"]):
+        if not same or (size < CHECKED_AT_ONCE and fingerprint(folder) != meta["fingerprint"]):
             fail(f"{folder}: is not what its meta.json records (hashes differ); delete it to prepare it anew")
-        train, val = (np.memmap(folder / f"{split}.bin", meta["dtype"], "r") for split in ("train", "val"))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        fail(f"{folder}: not prepared data ({type(e).__name__}: {e}), expected a folder that data.py made")
-    return Prepared(folder, meta, train, val, tokenizer)
+        for tokens in splits if size < CHECKED_AT_ONCE else ():  # of larger ones each batch is checked, see Dataset
+            check_ids(folder, tokens, meta["vocab_size"])
+    return Prepared(folder, meta, *splits, tokenizer)
+
+
+def read_meta(folder):
+    """
+    Return the meta.json of a prepared folder. Raises OSError, or ValueError, KeyError or TypeError where it does not say what
+    a prepared folder is read by.
+    """
+    meta = read_json_file(Path(folder, "meta.json"))
+    if meta["version"] != VERSION:
+        raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
+    for name, kind in META.items():
+        if type(meta[name]) is not kind or kind is int and not 0 < meta[name] < 1 << 62:
+            raise ValueError(f"its meta.json has {name}={repr(meta[name])[:80]}")
+    if meta["dtype"] not in TOKENS or not is_plain_name(meta["tokenizer"]):
+        raise ValueError(f"its meta.json has dtype={meta['dtype'][:80]!r} and tokenizer={meta['tokenizer'][:80]!r}")
+    if any(meta[f"{split}_documents"] > meta[f"{split}_tokens"] for split in ("train", "val")):
+        raise ValueError("its meta.json counts more documents than tokens")
+    return meta
+
+
+def check_ids(folder, tokens, vocab_size):
+    """Return an array of token ids, or refuse those that the vocabulary of a prepared folder lacks."""
+    if (largest := int(tokens.max())) >= vocab_size:
+        fail(f"{folder}: holds the token {largest}, expected ids below the vocabulary's size {vocab_size}; delete it to prepare it "
+             "anew")
+    return tokens
 
 
 def fingerprint(folder):
@@ -261,7 +292,7 @@ def unpacked_size(path):
     """Bytes of a file once it is unpacked: what the end of a .gz file says, of others about."""
     size = path.stat().st_size
     if path.suffix == ".gz" and size >= 18:
-        with open(path, "rb") as f:
+        with open_untrusted(path) as f:
             f.seek(-4, os.SEEK_END)
             told = int.from_bytes(f.read(), "little")  # modulo 4 GB, and of the last member alone
         if size / 2 <= told <= 20 * size:
@@ -273,7 +304,7 @@ def text_share(path, column):
     """How much of a .jsonl file is text rather than what stands beside it, by its beginning; 1 of other files."""
     if path.suffix != ".jsonl":
         return 1
-    with open(path, "rb") as f:
+    with open_untrusted(path) as f:
         lines = f.readlines(1 << 20)
     with contextlib.suppress(Unfit):  # which is told when the file is read
         return sum(len(jsonl_text(line, column, 0)) for line in lines if line.strip()) / max(1, sum(map(len, lines)))
@@ -331,10 +362,7 @@ def text_files(path, cache, column):
         fail(f"{path}: no such file; expected stories, {', '.join(DOWNLOADS)}, a text file, or a folder of text files"
              f"{hub(path, 'dataset')}")
     if not path.is_dir():
-        if not path.is_file():
-            fail(f"{path}: not a regular file")
-        with open(path, "rb"):  # what can't be opened is told before any work is done
-            pass
+        open_untrusted(path).close()  # what can't be opened is told before any work is done
     if not any(file.stat().st_size for file in files):
         fail(f"{path}: is empty, expected text")
     return files, left_out
@@ -434,7 +462,7 @@ def build(job, folder, workers, urls):
     for path in [partial / "job.json", partial / "rows.npy", *partial.glob("*.tmp")]:
         path.unlink(missing_ok=True)
     publish(partial, folder)
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = read_meta(folder)
     part = f" ({meta['train_bytes'] / meta['whole_bytes']:.2%} of the text)" if "whole_bytes" in meta else ""
     print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on{part}, {meta['val_tokens']:,} to validate, "
           f"vocabulary of {meta['vocab_size']:,}, {meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
@@ -614,7 +642,7 @@ def split(documents, job):
                  f"too few to hold some out for validation")
         return documents
     boundary = end - int(np.cumsum(sizes)[first] - (sizes.sum() - wanted))
-    with open(path, "rb") as f:
+    with open_untrusted(path) as f:
         f.seek(boundary)
         block = f.read(min(SEGMENT, end - boundary))
     joint = JOINT.search(block)
@@ -653,7 +681,7 @@ def texts(job, rows):
                     yield text, len(text.encode()), flags, bits
             continue
         path = job["texts"][file]
-        with open(path, "rb") as f:
+        with open_untrusted(path) as f:
             for _, start, end, flags in group:
                 f.seek(start)
                 raw = f.read(end - start)

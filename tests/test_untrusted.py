@@ -1,14 +1,23 @@
 """Files of strangers: what is opened, how much of it is read, and the one line that a failed reader becomes."""
 import errno
 import json
+import lzma
 import os
 import socket
+import struct
+import sys
+import zipfile
 
+import numpy as np
 import pytest
+import torch
 
 from configurator import fail
-from engine import untrusted
+from data import Dataset
+from engine import checkpoint, prepare, untrusted
+from tests import mutated_files
 from tests.test_export import refused
+from tokenizer import Tokenizer
 
 
 def odd_files(folder):
@@ -77,7 +86,231 @@ def test_whatever_a_reader_raises_is_one_line(capsys):
                 raise error
 
         line = refused(capsys, read)
-        assert line.startswith("error: a.model: cannot be read as a vocabulary (") and words in line and line.count("\n") == 1
+        assert line.startswith("error: a.model: cannot be read (") and words in line and line.endswith("; expected a vocabulary\n")
     for error in (KeyboardInterrupt, SystemExit, ModuleNotFoundError, BrokenPipeError):
         with pytest.raises(error), untrusted.reading("a.model", "a vocabulary", fail):
             raise error
+
+
+# ---- prepared data
+
+@pytest.fixture
+def prepared(tmp_path):
+    mutated_files.prepared(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"dtype": "O"}, "dtype='O'"), ({"dtype": "<u2"}, "dtype='<u2'"), ({"dtype": "float32"}, "dtype='float32'"),
+    ({"dtype": ["uint16"]}, "dtype=['uint16']"), ({"dtype": "uint32"}, "bytes, expected"), ({"train_tokens": -1}, "train_tokens=-1"),
+    ({"train_tokens": 2.5}, "train_tokens=2.5"), ({"train_tokens": 0}, "train_tokens=0"), ({"val_tokens": 1}, "bytes, expected"),
+    ({"train_documents": 0}, "train_documents=0"), ({"train_documents": 1 << 40}, "more documents than tokens"),
+    ({"val_bytes": 10 ** 40}, "val_bytes=1000"), ({"vocab_size": 258}, "not what its meta.json records"),
+    ({"tokenizer": "../tokenizer.json"}, "tokenizer='../tokenizer.json'"), ({"version": []}, "version []"),
+    ({"fingerprint": None}, "fingerprint=None"), ({"train_documents": None}, "train_documents=None")])
+def test_what_meta_json_says_of_prepared_data_is_checked(changes, said, prepared, capsys):
+    prepare.load(prepared)
+    meta = json.loads((prepared / "meta.json").read_text())
+    (prepared / "meta.json").write_text(json.dumps(meta | changes))
+    assert said in refused(capsys, prepare.load, prepared)
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"\xff", b"[" * 9999, b"3", b'{"version": 1}'])
+def test_a_meta_json_that_is_none(text, prepared, capsys):
+    (prepared / "meta.json").write_bytes(text)
+    assert "expected prepared data" in refused(capsys, prepare.load, prepared)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_a_token_beyond_the_vocabulary_is_refused_whatever_the_size_of_the_data(small, prepared, capsys, monkeypatch):
+    """Large data are not read through when they are loaded; each batch of them is looked at, whatever --checks says."""
+    tokens = np.fromfile(prepared / "train.bin", "<u2")
+    tokens[5:] = 259
+    tokens.tofile(prepared / "train.bin")
+    mutated_files.fitting_meta(prepared)
+    if small:
+        assert "holds the token 259, expected ids below the vocabulary's size 259" in refused(capsys, prepare.load, prepared)
+        return
+    monkeypatch.setattr(prepare, "CHECKED_AT_ONCE", 0)
+    dataset = Dataset(prepare.load(prepared), 16, 2, 2, 1)
+    assert "holds the token 259" in refused(capsys, dataset.batch, 0)
+    assert "holds the token 259" in refused(capsys, lambda: [*dataset.eval_batches("train", 64, 64)])
+    assert "holds the token 259" in refused(capsys, dataset.probe_batches)
+
+
+# ---- a pipe, a device or a socket in the place of any file of a folder
+
+@pytest.mark.parametrize("name", ["hugging face", "hugging face in shards", "meta .pth", "checkpoint", "prepared data", "log.jsonl",
+                                  "yaml config", "tokenizer.model", "labelled .jsonl", "llama2.c v1", "gguf", "txt.gz", "parquet"])
+def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(name, tmp_path, capfd):
+    make, read = mutated_files.FORMATS[name]
+    (tmp_path / "m").mkdir()
+    files = [path for path in sorted({*make(tmp_path / "m")}) if path.suffix != ".lock"]
+    for path in files:
+        data = path.read_bytes()
+        for kind in "fifo", "/dev/zero", "folder":
+            path.unlink()
+            if kind == "folder":
+                path.mkdir()
+            elif kind == "fifo":
+                os.mkfifo(path)
+            else:
+                path.symlink_to(kind)
+            try:
+                read(tmp_path / "m")
+            except SystemExit as e:
+                assert e.code == 2 and capfd.readouterr().err.count("\n") == 1, (path, kind)
+            path.rmdir() if kind == "folder" else path.unlink()
+            path.write_bytes(data)
+
+
+def test_a_checkpoints_files_are_names_in_its_own_folder(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    mutated_files.run_folder(tmp_path / "run")
+    (tmp_path / "secret").write_bytes(b"x")
+    step, best = tmp_path / "run/checkpoints/step_00000001", tmp_path / "run/best"
+    manifest = json.loads((step / "checkpoint.json").read_text())
+    for name in "../../../secret", str(tmp_path / "secret"), "..", "":
+        outside = manifest["files"] | {name: [1, "0" * 64]}
+        (step / "checkpoint.json").write_text(json.dumps(manifest | {"files": outside}))
+        assert not checkpoint.manifest(step) and not checkpoint.complete(step)
+    (step / "checkpoint.json").write_text(json.dumps(manifest))
+    for name in f"../../{tmp_path.name}/run/checkpoints/step_00000001", str(step), "..":
+        best.write_text(name)
+        assert checkpoint.pointer(tmp_path / "run", "best") is None
+    best.write_text(step.name)
+    assert checkpoint.pointer(tmp_path / "run", "best") == step
+
+
+# ---- small files, large memory
+
+def memory_of(read, *arguments):
+    """(exit code, stderr, peak MB) of a call in a process of its own."""
+    def run(pipe):
+        file = open(pipe, "wb", buffering=0)
+        os.dup2(file.fileno(), 2)
+        sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1)  # pytest's is another
+        before = mutated_files.peak()
+        try:
+            code = read(*arguments) and 0 or 0
+        except SystemExit as e:
+            code = e.code
+        except BaseException as e:
+            sys.stderr.write(repr(e))
+            code = 1
+        os.write(file.fileno(), b"\n%d %d" % (code, mutated_files.peak() - before))
+
+    ours, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            run(theirs)
+        finally:
+            os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as file:
+        *said, last = file.read().decode().split("\n")
+    os.waitpid(child, 0)
+    return int(last.split()[0]), "\n".join(said), int(last.split()[1])
+
+
+def gguf_of_small_numbers(path):
+    """A list of 64 MB in the metadata, which nobody reads."""
+    mutated_files.FORMATS["gguf"][0](path.parent)
+    key = b"some.list"
+    with open(path.parent / "m.gguf", "rb") as f:
+        data = f.read()
+    head = data[:16] + struct.pack("<Q", struct.unpack_from("<Q", data, 16)[0] + 16)
+    entries = b"".join(struct.pack("<Q", len(key) + 1) + key + b"%c" % (97 + n) + struct.pack("<IIQ", 9, 0, 1 << 22) + bytes(1 << 22)
+                       for n in range(16))
+    path.write_bytes(head + entries + data[24:])
+
+
+def aliases(path):
+    levels = "abcdefghi"
+    path.write_text("dim: [&a [x,x,x,x,x,x,x,x,x,x]" + "".join(f", &{b} [{','.join(['*' + a] * 10)}]" for a, b in zip(levels, levels[1:]))
+                    + "]")
+
+
+def one_text_in_all_rows(path):
+    import pyarrow
+    from pyarrow import parquet
+    texts = pyarrow.DictionaryArray.from_arrays(np.zeros(16, "i4"), [os.urandom(1 << 23).hex()])  # 16 MB, which don't pack well
+    parquet.write_table(pyarrow.table({"text": texts}), path, compression="zstd")
+
+
+def many_values(path):
+    path.write_bytes(b'{"text": "a", "b": [' + b"[]," * 20_000_000 + b"[]]}\n")
+
+
+def zeros(path):
+    with lzma.open(path, "wb", preset=0) as f:
+        for _ in range(300):
+            f.write(bytes(1 << 20).replace(b"\0", b"a"))
+
+
+def stride_of_zero(path):
+    mutated_files.of_meta(path.parent)
+    weights = torch.load(path)
+    name = "tok_embeddings.weight"
+    weights[name] = torch.zeros(1).expand(1 << 18, 1 << 18)
+    torch.save(weights, path)
+
+
+def packed_zeros(path):
+    """A file of torch.save's, packed: 200 MB of zeros in 200 KB."""
+    mutated_files.of_meta(path.parent)
+    weights = torch.load(path) | {"more": torch.zeros(50_000_000)}
+    torch.save(weights, path)
+    with zipfile.ZipFile(path) as old:
+        entries = [(entry.filename, old.read(entry)) for entry in old.infolist()]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, content in entries:
+            new.writestr(name, content)
+
+
+def long_template(path):
+    """A tokenizer.json whose post-processor puts 1,000 times 1,000 tokens before a text."""
+    made = json.loads(mutated_files.byte_level(path.parent).data)["tokenizer"]
+    special = {"x": {"id": "x", "ids": [0] * 100_000, "tokens": ["x"] * 100_000}}
+    made["post_processor"] = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "x", "type_id": 0}}] * 10_000,
+                              "pair": [], "special_tokens": special}
+    path.write_text(json.dumps(made))
+
+
+def empty_pieces(path):
+    path.write_bytes(b"\n\0" * 8_000_000)
+
+
+def read_model(path):
+    mutated_files.read_model(path.parent if path.suffix == ".pth" else path)
+
+
+def read_config(path):
+    mutated_files.configurator.read_file(str(path))
+
+
+@pytest.mark.parametrize("name, make, read, said", [
+    ("a.gguf", gguf_of_small_numbers, read_model, ""), ("consolidated.00.pth", stride_of_zero, read_model, "larger than its"),
+    ("consolidated.00.pth", packed_zeros, read_model, "compressed"), ("a.yaml", aliases, read_config, "more than 10,000 values"),
+    ("a.parquet", one_text_in_all_rows, lambda p: mutated_files.read_table(p.parent), ""),
+    ("a.jsonl", many_values, lambda p: mutated_files.read_table(p.parent), "values in one JSON text"),
+    ("a.txt.xz", zeros, lambda p: mutated_files.read_table(p.parent), "expected at most 200 for each"),
+    ("a.json", long_template, Tokenizer.load, "post_processor is longer"),
+    ("a.model", empty_pieces, Tokenizer.load, "too many pieces")])
+def test_a_small_file_takes_little_memory(name, make, read, said, tmp_path):
+    folder = tmp_path / "m"
+    folder.mkdir()
+    make(folder / name)
+    code, line, megabytes = memory_of(read, folder / name)
+    assert (code, line.count("error: ")) == ((2, 1) if said else (0, 0)) and said in line, line
+    assert megabytes < 500
+
+
+# ---- mutants
+
+@pytest.mark.parametrize("name", mutated_files.FORMATS)
+def test_some_mutants_of_each_format_are_read_or_end_in_one_line(name, tmp_path):
+    """Part of tests/long_mutated_files.py."""
+    wrong, refused, most = mutated_files.mutate(name, tmp_path / "m", range(10 if name == "checkpoint" else 25))
+    assert not wrong and refused and most < mutated_files.MEMORY, "\n".join(wrong)
