@@ -21,9 +21,10 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-MOST_CONNECTIONS = 100
+MOST_CONNECTIONS = 100  # that have shown the token, and as many that have not
 MOST_BYTES = 1 << 20  # of a request's body
 PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
+MAX_ERROR = 1000      # characters of what an error quotes
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
                                "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -45,13 +46,7 @@ class Request:
 
     def json(self):
         """The body, a JSON object."""
-        try:
-            found = json.loads(self.body)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"the body is not JSON ({e})") from e
-        if not isinstance(found, dict):
-            raise ValueError("the body is not a JSON object")
-        return found
+        return json_object(self.body, "the body")
 
 
 @dataclass
@@ -65,6 +60,17 @@ class Response:
         if isinstance(self.content, bytes):
             return self.content
         return (self.content if isinstance(self.content, str) else json.dumps(self.content)).encode("utf-8", "replace")
+
+
+def json_object(text, what):
+    """Return the object that a JSON text holds. ValueError: it holds something else, or nests too deeply."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{what} is not JSON ({e})") from e
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is not a JSON object")
+    return found
 
 
 def error(status, words):
@@ -107,7 +113,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host, port, routes):
         """Listen there. Raises OSError when it can't."""
         self.routes, self.token, self.lock = routes, secrets.token_urlsafe(24), threading.Lock()
-        self.open = {}  # socket: [when its time is over, None: never; whether it has shown the token]
+        self.open = {}  # socket: [when its time is over, None: never; whether it has shown the token; whether it streams]
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.loopback = is_loopback(host)
         super().__init__((host, port), Handler)
@@ -125,16 +131,17 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/?token={self.token}"
 
     def process_request(self, connection, address):
-        """Take a connection; where there are too many, in place of the oldest that hasn't shown the token."""
+        """Take a connection. Those that have not shown the token take no place of those that have."""
         with self.lock:
-            if len(self.open) >= MOST_CONNECTIONS:
-                stranger = next((other for other, (_, known) in self.open.items() if not known), None)
-                if not stranger:
-                    return connection.close()
-                self.cut(stranger)
-                del self.open[stranger]
-            self.open[connection] = [time.monotonic() + PATIENCE, False]
+            self.open[connection] = [time.monotonic() + PATIENCE, False, False]
+            self.make_room([other for other, (_, known, _) in self.open.items() if not known])
         return super().process_request(connection, address)
+
+    def make_room(self, connections):
+        """Close the oldest of too many connections."""
+        if len(connections) > MOST_CONNECTIONS:
+            self.cut(connections[0])
+            del self.open[connections[0]]
 
     @staticmethod
     def cut(connection):
@@ -142,10 +149,18 @@ class Server(ThreadingHTTPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def arrived(self, connection, known):
-        """The whole request is here."""
+        """Note that the whole request is here. Of too many connections with the token, the oldest stream ends first."""
         with self.lock:
             if connection in self.open:
-                self.open[connection] = [None, known]
+                self.open[connection] = [None, known, False]
+                ours = [other for other, (_, known, _) in self.open.items() if known and other is not connection]
+                self.make_room(sorted(ours, key=lambda other: not self.open[other][2]))
+
+    def streams(self, connection):
+        """Note that the answer on this connection is a stream of events."""
+        with self.lock:
+            if connection in self.open:
+                self.open[connection][2] = True
 
     def shutdown_request(self, connection):
         with self.lock:
@@ -157,7 +172,7 @@ class Server(ThreadingHTTPServer):
             time.sleep(1)
             now = time.monotonic()
             with self.lock:
-                for connection, (end, _) in self.open.items():
+                for connection, (end, _, _) in self.open.items():
                     if end is not None and now > end:
                         self.cut(connection)
 
@@ -222,7 +237,7 @@ class Handler(BaseHTTPRequestHandler):
         lengths = self.headers.get_all("Content-Length", ["0"])
         if "Transfer-Encoding" in self.headers or len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
             return self.reply(error(411, "a body needs its Content-Length, once"))
-        if int(lengths[0]) > MOST_BYTES:
+        if len(lengths[0]) > len(str(MOST_BYTES)) or int(lengths[0]) > MOST_BYTES:
             return self.reply(error(413, f"a body has at most {MOST_BYTES:,} bytes"))
         found = self.rfile.read(int(lengths[0]))
         return found if len(found) == int(lengths[0]) else self.reply(error(400, "the body was cut short"))
@@ -248,7 +263,9 @@ class Handler(BaseHTTPRequestHandler):
         try:
             found = handler(request)
         except ValueError as e:
-            found = error(400, " ".join(str(e).split()))
+            found = error(400, " ".join(str(e).split())[:MAX_ERROR])
+        except RecursionError:  # of JSON that can just be parsed
+            found = error(400, "what was sent is nested too deeply")
         except SystemExit:  # configurator.fail
             found = error(500, "the terminal in which page.py runs says what is wrong")
         except Exception as e:
@@ -274,6 +291,7 @@ class Handler(BaseHTTPRequestHandler):
     def stream(self, events):
         """Send events until there are no more or the reader goes."""
         with contextlib.closing(events) if hasattr(events, "close") else contextlib.nullcontext():
+            self.server.streams(self.connection)
             self.head(200, "text/event-stream", {})
             for event in events:
                 text = event if isinstance(event, str) else json.dumps(event)

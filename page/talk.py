@@ -5,6 +5,7 @@ Every request has a context of its own; the requests' tokens are computed in tur
 """
 import contextlib
 import mmap
+import os
 import secrets
 import threading
 import time
@@ -15,13 +16,19 @@ import numpy as np
 
 import llamac
 from engine.files import stamp
+from engine.untrusted import open_untrusted, read_untrusted
 from page.server import Response
 
 AT_ONCE = 16          # requests that are answered in turns; more wait
 IDLE = 2              # sessions kept for the next requests: the start of one takes longer than a token
 IN_MEMORY = 1 << 28   # bytes of a model file that is read whole, so that nobody can cut it off while it is in use
 FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
-         "tools": [], "functions": [], "response_format": {"type": "text"}}  # what a request may say, but not otherwise
+         "tools": [], "functions": [], "response_format": {"type": "text"}, "store": False,
+         "modalities": ["text"]}  # what a request may say, but not otherwise
+BOTH = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "stream", "stream_options",
+        "user", "metadata"}  # fields of a request; the last two are labels, which change no answer
+FIELDS = {False: BOTH | {"prompt"}, True: BOTH | {"messages", "max_completion_tokens", "top_logprobs"}}  # by whether it is a chat
+MAX_TOKENS = (1 << 31) - 1
 REQUIRED = object()
 
 
@@ -63,7 +70,7 @@ class Voice:
 
     def __init__(self, path):
         self.stamp, self.idle, self.unfit = stamp(path), [], ""
-        self.model = llamac.Model(path.read_bytes() if self.stamp[1] <= IN_MEMORY else path)
+        self.model = llamac.Model(read_untrusted(path, IN_MEMORY) if self.stamp[1] <= IN_MEMORY else path)
         if not self.model.info.has_tokenizer:
             raise llamac.Error("the file has no tokenizer")
         try:
@@ -105,6 +112,14 @@ def value(body, name, kinds, default=REQUIRED, fine=lambda x: True, expected="")
     return found
 
 
+def refuse_unknown(given, known, place="", param=None):
+    """Refuse fields of a request that change nothing here, so that nobody believes they do; null is the same as no field."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            said = f"{place}{str(name)[:80]!r} is no field that is used here, expected {', '.join(sorted(known))}"
+            raise Wrong(said, param or str(name)[:80], "unknown_parameter")
+
+
 def text(string):
     """A str that has an encoding: half of a surrogate pair has none."""
     return string.encode("utf-8", "replace").decode()
@@ -125,8 +140,13 @@ def prompt_tokens(model, body):
 def content(message):
     """The text of a message, which may come in parts."""
     found = message.get("content")
+    empty = {name for name, value in message.items() if value in ([], "")}  # as in an answer that a client sends back
+    refuse_unknown(message, {"role", "content"} | empty, "messages: ", "messages")
     if isinstance(found, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in found):
-        found = "".join(str(part.get("text", "")) for part in found)
+        for part in found:
+            refuse_unknown(part, {"type", "text"}, "messages: ", "messages")
+        parts = [part.get("text") for part in found]
+        found = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     if not isinstance(found, str):
         raise Wrong("messages: expected each to have its text as content", "messages")
     return text(found)
@@ -156,13 +176,17 @@ def wish(body, chat, voice):
     for name, fixed in FIXED.items():
         if body.get(name) not in (None, fixed):
             raise Wrong(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}, which is all there is here", name)
+    refuse_unknown(body, FIELDS[chat] | FIXED.keys())
     if chat and voice.unfit:
         raise Wrong(f"{voice.unfit}: it was not made to chat; /v1/completions continues a text", "model")
     tokens = (chat_tokens if chat else prompt_tokens)(model, body)
+    if not tokens:
+        raise Wrong("the prompt has no tokens, and this model has no BOS to begin with; expected a text",
+                    "messages" if chat else "prompt")
     if len(tokens) > model.info.seq_len:
         raise Wrong(f"the prompt has {len(tokens)} tokens, the model's context is {model.info.seq_len}",
                     "messages" if chat else "prompt", "context_length_exceeded")
-    whole = dict(kinds=int, fine=lambda n: n >= 1, expected="a whole number of at least 1")
+    whole = dict(kinds=int, fine=lambda n: 1 <= n <= MAX_TOKENS, expected=f"a whole number from 1 to {MAX_TOKENS}")
     most = value(body, "max_tokens", default=model.info.seq_len if chat else 16, **whole)
     temperature = value(body, "temperature", number, 1, lambda x: 0 <= x <= 100, "a number from 0 to 100")
     top_p = value(body, "top_p", number, 1, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
@@ -179,6 +203,8 @@ def wish(body, chat, voice):
     else:
         rivals = value(body, "logprobs", default=None, **few)
     options = value(body, "stream_options", dict, {}, expected="an object")
+    refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
+    value(options, "include_usage", bool, False, expected="true or false")
     return Wish(str(body["model"]), chat, tokens, value(body, "max_completion_tokens", default=most, **whole),
                 llamac.Sampler(temperature, top_p, seed), [s for s in stop if s], rivals,
                 value(body, "stream", bool, False, expected="true or false"), bool(options.get("include_usage")))
@@ -196,10 +222,12 @@ class Talk:
                 "POST /v1/chat/completions": lambda r: self.answer(r, True)}
 
     def list(self, request):
-        return {"object": "list", "data": [
-            {"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime),
-             "chat": has_template(path)}
-            for name, path in self.models().items()]}
+        found = []
+        for name, path in self.models().items():
+            with contextlib.suppress(OSError):  # it is gone
+                found.append({"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime),
+                              "chat": has_template(path)})
+        return {"object": "list", "data": found}
 
     def voice(self, name):
         """The open model of this name, opened anew where its file is another."""
@@ -223,6 +251,8 @@ class Talk:
             return e.response
         except (ValueError, llamac.Error) as e:  # no JSON; a prompt that can't be encoded
             return Wrong(str(e)).response
+        except RecursionError:
+            return Wrong("the request is nested too deeply").response
         events = self.events(voice, asked)
         return events if asked.stream else whole(asked, events, request.gone)
 
@@ -290,7 +320,7 @@ def whole(asked, events, gone):
 
 def has_template(path):
     """Whether a model file names a chat template, which stands before its tensors."""
-    with contextlib.suppress(OSError, ValueError), open(path, "rb") as f:
+    with contextlib.suppress(OSError, ValueError), open_untrusted(path) as f:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return data.find(b"tokenizer.chat_template", 0, 1 << 24) >= 0
     return False
@@ -302,6 +332,6 @@ def models_of(runs):
     found = {}
     for name, run in list(runs.runs.items()):
         for key, path in ((name, run.folder / "model.gguf"), (f"{name}/last.gguf", run.folder / "last.gguf")):
-            if path.is_file():
+            if os.path.isfile(path):  # False also where the folder can't be read
                 found[key] = path
     return found

@@ -186,12 +186,43 @@ def test_mistakes_are_openais_errors(client, server):
     assert wrong(openai.InternalServerError, "not finite", model="broken").body["type"] == "server_error"
     with pytest.raises(openai.APIError, match="not finite"):
         list(client.completions.create(model="broken", prompt="A", stream=True))
+    assert "1 to 2147483647" in str(wrong(refused, "max_tokens is '2147483648'", max_tokens=1 << 31))
+    for n in 1 << 31, 1 << 32, 1 << 64, 10 ** 40:
+        wrong(refused, "max_tokens", max_tokens=n)
+        wrong(refused, "max_completion_tokens", chat, messages=hi, max_completion_tokens=n)
+    for name, value in (("top_k", 5), ("tempature", 0), ("repetition_penalty", 1.1), ("min_p", False), ("max_new_tokens", 3),
+                        ("messages", hi), ("top_logprobs", 2), ("max_completion_tokens", 3)):
+        error = wrong(refused, f"'{name}' is no field", extra_body={name: value})
+        assert error.param == name and error.code == "unknown_parameter"
+    assert wrong(refused, "'prompt' is no field", chat, messages=hi, extra_body={"prompt": "A"}).param == "prompt"
+    wrong(refused, "'include'", stream=True, stream_options={"include": True})
+    wrong(refused, "include_usage", stream=True, stream_options={"include_usage": "yes"})
+    for message in ({"name": "Ann"}, {"tool_calls": [{"id": 1}]}, {"content": [{"type": "text", "text": "a", "cache_control": {}}]},
+                    {"content": [{"type": "text", "text": 5}]}, {"content": [{"type": "text"}]}):
+        wrong(refused, "messages", chat, messages=[hi[0] | message])
+    fine = client.completions.create(model="plain", prompt="A", max_tokens=1, user="me", extra_body={"top_k": None, "store": False})
+    assert fine.usage.completion_tokens == 1
+    back = {"role": "assistant", "content": "Fine.", "refusal": None, "annotations": [], "tool_calls": None}
+    assert chat(model="chat", messages=[hi[0], back, hi[0]], max_tokens=1, user="me").choices
     url = f"{client.base_url}completions"
     head = {"Authorization": f"Bearer {server.token}"}
+    for depth in 100, 300, 900, 5000, 100_000:
+        for name in "model", "prompt", "stop", "n", "top_k", "logit_bias":
+            body = f'{{"model": "plain", "prompt": "A", "{name}": {"[" * depth + "]" * depth}}}'
+            answer = httpx.post(url, content=body, headers=head)
+            assert answer.status_code in (400, 404) and answer.json()["error"]["type"] == "invalid_request_error", answer.text
     for body in (b"", b"[]", b"{", b"[" * 100000, b'{"model": ["plain"]}', b'{"model": "plain", "prompt": "\\ud800", "max_tokens": 1}'):
         answer = httpx.post(url, content=body, headers=head)
         assert answer.status_code == (200 if b"ud800" in body else 404 if b"model" in body else 400), answer.text
     assert httpx.post(url, json={"model": "plain", "prompt": "A"}).status_code == 403  # no token
+
+
+def test_a_prompt_of_no_tokens_is_refused():
+    info = SimpleNamespace(seq_len=64, vocab_size=9)
+    voice = SimpleNamespace(unfit="", model=SimpleNamespace(info=info, encode=lambda text, bos: np.array([], int)))
+    for prompt in "", "x", [""]:  # where a model has no BOS
+        with pytest.raises(talk.Wrong, match="the prompt has no tokens"):
+            talk.wish({"model": "x", "prompt": prompt}, False, voice)
 
 
 def test_sixteen_clients_at_once(client, server):
