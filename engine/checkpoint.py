@@ -827,13 +827,15 @@ def restore(s, folder, now, opt):
         return restored(s, folder, now, opt, load(folder, "train", check=s.eval_only))
 
 
-STATE = {"step": (int,), "best": (int, float), "best_step": (int, type(None)), "run_id": (str,), "loss_sum": (int, float),
+STATE = {"step": (int,), "best": (int, float), "best_step": (int, type(None)), "run_id": (str,),
+         "loss_sum": (int, float, torch.Tensor),  # a scalar on the host, or 0.0 where no step has been taken since the last row
          "loss_steps": (int,), "last": (int, type(None)), "fixed": (dict,), "clock": (dict,), "noted": (list,), "chat": (dict,)}
 
 
 def restored(s, folder, now, opt, train):
     """What `restore` returns, of the content of a train.pt, which may hold anything."""
     wrong = [name for name, kinds in STATE.items() if type(train["state"][name]) not in kinds]
+    wrong += ["loss_sum"] * (torch.as_tensor(train["state"]["loss_sum"] if not wrong else 0.0).numel() != 1)
     if wrong or not all(type(value) in (int, float) for value in train["state"]["clock"].values()):
         raise ValueError(f"its state has another {(wrong or ['clock'])[0]} than a run writes")
     before = train["state"]["fixed"]
