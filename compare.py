@@ -11,21 +11,22 @@ any other folder stands for the runs in it. The columns "last" are of one moment
 called "best", of the evaluation with the least validation loss.
 """
 import html
+import itertools
 import math
+import os
 import re
 import sys
 import unicodedata
 from array import array
-from itertools import repeat
 from pathlib import Path
 from string import Template
 
 import numpy as np
 
 from configurator import configure, fail
-from engine.files import read_json, stamp
+from engine.files import stamp
 from engine.streams import one_line
-from engine.untrusted import MAX_JSON, open_untrusted, read_json_file, reason
+from engine.untrusted import open_untrusted, read_json_file, reason
 from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
@@ -36,7 +37,10 @@ group = ""            # a setting: runs in which it is the same are drawn as the
 X = ("iter", "tokens", "time")
 MOST_METRICS = 1000  # of a run
 PIECE = 1 << 20      # bytes read at once
-MOST_LINE = 1 << 26
+MOST_LINE = 1 << 23  # a longer one is left out
+MOST_CELLS = 1 << 26 # of all columns of a run, numbers that rows without a metric take
+MOST_NAME = 200      # characters of a metric's name
+MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items of a list or object, characters, lists in lists
 MAX_CELL = 100       # characters of a cell of the table
 CHECK = 48           # bytes before the place where reading goes on, which show whether the file was written anew
 LOSSES = ("loss/train", "loss/val", "bpb/val")
@@ -47,20 +51,36 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
 
 
+def tame(value, depth=MAX_DEPTH):
+    """Return a value of JSON that anyone may have written, cut where it is too long, too large or too deep to be shown."""
+    if isinstance(value, str):
+        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+    if isinstance(value, (dict, list)) and not depth:
+        return "..."
+    if isinstance(value, dict):
+        items = itertools.islice(value.items(), MAX_ITEMS)
+        return {str(name)[:MOST_NAME]: tame(item, depth - 1) for name, item in items}
+    if isinstance(value, list):
+        return [tame(item, depth - 1) for item in value[:MAX_ITEMS]]
+    return value
+
+
 class Run:
     """
     A run as far as its folder was read: its numbers in columns, with NaN where a row has none, and where its tables stand.
-    config: dict; count: rows; metrics: {name: last value}; evaluations: [{"iter", loss: value}] of each moment with one.
+    config: dict; count: rows; metrics: {name: last value}; evaluations: [{"iter", loss: value}] of each moment with one;
+    odd: what could not be read of it, in words.
     """
 
     def __init__(self, folder, name=""):
         self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
-        self.config_stamp = ()
+        self.config_stamp, self.odd = (), ""
         self.forget()
 
     def forget(self):
         self.version, self.offset, self.end, self.stamp, self.piece = self.version + 1, 0, b"", (), PIECE
         self.count, self.columns, self.tables = 0, {}, []  # tables: (offset, length) of the lines that have some
+        self.spare, self.too_long = MOST_CELLS, False  # too_long: reading goes on within a line that is left out
         self.metrics, self.evaluations = {}, []
 
     def read(self):
@@ -79,13 +99,17 @@ class Run:
                 f.seek(0)
             data = f.read(self.piece)
         whole = data.rfind(b"\n") + 1
+        if not whole and len(data) >= MOST_LINE:
+            whole, self.too_long = len(data), True
+            self.odd = f"log.jsonl: lines of more than {MOST_LINE:,} bytes are left out"
         for line in data[:whole].splitlines(keepends=True):
-            row = parse_row(line)
+            row = None if self.too_long else parse_row(line)
+            self.too_long = self.too_long and not line.endswith(b"\n")
             if row is not None and self.take(row):
                 self.tables.append((self.offset, len(line)))
             self.offset += len(line)
         self.end = (self.end + data[:whole])[-CHECK:]
-        if len(data) == self.piece and (whole or self.piece < MOST_LINE):
+        if len(data) == self.piece:
             self.piece = PIECE if whole else 2 * self.piece  # a line that is longer than a piece
             return True
         self.stamp = now
@@ -93,12 +117,18 @@ class Run:
 
     def read_config(self):
         """Read config.json where it is new; a run that is resumed gets other settings, and with them another version."""
+        path = self.folder / "config.json"
         try:
-            now = stamp(self.folder / "config.json")
+            now = stamp(path)
         except OSError:
             now = None
         if now != self.config_stamp:
-            before, self.config = self.config, read_json(self.folder / "config.json")
+            before, self.config, self.odd = self.config, {}, ""
+            if os.path.lexists(path):
+                try:
+                    self.config = tame(read_json_file(path))
+                except (OSError, ValueError, MemoryError) as e:
+                    self.odd = f"config.json: {reason(e)}"
             self.version += bool(self.count) and self.config != before
             self.config_stamp = now
 
@@ -112,15 +142,20 @@ class Run:
             if kind is list or kind is dict or len(metrics) >= MOST_METRICS and name not in metrics and name not in X:
                 tables |= kind is list
                 continue
+            if len(name) > MOST_NAME:
+                continue
             if kind is int and name in LOSSES and is_finite(value):
                 value = float(value)  # W&B writes a loss of 2.0 as 2
-            metrics[name] = value
+            metrics[name] = tame(value) if kind is str else value
             if kind is float or kind is int:
                 column = columns.get(name)
                 if column is None:
                     column = columns[name] = array("d" if name in X else "f")
                 if len(column) < count:
-                    column.extend(repeat(math.nan, count - len(column)))
+                    self.spare -= count - len(column)
+                    if self.spare < 0:
+                        continue
+                    column.extend(array(column.typecode, [math.nan]) * (count - len(column)))
                 column.append(value if -1e300 < value < 1e300 else math.nan)
         self.count += 1
         if "loss/val" in row and "loss/val" in metrics:
@@ -173,13 +208,17 @@ def read_run(folder):
     """The Run of a folder, all of it. ValueError: it is none."""
     folder = Path(folder)
     try:
-        if list(folder.glob("*.wandb")):
+        if logs := list(folder.glob("*.wandb")):
+            for path in logs:
+                open_untrusted(path).close()
             run = read_wandb_run(folder)
         else:
-            run, config = Run(folder), read_json_file(folder / "config.json", MAX_JSON)
+            run = Run(folder)
             while run.read():
                 pass
-            run.config = config
+            if not run.config and (run.odd or not run.config_stamp):
+                raise ValueError(run.odd or "there is no config.json")
+        run.count and run.results()  # what fails on this run fails here, so that the others are shown
     except ImportError:
         raise
     except Exception as e:  # whatever a stranger's folder may hold
@@ -200,8 +239,8 @@ def read_runs(folders):
             wrong.append(one_line(" ".join(str(e).split())))
     if not found:
         fail(wrong[0] if wrong else "no runs; expected their folders, as in: python compare.py out/a out/b")
-    for line in wrong:
-        print(f"skipped {line}", file=sys.stderr)
+    for line in wrong + [one_line(f"{run.name}: {run.odd}") for run in found if run.odd]:
+        print(f"{'skipped' if line in wrong else 'note:'} {line}", file=sys.stderr)
     return found
 
 
@@ -211,7 +250,7 @@ def read_wandb_run(folder):
     for record in read_wandb(folder):
         if record["type"] == "run":
             name = record["run"].get("display_name", name)
-            run.config |= {k: v for k, v in record["run"]["config"]["update"].items() if k != "_wandb"}
+            run.config |= tame({k: v for k, v in record["run"]["config"]["update"].items() if k != "_wandb"})
         elif record["type"] == "history":
             item = record["history"]["item"]
             run.take(item | {"iter": item.get("iter", item["_step"]), "time": item["_timestamp"]})
@@ -253,9 +292,11 @@ def text(value):
 
 
 def rank(value):
-    """Sorts numbers before words, and what is missing behind both."""
-    number = value is None or isinstance(value, (int, float))
-    return (value is None, not number, (value or 0) if number else str(value))
+    """Sorts numbers before words, and what is missing or NaN behind both."""
+    if value is None or value != value:
+        return True, False, 0
+    number = isinstance(value, (int, float))
+    return False, not number, value if number else str(value)
 
 
 def cells(found):

@@ -223,7 +223,7 @@ def test_a_setting_that_is_no_number_and_no_word_sorts_and_groups(folders):
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "out: not a run"), (["odd"], "its config.json is not {key"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
+    ([], "out: not a run"), (["odd"], "config.json: holds a list, expected an object"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
     (["b2", "--plot=c.png"], ".html or .svg"),
     (["b2", "b4", "--plot=c.svg", "--group=nothing"], "no such setting; expected one of batch_size"), (["b2", "--plot=no/c.svg"], "cannot be written")])
 def test_mistakes_end_in_one_line(folders, words, message):
@@ -233,3 +233,15 @@ def test_mistakes_end_in_one_line(folders, words, message):
         (folders / name / "log.jsonl").write_text(json.dumps(row) + "\n")
     done = compare(folders, *words)
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_odd_values_sort_behind_and_break_no_cell():
+    assert sorted([float("nan"), 2, None, float("-inf"), "a", 10 ** 40], key=program.rank)[:4] == [float("-inf"), 2, 10 ** 40, "a"]
+    assert program.text(10 ** 40).replace(",", "") == str(10 ** 40) and program.text(int("1" * 40)).startswith("1,111")
+    assert len(program.text("x" * 10 ** 6)) == len(program.text(10 ** 4000)) == program.MAX_CELL + 3
+    deep = current = []
+    for _ in range(10_000):
+        current.append([])
+        current = current[0]
+    tamed = program.tame({"a": deep, "b": "x" * 10 ** 6, "c" * 1000: list(range(10 ** 5))} | {str(n): n for n in range(10 ** 5)})
+    assert len(json.dumps(tamed)) < 40_000 and tamed["b"].endswith("...")
