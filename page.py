@@ -9,6 +9,7 @@ The page reads the runs' own folders and needs no account. Trainings it starts a
 the page ends, and the next page finds them. Whoever has the address can start programs and read files as you: keep it.
 """
 import importlib.util
+import os
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 from configurator import configure, fail
 from page.inside import Inside
 from page.jobs import Jobs
+from page.programs import end_all
 from page.runs import Runs
 from page.server import Response, Server, file, files, is_loopback
 from page.system import system
@@ -28,6 +30,8 @@ port = 8765          # of the address; 0: any that is free
 
 def routes():
     """All there is. The runs are found in their folder; jobs.py has the trainings that were started here."""
+    if os.path.exists(runs) and not os.path.isdir(runs):
+        fail(f"{runs}: is not a folder; expected a folder of runs")
     found = Runs(runs)
     found.look()  # so that the first picture waits for nothing
     try:
@@ -35,7 +39,12 @@ def routes():
     except BlockingIOError:
         fail(f"another page serves {runs}; open its address, or end it first")
     except OSError as e:
-        fail(f"{runs}: cannot be written ({e.strerror}); expected a folder for runs")
+        fail(f"{e.filename or found.own}: cannot be written ({e.strerror}); the queue and the notes stand there: set "
+             f"XDG_STATE_HOME to a folder of your own")
+    foreign = Path(runs, ".page/jobs.json")
+    if os.path.lexists(foreign):
+        print(f"note: {foreign} is left alone: a queue in a folder of runs is not started; yours stands in {found.own}",
+              file=sys.stderr)
     found.extra = lambda: jobs.state() | {"system": system()}
     talk, inside = Talk(lambda: models_of(found)), Inside(found)
     return (files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes() | talk.routes()
@@ -63,6 +72,8 @@ def main():
         server.serve_forever()
     except KeyboardInterrupt:
         print("the page has ended; trainings go on")
+    finally:
+        end_all()
 
 
 if __name__ == "__main__":

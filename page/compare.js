@@ -136,7 +136,7 @@ export async function show(main) {
     const box = h("input", { type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
       style: `accent-color: ${pick(run.name).color}`, onchange: e => hide([run.name], !e.target.checked) })
     const first = h("td", {}, h("span", { class: "row" }, box, h("a", { href: link("run", { run: run.name }) }, run.name),
-      h("span", { class: "good trains" })))
+      h("span", { class: "good trains" }), h("span", { class: "bad odd" })))
     return h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, first,
       columns.map(column => h("td", { "data-column": column })))
   }
@@ -157,6 +157,7 @@ export async function show(main) {
         if (cell.textContent !== now) cell.textContent = now
       }
       row.querySelector(".trains").textContent = run.training ? `● ${t("trains")}` : ""
+      row.querySelector(".odd").textContent = run.odd || ""
     }
   }
 

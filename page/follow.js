@@ -34,6 +34,7 @@ export async function show(main) {
       h("progress", { max: all, value: Math.min(iter, all), "aria-label": t("Progress") }),
       soft(`${t("step")} ${number(iter)} ${t("of")} ${number(all)}`, left !== false && ` · ${t("left")} ${time(left)}`,
         TOLD.map(k => k in run.results && ` · ${k} ${number(run.results[k])}`)),
+      run.odd ? h("p", { class: "bad" }, run.odd) : "",
       jobs.find(j => j.out_dir === name)?.state === "failed" ? h("p", { class: "bad" }, t("failed")) : "")
   }
   function changed() {  // what the form shows for a copy of this run

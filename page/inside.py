@@ -5,9 +5,9 @@ neither PyTorch's memory nor a broken checkpoint stays with the page. The same v
 import json
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
+from page.programs import Gone, OneAtATime
 from page.server import Response, as_file
 from page.talk import models_of
 
@@ -35,7 +35,7 @@ class Inside:
     """What can be looked into: the model files and checkpoints of the runs."""
 
     def __init__(self, runs):
-        self.runs, self.one = runs, threading.Lock()
+        self.runs, self.turns = runs, OneAtATime()
 
     def routes(self):
         return {"GET /api/inside": self.list, "POST /api/inside": self.look, "POST /api/inside.html": self.file}
@@ -57,17 +57,18 @@ class Inside:
             raise ValueError(f"there is no model {str(name)[:200]!r}")
         if not isinstance(text, str) or len(text) > MOST_TEXT:
             raise ValueError(f"expected a text of at most {MOST_TEXT} characters")
-        with self.one:
-            try:
-                command = [sys.executable, "-m", "page.inside", str(paths[name].resolve()), name]
-                done = subprocess.run(command, timeout=SECONDS, input=text.encode("utf-8", "replace"),
-                                      capture_output=True, cwd=FOLDER.parent)
-            except subprocess.TimeoutExpired as e:
-                raise ValueError(f"{name}: nothing was found within {SECONDS} s") from e
-        if done.returncode:
-            said = done.stderr.decode(errors="replace").splitlines() or ["the process was ended"]
-            raise ValueError(said[-1].removeprefix("error: "))
-        return done.stdout
+        command = ["-m", "page.inside", str(paths[name].resolve()), name]
+        try:
+            code, found, said = self.turns.run(command, SECONDS, request.gone, data=text.encode("utf-8", "replace"),
+                                               stderr=subprocess.PIPE, cwd=FOLDER.parent)
+        except subprocess.TimeoutExpired as e:
+            raise ValueError(f"{name}: nothing was found within {SECONDS} s") from e
+        except Gone as e:
+            raise ValueError("nobody waits for this any more") from e
+        if code:
+            lines = said.decode(errors="replace").splitlines() or ["the process was ended"]
+            raise ValueError(lines[-1].removeprefix("error: "))
+        return found
 
     def look(self, request):
         return Response(self.data(request))

@@ -1,14 +1,18 @@
 """
 Trainings that the page starts: processes of their own, in a queue.
 
-A job is a line of .page/jobs.json in the runs' folder; what it prints goes to .page/ID.txt. The process holds a lock on
-that file through its stdout, so a page that comes later knows which still run. The page passes knobs of train.py alone, as
-arguments, never through a shell. Their values are the user's: who knows the token may read what he may.
+A job is an entry of jobs.json; what it prints goes to ID.txt. The process holds a lock on that file through its stdout, so a
+page that comes later knows which still run. The page passes knobs of train.py alone, as arguments, never through a shell.
+Their values are the user's: who knows the token may read what he may.
+
+The queue is the user's and starts by itself, so it stands in a folder of the user's, never among the runs: a folder of runs
+may come from anyone.
 """
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,12 +23,15 @@ from pathlib import Path
 
 from configurator import advice, convert, fail, read_file, source_knobs
 from engine.files import read_json, why, write_atomic
-from page.runs import is_held, locks, trainer
+from page.programs import Gone, OneAtATime
+from page.runs import is_held, locks, make_own, trainer
+from page.server import json_object
 
 HOME = Path(__file__).resolve().parents[1]
 TRAIN = HOME / "train.py"
 MOST_JOBS = 1000
-PARTS = {"id", "state", "program", "arguments"}  # without which there is no job
+PROGRAMS = ("train.py", "sweep.py")
+STATES = ("queued", "running", "stopped", "failed", "ended")
 LOOK_SECONDS = 120  # a look at the data ends after that
 
 
@@ -36,6 +43,8 @@ def words(given, preset=""):
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"train.py has no knob {name!r}; {advice(str(name), known)}")
+        if isinstance(value, (dict, list)):
+            refuse(f"--{name}: expected a number, true, false or a text")
         value = value if isinstance(value, (bool, int, float)) else str(value)
         value = convert(name, value, known[name][0], f"--{name}", refuse)
         if "\0" in str(value):
@@ -84,11 +93,38 @@ def line(program, arguments):
     return shlex.join(["python", os.path.relpath(HOME / program), *arguments])
 
 
+def is_job(found):
+    """Whether an entry of a jobs.json is one that the page has written."""
+    if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
+        return False
+    texts = [found.get("id"), found.get("folder", ""), found.get("out_dir", ""), found.get("line", ""), *found["arguments"]]
+    pid = found.get("pid", 2)
+    return (all(isinstance(text, str) for text in texts) and bool(re.fullmatch("[1-9][0-9]{0,8}", found["id"]))
+            and found.get("state") in STATES and found.get("program") in PROGRAMS and type(pid) is int and pid > 1)
+
+
+def check_job(job, folder):
+    """Refuse a job with arguments that the page passes to no program. folder: of the page's own files. ValueError."""
+    is_sweep, (first, *rest) = job["program"] == "sweep.py", job["arguments"] or [""]
+    if is_sweep and first not in map(str, folder.glob("sweep-*.json")):
+        refuse(f"{first}: is not the file of a sweep that the page has written")
+    if not is_sweep and first not in [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]:
+        rest = job["arguments"]
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals:
+            refuse(f"{word}: expected --knob=value")
+        elif not is_sweep or name == "out_dir":
+            words({name: value})
+        elif name != "count" or not value.isdecimal():
+            refuse(f"{word}: expected --out_dir=FOLDER or --count=NUMBER")
+
+
 def stored(path):
     """(how many jobs run at once, the jobs) of a jobs.json; a file that no page has written ends the program."""
     found = read_json(path)
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
-    whole = isinstance(jobs, list) and all(isinstance(job, dict) and job.keys() >= PARTS for job in jobs)
+    whole = isinstance(jobs, list) and all(map(is_job, jobs))
     if type(at_once) is not int or not whole:
         fail(f"{path}: is not what a page has written; move it elsewhere")
     return at_once, jobs
@@ -98,11 +134,10 @@ class Jobs:
     """The queue: at most `at_once` run. Kept on disk, so that a new page goes on with it."""
 
     def __init__(self, runs):
-        """Raises BlockingIOError where another page has this folder's queue."""
-        self.runs, self.folder, self.lock, self.children = runs, runs.root / ".page", threading.RLock(), {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if any(self.folder.iterdir()) and not (self.folder / "lock").is_file():
-            fail(f"{self.folder}: holds files that are not this page's; move them, or choose another folder of runs")
+        """Raises BlockingIOError where another page has this folder's queue, OSError where it can't be written."""
+        self.runs, self.folder, self.lock, self.children = runs, runs.own, threading.RLock(), {}
+        self.looks, self.estimates = OneAtATime(), OneAtATime()
+        make_own(self.folder)
         self.alone = open(self.folder / "lock", "wb")
         fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.at_once, self.jobs = stored(self.folder / "jobs.json")
@@ -162,13 +197,15 @@ class Jobs:
                 raise
             self.changed = True
             try:
+                check_job(job, self.folder)
                 child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdout=out,
-                                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True)
+                                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
+                                         cwd=job.get("folder"))
                 self.children[job["id"]] = child
                 job |= {"pid": child.pid, "since": time.time()}
             except (OSError, ValueError) as e:
                 job["state"] = "failed"
-                out.write(f"error: cannot be started ({e})\n".encode())
+                out.write(f"error: cannot be started ({e})\n".encode("utf-8", "backslashreplace"))
 
     def state(self, request=None):
         """The jobs, the newest first, each with its line to type."""
@@ -228,7 +265,7 @@ class Jobs:
         with self.lock:
             number = max([int(job["id"]) for job in self.jobs], default=0) + 1
             self.keep({"id": str(number), "state": "queued", "program": program, "arguments": arguments,
-                       "out_dir": out_dir, "line": line(program, arguments)})
+                       "folder": os.getcwd(), "out_dir": out_dir, "line": line(program, arguments)})
         return {"id": str(number)}
 
     def job(self, number):
@@ -277,34 +314,24 @@ class Jobs:
         data = request.query.get("data", "stories")
         if data.startswith("-") or "\0" in data:
             raise ValueError("expected a file, a folder or the name of data")
-        return {"text": output([str(HOME / "data.py"), f"--source={data}", "--show=True"])}
+        return {"text": output([str(HOME / "data.py"), f"--source={data}", "--show=True"], self.looks, request.gone)}
 
     def estimate(self, request):
         """What train.py tells of this choice before its first step: parameters, memory, time. Three steps are taken."""
-        given = {"knobs": json.loads(request.query.get("knobs", "{}"))}
-        arguments = words(part(given, "knobs"), request.query.get("preset", ""))
-        return {"text": output([str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"])}
+        arguments = words(json_object(request.query.get("knobs", "{}"), "knobs"), request.query.get("preset", ""))
+        asked = [str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"]
+        return {"text": output(asked, self.estimates, request.gone)}
 
 
-def output(arguments):
-    """What a program of ours prints, its end."""
-    program = subprocess.Popen([sys.executable, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+def output(arguments, turns, gone=lambda: False):
+    """Return the end of what a program of ours prints. turns: OneAtATime; gone: whether the reader has gone."""
     try:
-        return program.communicate(timeout=LOOK_SECONDS)[0][-20000:].decode("utf-8", "replace")
+        _, said, _ = turns.run(arguments, LOOK_SECONDS, gone, stderr=subprocess.STDOUT)
+        return said[-20000:].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
-        end(program)
         return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"
-
-
-def end(program):
-    """End a program, which may put things in order first."""
-    program.terminate()
-    try:
-        program.communicate(timeout=10)
-    except subprocess.TimeoutExpired:
-        program.kill()
-        program.communicate()
+    except Gone:
+        return ""
 
 
 def tail(path, most=20000):

@@ -5,7 +5,9 @@ A client never sends a path: it names a run of the list. Log and configuration a
 """
 import base64
 import contextlib
+import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -18,20 +20,65 @@ from pathlib import Path
 import numpy as np
 
 import compare
-from compare import Run
-from engine.files import read_json, write_atomic
+from compare import Run, tame
+from engine.files import write_atomic
+from engine.untrusted import open_untrusted, read_json_file, reason
 from page.server import Response, as_file
-from track import TABLES, Alerts, about, parse_row
+from track import TABLES, Alerts, parse_row
 
 BUSY = 0.15     # seconds that a long log is read before others have their turn
+NOTES = {"notes": 5000, "tags": 5000, "color": 7}  # what a person notes of a run, and how many characters at most
+MAX_OTHER = 1 << 24  # bytes of a JSON file other than config.json
+MAX_NOTES = 1 << 26  # bytes of a person's notes
 NEW_ROWS = 200  # that a client is told of one by one
+
+
+def own_path(root):
+    """The user's folder for the queue and the notes of a folder of runs, outside of that folder, which may be anyone's."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    home = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~")) / ".local/state"
+    return home / "llamac/page" / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
+
+
+def make_own(folder):
+    """Create the user's folder where there is none. Raises OSError, also where it belongs to somebody else."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+
+
+def json_of(path):
+    """The object in a JSON file that anyone may have written, cut to what can be shown; {} where there is none."""
+    try:
+        return tame(read_json_file(path, MAX_OTHER))
+    except (OSError, ValueError, MemoryError):
+        return {}
+
+
+def notes_of(path):
+    """{run: {"notes", "tags", "color": text}} of a notes.json."""
+    found, kept = {}, {}
+    with contextlib.suppress(OSError, ValueError, MemoryError):
+        kept = read_json_file(path, MAX_NOTES)
+    for name, said in kept.items():
+        if isinstance(said, dict):
+            found[name] = {k: said[k][:most] for k, most in NOTES.items() if isinstance(said.get(k), str)}
+            if not re.fullmatch("#[0-9a-f]{6}", found[name].get("color", "#000000")):
+                del found[name]["color"]
+    return found
+
+
+def encodable(name):
+    """A name of a folder that JSON, HTML and addresses can hold, whatever bytes it has."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def glance(run, places=24, window=1 << 15):
     """A Run of a few rows from all over a log, to be shown while the log is read; None of a short one."""
-    found = Run(run.folder)
-    found.version, found.config = 0, read_json(run.folder / "config.json")
-    with contextlib.suppress(OSError), open(run.folder / "log.jsonl", "rb") as f:
+    found = Run(run.folder, run.name)
+    found.read_config()
+    found.version = 0
+    with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         size = f.seek(0, os.SEEK_END)
         window = min(window, size // places)
         if window < 1 << 13:
@@ -48,11 +95,11 @@ def glance(run, places=24, window=1 << 15):
 def tables(run, most=40):
     """[{"iter", "samples": [[...]], ...}] of a run's last rows with tables."""
     found = []
-    with contextlib.suppress(OSError), open(run.folder / "log.jsonl", "rb") as f:
+    with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
         for offset, length in run.tables[-most:]:
             f.seek(offset)
             row = parse_row(f.read(length)) or {}
-            found.append({"iter": row.get("iter")} | {k: row[k] for k in TABLES if isinstance(row.get(k), list)})
+            found.append({"iter": row.get("iter")} | {k: tame(row[k]) for k in TABLES if isinstance(row.get(k), list)})
     return found
 
 
@@ -63,7 +110,7 @@ def trainer(folder, locked):
         holders = is_held(path) if locked is None else locked.get(path.stat().st_ino)
         if not holders:
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json_file(path)
         pid = int(found["pid"])
         if found["host"] != socket.gethostname()[:64] or pid <= 1:
             return None
@@ -87,7 +134,7 @@ def locks():
 def is_held(path):
     """Whether a process holds the lock on a file."""
     try:
-        with open(path, "rb") as f:
+        with open_untrusted(path) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
@@ -97,12 +144,39 @@ def is_held(path):
 
 
 def clean(value):
-    """What JSON has: no NaN."""
+    """What JSON and JavaScript have: no NaN, and no number that only Python can write out."""
     if isinstance(value, dict):
         return {k: clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, np.ndarray)):
         return [clean(v) for v in value]
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return compare.text(value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cell(value):
+    """A setting as the table shows it: a number, or words."""
+    return clean(value) if isinstance(value, (int, float, type(None))) else compare.text(value)
+
+
+def alerts_of(names, columns):
+    """The last alerts of a run with these columns."""
+    found, check = [], Alerts()
+    for row in zip(*(column.tolist() for column in columns)):
+        found += check.check({k: v for k, v in zip(names, row) if v == v})
+    return found[-50:]
+
+
+def evaluation_of(folder):
+    """What evaluate.py has left in a run, as far as it can be drawn; {} where it can't."""
+    found = {"names": [], "columns": [], "rows": [], "matrix": None} | clean(json_of(folder / "evaluation.json"))
+    if not all(isinstance(found[name], list) for name in ("names", "columns", "rows", "matrix")):
+        return {}
+    if not all(isinstance(row, list) for row in found["matrix"] + found["rows"]):
+        return {}
+    if not all(isinstance(n, (int, float)) for row in found["matrix"] for n in row):
+        return {}
+    return found | {name: [str(word) for word in found[name]] for name in ("names", "columns")}
 
 
 class Runs:
@@ -110,6 +184,8 @@ class Runs:
 
     def __init__(self, root, extra=dict):
         self.root, self.extra, self.runs, self.glances, self.lock = Path(root), extra, {}, {}, threading.RLock()
+        self.own, self.waiting = own_path(root), {}  # waiting: runs of which there is more to read
+        self.trouble = {}  # {run: what failed at the last try, in words}
         self.looked, self.read_at, self.locked = -math.inf, -math.inf, {}
 
     def look(self):
@@ -120,10 +196,20 @@ class Runs:
             if Path(folder).relative_to(self.root).parts[3:]:
                 inside.clear()
             if "log.jsonl" in names and "config.json" in names:
-                found[folder] = self.runs.get(folder) or Run(folder)
-                if folder not in self.runs and (first := glance(found[folder])):
-                    self.glances[folder] = first
+                name = encodable(folder)
+                found[name] = self.runs.get(name) or Run(folder, name)
+                if name not in self.runs and (first := self.each(found[name], glance, None)):
+                    self.glances[name] = first
         self.runs = found
+
+    def each(self, run, do, otherwise):
+        """What do(run) returns. Whatever fails on one run keeps nobody from seeing the others: it is noted with the run."""
+        try:
+            return do(run)
+        except Exception as e:
+            name = os.path.basename(str(getattr(e, "filename", None) or "this run"))
+            self.trouble[run.name] = f"{name}: {reason(e)}"
+        return otherwise
 
     def refresh(self, most=0.05):
         """Read what is new, for `most` seconds; whether there is more. Files are asked twice a second, whoever watches."""
@@ -131,20 +217,20 @@ class Runs:
             now = time.monotonic()
             if now - self.looked > 3:
                 self.look()
-            if now - self.read_at < 0.4:
-                return False
-            self.locked, end = locks(), time.monotonic() + most
-            for name, run in list(self.runs.items()):
-                more = True
-                while more and time.monotonic() < end:
-                    more = False
-                    with contextlib.suppress(OSError):
-                        more = run.read()
-                if more:
-                    return True
-                self.glances.pop(name, None)
-            self.read_at = time.monotonic()
-            return False
+            if now - self.read_at >= 0.4:
+                self.read_at, self.locked = now, locks()
+                self.waiting = {name: run for name, run in self.runs.items() if name not in self.waiting} | {
+                    name: run for name, run in self.waiting.items() if name in self.runs}  # long logs behind all others
+            end = time.monotonic() + most
+            while self.waiting and time.monotonic() < end:
+                name, run = next(iter(self.waiting.items()))
+                del self.waiting[name]
+                self.trouble.pop(name, None)
+                if self.each(run, Run.read, False):
+                    self.waiting[name] = run  # a piece of each in turns
+                else:
+                    self.glances.pop(name, None)
+            return bool(self.waiting)
 
     def shown(self):
         """The runs as far as they were read; a few rows of each that is being read for the first time."""
@@ -160,7 +246,7 @@ class Runs:
     def whole(self, names):
         """The runs of these names, read to their ends."""
         found = [self.run(name) for name in names]
-        while self.refresh():
+        while self.refresh() and any(name in self.waiting for name in names):
             pass
         return found
 
@@ -168,7 +254,8 @@ class Runs:
         return self.run(name).folder
 
     def notes(self):
-        return read_json(self.root / ".page" / "notes.json")
+        """What was noted of the runs; earlier versions kept it among the runs."""
+        return notes_of(self.root / ".page" / "notes.json") | notes_of(self.own / "notes.json")
 
     # ---- routes: the modules of the page ask these
 
@@ -179,9 +266,10 @@ class Runs:
 
     def entry(self, run):
         """A run's line in the table."""
-        numbers = {k: v for k, v in run.results().items() if k in compare.RESULTS or "/" in k} if run.count else {}
-        return {"name": run.name, "rows": run.count, "max_iters": clean(run.config.get("max_iters")), "results": clean(numbers),
-                "training": trainer(run.folder, self.locked) is not None}
+        results = self.each(run, Run.results, {}) if run.count else {}
+        numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
+        return {"name": run.name, "rows": run.count, "max_iters": clean(run.config.get("max_iters")), "results": numbers,
+                "odd": self.trouble.get(run.name, run.odd), "training": trainer(run.folder, self.locked) is not None}
 
     def table(self, request):
         """What differs between the runs, what each reached, and the names of all metrics."""
@@ -190,8 +278,8 @@ class Runs:
             found, notes = self.shown(), self.notes()
             settings = compare.differences(found)
             metrics = dict.fromkeys(name for run in found for name in run.columns if name not in compare.X)
-            entries = [self.entry(run) | {"settings": clean({k: run.config.get(k) for k in settings})}
-                       | notes.get(run.name, {}) for run in found]
+            entries = [notes.get(run.name, {}) | self.entry(run) | {"settings": {k: cell(run.config.get(k)) for k in settings}}
+                       for run in found]
             return {"settings": settings, "metrics": list(metrics), "runs": entries,
                     "columns": [k for k in compare.RESULTS if any(k in entry["results"] for entry in entries)]}
 
@@ -213,9 +301,12 @@ class Runs:
             for run in [self.run(only)] if only else self.shown():
                 if request.query.get("metric") in run.columns:
                     x, y = compare.thin(*self.line(run, request.query), buckets)
-                    names.append([run.name, len(x), run.count, run.version])
-                    xs.append(x.astype("<f4"))
-                    ys.append(y.astype("<f4"))
+                    with np.errstate(over="ignore"):
+                        x, y = x.astype("<f4"), y.astype("<f4")
+                    there = np.isfinite(x) & np.isfinite(y)
+                    names.append([run.name, int(there.sum()), run.count, run.version])
+                    xs.append(x[there])
+                    ys.append(y[there])
         packed = [base64.b64encode(np.concatenate(part or [np.zeros(0, "<f4")]).tobytes()).decode() for part in (xs, ys)]
         return {"runs": names, "x": packed[0], "y": packed[1]}
 
@@ -243,7 +334,8 @@ class Runs:
     def save(self, request):
         """The chosen runs as one HTML file: what compare.py --plot=x.html writes."""
         asked, names = request.json(), request.json().get("runs")
-        found = [run for run in self.whole(names if isinstance(names, list) else []) if run.count]
+        found = self.whole(names if isinstance(names, list) else [])
+        found = [run for run in found if run.count and self.each(run, Run.results, None)]
         if not found:
             raise ValueError("no runs to save")
         with self.lock:
@@ -289,17 +381,18 @@ class Runs:
         """What the page of one run shows besides its curves."""
         run = self.run(request.query.get("run"))
         with self.lock:
-            alerts, check = [], Alerts()
+            entry, notes = self.entry(run), self.notes().get(run.name, {})
             watched = [name for name in ("iter", *Alerts.WATCHED) if name in run.columns]
-            for row in zip(*(run.column(name).tolist() for name in watched)):
-                alerts += check.check({k: v for k, v in zip(watched, row) if v == v})
-            found = about(run.folder)
-            files = {path.name: path.stat().st_size for path in sorted(run.folder.glob("*.gguf"))}
-            steps = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*") if path.is_dir())
-            return self.entry(run) | {
-                "config": clean(run.config), "tables": clean(tables(run)), "alerts": alerts[-50:], "files": files,
-                "checkpoints": steps, "evaluation": clean(read_json(run.folder / "evaluation.json")),
-                "wandb": found.get("url", ""), **self.notes().get(run.name, {})}
+            columns = [run.column(name) for name in watched]
+        files = {}  # without the lock: others have their turn meanwhile
+        for path in sorted(run.folder.glob("*.gguf"))[:100]:
+            with contextlib.suppress(OSError):
+                files[path.name] = path.stat().st_size
+        steps = sorted(path.name for path in (run.folder / "checkpoints").glob("step_*") if path.is_dir())
+        return notes | entry | {
+            "config": clean(run.config), "tables": clean(tables(run)), "alerts": alerts_of(watched, columns), "files": files,
+            "checkpoints": steps, "evaluation": evaluation_of(run.folder),
+            "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
 
     def note(self, request):
         """Keep notes, tags and colour of a run, in a file of the page's own."""
@@ -307,9 +400,10 @@ class Runs:
         run = self.run(given.get("run"))
         with self.lock:
             notes = self.notes()
-            said = {k: str(given[k])[:5000] for k in ("notes", "tags", "color") if k in given}
+            said = {k: str(given[k])[:most] for k, most in NOTES.items() if k in given}
             if not re.fullmatch("#[0-9a-f]{6}", said.get("color", "#000000")):
                 raise ValueError("a colour is #rrggbb")
             notes[run.name] = notes.get(run.name, {}) | said
-            write_atomic(self.root / ".page" / "notes.json", json.dumps(notes, indent=1))
+            make_own(self.own)
+            write_atomic(self.own / "notes.json", json.dumps(notes, indent=1))
         return {}

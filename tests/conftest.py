@@ -34,10 +34,11 @@ def usual(seconds):
 
 
 def pytest_configure():
-    """A folder for objects, which pytest's workers share."""
-    if "OBJECTS" not in os.environ:
-        os.environ["OBJECTS"] = tempfile.mkdtemp()
-        atexit.register(shutil.rmtree, os.environ["OBJECTS"])
+    """Folders for objects, and for what the page keeps of a user, which pytest's workers share."""
+    for name, is_set in ("OBJECTS", "OBJECTS" in os.environ), ("XDG_STATE_HOME", "PYTEST_XDIST_WORKER" in os.environ):
+        if not is_set:
+            os.environ[name] = tempfile.mkdtemp()
+            atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -28,7 +28,8 @@ from selenium.common.exceptions import WebDriverException
 
 import compare
 from configurator import fail, source_knobs
-from page import jobs, runs, server
+from page import jobs, programs, runs, server
+from page.programs import OneAtATime
 from tests.conftest import usual
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Page:
     """page.py in a process of its own, and a client that knows its token."""
 
-    def __init__(self, folder, *words):
-        self.process = subprocess.Popen([sys.executable, str(ROOT / "page.py"), "--port=0", *words], cwd=folder, text=True,
+    def __init__(self, folder, *words, home=ROOT):
+        self.process = subprocess.Popen([sys.executable, str(home / "page.py"), "--port=0", *words], cwd=folder, text=True,
                                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.url = self.process.stdout.readline().split()[1]
         self.port, self.token = re.search(r":(\d+)/\?token=(.+)", self.url).groups()
@@ -134,6 +135,8 @@ def attacks(page):
     yield "100 MB", get("/", host, good, f"Content-Length: {100 << 20}", method="POST", rest=b"x" * 70000)
     yield "negative length", get("/", host, good, "Content-Length: -1", method="POST")
     yield "odd length", get("/", host, good, "Content-Length: ٣", method="POST")
+    yield "a length of 5,000 digits", get("/", host, good, f"Content-Length: {'9' * 5000}", method="POST", rest=b"x")
+    yield "a length of zeros", get("/", host, good, f"Content-Length: {'0' * 5000}5", method="POST", rest=b"hello")
     yield "two lengths", get("/", host, good, "Content-Length: 0", "Content-Length: 5", method="POST", rest=b"GET /")
     yield "chunks", get("/", host, good, "Transfer-Encoding: chunked", method="POST", rest=b"5\r\nhello\r\n0\r\n\r\n")
     yield "a long header", get("/", host, good, "X: " + "y" * 70000)
@@ -204,7 +207,7 @@ def points(found):
 
 def end_jobs(folder):
     """What a test has started does not stay behind."""
-    path = folder / "out/.page/jobs.json"
+    path = runs.own_path(folder / "out") / "jobs.json"
     for job in json.loads(path.read_text())["jobs"] if path.exists() else []:
         with contextlib.suppress(OSError, KeyError):
             os.killpg(job["pid"], signal.SIGKILL)
@@ -387,13 +390,51 @@ def test_each_sweep_that_waits_keeps_its_own_file(tmp_path):
     page.end()
 
 
-def test_a_folder_of_that_name_that_is_not_the_pages_is_left_alone(tmp_path):
-    mine = tmp_path / "out/.page/jobs.json"
-    mine.parent.mkdir(parents=True)
+def test_opening_somebodys_runs_starts_nothing_and_writes_nothing_there(tmp_path):
+    """Whatever stands in their .page: a queue, consoles that are links, files of sweeps."""
+    write_run(tmp_path / "out/a", rows=3)
+    theirs, mine, started = tmp_path / "out/.page", tmp_path / "mine.txt", tmp_path / "started"
+    theirs.mkdir()
     mine.write_text("mine")
-    done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "that are not this page's" in done.stderr and done.stderr.count("\n") == 1
-    assert mine.read_text() == "mine" and [path.name for path in mine.parent.iterdir()] == ["jobs.json"]
+    evil = f"open({str(started)!r}, 'w').close()"
+    for name in "evil.py", "train.py":
+        (tmp_path / name).write_text(evil)
+    jobs_of = [{"program": str(tmp_path / "evil.py"), "arguments": []}, {"program": "../../evil.py", "arguments": []},
+               {"program": "train.py", "arguments": [str(tmp_path / "evil.py")]},
+               {"program": "train.py", "arguments": [], "id": "../../mine"}, {"program": "sweep.py", "arguments": ["s.json"]}]
+    queue = [{"id": str(n), "state": "queued", "out_dir": "x", "line": ""} | job for n, job in enumerate(jobs_of, 1)]
+    (theirs / "jobs.json").write_text(json.dumps({"at_once": 9, "jobs": queue}))
+    for name in "1.txt", "2.txt", "lock", "sweep-000000000000.json":
+        (theirs / name).symlink_to(mine)
+    (theirs / "notes.json").write_text(json.dumps({"out/a": {"notes": "old", "tags": 3, "color": "red;}", "rows": "x"}, "out/b": 7}))
+    stamps = lambda: {path: path.lstat().st_ctime_ns for path in tmp_path.rglob("*")}
+    before = stamps()
+    page = Page(tmp_path)
+    time.sleep(1)
+    assert page.get("/api/jobs") == {"jobs": []}
+    run, = page.get("/api/runs")["runs"]
+    assert run["rows"] == 3 and run["notes"] == "old" and "tags" not in run and "color" not in run  # of an earlier version
+    page.get("/api/notes", {"run": "out/a", "tags": "good"})
+    run, = page.get("/api/runs")["runs"]
+    assert run["notes"] == "old" and run["tags"] == "good"
+    out, err = page.end()
+    assert "a queue in a folder of runs is not started" in err and err.count("\n") == 1
+    assert not started.exists() and mine.read_text() == "mine" and stamps() == before
+    assert (runs.own_path(tmp_path / "out").stat().st_mode & 0o77) == 0
+
+
+def test_a_folder_of_somebody_else_that_cant_be_written_is_shown(tmp_path):
+    write_run(tmp_path / "out/a", rows=3)
+    for path in tmp_path / "out/a", tmp_path / "out":
+        path.chmod(0o555)
+    page = Page(tmp_path)
+    assert page.get("/api/runs")["runs"][0]["rows"] == 3
+    page.end()
+    (tmp_path / "file").touch()
+    for words, env, said in (["file"], {}, "expected a folder of runs"), ([], {"XDG_STATE_HOME": "/dev/null/x"}, "set XDG_STATE_HOME"):
+        done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0", *words], cwd=tmp_path, capture_output=True, text=True,
+                              env=os.environ | env, timeout=60)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_path, request):
@@ -458,16 +499,24 @@ def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, locks):
     assert runs.trainer(tmp_path, locks()) is None
 
 
-def leave_queue(folder, *words, at_once=1):
-    """A queue of waiting jobs as a page left it. Each adds its word to the file `started` and goes on for a minute."""
-    program, queue = folder / "program.py", folder / "out/.page"
-    program.write_text("import pathlib, sys, time\n"
-                       "open(pathlib.Path(__file__).with_name('started'), 'a').write(sys.argv[1])\ntime.sleep(60)\n")
+def leave_queue(folder, *words, at_once=1, **changed):
+    """
+    (the folder of the queue, a file, a copy of the page) with waiting jobs as a page left them. The copy's train.py adds its data
+    to the file and goes on for a minute.
+    """
+    home, queue = folder / "home", runs.own_path(folder / "out")
+    home.mkdir()
+    for name in "page", "engine", "llamac", "config":
+        shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, home)
+    (home / "train.py").write_text("import pathlib, sys, time\ndata = ''  # a word\n"
+                                   f"open({str(folder / 'started')!r}, 'a').write(sys.argv[-1][7:])\ntime.sleep(60)\n")
     queue.mkdir(parents=True)
-    (queue / "lock").touch()
     (queue / "jobs.json").write_text(json.dumps({"at_once": at_once, "jobs": [
-        {"id": str(n), "state": "queued", "program": str(program), "arguments": [word]} for n, word in enumerate(words, 1)]}))
-    return queue, folder / "started"
+        {"id": str(n), "state": "queued", "program": "train.py", "arguments": [f"--data={word}"]} | changed
+        for n, word in enumerate(words, 1)]}))
+    return queue, folder / "started", home
 
 
 def states(page):
@@ -476,8 +525,8 @@ def states(page):
 
 
 def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, request):
-    queue, started = leave_queue(tmp_path, "a", "b\ud800", "c", at_once=0)
-    page = Page(tmp_path)
+    queue, started, home = leave_queue(tmp_path, "a", "b\ud800", "c", at_once=0)
+    page = Page(tmp_path, home=home)
     request.addfinalizer(lambda: end_jobs(tmp_path))
     in_the_way = queue / f"jobs.json.{page.process.pid}.tmp"
     in_the_way.mkdir()  # so that the queue can't be written
@@ -492,7 +541,7 @@ def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, reque
     in_the_way.rmdir()
     until(lambda: started.read_text() == "ac", 5)
     page.end()
-    page = Page(tmp_path)
+    page = Page(tmp_path, home=home)
     assert states(page) == ["stopped", "failed", "running"] and "surrogates" in page.get("/api/console?job=2")["text"]
     page.get("/api/stop", {"job": "3"})
     until(lambda: states(page) == ["stopped", "failed", "stopped"], 5)
@@ -501,12 +550,12 @@ def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, reque
 
 
 def test_a_training_that_lives_while_the_queue_says_it_waits_is_not_started_again(tmp_path):
-    queue, started = leave_queue(tmp_path, "a")
+    queue, started, home = leave_queue(tmp_path, "a")
     with open(queue / "1.txt", "w") as printed:
         fcntl.flock(printed, fcntl.LOCK_EX)
         printed.write("iter 1\n")
         printed.flush()
-        page = Page(tmp_path)
+        page = Page(tmp_path, home=home)
         time.sleep(0.5)
         assert states(page) == ["running"] and page.get("/api/console?job=1")["text"] == "iter 1\n"
         assert json.loads((queue / "jobs.json").read_text())["jobs"][0]["state"] == "running"
@@ -625,16 +674,47 @@ def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
     served.server_close()
 
 
-@pytest.mark.parametrize("content", [{"jobs": [1]}, {"jobs": [{"id": "1"}]}, {"jobs": 3}, {"at_once": "many"}])
-def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path, content):
-    queue, _ = leave_queue(tmp_path)
-    (queue / "jobs.json").write_text(json.dumps(content))
+def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path):
+    """Programs are ours by name, ids are numbers; a page names each part of a job."""
+    job = {"id": "1", "state": "queued", "program": "train.py", "arguments": [], "pid": 2}
+    odd = [{"id": "../../x"}, {"id": 1}, {"id": "0"}, {"id": "1" * 20}, {"id": "١"}, {"state": "waits"}, {"state": ["queued"]},
+           {"program": "evil.py"}, {"program": "../x/train.py"}, {"program": str(ROOT / "train.py")}, {"program": ["train.py"]},
+           {"arguments": "--dim=8"}, {"arguments": [3]}, {"pid": -1}, {"pid": 1}, {"pid": "2"}, {"folder": 3}, {"out_dir": []}]
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps({"at_once": 2, "jobs": [job]}))
+    assert jobs.stored(path) == (2, [job])
+    for content in [{"jobs": [1]}, {"jobs": [{"id": "1"}]}, {"jobs": 3}, {"at_once": "many"}, *({"jobs": [job | part]} for part in odd)]:
+        path.write_text(json.dumps(content))
+        with pytest.raises(SystemExit):
+            jobs.stored(path)
+    own = runs.own_path(tmp_path / "out")
+    own.mkdir(parents=True)
+    (own / "jobs.json").write_text(path.read_text())
     done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "jobs.json: is not what a page has written" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_arguments_of_a_queue_are_those_that_a_form_may_send(tmp_path):
+    sweep = tmp_path / "sweep-0123.json"
+    sweep.touch()
+    preset = os.path.relpath(ROOT / "config/debug.py", tmp_path)
+    for program, arguments, fine in (
+            ("train.py", [], True), ("train.py", [preset, "--dim=64", "--data=-x"], True), ("train.py", ["--dim=64"], True),
+            ("train.py", ["evil.py"], False), ("train.py", [preset, preset], False), ("train.py", ["--dim", "64"], False),
+            ("train.py", ["--dim=wide"], False), ("train.py", ["--nope=1"], False), ("train.py", ["/etc/x.yaml"], False),
+            ("train.py", ["--data=a\0b"], False), ("sweep.py", [str(sweep), "--out_dir=x", "--count=3"], True),
+            ("sweep.py", [], False), ("sweep.py", ["other.json"], False), ("sweep.py", [str(sweep), "--count=x"], False),
+            ("sweep.py", [str(sweep), "x.yaml"], False)):
+        job = {"program": program, "arguments": arguments, "folder": str(tmp_path)}
+        with contextlib.nullcontext() if fine else pytest.raises(ValueError):
+            jobs.check_job(job, tmp_path)
+
+
 def test_an_estimate_of_what_is_no_choice_is_refused(page):
-    assert page.ask("/api/estimate?knobs=[1]")[0] == 400
+    deep = "[" * 8000 + "]" * 8000
+    for knobs in "[1]", "{", "", '{"dim": {"a": ' + "[" * 800 + "]" * 800 + "}}", '{"dim": ' + "9" * 5000 + "}", '{"nope": 1}', deep:
+        status, _, text = page.ask(f"/api/estimate?{urlencode({'knobs': knobs})}")
+        assert status == 400 and len(json.loads(text)["error"]) < 1000, text
 
 
 def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
@@ -649,5 +729,184 @@ def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
         until(lambda: (tmp_path / "began").exists(), 60)
         return communicate(program, *args, **more)
     monkeypatch.setattr(subprocess.Popen, "communicate", after_its_start)
-    assert "takes more than 0.1 s" in jobs.output(["-c", wait, str(ROOT)])
+    assert "takes more than 0.1 s" in jobs.output(["-c", wait, str(ROOT)], OneAtATime())
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
+
+
+def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path):
+    """One at a time; ended by its reader's going, while it runs and while it waits, and by the page's end."""
+    turns, gone, found = OneAtATime(), threading.Event(), []
+    slow = ["-c", "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)", str(tmp_path / "began")]
+
+    def work(is_gone):
+        with contextlib.suppress(programs.Gone):
+            found.append(turns.run(slow, 60, is_gone))
+
+    waits = [threading.Thread(target=work, args=(is_gone,)) for is_gone in (gone.is_set, lambda: True)]
+    for thread in waits:
+        thread.start()
+        until((tmp_path / "began").exists, 20)
+    waits[1].join(20)  # its reader has gone while it waits
+    assert (tmp_path / "began").read_text() == "x" and len(programs.running) == 1 and not waits[1].is_alive()
+    gone.set()
+    waits[0].join(20)
+    assert not programs.running and not found
+    assert turns.run(["-c", "print(input())"], 60, data=b"hello") == (0, b"hello\n", None)
+    last = threading.Thread(target=work, args=(lambda: False,))
+    last.start()
+    until(lambda: programs.running, 20)
+    programs.end_all()
+    last.join(20)
+    assert found and found[0][0] == -signal.SIGTERM and not programs.running
+
+
+def test_open_streams_do_not_lock_their_owner_out_and_strangers_end_none(tmp_path):
+    def endless(request):
+        while True:
+            yield {"x": 1}
+            time.sleep(0.2)
+    served = server.Server("127.0.0.1", 0, {"GET /live": endless, "GET /": lambda request: server.Response("ok", kind="text/plain")})
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    head = f"Host: 127.0.0.1:{served.server_address[1]}\r\nAuthorization: Bearer {served.token}\r\n\r\n"
+
+    def connect(text):
+        found = socket.create_connection(served.server_address, timeout=10)
+        found.sendall(text.encode())
+        return found
+
+    streams = [connect(f"GET /live HTTP/1.1\r\n{head}") for _ in range(server.MOST_CONNECTIONS)]
+    assert all(stream.recv(12) == b"HTTP/1.1 200" for stream in streams)
+    strangers = [connect("GET / HTTP/1.1\r\n") for _ in range(2 * server.MOST_CONNECTIONS)]
+    time.sleep(0.5)
+    assert sum(known for _, known, _ in served.open.values()) == len(streams) and len(served.open) <= 2 * len(streams)
+    for _ in range(3):
+        assert connect(f"GET / HTTP/1.1\r\n{head}").recv(15) == b"HTTP/1.1 200 OK"
+    streams += [connect(f"GET /live HTTP/1.1\r\n{head}") for _ in range(5)]
+    assert all(stream.recv(12) == b"HTTP/1.1 200" for stream in streams[-5:])
+    until(lambda: sum(known for _, known, _ in served.open.values()) <= server.MOST_CONNECTIONS + 1, 10)
+    for connection in streams + strangers:
+        connection.close()
+    served.shutdown()
+    served.server_close()
+
+
+def odd_files(folder):
+    """Runs whose files are no files, or none that end."""
+    for name in "config.json", "log.jsonl", "evaluation.json", "wandb.json", "trainer.json", "model.gguf", "notes":
+        for kind in "pipe", "device", "link":
+            run = folder / f"{name} {kind}"
+            write_run(run, rows=3)
+            path = run / name
+            path.unlink(missing_ok=True)
+            if kind == "pipe":
+                os.mkfifo(path)
+            else:
+                path.symlink_to("/dev/zero" if kind == "device" else path)  # a link to itself
+    sockets = socket.socket(socket.AF_UNIX)
+    with contextlib.chdir(folder) if hasattr(contextlib, "chdir") else contextlib.suppress(OSError):
+        write_run(folder / "socket", rows=3)
+        (folder / "socket/config.json").unlink()
+        sockets.bind("socket/config.json")
+    return sockets
+
+
+def test_pipes_devices_and_loops_of_links_among_the_runs_hold_nobody_up(tmp_path):
+    write_run(tmp_path / "out/plain", rows=3)
+    odd_files(tmp_path / "out").close()
+    since, page = time.monotonic(), Page(tmp_path)
+    found = {run["name"]: run for run in page.get("/api/runs")["runs"]}
+    assert found["out/plain"]["rows"] == 3 and not found["out/plain"]["odd"] and len(found) == 23
+    for name, run in found.items():
+        asked = page.ask(f"/api/run?{urlencode({'run': name})}")
+        assert asked[0] == 200, asked
+        reads = name.startswith(("out/config.json", "out/log.jsonl", "out/socket"))
+        assert bool(run["odd"]) == reads and (run["rows"] == 3 or "log.jsonl" in name), run
+        assert page.get(f"/api/curves?{urlencode({'metric': 'loss/train', 'x': 'iter', 'run': name})}")
+    assert page.get("/v1/models")["data"] == [] and "model.gguf" not in page.ask("/api/inside")[2].replace("out/model.gguf", "")
+    assert page.ask("/api/csv?metric=loss/train")[0] == 200 and time.monotonic() - since < usual(20)
+    out, err = page.end()
+    assert "Traceback" not in err
+    done = subprocess.run([sys.executable, ROOT / "compare.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "\nout/plain " in done.stdout and "Traceback" not in done.stderr
+    assert "skipped out/config.json pipe: not a run (config.json: not a regular file)" in done.stderr
+    assert "skipped out/log.jsonl device: not a run (not a regular file)" in done.stderr
+
+
+DEEP = {depth: "[" * depth + "1" + "]" * depth for depth in (5, 300, 900, 5000, 100_000)}
+ODD_CONFIGS = [*DEEP.values(), *(f'{{"a": {deep}, "dim": 8}}' for deep in DEEP.values()), '{"dim": ' + "9" * 40 + "}", '{"dim": 1e400}',
+               '{"dim": ' + "9" * 4000 + "}", '{"dim": ' + "9" * 5000 + "}", '{"dim": NaN, "seed": Infinity}', '{"dim": "\\ud800"}',
+               '{"\\ud800\\n": 1}', json.dumps({str(n): n for n in range(20_000)}), json.dumps({"x" * 100_000: "y" * 200_000}),
+               '{"dim": "' + "a" * 40 + '"}', '{"dim": ' + "1" * 40 + "}", '{"dim": [1, {"a": null}], "max_iters": {"a": [1]}}', "7", "null",
+               '"x"', "", "\ufeff{}", '{"name": 1, "results": 2, "rows": "x", "settings": 3}', '{"__proto__": {"x": 1}, "toString": 1}']
+ODD_ROWS = [f'{{"iter": 1, "loss/val": 2.5, "samples": {deep}}}' for deep in DEEP.values()] + [
+    '{"iter": ' + "9" * 40 + ', "loss/val": ' + "9" * 400 + "}", '{"iter": NaN, "loss/val": NaN, "tokens": Infinity}',
+    '{"iter": 1, "loss/val": "\\ud800", "time": "x"}', '{"iter": 1, "time": -1e308, "loss/val": 1}\n{"iter": 2, "time": 1e308, "loss/val": 1e38}',
+    '{"iter": 1, "loss/val": ' + "9" * 40 + ', "loss/train": 1e-320}', json.dumps({"iter": 1, "m" * 100_000: 1, "loss/val": True}),
+    json.dumps({"iter": 1, "loss/val": 2.0, "s": "x" * 9_000_000}), "\0" * 9_000_000]
+
+
+def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
+    for n in range(3):
+        write_run(tmp_path / f"out/plain{n}", n, rows=3)
+    for n, content in enumerate(ODD_CONFIGS):
+        write_run(tmp_path / f"out/config{n}", n, rows=3)
+        (tmp_path / f"out/config{n}/config.json").write_text(content)
+    for n, row in enumerate(ODD_ROWS):
+        write_run(tmp_path / f"out/row{n}", n, rows=0)
+        (tmp_path / f"out/row{n}/log.jsonl").write_text(row + '\n{"iter": 3, "loss/train": 1, "time": 7}\n')
+    for name in "surrogate\udcff", "evil\x1b[2J\n<b>", "x" * 200:
+        write_run(tmp_path / "out" / name, rows=3)
+    for n, deep in enumerate((DEEP[900], DEEP[100_000])):
+        for name in "evaluation.json", "wandb.json", "trainer.json":
+            write_run(tmp_path / f"out/{name}{n}", n, rows=3)
+            (tmp_path / f"out/{name}{n}" / name).write_text(f'{{"url": {deep}, "matrix": {deep}, "pid": {deep}, "host": 1}}')
+    page = Page(tmp_path)
+    all_read = lambda found: all(run["rows"] or run["odd"] for run in found["runs"]) and found
+    found = until(lambda: all_read(page.get("/api/runs")), 60)
+    text = page.ask("/api/runs")[2]
+    assert "NaN" not in text and "Infinity" not in text and len(text) < 3_000_000
+    shown = {run["name"]: run for run in found["runs"]}
+    assert len(shown) == 3 + len(ODD_CONFIGS) + len(ODD_ROWS) + 3 + 6
+    assert all(shown[f"out/plain{n}"]["rows"] == 3 and not shown[f"out/plain{n}"]["odd"] for n in range(3))
+    assert "out/surrogate\\udcff" in shown and "nested too deeply" in shown["out/config4"]["odd"]
+    names = list(shown)
+    for name in names:
+        status, _, text = page.ask(f"/api/run?{urlencode({'run': name})}")
+        assert status == 200 and "NaN" not in text and len(text) < 3_000_000, (name, text[:300])
+    for name in names[:1] + names[-3:]:
+        assert page.ask("/api/notes", {"run": name, "tags": "x"})[0] == 200
+    for query in "metric=loss/val&x=tokens", "metric=loss/train&x=seconds", "metric=iter&x=iter":
+        assert all(np.isfinite(line).all() for line in points(page.get(f"/api/curves?{query}")).values())
+    assert page.ask("/api/csv?metric=loss/val")[0] == page.ask("/api/save", {"runs": names})[0] == 200
+    assert page.ask("/api/bands", {"metric": "loss/val", "groups": [names]})[0] == 200
+    assert page.ask("/v1/models")[0] == page.ask("/api/inside")[0] == 200
+    out, err = page.end()
+    assert "Traceback" not in err, err[-3000:]
+    for words in ["--plot=x.html", "--sort=dim"], ["--plot=x.svg", "--group=dim"]:
+        done = subprocess.run([sys.executable, ROOT / "compare.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+        assert done.stdout.count("\n") > 30 and all(f"\nout/plain{n} " in done.stdout for n in range(3))
+
+
+def test_a_log_without_end_is_read_in_turns_with_the_others(tmp_path):
+    write_run(tmp_path / "out/a", rows=3)
+    with open(tmp_path / "out/a/log.jsonl", "ab") as f:
+        f.truncate(1 << 40)  # of zeros
+    write_run(tmp_path / "out/b", rows=3)
+    found = runs.Runs(tmp_path / "out")
+    until(lambda: found.refresh() and found.runs[str(tmp_path / "out/b")].count == 3, 20)
+    add_row(tmp_path / "out/b", {"iter": 99})
+    until(lambda: found.refresh() and found.runs[str(tmp_path / "out/b")].count == 4, 20)
+    assert "are left out" in found.runs[str(tmp_path / "out/a")].odd
+
+
+def test_metrics_that_few_rows_have_take_little_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "MOST_CELLS", 1_000_000)
+    write_run(tmp_path / "out/a", rows=0)
+    with open(tmp_path / "out/a/log.jsonl", "w") as f:
+        f.write('{"iter":1}\n' * 20_000)
+        f.write(json.dumps({"iter": 2} | {f"m{n}": 1.0 for n in range(900)}) + "\n")
+    run = compare.Run(tmp_path / "out/a")
+    while run.read():
+        pass
+    assert run.count == 20_001 and 900_000 < sum(map(len, run.columns.values())) <= 1_021_000
