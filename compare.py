@@ -74,7 +74,7 @@ class Run:
 
     def __init__(self, folder, name=""):
         self.name, self.folder, self.version, self.config = name or str(folder), Path(folder), 0, {}
-        self.config_stamp, self.odd = (), ""
+        self.config_stamp, self.odd, self.timed, self.minutes = (), "", (), 0.0
         self.forget()
 
     def forget(self):
@@ -191,7 +191,9 @@ class Run:
         found |= {f"best {k}": best[k] for k in LOSSES[1:] if k in best}
         if last["iter"] != metrics["iter"]:
             found["last at iter"] = last["iter"]
-        return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": float(self.x("seconds")[-1]) / 60}
+        if self.timed != (self.version, self.count):  # a long log is not added up anew for each who asks
+            self.timed, self.minutes = (self.version, self.count), float(self.x("seconds")[-1]) / 60
+        return found | ({"best at iter": best["iter"]} if best else {}) | {"minutes": self.minutes}
 
 
 def is_finite(value):

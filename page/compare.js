@@ -95,7 +95,7 @@ function before(a, b) {
 }
 
 export async function show(main) {
-  let found, order = []
+  let found, order = [], tries = 0
   const hidden = new Set(JSON.parse(state.get("hide", "[]"))), looks = new Map()
   const values = run => ({ ...run.results, ...run.settings, run: run.name, tags: run.tags })
   const pick = name => looks.get(name) || { color: "#888", hidden: true }
@@ -176,6 +176,7 @@ export async function show(main) {
   async function load() {
     found = await ask("api/runs")
     refresh()
+    if (found.more && tries++ < 9) again()  // logs are still being read
   }
   const ready = load(), later = throttle(update, 1000), again = throttle(() => load().then(changed), 1500)
   listen(event => {

@@ -231,7 +231,10 @@ class Jobs:
             out_dir = str(knobs.get("out_dir") or "auto")
             return "train.py", words(knobs, preset), out_dir
         path, out_dir = self.sweep(knobs, preset, part(sweep, "parameters"), sweep.get("method"))
-        count = [f"--count={int(str(sweep['count']))}"] if sweep.get("count") else []
+        count = int(str(sweep.get("count") or 0))
+        if count < 0:
+            refuse(f"a sweep of {count} trials, expected at least 1")
+        count = [f"--count={count}"] * (count > 0)
         return "sweep.py", [path, f"--out_dir={out_dir}", *count], out_dir
 
     def sweep(self, knobs, preset, parameters, method):
@@ -283,7 +286,7 @@ class Jobs:
                 pid = trainer(self.runs.folder(given["run"]), locks())
                 if pid is None:
                     raise ValueError("nobody trains there")
-                os.kill(pid, signal.SIGTERM)
+                send_stop(os.kill, pid)
                 return {}
             job = self.job(given.get("job"))
             if job["state"] == "queued":
@@ -292,7 +295,7 @@ class Jobs:
                 if "pid" not in job:
                     raise ValueError("its process is not known; stop it on the page of its run")
                 job["stopped"] = True
-                os.killpg(job["pid"], signal.SIGTERM)  # a sweep waits for its trial, which saves first
+                send_stop(os.killpg, job["pid"])  # a sweep waits for its trial, which saves first
             self.keep()
         return {}
 
@@ -332,6 +335,14 @@ def output(arguments, turns, gone=lambda: False):
         return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"
     except Gone:
         return ""
+
+
+def send_stop(kill, pid):
+    """Send SIGTERM by os.kill or os.killpg. ValueError: the process is somebody else's, or has just ended."""
+    try:
+        kill(pid, signal.SIGTERM)
+    except OSError as e:
+        refuse(f"process {pid} cannot be stopped ({e.strerror})")
 
 
 def tail(path, most=20000):

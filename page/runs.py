@@ -107,6 +107,8 @@ def trainer(folder, locked):
     """The process that trains in a folder now, None: nobody. locked: see locks()."""
     try:
         path = folder / "trainer.json"
+        if path.is_symlink():  # to that of another run, which a stop would end
+            return None
         holders = is_held(path) if locked is None else locked.get(path.stat().st_ino)
         if not holders:
             return None
@@ -280,7 +282,7 @@ class Runs:
             metrics = dict.fromkeys(name for run in found for name in run.columns if name not in compare.X)
             entries = [notes.get(run.name, {}) | self.entry(run) | {"settings": {k: cell(run.config.get(k)) for k in settings}}
                        for run in found]
-            return {"settings": settings, "metrics": list(metrics), "runs": entries,
+            return {"more": bool(self.waiting), "settings": settings, "metrics": list(metrics), "runs": entries,
                     "columns": [k for k in compare.RESULTS if any(k in entry["results"] for entry in entries)]}
 
     def line(self, run, asked):

@@ -845,7 +845,8 @@ ODD_ROWS = [f'{{"iter": 1, "loss/val": 2.5, "samples": {deep}}}' for deep in DEE
     json.dumps({"iter": 1, "loss/val": 2.0, "s": "x" * 9_000_000}), "\0" * 9_000_000]
 
 
-def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
+def odd_runs(tmp_path):
+    """Three plain runs and many odd ones."""
     for n in range(3):
         write_run(tmp_path / f"out/plain{n}", n, rows=3)
     for n, content in enumerate(ODD_CONFIGS):
@@ -860,6 +861,10 @@ def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
         for name in "evaluation.json", "wandb.json", "trainer.json":
             write_run(tmp_path / f"out/{name}{n}", n, rows=3)
             (tmp_path / f"out/{name}{n}" / name).write_text(f'{{"url": {deep}, "matrix": {deep}, "pid": {deep}, "host": 1}}')
+
+
+def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
+    odd_runs(tmp_path)
     page = Page(tmp_path)
     all_read = lambda found: all(run["rows"] or run["odd"] for run in found["runs"]) and found
     found = until(lambda: all_read(page.get("/api/runs")), 60)
@@ -886,6 +891,30 @@ def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
         done = subprocess.run([sys.executable, ROOT / "compare.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
         assert done.stdout.count("\n") > 30 and all(f"\nout/plain{n} " in done.stdout for n in range(3))
+
+
+def test_odd_runs_are_drawn_in_a_browser(tmp_path, browser):
+    odd_runs(tmp_path)
+    for n, value in enumerate(('3', '"x"', '[1]', '[[1, 2], ["a"]]', '{"a": 1}', "[[1]]")):
+        folder = tmp_path / f"out/left{n}"
+        write_run(folder, n, rows=3)
+        (folder / "evaluation.json").write_text("{" + ", ".join(f'"{name}": {value}' for name in (
+            "matrix", "names", "rows", "columns", "accuracy")) + "}")
+        (folder / "wandb.json").write_text(f'{{"url": {value}}}')
+        (folder / "log.jsonl").write_text(f'{{"iter": 40, "samples": [{value}], "predictions": {value}}}\n')
+    page = Page(tmp_path)
+    browser.get(page.url)
+    odd = "return [...document.querySelectorAll('tr[data-run] .odd')].filter(e => e.textContent).length"
+    names = [run["name"] for run in page.get("/api/runs")["runs"]]
+    until(lambda: script(browser, odd) == sum(bool(run["odd"]) for run in page.get("/api/runs")["runs"]) > 9, 60)
+    check_page(browser)
+    for name in [name for name in names if re.search(r"config\d|row\d$|left|evil|x{200}", name)][::3]:
+        script(browser, "location.hash = arguments[0]", f"#run?{urlencode({'run': name})}")
+        until(lambda: script(browser, "return document.querySelector('h1')?.textContent == arguments[0]", name), 20)
+        assert not browser.find_element("id", "said").text, name
+    check_page(browser)
+    browser.get("about:blank")
+    page.end()
 
 
 def test_a_log_without_end_is_read_in_turns_with_the_others(tmp_path):
