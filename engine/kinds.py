@@ -592,7 +592,7 @@ def from_parquet(path, column, copy):
             found.append(parquet_column(table.schema_arrow, column))
             with tqdm(total=table.metadata.num_rows, desc="reading rows", unit=" rows", leave=False, delay=1,
                       dynamic_ncols=True) as bar:
-                for rows, group in row_groups(table.metadata, found[0]):
+                for rows, group in row_groups(table.metadata):
                     for batch in table.iter_batches(rows, [group], [found[0]]):
                         yield from map(parquet_text, batch.to_pylist())
                         bar.update(len(batch))
@@ -640,15 +640,13 @@ def parquet_text(row):
         raise Unfit(f"a column of bytes, {row[:20]!r} among them, which are no UTF-8", "expected strings") from None
 
 
-def row_groups(metadata, name):
+def row_groups(metadata):
     """
     Yield (rows to read at once, number) of each group of rows in a Parquet table. A long text that stands in the file once may
-    be the text of each row.
+    be the text of each row. (Metadata of a column would say more, but damaged ones abort the process in the package.)
     """
     for group in range(metadata.num_row_groups):
-        found = metadata.row_group(group)
-        parts = [found.column(i) for i in range(found.num_columns)]
-        size = sum(part.total_uncompressed_size for part in parts if part.path_in_schema == name)
+        size = metadata.row_group(group).total_byte_size
         yield min(ROWS, max(1, ROWS_SIZE // max(1, size))), group
 
 
