@@ -201,7 +201,7 @@ def read_file(path, known=None, hint=""):
             return {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
         if path.endswith(".py"):
             return run_config(text, path, known)
-        return dict((parse_json(text.encode()) if path.endswith(".json") else read_yaml(text)) or {})
+        return dict((parse_json(text) if path.endswith(".json") else read_yaml(text)) or {})
     except (Exception, SystemExit) as e:  # whatever a user's file can do wrong ends in one line
         fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one{hint}")
 

@@ -102,7 +102,7 @@ def read_labelled(path):
     examples, number = [], 0
     try:
         for number, line in json_lines(path):
-            example = parse_json(line.encode())
+            example = parse_json(line)
             examples.append({"prompt": str(example["prompt"]), "expected": str(example["expected"]),
                              "classes": strings(example, "classes") if "classes" in example else []})
     except OSError as e:
@@ -233,7 +233,7 @@ def read_task(path):
     questions, number = [], 0
     try:
         for number, line in json_lines(path):
-            row = parse_json(line.encode())
+            row = parse_json(line)
             choices, right = strings(row, "choices"), int(row["answer"])
             if not all(choices) or not 0 <= right < len(choices):
                 raise ValueError(f"answer {right} of {len(choices)} choices")

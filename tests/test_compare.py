@@ -223,7 +223,7 @@ def test_a_setting_that_is_no_number_and_no_word_sorts_and_groups(folders):
 
 
 @pytest.mark.parametrize("words, message", [
-    ([], "out: not a run"), (["odd"], "config.json: holds a list, expected an object"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
+    ([], "out: not a run"), (["odd"], "holds a list, expected an object"), (["bare", "--plot=c.svg"], "has a loss"), (["none"], "none: not a run"), (["b2", "--sort=nothing"], "no such setting or metric"),
     (["b2", "--plot=c.png"], ".html or .svg"),
     (["b2", "b4", "--plot=c.svg", "--group=nothing"], "no such setting; expected one of batch_size"), (["b2", "--plot=no/c.svg"], "cannot be written")])
 def test_mistakes_end_in_one_line(folders, words, message):
