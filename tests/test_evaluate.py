@@ -116,7 +116,7 @@ def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     ('{"prompt": "a", "expected": "x", "classes": "xyz"}\n', "line 1: TypeError 'classes' is \"xyz\", expected a list"),
     ('{"prompt": "a", "expected": "x", "classes": {"x": 1}}\n', "line 1: TypeError 'classes' is {"),
     ('\n{"prompt": "a", "expected": "x", "classes": ["x", ["y"]]}\n', "line 2: TypeError 'classes' is "),
-    ("[" * 100_000, "line 1: RecursionError"),
+    ("[" * 100_000, "line 1: ValueError nested too deeply"),
     ('{"prompt": "%s", "expected": "x"}\n' % ("long " * 30), "shorten it")])
 def test_mistakes_end_in_one_line(model, tmp_path, monkeypatch, capsys, content, message):
     export.export_model(model.state_dict(), model.args, Bytes(), tmp_path / "m.gguf")
