@@ -71,7 +71,10 @@ def count_values(data):
 
 
 def parse_json(data):
-    """Return the value in JSON bytes (UTF-8) or in a text. Raises ValueError, also for more than MAX_VALUES values or deep nesting."""
+    """
+    Return the value in JSON bytes (UTF-8) or in a text. Raises ValueError, also for more than MAX_VALUES values or for deep
+    nesting.
+    """
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if len(data) > SMALL_JSON and count_values(data) > MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES:,} values in one JSON text")
