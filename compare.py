@@ -41,6 +41,7 @@ MOST_LINE = 1 << 23  # a longer one is left out
 MOST_CELLS = 1 << 26 # of all columns of a run, numbers that rows without a metric take
 MOST_NAME = 200      # characters of a metric's name
 MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items of a list or object, characters, lists in lists
+MAX_SETTINGS = 100   # columns of settings; of more, those that most runs have
 MAX_CELL = 100       # characters of a cell of the table
 CHECK = 48           # bytes before the place where reading goes on, which show whether the file was written anew
 LOSSES = ("loss/train", "loss/val", "bpb/val")
@@ -277,10 +278,14 @@ def seconds(times):
 
 
 def differences(found):
-    """The names of the settings that are not the same in all runs."""
+    """The names of the settings that are not the same in all runs, at most MAX_SETTINGS."""
     keys = dict.fromkeys(k for run in found for k, v in run.config.items() if not isinstance(v, dict))
     values = {k: {repr(canonical(run.config.get(k))) for run in found} for k in keys}
-    return [k for k in keys if k not in NOT_SETTINGS and len(values[k]) > 1]
+    differ = [k for k in keys if k not in NOT_SETTINGS and len(values[k]) > 1]
+    if len(differ) > MAX_SETTINGS:  # one odd run with thousands of settings makes the table no wider than this
+        kept = set(sorted(differ, key=lambda k: -sum(k in run.config for run in found))[:MAX_SETTINGS])
+        differ = [k for k in differ if k in kept]
+    return differ
 
 
 def text(value):

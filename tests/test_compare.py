@@ -235,6 +235,14 @@ def test_mistakes_end_in_one_line(folders, words, message):
     assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def test_a_run_of_thousands_of_settings_leaves_those_of_all_runs_in_the_table():
+    found = [program.Run(f"{n}") for n in range(3)]
+    for n, run in enumerate(found):
+        run.config = {f"odd{k}": k for k in range(1000 * (n == 0))} | {"dim": n, "seed": 7, "batch_size": n}
+    columns = program.differences(found)
+    assert len(columns) == program.MAX_SETTINGS and columns[-2:] == ["dim", "batch_size"]
+
+
 def test_odd_values_sort_behind_and_break_no_cell():
     assert sorted([float("nan"), 2, None, float("-inf"), "a", 10 ** 40], key=program.rank)[:4] == [float("-inf"), 2, 10 ** 40, "a"]
     assert program.text(10 ** 40).replace(",", "") == str(10 ** 40) and program.text(int("1" * 40)).startswith("1,111")
