@@ -428,10 +428,10 @@ def lock(out_dir):
 
 def keep_claim(out_dir):
     """
-    Claim out_dir again where it was deleted or moved away while this process trains in it. Raises OSError where another
-    process trains there by now.
+    Claim out_dir again where it was deleted or moved away while this process trains in it; other folders stay as they are.
+    Raises OSError where another process trains there by now.
     """
-    if not held or is_file_at(held, Path(out_dir, MARK)):
+    if not held or Path(held.name) != Path(out_dir, MARK) or is_file_at(held, Path(out_dir, MARK)):
         return
     before = held
     take(out_dir)

@@ -66,7 +66,8 @@ def open_streams():
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):  # no notebook's, no test's
-            safe = printable_stream(name, stream.detach(), stream)
+            safe = printable_stream(name, stream.buffer, stream)
+            safe.before = stream  # the buffer would be closed with it; others, such as pytest -s, may write to it still
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)
     if sys.stderr is sys.__stderr__:  # nobody captures it
