@@ -52,15 +52,21 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 PAGE = Path(__file__).with_name("page") / "saved.html"  # where table and chart go
 
 
+def encodable(text):
+    """Return a text with half surrogate pairs spelled out: JSON may hold them, and names of folders; no encoding does."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def tame(value, depth=MAX_DEPTH):
     """Return a value of JSON that anyone may have written, cut where it is too long, too large or too deep to be shown."""
     if isinstance(value, str):
-        return value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+        value = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}..."
+        return encodable(value)
     if isinstance(value, (dict, list)) and not depth:
         return "..."
     if isinstance(value, dict):
         items = itertools.islice(value.items(), MAX_ITEMS)
-        return {str(name)[:MOST_NAME]: tame(item, depth - 1) for name, item in items}
+        return {encodable(str(name)[:MOST_NAME]): tame(item, depth - 1) for name, item in items}
     if isinstance(value, list):
         return [tame(item, depth - 1) for item in value[:MAX_ITEMS]]
     return value
@@ -143,7 +149,7 @@ class Run:
             if kind is list or kind is dict or len(metrics) >= MOST_METRICS and name not in metrics and name not in X:
                 tables |= kind is list
                 continue
-            if len(name) > MOST_NAME:
+            if name not in metrics and (len(name) > MOST_NAME or name != encodable(name)):
                 continue
             if kind is int and name in LOSSES and is_finite(value):
                 value = float(value)  # W&B writes a loss of 2.0 as 2

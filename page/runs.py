@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import compare
-from compare import Run, tame
+from compare import Run, encodable, tame
 from engine.files import write_atomic
 from engine.untrusted import open_untrusted, read_json_file, reason
 from page.server import Response, as_file
@@ -66,11 +66,6 @@ def notes_of(path):
             if not re.fullmatch("#[0-9a-f]{6}", found[name].get("color", "#000000")):
                 del found[name]["color"]
     return found
-
-
-def encodable(name):
-    """A name of a folder that JSON, HTML and addresses can hold, whatever bytes it has."""
-    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def glance(run, places=24, window=1 << 15):
