@@ -128,7 +128,7 @@ def test_the_page_looks_in_a_process_of_its_own(path, made, tmp_path):
     assert pages.list(None) == {"models": ["good", "broken"]}
 
     def asked(**body):
-        return SimpleNamespace(json=lambda: body)
+        return SimpleNamespace(json=lambda: body, gone=lambda: False)
     found = json.loads(pages.look(asked(model="good", text="\ud800 One")).content)
     assert found["name"] == "good" and found["tokens"][1:] == list("? One")
     model, vocabulary = load_model(path, "", "cpu")
