@@ -47,6 +47,7 @@ def wait(arguments, seconds, gone, data=None, **how):
                 out, err = program.communicate(data, timeout=max(0.0, min(0.2, left)))
                 return program.returncode, out, err
             except subprocess.TimeoutExpired:
+                data = None  # it is on its way
                 if left <= 0:
                     raise
                 if gone():

@@ -751,7 +751,8 @@ def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path
     gone.set()
     waits[0].join(20)
     assert not programs.running and not found
-    assert turns.run(["-c", "print(input())"], 60, data=b"hello") == (0, b"hello\n", None)
+    late = "import sys, time; time.sleep(1); print(len(sys.stdin.buffer.read()))"  # of more than a pipe holds
+    assert turns.run(["-c", late], 60, data=b"x" * 1_000_000) == (0, b"1000000\n", None)
     last = threading.Thread(target=work, args=(lambda: False,))
     last.start()
     until(lambda: programs.running, 20)
