@@ -5,6 +5,7 @@ its reader has gone, or when the page ends.
 import contextlib
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -35,19 +36,21 @@ class OneAtATime:
             self.lock.release()
 
 
-def wait(arguments, seconds, gone, data=None, **how):
-    stdin = subprocess.DEVNULL if data is None else subprocess.PIPE
-    program = subprocess.Popen([sys.executable, *arguments], stdin=stdin, stdout=subprocess.PIPE, **how)
+def wait(arguments, seconds, gone, data=b"", **how):
+    """Run a program as OneAtATime.run() describes."""
+    with tempfile.TemporaryFile() as stdin:  # communicate() with a timeout may not send all of a long text
+        stdin.write(data)
+        stdin.seek(0)
+        program = subprocess.Popen([sys.executable, *arguments], stdin=stdin, stdout=subprocess.PIPE, **how)
     running.add(program)
     last = time.monotonic() + seconds
     try:
         while True:
             left = last - time.monotonic()
             try:
-                out, err = program.communicate(data, timeout=max(0.0, min(0.2, left)))
+                out, err = program.communicate(timeout=max(0.0, min(0.2, left)))
                 return program.returncode, out, err
             except subprocess.TimeoutExpired:
-                data = None  # it is on its way
                 if left <= 0:
                     raise
                 if gone():
