@@ -45,6 +45,9 @@ class RandomWeights:
     def __init__(self, args):
         self.shapes = {ours: shape for ours, _, _, shape in tensors(args)}
 
+    def keys(self):
+        return self.shapes.keys()
+
     def __getitem__(self, name):
         shape, generator = self.shapes[name], torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1:

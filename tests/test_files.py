@@ -361,12 +361,14 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, capfd):
     for name in "a.txt", "b.txt", "secret.txt":
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text(ENGLISH)
-    monkeypatch.setattr(kinds, "open", lambda path, *how: open_unless_secret(path, *how), raising=False)
+    plain = kinds.open_untrusted
 
-    def open_unless_secret(path, *how):
+    def open_unless_secret(path, *more, **named):
         if "secret" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return open(path, *how)
+        return plain(path, *more, **named)
+
+    monkeypatch.setattr(kinds, "open_untrusted", open_unless_secret)
 
     call = functools.partial(data.prepare, tmp_path / "in", "byte", cache=tmp_path / "cache", workers=1)
     assert f"1 of 3 files can't be read: {tmp_path}/in/secret.txt: Permission denied; --skip_bad=True" in refused(capfd, call)

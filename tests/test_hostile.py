@@ -336,7 +336,7 @@ def gguf_header(changes={}, shapes=SHAPES):
 
 def gguf_bytes(changes={}, shapes=SHAPES):
     header = gguf_header(changes, shapes)
-    return header + bytes(-len(header) % 32 + 32 * len(shapes))
+    return header + bytes(-len(header) % 32) + np.ones(8 * len(shapes), "<f4").tobytes()  # no model has norms of zeros
 
 
 FINE_VALUES = [

@@ -697,7 +697,8 @@ def test_a_signal_that_ends_a_program_is_the_exit_code(tmp_path):
                          ("RTMIN", 34)):
         words = [sys.executable, ROOT / "track.py", "--wandb_log=False", f"--out_dir={name}", "--", "sh", "-c",
                  f"echo step 1 loss 2; kill -{number} $$; sleep 60"]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True,  # what a shell starts with & ignores Ctrl-C
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         assert done.returncode == -number and "Traceback" not in done.stderr, (name, done)
         assert done.stdout == "step 1 loss 2\n" and track.read_rows(tmp_path / name / "log.jsonl")[0]["loss"] == 2
 
