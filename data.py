@@ -3,9 +3,9 @@ Any text → tokens on disk → batches.
 
     python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0] [--cache=cache] [--show=True]
 
-SOURCE is `stories` or `stories:N` (written by engine/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a file,
+SOURCE is `stories` or `stories:N` (written by engine/text/stories.py), `tinystories` or `tinyshakespeare` (downloaded), a file,
 a folder, or a folder prepared before. A file is text of any name, .jsonl, .csv, .tsv, .parquet or a .json list, also packed
-(.gz, .bz2, .xz); engine/kinds.py tells how each is read. Of a folder the documents are read (.txt and these); or, where other
+(.gz, .bz2, .xz); engine/text/readers.py tells how each is read. Of a folder the documents are read (.txt and these); or, where other
 text (source code, say) is more than they are, all that is text. Left out, and named: what is hidden or installed, runs, the
 cache, other files. What is prepared is a folder of
 
@@ -33,9 +33,9 @@ from configurator import configure, fail, settings  # first: it answers for pack
 
 import numpy as np
 
-from engine import prepare as preparation
-from engine import survey
-from engine.prepare import SEED, Prepared, as_prepared, check_ids, load
+from engine.text import prepare as preparation
+from engine.text import survey
+from engine.text.prepare import SEED, Prepared, as_prepared, check_ids, load
 from engine.spans import spanned
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
@@ -59,7 +59,7 @@ LONG = 8           # windows that a document fills on average, from which on all
 
 
 def prepare(*arguments, **named):
-    """engine/prepare.py's, which downloads from the URLs that are set here."""
+    """engine/text/prepare.py's, which downloads from the URLs that are set here."""
     urls = {"tinystories": tinystories_url, "tinyshakespeare": tinyshakespeare_url}
     return preparation.prepare(*arguments, urls=urls, **named)
 
@@ -272,7 +272,7 @@ def document_rows(dataset, count=3, longest=40):
 
 
 def look(dataset, most=EXCERPT):
-    """engine/survey.py's tables, of `most` tokens of each split at most."""
+    """engine/text/survey.py's tables, of `most` tokens of each split at most."""
     splits = {name: excerpt(getattr(dataset, name), dataset.tokenizer.bos_id, most) for name in ("train", "val")}
     return survey.survey(splits, dataset.tokenizer, dataset.meta)
 

@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from compare import pad, width
-from engine import checkpoint, parallel
+from engine.training import checkpoint, distributed
 from engine.files import write_atomic
-from engine.load import load_model
-from engine.redact import redact
+from engine.formats.load import load_model
+from engine.tracking.redact import redact
 from engine.streams import one_line
 from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
@@ -334,7 +334,7 @@ def main():
         return write_intents(make_intents)
     if not (perplexity or data or harness):
         fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
-    place = parallel.setup(device)
+    place = distributed.setup(device)
     globals()["out_dir"] = checkpoint.run_folder(out_dir)
     model, vocabulary = load_model(out_dir, tokenizer, place)
     if perplexity:

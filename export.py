@@ -24,14 +24,16 @@ from configurator import configure, fail  # first: it answers for packages that 
 import numpy as np
 import torch
 
-from engine import checkpoint, rope
+from engine.formats import rope
+from engine.training import checkpoint
 from engine.files import replacing, write_atomic
-from engine.formats import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
-                            LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES,
+from engine.formats.layout import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM,
+                                   LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE,
+                                   TEMPLATE, TYPES,
                             architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters,
                             refuse_leftovers, tensors)
-from engine.folders import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
-from engine.load import is_gguf_of_ours, read_model
+from engine.formats.huggingface import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
+from engine.formats.load import is_gguf_of_ours, read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file

@@ -216,5 +216,5 @@ def sample(logits, temperature, top_p, generator=None):
 
 
 if __name__ == "__main__":  # python model.py config/stories15M.py: what a training of these settings costs
-    from engine.sizes import show_costs
+    from engine.training.plan import show_costs
     show_costs()

@@ -8,7 +8,7 @@ have, so one learning rate and one weight decay serve both. https://arxiv.org/ab
 SpikeDetector tells which steps had better not be taken.
 
 step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
-in engine/instruments.py. Without it AdamW updates all of a group at once: a few of them don't fill a GPU.
+in engine/debug/instruments.py. Without it AdamW updates all of a group at once: a few of them don't fill a GPU.
 """
 import functools
 import math
@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 import torch
 
-from engine import parallel
+from engine.training import distributed
 from engine.spans import spanned
 
 
@@ -98,7 +98,7 @@ class Muon:
                              f"give others to AdamW, as make_optimizer does")
         self.param_groups = [{"params": params, "lr": lr, "scale": 1.0, "weight_decay": weight_decay, "momentum": momentum}]
         self.state = defaultdict(dict)
-        self.half = parallel.has_bfloat16(params[0].device)
+        self.half = distributed.has_bfloat16(params[0].device)
 
     @torch.no_grad()
     def step(self, observe=nullcontext):
@@ -121,9 +121,9 @@ class Muon:
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
         dtype = torch.bfloat16 if self.half and min(shape) >= self.WIDE else torch.float32
-        updates = parallel.share_out(lambda some: orthogonalize(some, dtype), torch.stack(parallel.unshard(ahead)))
+        updates = distributed.share_out(lambda some: orthogonalize(some, dtype), torch.stack(distributed.unshard(ahead)))
         updates *= 0.2 * max(shape) ** 0.5
-        updates = [parallel.shard_like(u, p) for u, p in zip(updates, params)]
+        updates = [distributed.shard_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
@@ -167,7 +167,7 @@ class Together:
             name, _, key = name.rpartition(".")
             optimizer, p = owner[name]
             value = value.to(p.device, copy=True)
-            optimizer.state[p][key] = parallel.shard_like(value, p) if value.shape == p.shape else value
+            optimizer.state[p][key] = distributed.shard_like(value, p) if value.shape == p.shape else value
 
 
 class LossScale:
@@ -199,7 +199,7 @@ class LossScale:
             s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
-say_once = functools.cache(parallel.say)  # a program makes optimizers for measurements and checks too
+say_once = functools.cache(distributed.say)  # a program makes optimizers for measurements and checks too
 
 
 def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0, momentum=0.95):

@@ -11,8 +11,9 @@ from configurator import configure, fail  # first: it answers for packages that 
 
 import torch
 
-from engine import checkpoint, inside, parallel
-from engine.load import load_model
+from engine.debug import inside
+from engine.training import checkpoint, distributed
+from engine.formats.load import load_model
 from engine.streams import generated
 from page.inside import html
 
@@ -49,7 +50,7 @@ def write_attention(model, vocabulary):
 
 def main():
     check_settings()
-    place = parallel.setup(device)
+    place = distributed.setup(device)
     model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
     if attention:
         return write_attention(model, vocabulary)

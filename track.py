@@ -44,11 +44,11 @@ from configurator import BOOLS, fail  # first: it answers for packages that are 
 
 from tqdm import tqdm
 
-from engine.console import Parser
+from engine.tracking.console import Parser
 from engine.files import read_json, replacing, sha256, why, write_atomic
 from engine.untrusted import open_untrusted, parse_json
-from engine.follow import Tee, follow
-from engine.redact import redact
+from engine.tracking.follow import Tee, follow
+from engine.tracking.redact import redact
 from engine.streams import outlast, tell, unread
 
 TABLES = {

@@ -24,15 +24,17 @@ import torch
 from tqdm import tqdm
 
 from data import Dataset, data_rows, prepare
-from engine import checkpoint, costs, modes, ops, parallel, preflight, sizes
-from engine.checks import check_settings, checked_args, refuse_nonsense, refuse_unseen
-from engine.fit import largest_batch, until_found
-from engine.formats import refuse_leftovers
-from engine.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
-from engine.load import adopt, start_from
-from engine.parallel import say
-from engine.prepare import as_prepared, load, source_files, text_bytes
-from engine.redact import redact
+from engine import ops
+from engine.debug import modes, preflight
+from engine.training import checkpoint, costs, distributed, plan
+from engine.training.validate import check_settings, checked_args, refuse_nonsense, refuse_unseen
+from engine.training.fit_batch import largest_batch, until_found
+from engine.formats.layout import refuse_leftovers
+from engine.debug.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
+from engine.formats.load import adopt, start_from
+from engine.training.distributed import say
+from engine.text.prepare import as_prepared, load, source_files, text_bytes
+from engine.tracking.redact import redact
 from engine.spans import span
 from engine.streams import outlast
 from export import ITER, export_model, exported_step, refuse_unexportable
@@ -148,17 +150,17 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
     One step on this process's slice of the global batch of `step`, in micro-batches of batch_size. Returns (mean loss,
     gradient norm) of the global batch, scalar tensors on the device, and whether the step was taken.
     """
-    torch.manual_seed(seed + step * parallel.world + parallel.rank)  # dropout too is a pure function of the step
+    torch.manual_seed(seed + step * distributed.world + distributed.rank)  # dropout too is a pure function of the step
     x, y = dataset.batch(step)
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
-    sequences = batch_size * gradient_accumulation_steps / parallel.world  # of a process, on average
+    sequences = batch_size * gradient_accumulation_steps / distributed.world  # of a process, on average
     packed = within_documents and ops.has_packed_attention(device, amp, head_width or dim // n_heads, 0 < n_kv_heads < n_heads)
     total = torch.zeros((), device=device)
     for i, (xb, yb) in enumerate(micro_batches):
         share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding
         documents = ops.documents_of(xb, dataset.separator, device) if packed else None
-        xb, yb = parallel.to_device(device, xb, yb)
-        with parallel.accumulate(model, last=i == len(micro_batches) - 1):
+        xb, yb = distributed.to_device(device, xb, yb)
+        with distributed.accumulate(model, last=i == len(micro_batches) - 1):
             with span("forward"), amp:
                 loss = model(xb, yb, documents=documents)[1] * share
             with span("backward"):
@@ -166,8 +168,8 @@ def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
         total += loss.detach()
     with span("clipping"):
         length = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm, loss = parallel.unshard(length) / opt.scale.factor, parallel.mean(total)
-    read = parallel.reading(torch.stack((loss, norm)))
+    norm, loss = distributed.unshard(length) / opt.scale.factor, distributed.mean(total)
+    read = distributed.reading(torch.stack((loss, norm)))
     with span("clipping"):
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor, length)
     taken = not (spike_z or opt.scale.wanted) or not guard.refuses(*read())  # one wait for the device
@@ -189,12 +191,12 @@ def evaluate(model, dataset, device, amp):
     for split in ("train", "val"):
         total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
         for x, y, counts in dataset.eval_batches(split, eval_iters * costs.EVAL_TOKENS, costs.EVAL_PASS):
-            x, y = parallel.to_device(device, x, y)
+            x, y = distributed.to_device(device, x, y)
             with amp:
                 loss = model(x, y)[1]
             predictions = (y >= 0).sum() * counts
             total += torch.stack((loss.to(wide) * predictions, predictions))
-        nats, predictions = parallel.mean(total).tolist()
+        nats, predictions = distributed.mean(total).tolist()
         losses[split] = nats / predictions
     model.train()
     return losses
@@ -202,7 +204,7 @@ def evaluate(model, dataset, device, amp):
 
 def load_data(device):
     """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
-    folder = parallel.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
+    folder = distributed.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
                                 column=column, vocab_most=vocab_most, text_most=text_most)
     refuse_unseen(folder, device)
     return load(folder)
@@ -214,20 +216,20 @@ def make_model(args, dataset, device):
     model = Transformer(args).to(device)
     model.bos_id = dataset.separator if within_documents else None
     model.recompute = activation_checkpointing
-    if sharded and parallel.world > 1:
-        parallel.shard(model)
+    if sharded and distributed.world > 1:
+        distributed.shard(model)
     return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate, momentum)
 
 
 def plan_from_time(given, *machine):
     """Take what follows from the text, the machine (device, dtype) and --minutes. Returns the prepared text and the clock."""
-    size = parallel.on_master(text_bytes, data, cache, column)
-    shape = parallel.on_master(sizes.plan_shape, knobs(), given, size, make_optimizer, *machine)
-    globals().update(sizes.values(shape))
+    size = distributed.on_master(text_bytes, data, cache, column)
+    shape = distributed.on_master(plan.plan_shape, knobs(), given, size, make_optimizer, *machine)
+    globals().update(plan.values(shape))
     prepared = load_data(machine[0])
-    seconds, length = parallel.on_master(sizes.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
-    globals().update(sizes.values(length))
-    sizes.show_plan(shape | length)
+    seconds, length = distributed.on_master(plan.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
+    globals().update(plan.values(length))
+    plan.show_plan(shape | length)
     return prepared, {"seconds": 0.0, "limit": 0.0, "end": seconds, "minutes": minutes}
 
 
@@ -242,7 +244,7 @@ def assess(model, dataset, device, amp):
     losses = evaluate(model, dataset, device, amp)
     if not math.isfinite(losses["val"]):  # such a model has nothing to say, and refuse_nonsense ends the run
         return {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
-    probed = {split: parallel.to_device(device, *both) for split, both in dataset.probe_batches().items()}
+    probed = {split: distributed.to_device(device, *both) for split, both in dataset.probe_batches().items()}
     samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
     noise = gradient_noise(model, dataset, device, amp) if noise_scale else {}
     return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": dataset.bits_per_byte(losses["val"]),
@@ -254,7 +256,7 @@ def assess_in_time(*args):
     try:
         return assess(*args)
     except KeyboardInterrupt:
-        if parallel.world > 1:  # the others would wait for this one
+        if distributed.world > 1:  # the others would wait for this one
             raise
         say("interrupted again: the model is not evaluated")
         return {}
@@ -267,7 +269,7 @@ def conclude(state, args, model, dataset, tracker, row):
     """
     best, last, step = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf"), state["step"]
     wanted = step if state["best_step"] is None else state["best_step"]  # a run that was never evaluated
-    newest = checkpoint.newest(out_dir) if parallel.is_sharded(model) else None
+    newest = checkpoint.newest(out_dir) if distributed.is_sharded(model) else None
     weights = checkpoint.load(newest)["model"] if newest else model.state_dict()
     origin = {"iter": step, "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
               "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
@@ -288,7 +290,7 @@ def conclude(state, args, model, dataset, tracker, row):
         tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
     tracker.finish()
     if minutes and checkpoint.is_over(knobs(), state):
-        say(sizes.limit(knobs(), state, row, dataset.meta))
+        say(plan.limit(knobs(), state, row, dataset.meta))
     say(checkpoint.farewell(knobs(), state, best, there, wanted))
     models = there == wanted and step in (wanted, exported_step(last))
     return 0 if models and checkpoint.complete(checkpoint.step_folder(out_dir, step)) and tracker.is_logged() else 2
@@ -299,7 +301,7 @@ def save(writer, t, metric, unlogged=()):
     Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk that fails costs
     a warning, and the next save tries again. Sharded processes each write their slices.
     """
-    sharded, dataset = parallel.is_sharded(t.model), t.dataset
+    sharded, dataset = distributed.is_sharded(t.model), t.dataset
     try:
         weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state | {"row": dict(unlogged)}})
@@ -312,11 +314,11 @@ def save(writer, t, metric, unlogged=()):
     def work():
         folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights, "chat": t.state["chat"]}, train,
                                  t.config, dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
-        if step == best and parallel.master:
+        if step == best and distributed.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
             export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step} | t.state["chat"])
 
-    if parallel.master or sharded:
+    if distributed.master or sharded:
         checkpoint.warn_of(writer.start(work))
     return None
 
@@ -324,34 +326,34 @@ def save(writer, t, metric, unlogged=()):
 def main(given):
     settle()
     given, search = until_found(globals(), given)
-    place = parallel.setup(device, deterministic)
+    place = distributed.setup(device, deterministic)
     if place.type == "cpu":
-        parallel.keep_memory()
-    globals().update(parallel.on_master(modes.own_place, knobs()))
-    start, resuming = parallel.on_master(checkpoint.find_start, knobs())
+        distributed.keep_memory()
+    globals().update(distributed.on_master(modes.own_place, knobs()))
+    start, resuming = distributed.on_master(checkpoint.find_start, knobs())
     changes, clock = [], checkpoint.FRESH
     if resuming:
         taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
         globals().update(taken)
         check_settings(knobs())
     elif checkpoint.fine_tuning(knobs()):
-        globals().update(adopted := parallel.on_master(adopt, knobs(), given))
+        globals().update(adopted := distributed.on_master(adopt, knobs(), given))
         given = given | adopted.keys()
-    amp_dtype = parallel.autocast_dtype(dtype, place)
+    amp_dtype = distributed.autocast_dtype(dtype, place)
     amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    if not resuming and sizes.from_time(knobs(), given):
+    if not resuming and plan.from_time(knobs(), given):
         prepared, clock = plan_from_time(given, place, amp_dtype)
     else:
         prepared = load_data(place)
     globals().update(as_prepared(knobs(), {name for name, *_ in changes} if resuming else given, prepared.meta))
     if depth:
-        globals().update(sizes.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
+        globals().update(plan.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
     globals().update(modes.own_settings(knobs()))
     args = checked_args(knobs(), prepared)
     if search and not resuming and not eval_only and not overfit:
-        globals().update(parallel.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
-    dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, parallel.rank,
-                      parallel.world, pinned=place.type == "cuda")
+        globals().update(distributed.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
+    dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, distributed.rank,
+                      distributed.world, pinned=place.type == "cuda")
     if not eval_only:
         costs.refuse_too_large(knobs(), args, place, amp_dtype)
         begun = checkpoint.manifest(start)["step"] if resuming else 0
@@ -370,18 +372,18 @@ def main(given):
         losses = evaluate(model, dataset, place, amp)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
     elif checkpoint.is_over(knobs(), state):
-        code = parallel.on_master(checkpoint.say_finished, knobs(), state)
+        code = distributed.on_master(checkpoint.say_finished, knobs(), state)
     else:
         about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
         if modes.chosen(knobs()) in (None, "dry_run"):
-            sharded = parallel.is_sharded(model)
+            sharded = distributed.is_sharded(model)
             refuse_leftovers(dict(model.named_parameters()) if sharded else model.state_dict(), args)
         config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
         config |= checkpoint.resumable(settings(globals())) | {"init_from": init_from}  # what resuming needs, as it was given
         if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
             preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
         code = modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes)) or 0
-    parallel.close(code)
+    distributed.close(code)
     if code:
         sys.exit(code)
 
@@ -393,19 +395,19 @@ def train(t):
     """
     config, state, dataset, args, raw_model, opt, device, amp, changes = t
     s, writer = knobs(), checkpoint.Writer()
-    tracker = start_tracking(s, config, state) if parallel.master else Tracker()
-    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes, parallel.on_master(sizes.training_seconds, minutes))
-    signals = parallel.Signals(clock["seconds"], clock["end"])
+    tracker = start_tracking(s, config, state) if distributed.master else Tracker()
+    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes, distributed.on_master(plan.training_seconds, minutes))
+    signals = distributed.Signals(clock["seconds"], clock["end"])
     guard = SpikeDetector(spike_z, state.get("guard"))
     opt.scale = LossScale(config["compute_dtype"] == "float16", state.get("scale"))
     state |= {"guard": guard.state, "scale": opt.scale.state}
     if device.type == "cpu":
         opt.ready = writer.join
-    model = torch.compile(parallel.wrap(raw_model)) if compile else parallel.wrap(raw_model)
+    model = torch.compile(distributed.wrap(raw_model)) if compile else distributed.wrap(raw_model)
     resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
     norm, rate = None, None  # of the last step
     s.max_iters = state["last"] or max_iters
-    bar = tqdm(total=s.max_iters, initial=resumed, unit="it", disable=not (parallel.master and sys.stderr.isatty()),
+    bar = tqdm(total=s.max_iters, initial=resumed, unit="it", disable=not (distributed.master and sys.stderr.isatty()),
                dynamic_ncols=True)
     while True:
         step = state["step"]
@@ -459,7 +461,7 @@ def train(t):
             watch = Stopwatch(device)
     bar.close()
     checkpoint.warn_of(writer.wait())
-    return parallel.on_master(conclude, state, args, raw_model, dataset, tracker, row)
+    return distributed.on_master(conclude, state, args, raw_model, dataset, tracker, row)
 
 
 if __name__ == "__main__":
@@ -469,15 +471,15 @@ if __name__ == "__main__":
     try:
         if not supervise:
             main(overrides)
-        elif parallel.world == 1:
+        elif distributed.world == 1:
             settle()
             checkpoint.find_start(knobs())  # where init_from=scratch sets the old run aside: once, not at every restart
             checkpoint.release()
-            parallel.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
+            distributed.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
         else:
             fail("--supervise=True is for one process; torchrun has --max-restarts")
     except (MemoryError, RuntimeError) as e:
-        if not parallel.is_out_of_memory(e):
+        if not distributed.is_out_of_memory(e):
             raise
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
              f"--gradient_accumulation_steps by as much ({(str(e) or 'of Python').splitlines()[0]})")

@@ -121,7 +121,7 @@ def tests():
 
 def logits():
     """Largest difference from model.py in float32 on the CPU, over the largest logit, with the weights of the same file."""
-    from engine.load import load_model
+    from engine.formats.load import load_model
     torch.set_float32_matmul_precision("highest")
     out = {}
     for form in FORMATS["15M"]:
@@ -196,7 +196,7 @@ def sampling():
 def random_data():
     """A prepared folder of random tokens in 32,000 kinds: what a step costs does not depend on what it reads."""
     from bench.models import vocabulary
-    from engine import prepare
+    from engine.text import prepare
     folder, tokenizer = Path("cache/bench/random"), vocabulary(32000)
     if (folder / "meta.json").exists():
         return folder

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.models import SHAPES, vocabulary
 from configurator import configure, fail
-from engine.costs import num_params
+from engine.training.costs import num_params
 
 shapes = "15M,42M,110M,1.1B"  # which, of bench/models.py
 dtypes = "bf16,q8_0"          # of the GGUF files

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure, fail
-from engine import parallel
+from engine.training import distributed
 
 vocab_source = "llama2"  # of the stories15M shapes: a vocabulary of 32,000
 steps = 6                # of a run, with an evaluation and a checkpoint at every second
@@ -40,7 +40,7 @@ class Blind:
         self.wanted, self.take = False, dict
 
     def __call__(self, params):
-        return parallel.nullcontext()
+        return distributed.nullcontext()
 
 
 def work(words):
@@ -56,7 +56,7 @@ def work(words):
 
     train.Dataset = Read
     train.main(configure(vars(train), argv=words))
-    print(parallel.peak_memory(parallel.setup(train.device)))
+    print(distributed.peak_memory(distributed.setup(train.device)))
 
 
 def peak(kind, words, folder):

@@ -20,8 +20,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import export
 from configurator import configure, fail
-from engine.formats import FILE_TYPES, tensors
-from engine.load import vocabulary_of
+from engine.formats.layout import FILE_TYPES, tensors
+from engine.formats.load import vocabulary_of
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 

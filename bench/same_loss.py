@@ -17,7 +17,7 @@ import torch
 
 import data as corpus  # `data` is a knob
 from configurator import configure
-from engine.formats import interleaved_to_halves, tensors
+from engine.formats.layout import interleaved_to_halves, tensors
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 

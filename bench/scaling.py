@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from configurator import configure
-from engine import parallel
-from engine.costs import num_params
+from engine.training import distributed
+from engine.training.costs import num_params
 from model import ModelArgs, Transformer
 from optim import Muon, make_optimizer
 
@@ -98,7 +98,7 @@ def resident(what="VmRSS"):
 def one_rank(kind, optimizer):
     """Train a few steps; print what this process's memory grew by, and what the steps sent."""
     torch.set_num_threads(1)
-    place = parallel.setup("cpu")
+    place = distributed.setup("cpu")
     torch.manual_seed(0)
     x = torch.randint(0, SMALL["vocab_size"], (SEQUENCES, SMALL["max_seq_len"]))
     warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))  # what libraries allocate once is not the model's
@@ -107,9 +107,9 @@ def one_rank(kind, optimizer):
     before = resident()
     model = Transformer(ModelArgs(**SMALL)).to(place)
     if kind == "fsdp":
-        parallel.shard(model)
+        distributed.shard(model)
     opt = make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
-    wrapped, sent = parallel.wrap(model), 0
+    wrapped, sent = distributed.wrap(model), 0
     for step in range(STEPS):
         torch.distributed.barrier()
         start = loopback()
@@ -119,9 +119,9 @@ def one_rank(kind, optimizer):
         sent = loopback() - start
         held = resident() - before
         opt.zero_grad()
-    if parallel.master:
-        print(f"held {held} sent {sent / parallel.world}", flush=True)
-    parallel.close()
+    if distributed.master:
+        print(f"held {held} sent {sent / distributed.world}", flush=True)
+    distributed.close()
 
 
 def compare():

@@ -18,7 +18,7 @@ import torch
 
 import track
 from configurator import configure
-from engine.instruments import UpdateNorms
+from engine.debug.instruments import UpdateNorms
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 

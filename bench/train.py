@@ -24,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from configurator import configure, fail, read_file
-from engine import ops, parallel
-from engine.costs import flops_per_token
+from engine import ops
+from engine.training import distributed
+from engine.training.costs import flops_per_token
 
 preset = "config/stories15M.py"  # sizes of the model
 batch_size = 8      # sequences of a step
@@ -60,7 +61,7 @@ def build_ours(place, kind):
     from model import ModelArgs, Transformer
     from optim import make_optimizer
     if place.type == "cpu":
-        parallel.keep_memory()  # as train.py does
+        distributed.keep_memory()  # as train.py does
     model = Transformer(ModelArgs(**sizes())).to(place)
     opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
     return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model.args)
@@ -116,7 +117,7 @@ PROGRAMS = {
 
 def make(name):
     """The program: step() -> its loss, the device, and the FLOPs of a token, 0 where they are not counted."""
-    place = parallel.setup(device)
+    place = distributed.setup(device)
     torch.manual_seed(1)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the turns
         model, opt, loss_of, flops = PROGRAMS[name](place)
@@ -138,7 +139,7 @@ def make(name):
             loss = loss_of(net, x, y)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        read = parallel.reading(torch.stack((loss.detach(), norm)))
+        read = distributed.reading(torch.stack((loss.detach(), norm)))
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         if "waits" in name:
             read()
@@ -157,7 +158,7 @@ def work(name):
         for _ in range(steps):
             loss = step()
         last = loss.item()  # waits for an asynchronous device
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": parallel.peak_memory(place) / 2 ** 20,
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": distributed.peak_memory(place) / 2 ** 20,
                           "flops": flops}), flush=True)
 
 
@@ -202,7 +203,7 @@ def turn(process, started=False):
 
 def best_product():
     """FLOP/s of this machine's own matrix product, which MFU is measured against."""
-    return parallel.measured_flops(parallel.setup(device), getattr(torch, dtype), seconds=1)
+    return distributed.measured_flops(distributed.setup(device), getattr(torch, dtype), seconds=1)
 
 
 def main():

@@ -1,5 +1,5 @@
 """
-Named spans of a training step, for torch.profiler: --profile=True sums them up as phases (engine/profiler.py).
+Named spans of a training step, for torch.profiler: --profile=True sums them up as phases (engine/debug/profiler.py).
 
     with span("forward"):
         loss = model(x, y)[1]

@@ -50,7 +50,7 @@ class Inside:
         return {"models": list(self.paths())}
 
     def data(self, request):
-        """The JSON of engine/inside.py for {"model", "text"}. ValueError: what is wrong, in a line."""
+        """The JSON of engine/debug/inside.py for {"model", "text"}. ValueError: what is wrong, in a line."""
         asked, paths = request.json(), self.paths()
         name, text = asked.get("model"), asked.get("text")
         if not isinstance(name, str) or name not in paths:
@@ -80,8 +80,8 @@ class Inside:
 
 def main(path, name):
     """The process: the text comes by stdin, the JSON goes to stdout."""
-    from engine import inside
-    from engine.load import load_model
+    from engine.debug import inside
+    from engine.formats.load import load_model
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     model, vocabulary = load_model(path, "", "cpu")
     print(json.dumps(inside.describe(model, vocabulary, text, name)))

@@ -1,4 +1,4 @@
-// The views of engine/inside.py's data: in the page, and in the one file that sample.py writes, which has dom.js before it.
+// The views of engine/debug/inside.py's data: in the page, and in the one file that sample.py writes, which has dom.js before it.
 import { h, select, table } from "./dom.js"
 
 const ROW = 22  // pixels
@@ -155,7 +155,7 @@ function weights(data, state, show, t) {
 const VIEWS = { "Attention": heads, "One head": head, "Query × key": neurons, "Probabilities": probabilities,
   "Logit lens": lens, "Embeddings": neighbours, "Weights": weights }
 
-/** All views in `root`, one at a time. data: of engine/inside.py; t: words in the reader's language. */
+/** All views in `root`, one at a time. data: of engine/debug/inside.py; t: words in the reader's language. */
 export function draw(root, data, t = text => text) {
   data = { ...data, attention: unpack(data.attention), q: unpack(data.q), k: unpack(data.k) }
   const state = { view: "Attention", Layer: 0, head: 0, query: data.tokens.length - 1 }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import model_checks
+from engine.debug import model_checks
 from tests.test_preflight import KINDS, SHAPES, alarms, folder, start  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).resolve().parents[1]

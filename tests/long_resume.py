@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from engine import checkpoint
+from engine.training import checkpoint
 from tests.test_train import folder, kill_processes, losses, rows, run, same_losses, start, weights  # noqa: F401 (a fixture)
 
 STOPS = int(os.environ.get("STOPS", 50))            # of each optimizer

@@ -34,7 +34,9 @@ import export
 import sweep
 from configurator import source_knobs
 from data import Dataset
-from engine import checkpoint, kinds, load, prepare
+from engine.formats import load
+from engine.text import prepare, readers
+from engine.training import checkpoint
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
 
@@ -241,11 +243,11 @@ def read_table(folder):
     copies.mkdir(exist_ok=True)
     prepare.text_bytes(path)
     try:
-        here, (found, _), _ = kinds.readable(path, copies / "0", "text", lambda here: prepare.scan(here, "text"))
+        here, (found, _), _ = readers.readable(path, copies / "0", "text", lambda here: prepare.scan(here, "text"))
         rows = np.insert(found, 0, 0, axis=1)
         for _ in prepare.texts({"stories": 0, "texts": [str(here)], "column": "text"}, rows):
             pass
-    except kinds.Unfit as e:
+    except readers.Unfit as e:
         configurator.fail(e)
     except OSError as e:
         configurator.fail(f"{e.filename}: {e.strerror or e}")

@@ -11,7 +11,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import export
-from engine import load, prepare
+from engine.formats import load
+from engine.text import prepare
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, Tokenizer, spell, train_byte_level
 

@@ -23,7 +23,7 @@ from tokenizers import pre_tokenizers
 
 import export
 import llamac
-from engine import stories
+from engine.text import stories
 from tests.conftest import ROOT
 from tests.odd_strings import STRINGS
 from tests.test_bpe import small_model, theirs

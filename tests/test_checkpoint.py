@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import optim
-from engine import checkpoint, files
+from engine import files
+from engine.training import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -125,7 +126,7 @@ def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_i
     assert "out was deleted or moved while this process trains in it" in capsys.readouterr().out
     assert checkpoint.is_run(out) and checkpoint.is_file_at(checkpoint.held, out / "trainer.json")
     out.rename(moved)
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine import checkpoint; "
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import checkpoint; "
                f"checkpoint.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
@@ -301,7 +302,7 @@ def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
 
 
 def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys):
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine import checkpoint; "
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import checkpoint; "
                f"checkpoint.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
@@ -319,7 +320,7 @@ def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys)
 CLAIMING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from engine import checkpoint
+from engine.training import checkpoint
 for name in ("is_run", "refuse_foreign", "mark"):  # each step of a claim takes some time, so that others come in between
     def slow(*args, step=getattr(checkpoint, name)):
         found = step(*args)
@@ -423,7 +424,7 @@ def test_a_kill_while_the_log_is_rewritten_loses_no_row(tmp_path):
 KILLED = """
 import sys, torch
 sys.path.insert(0, {root!r})
-from engine import checkpoint
+from engine.training import checkpoint
 for step in range(1, 10000):
     value = torch.full((400, 400), float(step))
     checkpoint.save({out!r}, step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}}, {{}},
@@ -453,31 +454,31 @@ SHARDED = """
 import os, resource, sys
 sys.path.insert(0, {root!r})
 import torch
-from engine import checkpoint, parallel
+from engine.training import checkpoint, distributed
 from model import ModelArgs, Transformer
 from optim import make_optimizer
-parallel.setup("cpu")
+distributed.setup("cpu")
 torch.manual_seed(0)
 model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=8))
 whole = {{k: v.detach().clone() for k, v in model.named_parameters()}}
-parallel.shard(model)
+distributed.shard(model)
 opt = make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
 def save(step):
     train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
     parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)
     return checkpoint.save({out!r}, step, *parts, {{}}, {vocabulary!r}, metric=1.0)
 folder = save(1)
-parallel.gather(lambda: None)  # the first process publishes
+distributed.gather(lambda: None)  # the first process publishes
 loaded = checkpoint.load(folder)["model"]
 assert loaded.keys() == whole.keys() and all(torch.equal(loaded[k], v) for k, v in whole.items())
-if parallel.rank == 1:
+if distributed.rank == 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))  # its disk is full, the other's is not
 try:
     save(2)
     print("no error")
 except OSError as e:
-    sys.stdout.write(f"process {{parallel.rank}} failed: {{str(e).splitlines()[0]}}\\n")  # one write: two share the pipe
-parallel.close()
+    sys.stdout.write(f"process {{distributed.rank}} failed: {{str(e).splitlines()[0]}}\\n")  # one write: two share the pipe
+distributed.close()
 """
 
 

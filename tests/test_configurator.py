@@ -286,7 +286,8 @@ def test_a_name_of_the_hub_is_answered_with_how_to_download_it(path, kind, comma
 
 
 def test_models_and_data_that_are_not_here_yet(monkeypatch, tmp_path, capsys):
-    from engine import checkpoint, prepare
+    from engine.text import prepare
+    from engine.training import checkpoint
     monkeypatch.chdir(tmp_path)
     for call in (lambda: checkpoint.origin("Qwen/Qwen2-0.5B"), lambda: prepare.text_bytes("roneneldan/TinyStories")):
         with pytest.raises(SystemExit):

@@ -13,7 +13,7 @@ import pytest
 from tqdm import tqdm
 
 import track
-from engine.console import Parser, number
+from engine.tracking.console import Parser, number
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,8 @@ import torch
 
 import train
 from configurator import settings
-from engine import costs, fit, instruments, parallel, sizes
+from engine.debug import instruments
+from engine.training import costs, distributed, fit_batch, plan
 from export import export_model
 from model import ModelArgs, Transformer
 from optim import make_optimizer
@@ -56,7 +57,7 @@ def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 10_240 + 8 * 64 + samples
     s.eval_iters = 0
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
-    monkeypatch.setattr(parallel, "world", 4)
+    monkeypatch.setattr(distributed, "world", 4)
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 / 4 + 8 * 64 + samples
 
 
@@ -92,7 +93,7 @@ def test_the_table_of_a_preset_needs_no_data(tmp_path):
 def test_the_table_refuses_what_a_training_does(word, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["model.py", word])
     with pytest.raises(SystemExit):
-        sizes.show_costs()
+        plan.show_costs()
     assert said in capsys.readouterr().err
 
 
@@ -163,24 +164,24 @@ def test_the_line_of_time():
 
 
 def test_batches_that_divide_a_step():
-    assert fit.batches(512, 512) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] and fit.batches(7, 7) == [1, 7]
-    assert fit.batches(36, 18) == [1, 2, 3, 6, 9, 18] and fit.batches(6, 6) == [1, 2, 3, 6]
+    assert fit_batch.batches(512, 512) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512] and fit_batch.batches(7, 7) == [1, 7]
+    assert fit_batch.batches(36, 18) == [1, 2, 3, 6, 9, 18] and fit_batch.batches(6, 6) == [1, 2, 3, 6]
 
 
 def wide(**values):
     s = knobs(dim=256, n_layers=2, n_heads=2, batch_size=64, gradient_accumulation_steps=4, max_seq_len=256, **values)
-    return s, sizes.model_args(s, 2000)
+    return s, plan.model_args(s, 2000)
 
 
 def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, capsys):
     s, args = wide()
-    monkeypatch.setattr(parallel, "free_memory", lambda device: 480 << 20)
-    found = fit.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    monkeypatch.setattr(distributed, "free_memory", lambda device: 480 << 20)
+    found = fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
     assert 1 <= found["batch_size"] < 16 and found["batch_size"] * found["gradient_accumulation_steps"] == 256
     assert "did not fit" in (text := capsys.readouterr().out) or "is there for it" in text
-    monkeypatch.setattr(parallel, "free_memory", lambda device: 100 << 20)
+    monkeypatch.setattr(distributed, "free_memory", lambda device: 100 << 20)
     with pytest.raises(SystemExit):
-        fit.largest_batch(s, args, CPU, torch.float32, make_optimizer)
+        fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer)
     assert "not even a batch of 1" in capsys.readouterr().err
 
 
@@ -200,7 +201,7 @@ def test_a_killed_trial_is_a_no(capsys):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    found = fit.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    found = fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
     stop.set()
     thread.join()
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 256 and found["batch_size"] < 64

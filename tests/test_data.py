@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import data
-from engine import kinds, prepare, stories
+from engine.text import prepare, readers, stories
 from tests import forked
 from tokenizer import train_tokenizer
 
@@ -38,7 +38,7 @@ def prose(n_bytes, seed=0):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks, segments and parts so small that a short text has many of each."""
-    monkeypatch.setattr(kinds, "BLOCK", 4096)
+    monkeypatch.setattr(readers, "BLOCK", 4096)
     for name, size in {"SEGMENT": 512, "PART": 2048}.items():
         monkeypatch.setattr(prepare, name, size)
 
@@ -485,8 +485,8 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     ({"messages": [{"role": "user", "content": "Hi"}]}, "text"), ({"conversations": [{"from": "human", "value": "Hi"}]}, "text"),
     ({"instruction": "Hi", "output": "Ho"}, "text"), ({"messages": [{"role": "user", "content": "Hi"}]}, "messages")])
 def test_conversations_are_refused_with_how_to_write_them(record, column):
-    with pytest.raises(kinds.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
-        kinds.jsonl_text(json.dumps(record), column, 1)
+    with pytest.raises(readers.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
+        readers.jsonl_text(json.dumps(record), column, 1)
 
 
 
@@ -569,7 +569,7 @@ def test_windows_is_told_what_is_supported(script, monkeypatch, capfd):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     for name in "fcntl", "resource", "termios", "pwd":
         monkeypatch.setitem(sys.modules, name, None)
-    for name in "configurator", "data", "track", "engine", "engine.checkpoint", "engine.parallel":
+    for name in "configurator", "data", "track", "engine", "engine.training.checkpoint", "engine.training.distributed":
         monkeypatch.delitem(sys.modules, name, raising=False)
     line = refused(capfd, lambda: runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__"))
     assert "Linux and macOS" in line and "WSL" in line

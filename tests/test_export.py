@@ -17,8 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import export
-from engine import blocks, checkpoint, formats, load
-from engine.costs import num_params
+from engine.formats import layout, load, quant
+from engine.training import checkpoint
+from engine.training.costs import num_params
 from model import ModelArgs, Transformer
 from tests import odd_strings
 from tokenizer import Bytes, Characters, Tokenizer, train_tokenizer
@@ -30,7 +31,7 @@ SHAPES = {
     "gqa, untied": dict(dim=96, n_layers=3, n_heads=6, n_kv_heads=2, max_seq_len=16, tied=False),
     "odd hidden": dict(dim=48, n_layers=1, n_heads=2, hidden_dim=100, max_seq_len=8),
 }
-DTYPES = list(formats.FILE_TYPES)
+DTYPES = list(layout.FILE_TYPES)
 # What rows become, without and with the mixture's 6 bits: rows of a multiple of 256 numbers, and of 32
 MIXED = {"q4_k_m": ("Q4_K", "Q6_K", "Q5_0", "Q8_0"), "q5_k_m": ("Q5_K", "Q6_K", "Q5_1", "Q8_0"), "q6_k": ("Q6_K", "Q6_K", "Q8_0", "Q8_0")}
 
@@ -238,7 +239,7 @@ def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabular
     state, args, _ = load.read_gguf(path)
     assert len(found) == len(list(model.named_parameters())) and args == model.args
     for name, original in model.named_parameters():
-        theirs = found[next(other for ours, other, _, _ in formats.tensors(model.args) if ours == name)]
+        theirs = found[next(other for ours, other, _, _ in layout.tensors(model.args) if ours == name)]
         original = original.detach().numpy()
         whole = original.ndim == 2 and original.shape[1] % 32 == 0
         wide = name in ("tok_embeddings.weight", "output.weight")
@@ -271,7 +272,7 @@ def test_rounding_of_every_kind_of_value(tmp_path, vocabulary):
     x[0], x[1], x[2, ::2], x[3] = 0, -0.0, 127, np.arange(64) - 32
     x[4], x[5, :32], x[5, 32:] = np.arange(64) / 2, np.linspace(-127, 0, 32), np.repeat(np.arange(16) - 8, 2)
     x[6], x[7] = np.arange(64) + 0.5, (0x3F800000 + (np.arange(64, dtype=np.uint32) << 15)).view(np.float32)
-    for dtype, kind in formats.TYPES.items():
+    for dtype, kind in layout.TYPES.items():
         if kind.block == 256:  # the gguf package only reads those
             continue
         theirs = gguf.quants.quantize(x, gguf.GGMLQuantizationType(kind.number))
@@ -288,7 +289,7 @@ def test_the_scale_and_minimum_of_a_block_are_the_best_that_are_not_negative():
     """Beside every whole number of units that its largest value may be, by least squares of numpy's own."""
     x = np.random.default_rng(0).standard_normal((32, 40)).astype(np.float32)
     x[:, 20:] = 5 + x[:, 20:] / 10  # all far above zero: no minimum but zero would do
-    scale, minimum = blocks.best_scale_and_min(x, 15)
+    scale, minimum = quant.best_scale_and_min(x, 15)
     assert (scale > 0).all() and (minimum >= 0).all() and (minimum[20:] < 0.1).all() and (minimum[:20] > 1).all()
     q = np.clip(np.rint((x + minimum) / scale), 0, 15)
     error = ((scale * q - minimum - x) ** 2).sum(axis=0)
@@ -305,7 +306,7 @@ GGML_ERROR = {"q4_k": 0.07155, "q5_k": 0.03622, "q6_k": 0.01778}
 @pytest.mark.parametrize("dtype", GGML_ERROR)
 def test_blocks_of_256(dtype):
     """The gguf package reads from them what we do; the error is not larger than ggml's, and no part is spoilt by its neighbours."""
-    rng, kind = np.random.default_rng(0), formats.TYPES[dtype]
+    rng, kind = np.random.default_rng(0), layout.TYPES[dtype]
     normal = rng.standard_normal((256, 1024)).astype(np.float32)
     odd = np.zeros((12, 1024), np.float32)
     odd[1], odd[2], odd[3, 5], odd[4, 700], odd[5, :300] = 2, -2, 1, -1, rng.standard_normal(300)

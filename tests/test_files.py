@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import data
-from engine import encodings, kinds
+from engine.text import encodings, readers
 from tests.test_data import contents, documents, prose, refused
 
 ENGLISH = prose(4000)
@@ -261,7 +261,7 @@ def test_files_that_are_read(name, tmp_path, capfd):
     else:
         assert expected in (train[0] + val[0], train[0] + " " + val[0])
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"{tmp_path / name}: ")]
-    for word, sign in ("unpacked", kinds.is_packed(tmp_path / name)), ("column", name.endswith(("csv", "tsv", "csv.gz"))):
+    for word, sign in ("unpacked", readers.is_packed(tmp_path / name)), ("column", name.endswith(("csv", "tsv", "csv.gz"))):
         assert any(word in line for line in said) == (sign or word == "column" and "list.json" in name)
     assert any(", converted" in line for line in said) == any(word in name for word in ("utf16", "utf32", "latin1", "18030", "sjis"))
     assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "tokenizer.json", "train.bin", "val.bin"]
@@ -297,8 +297,8 @@ def test_strings_of_parquet_in_every_layout(tmp_path):
     def read(array, column="text", name="text"):
         parquet.write_table(pa.table({"id": range(len(array)), name: array}), tmp_path / "a.parquet")
         try:
-            new = kinds.readable(tmp_path / "a.parquet", tmp_path / "copy", column, lambda path: None)[0]
-        except kinds.Unfit as e:
+            new = readers.readable(tmp_path / "a.parquet", tmp_path / "copy", column, lambda path: None)[0]
+        except readers.Unfit as e:
             return str(e)
         return [json.loads(line)[column] for line in new.read_text(encoding="utf-8").splitlines()]
 
@@ -316,8 +316,8 @@ def test_strings_of_parquet_in_every_layout(tmp_path):
     assert "holds list<" in read(pa.array([["a"]])) and "holds int64" in read(pa.array([1]))
     assert "no UTF-8" in read(pa.array([b"\xff"]))
     parquet.write_table(pa.Table.from_arrays([pa.array(texts)] * 2, ["text", " text"]), tmp_path / "a.parquet")
-    with pytest.raises(kinds.Unfit, match="2 columns are called 'text'"):
-        kinds.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
+    with pytest.raises(readers.Unfit, match="2 columns are called 'text'"):
+        readers.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
 
 
 def test_the_dialect_of_a_table_is_told(tmp_path):
@@ -326,7 +326,7 @@ def test_the_dialect_of_a_table_is_told(tmp_path):
             (b'id;text\n1;"a; b"\n', "the column 'text' read, one of 2 separated by a semicolon; quotation marks enclose texts"),
             (b"id|story\n1|a\n", "the column 'story' read, one of 2 separated by a vertical bar"), (b"text\na\n", "the column 'text' read")):
         (tmp_path / "a.csv").write_bytes(content)
-        assert kinds.readable(tmp_path / "a.csv", tmp_path / "copy", "text", lambda path: None)[2] == words
+        assert readers.readable(tmp_path / "a.csv", tmp_path / "copy", "text", lambda path: None)[2] == words
 
 
 def test_a_column_by_name(tmp_path, capfd):
@@ -361,14 +361,14 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, capfd):
     for name in "a.txt", "b.txt", "secret.txt":
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text(ENGLISH)
-    plain = kinds.open_untrusted
+    plain = readers.open_untrusted
 
     def open_unless_secret(path, *more, **named):
         if "secret" in str(path):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return plain(path, *more, **named)
 
-    monkeypatch.setattr(kinds, "open_untrusted", open_unless_secret)
+    monkeypatch.setattr(readers, "open_untrusted", open_unless_secret)
 
     call = functools.partial(data.prepare, tmp_path / "in", "byte", cache=tmp_path / "cache", workers=1)
     assert f"1 of 3 files can't be read: {tmp_path}/in/secret.txt: Permission denied; --skip_bad=True" in refused(capfd, call)
@@ -436,7 +436,7 @@ def test_a_file_of_two_encodings_is_not_read_as_one(tmp_path, capfd):
 def test_lines_that_end_in_carriage_returns_alone(tmp_path, monkeypatch):
     """Wherever a block ends, no separator is lost."""
     for block in range(4096, 4120, 4):
-        monkeypatch.setattr(kinds, "BLOCK", block)
+        monkeypatch.setattr(readers, "BLOCK", block)
         (tmp_path / "mac.txt").write_bytes(b"One day a dog ran.\r<|endoftext|>\r" * 1000)
         os.utime(tmp_path / "mac.txt", (block, block))
         found = data.load(data.prepare(tmp_path / "mac.txt", vocab_source="byte", cache=tmp_path / "cache"))

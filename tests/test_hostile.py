@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from engine import load
+from engine.formats import load
 from tests.conftest import FUZZ, LIBRARY, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
 from tests.test_encode import write_gguf

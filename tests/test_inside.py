@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import track
-from engine import instruments
+from engine.debug import instruments
 from engine.ops import rotate
 from model import ModelArgs, Transformer
 

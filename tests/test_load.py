@@ -20,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 import export
 from configurator import source_knobs
-from engine import costs, folders, load, prepare, rope
-from engine.formats import architecture, interleaved_to_halves
+from engine.formats import huggingface, load, rope
+from engine.text import prepare
+from engine.training import costs
+from engine.formats.layout import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
 from tests.test_export import refused
@@ -274,7 +276,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
             config["added_tokens_decoder"] = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in stored["added_tokens"]} | {str(n): token}
         (tmp_path / "hf/tokenizer.json").write_text(json.dumps(stored))
         (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(config))
-        return folders.hf_vocabulary(tmp_path / "hf", rows)
+        return huggingface.hf_vocabulary(tmp_path / "hf", rows)
 
     token = FLAGS | {"content": "<tool>"}
     found, oracle = read(token), AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -289,7 +291,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
         change_json(tmp_path / "hf/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         oracle = AutoTokenizer.from_pretrained(tmp_path / "hf")
         assert oracle("a<tool>c", add_special_tokens=False)["input_ids"] != found.encode("a<tool>c")
-        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, folders.hf_vocabulary, tmp_path / "hf", n + 1)
+        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, huggingface.hf_vocabulary, tmp_path / "hf", n + 1)
 
 
 def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_path, capsys):
@@ -303,9 +305,9 @@ def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_pa
         new = [FLAGS | {"id": n, "content": late, "normalized": True}, FLAGS | {"id": n + 1, "content": early}]
         change_json(folder / "tokenizer.json", added_tokens=[*added, *new])
         if overlap:
-            assert "overlap" in refused(capsys, folders.hf_vocabulary, folder)
+            assert "overlap" in refused(capsys, huggingface.hf_vocabulary, folder)
             continue
-        oracle, found = AutoTokenizer.from_pretrained(folder), folders.hf_vocabulary(folder)
+        oracle, found = AutoTokenizer.from_pretrained(folder), huggingface.hf_vocabulary(folder)
         texts = [f"once {late}{early} {early}{late}", "<<aab>>aab>x>a<y><x>"]
         assert [found.encode(text) for text in texts] == [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
 
@@ -403,7 +405,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
     model.normalizer_spec.add_dummy_prefix = before
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     oracle = tokenizer_config(tmp_path, add_prefix_space=prefix, bos_token="<s>", eos_token="</s>")
-    found = folders.hf_vocabulary(tmp_path, vocabulary.vocab_size)
+    found = huggingface.hf_vocabulary(tmp_path, vocabulary.vocab_size)
     assert found.add_dummy_prefix == prefix
     for text in ["once upon", "the\nonce", " once"][:2 if prefix else 3]:  # where a space is put before one, they put none
         ids = oracle(text, add_special_tokens=False)["input_ids"]
@@ -414,7 +416,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
 def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     vocabulary.save(tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name, "bos_token": name, "add_prefix_space": name}))
-    assert folders.hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
+    assert huggingface.hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
 
 
 @pytest.mark.parametrize("changed, said", [

@@ -7,8 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from engine.costs import flops_per_token, num_params, parameters
-from engine.sizes import problem
+from engine.training.costs import flops_per_token, num_params, parameters
+from engine.training.plan import problem
 from model import ModelArgs, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)

@@ -17,7 +17,9 @@ import torch
 import optim
 import train
 from configurator import settings
-from engine import checkpoint, modes, ops, parallel, preflight, profiler, rates, sizes
+from engine import ops
+from engine.debug import lr_find, modes, preflight, profiler
+from engine.training import checkpoint, distributed, plan
 from model import Transformer
 from tests import forked
 from tests.conftest import usual
@@ -43,7 +45,7 @@ def trainer(folder, monkeypatch):
     """trainer(**settings) runs train.py's main in this process, in the folder; returns its exit code."""
     defaults, signals = settings(vars(train)), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(parallel, "keep_memory", lambda: None)  # of the other tests
+    monkeypatch.setattr(distributed, "keep_memory", lambda: None)  # of the other tests
     for name in ("MODE", "DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR", "ARTIFACT_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", "disabled")
 
@@ -146,11 +148,11 @@ def test_the_least_loss_of_what_goes_on_in_several_ways():
 # ---- the rate --------------------------------------------------------------------------------------------------------
 
 def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch, folder):
-    monkeypatch.setattr(rates, "RAMP", 40)
-    monkeypatch.setattr(rates, "SWEEP", 20)
-    seen, plain = [], rates.lr_find
+    monkeypatch.setattr(lr_find, "RAMP", 40)
+    monkeypatch.setattr(lr_find, "SWEEP", 20)
+    seen, plain = [], lr_find.lr_find
 
-    def lr_find(g, t):
+    def watched(g, t):
         def everything():
             weights, rates = [p.clone() for p in t.model.parameters()], [group["lr"] for group in t.opt.param_groups]
             return weights, torch.get_rng_state(), t.opt.state_dict(), rates
@@ -160,7 +162,7 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
         assert all(torch.equal(a, b) for a, b in zip(before[0] + [before[1]], after[0] + [after[1]]))
         assert before[2:] == after[2:] and before[2] == {}
         seen.append(True)
-    monkeypatch.setattr(rates, "lr_find", lr_find)
+    monkeypatch.setattr(lr_find, "lr_find", watched)
     assert trainer(lr_find=True) == 0 and seen
     said = capsys.readouterr().out
     low, high = map(float, re.search(r"likely to lie between (\S+) and (\S+);", said).groups())
@@ -177,7 +179,7 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
 
 
 def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss_that_is_no_number(monkeypatch):
-    monkeypatch.setattr(rates, "SWEEP", 20)
+    monkeypatch.setattr(lr_find, "SWEEP", 20)
     s, taken = SimpleNamespace(**settings(vars(train)) | {"decay_lr": True}, learning_rate_at=optim.learning_rate_at), []
 
     def take(step, rate):
@@ -185,21 +187,21 @@ def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss
         return math.nan if (step, lost) == (7, True) else 20.0 - step
 
     lost = False
-    assert rates.short_training(take, s, 1e-2) == 1.5 and max(taken) == taken[1] == 1e-2 and taken[-1] < 1e-3 < taken[0] < 1e-2
+    assert lr_find.short_training(take, s, 1e-2) == 1.5 and max(taken) == taken[1] == 1e-2 and taken[-1] < 1e-3 < taken[0] < 1e-2
     lost = True
-    assert rates.short_training(take, s, 1e-2) == math.inf and len(taken) == 28
+    assert lr_find.short_training(take, s, 1e-2) == math.inf and len(taken) == 28
 
 
 def test_the_rates_of_a_sweep():
     falling = [(1e-3, 3.0), (2.5e-3, 2.0), (6.2e-3, 1.5), (1.6e-2, 1.4)]
-    assert rates.beyond(falling) == 4e-2 and rates.beyond(falling[::-1][:1] + [(4e-2, 2.0)]) == 6.4e-3
-    assert rates.beyond([*falling, (4e-2, 1.6)]) is None and rates.beyond([(0.1, 2.0), (0.8, 1.0)]) is None
-    low, middle, high = rates.suggestion([(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 2.0)])
+    assert lr_find.beyond(falling) == 4e-2 and lr_find.beyond(falling[::-1][:1] + [(4e-2, 2.0)]) == 6.4e-3
+    assert lr_find.beyond([*falling, (4e-2, 1.6)]) is None and lr_find.beyond([(0.1, 2.0), (0.8, 1.0)]) is None
+    low, middle, high = lr_find.suggestion([(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 2.0)])
     assert (low, high) == (2.5e-3 / 4, 5e-3) or math.isclose(low, 6.2e-4, rel_tol=0.02) and math.isclose(high, 5e-3, rel_tol=0.02)
-    assert rates.suggestion([(1e-3, 1.2), (2.5e-3, 1.0), (6.25e-3, 2.0)])[2] < high < rates.suggestion(
+    assert lr_find.suggestion([(1e-3, 1.2), (2.5e-3, 1.0), (6.25e-3, 2.0)])[2] < high < lr_find.suggestion(
         [(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 1.2)])[2]
     lost = [(1e-4, 3.0, 3.0), (1e-3, 2.0, 2.0), (1e-2, 9.0, 9.0)]
-    assert rates.lost(lost) and not rates.lost(lost[:2]) and rates.lost([*lost[:2], (1e-2, math.nan, math.nan)])
+    assert lr_find.lost(lost) and not lr_find.lost(lost[:2]) and lr_find.lost([*lost[:2], (1e-2, math.nan, math.nan)])
 
 
 # ---- the profile -----------------------------------------------------------------------------------------------------
@@ -286,12 +288,12 @@ def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, fold
 
 
 def test_the_minutes_are_those_of_the_whole_program(trainer, monkeypatch):
-    begun, signals, over = time.monotonic(), parallel.Signals, []
-    monkeypatch.setattr(sizes, "STARTED", begun)
+    begun, signals, over = time.monotonic(), distributed.Signals, []
+    monkeypatch.setattr(plan, "STARTED", begun)
     monkeypatch.setattr(preflight, "run_checks", lambda ready: time.sleep(1.5))
-    monkeypatch.setattr(parallel, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or signals(seconds, end))
+    monkeypatch.setattr(distributed, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or signals(seconds, end))
     assert trainer(minutes=1.0, out_dir="out/timed") == 0
-    assert over[0] - begun == pytest.approx(60 * (1 - sizes.RESERVE), abs=0.5)
+    assert over[0] - begun == pytest.approx(60 * (1 - plan.RESERVE), abs=0.5)
 
 
 def test_what_does_not_go_with_a_mode(trainer, capsys):

@@ -720,7 +720,7 @@ def test_an_estimate_of_what_is_no_choice_is_refused(page):
 def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
-    wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine import modes\n"
+    wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine.debug import modes\n"
             "modes.own_place(type('s', (), {'out_dir': 'out/x', 'dry_run': True, 'overfit': 0, 'lr_find': False, 'profile': False}))\n"
             "pathlib.Path('began').touch()\ntime.sleep(60)\n")
     communicate = subprocess.Popen.communicate

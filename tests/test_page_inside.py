@@ -13,8 +13,8 @@ import torch
 
 import evaluate
 import sample
-from engine import inside
-from engine.load import load_model
+from engine.debug import inside
+from engine.formats.load import load_model
 from export import export_model
 from model import ModelArgs, Transformer
 from page.inside import Inside

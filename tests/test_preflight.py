@@ -13,8 +13,10 @@ import data
 import model
 import train
 from configurator import settings
-from engine import checkpoint, data_checks, model_checks, ops, preflight
-from engine.prepare import SEED, load
+from engine import ops
+from engine.debug import data_checks, model_checks, preflight
+from engine.training import checkpoint
+from engine.text.prepare import SEED, load
 from tests.conftest import ROOT
 from tokenizer import Characters
 
@@ -162,7 +164,7 @@ def left_out_of_the_optimizer(monkeypatch):
 
 def without_divisor(monkeypatch):
     """As if train_step did not divide by gradient_accumulation_steps."""
-    edit(monkeypatch, "sequences = batch_size * gradient_accumulation_steps / parallel.world", "sequences = batch_size")
+    edit(monkeypatch, "sequences = batch_size * gradient_accumulation_steps / distributed.world", "sequences = batch_size")
 
 
 def only_the_last(monkeypatch):
@@ -513,7 +515,7 @@ def test_what_could_not_be_exported_is_refused_before_the_first_step(given, star
         self.mix = torch.nn.Linear(args.dim, args.dim, bias=False)
     monkeypatch.setattr(model.Block, "__init__", init)
     done = start(**given)
-    assert done.code == 2 and "error: the model's layers.0.mix.weight and " in done.err and "TENSORS in engine/formats.py" in done.err
+    assert done.code == 2 and "error: the model's layers.0.mix.weight and " in done.err and "TENSORS in engine/formats/layout.py" in done.err
 
 
 def test_what_a_vocabulary_loses_is_counted(start, folder):

@@ -10,7 +10,7 @@ import torch
 
 import train
 from configurator import settings
-from engine import checkpoint, costs, sizes
+from engine.training import checkpoint, costs, plan
 from optim import make_optimizer
 from tests import forked
 from tokenizer import Tokenizer, train_tokenizer
@@ -24,42 +24,42 @@ def knobs(**values):
     return SimpleNamespace(**settings(vars(train)) | {"data": "my.txt"} | values)
 
 
-def plan(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
+def planned(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
     """The shape for a machine that does so many FLOP/s, and takes at least 2 ms a step."""
     def seconds(s, vocab, *_):
         assert vocab > 0
         blocks = 12 * s.n_layers * s.dim ** 2
         return 0.002 + 6 * (blocks + vocab * s.dim) * costs.tokens_per_step(s) / flops
 
-    monkeypatch.setattr(sizes, "step_seconds", seconds)
-    monkeypatch.setattr(sizes.parallel, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(plan, "step_seconds", seconds)
+    monkeypatch.setattr(plan.distributed, "free_memory", lambda device: 1 << 40)
     s = knobs(minutes=minutes, **values)
-    found = sizes.plan_shape(s, {*given, "minutes", *values}, size, make_optimizer, CPU, torch.float32)
-    vars(s).update(sizes.values(found))
+    found = plan.plan_shape(s, {*given, "minutes", *values}, size, make_optimizer, CPU, torch.float32)
+    vars(s).update(plan.values(found))
     return s
 
 
 def test_when_the_sizes_follow_from_the_time():
-    assert sizes.from_time(knobs(), set()) and sizes.from_time(knobs(), {"dim", "learning_rate", "data"})
-    assert not sizes.from_time(knobs(data="stories:2000"), set()) and not sizes.from_time(knobs(data="stories"), {"data"})
-    assert sizes.from_time(knobs(data="stories", minutes=1.0), {"minutes"})
-    assert not any(sizes.from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
-    assert not sizes.from_time(knobs(init_from="out/demo"), {"init_from"})
+    assert plan.from_time(knobs(), set()) and plan.from_time(knobs(), {"dim", "learning_rate", "data"})
+    assert not plan.from_time(knobs(data="stories:2000"), set()) and not plan.from_time(knobs(data="stories"), {"data"})
+    assert plan.from_time(knobs(data="stories", minutes=1.0), {"minutes"})
+    assert not any(plan.from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
+    assert not plan.from_time(knobs(init_from="out/demo"), {"init_from"})
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_little_three_quarters(size):
-    for dim in sizes.WIDTHS:
+    for dim in plan.WIDTHS:
         for layers in (1, 2, 3, 8):
-            pieces = sizes.vocabulary(dim, layers, size)
-            tables, share = (2, 3 / 4) if sizes.read_little(dim, layers, size) else (1, 1 / 3)
+            pieces = plan.vocabulary(dim, layers, size)
+            tables, share = (2, 3 / 4) if plan.read_little(dim, layers, size) else (1, 1 / 3)
             assert tables * pieces * dim <= (12 * layers * dim ** 2 + tables * pieces * dim) * share and pieces * 192 <= size
 
 
 def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monkeypatch):
-    by_time = [plan(monkeypatch, 10_000_000, minutes).dim for minutes in (0.1, 1, 5, 20, 100, 1000)]
-    by_text = [plan(monkeypatch, size, 100.0).dim for size in SIZES]
-    by_speed = [plan(monkeypatch, 1_000_000_000, 20.0, flops).dim for flops in (1e10, 1e11, 1e12, 1e13, 3e14)]
+    by_time = [planned(monkeypatch, 10_000_000, minutes).dim for minutes in (0.1, 1, 5, 20, 100, 1000)]
+    by_text = [planned(monkeypatch, size, 100.0).dim for size in SIZES]
+    by_speed = [planned(monkeypatch, 1_000_000_000, 20.0, flops).dim for flops in (1e10, 1e11, 1e12, 1e13, 3e14)]
     for widths in (by_time, by_text, by_speed):
         assert widths == sorted(widths) and widths[0] < widths[-1], widths
     assert by_speed[-1] >= 512  # 20 minutes of a good GPU are not for a toy
@@ -68,18 +68,18 @@ def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monk
 @pytest.mark.parametrize("size", SIZES)
 def test_every_plan_can_train(monkeypatch, size):
     for minutes in (0.1, 5.0, 100.0):
-        s = plan(monkeypatch, size, minutes)
+        s = planned(monkeypatch, size, minutes)
         vocab = s.vocab_most or 259
         assert (s.vocab_source == "byte") != bool(s.vocab_most)
-        assert sizes.problem(costs.model_args(s, vocab)) is None
-        assert 12 * s.n_layers * s.dim ** 2 <= max(sizes.blocks_for(size), 12 * 2 * 32 ** 2)
+        assert plan.problem(costs.model_args(s, vocab)) is None
+        assert 12 * s.n_layers * s.dim ** 2 <= max(plan.blocks_for(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
         meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
-        seconds, more = sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)
-        values = sizes.values(more)
+        seconds, more = plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)
+        values = plan.values(more)
         assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
         epochs = values["max_iters"] * costs.tokens_per_step(s) / meta["train_tokens"]
-        assert epochs <= sizes.epochs_for(size) * 1.1 + 20 * costs.tokens_per_step(s) / meta["train_tokens"] or \
+        assert epochs <= plan.epochs_for(size) * 1.1 + 20 * costs.tokens_per_step(s) / meta["train_tokens"] or \
             "more than there is time for" in more["max_iters"][1]
         assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
 
@@ -88,14 +88,14 @@ def test_every_plan_can_train(monkeypatch, size):
 @pytest.mark.parametrize("size, minutes, times", [(10 ** 9, 1.0, 16), (10 ** 7, 0.5, 8), (10_000, 5.0, 1)])
 def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_to_read(monkeypatch, device, size, minutes, times):
     """A step takes 5 ms, however small, and not much longer before it has 8 times as many tokens or the text is read enough."""
-    s = plan(monkeypatch, size, minutes, given={"dim"}, dim=64)
+    s = planned(monkeypatch, size, minutes, given={"dim"}, dim=64)
     meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": 500}
     usual = costs.tokens_per_step(s)
-    monkeypatch.setattr(sizes, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
+    monkeypatch.setattr(plan, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
 
     def found(given):
-        _, length = sizes.plan_length(s, given, meta, make_optimizer, torch.device(device), torch.float32)
-        return sizes.values(length)
+        _, length = plan.plan_length(s, given, meta, make_optimizer, torch.device(device), torch.float32)
+        return plan.values(length)
 
     many = found(set()).get("batch_size", 0) / s.batch_size
     assert many == 0 if device == "cpu" or times == 1 else times / 2 <= many <= times  # else nothing is said of it
@@ -104,76 +104,76 @@ def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_
 
 def test_dropout_grows_with_how_often_a_text_is_read():
     """None where a text is read four times or less, a tenth where six readings would teach it by heart: doc/lab/own_text.md."""
-    found = [sizes.dropout_for(epochs) for epochs in (0.01, 1, 4, 6, 40, 60)]
+    found = [plan.dropout_for(epochs) for epochs in (0.01, 1, 4, 6, 40, 60)]
     assert found == sorted(found) and found[0] == found[2] == 0 < found[3] == found[4] < found[5] < 0.5
 
 
 def test_the_decay_grows_with_how_often_a_text_is_read_until_weights_forget_it(monkeypatch):
     """Near what was best in doc/lab/own_text.md: 0.4 for 160 x 2 of a megabyte, 1 for 100 kB that are read often, less for 7 times."""
     def decay(size, epochs):
-        s = plan(monkeypatch, size, 10.0)
-        return sizes.decay_for(epochs, 3 * costs.tokens_per_step(s) / size, sizes.rate_for(s.dim))
+        s = planned(monkeypatch, size, 10.0)
+        return plan.decay_for(epochs, 3 * costs.tokens_per_step(s) / size, plan.rate_for(s.dim))
 
     often = [decay(size, 25) for size in SIZES]
     assert often == sorted(often, reverse=True) and often[0] == 1 and often[-1] == 0.1
     assert [decay(1_000_000, 16), decay(100_000, 7), decay(100_000, 22)] == [0.4, 0.4, 1.0]
-    assert sizes.decay_for(10, 1536 / 346_000, sizes.rate_for(192)) >= 0.6  # 192 x 3 of a megabyte
+    assert plan.decay_for(10, 1536 / 346_000, plan.rate_for(192)) >= 0.6  # 192 x 3 of a megabyte
     assert {decay(size, epochs) for size in SIZES for epochs in (0.01, 1, 2)} == {0.1}
 
 
 @pytest.mark.parametrize("possible", [100.4, 100.6])
 def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch, possible):
-    s, meta = plan(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
-    monkeypatch.setattr(sizes, "training_seconds", lambda minutes: 60.0)
-    monkeypatch.setattr(sizes, "step_seconds", lambda *_: 60 / possible)
-    steps, why = sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1]["max_iters"]
+    s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
+    monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 60 / possible)
+    steps, why = plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1]["max_iters"]
     assert steps == 10 * round(possible) and "more than there is time for" in why
 
 
 def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
-    s = plan(monkeypatch, 1_000_000, 10.0)
+    s = planned(monkeypatch, 1_000_000, 10.0)
     s.minutes = 1000.0  # which what the tests before have taken changes nothing of
     meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920}
 
     def decay(rate, *given):
         s.learning_rate = rate
-        return sizes.values(sizes.plan_length(s, set(given), meta, make_optimizer, CPU, torch.float32)[1]).get("weight_decay")
+        return plan.values(plan.plan_length(s, set(given), meta, make_optimizer, CPU, torch.float32)[1]).get("weight_decay")
 
-    assert decay(1.0) == decay(1e-4) == decay(sizes.rate_for(s.dim), "learning_rate") > 0.1
+    assert decay(1.0) == decay(1e-4) == decay(plan.rate_for(s.dim), "learning_rate") > 0.1
     assert decay(1e-4, "learning_rate") > 0.5 and decay(0.1, "learning_rate") == 0.1 and decay(1e-4, "weight_decay") is None
 
 
 def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, tmp_path):
-    found = [plan(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
-    assert found == sorted(set(found)) and found[0] >= sizes.LARGE // 4 and all(most & (most - 1) == 0 for most in found)
-    s = plan(monkeypatch, 10 ** 11)
+    found = [planned(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
+    assert found == sorted(set(found)) and found[0] >= plan.LARGE // 4 and all(most & (most - 1) == 0 for most in found)
+    s = planned(monkeypatch, 10 ** 11)
     readable = 3e2 / (0.002 + 6 * (12 * s.n_layers * s.dim ** 2 + s.vocab_most * s.dim) * costs.tokens_per_step(s) / 5e10)
     assert 3 < s.text_most / (4 * readable * costs.tokens_per_step(s)) < 9  # a token has about four bytes
-    assert not plan(monkeypatch, 10_000_000).text_most and not plan(monkeypatch, 10 ** 11, flops=1e16).text_most
-    assert plan(monkeypatch, 10 ** 11, text_most=5).text_most == 5 and not plan(monkeypatch, 10 ** 11, data="stories").text_most
-    monkeypatch.setattr(sizes, "read_meta", lambda folder: {"vocab_size": 500})
+    assert not planned(monkeypatch, 10_000_000).text_most and not planned(monkeypatch, 10 ** 11, flops=1e16).text_most
+    assert planned(monkeypatch, 10 ** 11, text_most=5).text_most == 5 and not planned(monkeypatch, 10 ** 11, data="stories").text_most
+    monkeypatch.setattr(plan, "read_meta", lambda folder: {"vocab_size": 500})
     (tmp_path / "meta.json").touch()
     (tmp_path / "train.bin").touch()
-    assert not plan(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
+    assert not planned(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
     row = {"epoch": 0.5, "tokens": 500_000}
-    assert "(0.5 % of it was read)" in sizes.limit(s, {"last": None, "step": 50}, row, meta)
-    assert "4 MB of the text that were prepared (read 2 times)" in sizes.limit(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
+    assert "(0.5 % of it was read)" in plan.limit(s, {"last": None, "step": 50}, row, meta)
+    assert "4 MB of the text that were prepared (read 2 times)" in plan.limit(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
 
 
 def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
     """doc/lab/own_text.md: 192 x 3 with a context of 256 for a megabyte, 112 x 2 for 100 kB."""
-    large, small = (plan(monkeypatch, size, 60.0) for size in (1_100_000, 100_000))
+    large, small = (planned(monkeypatch, size, 60.0) for size in (1_100_000, 100_000))
     assert (large.dim, large.n_layers, large.max_seq_len, large.tied) == (192, 3, 256, True) and 1800 < large.vocab_most < 2000
     assert (small.dim, small.n_layers, small.vocab_most) == (112, 2, 512)
 
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
-    rate = lambda s: sizes.values(sizes.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1])["table_rate"]
-    often, little = plan(monkeypatch, 10_000, 1.0), plan(monkeypatch, 10_000_000, 1.0)
+    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1])["table_rate"]
+    often, little = planned(monkeypatch, 10_000, 1.0), planned(monkeypatch, 10_000_000, 1.0)
     assert often.tied and not little.tied and rate(often) < rate(little)
-    one = plan(monkeypatch, 10_000_000, 1.0, tied=True)
+    one = planned(monkeypatch, 10_000_000, 1.0, tied=True)
     assert one.tied and rate(one) == rate(often)
     one.optimizer = "adamw"
     with pytest.raises(KeyError):
@@ -181,14 +181,14 @@ def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
 
 
 def test_what_is_given_stays(monkeypatch):
-    s = plan(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
+    s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
     meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
-    _, more = sizes.plan_length(s, {"dropout", "max_iters"}, meta, make_optimizer, CPU, torch.float32)
+    _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, make_optimizer, CPU, torch.float32)
     assert not {"dropout", "max_iters"} & more.keys()
-    assert plan(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
-    assert plan(monkeypatch, 1_000_000, dim=100).n_heads == 2 and plan(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
-    assert plan(monkeypatch, 1_000_000, max_seq_len=512).batch_size * 512 < 2500
+    assert planned(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
+    assert planned(monkeypatch, 1_000_000, dim=100).n_heads == 2 and planned(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
+    assert planned(monkeypatch, 1_000_000, max_seq_len=512).batch_size * 512 < 2500
 
 
 @pytest.mark.parametrize("size, values", [
@@ -196,8 +196,8 @@ def test_what_is_given_stays(monkeypatch):
     (1_000_000, {"n_heads": 4, "n_kv_heads": 2}), (1_000_000, {"rope_factors": ",".join("1" * 24)}), (1_000_000, {"head_width": 6}),
     (2_000, {"vocab_source": "custom"}), (1_000_000, {"vocab_most": 0})])
 def test_a_plan_fits_the_sizes_that_are_given(monkeypatch, size, values):
-    s = plan(monkeypatch, size, **values)
-    assert sizes.problem(costs.model_args(s, 259)) is None and {name: getattr(s, name) for name in values} == values
+    s = planned(monkeypatch, size, **values)
+    assert plan.problem(costs.model_args(s, 259)) is None and {name: getattr(s, name) for name in values} == values
 
 
 @pytest.mark.parametrize("values, words", [
@@ -206,29 +206,29 @@ def test_a_plan_fits_the_sizes_that_are_given(monkeypatch, size, values):
     ({"rope_factors": "1,2"}, "rope_factors are 2"), ({"dropout": 2.0}, "dropout is 2.0"), ({"n_layers": -1}, "n_layers is -1")])
 def test_sizes_that_no_plan_can_have_are_one_line(monkeypatch, capsys, values, words):
     with pytest.raises(SystemExit):
-        plan(monkeypatch, 1_000_000, **values)
+        planned(monkeypatch, 1_000_000, **values)
     assert words in (told := capsys.readouterr().err) and told.count("\n") == 1
 
 
 def test_memory_bounds_the_model(monkeypatch):
-    monkeypatch.setattr(sizes, "step_seconds", lambda *_: 1e-9)
+    monkeypatch.setattr(plan, "step_seconds", lambda *_: 1e-9)
     widths = []
     for free in (1 << 25, 1 << 28, 1 << 31):
-        monkeypatch.setattr(sizes.parallel, "free_memory", lambda device, free=free: free)
-        found = sizes.plan_shape(knobs(), set(), 1 << 40, make_optimizer, CPU, torch.float32)
+        monkeypatch.setattr(plan.distributed, "free_memory", lambda device, free=free: free)
+        found = plan.plan_shape(knobs(), set(), 1 << 40, make_optimizer, CPU, torch.float32)
         widths.append(found["dim"][0])
         assert found["dim"][1] == "the widest that memory holds"
     assert widths == sorted(set(widths))
 
 
 def test_a_small_part_held_out_holds_a_context(monkeypatch):
-    assert plan(monkeypatch, 1_000_000, val_fraction=0.001).max_seq_len * 4 <= 1000 < plan(monkeypatch, 1_000_000).max_seq_len * 10
+    assert planned(monkeypatch, 1_000_000, val_fraction=0.001).max_seq_len * 4 <= 1000 < planned(monkeypatch, 1_000_000).max_seq_len * 10
 
 
 def test_the_limit_that_is_told():
     meta = {"train_tokens": 1000, "train_bytes": 3000}
     s, row = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100), {"epoch": 0.4, "tokens": 100_000}
-    told = lambda state, **more: sizes.limit(s, {"last": None, "step": 50} | state, row | more, meta)
+    told = lambda state, **more: plan.limit(s, {"last": None, "step": 50} | state, row | more, meta)
     assert "by the time (40 % of it was read): --minutes=20" in told({})
     assert "known by heart (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from engine import stories
+from engine.text import stories
 
 SOME = [stories.write(11, number) for number in range(3000)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import data
-from engine import survey
+from engine.text import survey
 from tests import forked
 
 ROOT = Path(__file__).resolve().parents[1]

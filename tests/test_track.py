@@ -22,8 +22,9 @@ import pytest
 import torch
 
 import track
-from engine import follow, instruments
-from engine.redact import redact
+from engine.debug import instruments
+from engine.tracking import follow
+from engine.tracking.redact import redact
 from tests import forked
 from tests.conftest import usual
 from tokenizer import spell

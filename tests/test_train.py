@@ -30,7 +30,9 @@ import export
 import optim
 import track
 import train
-from engine import checkpoint, checks, costs, instruments, parallel, prepare, sizes
+from engine.debug import instruments
+from engine.text import prepare
+from engine.training import checkpoint, costs, distributed, plan, validate
 from engine.files import sha256
 from model import ModelArgs
 from tests import forked
@@ -196,10 +198,10 @@ def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(folder, reference):
 
 
 def test_each_signal_that_asks_to_stop_is_heard_but_for_those_that_are_ignored():
-    program = ("import os, signal, sys, torch; from engine import parallel\n"
+    program = ("import os, signal, sys, torch; from engine.training import distributed\n"
                "if len(sys.argv) > 1: signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
                "for number in signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, signal.SIGHUP:\n"
-               "    signals = parallel.Signals(0, float('inf'))\n"
+               "    signals = distributed.Signals(0, float('inf'))\n"
                "    os.kill(os.getpid(), number)\n"
                "    print(signals.read(torch.device('cpu'))[0])\n")
     for words, hung_up in ([], "True"), (["ignored"], "False"):
@@ -372,8 +374,8 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
                       "from configurator import configure\n"
                       "prepare = train.prepare\n"
                       "train.prepare = lambda *a, **k: (time.sleep(4), prepare(*a, **k))[1]\n"
-                      "train.parallel.PATIENCE = timedelta(seconds=3)\n"
-                      "os.chdir(['one', 'two'][train.parallel.rank])\n"
+                      "train.distributed.PATIENCE = timedelta(seconds=3)\n"
+                      "os.chdir(['one', 'two'][train.distributed.rank])\n"
                       "Path('ready').touch()\n"
                       "while not (Path('../one/ready').exists() and Path('../two/ready').exists()): time.sleep(0.01)\n"
                       "train.main(configure(vars(train)))\n")
@@ -388,17 +390,17 @@ def test_processes_that_share_out_matrices_move_them_as_one_does(tmp_path):
     script = tmp_path / "shares.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch\n"
-                      "from engine import parallel\n"
+                      "from engine.training import distributed\n"
                       "from optim import Muon\n"
-                      "if parallel.world > 1: parallel.setup('cpu')\n"
-                      "parallel.SHARED = 0\n"
+                      "if distributed.world > 1: distributed.setup('cpu')\n"
+                      "distributed.SHARED = 0\n"
                       "torch.manual_seed(1)\n"
                       "params = [torch.nn.Parameter(torch.randn(*shape)) for shape in [(64, 32)] * 3 + [(32, 32)]]\n"
                       "for p in params: p.grad = torch.randn_like(p)\n"
                       "muon = Muon(params, 0.01, 0.1)\n"
                       "muon.step(), muon.step()\n"
-                      "torch.save([p.detach() for p in params], f'{parallel.world}.{parallel.rank}')\n"
-                      "if parallel.world > 1: parallel.close()\n")
+                      "torch.save([p.detach() for p in params], f'{distributed.world}.{distributed.rank}')\n"
+                      "if distributed.world > 1: distributed.close()\n")
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     for words in (command(), command(torchrun=2)):
         subprocess.run([w if w != str(ROOT / "train.py") else str(script) for w in words], cwd=tmp_path, check=True, env=env)
@@ -615,10 +617,10 @@ def test_depth_derives_the_rest(folder):
 
 def derived(monkeypatch, depth, vocab, given=(), world=1):
     """The settings that a depth gives, all others being the defaults."""
-    monkeypatch.setattr(parallel, "world", world)
+    monkeypatch.setattr(distributed, "world", world)
     s = train.knobs()
     s.depth = depth
-    return vars(s) | sizes.derive_from_depth(s, set(given), vocab)
+    return vars(s) | plan.derive_from_depth(s, set(given), vocab)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8, 12, 32])
@@ -628,7 +630,7 @@ def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
         found = derived(monkeypatch, depth, 1536, world=world)
         assert found == alone  # the number of processes changes no curve
         args = ModelArgs(**{k: v for k, v in found.items() if k in ModelArgs.__dataclass_fields__} | {"vocab_size": 1536})
-        assert sizes.problem(args) is None and args.head_dim == 32
+        assert plan.problem(args) is None and args.head_dim == 32
         sequences = found["batch_size"] * found["gradient_accumulation_steps"]
         assert sequences and found["batch_size"] <= 32
 
@@ -679,7 +681,7 @@ LOOKING = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from engine import checkpoint
+from engine.training import checkpoint
 from configurator import configure
 warn_of = checkpoint.warn_of
 def look(error):  # called when no save is under way
@@ -910,7 +912,7 @@ def test_foreign_weights_are_one_line(capsys):
     model = torch.nn.Linear(2, 3, bias=False)
     for weights in ({"other": torch.zeros(3, 2)}, {"weight": torch.zeros(2, 3)}):
         with pytest.raises(SystemExit) as end:
-            parallel.load_weights(model, weights)
+            distributed.load_weights(model, weights)
         err = capsys.readouterr().err
         assert end.value.code == 2 and "parameter" in err and err.count("\n") == 1
 
@@ -1022,8 +1024,8 @@ def supervised(tmp_path):
                       "    time.sleep(0.5)\n"
                       "    sys.exit(3)\n"
                       f"sys.path.insert(0, {str(ROOT)!r})\n"
-                      "from engine import parallel\n"
-                      "parallel.supervise(10, '--more')\n")
+                      "from engine.training import distributed\n"
+                      "distributed.supervise(10, '--more')\n")
     process = subprocess.Popen([sys.executable, script, "--supervise=True"], stdout=subprocess.PIPE, text=True,
                                start_new_session=True)
     yield process
@@ -1094,8 +1096,8 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     ("float32", (9, 0), torch.float32), ("bfloat16", (7, 5), torch.bfloat16), ("float16", (9, 0), torch.float16)])
 def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
-    assert train.parallel.autocast_dtype(kind, torch.device("cuda")) == expected
-    assert train.parallel.autocast_dtype("auto", torch.device("cpu")) == torch.float32
+    assert train.distributed.autocast_dtype(kind, torch.device("cuda")) == expected
+    assert train.distributed.autocast_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1160,7 +1162,7 @@ def test_a_tied_matrix_is_saved_once_and_old_checkpoints_load(folder, reference,
     assert "output.weight" in old
     other = train.Transformer(model.args)
     for weights in (old, saved["model"]):
-        parallel.load_weights(other, weights)
+        distributed.load_weights(other, weights)
         assert all(torch.equal(w, weights.get(name, weights["tok_embeddings.weight"]))
                    for name, w in other.state_dict().items())
 
@@ -1210,7 +1212,7 @@ def test_one_process_imports_neither_the_compiler_nor_sharding():
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
 def test_memory_once_used_is_not_asked_for_again():
-    code = ("import resource, torch; from engine import parallel; parallel.keep_memory(); "
+    code = ("import resource, torch; from engine.training import distributed; distributed.keep_memory(); "
             "pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
             "print([-pages() + (torch.ones(2 ** 24), pages())[1] for _ in range(30)][-1])")  # small things find their place first
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -1297,20 +1299,20 @@ def test_muon_moves_each_weight_by_a_fifth_of_the_rate(shape):
     ("NVIDIA H200 NVL", 835, 417), ("NVIDIA H200", 989, 494), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None)])
 def test_the_peak_is_that_of_the_very_device(name, bfloat16, float32):
     for dtype, peak in [(torch.bfloat16, bfloat16), (torch.float32, float32)]:
-        found, _ = parallel.published_flops(name, dtype, cores=38)
+        found, _ = distributed.published_flops(name, dtype, cores=38)
         assert found is peak is None or abs(found / peak / 1e12 - 1) < 1e-9, dtype
 
 
 def test_the_peak_can_be_given():
-    assert parallel.peak_flops(torch.device("cpu"), torch.float32, 2.5) == (2.5e12, "given by --peak_tflops")
-    flops, basis = parallel.peak_flops(torch.device("cpu"), torch.float32)
+    assert distributed.peak_flops(torch.device("cpu"), torch.float32, 2.5) == (2.5e12, "given by --peak_tflops")
+    flops, basis = distributed.peak_flops(torch.device("cpu"), torch.float32)
     assert 1e8 < flops < 1e14 and basis == "matmul measured on this cpu"
 
 
 def test_deterministic_algorithms_on_request():
     try:
         for asked in (False, True):
-            parallel.setup("cpu", asked)
+            distributed.setup("cpu", asked)
             assert torch.are_deterministic_algorithms_enabled() == asked
     finally:
         torch.use_deterministic_algorithms(False)
@@ -1557,18 +1559,18 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
         rows = []
         log, finish = rows.append, lambda self: None
     with pytest.raises(SystemExit) as end:
-        checks.refuse_nonsense(train.knobs(), {"iter": 7, "loss/val": float("nan")}, Log())
+        validate.refuse_nonsense(train.knobs(), {"iter": 7, "loss/val": float("nan")}, Log())
     err = capsys.readouterr().err
     assert end.value.code == 2 and "loss/val is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
 
 
 def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, capsys):
-    monkeypatch.setattr(train.parallel, "world", 2)
+    monkeypatch.setattr(train.distributed, "world", 2)
     monkeypatch.setattr(train, "sharded", True)
-    checks.check_settings(train.knobs())
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    validate.check_settings(train.knobs())
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        checks.check_settings(train.knobs())
+        validate.check_settings(train.knobs())
     assert "pip install safetensors" in capsys.readouterr().err
 
 
@@ -1590,7 +1592,7 @@ def test_too_large_a_batch_ends_in_one_line(folder):
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("out of memory"), False)])
 def test_what_runs_out_of_memory_is_told_from_other_errors(error, short):
-    assert parallel.is_out_of_memory(error) == short
+    assert distributed.is_out_of_memory(error) == short
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -1631,15 +1633,15 @@ def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypat
     for pieces, at_once in (1, {}), (2, {"accumulating": True}):  # gradients stay over several passes alone
         s.gradient_accumulation_steps = pieces
         need = sum(costs.least_memory(args, 8 * 64, s.optimizer, **at_once).values())
-        monkeypatch.setattr(parallel, "free_memory", lambda device: need)
+        monkeypatch.setattr(distributed, "free_memory", lambda device: need)
         costs.refuse_too_large(s, args, cpu, torch.float32)
-        monkeypatch.setattr(parallel, "free_memory", lambda device: need - 1)
+        monkeypatch.setattr(distributed, "free_memory", lambda device: need - 1)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
         assert "lower --batch_size (now 8)" in capsys.readouterr().err
     least = sum(costs.least_memory(args, 64, s.optimizer, accumulating=True).values())  # of one sequence at a time
     for free, advice in (least, "lower --batch_size"), (least - 1, "choose a smaller --dim (now 64)"):
-        monkeypatch.setattr(parallel, "free_memory", lambda device: free)
+        monkeypatch.setattr(distributed, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
         assert advice in capsys.readouterr().err
@@ -1668,12 +1670,12 @@ def system(monkeypatch):
                 raise FileNotFoundError
             return files[str(self)]
 
-    monkeypatch.setattr(parallel, "Path", Fake)
+    monkeypatch.setattr(distributed, "Path", Fake)
     return files
 
 
 def free_memory():
-    return parallel.free_memory(torch.device("cpu"))
+    return distributed.free_memory(torch.device("cpu"))
 
 
 def test_free_memory_is_that_of_the_machine_within_its_limits(system):
@@ -1778,6 +1780,6 @@ def test_a_run_whose_data_has_a_secret_in_its_address_is_resumed_and_logs_none(f
 
 def test_a_rank_alone_is_no_process_of_many():
     for env in {"RANK": "3"}, {"WORLD_SIZE": "2"}, {"RANK": "3", "WORLD_SIZE": ""}:
-        done = subprocess.run([sys.executable, "-c", "from engine import parallel; print(parallel.rank, parallel.world)"], cwd=ROOT,
+        done = subprocess.run([sys.executable, "-c", "from engine.training import distributed; print(distributed.rank, distributed.world)"], cwd=ROOT,
                               env=environment(**env), capture_output=True, text=True)
         assert done.stdout == "0 1\n", done.stderr

@@ -8,7 +8,8 @@ import torch
 import data
 import export
 import optim
-from engine import formats, ops
+from engine import ops
+from engine.formats import layout
 from model import ModelArgs, rope_table
 
 WRITTEN_OUT = [pytest.param(True, id="written out"), pytest.param(False, id="plain")]
@@ -157,7 +158,7 @@ def away_from_zero(value):
 
 def test_blocks_of_8_and_4_bits():
     x = np.concatenate([leaf(64).detach().numpy(), np.zeros(32, "f4"), np.full(32, -3.0, "f4")])
-    whole, nibbles = (formats.TYPES[name].encode(x) for name in ("q8_0", "q4_0"))
+    whole, nibbles = (layout.TYPES[name].encode(x) for name in ("q8_0", "q4_0"))
     for n, block in enumerate(x.reshape(-1, 32)):
         d = np.float32(max(abs(block)) / np.float32(127))
         assert whole["d"][n] == np.float16(d)
@@ -167,7 +168,7 @@ def test_blocks_of_8_and_4_bits():
         q = [min(15, int(v * np.float32(1 / d) + np.float32(8.5))) if d else 8 for v in block]
         assert nibbles["d"][n] == np.float16(d)
         assert nibbles["q"][n].tolist() == [low | high << 4 for low, high in zip(q[:16], q[16:])]
-    back8, back4 = (formats.TYPES[name].decode(stored.view(np.uint8)).flatten() for name, stored in (("q8_0", whole), ("q4_0", nibbles)))
+    back8, back4 = (layout.TYPES[name].decode(stored.view(np.uint8)).flatten() for name, stored in (("q8_0", whole), ("q4_0", nibbles)))
     for n, value in enumerate(x):
         b, i = divmod(n, 32)
         nibble = nibbles["q"][b][i % 16] >> (4 if i >= 16 else 0) & 15

@@ -14,7 +14,9 @@ import torch
 
 from configurator import fail
 from data import Dataset
-from engine import checkpoint, prepare, untrusted
+from engine import untrusted
+from engine.text import prepare
+from engine.training import checkpoint
 from tests import mutated_files
 from tests.test_export import refused
 from tokenizer import Tokenizer

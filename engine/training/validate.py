@@ -4,7 +4,8 @@ import math
 import sys
 
 from configurator import fail
-from engine import costs, modes, parallel, preflight, sizes
+from engine.debug import modes, preflight
+from engine.training import costs, distributed, plan
 from engine.files import refuse_odd
 from engine.spans import spanned
 
@@ -40,15 +41,15 @@ def check_settings(s):
         fail(f"wandb_watch is {s.wandb_watch!r}, expected off, all, gradients or parameters")
     modes.check(s)
     preflight.chosen(s.checks)
-    if s.sharded and parallel.world > 1 and not importlib.util.find_spec("safetensors"):
+    if s.sharded and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
 
 
 def checked_args(s, dataset):
     """ModelArgs from the settings; the vocabulary is the data's. Refuses sizes that can't be, and data shorter than one context."""
     args = costs.model_args(s, dataset.meta["vocab_size"])
-    if sizes.problem(args):
-        fail(sizes.problem(args))
+    if plan.problem(args):
+        fail(plan.problem(args))
     for split in ("train", "val"):
         if len(getattr(dataset, split)) < s.max_seq_len:
             fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "
@@ -59,9 +60,9 @@ def checked_args(s, dataset):
 def refuse_unseen(folder, device):
     """End all processes where one does not see what the first has prepared."""
     unseen = not folder.exists()
-    if parallel.any_true([unseen], device)[0]:
+    if distributed.any_true([unseen], device)[0]:
         sys.exit(2) if not unseen else fail(f"{folder.absolute()}: prepared by the first process, but process "
-                                            f"{parallel.rank} does not see it; give a --cache that all machines share")
+                                            f"{distributed.rank} does not see it; give a --cache that all machines share")
 
 
 @spanned("logging")

@@ -2,7 +2,7 @@
 A file of any kind → UTF-8 text: what is packed, in another encoding, or a table is copied once; all else is read where it lies.
 
     .gz .bz2 .xz .zst      unpacked, told by their first bytes, whatever their names
-    another encoding       converted where it can be told for certain (engine/encodings.py)
+    another encoding       converted where it can be told for certain (engine/text/encodings.py)
     .csv .tsv .parquet     the column that holds the text becomes a .jsonl file, a row a line
     .json                  so does a list of objects; objects one a line are a .jsonl file already
 
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine.encodings import damaged, decoded, encoding
+from engine.text.encodings import damaged, decoded, encoding
 from engine.files import replacing
 from engine.streams import one_line
 from engine.untrusted import MAX_VALUES, SMALL_JSON, NotRegular, count_values, open_untrusted, parse_json, reason

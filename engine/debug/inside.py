@@ -8,7 +8,7 @@ import math
 import torch
 
 from configurator import fail
-from engine.instruments import histogram, outputs, rotated, scores
+from engine.debug.instruments import histogram, outputs, rotated, scores
 from tokenizer import spell
 
 MOST = 1 << 20  # numbers of attention, or of queries and keys, that are told

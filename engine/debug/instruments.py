@@ -6,7 +6,8 @@ import time
 
 import torch
 
-from engine import ops, parallel
+from engine import ops
+from engine.training import distributed
 from engine.spans import spanned
 from engine.streams import console_notes
 from tokenizer import spell
@@ -63,13 +64,13 @@ class UpdateNorms:
         """The norms of the tensors, which stay on their device until `take`, and the histograms that are watched."""
         self.norms += [(norm, layer_of(self.names[p]), n) for p, n in zip(params, torch._foreach_norm(tensors))]
         if kind and self.watch in ("all", kind):
-            self.histograms |= {f"{kind}/{self.names[p]}": histogram(parallel.unshard(t)) for p, t in zip(params, tensors)}
+            self.histograms |= {f"{kind}/{self.names[p]}": histogram(distributed.unshard(t)) for p, t in zip(params, tensors)}
 
     @spanned("logging")
     def take(self):
         """The metrics of the step that was measured, once, with one wait for the device."""
         squares, found = collections.Counter(), self.histograms
-        norms = torch.stack(parallel.unshard([n for *_, n in self.norms])).tolist() if self.norms else []
+        norms = torch.stack(distributed.unshard([n for *_, n in self.norms])).tolist() if self.norms else []
         for (norm, layer, _), n in zip(self.norms, norms):
             squares[norm, layer] += n * n
         found |= {f"norm/{norm}/{layer}": math.sqrt(square) for (norm, layer), square in squares.items()}
@@ -196,7 +197,7 @@ def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):
     size, total, small = len(x) // pieces, None, 0.0
     model.eval()
     for xb, yb in zip(x.split(size)[:pieces], y.split(size)):
-        xb, yb = parallel.to_device(device, xb, yb)
+        xb, yb = distributed.to_device(device, xb, yb)
         with amp:
             loss = model(xb, yb)[1]
         (loss * 1024).backward()  # nothing vanishes in float16; the result has no unit of the loss
@@ -207,8 +208,8 @@ def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):
             p.grad = None
     model.train()
     large = sum((g / pieces).square().sum() for g in total)
-    small, large = (parallel.mean(parallel.unshard(z)) for z in (small, large))
-    b = size * x.shape[1] * (parallel.world if parallel.is_sharded(model) else 1)  # tokens of a small batch
+    small, large = (distributed.mean(distributed.unshard(z)) for z in (small, large))
+    b = size * x.shape[1] * (distributed.world if distributed.is_sharded(model) else 1)  # tokens of a small batch
     square = (pieces * large - small) / (pieces - 1)
     variance = (small - large) * b / (1 - 1 / pieces)
     return {"grad/noise_scale": (variance / square).item()} if square > 0 else {}
@@ -261,7 +262,7 @@ def write_samples(model, tokenizer, device, prompts, seed):
                 out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
                 rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
             except RuntimeError as e:  # torch.multinomial, of probabilities that are NaN
-                if parallel.is_out_of_memory(e):
+                if distributed.is_out_of_memory(e):
                     raise
                 rows.append([prompt, how, "(no text: the model's probabilities are not finite)"])
     model.train()
@@ -285,10 +286,10 @@ class Stopwatch:
         """The speed metrics, and start anew."""
         seconds = time.perf_counter() - self.start
         speed = self.steps * config["tokens_per_iter"] / seconds
-        check_peak(config, speed * config["flops_per_token"] / parallel.world, self.device)
+        check_peak(config, speed * config["flops_per_token"] / distributed.world, self.device)
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
-                   "perf/peak_mib": parallel.peak_memory(self.device) / 2 ** 20,
-                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * parallel.world)}
+                   "perf/peak_mib": distributed.peak_memory(self.device) / 2 ** 20,
+                   "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * distributed.world)}
         self.__init__(self.device)
         return metrics
 
@@ -303,9 +304,9 @@ def check_peak(config, reached, device):
     if config["mfu_basis"].endswith(AGAIN):  # a product takes longer than many steps where the CPU has no such numbers
         config["peak_flops"] = reached
         return
-    again = parallel.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
+    again = distributed.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
     old, config["peak_flops"] = config["peak_flops"], max(again, reached)
-    parallel.say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} "
+    distributed.say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} "
                  f"({config['mfu_basis']}); a product measured again: {again / 1e12:.3g}; from here on mfu is against "
                  f"{config['peak_flops'] / 1e12:.3g}")
     config["mfu_basis"] += AGAIN
@@ -327,5 +328,5 @@ def show(row, bar):
     if "loss/val" in row or bar.disable:
         short = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
                  "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
-        parallel.say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | epoch {row['epoch']:.2f} | "
+        distributed.say(f"iter {row['iter']:>6} | tokens {row['tokens'] / 1e6:.2f}M | epoch {row['epoch']:.2f} | "
                      + " | ".join(text.format(row[name]) for name, text in short.items() if name in row))

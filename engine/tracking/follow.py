@@ -10,8 +10,8 @@ import sys
 import threading
 
 from configurator import fail
-from engine.console import LINE, Parser
-from engine.redact import redact
+from engine.tracking.console import LINE, Parser
+from engine.tracking.redact import redact
 from engine.streams import tell
 
 

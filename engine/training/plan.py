@@ -9,9 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from configurator import STARTED, configure, fail, settings, source_knobs
-from engine import parallel
-from engine.costs import EVAL_TOKENS, least_memory, model_args, show, step_seconds, tokens_per_step
-from engine.prepare import is_prepared, read_meta, usual_pieces
+from engine.training import distributed
+from engine.training.costs import EVAL_TOKENS, least_memory, model_args, show, step_seconds, tokens_per_step
+from engine.text.prepare import is_prepared, read_meta, usual_pieces
 from engine.untrusted import reading
 
 DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
@@ -42,7 +42,7 @@ def derive_from_depth(s, given, vocab):
     derive(max_iters=math.ceil(tokens / (s.batch_size * s.gradient_accumulation_steps * s.max_seq_len)))
     derive(warmup_iters=s.max_iters // 50)
     derived = {name: getattr(s, name) for name in DERIVED}
-    parallel.say(f"depth {s.depth}: {', '.join(f'{name}={value!r}' for name, value in derived.items())}")
+    distributed.say(f"depth {s.depth}: {', '.join(f'{name}={value!r}' for name, value in derived.items())}")
     return derived
 
 
@@ -75,7 +75,7 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
     measured, from the narrowest on until the time is too short.
     """
     minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
-    plan, free, wrong = {}, parallel.free_memory(device), None
+    plan, free, wrong = {}, distributed.free_memory(device), None
     for dim in (s.dim,) if "dim" in given else WIDTHS:
         wider, why = shape(s, given, dim, size), ""
         trial = copy.copy(s)
@@ -307,9 +307,9 @@ def values(plan):
 
 
 def show_plan(plan):
-    parallel.say("sizes from the text, this machine and the time; what the command line gives stays:")
+    distributed.say("sizes from the text, this machine and the time; what the command line gives stays:")
     for name, (value, why) in plan.items():
-        parallel.say(f"  {name:14}{value!s:<8} {why}")
+        distributed.say(f"  {name:14}{value!s:<8} {why}")
 
 
 def problem(args):
@@ -334,22 +334,22 @@ def problem(args):
 
 def show_costs():
     """`python model.py config/NAME.py --key=value`: what train.py would cost with these settings, without its data."""
-    from engine.checks import check_settings  # here: parts of a command, not of this room
+    from engine.training.validate import check_settings  # here: parts of a command, not of this room
     from optim import make_optimizer
-    path = Path(__file__).resolve().parents[1] / "train.py"
+    path = Path(__file__).resolve().parents[2] / "train.py"
     g = {name: knob[0] for name, knob in source_knobs(path).items()} | {"__file__": str(path), "__doc__": show_costs.__doc__}
     given = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
     s = SimpleNamespace(**settings(g) | {"compile": False})  # which takes a minute, and gains nothing on a CPU
     check_settings(s)
     if not s.batch_size:
         fail("--batch_size=0 finds the largest batch when a training begins; give a number here")
-    device = parallel.setup(s.device)
-    amp_dtype = parallel.autocast_dtype(s.dtype, device)
+    device = distributed.setup(s.device)
+    amp_dtype = distributed.autocast_dtype(s.dtype, device)
     pieces = known_pieces(s) or s.vocab_size or s.vocab_most or 1536  # what the built-in stories have
     if s.depth:
         vars(s).update(derive_from_depth(s, given, pieces))
     if device.type == "cpu":
-        parallel.keep_memory()
+        distributed.keep_memory()
     args = model_args(s, pieces)
     if problem(args):
         fail(problem(args))

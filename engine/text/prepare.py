@@ -34,10 +34,10 @@ from configurator import fail  # first: it answers for packages that are missing
 import numpy as np
 from tqdm import tqdm
 
-from engine import kinds, stories
+from engine.text import readers, stories
 from engine.advice import hub
 from engine.files import publish, refuse_odd, replacing, sha256
-from engine.kinds import Unfit, blocks, character_start, jsonl_text, listed
+from engine.text.readers import Unfit, blocks, character_start, jsonl_text, listed
 from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 
@@ -297,7 +297,7 @@ def unpacked_size(path):
             told = int.from_bytes(f.read(), "little")  # modulo 4 GB, and of the last member alone
         if size / 2 <= told <= 20 * size:
             return told
-    return size * (kinds.PACKED | {".parquet": 2}).get(path.suffix, 1)
+    return size * (readers.PACKED | {".parquet": 2}).get(path.suffix, 1)
 
 
 def text_share(path, column):
@@ -320,8 +320,8 @@ def vocabulary_file(vocab_source, cache):
     if is_prepared(path):
         path /= load(path).meta["tokenizer"]
     elif (path / "tokenizer.model").is_file():  # of Hugging Face's folder, whose other files say more of it
-        from engine import folders  # has torch in it, which takes a second to import
-        path = keep_vocabulary(folders.hf_vocabulary(path), cache)
+        from engine.formats import huggingface  # has torch in it, which takes a second to import
+        path = keep_vocabulary(huggingface.hf_vocabulary(path), cache)
     elif (path / "tokenizer.json").is_file():
         path /= "tokenizer.json"
     if not path.is_file():
@@ -370,7 +370,7 @@ def text_files(path, cache, column):
 
 def walk(path, cache, column):
     """
-    The files to read below a folder, sorted, and what was left out, as words: its documents (see kinds.has_documents), or
+    The files to read below a folder, sorted, and what was left out, as words: its documents (see readers.has_documents), or
     all files that are text, where the others among them hold more than the documents.
     """
     def stop(e):
@@ -388,7 +388,7 @@ def walk(path, cache, column):
             (hidden if not seen else documents if may_be_documents(file, column) else others).append(file)
     size = sum(file.stat().st_size for file in documents)
     if sum(file.stat().st_size for file in others) > size:
-        plain = [file for file in others if kinds.suffix(file) not in kinds.TABLES and kinds.is_text(file)]
+        plain = [file for file in others if readers.suffix(file) not in readers.TABLES and readers.is_text(file)]
         if sum(file.stat().st_size for file in plain) > size:
             documents, others = documents + plain, sorted(set(others) - set(plain))
     left_out = [f"{len(some)} {what}: {listed(p.relative_to(path) for p in some)}" for some, what in
@@ -402,9 +402,9 @@ def is_within(file, folder):
 
 
 def may_be_documents(file, column):
-    """kinds.has_documents; also of a file that can't be opened, which is told with all the others."""
+    """readers.has_documents; also of a file that can't be opened, which is told with all the others."""
     try:
-        return kinds.has_documents(file, column)
+        return readers.has_documents(file, column)
     except (Unfit, OSError):
         return True
 
@@ -553,7 +553,7 @@ def read_files(job, copies):
 
             found, where = np.empty((0, 3), np.int64), []
             try:
-                here, (found, where), words = kinds.readable(Path(path), copies / str(number), job["column"], look)
+                here, (found, where), words = readers.readable(Path(path), copies / str(number), job["column"], look)
                 job["texts"][number] = os.path.abspath(here)
                 changed[words].append(path)
             except Unfit as e:
@@ -827,8 +827,8 @@ def drive_worker(partial, todo, bar, sizes):
     multiprocessing child (which would import train.py, and torch, anew), so it needs nothing of the script that called us.
     Ctrl-C does not reach it; it ends when its input does, so none outlives us even if we are killed.
     """
-    program = "import sys; sys.path.insert(0, sys.argv[1]); from engine import prepare; prepare.serve(sys.argv[2])"
-    command = [sys.executable, "-c", program, str(Path(__file__).resolve().parents[1]), str(partial)]
+    program = "import sys; sys.path.insert(0, sys.argv[1]); from engine.text import prepare; prepare.serve(sys.argv[2])"
+    command = [sys.executable, "-c", program, str(Path(__file__).resolve().parents[2]), str(partial)]
     with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           start_new_session=True) as worker:
         while todo:

@@ -3,7 +3,7 @@ Checks before the first step: short experiments with the model, the data and tra
 of bug and says so in a line. `--checks` chooses among them. Nothing of the training changes: weights, gradients, optimizer,
 random numbers and the batches to come stay as they are, bit for bit.
 
-A check (engine/data_checks.py, engine/model_checks.py) is a function of a Ready. It raises Bug, which ends the run; Suspicion,
+A check (data_checks.py, model_checks.py beside this file) is a function of a Ready. It raises Bug, which ends the run; Suspicion,
 which is a warning; or Skip, where it does not apply.
 """
 import contextlib
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from configurator import fail
-from engine import parallel
-from engine.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
+from engine.training import distributed
+from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
 from engine.files import why
-from engine.instruments import outputs
-from engine.model_checks import (TOKENS, accumulation, attention, documents, future, gradients, loss, norms, rate, run,
+from engine.debug.instruments import outputs
+from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future, gradients, loss, norms, rate, run,
                                  saved)
 
 SECONDS = 2.0  # what all checks together may take, or ...
@@ -47,10 +47,10 @@ class Ready:
         self.train_step, self.make_optimizer, self.export_model = map(self.g.get, ("train_step", "make_optimizer", "export_model"))
         x, y = self.dataset.make_batch(0)
         rows = max(1, TOKENS // x.shape[1])
-        self.x, self.y = parallel.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])
+        self.x, self.y = distributed.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])
         short = max(2, TOKENS // len(x))  # all sequences of a step, cut to few tokens
         self.small = x[:, :short].contiguous(), y[:, :short].contiguous()
-        self.sharded = parallel.is_sharded(self.model)
+        self.sharded = distributed.is_sharded(self.model)
         self.scale = type(self.opt.scale)(self.config["compute_dtype"] == "float16", {"factor": 1024.0, "steps": 0})
 
     def line(self, T):
@@ -114,7 +114,7 @@ def untouched(model, device):
             source.set_rng_state(state)
         for module, mode in modes.items():
             module.training = mode
-        if parallel.is_sharded(model):
+        if distributed.is_sharded(model):
             model.reshard()  # else the parameters of the last forward pass would stand in for the slices
         for p in model.parameters():
             p.grad = None
@@ -139,28 +139,28 @@ def run_checks(r):
     names, config, start = chosen(r.s.checks), r.config, time.perf_counter()
     if not names:
         return
-    seconds = r.s.max_iters * config["tokens_per_iter"] * config["flops_per_token"] / (config["peak_flops"] * parallel.world)
+    seconds = r.s.max_iters * config["tokens_per_iter"] * config["flops_per_token"] / (config["peak_flops"] * distributed.world)
     budget = max(SECONDS, SHARE * min(seconds, 60 * (r.s.minutes or r.s.max_minutes or math.inf)))
     passed, bugs, late = 0, [], []
     for name in names:
-        if name in LAST and parallel.all_max([time.perf_counter() - start], r.device)[0] > budget:
+        if name in LAST and distributed.all_max([time.perf_counter() - start], r.device)[0] > budget:
             late.append(name)
             continue
-        kind, message = (None, "") if name in BY_MASTER and not parallel.master else outcome(CHECKS[name], r)
-        if parallel.world > 1 and not (r.small[1] >= 0).any():  # a process that has no sequence of this step
+        kind, message = (None, "") if name in BY_MASTER and not distributed.master else outcome(CHECKS[name], r)
+        if distributed.world > 1 and not (r.small[1] >= 0).any():  # a process that has no sequence of this step
             kind, message = None, ""
-        bug, doubt, skip = parallel.any_true([kind is Bug, kind is Suspicion, kind is Skip], r.device)
+        bug, doubt, skip = distributed.any_true([kind is Bug, kind is Suspicion, kind is Skip], r.device)
         message = message or "found by another process"
         if bug:
             bugs.append((name, message))
         elif doubt:
-            parallel.say(f"warning: check {name}: {message}")
+            distributed.say(f"warning: check {name}: {message}")
         passed += not (bug or doubt or skip)
-    if bugs and not parallel.master:
+    if bugs and not distributed.master:
         sys.exit(2)
     if bugs:
         (name, message), more = bugs[0], [name for name, _ in bugs[1:]]
         more = f"; failed too: {', '.join(more)}" if more else ""
         fail(f"check {name}: {message}{more} (--checks=-{name} goes on without this check)")
-    parallel.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s"
+    distributed.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s"
                  + (f"; left out, since they take more than {budget:.0f} s: {', '.join(late)}" if late else ""))

@@ -1,5 +1,5 @@
 """
-Checks of data and text before the first step. engine/preflight.py makes them; each takes its Ready, and raises Bug, Suspicion
+Checks of data and text before the first step. engine/debug/preflight.py makes them; each takes its Ready, and raises Bug, Suspicion
 or Skip.
 """
 import copy
@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine import kinds, stories
-from engine.prepare import DOWNLOADS, SEED, SEPARATOR, Unfit, text_files
+from engine.text import readers, stories
+from engine.text.prepare import DOWNLOADS, SEED, SEPARATOR, Unfit, text_files
 from engine.untrusted import open_untrusted
 
 GRAM = 13            # tokens that stand together, and ...
@@ -162,7 +162,7 @@ def beginning(r):
         return None
     found = b""
     for path in files:
-        if kinds.suffix(path) in (*kinds.LINES, *kinds.TABLES, ".json", ".parquet") or path.suffix.lower() in kinds.PACKED:
+        if readers.suffix(path) in (*readers.LINES, *readers.TABLES, ".json", ".parquet") or path.suffix.lower() in readers.PACKED:
             return None
         with open_untrusted(path) as f:
             found += f.read(HEAD)

@@ -7,8 +7,9 @@ from dataclasses import asdict, fields
 import torch
 
 from configurator import fail
-from engine import formats, parallel
-from engine.instruments import PROBED
+from engine.formats import layout
+from engine.training import distributed
+from engine.debug.instruments import PROBED
 from engine.ops import CrossEntropy
 from model import ModelArgs, Transformer
 
@@ -99,7 +100,7 @@ def expected_memory(s, args, device, amp_dtype, rows=0):
     kept = block + 4 * a.dim * a.n_layers if frugal else block * a.n_layers
     logits = 4 * min(tokens * a.vocab_size, CrossEntropy.PIECE if cpu else CrossEntropy.GPU_PIECE) * (1.5 if half else 1)
     logits += 8 * (tokens + a.vocab_size) * a.dim
-    kinds = held(a, s.optimizer, parallel.world if s.sharded else 1)
+    kinds = held(a, s.optimizer, distributed.world if s.sharded else 1)
     kinds |= {"gradients": kinds["weights"], "activations": tokens * (kept + 8 * a.dim) + half * kinds["weights"] / 2,
               "logits": logits}
     alike = a.n_layers * a.dim * max((4 if kv_dim == q_dim else 2) * q_dim, 2 * a.hidden_dim)  # go through Muon together
@@ -115,13 +116,13 @@ def expected_memory(s, args, device, amp_dtype, rows=0):
 
 def refuse_too_large(s, args, device, amp_dtype):
     """End in one line where training needs more memory than there is, even by the least that can be said."""
-    share = math.ceil(s.batch_size * s.gradient_accumulation_steps / parallel.world)  # of a process
-    here = 1 if device.type == "cuda" else parallel.local_world
-    free = parallel.free_memory(device)
+    share = math.ceil(s.batch_size * s.gradient_accumulation_steps / distributed.world)  # of a process
+    here = 1 if device.type == "cuda" else distributed.local_world
+    free = distributed.free_memory(device)
 
     def need(sequences):
         return least_memory(args, sequences * s.max_seq_len, s.optimizer, amp_dtype != torch.float32,
-                            s.compile or s.activation_checkpointing, share > sequences, parallel.world if s.sharded else 1)
+                            s.compile or s.activation_checkpointing, share > sequences, distributed.world if s.sharded else 1)
 
     kinds = need(min(s.batch_size, share))
     total = sum(kinds.values())
@@ -138,7 +139,7 @@ def refuse_too_large(s, args, device, amp_dtype):
 
 def sequences_here(s):
     """Sequences of a step that this process computes."""
-    return math.ceil(s.batch_size * s.gradient_accumulation_steps / parallel.world)
+    return math.ceil(s.batch_size * s.gradient_accumulation_steps / distributed.world)
 
 
 class Rehearsal:
@@ -229,9 +230,9 @@ def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
     kinds, tried = (expected_memory(s, args, device, amp_dtype, n) for n in (0, whole))
     memory = sum(kinds.values()) - sum(tried.values())  # of what is larger than the trial
     if device.type == "cpu":  # where the heap stays as large as it was
-        memory += parallel.memory_now(device) + LATER + HOLES * (kinds["activations"] + kinds["logits"])
+        memory += distributed.memory_now(device) + LATER + HOLES * (kinds["activations"] + kinds["logits"])
     else:
-        memory += parallel.peak_memory(device)
+        memory += distributed.peak_memory(device)
     return {"step": step, "forward": forward, "sample": sample, "memory": memory}
 
 
@@ -267,7 +268,7 @@ def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
     rest = PYTHON * cpu
     if not (s.compile or s.sharded or left < 1):  # else it would take more than moments
         found = measure(s, args, make_optimizer, device, amp_dtype, 0.1 if s.minutes else 1.0)
-        step, forward, sample, rest = parallel.all_max([found[name] for name in ("step", "forward", "sample", "memory")], device)
+        step, forward, sample, rest = distributed.all_max([found[name] for name in ("step", "forward", "sample", "memory")], device)
         kinds.pop("working")
         rest = max(0, rest - sum(kinds.values()))
         evaluations = -(-left // s.eval_interval) + (begun == 0)
@@ -280,33 +281,33 @@ def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
 def evaluation_seconds(s, meta, forward, sample):
     """Seconds of one evaluation: both splits, fixed batches, two samples of 96 tokens for each prompt."""
     most = meta["val_tokens"] - meta["val_documents"]
-    tokens = 2 * min(EVAL_TOKENS * s.eval_iters or most, most) / parallel.world + 8 * s.max_seq_len
+    tokens = 2 * min(EVAL_TOKENS * s.eval_iters or most, most) / distributed.world + 8 * s.max_seq_len
     return tokens * forward + 2 * 96 * len(s.sample_prompt.split("|")) * sample
 
 
 def describe(s, args, dataset, device, amp_dtype, foreseen):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
-    peak, basis = parallel.peak_flops(device, amp_dtype, s.peak_tflops)
-    name = parallel.device_name(device)
+    peak, basis = distributed.peak_flops(device, amp_dtype, s.peak_tflops)
+    name = distributed.device_name(device)
     about = {"model_args": asdict(args), "n_params": num_params(args), "flops_per_token": flops_per_token(args),
              "tokens_per_iter": s.batch_size * s.gradient_accumulation_steps * s.max_seq_len, "device_name": name,
-             "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": parallel.world, "peak_flops": peak,
+             "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": distributed.world, "peak_flops": peak,
              "mfu_basis": basis, "torch_version": torch.__version__, "dataset": dataset.meta,
              "foreseen": foreseen | {"memory": sum(foreseen["memory"].values())}}
     meta = dataset.meta
-    parallel.say(f"data:  {s.data}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
+    distributed.say(f"data:  {s.data}: {meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate, "
                  f"vocabulary {args.vocab_size}")
-    parallel.say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
+    distributed.say(f"model: {about['n_params']:,} parameters: dim {args.dim}, {args.n_layers} layers, {args.n_heads} heads "
                  f"({args.n_kv_heads} key/value), hidden {args.hidden_dim}, context {args.max_seq_len}")
-    parallel.say(f"train: {s.max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
-                 f"{f' x {parallel.world}' if parallel.world > 1 else ''} in {about['compute_dtype']}; peak "
+    distributed.say(f"train: {s.max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
+                 f"{f' x {distributed.world}' if distributed.world > 1 else ''} in {about['compute_dtype']}; peak "
                  f"{peak / 1e12:.3g} TFLOP/s ({basis})")
-    parallel.say(f"memory: {memory_line(foreseen['memory'], parallel.free_memory(device))}")
-    parallel.say(f"time:  {time_line(s, foreseen)}")
+    distributed.say(f"memory: {memory_line(foreseen['memory'], distributed.free_memory(device))}")
+    distributed.say(f"time:  {time_line(s, foreseen)}")
     sequences = s.batch_size * s.gradient_accumulation_steps
-    if sequences % parallel.world:
-        parallel.say(f"note: a step's {sequences} sequences are {math.ceil(sequences / parallel.world)} a process, the last "
-                     f"ones of {parallel.world} have fewer; a multiple would use them all")
+    if sequences % distributed.world:
+        distributed.say(f"note: a step's {sequences} sequences are {math.ceil(sequences / distributed.world)} a process, the last "
+                     f"ones of {distributed.world} have fewer; a multiple would use them all")
     return about
 
 
@@ -343,9 +344,9 @@ def span(seconds):
 
 def file_sizes(args, group_size=64):
     """{format: bytes} of the model's files. A vocabulary takes 22 bytes a piece, about, and 4 kB come before it."""
-    found, shapes = {}, [(name, shape) for name, _, _, shape in formats.tensors(args)]
-    for dtype in formats.FILE_TYPES:
-        types = [formats.TYPES[formats.gguf_type(name, shape, dtype, args.n_layers)] for name, shape in shapes]
+    found, shapes = {}, [(name, shape) for name, _, _, shape in layout.tensors(args)]
+    for dtype in layout.FILE_TYPES:
+        types = [layout.TYPES[layout.gguf_type(name, shape, dtype, args.n_layers)] for name, shape in shapes]
         size = sum(math.prod(shape) // t.block * t.size for (_, shape), t in zip(shapes, types))
         found[f"gguf {dtype}"] = 4096 + 22 * args.vocab_size + size
     while args.dim % group_size:
@@ -376,7 +377,7 @@ def show(s, args, device, amp_dtype, make_optimizer):
         print(f"            {kind:<13}{count:>15,}  {count / num_params(args):4.0%}{each}")
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * tokens:.3g} in {steps:,} steps of "
           f"{tokens_per_step(s):,} tokens")
-    free = parallel.free_memory(device)
+    free = distributed.free_memory(device)
     print(f"memory      {binary(sum(foreseen['memory'].values()))}, about{f', of {binary(free)} that are free' if free else ''}")
     for kind, size in foreseen["memory"].items():
         print(f"            {kind:<17}{binary(size):>11}")

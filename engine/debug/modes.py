@@ -1,6 +1,6 @@
 """
 What one tries before a training: whether the model can learn at all (overfit) and whether everything works (dry_run); at
-which rate (lr_find) stands in rates.py, and where the time goes (profile) in profiler.py.
+which rate (lr_find) stands in lr_find.py, and where the time goes (profile) in profiler.py.
 
 A mode replaces what train.py is made of, a setting, a batch, a schedule, a function, and uses its step and its loop as they
 are. It starts from nothing, or from --init_from=PATH, in a folder of its own beside the run's, which is removed at the end:
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 
 from configurator import fail
-from engine import checkpoint, parallel
-from engine.instruments import UpdateNorms
-from engine.parallel import say
+from engine.training import checkpoint, distributed
+from engine.debug.instruments import UpdateNorms
+from engine.training.distributed import say
 
 NAMES = ("overfit", "dry_run", "lr_find", "profile")
 ENOUGH = 0.05        # overfit passes this many nats above the least loss that can be had
@@ -72,7 +72,7 @@ def check(s):
             fail(f"--{mode} and --{other}: expected one of them")
     if mode and s.init_from == "resume":
         fail(f"--{mode} starts from nothing or from a checkpoint, --init_from=PATH; it does not resume a run")
-    if mode == "profile" and s.sharded and parallel.world > 1:
+    if mode == "profile" and s.sharded and distributed.world > 1:
         fail("--profile does not tell the gathering of shards from the computing; leave --sharded out, or profile one process")
 
 
@@ -87,7 +87,7 @@ def own_place(s):
     folder = Path(tempfile.mkdtemp(prefix=f"{run.name}.{mode}-", dir=run.parent))
     leaving.append((folder, made))
     atexit.register(clean_up)
-    parallel.on_stops(lambda signum, frame: sys.exit(128 + signum))  # as a shell says it, after that
+    distributed.on_stops(lambda signum, frame: sys.exit(128 + signum))  # as a shell says it, after that
     if os.environ.get("WANDB_MODE") != "disabled":
         os.environ["WANDB_MODE"] = "offline"
     for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
@@ -118,7 +118,7 @@ def own_settings(s):
     if mode == "lr_find":
         return own | {"spike_z": 0.0}
     if mode == "dry_run":
-        few = min(s.gradient_accumulation_steps, 2 * parallel.world)  # two micro-batches in each process
+        few = min(s.gradient_accumulation_steps, 2 * distributed.world)  # two micro-batches in each process
         return own | {"max_iters": 2, "eval_interval": 2, "log_interval": 1, "eval_iters": 1, "gradient_accumulation_steps": few}
     return own | {"wandb_log": False, "tensorboard_log": False, "swanlab_log": False, "trackio_log": False}
 
@@ -129,18 +129,18 @@ def loop(g):
     if not name:
         return g["train"]
     if name in ("lr_find", "profile"):  # imported here, since they import this file
-        from engine import profiler, rates
-        return functools.partial(run, rates.lr_find if name == "lr_find" else profiler.profile, g)
+        from engine.debug import lr_find, profiler
+        return functools.partial(run, lr_find.lr_find if name == "lr_find" else profiler.profile, g)
     return functools.partial(run, overfit if name == "overfit" else dry_run, g)
 
 
 def run(mode, g, training):
     """A mode to its end: its folder goes, and its exit code, if it is not 0, ends the program."""
     code = mode(g, training)
-    parallel.on_master(checkpoint.release)
-    parallel.on_master(clean_up)
+    distributed.on_master(checkpoint.release)
+    distributed.on_master(clean_up)
     if code:
-        parallel.close(code)
+        distributed.close(code)
         sys.exit(code)
 
 
@@ -175,7 +175,7 @@ def set_all(place, values):
 
 def stepper(g, t):
     """take(step, rate): train.py's step of a Training t at this rate, which returns the loss, a float."""
-    wrapped, guard, norms = parallel.wrap(t.model), g["SpikeDetector"](math.inf), UpdateNorms(t.model)
+    wrapped, guard, norms = distributed.wrap(t.model), g["SpikeDetector"](math.inf), UpdateNorms(t.model)
     t.opt.scale = g["LossScale"](t.config["compute_dtype"] == "float16")
 
     def take(step, rate):
@@ -267,13 +267,13 @@ def p_right(t, rows):
     total = torch.zeros(2, device=t.device)  # sum of probabilities, predictions
     t.model.eval()
     for x, y in zip(*(both.split(rows) for both in t.dataset.batch(0))):
-        x, y = parallel.to_device(t.device, x, y)
+        x, y = distributed.to_device(t.device, x, y)
         with t.amp:
             logits = t.model(x, every=1)[0]  # (B, T, V)
         p = logits.float().softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
         total += torch.stack(((p * (y >= 0)).sum(), (y >= 0).sum()))
     t.model.train()
-    right, predictions = parallel.mean(total).tolist()
+    right, predictions = distributed.mean(total).tolist()
     return right / max(1, predictions)
 
 
@@ -284,7 +284,7 @@ def batch_changes(dataset):
 
 def differs(a, b):
     """Whether two tensors differ anywhere. All processes have to call it, as either may be sharded."""
-    a, b = (parallel.unshard(t.detach()).cpu() for t in (a, b))
+    a, b = (distributed.unshard(t.detach()).cpu() for t in (a, b))
     return not torch.equal(a, b)
 
 
@@ -311,7 +311,7 @@ def dry_run(g, t):
         again = timed(seconds, "reload", reloaded)(g, t)
         g["max_iters"] = 3
         g["train"](again._replace(changes=[["max_iters", "2", "3"]]))
-    parallel.on_master(try_files, g, seconds)
+    distributed.on_master(try_files, g, seconds)
     spent = ", ".join(f"{what} {taken:.1f} s" for what, taken in seconds.items())
     say(f"dry run: all worked, 3 steps with everything around them: {spent}; of all this only prepared data stay, in {g['cache']}")
 
@@ -329,14 +329,14 @@ def timed(seconds, what, call):
 
 def reloaded(g, t):
     """The Training as a resumed run gets it from the checkpoint; one line if weights or optimizer are not what was saved."""
-    kept = {kind: {name: p.detach().clone() if parallel.is_shard(p) else p.detach().to("cpu", copy=True)
+    kept = {kind: {name: p.detach().clone() if distributed.is_shard(p) else p.detach().to("cpu", copy=True)
                    for name, p in tensors.items()} for kind, tensors in parts(t.model, t.opt).items()}
-    parallel.on_master(checkpoint.release)
+    distributed.on_master(checkpoint.release)
     s = SimpleNamespace(**g | {"init_from": "resume"})
-    start, _ = parallel.on_master(checkpoint.find_start, s)
+    start, _ = distributed.on_master(checkpoint.find_start, s)
     model, opt = g["make_model"](t.args, t.dataset, t.device)
     state = checkpoint.restore(s, start, t.state["fixed"], opt)
-    parallel.load_weights(model, checkpoint.load(start, check=False)["model"])
+    distributed.load_weights(model, checkpoint.load(start, check=False)["model"])
     for kind, tensors in parts(model, opt).items():
         for name, tensor in kept[kind].items():
             if name not in tensors or differs(tensor, tensors[name]):
@@ -351,7 +351,7 @@ def parts(model, opt):
 
 def try_files(g, seconds):
     """Whether what a run leaves behind is there and good for something; a line where it is not."""
-    model, program = Path(g["out_dir"], "model.gguf"), Path(__file__).resolve().parents[1] / "run"
+    model, program = Path(g["out_dir"], "model.gguf"), Path(__file__).resolve().parents[2] / "run"
     if not model.exists():
         fail("no model.gguf was exported")
     if g["wandb_log"] and os.environ["WANDB_MODE"] != "disabled" and not [*Path(g["out_dir"]).rglob("*.wandb")]:

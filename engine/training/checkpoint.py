@@ -41,10 +41,10 @@ from types import SimpleNamespace
 import torch
 
 from configurator import convert, fail
-from engine import parallel
+from engine.training import distributed
 from engine.advice import hub
 from engine.files import read_json, sha256, to_disk, why, write_atomic
-from engine.redact import HIDDEN, redact
+from engine.tracking.redact import HIDDEN, redact
 from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, open_untrusted, parse_json, read_json_file,
                               read_untrusted, reading)
 
@@ -75,10 +75,10 @@ def save(out_dir, step, model, train, config, tokenizer, metric=math.inf, keep_l
     temporary = folder / f".tmp_{step:08d}"
     try:
         files = {}
-        if any(map(parallel.is_shard, model.get("model", {}).values())):
+        if any(map(distributed.is_shard, model.get("model", {}).values())):
             files = write_shards(temporary, out_dir, {"model": model["model"], "optimizer": train["optimizer"]})
             model, train = ({k: v for k, v in part.items() if k not in ("model", "optimizer")} for part in (model, train))
-        if not parallel.master:
+        if not distributed.master:
             return final
         if not files:
             begin(temporary, out_dir)
@@ -133,7 +133,7 @@ def store(content, path):
         try:
             torch.save(content, f)
         except RuntimeError as e:
-            if parallel.is_out_of_memory(e) or isinstance(e.__context__, MemoryError):
+            if distributed.is_out_of_memory(e) or isinstance(e.__context__, MemoryError):
                 raise MemoryError(str(e)) from e
             raise e.__context__ if isinstance(e.__context__, OSError) else OSError(str(e)) from e
 
@@ -158,14 +158,14 @@ def write_shards(folder, out_dir, parts):
     """
     import torch.distributed.checkpoint as dcp  # takes a tenth of a second that only sharded runs need
     tensors = {f"{part}.{name}": tensor for part, named in parts.items() for name, tensor in named.items()}
-    parallel.gather(lambda: begin(folder, out_dir) if parallel.master else None)
+    distributed.gather(lambda: begin(folder, out_dir) if distributed.master else None)
     try:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True),
-                 process_group=parallel.writers)
+                 process_group=distributed.writers)
     except dcp.CheckpointException as e:
         raise OSError("; ".join(f"process {rank}: {error}" for rank, (error, _) in e.failures.items())) from e
-    mine = folder.glob(f"shard-{parallel.rank + 1:05d}-*")
-    found = parallel.gather(lambda: {path.name: fingerprint(path) for path in mine})
+    mine = folder.glob(f"shard-{distributed.rank + 1:05d}-*")
+    found = distributed.gather(lambda: {path.name: fingerprint(path) for path in mine})
     return {name: what for files in found for name, what in files.items()}
 
 
@@ -436,7 +436,7 @@ def keep_claim(out_dir):
     before = held
     take(out_dir)
     before.close()
-    parallel.say(f"warning: {out_dir} was deleted or moved while this process trains in it; the run goes on in a new one, "
+    distributed.say(f"warning: {out_dir} was deleted or moved while this process trains in it; the run goes on in a new one, "
                  f"without what was there")
 
 
@@ -581,7 +581,7 @@ class Writer:
 
 def may_pass(error):
     """Return whether a save may succeed later though it failed by this exception: the disk or the memory was full."""
-    return isinstance(error, OSError) or parallel.is_out_of_memory(error)
+    return isinstance(error, OSError) or distributed.is_out_of_memory(error)
 
 
 def reason(error):
@@ -613,7 +613,7 @@ def load(folder, part="model", check=True):
         if version != VERSION:
             fail(f"{folder}: checkpoint version {version!r}, this program reads version {VERSION}")
         shards = sorted(file for file in found["files"] if file.startswith("shard-"))
-        for file in [*(Path(folder, file) for file in shards[parallel.rank::parallel.world]), path] if check else []:
+        for file in [*(Path(folder, file) for file in shards[distributed.rank::distributed.world]), path] if check else []:
             if sha256(file) != found["files"][file.name][1]:
                 fail(f"{file}: damaged, its content is not what was saved; use another checkpoint")
         content = load_torch(path)
@@ -683,7 +683,7 @@ def take_out_dir(s):
         claim(s.out_dir)
         if s.init_from == "scratch":
             if aside := set_aside(s.out_dir):
-                parallel.say(f"the run that stood in {s.out_dir} is now {aside}")
+                distributed.say(f"the run that stood in {s.out_dir} is now {aside}")
             return None
         found, damaged = recover(s.out_dir)
     except OSError as e:
@@ -692,7 +692,7 @@ def take_out_dir(s):
         fail(f"{'; '.join(damaged)}; there is no other checkpoint in {s.out_dir}: put back a copy, or start anew with "
              f"--init_from=scratch, which moves what is left to {s.out_dir}.old1")
     for line in damaged:
-        parallel.say(f"error: {line}; resuming from the one before, {found.name}")
+        distributed.say(f"error: {line}; resuming from the one before, {found.name}")
     if s.init_from == "resume" and found is None:
         fail(f"--init_from=resume: {s.out_dir} holds no complete checkpoint; start one with --init_from=scratch")
     return found
@@ -733,36 +733,36 @@ def resume_settings(s, folder, given):
     now = SimpleNamespace(**vars(s) | taken)
     if fine_tuning(now) and ("vocab_source" not in given or s.vocab_source.endswith(".bin")):  # its origin may have gone
         taken["vocab_source"] = str(tokenizer_path(folder))
-    parallel.say(f"{'evaluating' if s.eval_only else 'resuming'} {s.out_dir} at iteration {manifest(folder)['step']:,} of "
+    distributed.say(f"{'evaluating' if s.eval_only else 'resuming'} {s.out_dir} at iteration {manifest(folder)['step']:,} of "
                  f"{now.max_iters:,}")
     for name, before, after in changes:
-        parallel.say(f"{name}: {before} -> {after}")
+        distributed.say(f"{name}: {before} -> {after}")
     return taken, given if "depth" in [name for name, *_ in changes] else given | kept.keys(), changes
 
 
 def take_weights(folder, model, opt):
     """Weights and optimizer of a checkpoint."""
     with reading(folder, "a checkpoint of this run", fail):
-        parallel.load_weights(model, load(folder)["model"])
+        distributed.load_weights(model, load(folder)["model"])
         opt.load_state_dict(load(folder, "train")["optimizer"])
 
 
 def warn_of(error):
     if error:
-        parallel.say(f"warning: a checkpoint could not be saved ({reason(error)}); training goes on, and the next save tries "
+        distributed.say(f"warning: a checkpoint could not be saved ({reason(error)}); training goes on, and the next save tries "
                      f"again")
 
 
 def go_back(s, model, opt, guard, writer):
     """After max_skips refused steps in a row: the weights of the last checkpoint; the data in between is left behind."""
-    warn_of(parallel.on_master(writer.wait))
-    folder = parallel.on_master(newest, s.out_dir)
+    warn_of(distributed.on_master(writer.wait))
+    folder = distributed.on_master(newest, s.out_dir)
     if folder is None:
         fail(f"{s.max_skips} steps in a row had a loss or gradient out of the ordinary, and there is no checkpoint to go "
              f"back to; lower the learning_rate (now {s.learning_rate})")
     take_weights(folder, model, opt)
     guard.state["in_a_row"] = 0
-    parallel.say(f"warning: {s.max_skips} steps in a row were skipped; going on with the weights of {folder}")
+    distributed.say(f"warning: {s.max_skips} steps in a row were skipped; going on with the weights of {folder}")
 
 
 def note_best(s, state, loss):
@@ -793,14 +793,15 @@ def end_soon(s, model, opt, state, writer):
     The validation loss has stopped falling: go back to the best weights, from which the rate falls to its end in a fifth
     of their steps. Returns the run's last step.
     """
-    warn_of(parallel.on_master(writer.wait))
+    warn_of(distributed.on_master(writer.wait))
     best = state["best_due"][1]
     folder = step_folder(s.out_dir, best)
-    saved = parallel.on_master(complete, folder)  # else the trainer was warned
+    saved = distributed.on_master(complete, folder)  # else the trainer was warned
     if saved:
         take_weights(folder, model, opt)
     last = min(s.max_iters, state["step"] + max(1, best // 5))
-    parallel.say(f"no better validation loss since iter {best}: {'back to its weights; ' if saved else ''}iter {last} is the last")
+    back = "back to its weights; " if saved else ""
+    distributed.say(f"no better validation loss since iter {best}: {back}iter {last} is the last")
     return last
 
 
@@ -862,7 +863,7 @@ def counted(state, before):
 
 def other_data(s, folder):
     """In words: how the data differ from those that a checkpoint was trained on."""
-    from engine.prepare import source_files  # here: it takes half a tenth of a second to import
+    from engine.text.prepare import source_files  # here: it takes half a tenth of a second to import
     stored = stored_settings(folder)
     for name in ("data", "vocab_source", "vocab_size", "vocab_most", "text_most", "val_fraction"):
         if stored.get(name, getattr(s, name)) != getattr(s, name):
@@ -903,8 +904,8 @@ def say_finished(s, state):
     there = Path(s.out_dir, "model.gguf").exists()
     missing = "" if there else f"; its model.gguf is missing, write it with: python export.py {shlex.quote(str(s.out_dir))}"
     more = "" if state["last"] else f"raise --{'max_iters' if state['step'] >= s.max_iters else 'minutes'} to go on, or "
-    parallel.say(f"{s.out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}{missing}; "
-                 f"{more}--init_from=scratch for a new one")
+    distributed.say(f"{s.out_dir}: this run is finished, at iter {state['step']} with validation loss {state['best']:.4f}"
+                    f"{missing}; {more}--init_from=scratch for a new one")
     return 0 if there else 2
 
 

@@ -1,6 +1,6 @@
 """
 What model files are made of: the tensors of a model with their names in each format and their shapes, and the types of
-weights. export.py writes them, engine/load.py reads them.
+weights. export.py writes them, engine/formats/load.py reads them.
 """
 import struct
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from configurator import fail
-from engine import blocks
+from engine.formats import quant
 from tokenizer import CONTROL, NORMAL, UNKNOWN
 
 # Our name, GGUF's, Hugging Face's, shape. N: layer. V vocabulary, D width, Q width of all queries, K of all keys or values,
@@ -76,7 +76,7 @@ def refuse_leftovers(state, args):
     if left:
         more = f" and {len(left) - 1} more" * (len(left) > 1)
         fail(f"the model's {left[0]}{more} would be lost: no model file has a name for it; add it to "
-             "TENSORS in engine/formats.py and to runtime/, or take it out of the model")
+             "TENSORS in engine/formats/layout.py and to runtime/, or take it out of the model")
     if missing:
         fail(f"the model has no {missing[0]}, which every model file of these settings has; add it to the model")
     if not isinstance(state, dict):
@@ -130,21 +130,21 @@ def to_bf16(x):
 def in_blocks(number, kind, largest, encode, decode, *args):
     """The Type whose blocks are numpy's `kind`; encode and decode get the kind and args too."""
     values = 256 if "scales" in kind.names else 32
-    return Type(number, values, kind.itemsize, largest, blocks.in_pieces(encode, kind, *args), lambda raw: decode(raw, kind, *args))
+    return Type(number, values, kind.itemsize, largest, quant.in_pieces(encode, kind, *args), lambda raw: decode(raw, kind, *args))
 
 
 TYPES = {
     "f32": Type(0, 1, 4, SINGLE, lambda x: x.astype("<f4"), lambda raw: raw.view("<f4").astype("f4")),
     "f16": Type(1, 1, 2, HALF, lambda x: x.astype("<f2"), lambda raw: raw.view("<f2").astype("f4")),
     "bf16": Type(30, 1, 2, 3.38e38, to_bf16, lambda raw: (raw.view("<u2").astype("u4") << 16).view("f4")),
-    "q8_0": in_blocks(8, blocks.Q8_0, 127 * HALF, blocks.to_q8_0, blocks.from_q8_0),
-    "q4_0": in_blocks(2, blocks.Q4_0, 8 * HALF, blocks.to_symmetric, blocks.from_32, 8),
-    "q4_1": in_blocks(3, blocks.Q4_1, 7 * HALF, blocks.to_affine, blocks.from_32, 15),
-    "q5_0": in_blocks(6, blocks.Q5_0, 16 * HALF, blocks.to_symmetric, blocks.from_32, 16),
-    "q5_1": in_blocks(7, blocks.Q5_1, HALF, blocks.to_affine, blocks.from_32, 31),
-    "q4_k": in_blocks(12, blocks.Q4_K, 63 * HALF, blocks.to_k, blocks.from_k, 15),
-    "q5_k": in_blocks(13, blocks.Q5_K, 63 * HALF, blocks.to_k, blocks.from_k, 31),
-    "q6_k": in_blocks(14, blocks.Q6_K, 31 * 127 * HALF, blocks.to_q6_k, blocks.from_q6_k),
+    "q8_0": in_blocks(8, quant.Q8_0, 127 * HALF, quant.to_q8_0, quant.from_q8_0),
+    "q4_0": in_blocks(2, quant.Q4_0, 8 * HALF, quant.to_symmetric, quant.from_32, 8),
+    "q4_1": in_blocks(3, quant.Q4_1, 7 * HALF, quant.to_affine, quant.from_32, 15),
+    "q5_0": in_blocks(6, quant.Q5_0, 16 * HALF, quant.to_symmetric, quant.from_32, 16),
+    "q5_1": in_blocks(7, quant.Q5_1, HALF, quant.to_affine, quant.from_32, 31),
+    "q4_k": in_blocks(12, quant.Q4_K, 63 * HALF, quant.to_k, quant.from_k, 15),
+    "q5_k": in_blocks(13, quant.Q5_K, 63 * HALF, quant.to_k, quant.from_k, 31),
+    "q6_k": in_blocks(14, quant.Q6_K, 31 * 127 * HALF, quant.to_q6_k, quant.from_q6_k),
 }
 # What a GGUF file may be written in: general.file_type of the file
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}

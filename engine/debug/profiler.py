@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import torch
 from torch.profiler import ProfilerActivity
 
-from engine import parallel, spans
-from engine.modes import artifact, replaced
-from engine.parallel import say
+from engine import spans
+from engine.training import distributed
+from engine.debug.modes import artifact, replaced
+from engine.training.distributed import say
 from engine.spans import PHASES
 
 WARM, STEPS = 4, 5  # steps before the profile, and in it
@@ -95,7 +96,7 @@ def profile(g, t):
             g["train"](t)
         finally:
             spans.measure(False)
-    if parallel.master:
+    if distributed.master:
         report(g, t, look)
 
 

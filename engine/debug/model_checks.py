@@ -1,5 +1,5 @@
 """
-Checks of model, step and files before the first step. engine/preflight.py makes them; each takes its Ready, and raises Bug,
+Checks of model, step and files before the first step. engine/debug/preflight.py makes them; each takes its Ready, and raises Bug,
 Suspicion or Skip.
 """
 import contextlib
@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from engine import checkpoint, parallel
-from engine.data_checks import Bug, Skip, Suspicion
-from engine.instruments import UpdateNorms, outputs, watching
+from engine.training import checkpoint, distributed
+from engine.debug.data_checks import Bug, Skip, Suspicion
+from engine.debug.instruments import UpdateNorms, outputs, watching
 from model import Transformer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "run"
 TOKENS = 1024     # of a forward pass of a check, about
 TRIAL_STEPS = 6   # of the check `rate`, and how far the loss may rise in them, in nats, ...
@@ -219,7 +219,7 @@ def gradients(r):
         found["embedding"].retain_grad()
     if value.requires_grad:
         (value * r.scale.factor).backward()
-    lengths = {name: None if p.grad is None else parallel.unshard(p.grad.norm()).item() for name, p in
+    lengths = {name: None if p.grad is None else distributed.unshard(p.grad.norm()).item() for name, p in
                r.model.named_parameters()}
     for name, p in r.model.named_parameters():
         if not p.requires_grad:
@@ -243,7 +243,7 @@ def drawn_tokens(r):
     shape = max(2, TOKENS // T), T
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randint(r.args.vocab_size, shape, generator=generator) for _ in range(2))
-    return parallel.to_device(r.device, *drawn)
+    return distributed.to_device(r.device, *drawn)
 
 
 class Catcher:
@@ -279,9 +279,9 @@ def accumulation(r):
     opt = Catcher(r.model, copy.deepcopy(r.scale))
     _, norm, _ = r.train_step(0, r.model, opt, fixed(r, (x, y)), r.device, r.amp, NEVER, UpdateNorms(r.model))
     r.model.train(not r.args.dropout)
-    xd, yd = parallel.to_device(r.device, x, y)
+    xd, yd = distributed.to_device(r.device, x, y)
     with r.amp:
-        value = r.model(xd, yd)[1] * (real * parallel.world / (r.s.batch_size * r.s.gradient_accumulation_steps))
+        value = r.model(xd, yd)[1] * (real * distributed.world / (r.s.batch_size * r.s.gradient_accumulation_steps))
     (value * r.scale.factor).backward()
     one = {name: p.grad for name, p in opt.names.items() if p.grad is not None}
     length, clipped = total_norm(one.values()), total_norm(opt.found.values())
@@ -296,7 +296,7 @@ def accumulation(r):
 
 
 def total_norm(tensors):
-    return math.sqrt(sum(parallel.unshard(t.float().norm()).item() ** 2 for t in tensors))
+    return math.sqrt(sum(distributed.unshard(t.float().norm()).item() ** 2 for t in tensors))
 
 
 def rate(r):
@@ -349,7 +349,7 @@ def saved(r):
                                r.dataset.folder / r.dataset.meta["tokenizer"])
         stored = checkpoint.load(path)
         again = Transformer(type(r.args)(**stored["args"])).to(r.device)
-        parallel.load_weights(again, stored["model"])
+        distributed.load_weights(again, stored["model"])
     again.bos_id = r.model.bos_id
     other = copy.copy(r)
     other.model = again

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
-from engine import rope
-from engine.formats import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, halves_to_interleaved, heads_in, tensors
-from engine.reader import Reader, Tensors, checked, finite, getter
+from engine.formats import rope
+from engine.formats.layout import END_OF_MESSAGE, END_OF_TURN, PADDING, TEMPLATE, halves_to_interleaved, heads_in, tensors
+from engine.formats.reader import Reader, Tensors, checked, finite, getter
 from engine.untrusted import MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, parse_json, read_json_file, read_untrusted, reading
 from model import ModelArgs
 from tokenizer import (BYTE, CONTROL, MAX_MODEL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, SentencePiece,
@@ -351,7 +351,7 @@ def configured(vocabulary, folder):
     for which in "bos", "eos":
         name_special(proto, which, text_of(special_tokens(folder).get(f"{which}_token")))
     taken = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
-    for i in [i for i in generation(folder)["eos_token_id"] if i not in taken][:1]:  # as `claimed` has it in engine/load.py
+    for i in [i for i in generation(folder)["eos_token_id"] if i not in taken][:1]:  # as `claimed` has it in engine/formats/load.py
         if i < len(proto.pieces) and proto.pieces[i].type == USER_DEFINED:
             proto.pieces[i].type = CONTROL
     prefix, rules = config.get("add_prefix_space"), proto.normalizer_spec

@@ -1,5 +1,5 @@
 """
-Models in files: what is read of runs, of GGUF and llama2.c files, and of the folders of other projects (engine/folders.py). A
+Models in files: what is read of runs, of GGUF and llama2.c files, and of the folders of other projects (huggingface.py). A
 damaged or hostile file ends in one line: every length, count and place in it is checked before it is used.
 """
 import hashlib
@@ -12,15 +12,16 @@ import numpy as np
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
-from engine import checkpoint, folders, parallel, rope
-from engine.costs import num_params
-from engine.formats import (ALIGNMENT, CHAT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
+from engine.formats import huggingface, rope
+from engine.training import checkpoint, distributed
+from engine.training.costs import num_params
+from engine.formats.layout import (ALIGNMENT, CHAT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, ITER, LIST_CHECKSUM, LLAMA2C_HEADER,
                             LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE, TEMPLATE, TYPES, Type,
                             gap, halves_to_interleaved, heads_in, of_characters, tensors)
-from engine.prepare import keep_vocabulary
+from engine.text.prepare import keep_vocabulary
 from engine.files import sha256
-from engine.reader import Reader, Tensors, checked, getter, refuse
-from engine.sizes import rate_for
+from engine.formats.reader import Reader, Tensors, checked, getter, refuse
+from engine.training.plan import rate_for
 from engine.untrusted import reading
 from model import ModelArgs, Transformer
 from tokenizer import (BYTE, BYTE_OF, CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, UNUSED, USER_DEFINED, Bytes, SentencePiece,
@@ -358,7 +359,7 @@ def read_any(path, tokenizer):
     """What `read_model` returns; a file that is damaged, or of another kind than it seems, may raise anything."""
     vocabulary, extra, path = tokenizer and not tokenizer.endswith(".bin") and Tokenizer.load(tokenizer) or None, {}, Path(path)
     if path.suffix in (".pth", ".safetensors") and path.is_file():
-        folders.refuse_unread(path)
+        huggingface.refuse_unread(path)
         path = path.parent
     if checkpoint.is_own(path) or checkpoint.is_run(path) or not path.exists():
         folder = checkpoint.locate(path)
@@ -370,7 +371,8 @@ def read_any(path, tokenizer):
         vocabulary = vocabulary or Tokenizer.load(checkpoint.tokenizer_path(folder))
         extra = saved.get("chat", {}) | {ITER: checkpoint.manifest(folder)["step"]}
     elif path.is_dir() and ((path / "config.json").exists() or (path / "params.json").exists()):
-        read = folders.read_meta if (path / "params.json").exists() and not (path / "config.json").exists() else folders.read_hf
+        meta = (path / "params.json").exists() and not (path / "config.json").exists()
+        read = huggingface.read_meta if meta else huggingface.read_hf
         state, args, vocabulary, extra = read(path, vocabulary)
     elif path.is_dir():
         fail(f"{path}: holds no complete checkpoint, no config.json of Hugging Face's and no params.json of Meta's")
@@ -399,7 +401,7 @@ def load_model(path, tokenizer, device):
              "give the --tokenizer of this model")
     with reading(path, "a model", fail):
         model = Transformer(args)
-        parallel.load_weights(model, state)
+        distributed.load_weights(model, state)
     return model.to(device).eval(), vocabulary
 
 
@@ -416,7 +418,7 @@ def start_from(model, path, check=True):
     else:
         state, _, _, extra = read_model(path)
     with reading(path, "a model", fail):
-        parallel.load_weights(model, state)
+        distributed.load_weights(model, state)
     return {key: extra[key] for key in CHAT if key in extra}
 
 
@@ -449,7 +451,7 @@ def adopt(s, given):
     if s.eval_only and before.get("text_most"):  # else all of a large text would be prepared
         free["text_most"] = before["text_most"]
     free = {name: value for name, value in free.items() if name not in given}
-    parallel.say(f"fine-tuning {s.init_from} ({num_params(args):,} parameters, context {args.max_seq_len:,})"
+    distributed.say(f"fine-tuning {s.init_from} ({num_params(args):,} parameters, context {args.max_seq_len:,})"
                  + "".join(f"; {name}={value}" for name, value in free.items()))
     return adopted | free | {"vocab_source": str(file)}
 

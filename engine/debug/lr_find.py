@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import torch
 
-from engine import parallel
-from engine.modes import artifact, stepper
-from engine.parallel import say
+from engine.training import distributed
+from engine.debug.modes import artifact, stepper
+from engine.training.distributed import say
 
 LOW, HIGH, RAMP = 1e-5, 0.9, 100   # the ramp's ends and steps
 KNEE = 0.9                         # of its fall: the rate at which that is reached is the third of the sweep's four
@@ -127,7 +127,7 @@ def report_rates(g, ramp, sweep):
     for rate, loss in sweep:
         say(f"  learning_rate {rate:<8g} loss {loss:.4f} after {SWEEP} steps")
     low, middle, high = suggestion(sweep)
-    if parallel.master:
+    if distributed.master:
         table, picture = artifact(g, "csv"), artifact(g, "png")
         lines = [f"ramp,{rate:.4g},{loss:.5f},{smooth:.5f}" for rate, loss, smooth in ramp]
         lines += [f"sweep,{rate:.4g},{loss:.5f}," for rate, loss in sweep]

@@ -4,7 +4,7 @@ import multiprocessing
 import sys
 
 from configurator import fail
-from engine import costs, parallel
+from engine.training import costs, distributed
 
 HEADROOM = 0.1  # of the memory that is free, left to what else a training needs: evaluation, samples, other programs
 GAIN = 1.03     # how much faster a larger batch has to be, to be worth its memory
@@ -37,8 +37,8 @@ def largest_batch(s, args, device, amp_dtype, make_optimizer, gain=GAIN):
     """
     if s.sharded:
         fail("--batch_size=0 tries a model on one process; with --sharded=True it needs a number")
-    sequences, free = s.batch_size * s.gradient_accumulation_steps, parallel.free_memory(device)
-    here = 1 if device.type == "cuda" else parallel.local_world
+    sequences, free = s.batch_size * s.gradient_accumulation_steps, distributed.free_memory(device)
+    here = 1 if device.type == "cuda" else distributed.local_world
     limit = (1 - HEADROOM) * free / here if free else None
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
@@ -66,7 +66,7 @@ def largest_batch(s, args, device, amp_dtype, make_optimizer, gain=GAIN):
     for larger in tried[1:]:
         if larger[2] >= gain * speed:
             size, peak, speed = larger
-    parallel.say(f"batch_size {size} x gradient_accumulation_steps {sequences // size}, the {sequences} sequences a step that "
+    distributed.say(f"batch_size {size} x gradient_accumulation_steps {sequences // size}, the {sequences} sequences a step that "
                  f"were asked for: {speed:,.0f} tokens/s in {costs.binary(peak)}; {ended}")
     return {"batch_size": size, "gradient_accumulation_steps": sequences // size}
 
@@ -84,7 +84,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
             for _ in range(3):
                 times.append(costs.timed(trial.forward_backward, size))
                 trial.update()
-            peak, speed = parallel.peak_memory(device), size * s.max_seq_len / min(times[1:])
+            peak, speed = distributed.peak_memory(device), size * s.max_seq_len / min(times[1:])
             if limit and peak > limit:
                 return send.send(f"{size} takes {costs.binary(peak)}, and {costs.binary(limit)} is there for it")
             send.send((size, peak, speed))
@@ -92,7 +92,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
             if idle == 2:  # one alone may have met with a busy moment
                 return send.send("larger ones are not faster")
     except (MemoryError, RuntimeError) as e:  # of torch, on a CPU and on a GPU
-        if not parallel.is_out_of_memory(e):
+        if not distributed.is_out_of_memory(e):
             raise
         send.send(f"{size} did not fit")
     finally:
@@ -102,7 +102,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
 def prepare_to_die(device, limit):
     """Linux: a limit that allocations fail at, and to be the first that is killed where memory is short."""
     if device.type == "cpu":
-        parallel.keep_memory()
+        distributed.keep_memory()
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):
@@ -111,6 +111,6 @@ def prepare_to_die(device, limit):
     if device.type == "cpu" and limit:
         import resource
         now = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
-        most = now + max(0, int(limit) - parallel.memory_now(device))  # what is reserved is more than what is used
+        most = now + max(0, int(limit) - distributed.memory_now(device))  # what is reserved is more than what is used
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

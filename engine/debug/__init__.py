@@ -1,0 +1,5 @@
+"""
+Checks before the first step, overfit, dry run, lr_find, profiler and instruments that look into a model.
+
+May import every other package of engine; nothing else of engine imports it.
+"""

@@ -1,0 +1,5 @@
+"""
+Model files in and out: names, shapes and types of tensors, readers of GGUF, llama2.c, Hugging Face and Meta files.
+
+May import engine.ops, engine.files, model.py and tokenizer.py; never text, training or debug.
+"""
