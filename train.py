@@ -319,7 +319,8 @@ def save(writer, t, metric, unlogged=()):
             export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step} | t.state["chat"])
 
     if distributed.master or sharded:
-        checkpoint.warn_of(writer.start(work))
+        checkpoint.warn_of(writer.wait())  # before the next save, which may remove what the warning is about
+        writer.start(work)
     return None
 
 
