@@ -12,14 +12,11 @@ itself holds U+2581 is encoded as if it held a space, and decodes to one. The pi
 """
 import base64
 import codecs
-import contextlib
 import hashlib
 import itertools
 import json
-import os
 import re
 import struct
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
+from engine.streams import silent_stderr
 from engine.untrusted import MAX_JSON, parse_json, read_json_file, read_untrusted, reading
 
 SPACE = "\u2581"  # sentencepiece's visible space
@@ -310,27 +308,14 @@ class ByteLevel(Tokenizer):
         return self.tokenizer
 
 
-@contextlib.contextmanager
-def quiet_panics():
-    """Keep what a panic of a package in Rust writes to stderr away from it: what it raises is reported in one line."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
 def hugging_face_model(tokenizer, path):
     """The tokenizers.Tokenizer of a tokenizer.json's content."""
     try:
         import tokenizers
     except ImportError:
         fail(f"{path}: byte-level BPE needs a package: pip install tokenizers")
-    with reading(path, "a tokenizer.json that the package tokenizers wrote", fail), quiet_panics():
+    # A panic in Rust writes to stderr what `reading` says in one line.
+    with reading(path, "a tokenizer.json that the package tokenizers wrote", fail), silent_stderr():
         if len(json.dumps(tokenizer.get("post_processor"))) > MAX_POST_PROCESSOR:  # its lists multiply each other
             raise ValueError(f"its post_processor is longer than {MAX_POST_PROCESSOR:,} characters")
         model = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))

@@ -58,7 +58,7 @@ def write_atomic(path, text):
 
 
 def read_json(path):
-    """The object in a JSON file; {} where there is none that can be read."""
+    """Return the object in a JSON file, {} if the file can't be read."""
     try:
         return read_json_file(path, MAX_JSON)
     except (OSError, ValueError):

@@ -70,7 +70,7 @@ def open_streams():
             safe.before = stream  # the buffer would be closed with it; others, such as pytest -s, may write to it still
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)
-    if sys.stderr is sys.__stderr__:  # nobody captures it
+    if sys.stderr is sys.__stderr__:  # not captured by a test or a notebook
         outlast("stderr")
 
 
@@ -91,7 +91,7 @@ class Console(io.FileIO):
                     broken[self.stream] = [len(left), e.strerror]
                 self.lost += len(left)
                 break
-            if size is None:  # the reader of this pipe has switched blocking off
+            if size is None:  # the pipe is non-blocking and full
                 select.select([], [self], [])
             left = left[size or 0:]
         return len(data)
@@ -153,3 +153,17 @@ def tell(text, file=None):
     """A line for whoever still listens."""
     with unread():
         print(f"{text}\n", end="", file=file or sys.stdout, flush=True)  # at once: threads may tell something, too
+
+
+@contextlib.contextmanager
+def silent_stderr():
+    """Discard what libraries write to file descriptor 2, below Python's stderr."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)

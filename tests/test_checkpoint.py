@@ -368,6 +368,22 @@ def test_a_lock_on_a_mark_that_was_removed_is_none(tmp_path, monkeypatch):
     checkpoint.release()
 
 
+def test_a_refused_training_leaves_an_empty_file_of_the_users_and_none_of_its_own(tmp_path):
+    for name, theirs in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.gguf").write_text("mine")
+        if theirs:
+            (tmp_path / name / "trainer.json").touch()
+        with pytest.raises(SystemExit):
+            checkpoint.claim(tmp_path / name)
+        assert (tmp_path / name / "trainer.json").exists() == theirs and (tmp_path / name / "model.gguf").read_text() == "mine"
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/trainer.json").symlink_to(tmp_path / "nothing")
+    with pytest.raises(SystemExit):
+        checkpoint.claim(tmp_path / "link")
+    assert (tmp_path / "link/trainer.json").is_symlink() and not (tmp_path / "nothing").exists()
+
+
 @pytest.mark.parametrize("name", ["model.gguf", "config.json", "log.jsonl", "wandb.json", "tensorboard/mine", "trainer.json",
                                   "latest", "diff.patch", "model.gguf.4194305.tmp", "checkpoints/step_00001000/model.pt",
                                   "checkpoints/.tmp_x/model.pt", "checkpoints/.old_00000001/model.pt"])

@@ -2,10 +2,8 @@
 Where the time of a training goes: --profile=True. The loop of train.py runs as it is, and torch.profiler records some steps
 after a warm-up, with the spans that the step names (engine/spans.py).
 """
-import contextlib
 import functools
 import math
-import os
 import time
 from collections import Counter, defaultdict
 from types import SimpleNamespace
@@ -18,6 +16,7 @@ from engine.training import distributed
 from engine.debug.modes import artifact, replaced
 from engine.training.distributed import say
 from engine.spans import PHASES
+from engine.streams import silent_stderr
 
 WARM, STEPS = 4, 5  # steps before the profile, and in it
 WIDEST = 1 << 28    # bytes of the largest copy that is timed
@@ -50,7 +49,7 @@ class Look:
 
     def __call__(self, *arguments):
         self.at.append(time.perf_counter())  # at the end of a step ...
-        with hushed():
+        with silent_stderr():  # PyTorch's profiler prints lines when it begins and ends
             self.profiler.step() if self.step else self.profiler.start()
         if self.step == WARM:
             self.begin = time.perf_counter()  # ... and at the beginning of the first
@@ -61,19 +60,6 @@ class Look:
     def wall(self):
         """Seconds of the profiled steps by the clock."""
         return self.at[WARM + STEPS] - self.begin
-
-
-@contextlib.contextmanager
-def hushed():
-    """Without the lines that PyTorch's profiler prints when it begins and ends."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def profile(g, t):

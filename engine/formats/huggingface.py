@@ -270,7 +270,7 @@ def hf_state(folder, args):
 
 
 def same_bytes(a, b):
-    """Whether two tensors (file, dtype, shape, place, bytes) are the same; True if one of them is None."""
+    """Return whether two tensors (file, dtype, shape, place, bytes) hold the same bytes; True if one is None."""
     if not a or not b or a[0] == b[0] and a[3:] == b[3:]:
         return True
     readers, step = [Reader(path) for path in (a[0], b[0])], 1 << 24

@@ -205,7 +205,7 @@ def find_column(first, column):
 
 
 def pick(names, column):
-    """The one of `names` that holds the texts, None where there is none; outer blanks don't count. Raises Unfit for two."""
+    """Return the column of `names` that holds the texts, or None; outer blanks are ignored. Raises Unfit for two."""
     stripped = [str(name).strip() for name in names]
     for name in columns(column):
         if stripped.count(name.strip()) > 1:
@@ -302,7 +302,7 @@ def unpack(path, copy):
 
 
 def check_growth(size, path):
-    """Refuse a file that has become `size` bytes of text: a bomb, whose end nobody knows."""
+    """Refuse a packed file of which `size` bytes of text have come out so far, if that is too much: it may never end."""
     if size > max(GROWTH_FROM, MAX_GROWTH * os.path.getsize(path)):
         raise Unfit(f"its {os.path.getsize(path):,} bytes become more than {size:,} bytes of text",
                     f"expected at most {MAX_GROWTH} for each; if that is right, unpack it yourself")
@@ -666,7 +666,7 @@ def jsonl_text(line, column, number):
 
 
 def refuse_doubled(source, column, where):
-    """Refuses an object that has the column's name twice, of which json would take the last. source: its JSON, bytes or str."""
+    """Refuse a JSON object with the column's name twice: json keeps the last only. source: the object, bytes or str."""
     for name in columns(column):
         quoted_name = json.dumps(name, ensure_ascii=False)
         if source.count(quoted_name if isinstance(source, str) else quoted_name.encode()) < 2:

@@ -46,14 +46,14 @@ def number(text):
 
 
 def whole(value):
-    """Return a float as an int; None where it is no step: nan, negative, fractional, too large."""
+    """Return a float as an int, or None if it can't be a step: nan, negative, fractional, too large."""
     if value is None or not 0 <= value < MAX_STEP or value != int(value):
         return None
     return int(value)
 
 
 def epoch(text):
-    """Return an epoch as a float, which may have a fraction; None where it is none."""
+    """Return the text of an epoch as a float, fractions included, or None if it can't be an epoch."""
     value = number(text)
     return value if value is not None and 0 <= value < MAX_STEP else None
 

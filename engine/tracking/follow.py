@@ -21,7 +21,7 @@ def shown(line):
 
 
 class Tee:
-    """stdout or stderr, of which every line, as a terminal shows it in the end, also goes, redacted, to `listen`."""
+    """stdout or stderr that also calls `listen` with each finished line, redacted, as a terminal shows it in the end."""
 
     def __init__(self, stream, listen):
         self.stream, self.listen, self.line = getattr(stream, "stream", stream), listen, ""

@@ -391,11 +391,11 @@ def claim(out_dir):
 def take(out_dir):
     """What `claim` does, but for Refused, which is raised."""
     global held
-    file = lock(out_dir)
+    file, is_new = lock(out_dir)
     try:
         refuse_foreign(out_dir)
     except Refused:
-        if not os.fstat(file.fileno()).st_size:  # made by `lock`
+        if is_new:
             os.unlink(file.name)
         file.close()
         raise
@@ -405,14 +405,23 @@ def take(out_dir):
 
 def lock(out_dir):
     """
-    Return the open and locked MARK of a folder, or raise Refused where another process has locked it. The folder and an empty
-    MARK are made where there are none. Everything else about the folder is looked at under this lock, so that of two
-    trainings begun together the second sees a finished claim.
+    Return (the open and locked MARK of a folder, whether this call made it), or raise Refused where another process has
+    locked it. The folder and an empty MARK are made where there are none. Everything else about the folder is looked at under
+    this lock, so that of two trainings begun together the second sees a finished claim.
     """
     path = Path(out_dir, MARK)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "r+", encoding="utf-8", opener=lambda path, flags: os.open(path, flags | os.O_CREAT, 0o666))
+        try:
+            file, is_new = open(path, "x+", encoding="utf-8"), True
+        except FileExistsError:
+            try:
+                file, is_new = open(path, "r+", encoding="utf-8"), False
+            except FileNotFoundError:  # its owner has removed it in between
+                if path.is_symlink():
+                    raise Refused(f"--out_dir={out_dir}: {MARK} is a link to nothing, expected a file; remove the link, or "
+                                  f"choose another folder") from None
+                continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -422,7 +431,7 @@ def lock(out_dir):
         except OSError as e:  # some network file systems have no locks
             print(f"warning: {out_dir} cannot be locked ({e.strerror}); see to it that nobody else trains there", flush=True)
         if is_file_at(file, path):
-            return file
+            return file, is_new
         file.close()  # its owner has removed it between the opening and the locking
 
 
@@ -569,8 +578,8 @@ class Writer:
 
     def wait(self):
         """
-        Return when nothing is under way. What the last work failed of is returned where the next may succeed, as where disk or
-        memory are full, and raised otherwise; None where it did not fail.
+        Wait until no work is under way. Return None if the last work succeeded, and its exception if the next may succeed,
+        because the disk or the memory was full. Raises any other exception of the last work.
         """
         self.join()
         error, self.thread, self.error = self.error, None, None
@@ -829,14 +838,15 @@ def restore(s, folder, now, opt):
 
 
 STATE = {"step": (int,), "best": (int, float), "best_step": (int, type(None)), "run_id": (str,),
-         "loss_sum": (int, float, torch.Tensor),  # a scalar on the host, or 0.0 where no step has been taken since the last row
+         "loss_sum": (int, float, torch.Tensor),  # a number before the first step since the last row, then a scalar tensor
          "loss_steps": (int,), "last": (int, type(None)), "fixed": (dict,), "clock": (dict,), "noted": (list,), "chat": (dict,)}
 
 
 def restored(s, folder, now, opt, train):
-    """What `restore` returns, of the content of a train.pt, which may hold anything."""
+    """Return what `restore` returns. train: the content of a train.pt, which may be damaged; this may raise anything."""
     wrong = [name for name, kinds in STATE.items() if type(train["state"][name]) not in kinds]
-    wrong += ["loss_sum"] * (torch.as_tensor(train["state"]["loss_sum"] if not wrong else 0.0).numel() != 1)
+    if not wrong and torch.as_tensor(train["state"]["loss_sum"]).numel() != 1:
+        wrong = ["loss_sum"]
     if wrong or not all(type(value) in (int, float) for value in train["state"]["clock"].values()):
         raise ValueError(f"its state has another {(wrong or ['clock'])[0]} than a run writes")
     before = train["state"]["fixed"]
