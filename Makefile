@@ -37,8 +37,9 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 test: .venv/test run ## run all tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 3 --dist=loadfile --no-loadscope-reorder tests
 
-lint: .venv/test     ## style and likely mistakes: ruff, clang-format, the compiler's warnings
+lint: .venv/test     ## style, layers of imports and likely mistakes: ruff, import-linter, clang-format, the compiler's warnings
 	$(VENV) -m ruff check .
+	PYTHONPATH=. .venv/bin/lint-imports
 	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 

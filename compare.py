@@ -481,5 +481,5 @@ def main(folders):
 
 if __name__ == "__main__":
     words = []
-    given = configure(globals(), positional=words)
+    given = configure(globals(), positional=words).given
     main(words + ([name for name in runs.split(",") if name] if "runs" in given or not words else []))

@@ -108,6 +108,39 @@ def settings(g):
     return {name: g[name] for name in source_knobs(g["__file__"])}
 
 
+class Config:
+    """
+    The settings of a command, frozen: config.name reads one, config.changed(name=value) returns another Config.
+    defaults: {name: value} that the source gives, whose types are the settings' types; given: {name: value before it was
+    last given} of those that the command line or a file of overrides names.
+    """
+
+    def __init__(self, values, defaults, given):
+        vars(self).update(values)
+        vars(self).update(defaults=defaults, given=given)
+
+    def __setattr__(self, name, value):
+        raise AttributeError(f"settings are frozen: {name} can't be set; changed({name}=...) returns another Config")
+
+    __delattr__ = __setattr__
+
+    def changed(self, **values):
+        """A Config with these settings in place of its own. Raises KeyError for a name that is no setting."""
+        for name in values:
+            self.defaults[name]
+        return Config(self.as_dict() | values, self.defaults, self.given)
+
+    def as_dict(self):
+        """{name: value} of all settings, in the order of the source."""
+        return {name: getattr(self, name) for name in self.defaults}
+
+
+def freeze(g, given=()):
+    """The Config of a command, from its globals as they stand now. given: as of Config."""
+    known = source_knobs(g["__file__"])
+    return Config({name: g[name] for name in known}, {name: value for name, (value, *_) in known.items()}, dict(given))
+
+
 def whole(text):
     """The int that a text stands for, where 1e3 is one; other numbers as float."""
     try:
@@ -244,8 +277,7 @@ def options(argv, defaults):
 
 def configure(g, positional=None, argv=None, common=()):
     """
-    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line); return the keys given,
-    whose `mapping` has the value of each before it was last given.
+    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line); return the Config.
     positional: the knob that a word which is neither option nor configuration file is for, or a list that takes every
     word which is no option. common: the knobs that --help shows first.
     """
@@ -286,4 +318,4 @@ def configure(g, positional=None, argv=None, common=()):
             fail(f"{typed[positional]} and {word}: expected one {positional}")
         else:
             override(positional, word, word, word)
-    return given.keys()
+    return freeze(g, given)

@@ -29,7 +29,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
-from configurator import configure, fail, settings  # first: it answers for packages that are missing
+from configurator import configure, fail  # first: it answers for packages that are missing
 
 import numpy as np
 
@@ -310,13 +310,13 @@ def show_data(prepared):
 
 
 if __name__ == "__main__":
-    given = configure(globals(), positional="source")
+    config = configure(globals(), positional="source")
     if workers < 0:
         fail(f"--workers={workers}: expected 0 or more")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad, column, vocab_most=vocab_most,
                        text_most=text_most)
     found = load(prepared)
-    as_prepared(SimpleNamespace(data=source, **settings(globals())), given, found.meta)
+    as_prepared(SimpleNamespace(data=source, **config.as_dict()), config.given, found.meta)
     print(prepared)
     if show or page or png:
         show_data(found)

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 
 from compare import pad, width
-from engine.training import checkpoint, distributed
+from engine.training import checkpoint, distributed, run_folder
 from engine.files import write_atomic
-from engine.formats.load import load_model
+from engine.training.load import load_model
 from engine.tracking.redact import redact
 from engine.streams import one_line
 from engine.untrusted import parse_json, read_untrusted
@@ -220,7 +220,7 @@ def evaluate_labelled(model, vocabulary, device):
     rows = answer(model, vocabulary, examples, device)
     names = sorted({c for example in examples for c in example["classes"]})
     print("\n".join(report(rows, names)))
-    if checkpoint.is_run(out_dir):
+    if run_folder.is_run(out_dir):
         keep(rows, names)
     if wandb_log:
         log_to_wandb(rows, names)
@@ -335,7 +335,7 @@ def main():
     if not (perplexity or data or harness):
         fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
     place = distributed.setup(device)
-    globals()["out_dir"] = checkpoint.run_folder(out_dir)
+    globals()["out_dir"] = checkpoint.newest_run(out_dir)
     model, vocabulary = load_model(out_dir, tokenizer, place)
     if perplexity:
         print_perplexity(model, vocabulary, perplexity, place)

@@ -25,15 +25,17 @@ import numpy as np
 import torch
 
 from engine.formats import rope
-from engine.training import checkpoint
+from engine.training import checkpoint, run_folder
 from engine.files import replacing, write_atomic
 from engine.formats.layout import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM,
                                    LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE,
                                    TEMPLATE, TYPES,
                             architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters,
                             refuse_leftovers, tensors)
-from engine.formats.huggingface import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
-from engine.formats.load import is_gguf_of_ours, read_model
+from engine.formats.hf_vocabulary import is_vocabulary_of_ours
+from engine.formats.hf_vocabulary import MADE_BY, is_folder_of_ours
+from engine.formats.gguf_file import is_gguf_of_ours
+from engine.training.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
 out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
@@ -394,7 +396,7 @@ HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "token
 
 def is_bin_of_run(path, args):
     """Whether a llama2.c file, which bears no mark, is known by its place in a run's folder and its sizes."""
-    if path.name != "model.bin" or not checkpoint.is_run(path.absolute().parent):
+    if path.name != "model.bin" or not run_folder.is_run(path.absolute().parent):
         return False
     with open(path, "rb") as f:
         head = f.read(36)
@@ -418,7 +420,7 @@ def refuse_foreign(target, format, args, vocabulary):
 
 
 def main():
-    origin = checkpoint.run_folder(out_dir)
+    origin = checkpoint.newest_run(out_dir)
     source, name = Path(origin), "model.gguf" if format == "gguf" else "hf" if format == "hf" else "model.bin"
     beside = source / name if source.is_dir() else source.with_name(name.replace("model", source.stem))
     target = Path(path or beside)

@@ -1,11 +1,15 @@
 """
-The Llama architecture: token embedding, blocks of grouped-query attention with rotary positions and SwiGLU, RMSNorm
-before each, a classifier that may share the embedding. https://arxiv.org/abs/2302.13971
+The Llama architecture: token embedding, blocks of grouped-query attention with rotary positions and
+SwiGLU, RMSNorm before each, a classifier that may share the embedding's weights.
+https://arxiv.org/abs/2302.13971
 
-Shapes: B batch, T time, D model width, H heads, K key/value heads, Q head width, F hidden width, V vocabulary.
+Shapes: B batch, T time, D model width, H query heads, K key/value heads, Q head width, F hidden
+width, V vocabulary.
+
+    python model.py config/stories15M.py        parameters, FLOPs, memory, time and file sizes
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -16,24 +20,25 @@ from engine import ops
 
 @dataclass
 class ModelArgs:
+    """Sizes of a model. ModelArgs.of(config, vocab_size) reads them from settings."""
     dim: int = 288
     n_layers: int = 6
     n_heads: int = 6
     n_kv_heads: int = 0        # 0: as many as n_heads
     head_width: int = 0        # 0: dim / n_heads
     vocab_size: int = 32000
-    hidden_dim: int = 0        # 0: 2/3 of 4 dim, rounded up to a multiple of multiple_of
+    hidden_dim: int = 0        # 0: 8/3 dim, rounded up to a multiple of multiple_of
     multiple_of: int = 32
     max_seq_len: int = 256
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: float = 1.0  # positions are divided by it (linear scaling)
-    rope_factors: tuple = ()   # Q/2 numbers by which the pairs' frequencies are divided, as in Llama 3.1; (): none
-    rope_attention: float = 1.0  # by which the rotated queries and keys are multiplied, as YaRN does
+    rope_scaling: float = 1.0  # linear scaling: positions are divided by this
+    rope_factors: tuple = ()   # Q/2 divisors of the pairs' frequencies, as in Llama 3.1; (): none
+    rope_attention: float = 1.0  # factor of the rotated queries and keys, as in YaRN
     dropout: float = 0.0
     tied: bool = True          # the classifier shares the embedding's weights
-    qkv_bias: bool = False     # queries, keys and values have biases, as in Qwen2
-    qk_norm: bool = False      # each head's query and key is normed before its rotation, as in Qwen3
+    qkv_bias: bool = False     # biases for queries, keys and values, as in Qwen2
+    qk_norm: bool = False      # RMSNorm of each query and key before its rotation, as in Qwen3
 
     def __post_init__(self):
         self.n_kv_heads = self.n_kv_heads or self.n_heads
@@ -44,9 +49,48 @@ class ModelArgs:
     def head_dim(self):
         return self.head_width or self.dim // self.n_heads
 
+    @classmethod
+    def of(cls, config, vocab_size):
+        """
+        Return the sizes in the settings `config`, whose rope_factors are numbers separated by
+        commas. Raises ValueError where they are not.
+        """
+        factors = tuple(float(factor) for factor in config.rope_factors.split(",") if factor)
+        given = {field.name: getattr(config, field.name) for field in fields(cls)
+                 if hasattr(config, field.name)}
+        return cls(**given | {"vocab_size": vocab_size, "rope_factors": factors})
+
+    def build(self, device="cpu"):
+        """Return an untrained Transformer on a device; on "meta" it takes no memory."""
+        with torch.device(device):
+            return Transformer(self)
+
+    def problem(self):
+        """Return what is wrong with these sizes as one line, None if they are possible."""
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
+            if getattr(self, name) < 1:
+                return f"{name} is {getattr(self, name)}, expected at least 1"
+        if self.head_width < 0 or self.head_width % 2:
+            return f"head_width is {self.head_width}, expected 0 or an even number"
+        if not self.head_width and (self.dim % self.n_heads or self.head_dim % 2):
+            return (f"dim={self.dim} over n_heads={self.n_heads} is no even head width; choose dim "
+                    f"a multiple of 2 n_heads")
+        if self.n_heads % self.n_kv_heads:
+            return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
+        if not 0 <= self.dropout < 1:
+            return f"dropout is {self.dropout}, expected 0 <= dropout < 1"
+        if min(self.rope_theta, self.rope_scaling, self.norm_eps, self.rope_attention) <= 0:
+            return "rope_theta, rope_scaling, rope_attention and norm_eps must be positive"
+        pairs = self.head_dim // 2
+        factors = self.rope_factors
+        if factors and (len(factors) != pairs or not all(0 < f < math.inf for f in factors)):
+            return (f"rope_factors are {len(factors)}, expected {pairs} positive numbers, one a pair "
+                    f"of a head")
+        return None
+
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension. https://arxiv.org/abs/1910.07467"""
+    """Scale the last dimension: x / rms(x) * weight. https://arxiv.org/abs/1910.07467"""
 
     def __init__(self, dim, eps):
         super().__init__()
@@ -58,14 +102,20 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(args):
-    """The rotation of pair i at position t, cosine and sine of t theta^(-2i/Q): (max_seq_len, Q/2, 2) float32."""
+    """
+    Return cosine and sine of the rotation of pair i at position t, of the angle t theta^(-2i/Q):
+    (max_seq_len, Q/2, 2) float32. https://arxiv.org/abs/2104.09864
+    """
     i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
-    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim)) / torch.tensor(args.rope_factors or 1.0, dtype=t.dtype)
+    factors = torch.tensor(args.rope_factors or 1.0, dtype=torch.float64)
+    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim)) / factors
     return torch.stack((angle.cos(), angle.sin()), -1).mul(args.rope_attention).float()
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. https://arxiv.org/abs/2305.13245"""
+
     def __init__(self, args):
         super().__init__()
         self.args = args
@@ -73,26 +123,33 @@ class Attention(nn.Module):
         self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
         self.wk, self.wv = (nn.Linear(args.dim, kv_dim, bias=args.qkv_bias) for _ in "kv")
         self.wo = nn.Linear(q_dim, args.dim, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else nn.Identity() for _ in "qk")
+        if args.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(args.head_dim, args.norm_eps) for _ in "qk")
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x, rope, cache=None, mask=None):
         """
-        x (B, T, D) -> (B, T, D). `cache` is (keys, values, pos): (B, S, K, Q) filled up to pos; extended in place.
-        mask: (B, 1, T, T), what a query may see of the keys, or ops.Documents; None: itself and all before.
+        x (B, T, D) -> (B, T, D). cache: (keys, values, pos), keys and values (B, S, K, Q) of which
+        the first pos positions are filled; this call fills the next T. mask: which keys a query
+        sees, (B, 1, T, T) or ops.Documents; None: those at its own position and before.
         """
         T, a = x.shape[1], self.args
-        q, k, v = (w(x).unflatten(-1, (-1, a.head_dim)) for w in (self.wq, self.wk, self.wv))  # (B, T, H or K, Q)
+        q = self.wq(x).unflatten(-1, (-1, a.head_dim))  # (B, T, H, Q)
+        k = self.wk(x).unflatten(-1, (-1, a.head_dim))  # (B, T, K, Q)
+        v = self.wv(x).unflatten(-1, (-1, a.head_dim))  # (B, T, K, Q)
         q, k = ops.rotate(self.q_norm(q), rope), ops.rotate(self.k_norm(k), rope)
         if cache is not None:
             keys, values, pos = cache
             keys[:, pos:pos + T], values[:, pos:pos + T] = k, v
             k, v = keys[:, :pos + T], values[:, :pos + T]
-            mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)  # query t sees keys 0 .. pos + t
+            # Query t sees the keys 0 .. pos + t.
+            mask = torch.ones(T, pos + T, dtype=torch.bool, device=x.device).tril(pos)
         return self.wo(ops.attention(q, k, v, mask))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x). https://arxiv.org/abs/2002.05202"""
+    """SwiGLU: w2(silu(w1 x) * w3 x), (B, T, D) -> (B, T, D). https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, args):
         super().__init__()
@@ -105,6 +162,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward, each normed before and added to the residual stream."""
+
     def __init__(self, args):
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, args.norm_eps)
@@ -119,8 +178,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    bos_id = None      # of training on packed documents: attention does not reach back over this token
-    recompute = False  # in training keep only the blocks' inputs, and compute their insides again for the gradients
+    """Tokens (B, T) in, logits or the loss out."""
+    bos_id = None      # token that begins a document: attention does not reach back over it
+    recompute = False  # activation checkpointing: keep only the blocks' inputs for the gradients
 
     def __init__(self, args):
         super().__init__()
@@ -137,15 +197,17 @@ class Transformer(nn.Module):
 
     def init_weights(self):
         """
-        Normal with deviation 0.02; w2, which adds to the residual stream, less by the number of additions. wo begins as
-        the transpose of wv: a head first says what it looks at, and learns sooner where to look. doc/lab/recipe.md
+        Draw matrices from a normal distribution with deviation 0.02; w2, which adds to the residual
+        stream, with less the more layers add to it. wo starts as the transpose of wv: a head first
+        passes on what it looks at, and learns sooner where to look. doc/lab/recipe.md
         """
+        residual_std = 0.02 / math.sqrt(2 * self.args.n_layers)
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
             elif p.dim() == 2:
                 residual = name.endswith("feed_forward.w2.weight")
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.args.n_layers) if residual else 0.02)
+                nn.init.normal_(p, std=residual_std if residual else 0.02)
         for layer in self.layers:
             v = layer.attention.wv.weight.data.unflatten(0, (self.args.n_kv_heads, -1))  # (K, Q, D)
             v = v.repeat_interleave(self.args.n_heads // self.args.n_kv_heads, 0)  # (H, Q, D)
@@ -153,18 +215,25 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, targets=None, cache=None, every=False, documents=None):
         """
-        tokens (B, T) -> (logits, loss). With targets (B, T), -1 where none: None, and the mean cross entropy in nats. Else
-        logits (B, 1, V) of the last position or, with every=n, of every n-th, and None. cache, documents: new_cache's, ops'.
+        tokens (B, T) -> (logits, loss).
+
+        With targets (B, T), -1 where there is none: (None, mean cross entropy in nats). Without:
+        (logits (B, 1, V) of the last position, None); with every=n, of every n-th position. cache:
+        a dict of new_cache, extended by T; documents: ops.documents_of(tokens), which attends within
+        documents without a mask.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
         x = self.dropout(self.tok_embeddings(tokens))  # (B, T, D)
-        mask = documents or (ops.within_documents(tokens, self.bos_id) if self.bos_id is not None and not cache else None)
+        mask = documents
+        if mask is None and self.bos_id is not None and not cache:
+            mask = ops.within_documents(tokens, self.bos_id)
         for i, layer in enumerate(self.layers):
             if self.recompute and self.training:
                 x = checkpoint(layer, x, rope, None, mask, use_reentrant=False)
             else:
-                x = layer(x, rope, (cache["keys"][i], cache["values"][i], pos) if cache else None, mask)
+                kv = (cache["keys"][i], cache["values"][i], pos) if cache else None
+                x = layer(x, rope, kv, mask)
         x = self.norm(x)
         if cache:
             cache["pos"] += T
@@ -173,48 +242,62 @@ class Transformer(nn.Module):
         return None, ops.cross_entropy(x.flatten(0, 1), self.output, targets.flatten())
 
     def new_cache(self, B):
-        """An empty key/value cache for B sequences: {keys, values: (L, B, max_seq_len, K, Q), pos: positions filled}."""
+        """
+        Return an empty key/value cache for B sequences: {"keys", "values": (n_layers, B,
+        max_seq_len, K, Q), "pos": number of positions filled}.
+        """
         a = self.args
         shape = (a.n_layers, B, a.max_seq_len, a.n_kv_heads, a.head_dim)
-        return {name: torch.zeros(shape, device=self.rope.device) for name in ("keys", "values")} | {"pos": 0}
+        keys, values = (torch.zeros(shape, device=self.rope.device) for _ in range(2))
+        return {"keys": keys, "values": values, "pos": 0}
 
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
         """
-        Continue tokens (B, T) by up to max_new_tokens; return (B, T + new). Temperature 0 is greedy; top_p samples from the
-        smallest set of tokens whose probability exceeds it; ends early when all have a token of `stop`. `latest` moves on.
+        Continue tokens (B, T) by up to max_new_tokens and return (B, T + new). Temperature 0 takes
+        the most likely token; top_p samples from the smallest set of tokens whose probability
+        exceeds it. Ends early when every sequence has a token of `stop`. When the context is full,
+        it goes on from `latest` tokens.
         """
         cache, new = self.new_cache(tokens.shape[0]), tokens
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
         for _ in range(max_new_tokens):
             if cache["pos"] + new.shape[1] > self.args.max_seq_len:
                 cache["pos"], new = 0, latest(tokens, self.args.max_seq_len)
-            new = sample(self(new, cache=cache)[0][:, -1].float(), temperature, top_p, generator)  # (B, 1)
+            logits, _ = self(new, cache=cache)  # (B, 1, V)
+            new = sample(logits[:, -1].float(), temperature, top_p, generator)  # (B, 1)
             tokens = torch.cat((tokens, new), dim=1)
-            done |= torch.isin(new[:, 0], torch.tensor(tuple(stop), device=new.device, dtype=new.dtype))
+            stops = torch.tensor(tuple(stop), device=new.device, dtype=new.dtype)
+            done |= torch.isin(new[:, 0], stops)
             if done.all():
                 break
         return tokens
 
 
 def latest(tokens, max_seq_len):
-    """What stays of tokens (B, T) that don't fit the context: the first, BOS, and the latest. `run` does the same."""
-    half = max_seq_len // 2 if max_seq_len > 3 else 1  # so a token is evaluated twice, however long the text
+    """
+    Return the tokens to keep of tokens (B, T) that fill the context: the first, BOS, and the latest
+    ones, half a context together. Each token is then evaluated at most twice. ./run does the same.
+    """
+    half = max_seq_len // 2 if max_seq_len > 3 else 1
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
 
 
 def sample(logits, temperature, top_p, generator=None):
-    """One token (B, 1) from each row of logits (B, V)."""
+    """Draw one token from each row of logits (B, V): (B, 1)."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     probs = torch.softmax(logits / temperature, dim=-1)
     if 0 < top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
-        ordered[ordered.cumsum(dim=-1) - ordered > top_p] = 0  # keep the first token whose sum passes top_p
+        # Keep the tokens up to the first whose cumulative probability exceeds top_p.
+        ordered[ordered.cumsum(dim=-1) - ordered > top_p] = 0
         probs = torch.zeros_like(probs).scatter(-1, index, ordered)
     return torch.multinomial(probs, 1, generator=generator)
 
 
-if __name__ == "__main__":  # python model.py config/stories15M.py: what a training of these settings costs
+if __name__ == "__main__":
+    from engine.training.costs import Build
     from engine.training.plan import show_costs
-    show_costs()
+    from optim import make_optimizer
+    show_costs(Build(ModelArgs.of, make_optimizer))

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 import torch
 
-from engine.training import distributed
+from engine.training import distributed, hardware
 from engine.spans import spanned
 
 
@@ -98,7 +98,7 @@ class Muon:
                              f"give others to AdamW, as make_optimizer does")
         self.param_groups = [{"params": params, "lr": lr, "scale": 1.0, "weight_decay": weight_decay, "momentum": momentum}]
         self.state = defaultdict(dict)
-        self.half = distributed.has_bfloat16(params[0].device)
+        self.half = hardware.has_bfloat16(params[0].device)
 
     @torch.no_grad()
     def step(self, observe=nullcontext):
@@ -258,7 +258,7 @@ class SpikeDetector:
         return False
 
 
-def learning_rate_at(s, step, spent=0.0):
+def learning_rate_at(s, step, last_step, spent=0.0):
     """
     The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr. It follows the steps or, where that is
     further, the clock: spent is the part of max_minutes that has gone.
@@ -267,9 +267,9 @@ def learning_rate_at(s, step, spent=0.0):
         return s.learning_rate * (step + 1) / s.warmup_iters
     if not s.decay_lr:
         return s.learning_rate
-    step = max(step, spent * s.max_iters)
+    step = max(step, spent * last_step)
     if s.schedule == "cosine":
-        done = min(1.0, (step - s.warmup_iters) / max(1, s.max_iters - s.warmup_iters))
+        done = min(1.0, (step - s.warmup_iters) / max(1, last_step - s.warmup_iters))
         return s.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (s.learning_rate - s.min_lr)
-    left = (s.max_iters - step) / max(1, s.decay_fraction * s.max_iters)
+    left = (last_step - step) / max(1, s.decay_fraction * last_step)
     return s.min_lr + min(1.0, max(0.0, left)) * (s.learning_rate - s.min_lr)

@@ -13,7 +13,7 @@ import torch
 
 from engine.debug import inside
 from engine.training import checkpoint, distributed
-from engine.formats.load import load_model
+from engine.training.load import load_model
 from engine.streams import generated
 from page.inside import html
 
@@ -51,7 +51,7 @@ def write_attention(model, vocabulary):
 def main():
     check_settings()
     place = distributed.setup(device)
-    model, vocabulary = load_model(checkpoint.run_folder(out_dir), tokenizer, place)
+    model, vocabulary = load_model(checkpoint.newest_run(out_dir), tokenizer, place)
     if attention:
         return write_attention(model, vocabulary)
     ids = vocabulary.encode_prompt(prompt)

@@ -1,8 +1,9 @@
 """
 Train a Llama from scratch.
 
-    python train.py                                 the built-in stories, a small model, about two minutes on a laptop
-    python train.py --data=my.txt --wandb_log=True  your own text, tracked in W&B, with or without an account
+    python train.py                                 the built-in stories, two minutes on a laptop
+    python train.py --data=my.txt --wandb_log=True  your own text, tracked in W&B, with or
+                                                    without an account
     python train.py config/stories15M.py            a preset; --key=value after it overrides
     torchrun --nproc_per_node=4 train.py ...        many GPUs
 
@@ -14,475 +15,577 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
-from configurator import configure, fail, settings  # first: it answers for packages that are missing
+from configurator import configure, fail  # before torch: it explains packages that are missing
 
-if "OMP_WAIT_POLICY" not in os.environ:              # read once by torch: how long an idle thread spins before it sleeps.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # Not at all is slow alone, for ever is slow on shared cores
+if "OMP_WAIT_POLICY" not in os.environ:
+    # How long an idle OpenMP thread spins before it sleeps; torch reads it once. Without spinning
+    # a step is slower, and endless spinning is slow on cores that other programs use too.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from tqdm import tqdm
 
 from data import Dataset, data_rows, prepare
 from engine import ops
-from engine.debug import modes, preflight
-from engine.training import checkpoint, costs, distributed, plan
-from engine.training.validate import check_settings, checked_args, refuse_nonsense, refuse_unseen
-from engine.training.fit_batch import largest_batch, until_found
+from engine.debug import modes
+from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe,
+                                      show, take_notes, write_samples)
+from engine.debug.preflight import Ready, check_names, run_checks
 from engine.formats.layout import refuse_leftovers
-from engine.debug.instruments import Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe, show, take_notes, write_samples
-from engine.formats.load import adopt, start_from
-from engine.training.distributed import say
-from engine.text.prepare import as_prepared, load, source_files, text_bytes
-from engine.tracking.redact import redact
 from engine.spans import span
 from engine.streams import outlast
+from engine.text.prepare import source_files
+from engine.tracking.redact import redact
+from engine.training import (checkpoint, costs, distributed, hardware, load, mode, plan, progress,
+                             resume, run_folder, supervisor)
+from engine.training.distributed import say
+from engine.training.resolve import resolve
+from engine.training.signals import Signals
+from engine.training.training import Training
+from engine.training.validate import check_settings, refuse_nonsense
 from export import ITER, export_model, exported_step, refuse_unexportable
-from model import Transformer
+from model import ModelArgs
 from optim import LossScale, SpikeDetector, learning_rate_at, make_optimizer
 from track import Tracker, source_version, start_tracking
 
 # ---- output
-out_dir = "auto"            # checkpoints, log.jsonl and model.gguf of the run; auto: out/ and the name of the data
+out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; auto: out/ and the
+                            # name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # times 1024 tokens of each split an evaluation, always the same; 0: all of val, as many of train
-eval_only = False           # evaluate the checkpoint in out_dir, and end
+eval_iters = 50             # size of an evaluation, in thousands (1024) of tokens per split; 0: all
+                            # of val, as many of train
+eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
-noise_scale = False         # at evaluations also the gradient noise scale: the batch, in tokens, from which on more pays less
-early_stop = 0              # evaluations without a better one, after which the run goes back to the best and ends soon; 0: never
-always_save_checkpoint = False  # keep every checkpoint; else the newest and the best few
-keep_last = 1               # newest checkpoints kept
-keep_best = 1               # checkpoints with the least validation loss kept
-init_from = "auto"          # auto: resume what stands in out_dir, else start; scratch; resume; or the path of a model to fine-tune
-force_resume = False        # continue even where batch, data, seed or context have changed; sizes can't
-minutes = 0.0               # how long all of it takes: sizes and steps follow from it and the text; 0: 5, on a GPU 20
-max_minutes = 0.0           # save and end after so long, with the rate at the end of its schedule; 0: no limit
-checks = "all"              # before the first step: all, none, some (future,leak), or all but some (-leak)
-sample_prompt = "Once upon a time"  # continued by the model at every evaluation; several: separated by |
+noise_scale = False         # log the gradient noise scale at evaluations: batch size in tokens
+                            # beyond which returns diminish
+early_stop = 0              # evaluations without a new best loss before the run ends from its best
+                            # weights; 0: never
+always_save_checkpoint = False  # keep every checkpoint
+keep_last = 1               # number of newest checkpoints to keep
+keep_best = 1               # number of checkpoints with the lowest validation loss to keep
+init_from = "auto"          # auto: resume out_dir's run, else start; scratch; resume; or the path
+                            # of a model to fine-tune
+force_resume = False        # resume even if batch, data, seed or context have changed; sizes can't
+                            # change
+minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
+                            # the data; 0: 5, on a GPU 20
+max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
+                            # end; 0: no limit
+checks = "all"              # checks before the first step: all, none, some (future,leak), or all
+                            # but some (-leak)
+sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
+                                    # separated by |
 # ---- tracking
-wandb_log = False           # track in Weights & Biases; offline where there is no key or no server
-wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else llamac
+wandb_log = False           # track in Weights & Biases; offline without a key or a server
+wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
+                            # llamac
 wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
-wandb_group = ""            # W&B: runs that belong together
+wandb_group = ""            # W&B group of runs that belong together
 wandb_tags = ""             # W&B tags, separated by commas
-wandb_notes = ""            # W&B: what this run is to find out
+wandb_notes = ""            # W&B notes: what this run is meant to find out
 wandb_job_type = "auto"     # W&B job type; auto: WANDB_JOB_TYPE, else train
-wandb_tables = True         # documents, samples and predictions go to W&B as tables of text; False: numbers alone
-wandb_log_model = True      # the exported model goes to W&B as an artifact
+wandb_tables = True         # send documents, samples and predictions to W&B as tables of text;
+                            # False: numbers only
+wandb_log_model = True      # send the exported model to W&B as an artifact
 wandb_watch = "off"         # histograms of gradients, parameters, or all; off
-tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install tensorboard)
-swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a server (pip install swanlab)
-trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install trackio)
+tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install
+                            # tensorboard)
+swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a
+                            # server (pip install swanlab)
+trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install
+                            # trackio)
 # ---- data
-data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder, prepared data
-vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level BPE; byte; char; llama2; or a tokenizer's path
-vocab_size = 0              # of a custom vocabulary; 0: what data.py chooses for this source
-vocab_most = 0              # where vocab_size is 0: at most so many, and the rarest characters as bytes; 0: no limit
-text_most = 0               # bytes of the text to prepare for training, spread over all of it; 0: all of it
-val_fraction = 0.0          # part held out for validation; 0: a tenth, at most 5 MB
-column = "text"             # where the text stands in .jsonl, .csv, .tsv, .parquet; "text": "story" too
-skip_bad = False            # leave out files of a folder that can't be read as text, and count them
-cache = "cache"             # prepared data goes here; of processes on several machines, where all of them see it
+data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder,
+                            # prepared data
+vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level BPE; byte; char;
+                            # llama2; or a tokenizer's path
+vocab_size = 0              # size of a vocabulary trained on the data; 0: chosen from the size of
+                            # the text
+vocab_most = 0              # max size of a vocabulary whose vocab_size is 0; rare characters become
+                            # bytes; 0: no limit
+text_most = 0               # max bytes of text to prepare for training, spread evenly over the
+                            # whole; 0: all of it
+val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
+column = "text"             # name of the text field in .jsonl, .csv, .tsv and .parquet; with
+                            # "text", "story" is found too
+skip_bad = False            # skip and count files of a folder that can't be read as text
+cache = "cache"             # folder of prepared data; several machines need one that all of them
+                            # see
 # ---- model
-depth = 0                   # derive all sizes, batch, rate and steps from this one number; 0: as they are set
+depth = 0                   # derive sizes, batch, rate and steps from this one number; 0: use the
+                            # settings below
 dim = 64                    # model width
-n_layers = 2                # blocks
-n_heads = 2                 # query heads
-n_kv_heads = 0              # key/value heads; 0: as many as n_heads
+n_layers = 2                # number of blocks
+n_heads = 2                 # number of query heads
+n_kv_heads = 0              # number of key/value heads; 0: as many as n_heads
 head_width = 0              # width of a head; 0: dim / n_heads
-hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up
-multiple_of = 32            # rounding of the hidden width
+hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up to a multiple of
+                            # multiple_of
+multiple_of = 32            # the hidden width is rounded up to a multiple of this
 max_seq_len = 192           # context, in tokens
-dropout = 0.0               # of what blocks add; 0 for large data, 0.1 or more when epochs repeat
-within_documents = True     # attention sees no other document; False: faster where contexts are long
+dropout = 0.0               # probability of dropping an element that a block adds; 0 for large
+                            # data, 0.1 for many epochs
+within_documents = True     # attention sees only its own document; False is faster with long
+                            # contexts
 tied = True                 # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
-rope_scaling = 1.0          # linear scaling of the positions
-rope_factors = ""           # what divides the frequency of each pair of a head, as in Llama 3.1: numbers separated by commas
-rope_attention = 1.0        # what the rotated queries and keys are multiplied by, as YaRN does
-qkv_bias = False            # queries, keys and values have biases, as in Qwen2
-qk_norm = False             # each head's query and key is normed, as in Qwen3
-norm_eps = 1e-5             # of RMSNorm
+rope_scaling = 1.0          # linear scaling of the positions: they are divided by this
+rope_factors = ""           # divisors of the frequency of each pair of a head, as in Llama 3.1:
+                            # numbers separated by commas
+rope_attention = 1.0        # factor of the rotated queries and keys, as in YaRN
+qkv_bias = False            # biases for queries, keys and values, as in Qwen2
+qk_norm = False             # RMSNorm of each head's query and key, as in Qwen3
+norm_eps = 1e-5             # epsilon of RMSNorm
 # ---- optimization
-batch_size = 6              # sequences per forward pass; 0: the most that fit; lower it when memory is short ...
-gradient_accumulation_steps = 1  # ... and raise this: a step is batch_size x this many sequences, over all processes
-max_iters = 3000            # steps
-optimizer = "muon"          # muon for the matrices of the blocks and adamw for the rest; or adamw for all
-learning_rate = 6e-3        # peak
-table_rate = 1.0            # of embedding and classifier, times learning_rate
-weight_decay = 0.1          # of the matrices
-momentum = 0.95             # Muon
-beta1 = 0.9                 # AdamW
-beta2 = 0.95                # AdamW
-grad_clip = 1.0             # largest gradient norm; 0: no limit
-decay_lr = True             # lower the rate after warm-up
-schedule = "linear"         # linear: constant, then down over the last decay_fraction of the steps; or cosine
-decay_fraction = 0.6        # of the linear schedule
+batch_size = 6              # sequences per forward pass; 0: the most that fit into memory
+gradient_accumulation_steps = 1  # forward passes per step, over all processes: a step has
+                                 # batch_size times this many sequences
+max_iters = 3000            # number of steps
+optimizer = "muon"          # muon: Muon for the blocks' matrices and AdamW for the rest; adamw:
+                            # AdamW for all
+learning_rate = 6e-3        # peak learning rate
+table_rate = 1.0            # learning rate of embedding and classifier, as a multiple of
+                            # learning_rate
+weight_decay = 0.1          # weight decay of the matrices
+momentum = 0.95             # momentum of Muon
+beta1 = 0.9                 # AdamW: decay of the mean of gradients
+beta2 = 0.95                # AdamW: decay of the mean of squared gradients
+grad_clip = 1.0             # max norm of the gradient; 0: no limit
+decay_lr = True             # decay the learning rate after warm-up
+schedule = "linear"         # linear: constant, then linear decay over the last decay_fraction of
+                            # the steps; or cosine
+decay_fraction = 0.6        # part of the steps in which the linear schedule decays
 warmup_iters = 50           # steps of linear warm-up
-min_lr = 0.0                # at the end of the schedule
+min_lr = 0.0                # learning rate at the end of the schedule
 # ---- system
 device = "auto"             # auto, cpu, cuda, cuda:1, mps
-dtype = "auto"              # auto, float32 (on NVIDIA's GPUs: TF32), bfloat16, float16 (auto on V100 and T4)
-peak_tflops = 0.0           # what mfu is measured against, of one device; 0: its data sheet, or a product timed here
-sharded = False             # many processes share weights and optimizer (FSDP2) rather than copy them (DDP)
+dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, float16 (auto on V100
+                            # and T4)
+peak_tflops = 0.0           # peak that mfu refers to, per device; 0: from its data sheet, or
+                            # measured by a matrix product
+sharded = False             # split weights and optimizer over the processes (FSDP2) instead of
+                            # copying them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
-activation_checkpointing = False  # keep of each block its input alone, and compute it again for the gradients: less memory
+activation_checkpointing = False  # keep only the input of each block and recompute its inside for
+                                  # the gradients: less memory
 supervise = False           # restart this program from its last checkpoint when it crashes
-max_restarts = 10           # of a supervised program
-spike_z = 6.0               # skip a step whose loss or gradient norm lies so many deviations above the usual; 0: never
-max_skips = 10              # steps skipped in a row before the weights go back to the last checkpoint
-deterministic = False       # on a GPU: the same bits every time, by slower kernels
-seed = 1337                 # of initialisation, data order and dropout
+max_restarts = 10           # max restarts of a supervised program
+spike_z = 6.0               # skip a step whose loss or gradient norm is this many deviations above
+                            # the usual; 0: never
+max_skips = 10              # steps skipped in a row before the weights return to the last
+                            # checkpoint
+deterministic = False       # on a GPU: the same bits every time, with slower kernels
+seed = 1337                 # seed of initialization, data order and dropout
 # ---- before a training
-overfit = 0                 # learn so many windows by heart, whatever it takes, and say PASS or FAIL
-dry_run = False             # 3 steps of everything, in a folder that is removed
-lr_find = False             # which learning_rate? a ramp, then four rates over 100 steps each; a table and a picture
-profile = False             # where the time of 5 steps goes; a table and a trace
+overfit = 0                 # overfit this many windows, and report PASS or FAIL
+dry_run = False             # run everything for 3 steps in a temporary folder
+lr_find = False             # find a learning_rate: a ramp, then four rates over 100 steps each; a
+                            # table and a picture
+profile = False             # profile 5 steps: a table of where the time goes, and a trace
+
+# What trial trainings are made of, which measure the plan and find the largest batch.
+BUILD = costs.Build(ModelArgs.of, make_optimizer)
 
 
-def knobs():
-    """The settings above as they stand, for engine/, which gives back what it changes."""
-    return SimpleNamespace(**settings(globals()))
-
-
-def train_step(step, model, opt, dataset, device, amp, guard, update_norms):
+def train_step(t, step, x, y, spike_detector, update_norms):
     """
-    One step on this process's slice of the global batch of `step`, in micro-batches of batch_size. Returns (mean loss,
-    gradient norm) of the global batch, scalar tensors on the device, and whether the step was taken.
+    Take one optimizer step of a Training on x, y (sequences of this process, T), its slice of the
+    global batch, in micro-batches of batch_size sequences. Return the mean loss and the gradient
+    norm of the global batch, scalar tensors on the device, and whether the step was taken: the
+    spike detector may refuse it.
     """
-    torch.manual_seed(seed + step * distributed.world + distributed.rank)  # dropout too is a pure function of the step
-    x, y = dataset.batch(step)
+    # Dropout too is a pure function of the step.
+    torch.manual_seed(seed + step * distributed.world + distributed.rank)
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
-    sequences = batch_size * gradient_accumulation_steps / distributed.world  # of a process, on average
-    packed = within_documents and ops.has_packed_attention(device, amp, head_width or dim // n_heads, 0 < n_kv_heads < n_heads)
-    total = torch.zeros((), device=device)
+    sequences = batch_size * gradient_accumulation_steps / distributed.world  # per process
+    grouped_queries = 0 < n_kv_heads < n_heads
+    packed = within_documents and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
+                                                           grouped_queries)
+    total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        share = (yb >= 0).any(1).sum().item() / sequences  # of those that are not padding
-        documents = ops.documents_of(xb, dataset.separator, device) if packed else None
-        xb, yb = distributed.to_device(device, xb, yb)
-        with distributed.accumulate(model, last=i == len(micro_batches) - 1):
-            with span("forward"), amp:
-                loss = model(xb, yb, documents=documents)[1] * share
-            with span("backward"):
-                (loss * opt.scale.factor).backward()  # out of autocast, which would make of float32 sums products in bfloat16
+        share = (yb >= 0).any(1).sum().item() / sequences  # part of the step, without padding
+        documents = ops.documents_of(xb, t.dataset.separator, t.device) if packed else None
+        xb, yb = distributed.to_device(t.device, xb, yb)
+        with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
+            with span("forward"), t.amp:
+                loss = t.network(xb, yb, documents=documents)[1] * share
+            with span("backward"):  # outside autocast, which would downcast the float32 reductions
+                (loss * t.opt.scale.factor).backward()
         total += loss.detach()
     with span("clipping"):
-        length = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    norm, loss = distributed.unshard(length) / opt.scale.factor, distributed.mean(total)
+        grads = [p.grad for p in t.model.parameters() if p.grad is not None]
+        scaled_norm = torch.nn.utils.get_total_norm(grads)
+    norm, loss = distributed.unshard(scaled_norm) / t.opt.scale.factor, distributed.mean(total)
     read = distributed.reading(torch.stack((loss, norm)))
     with span("clipping"):
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), (grad_clip or math.inf) * opt.scale.factor, length)
-    taken = not (spike_z or opt.scale.wanted) or not guard.refuses(*read())  # one wait for the device
+        max_norm = (grad_clip or math.inf) * t.opt.scale.factor
+        torch.nn.utils.clip_grads_with_norm_(t.model.parameters(), max_norm, scaled_norm)
+    judged = spike_z or t.opt.scale.wanted  # only then the step waits for the device
+    taken = not (judged and spike_detector.refuses(*read()))
     if taken:
-        opt.step(*[update_norms] * update_norms.wanted)
-    opt.scale.update(norm)
-    opt.zero_grad()
+        t.opt.step(*[update_norms] if update_norms.wanted else [])
+    t.opt.scale.update(norm)
+    t.opt.zero_grad()
     return loss, norm, taken
 
 
 @torch.no_grad()
-def evaluate(model, dataset, device, amp):
+def evaluate(t):
     """
-    {"train", "val"}: mean loss in nats per token over the same documents of a split every time, as many tokens of both,
-    each document read from its beginning, long ones in pieces of the context's length. The processes share the work.
+    Return {"train", "val"}: the mean loss in nats per token over the same documents of a split
+    every time, as many tokens of both. Each document is read from its beginning, a long one in
+    pieces of the context's length. The processes share the work.
     """
-    model.eval()
-    wide, losses = torch.float32 if device.type == "mps" else torch.float64, {}  # which Apple's GPUs lack
+    t.model.eval()
+    # Apple's GPUs have no float64.
+    precise = torch.float32 if t.device.type == "mps" else torch.float64
+    limit = eval_iters * costs.EVAL_TOKENS
+    losses = {}
     for split in ("train", "val"):
-        total = torch.zeros(2, dtype=wide, device=device)  # sum of losses, predictions
-        for x, y, counts in dataset.eval_batches(split, eval_iters * costs.EVAL_TOKENS, costs.EVAL_PASS):
-            x, y = distributed.to_device(device, x, y)
-            with amp:
-                loss = model(x, y)[1]
+        total = torch.zeros(2, dtype=precise, device=t.device)  # sum of losses, of predictions
+        for x, y, counts in t.dataset.eval_batches(split, limit, costs.EVAL_PASS):
+            x, y = distributed.to_device(t.device, x, y)
+            with t.amp:
+                loss = t.model(x, y)[1]
             predictions = (y >= 0).sum() * counts
-            total += torch.stack((loss.to(wide) * predictions, predictions))
+            total += torch.stack((loss.to(precise) * predictions, predictions))
         nats, predictions = distributed.mean(total).tolist()
         losses[split] = nats / predictions
-    model.train()
+    t.model.train()
     return losses
 
 
-def load_data(device):
-    """The Prepared of the settings, which the master makes for all processes. All end where one does not see it."""
-    folder = distributed.on_master(prepare, data, vocab_source, vocab_size, val_fraction, cache, skip_bad=skip_bad,
-                                column=column, vocab_most=vocab_most, text_most=text_most)
-    refuse_unseen(folder, device)
-    return load(folder)
+def assess(t):
+    """
+    Evaluate. Return a row: losses in nats per token, "bpb/val" in bits per byte of text, samples,
+    and what the instruments read.
+    """
+    losses = evaluate(t)
+    row = {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
+    if not math.isfinite(losses["val"]):
+        return row  # skip sampling: refuse_nonsense ends the run
+    probed = {split: distributed.to_device(t.device, *batch)
+              for split, batch in t.dataset.probe_batches().items()}
+    prompts = sample_prompt.split("|")
+    samples = write_samples(t.model, t.dataset.tokenizer, t.device, prompts, seed)
+    noise = gradient_noise(t.model, t.dataset, t.device, t.amp) if noise_scale else {}
+    row |= {"bpb/val": t.dataset.bits_per_byte(losses["val"]), "samples": samples}
+    return row | noise | probe(t.model, probed, t.dataset.tokenizer, t.amp)
 
 
-def make_model(args, dataset, device):
-    """The model of the settings, untrained, and its optimizer."""
-    torch.manual_seed(seed)
-    model = Transformer(args).to(device)
-    model.bos_id = dataset.separator if within_documents else None
-    model.recompute = activation_checkpointing
-    if sharded and distributed.world > 1:
-        distributed.shard(model)
-    return model, make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate, momentum)
-
-
-def plan_from_time(given, *machine):
-    """Take what follows from the text, the machine (device, dtype) and --minutes. Returns the prepared text and the clock."""
-    size = distributed.on_master(text_bytes, data, cache, column)
-    shape = distributed.on_master(plan.plan_shape, knobs(), given, size, make_optimizer, *machine)
-    globals().update(plan.values(shape))
-    prepared = load_data(machine[0])
-    seconds, length = distributed.on_master(plan.plan_length, knobs(), given, prepared.meta, make_optimizer, *machine)
-    globals().update(plan.values(length))
-    plan.show_plan(shape | length)
-    return prepared, {"seconds": 0.0, "limit": 0.0, "end": seconds, "minutes": minutes}
-
-
-def settle():
-    """Refuse settings that can't train; the run's folder."""
-    check_settings(knobs())
-    globals()["out_dir"] = checkpoint.default_out_dir(data) if out_dir == "auto" else out_dir
-
-
-def assess(model, dataset, device, amp):
-    """Evaluate: losses in nats per token, "bpb/val" in bits per byte of text, samples, and what the instruments read."""
-    losses = evaluate(model, dataset, device, amp)
-    if not math.isfinite(losses["val"]):  # such a model has nothing to say, and refuse_nonsense ends the run
-        return {"loss/val": losses["val"], "loss/train_eval": losses["train"]}
-    probed = {split: distributed.to_device(device, *both) for split, both in dataset.probe_batches().items()}
-    samples = write_samples(model, dataset.tokenizer, device, sample_prompt.split("|"), seed)
-    noise = gradient_noise(model, dataset, device, amp) if noise_scale else {}
-    return {"loss/val": losses["val"], "loss/train_eval": losses["train"], "bpb/val": dataset.bits_per_byte(losses["val"]),
-            "samples": samples} | noise | probe(model, probed, dataset.tokenizer, amp)
-
-
-def assess_in_time(*args):
-    """The evaluation at a stop, which another Ctrl-C cuts short."""
+def assess_at_stop(t):
+    """Evaluate as `assess`; another Ctrl-C skips it."""
     try:
-        return assess(*args)
+        return assess(t)
     except KeyboardInterrupt:
-        if distributed.world > 1:  # the others would wait for this one
+        if distributed.world > 1:  # the other processes would wait for this one
             raise
         say("interrupted again: the model is not evaluated")
         return {}
 
 
-def conclude(state, args, model, dataset, tracker, row):
+def save(t, writer, metric, unlogged=()):
     """
-    Export what the training ended with, hand the models to the tracker, say what is on disk and what to type next. Return
-    the exit code: 0 where the last checkpoint, the models and the whole log are there, else 2.
+    Begin to write a checkpoint, and model.gguf when this step is the best so far, while training
+    goes on. metric: the validation loss, inf where it was not measured; unlogged: a row that a
+    resumed run has to log. A disk that fails costs a warning, and the next save tries again. Each
+    sharded process writes its slices.
     """
-    best, last, step = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf"), state["step"]
-    wanted = step if state["best_step"] is None else state["best_step"]  # a run that was never evaluated
-    newest = checkpoint.newest(out_dir) if distributed.is_sharded(model) else None
-    weights = checkpoint.load(newest)["model"] if newest else model.state_dict()
-    origin = {"iter": step, "tokenizer": str(dataset.folder / dataset.meta["tokenizer"]),
-              "dataset": dataset.meta["fingerprint"], "tokens": row["tokens"]}
+    sharded = distributed.is_sharded(t.model)
+    state = t.state | {"row": dict(unlogged)}
+    try:
+        # named_parameters() has a parameter that two modules share once.
+        weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
+        train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
+    except (MemoryError, RuntimeError) as e:  # the weights of a GPU don't fit into the host's memory
+        if sharded or not checkpoint.may_pass(e):
+            raise
+        progress.warn_of(e)
+        return
+    step, best, extra = t.state["step"], t.state["best_step"], t.state["chat"]
+    keep = 0 if always_save_checkpoint else keep_last
+
+    def work():
+        model = {"args": asdict(t.args), "model": weights, "chat": extra}
+        tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
+        folder = checkpoint.save(out_dir, step, model, train, t.record, tokenizer, metric, keep,
+                                 keep_best, claim=run_folder.keep_claim)
+        if step == best and distributed.master:
+            whole = checkpoint.load(folder)["model"] if sharded else weights
+            path = Path(out_dir, "model.gguf")
+            export_model(whole, t.args, t.dataset.tokenizer, path, extra={ITER: step} | extra)
+
+    if distributed.master or sharded:
+        # Report a failed save before the next one begins: that one may remove what failed.
+        progress.warn_of(writer.wait())
+        writer.start(work)
+
+
+def conclude(t, tracker, row):
+    """
+    Export the model that the training ended with, give the models to the tracker, and say what is
+    on disk and what to type next. row: the last one. Return the exit code: 0 where the last
+    checkpoint, the models and the whole log are on disk, else 2.
+    """
+    state, step = t.state, t.state["step"]
+    best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
+    never_evaluated = state["best_step"] is None
+    wanted = step if never_evaluated else state["best_step"]  # the step of model.gguf
+    newest = checkpoint.newest(out_dir) if distributed.is_sharded(t.model) else None
+    weights = checkpoint.load(newest)["model"] if newest else t.model.state_dict()
+    extra = {ITER: step} | state["chat"]
+    origin = {"iter": step, "tokenizer": str(t.dataset.folder / t.dataset.meta["tokenizer"]),
+              "dataset": t.dataset.meta["fingerprint"], "tokens": row["tokens"]}
     try:
         if step == wanted != exported_step(best):
-            export_model(weights, args, dataset.tokenizer, best, extra={ITER: step} | state["chat"])
+            export_model(weights, t.args, t.dataset.tokenizer, best, extra=extra)
         if step != wanted:
-            export_model(weights, args, dataset.tokenizer, last, extra={ITER: step} | state["chat"])
+            export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # of an earlier end
+        elif exported_step(last):  # left by an earlier end
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:
         if not checkpoint.may_pass(e):
             raise
-        say(f"warning: the model of iter {step} could not be written to {out_dir} ({checkpoint.reason(e)})")
-    there = exported_step(best)
-    if there == wanted:
-        tracker.model(best, origin | {"loss/val": state["best"]}, ["best"] if step != wanted else ["best", "latest"])
+        reason = checkpoint.reason(e)
+        say(f"warning: the model of iter {step} could not be written to {out_dir} ({reason})")
+    exported = exported_step(best)
+    if exported == wanted:
+        aliases = ["best"] if step != wanted else ["best", "latest"]
+        tracker.model(best, origin | {"loss/val": state["best"]}, aliases)
     tracker.finish()
-    if minutes and checkpoint.is_over(knobs(), state):
-        say(plan.limit(knobs(), state, row, dataset.meta))
-    say(checkpoint.farewell(knobs(), state, best, there, wanted))
-    models = there == wanted and step in (wanted, exported_step(last))
-    return 0 if models and checkpoint.complete(checkpoint.step_folder(out_dir, step)) and tracker.is_logged() else 2
+    if minutes and progress.is_over(t.config, state):
+        say(plan.limit(t.config, state, row, t.dataset.meta))
+    if not dry_run:
+        say(progress.final_message(t.config, state, best, exported, wanted))
+    models = exported == wanted and step in (wanted, exported_step(last))
+    saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
+    return 0 if models and saved and tracker.is_logged() else 2
 
 
-def save(writer, t, metric, unlogged=()):
+def main(config, steps=math.inf):
     """
-    Begin to write a checkpoint, and the exported model when it is the best so far, while training goes on. A disk that fails costs
-    a warning, and the next save tries again. Sharded processes each write their slices.
+    Train, evaluate, or run a mode, as the settings of `config` ask. steps: max steps of this
+    session. Return the Training and the exit code of the program.
     """
-    sharded, dataset = distributed.is_sharded(t.model), t.dataset
-    try:
-        weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)  # a tied one once
-        train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": t.state | {"row": dict(unlogged)}})
-    except (MemoryError, RuntimeError) as e:  # a GPU's weights find no place in the host's memory
-        if sharded or not checkpoint.may_pass(e):
-            raise
-        return checkpoint.warn_of(e)
-    step, best, keep = t.state["step"], t.state["best_step"], 0 if always_save_checkpoint else keep_last
-
-    def work():
-        folder = checkpoint.save(out_dir, step, {"args": asdict(t.args), "model": weights, "chat": t.state["chat"]}, train,
-                                 t.config, dataset.folder / dataset.meta["tokenizer"], metric, keep, keep_best)
-        if step == best and distributed.master:
-            whole = checkpoint.load(folder)["model"] if sharded else weights
-            export_model(whole, t.args, dataset.tokenizer, Path(out_dir, "model.gguf"), extra={ITER: step} | t.state["chat"])
-
-    if distributed.master or sharded:
-        checkpoint.warn_of(writer.wait())  # before the next save, which may remove what the warning is about
-        writer.start(work)
-    return None
-
-
-def main(given):
-    settle()
-    given, search = until_found(globals(), given)
-    place = distributed.setup(device, deterministic)
-    if place.type == "cpu":
-        distributed.keep_memory()
-    globals().update(distributed.on_master(modes.own_place, knobs()))
-    start, resuming = distributed.on_master(checkpoint.find_start, knobs())
-    changes, clock = [], checkpoint.FRESH
-    if resuming:
-        taken, given, changes = checkpoint.resume_settings(knobs(), start, given)
-        globals().update(taken)
-        check_settings(knobs())
-    elif checkpoint.fine_tuning(knobs()):
-        globals().update(adopted := distributed.on_master(adopt, knobs(), given))
-        given = given | adopted.keys()
-    amp_dtype = distributed.autocast_dtype(dtype, place)
-    amp = torch.autocast(place.type, amp_dtype, enabled=amp_dtype != torch.float32)
-    if not resuming and plan.from_time(knobs(), given):
-        prepared, clock = plan_from_time(given, place, amp_dtype)
-    else:
-        prepared = load_data(place)
-    globals().update(as_prepared(knobs(), {name for name, *_ in changes} if resuming else given, prepared.meta))
-    if depth:
-        globals().update(plan.derive_from_depth(knobs(), given, prepared.meta["vocab_size"]))
-    globals().update(modes.own_settings(knobs()))
-    args = checked_args(knobs(), prepared)
-    if search and not resuming and not eval_only and not overfit:
-        globals().update(distributed.on_master(largest_batch, knobs(), args, place, amp_dtype, make_optimizer))
-    dataset = Dataset(prepared, max_seq_len, batch_size, batch_size * gradient_accumulation_steps, seed, distributed.rank,
-                      distributed.world, pinned=place.type == "cuda")
-    if not eval_only:
-        costs.refuse_too_large(knobs(), args, place, amp_dtype)
-        begun = checkpoint.manifest(start)["step"] if resuming else 0
-        foreseen = costs.foresee(knobs(), args, place, amp_dtype, make_optimizer, prepared.meta, begun)
-    model, opt = make_model(args, dataset, place)
-    state = checkpoint.new_state(knobs(), args, dataset, clock)
-    if resuming:
-        state |= checkpoint.restore(knobs(), start, state["fixed"], opt)
-        dataset.changed = state["step"], state["sequences"]
-    if start:
-        state["chat"] = start_from(model, start, check=eval_only or not resuming)
-    if not eval_only and modes.chosen(knobs()) in (None, "dry_run"):
-        refuse_unexportable(args, dataset.tokenizer, {ITER: max_iters} | state["chat"])
-    code = 0
-    if eval_only:
-        losses = evaluate(model, dataset, place, amp)
-        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as many tokens")
-    elif checkpoint.is_over(knobs(), state):
-        code = distributed.on_master(checkpoint.say_finished, knobs(), state)
-    else:
-        about = costs.describe(knobs(), args, dataset, place, amp_dtype, foreseen) | source_version()
-        if modes.chosen(knobs()) in (None, "dry_run"):
-            sharded = distributed.is_sharded(model)
-            refuse_leftovers(dict(model.named_parameters()) if sharded else model.state_dict(), args)
-        config = redact(settings(globals()) | about | {"data_files": source_files(data, cache, column)})
-        config |= checkpoint.resumable(settings(globals())) | {"init_from": init_from}  # what resuming needs, as it was given
-        if not resuming and modes.chosen(knobs()) in (None, "dry_run"):
-            preflight.run_checks(preflight.Ready(knobs(), args, model, opt, dataset, place, amp, not start, config, globals()))
-        code = modes.loop(globals())(modes.Training(config, state, dataset, args, model, opt, place, amp, changes)) or 0
-    distributed.close(code)
-    if code:
-        sys.exit(code)
-
-
-def train(t):
-    """
-    The loop of a modes.Training, until its steps, its time or its text come to an end, or somebody stops it. Returns the
-    exit code.
-    """
-    config, state, dataset, args, raw_model, opt, device, amp, changes = t
-    s, writer = knobs(), checkpoint.Writer()
-    tracker = start_tracking(s, config, state) if distributed.master else Tracker()
-    clock = checkpoint.session_clock(state["clock"], max_minutes, minutes, distributed.on_master(plan.training_seconds, minutes))
-    signals = distributed.Signals(clock["seconds"], clock["end"])
-    guard = SpikeDetector(spike_z, state.get("guard"))
-    opt.scale = LossScale(config["compute_dtype"] == "float16", state.get("scale"))
-    state |= {"guard": guard.state, "scale": opt.scale.state}
+    # ---- settings: resolved once, nothing changes them below -------------------------------------
+    device = distributed.setup(config.device, config.deterministic)
     if device.type == "cpu":
-        opt.ready = writer.join
-    model = torch.compile(distributed.wrap(raw_model)) if compile else distributed.wrap(raw_model)
-    resumed, watch, update_norms = state["step"], Stopwatch(device), UpdateNorms(raw_model, wandb_watch)
+        hardware.keep_memory()
+    found = resolve(config, device, prepare, BUILD)
+    config, args = found.config, found.args
+    globals().update(config.as_dict())
+
+    # ---- data ------------------------------------------------------------------------------------
+    sequences = batch_size * gradient_accumulation_steps  # of a step, over all processes
+    dataset = Dataset(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
+                      distributed.world, pinned=device.type == "cuda")
+    if not eval_only:
+        costs.refuse_too_large(config, args, device, found.amp_dtype)
+        begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
+        estimate = costs.foresee(config, args, device, found.amp_dtype, BUILD, dataset.meta, begun)
+
+    # ---- model and optimizer ---------------------------------------------------------------------
+    torch.manual_seed(seed)
+    model = args.build().to(device)
+    model.bos_id = dataset.separator if within_documents else None
+    model.recompute = activation_checkpointing
+    if sharded and distributed.world > 1:
+        distributed.shard(model)
+    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate,
+                         momentum)
+    amp = torch.autocast(device.type, found.amp_dtype, enabled=found.amp_dtype != torch.float32)
+
+    # ---- resume, or start from another model -----------------------------------------------------
+    state = progress.new_state(config, found.clock, resume.resume_signature(config, args, dataset))
+    if found.resuming:
+        state |= resume.restore(config, found.start, state["fixed"], opt)
+        dataset.changed = state["step"], state["sequences"]
+    if found.start:
+        state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
+    opt.scale = LossScale(found.amp_dtype == torch.float16, state.get("scale"))
+    network = distributed.wrap(model)
+    if compile:
+        network = torch.compile(network)
+    t = Training(config, {}, state, dataset, args, model, network, opt, device, amp, found.changes)
+    if eval_only:
+        losses = evaluate(t)
+        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as "
+            f"many tokens")
+        return t, 0
+    saves = mode.chosen(config) in (None, "dry_run")
+    if saves:
+        refuse_unexportable(args, dataset.tokenizer, {ITER: max_iters} | state["chat"])
+    if progress.is_over(config, state):
+        return t, distributed.on_master(progress.say_finished, config, state)
+
+    # ---- before the first step: what it will take, and the checks --------------------------------
+    derived = costs.describe(config, args, dataset, device, found.amp_dtype, estimate)
+    derived |= source_version() | {"data_files": source_files(data, cache, column)}
+    t.record.update(redact(config.as_dict() | derived))
+    # What resuming needs stays as it was given.
+    t.record.update(resume.resumable(config.as_dict()), init_from=init_from)
+    if saves:
+        is_sharded = distributed.is_sharded(model)
+        refuse_leftovers(dict(model.named_parameters()) if is_sharded else model.state_dict(), args)
+    if saves and not found.resuming:
+        run_checks(Ready(t, not found.start, train_step, make_optimizer, export_model))
+
+    # ---- training, or a mode that calls train_step in a loop of its own --------------------------
+    if saves:
+        return t, train(t, steps) if steps else 0
+    code = modes.MODES[mode.chosen(config)](t, train_step) or 0
+    distributed.on_master(run_folder.release)
+    distributed.on_master(mode.remove_folder)
+    return t, code
+
+
+def train(t, steps=math.inf):
+    """
+    Train until the last step, the end of the time budget, no more progress, or a signal. steps: max
+    steps of this session. Return the exit code: 0 if all that was promised is on disk.
+    """
+    config, state, record, model, opt = t.config, t.state, t.record, t.model, t.opt
+    first_step, changes = state["step"], t.changes
+    last_step = state["last"] or max_iters
+    tracker = start_tracking(config, record, state) if distributed.master else Tracker()
+    writer = checkpoint.Writer()
+    if t.device.type == "cpu":
+        opt.ready = writer.join  # the weights may not change while the writer reads them
+    clock = progress.session_clock(state["clock"], max_minutes, minutes,
+                                   distributed.on_master(plan.training_seconds, minutes))
+    signals = Signals(clock["seconds"], clock["end"])
+    spike_detector = SpikeDetector(spike_z, state.get("guard"))
+    state |= {"guard": spike_detector.state, "scale": opt.scale.state}
+    stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, wandb_watch)
     norm, rate = None, None  # of the last step
-    s.max_iters = state["last"] or max_iters
-    bar = tqdm(total=s.max_iters, initial=resumed, unit="it", disable=not (distributed.master and sys.stderr.isatty()),
-               dynamic_ncols=True)
+    bar = tqdm(total=last_step, initial=first_step, unit="it", dynamic_ncols=True,
+               disable=not (distributed.master and sys.stderr.isatty()))
     while True:
         step = state["step"]
-        end = step >= s.max_iters
-        epoch = state["sequences"] * max_seq_len / dataset.meta["train_tokens"]
-        row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
-        if step == 0:
-            row |= data_rows(dataset)
-        row |= (unlogged := state.pop("row", {}))  # of a stop that somebody cut short
-        if watch.steps and (step % log_interval == 0 or end):
-            row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(), "grad/skipped": guard.state["skipped"],
-                    "lr": rate} | watch.read(config) | update_norms.take()
-        due = (step % eval_interval == 0 or end) and (step == 0 or step > resumed or unlogged)
-        stop, save_now, seconds = signals.read(device) if step > resumed else (False, False, clock["seconds"])
+        is_last, is_new = step >= last_step, step > first_step
+        stop, save_now, seconds = False, False, clock["seconds"]
+        if is_new:
+            stop, save_now, seconds = signals.read(t.device)
+        stop = stop or step >= first_step + steps
         state["clock"] = clock | {"seconds": seconds}
-        with watch.paused():
+        epoch = state["sequences"] * max_seq_len / t.dataset.meta["train_tokens"]
+        row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
+        named = len(row)
+
+        with stopwatch.paused():
+            # At the first step: tables of the data. After a stop that was cut short: the row that
+            # it could not log.
+            if step == 0:
+                row |= data_rows(t.dataset)
+            unlogged = state.pop("row", {})
+            row |= unlogged
+
+        # Every log_interval steps: the training loss, the rate, norms and the speed.
+        if stopwatch.steps and (step % log_interval == 0 or is_last):
+            row |= {"loss/train": mean_loss(state), "grad/norm": norm.item(),
+                    "grad/skipped": spike_detector.state["skipped"], "lr": rate}
+            row |= stopwatch.read(record) | update_norms.take()
+
+        with stopwatch.paused():
+            # At a stop: save at once, whatever follows.
             if stop:
-                save(writer, t, math.inf, row)  # at once, whatever follows
+                save(t, writer, math.inf, row)
+
+            # Every eval_interval steps, and at a stop: losses over fixed documents, samples, looks
+            # into the model.
+            due = (step % eval_interval == 0 or is_last) and (step == 0 or is_new or unlogged)
             if due or stop:
-                row |= (assess_in_time if stop else assess)(raw_model, dataset, device, amp)
-            checkpoint.note_best(s, state, row.get("loss/val", math.inf))
-            if len(row) > 3:
-                row, changes = row | ({"settings": changes} if changes else {}), []
+                row |= (assess_at_stop if stop else assess)(t)
+            progress.note_best(config, state, row.get("loss/val", math.inf))
+
+            # A row that says anything is logged, shown and judged.
+            if len(row) > named:
+                if changes:
+                    row, changes = row | {"settings": changes}, []
                 row |= take_notes(row, state)
-                refuse_nonsense(s, row, tracker)
+                refuse_nonsense(config, row, tracker)
                 tracker.log(row)
                 show(row, bar)
-            if (step > resumed or unlogged) and ("loss/val" in row or save_now):
-                save(writer, t, row.get("loss/val", math.inf))
-            if guard.state["in_a_row"] >= max_skips:
-                checkpoint.go_back(s, raw_model, opt, guard, writer)
-        if end or stop:
+
+            # After an evaluation, and when asked: a checkpoint.
+            if (is_new or unlogged) and ("loss/val" in row or save_now):
+                save(t, writer, row.get("loss/val", math.inf))
+
+            # After max_skips refused steps in a row: back to the weights of the last checkpoint.
+            if spike_detector.state["in_a_row"] >= max_skips:
+                progress.go_back(config, model, opt, spike_detector, writer)
+        if is_last or stop:
             break
-        if checkpoint.stalled(s, state):
-            s.max_iters = state["last"] = checkpoint.end_soon(s, raw_model, opt, state, writer)
-        update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == s.max_iters
-        rate = learning_rate_at(s, step, spent := seconds / clock["end"])
-        bar.total = min(s.max_iters, round(step / spent)) if spent and step else s.max_iters  # what the time allows
+
+        # When the validation loss has stopped falling: back to the best weights, then a few last
+        # steps.
+        if progress.stalled(config, state):
+            last_step = progress.end_soon(config, last_step, model, opt, state, writer)
+            state["last"] = last_step
+
+        # One step.
+        spent = seconds / clock["end"]  # part of the time budget
+        rate = learning_rate_at(config, step, last_step, spent)
         opt.set_rate(rate)
-        loss, norm, taken = train_step(step, model, opt, dataset, device, amp, guard, update_norms)
+        update_norms.wanted = (step + 1) % log_interval == 0 or step + 1 == last_step
+        x, y = t.dataset.batch(step)
+        loss, norm, taken = train_step(t, step, x, y, spike_detector, update_norms)
         if taken:
-            state["loss_sum"], state["loss_steps"] = state["loss_sum"] + loss, state["loss_steps"] + 1
+            state["loss_sum"] = state["loss_sum"] + loss
+            state["loss_steps"] += 1
         state["step"] += 1
-        state["tokens"] += config["tokens_per_iter"]
+        state["tokens"] += record["tokens_per_iter"]
         state["sequences"] += batch_size * gradient_accumulation_steps
-        watch.steps += 1
+        stopwatch.steps += 1
+        bar.total = min(last_step, round(step / spent)) if spent and step else last_step
         bar.update()
-        if compile and step == resumed:
+        if compile and step == first_step:
             loss.item()  # waits for an asynchronous device
-            say(f"compile: the first step took {time.perf_counter() - watch.start:.1f} s, which no speed below counts")
-            watch = Stopwatch(device)
+            compiling = time.perf_counter() - stopwatch.start
+            say(f"compile: the first step took {compiling:.1f} s, which no speed below counts")
+            stopwatch = Stopwatch(t.device)
     bar.close()
-    checkpoint.warn_of(writer.wait())
-    return distributed.on_master(conclude, state, args, raw_model, dataset, tracker, row)
+    progress.warn_of(writer.wait())
+    return distributed.on_master(conclude, t, tracker, row)
+
+
+def start(config):
+    """
+    Check the settings, name the run's folder, and train: here, supervised, or as a dry run. Return
+    the exit code.
+    """
+    check_settings(config)
+    check_names(config.checks)
+    if config.out_dir == "auto":
+        config = config.changed(out_dir=resume.default_out_dir(config.data))
+    if config.dry_run:
+        return modes.dry_run(config, main)
+    if not config.supervise:
+        return main(config)[1]
+    if distributed.world > 1:
+        fail("--supervise=True is for one process; torchrun has --max-restarts")
+    # With init_from=scratch this sets the old run aside: once, not at every restart.
+    resume.find_start(config)
+    run_folder.release()
+    more = ["--init_from=auto"] if config.init_from == "scratch" else []
+    return supervisor.supervise(config.max_restarts, *more)
 
 
 if __name__ == "__main__":
-    overrides = configure(globals(), positional="data", common=(
-        "data", "out_dir", "depth", "max_iters", "max_minutes", "batch_size", "learning_rate", "wandb_log", "init_from"))
+    config = configure(globals(), positional="data", common=(
+        "data", "out_dir", "minutes", "depth", "max_iters", "batch_size", "learning_rate",
+        "wandb_log", "init_from"))
     outlast("stdout")
     try:
-        if not supervise:
-            main(overrides)
-        elif distributed.world == 1:
-            settle()
-            checkpoint.find_start(knobs())  # where init_from=scratch sets the old run aside: once, not at every restart
-            checkpoint.release()
-            distributed.supervise(max_restarts, *["--init_from=auto"] * (init_from == "scratch"))
-        else:
-            fail("--supervise=True is for one process; torchrun has --max-restarts")
+        code = start(config)
+        distributed.close(code)
     except (MemoryError, RuntimeError) as e:
-        if not distributed.is_out_of_memory(e):
+        if not hardware.is_out_of_memory(e):
             raise
+        reason = (str(e) or "of Python").splitlines()[0]
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
-             f"--gradient_accumulation_steps by as much ({(str(e) or 'of Python').splitlines()[0]})")
+             f"--gradient_accumulation_steps by as much ({reason})")
     except KeyboardInterrupt:
         fail("interrupted; what was saved before can be resumed")
+    sys.exit(code)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from configurator import configure, fail
-from engine.training import distributed
+from engine.training import distributed, hardware
 
 vocab_source = "llama2"  # of the stories15M shapes: a vocabulary of 32,000
 steps = 6                # of a run, with an evaluation and a checkpoint at every second
@@ -55,8 +55,8 @@ def work(words):
             self.train.max(), self.val.max()
 
     train.Dataset = Read
-    train.main(configure(vars(train), argv=words))
-    print(distributed.peak_memory(distributed.setup(train.device)))
+    train.start(configure(vars(train), argv=words))
+    print(hardware.peak_memory(distributed.setup(train.device)))
 
 
 def peak(kind, words, folder):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import export
 from configurator import configure, fail
 from engine.formats.layout import FILE_TYPES, tensors
-from engine.formats.load import vocabulary_of
+from engine.formats.vocabularies import vocabulary_of
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 

@@ -29,7 +29,7 @@ def run(words, printed):
     """train.py with these words, in a process that need not import anything; what it prints goes to a file."""
     def child():
         with open(printed, "w") as f, contextlib.redirect_stdout(f):
-            train.main(configure(vars(train), positional="data", argv=words))
+            train.start(configure(vars(train), positional="data", argv=words))
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()

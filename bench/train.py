@@ -25,7 +25,7 @@ import torch
 
 from configurator import configure, fail, read_file
 from engine import ops
-from engine.training import distributed
+from engine.training import distributed, hardware
 from engine.training.costs import flops_per_token
 
 preset = "config/stories15M.py"  # sizes of the model
@@ -61,7 +61,7 @@ def build_ours(place, kind):
     from model import ModelArgs, Transformer
     from optim import make_optimizer
     if place.type == "cpu":
-        distributed.keep_memory()  # as train.py does
+        hardware.keep_memory()  # as train.py does
     model = Transformer(ModelArgs(**sizes())).to(place)
     opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
     return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model.args)
@@ -158,7 +158,7 @@ def work(name):
         for _ in range(steps):
             loss = step()
         last = loss.item()  # waits for an asynchronous device
-        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": distributed.peak_memory(place) / 2 ** 20,
+        print(json.dumps({"seconds": time.perf_counter() - start, "loss": last, "mib": hardware.peak_memory(place) / 2 ** 20,
                           "flops": flops}), flush=True)
 
 
@@ -203,7 +203,7 @@ def turn(process, started=False):
 
 def best_product():
     """FLOP/s of this machine's own matrix product, which MFU is measured against."""
-    return distributed.measured_flops(distributed.setup(device), getattr(torch, dtype), seconds=1)
+    return hardware.measured_flops(distributed.setup(device), getattr(torch, dtype), seconds=1)
 
 
 def main():

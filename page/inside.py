@@ -81,7 +81,7 @@ class Inside:
 def main(path, name):
     """The process: the text comes by stdin, the JSON goes to stdout."""
     from engine.debug import inside
-    from engine.formats.load import load_model
+    from engine.training.load import load_model
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     model, vocabulary = load_model(path, "", "cpu")
     print(json.dumps(inside.describe(model, vocabulary, text, name)))

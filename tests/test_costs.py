@@ -5,19 +5,17 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import train
-from configurator import settings
 from engine.debug import instruments
-from engine.training import costs, distributed, fit_batch, plan
+from engine.training import costs, distributed, fit_batch, hardware, plan
 from export import export_model
 from model import ModelArgs, Transformer
-from optim import make_optimizer
 from tests import forked
+from tests.trainer_config import trainer_config
 from tests.test_export import build
 from tokenizer import Characters
 
@@ -26,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def knobs(**values):
-    return SimpleNamespace(**settings(vars(train)) | values)
+    return trainer_config(**values)
 
 
 def command(folder, *words):
@@ -55,7 +53,7 @@ def test_an_evaluation_is_shared_out_and_its_samples_are_not(monkeypatch):
     s, meta = knobs(eval_iters=10, max_seq_len=64, sample_prompt="a|b"), {"val_tokens": 50_100, "val_documents": 100}
     samples = 2 * 96 * 2 * 0.5
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 10_240 + 8 * 64 + samples
-    s.eval_iters = 0
+    s = s.changed(eval_iters=0)
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 + 8 * 64 + samples
     monkeypatch.setattr(distributed, "world", 4)
     assert costs.evaluation_seconds(s, meta, 1.0, 0.5) == 2 * 50_000 / 4 + 8 * 64 + samples
@@ -93,7 +91,7 @@ def test_the_table_of_a_preset_needs_no_data(tmp_path):
 def test_the_table_refuses_what_a_training_does(word, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["model.py", word])
     with pytest.raises(SystemExit):
-        plan.show_costs()
+        plan.show_costs(train.BUILD)
     assert said in capsys.readouterr().err
 
 
@@ -145,7 +143,7 @@ def test_a_step_is_measured_as_it_is_trained():
     s = knobs(batch_size=2048, max_seq_len=32, activation_checkpointing=True, max_iters=1000)
     original, costs.Rehearsal = costs.Rehearsal, Watched
     try:
-        times = costs.measure(s, costs.model_args(s, 99), make_optimizer, CPU, torch.float32, seconds=0.2)
+        times = costs.measure(s, ModelArgs.of(s, 99), train.BUILD, CPU, torch.float32, seconds=0.2)
     finally:
         costs.Rehearsal = original
     assert {bos for _, bos, _ in seen} == {1} and all(recompute for *_, recompute in seen)
@@ -170,18 +168,18 @@ def test_batches_that_divide_a_step():
 
 def wide(**values):
     s = knobs(dim=256, n_layers=2, n_heads=2, batch_size=64, gradient_accumulation_steps=4, max_seq_len=256, **values)
-    return s, plan.model_args(s, 2000)
+    return s, ModelArgs.of(s, 2000)
 
 
 def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, capsys):
     s, args = wide()
-    monkeypatch.setattr(distributed, "free_memory", lambda device: 480 << 20)
-    found = fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    monkeypatch.setattr(hardware, "free_memory", lambda device: 480 << 20)
+    found = fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD, gain=0.0)
     assert 1 <= found["batch_size"] < 16 and found["batch_size"] * found["gradient_accumulation_steps"] == 256
     assert "did not fit" in (text := capsys.readouterr().out) or "is there for it" in text
-    monkeypatch.setattr(distributed, "free_memory", lambda device: 100 << 20)
+    monkeypatch.setattr(hardware, "free_memory", lambda device: 100 << 20)
     with pytest.raises(SystemExit):
-        fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer)
+        fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD)
     assert "not even a batch of 1" in capsys.readouterr().err
 
 
@@ -201,7 +199,7 @@ def test_a_killed_trial_is_a_no(capsys):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    found = fit_batch.largest_batch(s, args, CPU, torch.float32, make_optimizer, gain=0.0)
+    found = fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD, gain=0.0)
     stop.set()
     thread.join()
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 256 and found["batch_size"] < 64

@@ -15,7 +15,7 @@ import pytest
 import sentencepiece as spm
 from sentencepiece import sentencepiece_model_pb2
 
-from engine.formats import load
+from engine.training import load
 from tests.conftest import usual
 
 NORMAL, UNUSED = 1, 5

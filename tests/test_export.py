@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import export
-from engine.formats import layout, load, quant
-from engine.training import checkpoint
+from engine.formats import gguf_file, layout, llama2c, quant
+from engine.training import checkpoint, load
 from engine.training.costs import num_params
 from model import ModelArgs, Transformer
 from tests import odd_strings
@@ -179,7 +179,7 @@ def test_llama2c_refuses_what_it_cannot_say(beyond, tmp_path, vocabulary, capsys
 def test_llama2c_read_back(shape, version, tmp_path):
     model = build(**SHAPES[shape])
     export.export_model(model.state_dict(), model.args, None, tmp_path / "m.bin", f"v{version}")
-    state, args = load.read_llama2c(tmp_path / "m.bin")
+    state, args = llama2c.read_llama2c(tmp_path / "m.bin")
     assert args == model.args and set(state) == {name for name, _ in model.named_parameters()}
     for name, w in state.items():
         original = model.state_dict()[name]
@@ -236,7 +236,7 @@ def test_gguf_tensors_through_the_gguf_package(shape, dtype, tmp_path, vocabular
     export.export_model(model.state_dict(), model.args, vocabulary, path, dtype=dtype)
     reader = gguf.GGUFReader(path)
     found = {t.name: t for t in reader.tensors}
-    state, args, _ = load.read_gguf(path)
+    state, args, _ = gguf_file.read_gguf(path)
     assert len(found) == len(list(model.named_parameters())) and args == model.args
     for name, original in model.named_parameters():
         theirs = found[next(other for ours, other, _, _ in layout.tensors(model.args) if ours == name)]
@@ -358,7 +358,7 @@ def test_gguf_metadata(tmp_path, vocabulary):
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.add_bos_token": True,
         "tokenizer.ggml.add_eos_token": False, "tokenizer.ggml.add_space_prefix": True,
         "tokenizer.ggml.remove_extra_whitespaces": False, "tokenizer.chat_template": "{{x}}"}
-    assert load.read_gguf(path)[1] == model.args
+    assert gguf_file.read_gguf(path)[1] == model.args
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "byte", "char"])
@@ -496,12 +496,12 @@ def test_every_route_between_files(tmp_path, vocabulary, monkeypatch, capsys):
         same(tmp_path / "back.gguf")
     command(monkeypatch, run / "model.gguf", dtype="q8_0", path=tmp_path / "q8.gguf")
     command(monkeypatch, run, dtype="q8_0", path=tmp_path / "q8 at once.gguf")
-    assert load.read_gguf(tmp_path / "q8.gguf")[2]["general.name"] == "run"
-    same(tmp_path / "q8.gguf", load.read_gguf(tmp_path / "q8 at once.gguf")[0])
+    assert gguf_file.read_gguf(tmp_path / "q8.gguf")[2]["general.name"] == "run"
+    same(tmp_path / "q8.gguf", gguf_file.read_gguf(tmp_path / "q8 at once.gguf")[0])
     command(monkeypatch, run / "model.gguf", format="hf")
     assert (run / "hf" / "tokenizer.model").exists() and (run / "hf" / "model.safetensors").exists()
     command(monkeypatch, (run / "hf").rename(tmp_path / "Tiny2.5-0.5B"), path=tmp_path / "named.gguf")
-    assert load.read_gguf(tmp_path / "named.gguf")[2]["general.name"] == "Tiny2.5-0.5B"
+    assert gguf_file.read_gguf(tmp_path / "named.gguf")[2]["general.name"] == "Tiny2.5-0.5B"
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -612,7 +612,7 @@ def files(tmp_path_factory, vocabulary):
 
 
 def read(path):
-    return load.read_model(path) if path.read_bytes()[:4] == b"GGUF" else load.read_llama2c(path)
+    return load.read_model(path) if path.read_bytes()[:4] == b"GGUF" else llama2c.read_llama2c(path)
 
 
 @pytest.mark.parametrize("format", ["gguf", "v0", "v1", "v2"])
@@ -729,7 +729,7 @@ def test_numbers_of_every_type_in_metadata_are_read(tmp_path):
     values = {"UINT8": 255, "INT8": -128, "UINT16": 65535, "INT16": -32768, "UINT32": 2 ** 32 - 1, "INT32": -2 ** 31,
               "UINT64": 2 ** 64 - 1, "INT64": -2 ** 63, "FLOAT32": 0.1, "FLOAT64": 0.1, "BOOL": True}
     path = with_metadata(tmp_path / "m", {f"other.{kind}": (value, gguf.GGUFValueType[kind]) for kind, value in values.items()})
-    found = load.read_gguf(path)[2]
+    found = gguf_file.read_gguf(path)[2]
     assert {kind: found[f"other.{kind}"] for kind in values} == values
 
 

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from engine.formats import load
+from engine.formats import gguf_file, llama2c
 from tests.conftest import FUZZ, LIBRARY, compile_c
 from tests.fuzz.seeds import TARGETS, write_seeds
 from tests.test_encode import write_gguf
@@ -562,7 +562,7 @@ def test_the_checksum_of_another_file(run_debug_bin, tmp_path):
             assert said in run(run_debug_bin, path, "--verify", status=1)
         else:
             assert run(run_debug_bin, path, "--verify") == b"the weights are intact\n"
-        assert load.read_gguf(path)[2]["llamac.tensor_data.sha256"] == sums["llamac.tensor_data.sha256"]
+        assert gguf_file.read_gguf(path)[2]["llamac.tensor_data.sha256"] == sums["llamac.tensor_data.sha256"]
         damaged = bytearray(path.read_bytes())
         damaged[-77] ^= 1
         path.write_bytes(damaged)
@@ -596,7 +596,7 @@ def test_zeros_in_place_of_weights(run_debug_bin, tmp_path, capsys):
     def refused_by_both(path):
         theirs = run(run_debug_bin, path, "--bench", status=1)
         with pytest.raises(SystemExit):
-            state = load.read_gguf(path)[0] if path.suffix == ".gguf" else load.read_llama2c(path)[0]
+            state = gguf_file.read_gguf(path)[0] if path.suffix == ".gguf" else llama2c.read_llama2c(path)[0]
             [state[name] for name in state]
         ours = capsys.readouterr().err
         assert all(any(words in said for words in ZEROED) for said in (ours, theirs)), (ours, theirs)
@@ -624,7 +624,7 @@ def test_zeros_in_place_of_weights(run_debug_bin, tmp_path, capsys):
     for keys in sums, {}:
         model.write_gguf(path, "f32", **keys)
         seal(path)
-        assert run(run_debug_bin, path, "-n", 1) and load.read_gguf(path)[0]["output.weight"].shape == (600, 64)
+        assert run(run_debug_bin, path, "-n", 1) and gguf_file.read_gguf(path)[0]["output.weight"].shape == (600, 64)
 
 
 def test_parts_of_a_split_model_are_named(run_debug_bin, tmp_path, capsys):
@@ -642,7 +642,7 @@ def test_parts_of_a_split_model_are_named(run_debug_bin, tmp_path, capsys):
         said = run(run_debug_bin, path, status=1)
         assert f"part {part} of 2 of a split model; join them: llama-gguf-split --merge NAME-00001-of-00002.gguf NAME.gguf" in said
         with pytest.raises(SystemExit):
-            load.read_gguf(path)
+            gguf_file.read_gguf(path)
         assert f"part {part} of 2 of a split model; join them: llama-gguf-split --merge m-00001-of-00002.gguf" in capsys.readouterr().err
 
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 import export
 from configurator import source_knobs
-from engine.formats import huggingface, load, rope
+from engine.formats import gguf_file, hf_vocabulary, rope
 from engine.text import prepare
-from engine.training import costs
+from engine.training import load
 from engine.formats.layout import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
@@ -276,7 +276,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
             config["added_tokens_decoder"] = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in stored["added_tokens"]} | {str(n): token}
         (tmp_path / "hf/tokenizer.json").write_text(json.dumps(stored))
         (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(config))
-        return huggingface.hf_vocabulary(tmp_path / "hf", rows)
+        return hf_vocabulary.read_hf_vocabulary(tmp_path / "hf", rows)
 
     token = FLAGS | {"content": "<tool>"}
     found, oracle = read(token), AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -291,7 +291,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
         change_json(tmp_path / "hf/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         oracle = AutoTokenizer.from_pretrained(tmp_path / "hf")
         assert oracle("a<tool>c", add_special_tokens=False)["input_ids"] != found.encode("a<tool>c")
-        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, huggingface.hf_vocabulary, tmp_path / "hf", n + 1)
+        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, hf_vocabulary.read_hf_vocabulary, tmp_path / "hf", n + 1)
 
 
 def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_path, capsys):
@@ -305,9 +305,9 @@ def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_pa
         new = [FLAGS | {"id": n, "content": late, "normalized": True}, FLAGS | {"id": n + 1, "content": early}]
         change_json(folder / "tokenizer.json", added_tokens=[*added, *new])
         if overlap:
-            assert "overlap" in refused(capsys, huggingface.hf_vocabulary, folder)
+            assert "overlap" in refused(capsys, hf_vocabulary.read_hf_vocabulary, folder)
             continue
-        oracle, found = AutoTokenizer.from_pretrained(folder), huggingface.hf_vocabulary(folder)
+        oracle, found = AutoTokenizer.from_pretrained(folder), hf_vocabulary.read_hf_vocabulary(folder)
         texts = [f"once {late}{early} {early}{late}", "<<aab>>aab>x>a<y><x>"]
         assert [found.encode(text) for text in texts] == [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
 
@@ -405,7 +405,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
     model.normalizer_spec.add_dummy_prefix = before
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     oracle = tokenizer_config(tmp_path, add_prefix_space=prefix, bos_token="<s>", eos_token="</s>")
-    found = huggingface.hf_vocabulary(tmp_path, vocabulary.vocab_size)
+    found = hf_vocabulary.read_hf_vocabulary(tmp_path, vocabulary.vocab_size)
     assert found.add_dummy_prefix == prefix
     for text in ["once upon", "the\nonce", " once"][:2 if prefix else 3]:  # where a space is put before one, they put none
         ids = oracle(text, add_special_tokens=False)["input_ids"]
@@ -416,7 +416,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
 def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     vocabulary.save(tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name, "bos_token": name, "add_prefix_space": name}))
-    assert huggingface.hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
+    assert hf_vocabulary.read_hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
 
 
 @pytest.mark.parametrize("changed, said", [
@@ -627,7 +627,7 @@ def test_types_that_we_do_not_write(tmp_path, vocabulary):
         else:
             w.add_tensor(t.name, data)
     w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
-    again, args2, _ = load.read_gguf(tmp_path / "q.gguf")
+    again, args2, _ = gguf_file.read_gguf(tmp_path / "q.gguf")
     assert args2 == args
     assert np.array_equal(interleaved_to_halves(again["layers.0.attention.wq.weight"], 4).numpy(), expected["blk.0.attn_q.weight"])
     assert np.array_equal(again["layers.1.feed_forward.w2.weight"].numpy(), expected["blk.1.ffn_down.weight"])
@@ -693,7 +693,7 @@ def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
         return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}), given.keys())
 
     found = adopt(tmp_path / "m")
-    args = costs.model_args(SimpleNamespace(**knobs | found), vocabulary.vocab_size)
+    args = ModelArgs.of(SimpleNamespace(**knobs | found), vocabulary.vocab_size)
     assert args == load.read_model(tmp_path / "m")[1] and found["learning_rate"] == 6e-4 and found["max_seq_len"] == 64
     assert Path(found["vocab_source"]).read_bytes() == vocabulary.data
     assert {"learning_rate", "max_seq_len"}.isdisjoint(adopt(tmp_path / "m", learning_rate=1e-3, max_seq_len=32))

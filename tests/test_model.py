@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine.training.costs import flops_per_token, num_params, parameters
-from engine.training.plan import problem
 from model import ModelArgs, Transformer, sample
 
 SMALL = dict(dim=48, n_layers=3, n_heads=4, vocab_size=101, max_seq_len=64)
@@ -243,12 +242,12 @@ def test_hidden_width_is_derived_as_llama2c_does():
     (dict(max_seq_len=0), "max_seq_len is 0"),
 ])
 def test_impossible_sizes_are_named(wrong, said):
-    assert said in problem(ModelArgs(**(SMALL | wrong)))
+    assert said in ModelArgs(**(SMALL | wrong)).problem()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_possible_sizes_have_no_problem(shape):
-    assert problem(ModelArgs(**SHAPES[shape])) is None
+    assert ModelArgs(**SHAPES[shape]).problem() is None
 
 
 def test_packed_documents_are_read_as_if_alone():

@@ -16,13 +16,14 @@ import torch
 
 import optim
 import train
-from configurator import settings
+from configurator import freeze, settings
 from engine import ops
-from engine.debug import lr_find, modes, preflight, profiler
-from engine.training import checkpoint, distributed, plan
+from engine.debug import lr_find, modes, overfit, preflight, profiler
+from engine.training import hardware, plan, resume, signals
 from model import Transformer
 from tests import forked
 from tests.conftest import usual
+from tests.trainer_config import trainer_config
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"vocab_source": "byte", "dim": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "batch_size": 4, "log_interval": 5,
@@ -45,7 +46,7 @@ def trainer(folder, monkeypatch):
     """trainer(**settings) runs train.py's main in this process, in the folder; returns its exit code."""
     defaults, signals = settings(vars(train)), {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(distributed, "keep_memory", lambda: None)  # of the other tests
+    monkeypatch.setattr(hardware, "keep_memory", lambda: None)  # of the other tests
     for name in ("MODE", "DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR", "ARTIFACT_DIR"):
         monkeypatch.setenv(f"WANDB_{name}", "disabled")
 
@@ -53,7 +54,7 @@ def trainer(folder, monkeypatch):
         for name, value in (defaults | TINY | {"out_dir": "out/my"} | given).items():
             monkeypatch.setattr(train, name, value)
         try:
-            train.main(TINY.keys() | given.keys())
+            train.start(freeze(vars(train), dict.fromkeys(TINY.keys() | given.keys())))
             return 0
         except SystemExit as e:
             return e.code
@@ -114,7 +115,7 @@ def wild_rate(monkeypatch):
 
 
 def no_update(monkeypatch):
-    monkeypatch.setattr(train.make_optimizer.__globals__["Together"], "step", lambda self, observe=None: None)
+    monkeypatch.setattr(optim.Together, "step", lambda self, observe=None: None)
 
 
 def other_targets(monkeypatch):
@@ -137,12 +138,12 @@ def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monk
 def test_the_least_loss_of_what_goes_on_in_several_ways():
     x = torch.tensor([[1, 5, 6, 1, 5, 6], [1, 5, 6, 2, 2, 2]])
     y = torch.tensor([[5, 6, 1, 5, 6, 7], [5, 6, 2, 2, 2, -1]])
-    after = modes.least_loss(x, y, 1)  # 1 5 6 goes on with 1, 7, 2, all else is certain
+    after = overfit.least_loss(x, y, 1)  # 1 5 6 goes on with 1, 7, 2, all else is certain
     assert after == pytest.approx(3 * math.log(3) / 11)
-    assert modes.least_loss(x, y, None) == pytest.approx(2 * math.log(2) / 11)  # the second 1 5 6 has another past
-    assert modes.least_loss(x, y, 1, 1) == pytest.approx(3 * math.log(3) / 11)
+    assert overfit.least_loss(x, y, None) == pytest.approx(2 * math.log(2) / 11)  # the second 1 5 6 has another past
+    assert overfit.least_loss(x, y, 1, 1) == pytest.approx(3 * math.log(3) / 11)
     counts = [3, 3, 1, 3, 1]  # targets 5, 6, 1, 2, 7
-    assert modes.least_loss(x, y, 1, 0) == pytest.approx(sum(n * math.log(11 / n) for n in counts) / 11)
+    assert overfit.least_loss(x, y, 1, 0) == pytest.approx(sum(n * math.log(11 / n) for n in counts) / 11)
 
 
 # ---- the rate --------------------------------------------------------------------------------------------------------
@@ -152,17 +153,17 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
     monkeypatch.setattr(lr_find, "SWEEP", 20)
     seen, plain = [], lr_find.lr_find
 
-    def watched(g, t):
+    def watched(t, train_step):
         def everything():
             weights, rates = [p.clone() for p in t.model.parameters()], [group["lr"] for group in t.opt.param_groups]
             return weights, torch.get_rng_state(), t.opt.state_dict(), rates
         before = everything()
-        assert not plain(g, t)
+        assert not plain(t, train_step)
         after = everything()
         assert all(torch.equal(a, b) for a, b in zip(before[0] + [before[1]], after[0] + [after[1]]))
         assert before[2:] == after[2:] and before[2] == {}
         seen.append(True)
-    monkeypatch.setattr(lr_find, "lr_find", watched)
+    monkeypatch.setitem(modes.MODES, "lr_find", watched)
     assert trainer(lr_find=True) == 0 and seen
     said = capsys.readouterr().out
     low, high = map(float, re.search(r"likely to lie between (\S+) and (\S+);", said).groups())
@@ -180,7 +181,7 @@ def test_a_range_of_rates_and_nothing_else_changes(trainer, capsys, monkeypatch,
 
 def test_a_short_training_is_judged_by_its_last_tenth_and_lost_at_the_first_loss_that_is_no_number(monkeypatch):
     monkeypatch.setattr(lr_find, "SWEEP", 20)
-    s, taken = SimpleNamespace(**settings(vars(train)) | {"decay_lr": True}, learning_rate_at=optim.learning_rate_at), []
+    s, taken = trainer_config(decay_lr=True), []
 
     def take(step, rate):
         taken.append(rate)
@@ -266,7 +267,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("dry run: all worked, 3 steps with everything around them: ")
-    for what in ("tracker's start", "evaluation", "steps", "checkpoints", "export", "reload"):
+    for what in ("two steps", "resumed", "third step"):
         assert re.search(rf"{what} \d+\.\d s[,;]", last), what
     assert ("./run " in last) == (ROOT / "run").exists() != ("./run is not built" in done.stdout)
     assert "W&B offline" in done.stdout and "iter      3 | tokens" in done.stdout and everything() == before
@@ -274,7 +275,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
 
 
 def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypatch, folder):
-    monkeypatch.setattr(checkpoint, "restore", lambda s, start, now, opt: {"step": 2, "best": 1.0, "clock": {}})  # no optimizer
+    monkeypatch.setattr(resume, "restore", lambda s, start, now, opt: {"step": 2, "best": 1.0, "last": None, "clock": {"seconds": 0.0}})  # no optimizer
     assert trainer(dry_run=True) == 2
     assert "the checkpoint gives back another optimizer's state " in capsys.readouterr().err
 
@@ -288,10 +289,10 @@ def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, fold
 
 
 def test_the_minutes_are_those_of_the_whole_program(trainer, monkeypatch):
-    begun, signals, over = time.monotonic(), distributed.Signals, []
+    begun, plain, over = time.monotonic(), signals.Signals, []
     monkeypatch.setattr(plan, "STARTED", begun)
     monkeypatch.setattr(preflight, "run_checks", lambda ready: time.sleep(1.5))
-    monkeypatch.setattr(distributed, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or signals(seconds, end))
+    monkeypatch.setattr(train, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or plain(seconds, end))
     assert trainer(minutes=1.0, out_dir="out/timed") == 0
     assert over[0] - begun == pytest.approx(60 * (1 - plan.RESERVE), abs=0.5)
 

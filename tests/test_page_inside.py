@@ -14,7 +14,7 @@ import torch
 import evaluate
 import sample
 from engine.debug import inside
-from engine.formats.load import load_model
+from engine.training.load import load_model
 from export import export_model
 from model import ModelArgs, Transformer
 from page.inside import Inside

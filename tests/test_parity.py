@@ -15,7 +15,7 @@ import torch
 import evaluate
 import export
 import sample
-from engine.formats import load
+from engine.training import load
 from model import ModelArgs, Transformer
 from tests.test_run import round_to_8_bits
 from tokenizer import Bytes, train_tokenizer

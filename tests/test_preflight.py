@@ -12,10 +12,10 @@ import torch
 import data
 import model
 import train
-from configurator import settings
+from configurator import freeze, settings
 from engine import ops
 from engine.debug import data_checks, model_checks, preflight
-from engine.training import checkpoint
+from engine.training import checkpoint, resolve
 from engine.text.prepare import SEED, load
 from tests.conftest import ROOT
 from tokenizer import Characters
@@ -50,10 +50,10 @@ def start(folder, monkeypatch, capsys):
         capsys.readouterr()
         code = 0
         try:
-            train.main({*SMALL, *given})
+            train.start(freeze(vars(train), dict.fromkeys({*SMALL, *given})))
         except SystemExit as e:
             code = e.code
-        train.checkpoint.release()
+        train.run_folder.release()
         said = capsys.readouterr()
         return SimpleNamespace(code=code, out=said.out, err=said.err, all=said.out + said.err)
 
@@ -168,7 +168,7 @@ def without_divisor(monkeypatch):
 
 
 def only_the_last(monkeypatch):
-    edit(monkeypatch, "(loss * opt", "opt.zero_grad(); (len(micro_batches) * loss * opt")
+    edit(monkeypatch, "(loss * t.opt", "t.opt.zero_grad(); (len(micro_batches) * loss * t.opt")
 
 
 def edit(monkeypatch, old, new):
@@ -259,7 +259,7 @@ def other_vocabulary(monkeypatch):
         found = load(prepared)
         found.tokenizer = Characters("".join(chr(ord(c) + 1) for c in found.tokenizer.characters))
         return found
-    monkeypatch.setattr(train, "load", swapped)
+    monkeypatch.setattr(resolve, "load_prepared", swapped)
 
 
 def likely_tokens(monkeypatch):
@@ -279,7 +279,7 @@ def small_vocabulary(monkeypatch):
         found.train = found.train.copy()
         found.train[-1] = found.tokenizer.vocab_size
         return found
-    monkeypatch.setattr(train, "load", larger)
+    monkeypatch.setattr(resolve, "load_prepared", larger)
 
 
 def unsaved_buffer(monkeypatch):

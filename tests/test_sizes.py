@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import train
-from configurator import settings
-from engine.training import checkpoint, costs, plan
-from optim import make_optimizer
+from engine.training import checkpoint, costs, plan, progress
+from model import ModelArgs
 from tests import forked
+from tests.trainer_config import trainer_config
 from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ SIZES = [2_000, 10_000, 100_000, 1_000_000, 10_000_000, 1_000_000_000]
 
 
 def knobs(**values):
-    return SimpleNamespace(**settings(vars(train)) | {"data": "my.txt"} | values)
+    return trainer_config(**{"data": "my.txt"} | values)
 
 
 def planned(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
@@ -32,11 +32,10 @@ def planned(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
         return 0.002 + 6 * (blocks + vocab * s.dim) * costs.tokens_per_step(s) / flops
 
     monkeypatch.setattr(plan, "step_seconds", seconds)
-    monkeypatch.setattr(plan.distributed, "free_memory", lambda device: 1 << 40)
+    monkeypatch.setattr(plan.hardware, "free_memory", lambda device: 1 << 40)
     s = knobs(minutes=minutes, **values)
-    found = plan.plan_shape(s, {*given, "minutes", *values}, size, make_optimizer, CPU, torch.float32)
-    vars(s).update(plan.values(found))
-    return s
+    found = plan.plan_shape(s, {*given, "minutes", *values}, size, train.BUILD, CPU, torch.float32)
+    return s.changed(**plan.values(found))
 
 
 def test_when_the_sizes_follow_from_the_time():
@@ -71,11 +70,11 @@ def test_every_plan_can_train(monkeypatch, size):
         s = planned(monkeypatch, size, minutes)
         vocab = s.vocab_most or 259
         assert (s.vocab_source == "byte") != bool(s.vocab_most)
-        assert plan.problem(costs.model_args(s, vocab)) is None
+        assert ModelArgs.of(s, vocab).problem() is None
         assert 12 * s.n_layers * s.dim ** 2 <= max(plan.blocks_for(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
         meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
-        seconds, more = plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)
+        seconds, more = plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)
         values = plan.values(more)
         assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
         epochs = values["max_iters"] * costs.tokens_per_step(s) / meta["train_tokens"]
@@ -94,7 +93,7 @@ def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_
     monkeypatch.setattr(plan, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
 
     def found(given):
-        _, length = plan.plan_length(s, given, meta, make_optimizer, torch.device(device), torch.float32)
+        _, length = plan.plan_length(s, given, meta, train.BUILD, torch.device(device), torch.float32)
         return plan.values(length)
 
     many = found(set()).get("batch_size", 0) / s.batch_size
@@ -126,18 +125,17 @@ def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch,
     s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
     monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 60 / possible)
-    steps, why = plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1]["max_iters"]
+    steps, why = plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)[1]["max_iters"]
     assert steps == 10 * round(possible) and "more than there is time for" in why
 
 
 def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
-    s = planned(monkeypatch, 1_000_000, 10.0)
-    s.minutes = 1000.0  # which what the tests before have taken changes nothing of
+    s = planned(monkeypatch, 1_000_000, 10.0).changed(minutes=1000.0)  # so long that the time taken so far changes nothing
     meta = {"train_tokens": 330_000, "train_bytes": 900_000, "vocab_size": 1920}
 
     def decay(rate, *given):
-        s.learning_rate = rate
-        return plan.values(plan.plan_length(s, set(given), meta, make_optimizer, CPU, torch.float32)[1]).get("weight_decay")
+        config = s.changed(learning_rate=rate)
+        return plan.values(plan.plan_length(config, set(given), meta, train.BUILD, CPU, torch.float32)[1]).get("weight_decay")
 
     assert decay(1.0) == decay(1e-4) == decay(plan.rate_for(s.dim), "learning_rate") > 0.1
     assert decay(1e-4, "learning_rate") > 0.5 and decay(0.1, "learning_rate") == 0.1 and decay(1e-4, "weight_decay") is None
@@ -170,21 +168,20 @@ def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
-    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, make_optimizer, CPU, torch.float32)[1])["table_rate"]
+    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)[1])["table_rate"]
     often, little = planned(monkeypatch, 10_000, 1.0), planned(monkeypatch, 10_000_000, 1.0)
     assert often.tied and not little.tied and rate(often) < rate(little)
     one = planned(monkeypatch, 10_000_000, 1.0, tied=True)
     assert one.tied and rate(one) == rate(often)
-    one.optimizer = "adamw"
     with pytest.raises(KeyError):
-        rate(one)
+        rate(one.changed(optimizer="adamw"))
 
 
 def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
     meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
-    _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, make_optimizer, CPU, torch.float32)
+    _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, train.BUILD, CPU, torch.float32)
     assert not {"dropout", "max_iters"} & more.keys()
     assert planned(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
     assert planned(monkeypatch, 1_000_000, dim=100).n_heads == 2 and planned(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
@@ -197,7 +194,7 @@ def test_what_is_given_stays(monkeypatch):
     (2_000, {"vocab_source": "custom"}), (1_000_000, {"vocab_most": 0})])
 def test_a_plan_fits_the_sizes_that_are_given(monkeypatch, size, values):
     s = planned(monkeypatch, size, **values)
-    assert plan.problem(costs.model_args(s, 259)) is None and {name: getattr(s, name) for name in values} == values
+    assert ModelArgs.of(s, 259).problem() is None and {name: getattr(s, name) for name in values} == values
 
 
 @pytest.mark.parametrize("values, words", [
@@ -214,8 +211,8 @@ def test_memory_bounds_the_model(monkeypatch):
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 1e-9)
     widths = []
     for free in (1 << 25, 1 << 28, 1 << 31):
-        monkeypatch.setattr(plan.distributed, "free_memory", lambda device, free=free: free)
-        found = plan.plan_shape(knobs(), set(), 1 << 40, make_optimizer, CPU, torch.float32)
+        monkeypatch.setattr(plan.hardware, "free_memory", lambda device, free=free: free)
+        found = plan.plan_shape(knobs(), set(), 1 << 40, train.BUILD, CPU, torch.float32)
         widths.append(found["dim"][0])
         assert found["dim"][1] == "the widest that memory holds"
     assert widths == sorted(set(widths))
@@ -307,5 +304,5 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
 def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, capsys):
     s, state = SimpleNamespace(out_dir=str(tmp_path), max_iters=100), {"step": 60, "best_due": [1.0, 30]}
     writer = SimpleNamespace(wait=lambda: None)
-    assert checkpoint.end_soon(s, None, None, state, writer) == 66  # on a full disk: neither best nor newest
+    assert progress.end_soon(s, 100, None, None, state, writer) == 66  # on a full disk: neither best nor newest
     assert "since iter 30: iter 66 is the last" in capsys.readouterr().out

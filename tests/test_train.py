@@ -32,10 +32,11 @@ import track
 import train
 from engine.debug import instruments
 from engine.text import prepare
-from engine.training import checkpoint, costs, distributed, plan, validate
+from engine.training import checkpoint, costs, distributed, hardware, plan, progress, resume, run_folder, validate
 from engine.files import sha256
 from model import ModelArgs
 from tests import forked
+from tests.trainer_config import trainer_config
 from tests.conftest import compile_c
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,10 +199,10 @@ def test_a_terminal_that_closes_stops_a_run_as_sigterm_does(folder, reference):
 
 
 def test_each_signal_that_asks_to_stop_is_heard_but_for_those_that_are_ignored():
-    program = ("import os, signal, sys, torch; from engine.training import distributed\n"
+    program = ("import os, signal, sys, torch; from engine.training.signals import Signals\n"
                "if len(sys.argv) > 1: signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
                "for number in signal.SIGTERM, signal.SIGINT, signal.SIGXCPU, signal.SIGHUP:\n"
-               "    signals = distributed.Signals(0, float('inf'))\n"
+               "    signals = Signals(0, float('inf'))\n"
                "    os.kill(os.getpid(), number)\n"
                "    print(signals.read(torch.device('cpu'))[0])\n")
     for words, hung_up in ([], "True"), (["ignored"], "False"):
@@ -261,7 +262,7 @@ def test_an_evaluation_at_a_stop_changes_no_early_end(folder, tmp_path):
                       "    return batch(dataset, number)\n"
                       "train.Dataset.batch, train.assess = counting, lambda *_: {\n"
                       "    'loss/val': losses.get(step, 2.5), 'loss/train_eval': 2.5, 'bpb/val': 2.5, 'samples': []}\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     for stop, out in ((0, "unstopped"), (12, "stopped"), (0, "stopped")):
@@ -328,7 +329,7 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
     assert sorted(lines[1:4]) == sorted(["max_iters: 5 -> 10", "dropout: 0.1 -> 0.3", "learning_rate: 0.003 -> 0.001"])
     after = json.loads((folder / "kept/config.json").read_text())
     told = {"learning_rate": 0.001, "dropout": 0.3, "max_iters": 10}
-    same = {k for k in train.settings(vars(train)) if k not in checkpoint.PLACE and not k.startswith("wandb_")}
+    same = {k for k in trainer_config().defaults if k not in resume.PLACE and not k.startswith("wandb_")}
     assert {k: after[k] for k in same} == {k: before[k] for k in same} | told
     assert rows(folder, "kept")[-1]["settings"] == [re.split(": | -> ", line) for line in lines[1:4]]
     (folder / "texts/b.txt").write_text("other " * 5000)
@@ -378,7 +379,7 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
                       "os.chdir(['one', 'two'][train.distributed.rank])\n"
                       "Path('ready').touch()\n"
                       "while not (Path('../one/ready').exists() and Path('../two/ready').exists()): time.sleep(0.01)\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     words = [w if w != str(ROOT / "train.py") else str(script) for w in command("--data=my.txt", "--max_iters=1", torchrun=2)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     line, = [line for line in done.stderr.splitlines() if "error: " in line and "cache" in line]
@@ -446,18 +447,19 @@ def test_accumulation_gives_the_same_losses_and_a_row_their_mean(folder):
 def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, monkeypatch):
     """Both splits alike: the same number of tokens of each, no BOS among them, the same loss for every batch_size."""
     source = folder / "my.txt" if name == "one_long_text" else "stories:300"
-    prepared = train.load(train.prepare(source, "byte", cache=tmp_path, workers=1))
+    prepared = prepare.load(train.prepare(source, "byte", cache=tmp_path, workers=1))
     for key, value in dict(max_seq_len=64, eval_iters=2, device="cpu").items():
         monkeypatch.setattr(train, key, value)
     torch.manual_seed(1)
-    model = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=64))
+    model = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=64).build()
     read, found = [], []
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda x, y: (read.append((x, y)), forward(x, y))[1])
     for size in (1, 6, 50):
         dataset = train.Dataset(prepared, 64, size, size, seed=1)
         read.clear()
-        found.append(train.evaluate(model, dataset, torch.device("cpu"), contextlib.nullcontext()))
+        t = SimpleNamespace(model=model, dataset=dataset, device=torch.device("cpu"), amp=contextlib.nullcontext())
+        found.append(train.evaluate(t))
         targets = torch.cat([y.flatten() for _, y in read])
         assert (targets >= 0).sum() == 2 * 2048 and not (targets == dataset.tokenizer.bos_id).any()
         if name == "one_long_text":
@@ -467,7 +469,7 @@ def test_an_evaluation_is_the_same_whatever_the_batch(name, folder, tmp_path, mo
     assert found[0]["train"] != found[0]["val"]
     monkeypatch.setattr(train, "eval_iters", 0)
     read.clear()
-    train.evaluate(model, dataset, torch.device("cpu"), contextlib.nullcontext())
+    train.evaluate(t)
     whole = dataset.meta["val_tokens"] - dataset.meta["val_documents"]
     assert sum((y >= 0).sum().item() for _, y in read) == 2 * whole
 
@@ -524,14 +526,13 @@ def test_a_run_on_prepared_data_records_how_they_were_prepared(folder, prepared)
 def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(prepared, capsys, name, value, fits):
     meta = json.loads(Path(prepared, "meta.json").read_text())
     value = f"{prepared}/{value}" if str(value).endswith(".json") else value
-    s = SimpleNamespace(**vars(train.knobs()) | {"data": prepared, name: value})
+    s = trainer_config(data=prepared, **{name: value})
     with contextlib.nullcontext() if fits else pytest.raises(SystemExit):
         prepare.as_prepared(s, {"data", name}, meta)
     told = capsys.readouterr().err
     assert told.count("\n") == (not fits) and fits or f"error: --{name}={value}: " in told
     assert (name in prepare.as_prepared(s, {"data"}, meta)) == (not fits)  # not given: say, by an older run
-    s.data = "my.txt"
-    assert prepare.as_prepared(s, {"data", name}, meta) == {}
+    assert prepare.as_prepared(s.changed(data="my.txt"), {"data", name}, meta) == {}
 
 
 def test_of_equal_losses_the_first_is_the_best(folder):
@@ -578,10 +579,10 @@ def test_a_run_is_named_after_its_data(tmp_path, monkeypatch, data, name):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train, "data", data)
-    monkeypatch.setattr(train, "out_dir", "auto")
-    train.settle()
-    assert train.out_dir == f"out/{name}" or data == "../.." and Path(train.out_dir).parent == Path("out")
+    named = []
+    monkeypatch.setattr(train, "main", lambda config: (named.append(config.out_dir), (None, 0))[1])
+    assert train.start(trainer_config(data=data, out_dir="auto")) == 0
+    assert named == [f"out/{name}"] or data == "../.." and Path(named[0]).parent == Path("out")
 
 
 def test_the_commands_of_a_first_evening(folder):
@@ -618,9 +619,8 @@ def test_depth_derives_the_rest(folder):
 def derived(monkeypatch, depth, vocab, given=(), world=1):
     """The settings that a depth gives, all others being the defaults."""
     monkeypatch.setattr(distributed, "world", world)
-    s = train.knobs()
-    s.depth = depth
-    return vars(s) | plan.derive_from_depth(s, set(given), vocab)
+    s = trainer_config(depth=depth)
+    return s.as_dict() | plan.derive_from_depth(s, set(given), vocab)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4, 6, 8, 12, 32])
@@ -630,7 +630,7 @@ def test_depth_gives_a_model_and_a_run_that_fit(monkeypatch, depth):
         found = derived(monkeypatch, depth, 1536, world=world)
         assert found == alone  # the number of processes changes no curve
         args = ModelArgs(**{k: v for k, v in found.items() if k in ModelArgs.__dataclass_fields__} | {"vocab_size": 1536})
-        assert plan.problem(args) is None and args.head_dim == 32
+        assert args.problem() is None and args.head_dim == 32
         sequences = found["batch_size"] * found["gradient_accumulation_steps"]
         assert sequences and found["batch_size"] <= 32
 
@@ -681,17 +681,17 @@ LOOKING = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import train
-from engine.training import checkpoint
+from engine.training import checkpoint, progress
 from configurator import configure
-warn_of = checkpoint.warn_of
+warn_of = progress.warn_of
 def look(error):  # called when no save is under way
     warn_of(error)
     if error:
         folder = checkpoint.newest(train.out_dir)
         checkpoint.load(folder), checkpoint.load(folder, "train")
         print("still there:", folder.name)
-checkpoint.warn_of = look
-train.main(configure(vars(train)))
+progress.warn_of = look
+train.start(configure(vars(train)))
 """
 
 
@@ -806,11 +806,11 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
                       "import train\n"
                       "from configurator import configure\n"
                       "step = train.train_step\n"
-                      "def noted(number, model, opt, dataset, *args):\n"
-                      "    print('read', *dataset.windows(number)[0], flush=True)\n"
-                      "    return step(number, model, opt, dataset, *args)\n"
+                      "def noted(t, number, *args):\n"
+                      "    print('read', *t.dataset.windows(number)[0], flush=True)\n"
+                      "    return step(t, number, *args)\n"
                       "train.train_step = noted\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     (folder / "few.txt").write_text((folder / "my.txt").read_text()[:2800])
     (folder / "other.txt").write_text((folder / "my.txt").read_text()[3000:5800])
 
@@ -818,7 +818,7 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
         done = forked.run([script, *TINY, "--decay_lr=False", "--force_resume=True", "--out_dir=reading", *args], folder, environment())
         assert done.returncode == 0, done.stderr
         return [int(start) for line in done.stdout.splitlines() if line.startswith("read") for start in line.split()[1:]]
-    n = train.load(train.prepare(folder / "few.txt", "byte", cache=folder / "cache")).meta["train_tokens"] // 32
+    n = prepare.load(train.prepare(folder / "few.txt", "byte", cache=folder / "cache")).meta["train_tokens"] // 32
     found = []
     for steps, batch in (3, 4), (5, 8), (9, 2), (100, 6):
         steps = min(steps, 9 + -(-(2 * n - len(found)) // 6))
@@ -832,8 +832,8 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
 
 def test_an_older_checkpoint_without_counters_goes_on_where_it_was():
     before = {"batch_size": 4, "gradient_accumulation_steps": 2, "max_seq_len": 32}
-    assert checkpoint.counted({"step": 5}, before) == {"step": 5, "tokens": 1280, "sequences": 40}
-    assert checkpoint.counted({"step": 5, "tokens": 7, "sequences": 3}, before)["tokens"] == 7
+    assert resume.counted({"step": 5}, before) == {"step": 5, "tokens": 1280, "sequences": 40}
+    assert resume.counted({"step": 5, "tokens": 7, "sequences": 3}, before)["tokens"] == 7
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(folder):
@@ -853,7 +853,7 @@ def faulty(folder, tmp_path, fault, *args):
                       "from configurator import configure, fail\n"
                       "step, export, load = train.train_step, train.export_model, train.checkpoint.load\n"
                       f"{fault}\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     return forked.run([script, *TINY, "--data=my.txt", "--max_iters=20", *args], folder, environment())
 
 
@@ -873,11 +873,11 @@ def test_what_fails_in_a_writer_ends_the_run_or_its_exit_code_tells_of_it(folder
 
 def test_saves_for_which_there_is_no_memory_cost_warnings_and_the_exit_code(folder, tmp_path):
     """From step 12 on the process may have little more memory than it has, and a save asks for more than that."""
-    fault = ("def limited(number, *args):\n"
+    fault = ("def limited(t, number, *args):\n"
              "    if number == 12:\n"
              "        used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
              "        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
-             "    return step(number, *args)\n"
+             "    return step(t, number, *args)\n"
              "def hungry(*args): bytearray(1 << 30)\n"
              "train.train_step, train.checkpoint.write = limited, lambda *a, write=train.checkpoint.write: "
              "(int(a[2]) > 12 and hungry(), write(*a))\n")
@@ -888,9 +888,9 @@ def test_saves_for_which_there_is_no_memory_cost_warnings_and_the_exit_code(fold
 
 
 def test_a_folder_that_is_deleted_while_a_run_trains_in_it_is_made_anew(folder, tmp_path):
-    fault = ("def deleting(number, *args):\n"
+    fault = ("def deleting(t, number, *args):\n"
              "    if number == 12: shutil.rmtree('deleted')\n"
-             "    return step(number, *args)\n"
+             "    return step(t, number, *args)\n"
              "train.train_step = deleting\n")
     done = faulty(folder, tmp_path, fault, "--out_dir=deleted")
     assert "deleted was deleted or moved while this process trains in it" in done.stdout, done.stdout + done.stderr
@@ -941,7 +941,7 @@ def test_a_time_limit_saves_and_ends(folder, tmp_path):
                       "import train\n"
                       "sys.stderr.isatty = lambda: True\n"
                       "from configurator import configure\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     args = ["--data=my.txt", "--max_iters=100000", "--out_dir=limit", "--eval_interval=100000", "--log_interval=1"]
     done = forked.run([script, *TINY, *args, "--max_minutes=0.04"], folder, environment())
     assert done.returncode == 0 and "the same command continues from here" in done.stdout, done.stderr
@@ -969,7 +969,7 @@ def test_a_second_ctrl_c_leaves_out_the_evaluation_but_not_the_model(folder, tmp
                "    os.kill(os.getpid(), signal.SIGINT)\n"
                "    return step(*args)\n"
                "train.train_step = last\n"
-               "train.main(configure(vars(train)))\n")
+               "sys.exit(train.start(configure(vars(train))))\n")
     (tmp_path / "hurried.py").write_text(program)
     done = subprocess.run([sys.executable, tmp_path / "hurried.py", *TINY, "--data=my.txt", "--out_dir=hurried"], cwd=folder,
                           capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -979,19 +979,19 @@ def test_a_second_ctrl_c_leaves_out_the_evaluation_but_not_the_model(folder, tmp
 
 
 def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins_anew():
-    fresh = checkpoint.session_clock({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
+    fresh = progress.session_clock({"seconds": 0.0, "limit": 0.0, "end": float("inf")}, 1.0)
     assert fresh == {"seconds": 0.0, "limit": 60.0, "end": 60.0}
-    assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
-    assert checkpoint.session_clock(fresh | {"seconds": 60.0}, 1.0)["end"] == 120
-    assert checkpoint.session_clock(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
-    assert checkpoint.session_clock(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
-    assert checkpoint.session_clock(fresh, 0.0)["end"] == float("inf")
+    assert progress.session_clock(fresh | {"seconds": 20.0}, 1.0)["end"] == 60
+    assert progress.session_clock(fresh | {"seconds": 60.0}, 1.0)["end"] == 120
+    assert progress.session_clock(fresh | {"seconds": 61.0}, 1.0)["end"] == 121
+    assert progress.session_clock(fresh | {"seconds": 20.0}, 2.0)["end"] == 140
+    assert progress.session_clock(fresh, 0.0)["end"] == float("inf")
 
 
 def test_a_supervised_run_survives_kills(folder, reference):
     args = [*reference[0], "--out_dir=supervised"]
-    checkpoint.claim(folder / "supervised")
-    checkpoint.release()
+    run_folder.claim(folder / "supervised")
+    run_folder.release()
     (folder / "supervised/log.jsonl").write_text('{"iter": 7}\n')
     process = start(folder, *args, "--supervise=True", "--init_from=scratch")
     for step in (15, 25):
@@ -1024,8 +1024,8 @@ def supervised(tmp_path):
                       "    time.sleep(0.5)\n"
                       "    sys.exit(3)\n"
                       f"sys.path.insert(0, {str(ROOT)!r})\n"
-                      "from engine.training import distributed\n"
-                      "distributed.supervise(10, '--more')\n")
+                      "from engine.training import supervisor\n"
+                      "supervisor.supervise(10, '--more')\n")
     process = subprocess.Popen([sys.executable, script, "--supervise=True"], stdout=subprocess.PIPE, text=True,
                                start_new_session=True)
     yield process
@@ -1096,8 +1096,8 @@ def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     ("float32", (9, 0), torch.float32), ("bfloat16", (7, 5), torch.bfloat16), ("float16", (9, 0), torch.float16)])
 def test_half_precision_where_the_gpu_computes_in_it(monkeypatch, kind, able, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: able)
-    assert train.distributed.autocast_dtype(kind, torch.device("cuda")) == expected
-    assert train.distributed.autocast_dtype("auto", torch.device("cpu")) == torch.float32
+    assert train.hardware.autocast_dtype(kind, torch.device("cuda")) == expected
+    assert train.hardware.autocast_dtype("auto", torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -1155,12 +1155,12 @@ def test_supervision_does_not_repeat_a_mistake(folder):
 def test_a_tied_matrix_is_saved_once_and_old_checkpoints_load(folder, reference, tmp_path):
     saved = checkpoint.load(checkpoint.newest(folder / "whole"))
     kept = sum(w.numel() * w.element_size() for w in saved["model"].values())
-    model = train.Transformer(ModelArgs(**saved["args"]))
+    model = ModelArgs(**saved["args"]).build()
     size = (checkpoint.newest(folder / "whole") / "model.pt").stat().st_size
     assert model.args.tied and kept == 4 * costs.num_params(model.args) and size < kept + 20_000
     old = model.state_dict()
     assert "output.weight" in old
-    other = train.Transformer(model.args)
+    other = model.args.build()
     for weights in (old, saved["model"]):
         distributed.load_weights(other, weights)
         assert all(torch.equal(w, weights.get(name, weights["tok_embeddings.weight"]))
@@ -1212,7 +1212,7 @@ def test_one_process_imports_neither_the_compiler_nor_sharding():
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
 def test_memory_once_used_is_not_asked_for_again():
-    code = ("import resource, torch; from engine.training import distributed; distributed.keep_memory(); "
+    code = ("import resource, torch; from engine.training import hardware; hardware.keep_memory(); "
             "pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt; "
             "print([-pages() + (torch.ones(2 ** 24), pages())[1] for _ in range(30)][-1])")  # small things find their place first
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -1299,13 +1299,13 @@ def test_muon_moves_each_weight_by_a_fifth_of_the_rate(shape):
     ("NVIDIA H200 NVL", 835, 417), ("NVIDIA H200", 989, 494), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, None)])
 def test_the_peak_is_that_of_the_very_device(name, bfloat16, float32):
     for dtype, peak in [(torch.bfloat16, bfloat16), (torch.float32, float32)]:
-        found, _ = distributed.published_flops(name, dtype, cores=38)
+        found, _ = hardware.published_flops(name, dtype, cores=38)
         assert found is peak is None or abs(found / peak / 1e12 - 1) < 1e-9, dtype
 
 
 def test_the_peak_can_be_given():
-    assert distributed.peak_flops(torch.device("cpu"), torch.float32, 2.5) == (2.5e12, "given by --peak_tflops")
-    flops, basis = distributed.peak_flops(torch.device("cpu"), torch.float32)
+    assert hardware.peak_flops(torch.device("cpu"), torch.float32, 2.5) == (2.5e12, "given by --peak_tflops")
+    flops, basis = hardware.peak_flops(torch.device("cpu"), torch.float32)
     assert 1e8 < flops < 1e14 and basis == "matmul measured on this cpu"
 
 
@@ -1395,15 +1395,16 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
                       "import torch, train\n"
                       "from configurator import configure\n"
                       "batch, bad = train.Dataset.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
-                      "class Poisoned(train.Transformer):\n"
+                      "import model\n"
+                      "class Poisoned(model.Transformer):\n"
                       "    def forward(self, *args, **more):\n"
                       "        logits, loss = super().forward(*args, **more)\n"
                       "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
                       "def marked(dataset, step):\n"
                       "    Poisoned.step = step\n"
                       "    return batch(dataset, step)\n"
-                      "train.Transformer, train.Dataset.batch = Poisoned, marked\n"
-                      "train.main(configure(vars(train)))\n")
+                      "model.Transformer, train.Dataset.batch = Poisoned, marked\n"
+                      "sys.exit(train.start(configure(vars(train))))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
     done = subprocess.run([sys.executable, script, "4,22,23,24,25,26", *args], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -1420,7 +1421,7 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
                       "import torch, train\n"
                       "from configurator import configure\n"
                       "torch.compile = lambda model: model  # which costs nothing\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     done = forked.run([script, *TINY, "--data=my.txt", "--max_iters=3", "--log_interval=1", "--compile=True", "--out_dir=compiled"],
                       folder, os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0 and "compile: the first step took " in done.stdout, done.stderr
@@ -1489,7 +1490,7 @@ def test_help_names_every_knob(folder):
     done = run(folder, "--help")
     assert done.returncode == 0 and "--gradient_accumulation_steps=1" in done.stdout
     knobs = [line for line in done.stdout.splitlines() if line.startswith("  --")]
-    assert len({line.split("=")[0] for line in knobs}) == len(train.settings(vars(train)))
+    assert len({line.split("=")[0] for line in knobs}) == len(trainer_config().defaults)
     for line in knobs:
         assert len(line.split()) > 2, f"a knob without a comment: {line}"
 
@@ -1498,7 +1499,7 @@ def test_schedules(monkeypatch):
     for key, value in dict(learning_rate=1.0, warmup_iters=10, max_iters=110, min_lr=0.1, decay_lr=True).items():
         monkeypatch.setattr(train, key, value)
     def rate(*args):
-        return optim.learning_rate_at(train.knobs(), *args)
+        return optim.learning_rate_at(trainer_config(), args[0], train.max_iters, *args[1:])
 
     monkeypatch.setattr(train, "schedule", "cosine")
     assert rate(0) == 0.1 and rate(9) == 1.0 and rate(10) == 1.0
@@ -1514,12 +1515,14 @@ def test_schedules(monkeypatch):
 
 def test_gradients_are_made_out_of_autocast():
     """Within it, hand-written ones would be summed in bfloat16."""
-    model, seen = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)), []
+    args, seen = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8), []
+    model = args.build()
     model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
-    dataset = SimpleNamespace(batch=lambda step: torch.zeros(2, 6, 8, dtype=torch.long))
-    amp = torch.autocast("cpu", torch.bfloat16)
-    train.train_step(0, model, opt, dataset, torch.device("cpu"), amp, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
+    x, y = torch.zeros(2, 6, 8, dtype=torch.long)
+    t = SimpleNamespace(model=model, network=model, opt=opt, device=torch.device("cpu"), dataset=None,
+                        amp=torch.autocast("cpu", torch.bfloat16))
+    train.train_step(t, 0, x, y, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
     assert seen == [False]
 
 
@@ -1527,7 +1530,7 @@ def test_gradients_are_made_out_of_autocast():
 def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
     def moved(table_rate):
         torch.manual_seed(0)
-        model, x = train.Transformer(ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, tied=False)), torch.arange(8)
+        model, x = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, tied=False).build(), torch.arange(8)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         model(x[None], x[None])[1].backward()
         opt = optim.make_optimizer(model, kind, 0.1, 0.0, 0.9, 0.95, table_rate)
@@ -1541,10 +1544,9 @@ def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
         assert one[name].abs().max() > 0 and torch.allclose(three[name], times * one[name], rtol=1e-3, atol=1e-8), name
 
 
-def test_momentum_is_how_much_of_the_old_gradients_muon_keeps(monkeypatch):
-    monkeypatch.setattr(train, "momentum", 0.8)
-    args = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)
-    model, opt = train.make_model(args, SimpleNamespace(separator=None), torch.device("cpu"))
+def test_momentum_is_how_much_of_the_old_gradients_muon_keeps():
+    model = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8).build()
+    opt = optim.make_optimizer(model, "muon", 1e-3, 0.1, 0.9, 0.95, momentum=0.8)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
@@ -1559,7 +1561,7 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
         rows = []
         log, finish = rows.append, lambda self: None
     with pytest.raises(SystemExit) as end:
-        validate.refuse_nonsense(train.knobs(), {"iter": 7, "loss/val": float("nan")}, Log())
+        validate.refuse_nonsense(trainer_config(), {"iter": 7, "loss/val": float("nan")}, Log())
     err = capsys.readouterr().err
     assert end.value.code == 2 and "loss/val is nan at iter 7" in err and err.count("\n") == 1 and Log.rows
 
@@ -1567,10 +1569,10 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
 def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setattr(train.distributed, "world", 2)
     monkeypatch.setattr(train, "sharded", True)
-    validate.check_settings(train.knobs())
+    validate.check_settings(trainer_config())
     monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        validate.check_settings(train.knobs())
+        validate.check_settings(trainer_config())
     assert "pip install safetensors" in capsys.readouterr().err
 
 
@@ -1592,7 +1594,7 @@ def test_too_large_a_batch_ends_in_one_line(folder):
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
     (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (ValueError("out of memory"), False)])
 def test_what_runs_out_of_memory_is_told_from_other_errors(error, short):
-    assert distributed.is_out_of_memory(error) == short
+    assert hardware.is_out_of_memory(error) == short
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
@@ -1601,7 +1603,7 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
     """What tensors hold at most, as PyTorch's profiler counts it, is more; and not much more, as temporaries are few."""
     torch.manual_seed(0)
     args = ModelArgs(dim=96, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=500, max_seq_len=64)
-    model, x = train.Transformer(args), torch.randint(500, (2, 8, 64))
+    model, x = args.build(), torch.randint(500, (2, 8, 64))
     model.recompute = frugal
     opt = optim.make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
 
@@ -1627,21 +1629,20 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
 
 def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypatch, capsys):
     args = ModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=500, max_seq_len=64)
-    s, cpu = SimpleNamespace(**train.knobs().__dict__), torch.device("cpu")
-    s.batch_size, s.max_seq_len = 8, 64
+    s, cpu = trainer_config(batch_size=8, max_seq_len=64), torch.device("cpu")
     assert costs.least_memory(args, 10 ** 9, "muon")["logits"] == 32 << 20  # a piece of them at a time
     for pieces, at_once in (1, {}), (2, {"accumulating": True}):  # gradients stay over several passes alone
-        s.gradient_accumulation_steps = pieces
+        s = s.changed(gradient_accumulation_steps=pieces)
         need = sum(costs.least_memory(args, 8 * 64, s.optimizer, **at_once).values())
-        monkeypatch.setattr(distributed, "free_memory", lambda device: need)
+        monkeypatch.setattr(hardware, "free_memory", lambda device: need)
         costs.refuse_too_large(s, args, cpu, torch.float32)
-        monkeypatch.setattr(distributed, "free_memory", lambda device: need - 1)
+        monkeypatch.setattr(hardware, "free_memory", lambda device: need - 1)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
         assert "lower --batch_size (now 8)" in capsys.readouterr().err
     least = sum(costs.least_memory(args, 64, s.optimizer, accumulating=True).values())  # of one sequence at a time
     for free, advice in (least, "lower --batch_size"), (least - 1, "choose a smaller --dim (now 64)"):
-        monkeypatch.setattr(distributed, "free_memory", lambda device: free)
+        monkeypatch.setattr(hardware, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
         assert advice in capsys.readouterr().err
@@ -1675,7 +1676,7 @@ def system(monkeypatch):
 
 
 def free_memory():
-    return distributed.free_memory(torch.device("cpu"))
+    return hardware.free_memory(torch.device("cpu"))
 
 
 def test_free_memory_is_that_of_the_machine_within_its_limits(system):
@@ -1739,18 +1740,18 @@ def test_a_stop_that_is_killed_loses_no_row_and_doubles_none(folder, tmp_path, a
                       "import os, signal, track, train\n"
                       "from configurator import configure\n"
                       "step, die, log = train.train_step, lambda *_: os.kill(os.getpid(), signal.SIGKILL), track.Tracker.log\n"
-                      "def last(number, *args):\n"
+                      "def last(t, number, *args):\n"
                       "    if number == 9:\n"
                       "        os.kill(os.getpid(), signal.SIGTERM)\n"
                       f"        if {after_row}: track.Tracker.log = lambda *a: (log(*a), die())\n"
                       "        else: train.assess = lambda *a: (writer_done(), die())\n"
-                      "    return step(number, *args)\n"
+                      "    return step(t, number, *args)\n"
                       "def writer_done():\n"
                       "    for w in writers: w.wait()\n"
                       "writers, start = [], train.checkpoint.Writer.start\n"
                       "train.checkpoint.Writer.start = lambda w, work: (writers.append(w), start(w, work))[1]\n"
                       "train.train_step = last\n"
-                      "train.main(configure(vars(train)))\n")
+                      "sys.exit(train.start(configure(vars(train))))\n")
     args, out = ["--data=my.txt", "--max_iters=20"], f"--out_dir=cut_short{after_row}"
     assert run(folder, *args, "--out_dir=uncut").returncode == 0
     done = forked.run([script, *TINY, *args, out], folder, environment())

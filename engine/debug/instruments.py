@@ -7,9 +7,10 @@ import time
 import torch
 
 from engine import ops
-from engine.training import distributed
+from engine.training import distributed, hardware
 from engine.spans import spanned
 from engine.streams import console_notes
+from engine.training.costs import PROBED
 from tokenizer import spell
 
 
@@ -215,9 +216,6 @@ def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):
     return {"grad/noise_scale": (variance / square).item()} if square > 0 else {}
 
 
-PROBED = 1 << 22  # logits that probe holds at a time, in several copies: 16 MiB each
-
-
 def probe(model, batches, tokenizer, amp, places=6):
     """
     What the model says on fixed batches, {"train": (x, y), "val": (x, y)} of (B, T) each: logits/* and what is Inside on the
@@ -262,7 +260,7 @@ def write_samples(model, tokenizer, device, prompts, seed):
                 out = model.generate(ids, 96, temperature, 0.95, (tokenizer.bos_id, tokenizer.eos_id), generator)
                 rows.append([prompt, how, tokenizer.decode(out[0, ids.shape[1]:].tolist())])
             except RuntimeError as e:  # torch.multinomial, of probabilities that are NaN
-                if distributed.is_out_of_memory(e):
+                if hardware.is_out_of_memory(e):
                     raise
                 rows.append([prompt, how, "(no text: the model's probabilities are not finite)"])
     model.train()
@@ -288,7 +286,7 @@ class Stopwatch:
         speed = self.steps * config["tokens_per_iter"] / seconds
         check_peak(config, speed * config["flops_per_token"] / distributed.world, self.device)
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
-                   "perf/peak_mib": distributed.peak_memory(self.device) / 2 ** 20,
+                   "perf/peak_mib": hardware.peak_memory(self.device) / 2 ** 20,
                    "mfu": 100 * speed * config["flops_per_token"] / (config["peak_flops"] * distributed.world)}
         self.__init__(self.device)
         return metrics
@@ -304,7 +302,7 @@ def check_peak(config, reached, device):
     if config["mfu_basis"].endswith(AGAIN):  # a product takes longer than many steps where the CPU has no such numbers
         config["peak_flops"] = reached
         return
-    again = distributed.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
+    again = hardware.measured_flops(device, getattr(torch, config["compute_dtype"]), seconds=1)
     old, config["peak_flops"] = config["peak_flops"], max(again, reached)
     distributed.say(f"mfu: training does {reached / 1e12:.3g} TFLOP/s, more than the peak of {old / 1e12:.3g} "
                  f"({config['mfu_basis']}); a product measured again: {again / 1e12:.3g}; from here on mfu is against "

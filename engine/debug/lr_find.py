@@ -3,13 +3,14 @@ Which rate? --lr_find=True: a ramp finds the neighbourhood, short trainings the 
 a step at a rate is over long before it shows what a training at that rate does.
 """
 import math
-from types import SimpleNamespace
 
 import torch
 
 from engine.training import distributed
-from engine.debug.modes import artifact, stepper
+from engine.debug.trial import trial_steps
 from engine.training.distributed import say
+from engine.training.mode import artifact
+from optim import learning_rate_at
 
 LOW, HIGH, RAMP = 1e-5, 0.9, 100   # the ramp's ends and steps
 KNEE = 0.9                         # of its fall: the rate at which that is reached is the third of the sweep's four
@@ -19,17 +20,17 @@ BELOW, ABOVE = 4.0, 2.0            # the range around the best of them: longer t
 DIVERGED = 1.5                     # nats that the loss rises above its least, or twice the least, until it counts as lost
 
 
-def lr_find(g, t):
+def lr_find(t, train_step):
     """
     A ramp of the rate from LOW to HIGH, which shows where training becomes unstable; then four short trainings around what
     it suggests, each from the same weights over the same batches. Weights, optimizer and random numbers end as they began.
     """
-    take, s, model, opt = stepper(g, t), SimpleNamespace(**g), t.model, t.opt
+    take, config, model, opt = trial_steps(t, train_step), t.config, t.model, t.opt
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     def train_shortly(rate):
         begin_again(model, opt, weights)
-        return rate, short_training(take, s, rate)
+        return rate, short_training(take, config, rate)
 
     before = [group["lr"] for group in opt.param_groups]
     with torch.random.fork_rng(devices=[t.device] if t.device.type == "cuda" else []):
@@ -42,7 +43,7 @@ def lr_find(g, t):
         begin_again(model, opt, weights)
     for group, rate in zip(opt.param_groups, before):
         group["lr"] = rate
-    report_rates(g, ramp, sweep)
+    report_rates(config, ramp, sweep)
 
 
 def begin_again(model, opt, weights):
@@ -97,12 +98,12 @@ def beyond(sweep):
     return rounded(best * APART) if best == rates[-1] and best * APART < HIGH else None
 
 
-def short_training(take, s, rate):
+def short_training(take, config, rate):
     """The mean loss of the last tenth of a training over SWEEP steps, with warm-up and decay; inf where it is lost."""
-    schedule = SimpleNamespace(**vars(s) | {"learning_rate": rate, "max_iters": SWEEP, "warmup_iters": SWEEP // 10})
+    schedule = config.changed(learning_rate=rate, warmup_iters=SWEEP // 10)
     losses = []
     for step in range(SWEEP):
-        losses.append(take(step, s.learning_rate_at(schedule, step)))
+        losses.append(take(step, learning_rate_at(schedule, step, SWEEP)))
         if not math.isfinite(losses[-1]):
             return math.inf
     last = losses[-max(1, SWEEP // 10):]
@@ -120,7 +121,7 @@ def suggestion(sweep):
     return rounded(rate / BELOW), rounded(rate * (ABOVE / BELOW) ** 0.5), rounded(rate * ABOVE)
 
 
-def report_rates(g, ramp, sweep):
+def report_rates(config, ramp, sweep):
     """The tables, the range and what to type; a file of both, and a picture where matplotlib is installed."""
     end = f"diverged at {ramp[-1][0]:.2g}" if lost(ramp) else f"did not diverge up to {ramp[-1][0]:.2g}"
     say(f"the ramp {end}; its loss had fallen by {KNEE:.0%} of all it fell at {knee(ramp):.2g}")
@@ -128,7 +129,7 @@ def report_rates(g, ramp, sweep):
         say(f"  learning_rate {rate:<8g} loss {loss:.4f} after {SWEEP} steps")
     low, middle, high = suggestion(sweep)
     if distributed.master:
-        table, picture = artifact(g, "csv"), artifact(g, "png")
+        table, picture = artifact(config, "csv"), artifact(config, "png")
         lines = [f"ramp,{rate:.4g},{loss:.5f},{smooth:.5f}" for rate, loss, smooth in ramp]
         lines += [f"sweep,{rate:.4g},{loss:.5f}," for rate, loss in sweep]
         table.write_text("\n".join(["kind,rate,loss,smooth", *lines]) + "\n")

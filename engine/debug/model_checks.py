@@ -10,14 +10,13 @@ import subprocess
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from engine.training import checkpoint, distributed
 from engine.debug.data_checks import Bug, Skip, Suspicion
-from engine.debug.instruments import UpdateNorms, outputs, watching
+from engine.debug.instruments import outputs, watching
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,14 +259,6 @@ class Catcher:
             p.grad = None
 
 
-def fixed(r, batch):
-    """A data set whose every step has this batch, with its documents kept apart as r.model keeps them."""
-    return SimpleNamespace(batch=lambda step: batch, separator=r.model.bos_id)
-
-
-NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # the detector of spikes that finds none
-
-
 def accumulation(r):
     """A wrong divisor: the micro-batches of train_step have to give the gradient of their batch in one forward pass."""
     r.model.train(not r.args.dropout)
@@ -277,7 +268,7 @@ def accumulation(r):
     y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
     real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
     opt = Catcher(r.model, copy.deepcopy(r.scale))
-    _, norm, _ = r.train_step(0, r.model, opt, fixed(r, (x, y)), r.device, r.amp, NEVER, UpdateNorms(r.model))
+    _, norm, _ = r.step(0, r.model, opt, (x, y))
     r.model.train(not r.args.dropout)
     xd, yd = distributed.to_device(r.device, x, y)
     with r.amp:
@@ -312,7 +303,7 @@ def rate(r):
     opt.scale = copy.deepcopy(r.scale)
     with put_back(model) as before:
         for step in range(TRIAL_STEPS):
-            taken = r.train_step(step, model, opt, fixed(r, r.small), r.device, r.amp, NEVER, UpdateNorms(r.model))
+            taken = r.step(step, model, opt)
             losses.append(taken[0].item())
             if not step:
                 change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))

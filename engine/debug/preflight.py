@@ -11,16 +11,18 @@ import difflib
 import math
 import sys
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 
 from configurator import fail
 from engine.training import distributed
+from engine.training.training import Training
 from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
 from engine.files import why
-from engine.debug.instruments import outputs
+from engine.debug.instruments import UpdateNorms, outputs
 from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future, gradients, loss, norms, rate, run,
                                  saved)
 
@@ -28,23 +30,25 @@ SECONDS = 2.0  # what all checks together may take, or ...
 SHARE = 0.03   # ... this part of the run, where that is more; the costly ones are left out then, and named
 
 
+NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector that finds none
+
+
 @dataclass
 class Ready:
-    """All that is there just before the first step. s: settings; fresh: the weights are new, not those of
-    another run; config: what costs.describe derived; g: train.py's globals."""
-    s: Any
-    args: Any
-    model: Any
-    opt: Any
-    dataset: Any
-    device: Any
-    amp: Any
+    """
+    All that exists just before the first step: a Training t, whose parts are attributes here too; fresh: whether the
+    weights are new ones; train.py's train_step, make_optimizer and export_model.
+    """
+    t: Training
     fresh: bool
-    config: Any
-    g: Any
+    train_step: Callable
+    make_optimizer: Callable
+    export_model: Callable
 
     def __post_init__(self):
-        self.train_step, self.make_optimizer, self.export_model = map(self.g.get, ("train_step", "make_optimizer", "export_model"))
+        t = self.t
+        self.s, self.args, self.model, self.opt, self.dataset = t.config, t.args, t.model, t.opt, t.dataset
+        self.device, self.amp, self.config = t.device, t.amp, t.record
         x, y = self.dataset.make_batch(0)
         rows = max(1, TOKENS // x.shape[1])
         self.x, self.y = distributed.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])
@@ -52,6 +56,15 @@ class Ready:
         self.small = x[:, :short].contiguous(), y[:, :short].contiguous()
         self.sharded = distributed.is_sharded(self.model)
         self.scale = type(self.opt.scale)(self.config["compute_dtype"] == "float16", {"factor": 1024.0, "steps": 0})
+
+    def step(self, step, model, opt, batch=None):
+        """
+        Take train.py's step number `step` on a batch (x, y), the small one if none is given, with this model
+        and optimizer, whatever its loss. Return what train_step returns.
+        """
+        documents = SimpleNamespace(separator=self.model.bos_id)  # kept apart as the model keeps them
+        t = replace(self.t, model=model, network=model, opt=opt, dataset=documents)
+        return self.train_step(t, step, *(batch or self.small), NEVER, UpdateNorms(self.model))
 
     def line(self, T):
         """(1, T) tokens of one document: BOS, and the batch's own behind it."""
@@ -82,6 +95,11 @@ CHECKS = {check.__name__: check for check in (
     leak)}
 BY_MASTER = {"vocabulary", "saved", "run", "leak"}  # files and text: one process looks at them, while the others wait
 LAST = {"rate", "saved", "run", "leak"}             # the costly ones, which are left out when the time is over
+
+
+def check_names(words):
+    """Refuse a --checks that names no check."""
+    chosen(words)
 
 
 def chosen(words):

@@ -1,6 +1,6 @@
 """
-Where the time of a training goes: --profile=True. The loop of train.py runs as it is, and torch.profiler records some steps
-after a warm-up, with the spans that the step names (engine/spans.py).
+--profile=True: where the time of a training step goes. train_step marks its spans; torch.profiler records some steps of a
+training after a warm-up. A table by span, the largest ops beside what the device could do, and a trace.
 """
 import functools
 import math
@@ -11,15 +11,46 @@ from types import SimpleNamespace
 import torch
 from torch.profiler import ProfilerActivity
 
-from engine import spans
-from engine.training import distributed
-from engine.debug.modes import artifact, replaced
-from engine.training.distributed import say
-from engine.spans import PHASES
+from engine.debug.instruments import UpdateNorms
+from engine.spans import PHASES, measure, span
 from engine.streams import silent_stderr
+from engine.training import distributed
+from engine.training.distributed import say
+from engine.training.mode import artifact
+from optim import SpikeDetector, learning_rate_at
 
 WARM, STEPS = 4, 5  # steps before the profile, and in it
 WIDEST = 1 << 28    # bytes of the largest copy that is timed
+
+
+def profile(t, train_step):
+    """Take WARM + STEPS steps, STEPS of them recorded and with one row of the log; print the table, write the trace."""
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (t.device.type == "cuda")
+    schedule = torch.profiler.schedule(wait=WARM - 1, warmup=1, active=STEPS, repeat=1)
+    profiler = torch.profiler.profile(activities=kinds, schedule=schedule, record_shapes=True)
+    spike_detector, norms, clock = SpikeDetector(t.config.spike_z), UpdateNorms(t.model), []
+    if hasattr(t.network, "register_comm_hook"):
+        t.network.register_comm_hook(None, distributed.average_at_once)
+    measure(True)
+    with silent_stderr():
+        profiler.start()
+    for step in range(WARM + STEPS):
+        clock.append(time.perf_counter())
+        norms.wanted = is_last = step == WARM + STEPS - 1
+        t.opt.set_rate(learning_rate_at(t.config, step, t.config.max_iters))
+        x, y = t.dataset.batch(step)
+        loss, norm, _ = train_step(t, step, x, y, spike_detector, norms)
+        if is_last:
+            with span("logging"):
+                loss.item()
+                norm.item()
+                norms.take()
+        clock.append(time.perf_counter())
+        with silent_stderr():
+            profiler.step()
+    measure(False)
+    if distributed.master:
+        report(t, profiler, clock)
 
 
 def phase_seconds(events):
@@ -38,75 +69,26 @@ def phase_seconds(events):
     return seconds
 
 
-class Look:
-    """In train_step's place: calls it, and begins and ends the profile as the steps go by."""
-
-    def __init__(self, train_step, device):
-        kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-        schedule = torch.profiler.schedule(wait=WARM - 1, warmup=1, active=STEPS, repeat=1)
-        self.profiler = torch.profiler.profile(activities=kinds, schedule=schedule, record_shapes=True)
-        self.train_step, self.step, self.at = train_step, 0, []
-
-    def __call__(self, *arguments):
-        self.at.append(time.perf_counter())  # at the end of a step ...
-        with silent_stderr():  # PyTorch's profiler prints lines when it begins and ends
-            self.profiler.step() if self.step else self.profiler.start()
-        if self.step == WARM:
-            self.begin = time.perf_counter()  # ... and at the beginning of the first
-        self.step += 1
-        return self.train_step(*arguments)
-
-    @property
-    def wall(self):
-        """Seconds of the profiled steps by the clock."""
-        return self.at[WARM + STEPS] - self.begin
-
-
-def profile(g, t):
-    """
-    Run the loop over WARM + STEPS steps, whose spans (engine/spans.py) a profiler records; print the shares of the phases
-    and write the trace.
-    """
-    look = Look(g["train_step"], t.device)
-
-    def start_tracking(*arguments):
-        tracker = g_tracking(*arguments)
-        tracker.log = spans.spanned("logging")(tracker.log)
-        return tracker
-
-    g_tracking = g["start_tracking"]
-    with replaced(g, train_step=look, start_tracking=start_tracking, assess=lambda *_: {}, conclude=lambda *_: None,
-                  save=lambda *_: None, max_iters=WARM + STEPS + 1, log_interval=STEPS):
-        spans.measure(True)
-        try:
-            g["train"](t)
-        finally:
-            spans.measure(False)
-    if distributed.master:
-        report(g, t, look)
-
-
-def report(g, t, look):
-    """The tables, and where the trace is."""
-    events = look.profiler.events()
-    ranges = [e.time_range for e in events if e.name.startswith("ProfilerStep")]
-    steps = (max(r.end for r in ranges) - min(r.start for r in ranges)) / 1e6  # seconds, by the profiler
+def report(t, profiler, clock):
+    """Print the tables, and where the trace is. clock: seconds at the begin and the end of each step."""
+    events, record, config = profiler.events(), t.record, t.config
+    steps = [end - begin for begin, end in zip(clock[::2], clock[1::2])]
+    wall, plain = sum(steps[WARM:]), steps[WARM - 2]
     seconds = phase_seconds(events)
-    seconds |= {"waiting": steps - sum(seconds.values())}
-    wall, plain = look.wall, look.at[WARM - 1] - look.at[WARM - 2]
-    say(f"profile: {STEPS} steps of {t.config['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by the "
-        f"clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")
+    seconds["waiting"] = wall - sum(seconds.values())
+    say(f"profile: {STEPS} steps of {record['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by "
+        f"the clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")
     for name in (*PHASES, "waiting"):
-        say(f"  {name:<14} {100 * seconds.get(name, 0) / wall:6.2f} %  {1e3 * seconds.get(name, 0) / STEPS:9.3f} ms a step")
+        say(f"  {name:<14} {100 * seconds[name] / wall:6.2f} %  {1e3 * seconds[name] / STEPS:9.3f} ms a step")
     say(f"  {'sum':<14} {100 * sum(seconds.values()) / wall:6.2f} %")
-    say(f"the ten largest ops, against {t.config['peak_flops'] / 1e12:.3g} TFLOP/s ({t.config['mfu_basis']}) and against a copy of "
-        f"as many bytes:")
+    say(f"the ten largest ops, against {record['peak_flops'] / 1e12:.3g} TFLOP/s ({record['mfu_basis']}) and against a copy "
+        f"of as many bytes:")
     say(f"  {'op':<46} {'calls':>7} {'ms a step':>10} {'share':>8}   of the roofline")
-    for op in largest_ops(events, t.config["peak_flops"], t.device, t.amp):
+    for op in largest_ops(events, record["peak_flops"], t.device, t.amp):
         say(f"  {op.name[:46]:<46} {op.calls / STEPS:7.0f} {1e3 * op.seconds / STEPS:10.3f} {100 * op.seconds / wall:6.1f} %   "
             f"{op.roofline}")
-    trace = artifact(g, "json.gz")
-    look.profiler.export_chrome_trace(str(trace))
+    trace = artifact(config, "json.gz")
+    profiler.export_chrome_trace(str(trace))
     say(f"wrote {trace}: open it at https://ui.perfetto.dev")
 
 

@@ -1,6 +1,6 @@
 """
 What model files are made of: the tensors of a model with their names in each format and their shapes, and the types of
-weights. export.py writes them, engine/formats/load.py reads them.
+weights. export.py writes them, engine/training/load.py reads them.
 """
 import struct
 from collections.abc import Callable

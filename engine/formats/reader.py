@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from configurator import fail
-from engine.training import plan
 from engine.untrusted import open_untrusted, reading
 
 MAX_CONTEXT = 1 << 20  # the longest context we believe a file
@@ -134,7 +133,7 @@ class Reader:
 
 def checked(args, refuse, note=""):
     """args, or one line, by refuse(problem), when no model we can hold has them."""
-    problem = plan.problem(args)
+    problem = args.problem()
     if not problem and args.max_seq_len > MAX_CONTEXT:
         problem = f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"
     if not problem and args.head_dim > MAX_HEAD:

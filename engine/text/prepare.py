@@ -40,6 +40,7 @@ from engine.files import publish, refuse_odd, replacing, sha256
 from engine.text.readers import Unfit, blocks, character_start, jsonl_text, listed
 from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
+from engine.formats import hf_vocabulary
 
 VERSION = 1
 TOKENS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # what token ids are stored as
@@ -320,8 +321,7 @@ def vocabulary_file(vocab_source, cache):
     if is_prepared(path):
         path /= load(path).meta["tokenizer"]
     elif (path / "tokenizer.model").is_file():  # of Hugging Face's folder, whose other files say more of it
-        from engine.formats import huggingface  # has torch in it, which takes a second to import
-        path = keep_vocabulary(huggingface.hf_vocabulary(path), cache)
+        path = keep_vocabulary(hf_vocabulary.read_hf_vocabulary(path), cache)
     elif (path / "tokenizer.json").is_file():
         path /= "tokenizer.json"
     if not path.is_file():

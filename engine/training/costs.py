@@ -2,17 +2,18 @@
 import math
 import statistics
 import time
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 
 from configurator import fail
 from engine.formats import layout
-from engine.training import distributed
-from engine.debug.instruments import PROBED
+from engine.training import distributed, hardware
 from engine.ops import CrossEntropy
-from model import ModelArgs, Transformer
 
+PROBED = 1 << 22    # logits that the instruments hold at a time, in several copies: 16 MiB each
 EVAL_TOKENS = 1024  # of each split, that eval_iters counts
 EVAL_PASS = 4096    # tokens of a forward pass of an evaluation, about: of the smallest models 1024 take up to 30 % longer each
 
@@ -21,22 +22,31 @@ def tokens_per_step(s):
     return s.batch_size * s.gradient_accumulation_steps * s.max_seq_len
 
 
-def model_args(s, vocab_size):
-    try:
-        factors = tuple(float(factor) for factor in s.rope_factors.split(",") if factor)
-    except ValueError:
-        fail(f"--rope_factors={s.rope_factors}: expected numbers separated by commas")
-    derived = {"vocab_size": vocab_size, "rope_factors": factors}
-    return ModelArgs(**{f.name: getattr(s, f.name) for f in fields(ModelArgs)} | derived)
+class Build(NamedTuple):
+    """
+    How a trial training is made. model_args(config, vocab_size) returns ModelArgs, whose build(device) returns the model;
+    make_optimizer(model, kind, learning_rate, ...) returns its optimizer.
+    """
+    model_args: Callable
+    make_optimizer: Callable
+
+
+def kind_of(name, parameter):
+    """What a parameter of a model is counted as. Vectors, biases among them, count as norms."""
+    if parameter.dim() < 2:
+        return "norms"
+    part = name.split(".")[0]
+    if part == "layers":
+        return "attention" if ".attention." in name else "feed-forward"
+    return {"tok_embeddings": "embedding", "output": "lm_head"}.get(part, "norms")
 
 
 def parameters(args):
-    """{kind: parameters} of a model, each counted once. Biases count among the norms: they are vectors like them."""
-    a, q_dim, kv_dim = args, args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    vectors = 2 * a.dim + a.qk_norm * 2 * a.head_dim + a.qkv_bias * (q_dim + 2 * kv_dim)  # of a block
-    return {"embedding": a.vocab_size * a.dim, "attention": a.n_layers * 2 * a.dim * (q_dim + kv_dim),
-            "feed-forward": a.n_layers * 3 * a.dim * a.hidden_dim, "norms": a.n_layers * vectors + a.dim,
-            "lm_head": 0 if a.tied else a.vocab_size * a.dim}
+    """{kind: parameters} of the model of `args`, from its own parameters on the meta device, each counted once."""
+    counts = dict.fromkeys(("embedding", "attention", "feed-forward", "norms", "lm_head"), 0)
+    for name, parameter in args.build("meta").named_parameters():
+        counts[kind_of(name, parameter)] += parameter.numel()
+    return counts
 
 
 def num_params(args):
@@ -48,16 +58,17 @@ def flops_per_token(args):
     FLOPs of forward and backward for one token: 6 N + 12 L H Q T, where N leaves out the embedding look-up but has the
     lm_head, and the second term is attention over the context. https://arxiv.org/abs/2204.02311 appendix B
     """
-    a = args
-    n = num_params(a) - (0 if a.tied else a.vocab_size * a.dim)
-    return 6 * n + 12 * a.n_layers * a.n_heads * a.head_dim * a.max_seq_len
+    counts = parameters(args)
+    n = sum(counts.values()) - (0 if args.tied else counts["embedding"])
+    return 6 * n + 12 * args.n_layers * args.n_heads * args.head_dim * args.max_seq_len
 
 
 def held(args, optimizer, shares=1):
     """{"weights", "optimizer"}: bytes that stay from step to step."""
-    blocks = sum(parameters(args)[kind] for kind in ("attention", "feed-forward"))
-    states = 2 * num_params(args) - (blocks if optimizer == "muon" else 0)
-    return {"weights": 4 * num_params(args) / shares, "optimizer": 4 * states / shares}
+    counts = parameters(args)
+    total, blocks = sum(counts.values()), counts["attention"] + counts["feed-forward"]
+    states = 2 * total - (blocks if optimizer == "muon" else 0)  # Muon keeps one number for each weight, AdamW two
+    return {"weights": 4 * total / shares, "optimizer": 4 * states / shares}
 
 
 def least_memory(args, tokens, optimizer, half=False, frugal=False, accumulating=False, shares=1):
@@ -118,7 +129,7 @@ def refuse_too_large(s, args, device, amp_dtype):
     """End in one line where training needs more memory than there is, even by the least that can be said."""
     share = math.ceil(s.batch_size * s.gradient_accumulation_steps / distributed.world)  # of a process
     here = 1 if device.type == "cuda" else distributed.local_world
-    free = distributed.free_memory(device)
+    free = hardware.free_memory(device)
 
     def need(sequences):
         return least_memory(args, sequences * s.max_seq_len, s.optimizer, amp_dtype != torch.float32,
@@ -148,11 +159,11 @@ class Rehearsal:
     masks, clipping, the wait for its loss.
     """
 
-    def __init__(self, s, vocab_size, make_optimizer, device, amp_dtype):
+    def __init__(self, s, vocab_size, build, device, amp_dtype):
         self.s, self.vocab_size, self.device = s, vocab_size, device
-        self.model = Transformer(model_args(s, vocab_size)).to(device)
+        self.model = build.model_args(s, vocab_size).build().to(device)
         self.model.bos_id, self.model.recompute = 1 if s.within_documents else None, s.activation_checkpointing
-        self.optimizer = make_optimizer(self.model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
+        self.optimizer = build.make_optimizer(self.model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2)
         self.amp = torch.autocast(device.type, amp_dtype, enabled=amp_dtype != torch.float32)
 
     def tokens(self, rows):
@@ -211,12 +222,12 @@ def measured_step(trial, seconds):
     return share / rows * statistics.median(passes[1:]) + statistics.median(updates[1:]), rows
 
 
-def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
+def measure(s, args, build, device, amp_dtype, seconds=1.0):
     """
     What a training takes, by trying: {"step", "forward", "sample"}: seconds of a step, of a token in an evaluation, of a token in
     a sample; {"memory"}: bytes of the process at its peak, on a GPU of tensors.
     """
-    trial, share = Rehearsal(s, args.vocab_size, make_optimizer, device, amp_dtype), sequences_here(s)
+    trial, share = Rehearsal(s, args.vocab_size, build, device, amp_dtype), sequences_here(s)
     step, rows = measured_step(trial, seconds)
     whole = min(s.batch_size, share, max(rows, int(seconds * share / step)))  # of a pass that shows what it holds
     for _ in range(min(2, -(-share // whole))):  # the second finds the gradients of the first
@@ -230,9 +241,9 @@ def measure(s, args, make_optimizer, device, amp_dtype, seconds=1.0):
     kinds, tried = (expected_memory(s, args, device, amp_dtype, n) for n in (0, whole))
     memory = sum(kinds.values()) - sum(tried.values())  # of what is larger than the trial
     if device.type == "cpu":  # where the heap stays as large as it was
-        memory += distributed.memory_now(device) + LATER + HOLES * (kinds["activations"] + kinds["logits"])
+        memory += hardware.memory_now(device) + LATER + HOLES * (kinds["activations"] + kinds["logits"])
     else:
-        memory += distributed.peak_memory(device)
+        memory += hardware.peak_memory(device)
     return {"step": step, "forward": forward, "sample": sample, "memory": memory}
 
 
@@ -257,7 +268,7 @@ def step_seconds(*arguments, seconds=0.3):
     return measured_step(Rehearsal(*arguments), seconds)[0]
 
 
-def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
+def foresee(s, args, device, amp_dtype, build, meta, begun=0):
     """
     What a run will take, for its record: {"memory": {kind: bytes}, "seconds", "tokens_per_sec"}. begun: steps it has taken
     already. Seconds are None where they can't be measured in moments.
@@ -267,7 +278,7 @@ def foresee(s, args, device, amp_dtype, make_optimizer, meta, begun=0):
     kinds, cpu, seconds, speed = expected_memory(s, args, device, amp_dtype), device.type == "cpu", 60 * s.minutes or None, None
     rest = PYTHON * cpu
     if not (s.compile or s.sharded or left < 1):  # else it would take more than moments
-        found = measure(s, args, make_optimizer, device, amp_dtype, 0.1 if s.minutes else 1.0)
+        found = measure(s, args, build, device, amp_dtype, 0.1 if s.minutes else 1.0)
         step, forward, sample, rest = distributed.all_max([found[name] for name in ("step", "forward", "sample", "memory")], device)
         kinds.pop("working")
         rest = max(0, rest - sum(kinds.values()))
@@ -287,8 +298,8 @@ def evaluation_seconds(s, meta, forward, sample):
 
 def describe(s, args, dataset, device, amp_dtype, foreseen):
     """What was derived rather than set: shown at the start, and part of the recorded configuration."""
-    peak, basis = distributed.peak_flops(device, amp_dtype, s.peak_tflops)
-    name = distributed.device_name(device)
+    peak, basis = hardware.peak_flops(device, amp_dtype, s.peak_tflops)
+    name = hardware.device_name(device)
     about = {"model_args": asdict(args), "n_params": num_params(args), "flops_per_token": flops_per_token(args),
              "tokens_per_iter": s.batch_size * s.gradient_accumulation_steps * s.max_seq_len, "device_name": name,
              "compute_dtype": str(amp_dtype).split(".")[-1], "world_size": distributed.world, "peak_flops": peak,
@@ -302,7 +313,7 @@ def describe(s, args, dataset, device, amp_dtype, foreseen):
     distributed.say(f"train: {s.max_iters} iterations of {about['tokens_per_iter']:,} tokens on {name}"
                  f"{f' x {distributed.world}' if distributed.world > 1 else ''} in {about['compute_dtype']}; peak "
                  f"{peak / 1e12:.3g} TFLOP/s ({basis})")
-    distributed.say(f"memory: {memory_line(foreseen['memory'], distributed.free_memory(device))}")
+    distributed.say(f"memory: {memory_line(foreseen['memory'], hardware.free_memory(device))}")
     distributed.say(f"time:  {time_line(s, foreseen)}")
     sequences = s.batch_size * s.gradient_accumulation_steps
     if sequences % distributed.world:
@@ -365,10 +376,10 @@ def bandwidth(size, seconds=0.2):
     return 4 * len(numbers) / best
 
 
-def show(s, args, device, amp_dtype, make_optimizer):
+def show(s, args, device, amp_dtype, build):
     """All that can be said of a preset without its data."""
     meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # as if they were enough
-    foreseen, counts, flops = foresee(s, args, device, amp_dtype, make_optimizer, meta), parameters(args), flops_per_token(args)
+    foreseen, counts, flops = foresee(s, args, device, amp_dtype, build, meta), parameters(args), flops_per_token(args)
     foreseen["memory"].pop("text", None)
     steps, tokens = s.max_iters, s.max_iters * tokens_per_step(s)
     print(f"parameters  {num_params(args):,} with a vocabulary of {args.vocab_size:,}")
@@ -377,7 +388,7 @@ def show(s, args, device, amp_dtype, make_optimizer):
         print(f"            {kind:<13}{count:>15,}  {count / num_params(args):4.0%}{each}")
     print(f"FLOPs       {flops:,} a token, forward and backward; {flops * tokens:.3g} in {steps:,} steps of "
           f"{tokens_per_step(s):,} tokens")
-    free = distributed.free_memory(device)
+    free = hardware.free_memory(device)
     print(f"memory      {binary(sum(foreseen['memory'].values()))}, about{f', of {binary(free)} that are free' if free else ''}")
     for kind, size in foreseen["memory"].items():
         print(f"            {kind:<17}{binary(size):>11}")

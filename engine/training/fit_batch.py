@@ -4,21 +4,22 @@ import multiprocessing
 import sys
 
 from configurator import fail
-from engine.training import costs, distributed
+from engine.training import costs, distributed, hardware
 
 HEADROOM = 0.1  # of the memory that is free, left to what else a training needs: evaluation, samples, other programs
 GAIN = 1.03     # how much faster a larger batch has to be, to be worth its memory
 
 
-def until_found(g, given):
+def first_guess(config):
     """
-    (the keys given, whether a batch is to be found). Until then the batch_size of train.py's globals g is the preset's or the
-    default: a step keeps its sequences, and a resumed run has its own.
+    Return (config, the names given, whether the largest batch is to be found). With --batch_size=0 the batch is the
+    preset's or the default until it is found: a step keeps its sequences, and a resumed run has a batch of its own.
     """
-    if g["batch_size"]:
-        return given, False
-    g["batch_size"] = max(1, given.mapping["batch_size"])
-    return given - {"batch_size", "gradient_accumulation_steps"}, True
+    given = config.given.keys()
+    if config.batch_size:
+        return config, given, False
+    return (config.changed(batch_size=max(1, config.given["batch_size"])),
+            given - {"batch_size", "gradient_accumulation_steps"}, True)
 
 
 def batches(sequences, share):
@@ -30,21 +31,21 @@ def batches(sequences, share):
     return found
 
 
-def largest_batch(s, args, device, amp_dtype, make_optimizer, gain=GAIN):
+def largest_batch(s, args, device, amp_dtype, build, gain=GAIN):
     """
     {"batch_size", "gradient_accumulation_steps"}: as many sequences a step as s has, by the largest forward passes that fit
     into the memory that is free, less HEADROOM, and are faster than smaller ones.
     """
     if s.sharded:
         fail("--batch_size=0 tries a model on one process; with --sharded=True it needs a number")
-    sequences, free = s.batch_size * s.gradient_accumulation_steps, distributed.free_memory(device)
+    sequences, free = s.batch_size * s.gradient_accumulation_steps, hardware.free_memory(device)
     here = 1 if device.type == "cuda" else distributed.local_world
     limit = (1 - HEADROOM) * free / here if free else None
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     todo = batches(sequences, costs.sequences_here(s))
     child = context.Process(target=try_batches, daemon=True,
-                            args=(send, s, args.vocab_size, make_optimizer, device, amp_dtype, todo, limit, gain))
+                            args=(send, s, args.vocab_size, build, device, amp_dtype, todo, limit, gain))
     child.start()
     send.close()
     tried, ended = [], "all have been tried"
@@ -71,20 +72,20 @@ def largest_batch(s, args, device, amp_dtype, make_optimizer, gain=GAIN):
     return {"batch_size": size, "gradient_accumulation_steps": sequences // size}
 
 
-def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, limit, gain):
+def try_batches(send, s, vocab_size, build, device, amp_dtype, todo, limit, gain):
     """
     In the child: steps of one size after the other; sends (size, peak in bytes, tokens/s) of each, then in words why no more.
     """
     prepare_to_die(device, limit)
     best, idle = 0, 0
     try:
-        trial = costs.Rehearsal(s, vocab_size, make_optimizer, device, amp_dtype)
+        trial = costs.Rehearsal(s, vocab_size, build, device, amp_dtype)
         for size in todo:
             times = []
             for _ in range(3):
                 times.append(costs.timed(trial.forward_backward, size))
                 trial.update()
-            peak, speed = distributed.peak_memory(device), size * s.max_seq_len / min(times[1:])
+            peak, speed = hardware.peak_memory(device), size * s.max_seq_len / min(times[1:])
             if limit and peak > limit:
                 return send.send(f"{size} takes {costs.binary(peak)}, and {costs.binary(limit)} is there for it")
             send.send((size, peak, speed))
@@ -92,7 +93,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
             if idle == 2:  # one alone may have met with a busy moment
                 return send.send("larger ones are not faster")
     except (MemoryError, RuntimeError) as e:  # of torch, on a CPU and on a GPU
-        if not distributed.is_out_of_memory(e):
+        if not hardware.is_out_of_memory(e):
             raise
         send.send(f"{size} did not fit")
     finally:
@@ -102,7 +103,7 @@ def try_batches(send, s, vocab_size, make_optimizer, device, amp_dtype, todo, li
 def prepare_to_die(device, limit):
     """Linux: a limit that allocations fail at, and to be the first that is killed where memory is short."""
     if device.type == "cpu":
-        distributed.keep_memory()
+        hardware.keep_memory()
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):
@@ -111,6 +112,6 @@ def prepare_to_die(device, limit):
     if device.type == "cpu" and limit:
         import resource
         now = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
-        most = now + max(0, int(limit) - distributed.memory_now(device))  # what is reserved is more than what is used
+        most = now + max(0, int(limit) - hardware.memory_now(device))  # what is reserved is more than what is used
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

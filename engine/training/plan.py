@@ -2,15 +2,14 @@
 Sizes of a training: all of them from the text, the machine and the time, or from a depth; which are refused. `s` has
 train.py's settings as attributes.
 """
-import copy
 import math
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-from configurator import STARTED, configure, fail, settings, source_knobs
-from engine.training import distributed
-from engine.training.costs import EVAL_TOKENS, least_memory, model_args, show, step_seconds, tokens_per_step
+from configurator import STARTED, configure, fail, source_knobs
+from engine.training import distributed, hardware
+from engine.training.validate import check_settings
+from engine.training.costs import EVAL_TOKENS, least_memory, show, step_seconds, tokens_per_step
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
 from engine.untrusted import reading
 
@@ -25,10 +24,9 @@ def derive_from_depth(s, given, vocab):
     tried stands in doc/lab/recipe.md. What is given explicitly stays. vocab: the data's.
     https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
     """
-    s = copy.copy(s)
-
     def derive(**values):
-        vars(s).update({k: v for k, v in values.items() if k not in given})
+        nonlocal s
+        s = s.changed(**{k: v for k, v in values.items() if k not in given})
 
     derive(dim=32 * math.ceil(s.depth / 2), n_layers=s.depth)
     derive(n_heads=max(1, s.dim // 32))
@@ -69,28 +67,27 @@ def from_time(s, given):
     return s.minutes > 0 or own and not given & {"depth", "max_iters", "max_minutes"}
 
 
-def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
+def plan_shape(s, given, size, build, device, amp_dtype):
     """
     The widest model that the time trains on enough tokens, and that a text of `size` bytes can use. Times of steps are
     measured, from the narrowest on until the time is too short.
     """
     minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
-    plan, free, wrong = {}, distributed.free_memory(device), None
+    plan, free, wrong = {}, hardware.free_memory(device), None
     for dim in (s.dim,) if "dim" in given else WIDTHS:
         wider, why = shape(s, given, dim, size), ""
-        trial = copy.copy(s)
-        vars(trial).update(values(wider))
+        trial = s.changed(**values(wider))
         blocks, pieces = 12 * trial.n_layers * dim ** 2, pieces_of(trial, size)
-        args = model_args(trial, pieces)
-        if problem(args):  # what is given, say heads, does not go with this width
-            wrong = wrong or problem(args)
+        args = build.model_args(trial, pieces)
+        if args.problem():  # what is given, say heads, does not go with this width
+            wrong = wrong or args.problem()
             continue
         memory = sum(least_memory(args, trial.batch_size * trial.max_seq_len, s.optimizer).values())
         if blocks > blocks_for(size):
             why = "the widest that a text of this size can use"
         elif free and 2 * memory > free:
             why = "the widest that memory holds"
-        elif tokens_per_step(trial) * 54 * minutes < tokens_for(blocks) * step_seconds(trial, pieces, make_optimizer, device,
+        elif tokens_per_step(trial) * 54 * minutes < tokens_for(blocks) * step_seconds(trial, pieces, build, device,
                                                                                        amp_dtype):
             why = "the widest that this time can train"
         if why and plan:
@@ -99,7 +96,7 @@ def plan_shape(s, given, size, make_optimizer, device, amp_dtype):
         plan = wider
     if not plan:
         fail(wrong)
-    plan |= part_of_text(s, given, plan, minutes, size, make_optimizer, device, amp_dtype)
+    plan |= part_of_text(s, given, plan, minutes, size, build, device, amp_dtype)
     return {"minutes": (minutes, "as given" if s.minutes else "unless --minutes says otherwise")} | plan
 
 
@@ -110,8 +107,7 @@ def part_of_text(s, given, plan, minutes, size, *machine):
     """
     if "text_most" in given or size < LARGE or s.data.split(":")[0] == "stories" or is_prepared(s.data):
         return {}
-    trial = copy.copy(s)
-    vars(trial).update(values(plan))
+    trial = s.changed(**values(plan))
     pieces = pieces_of(trial, size)
     tokens = tokens_per_step(trial) * 54 * minutes / step_seconds(trial, pieces, *machine)
     most = max(LARGE // 4, 2 ** math.ceil(math.log2(16 * tokens)))
@@ -200,13 +196,13 @@ def batch_for(blocks):
     return max(512, round(0.05 * (9 * blocks * tokens_for(blocks)) ** 0.3271))
 
 
-def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
+def plan_length(s, given, meta, build, device, amp_dtype):
     """
     (seconds to train, the plan's part that needs the prepared text of `meta`): steps, rate, regularisation, evaluations. A
     text that is read often needs dropout, and is read no more often than helps.
     """
     usual = s.batch_size
-    s, one = filled(s, given, meta, make_optimizer, device, amp_dtype)
+    s, one = filled(s, given, meta, build, device, amp_dtype)
     seconds = training_seconds(s.minutes)
     passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
     possible = seconds / one
@@ -235,16 +231,15 @@ def plan_length(s, given, meta, make_optimizer, device, amp_dtype):
     return seconds, {name: both for name, both in plan.items() if name not in given}
 
 
-def filled(s, given, meta, make_optimizer, device, amp_dtype):
+def filled(s, given, meta, build, device, amp_dtype):
     """
     (s, seconds of a step), with a batch that a GPU is busy with: twice as many sequences, as often as they cost little more time,
     sixteen times as many at most, and not more than the text is worth reading in the time.
     """
-    one = step_seconds(s, meta["vocab_size"], make_optimizer, device, amp_dtype)
+    one = step_seconds(s, meta["vocab_size"], build, device, amp_dtype)
     for _ in range(4 if device.type == "cuda" and not given & {"batch_size", "gradient_accumulation_steps"} else 0):
-        more = copy.copy(s)
-        more.batch_size *= 2
-        longer = step_seconds(more, meta["vocab_size"], make_optimizer, device, amp_dtype)
+        more = s.changed(batch_size=2 * s.batch_size)
+        longer = step_seconds(more, meta["vocab_size"], build, device, amp_dtype)
         epochs = training_seconds(s.minutes) / longer * tokens_per_step(more) / meta["train_tokens"]
         if longer > FILLED * one or epochs > epochs_for(meta["train_bytes"]):
             break
@@ -312,45 +307,23 @@ def show_plan(plan):
         distributed.say(f"  {name:14}{value!s:<8} {why}")
 
 
-def problem(args):
-    """What is wrong with these ModelArgs, as one line; None when nothing is."""
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
-        if getattr(args, name) < 1:
-            return f"{name} is {getattr(args, name)}, expected at least 1"
-    if args.head_width < 0 or args.head_width % 2:
-        return f"head_width is {args.head_width}, expected 0 or an even number"
-    if not args.head_width and (args.dim % args.n_heads or args.head_dim % 2):
-        return f"dim={args.dim} over n_heads={args.n_heads} is no even head width; choose dim a multiple of 2 n_heads"
-    if args.n_heads % args.n_kv_heads:
-        return f"n_heads={args.n_heads} is not a multiple of n_kv_heads={args.n_kv_heads}"
-    if not 0 <= args.dropout < 1:
-        return f"dropout is {args.dropout}, expected 0 <= dropout < 1"
-    if min(args.rope_theta, args.rope_scaling, args.norm_eps, args.rope_attention) <= 0:
-        return "rope_theta, rope_scaling, rope_attention and norm_eps must be positive"
-    if args.rope_factors and (len(args.rope_factors) != args.head_dim // 2 or not all(0 < f < math.inf for f in args.rope_factors)):
-        return f"rope_factors are {len(args.rope_factors)}, expected {args.head_dim // 2} positive numbers, one a pair of a head"
-    return None
-
-
-def show_costs():
+def show_costs(build):
     """`python model.py config/NAME.py --key=value`: what train.py would cost with these settings, without its data."""
-    from engine.training.validate import check_settings  # here: parts of a command, not of this room
-    from optim import make_optimizer
     path = Path(__file__).resolve().parents[2] / "train.py"
     g = {name: knob[0] for name, knob in source_knobs(path).items()} | {"__file__": str(path), "__doc__": show_costs.__doc__}
-    given = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
-    s = SimpleNamespace(**settings(g) | {"compile": False})  # which takes a minute, and gains nothing on a CPU
-    check_settings(s)
-    if not s.batch_size:
+    config = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
+    config = config.changed(compile=False)  # compiling takes a minute, and gains nothing on a CPU
+    check_settings(config)
+    if not config.batch_size:
         fail("--batch_size=0 finds the largest batch when a training begins; give a number here")
-    device = distributed.setup(s.device)
-    amp_dtype = distributed.autocast_dtype(s.dtype, device)
-    pieces = known_pieces(s) or s.vocab_size or s.vocab_most or 1536  # what the built-in stories have
-    if s.depth:
-        vars(s).update(derive_from_depth(s, given, pieces))
+    device = distributed.setup(config.device)
+    amp_dtype = hardware.autocast_dtype(config.dtype, device)
+    pieces = known_pieces(config) or config.vocab_size or config.vocab_most or 1536  # what the built-in stories have
+    if config.depth:
+        config = config.changed(**derive_from_depth(config, config.given, pieces))
     if device.type == "cpu":
-        distributed.keep_memory()
-    args = model_args(s, pieces)
-    if problem(args):
-        fail(problem(args))
-    show(s, args, device, amp_dtype, make_optimizer)
+        hardware.keep_memory()
+    args = build.model_args(config, pieces)
+    if args.problem():
+        fail(args.problem())
+    show(config, args, device, amp_dtype, build)

@@ -4,8 +4,7 @@ import math
 import sys
 
 from configurator import fail
-from engine.debug import modes, preflight
-from engine.training import costs, distributed, plan
+from engine.training import distributed, mode
 from engine.files import refuse_odd
 from engine.spans import spanned
 
@@ -39,17 +38,15 @@ def check_settings(s):
         fail(f"schedule is {s.schedule!r}, expected cosine or linear")
     if s.wandb_watch not in ("off", "all", "gradients", "parameters"):
         fail(f"wandb_watch is {s.wandb_watch!r}, expected off, all, gradients or parameters")
-    modes.check(s)
-    preflight.chosen(s.checks)
+    mode.check(s)
     if s.sharded and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
 
 
-def checked_args(s, dataset):
-    """ModelArgs from the settings; the vocabulary is the data's. Refuses sizes that can't be, and data shorter than one context."""
-    args = costs.model_args(s, dataset.meta["vocab_size"])
-    if plan.problem(args):
-        fail(plan.problem(args))
+def checked_args(s, args, dataset):
+    """Return the ModelArgs `args`. Refuses sizes that no model can have, and data shorter than one context."""
+    if args.problem():
+        fail(args.problem())
     for split in ("train", "val"):
         if len(getattr(dataset, split)) < s.max_seq_len:
             fail(f"the {split} split of {s.data} has {len(getattr(dataset, split))} tokens, less than one context of "

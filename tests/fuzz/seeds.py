@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from engine.formats.load import vocabulary_of
+from engine.formats.vocabularies import vocabulary_of
 from export import export_model
 from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, byte_level

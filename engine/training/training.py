@@ -1,0 +1,46 @@
+"""The parts of a training, made and settled, as train.py hands them to what works on them."""
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configurator import Config
+
+
+@dataclass(frozen=True)
+class Training:
+    """
+    config: the settings; record: the settings and what was derived from them, for checkpoints and trackers; state: what a
+    continuation needs besides weights and optimizer; args: ModelArgs; model: the Transformer; network: the model as a
+    training step calls it, wrapped for many processes or compiled; amp: the autocast context; changes:
+    [[setting, before, now]] of a resumed run.
+    """
+    config: Config
+    record: dict
+    state: dict
+    dataset: Any
+    args: Any
+    model: torch.nn.Module
+    network: torch.nn.Module
+    opt: Any
+    device: torch.device
+    amp: Any
+    changes: list
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """
+    What is known before the model is made. config: every setting as the training will have it; start: the step folder or
+    the model that the weights come from, None for new ones; resuming: whether start is this run's own checkpoint; clock:
+    see progress.session_clock; prepared: the tokens; args: ModelArgs.
+    """
+    config: Config
+    start: Path | None
+    resuming: bool
+    changes: list
+    clock: dict
+    amp_dtype: torch.dtype
+    prepared: Any
+    args: Any
