@@ -123,6 +123,7 @@ def test_the_plan_for_a_gpu():
     assert len(rows) > 15 and last.startswith(f"all: {totals[-1]} s")
 
 
+@pytest.mark.slow
 def test_the_peak_of_training_is_that_of_its_steps(tmp_path):
     """At a vocabulary of 16,000, where every copy of the probe's logits is 62 MiB. The gaps in the heap vary by a tenth."""
     (tmp_path / "wide.txt").write_text(4 * "".join(map(chr, range(0x4E00, 0x4E00 + 16_000))))

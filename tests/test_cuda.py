@@ -86,6 +86,7 @@ def runcuda_bin(objects, where):
     return build(objects, "run.c", gpu=where)
 
 
+@pytest.mark.slow
 def test_ops_equal_the_cpus(ops_bin, where):
     """
     On random shapes; emulated, with the threads of a block taking turns in random order. Where there are few
@@ -217,6 +218,7 @@ def test_every_allocation_may_fail(runcuda_bin, tmp_path, where):
     assert 10 < n < 39
 
 
+@pytest.mark.slow
 def test_make_runcuda(tmp_path):
     """nvcc finds nothing to warn of; without a GPU the program says so, and computes on the CPU where that is allowed."""
     if not shutil.which("nvcc"):
@@ -236,6 +238,7 @@ def test_make_runcuda(tmp_path):
     assert run(*args, "--device=auto").stdout == run(*args, "--device=cpu").stdout
 
 
+@pytest.mark.slow
 def test_sessions_on_models_of_different_sizes(objects, where, tmp_path):
     """What a launch may have of shared memory is set for the process, not for a session."""
     program = build(objects, "tests/sessions.c", gpu=where)

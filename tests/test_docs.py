@@ -167,7 +167,10 @@ def run_page(page, clone, **variables):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG_PAGES = "README.zh.md", "doc/instruments.md", "doc/tracking.md"  # `make test-long` runs them
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.slow if page in LONG_PAGES else ()) for page in PAGES])
 def test_the_commands_of_a_page_run_as_written(page, clone):
     run_page(page, clone, **({"ONLY_READ": "1"} if page.startswith("doc/lab/") else {}))
 

@@ -16,7 +16,6 @@ import sentencepiece as spm
 from sentencepiece import sentencepiece_model_pb2
 
 from engine.training import load
-from tests.conftest import usual
 
 NORMAL, UNUSED = 1, 5
 SPACE = "▁"
@@ -299,7 +298,10 @@ def time_encoding(run_bin, folder):
 
 
 def test_long_pieces_do_not_slow_the_encoder(run_bin, tmp_path, capsys):
-    """Vocabularies made to be slow: 100 kB take the time of a usual one. A user-defined piece of more than 256 bytes is refused."""
+    """
+    Vocabularies made to be slow: 100 kB take less than 300 times as long as with letters alone, where a search of
+    all pieces at each place took 900 times. A user-defined piece of more than 256 bytes is refused.
+    """
     specials = [(b"<unk>", 0.0, 2), (b"<s>", 0.0, 3), (b"</s>", 0.0, 3)]
     letters = [(c, -9.0, 1) for c in ("\u2581".encode(), b"a", b"b", b"c")]
     nested = [(b"a" * n + b"b", 0.0, 4) for n in range(1, 256)]       # at each place all of them begin
@@ -308,10 +310,12 @@ def test_long_pieces_do_not_slow_the_encoder(run_bin, tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"a" * 100_000)
     (tmp_path / "ab.txt").write_bytes((b"a" * 65536 + b"b" * 199) * 2)
     for pieces, text in (nested, "a.txt"), (doubled + grown, "ab.txt"):
-        write_gguf(tmp_path / "m.gguf", specials + letters + pieces, False)
-        begin = time.monotonic()
-        subprocess.run([run_bin, tmp_path / "m.gguf", "--tokenize", "-f", tmp_path / text], check=True, stdout=subprocess.DEVNULL)
-        assert time.monotonic() - begin < usual(1.5), text
+        seconds = []
+        for more in [], pieces:
+            write_gguf(tmp_path / "m.gguf", specials + letters + more, False)
+            command = [run_bin, tmp_path / "m.gguf", "--tokenize", "-f", tmp_path / text]
+            seconds.append(min(program_seconds(command) for _ in range(3)))
+        assert seconds[1] < 300 * seconds[0], (text, seconds)
     write_gguf(tmp_path / "m.gguf", specials + letters + [(b"a" * 256, 0.0, 4)], False)
     command = [run_bin, tmp_path / "m.gguf", "--tokenize", "-i", "a" * 256 + "c"]
     assert subprocess.check_output(command) == b"7 6\n"

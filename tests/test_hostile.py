@@ -571,12 +571,13 @@ def test_the_checksum_of_another_file(run_debug_bin, tmp_path):
     assert "damaged, or another program wrote them" in run(run_debug_bin, path, "--verify", status=1)
 
 
-def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin):
-    """10,000 flips of one bit each, anywhere in the tensors, by the function behind --verify; a few by the program."""
+@pytest.mark.parametrize("times", ["1000", pytest.param("10000", marks=pytest.mark.slow)])
+def test_every_flip_of_a_bit_is_found(tmp_path, run_debug_bin, times):
+    """So many flips of one bit each, anywhere in the tensors, by the function behind --verify; a few by the program."""
     path, rng = tmp_path / "m.gguf", random.Random(0)
     start = sealed(path, dim=8, hidden=8, heads=2, kv=1)
     flips = compile_c(tmp_path / "flips", "-O3", FUZZ / "flips.c", *LIBRARY)  # run's objects
-    assert subprocess.run([flips, path, "10000"], capture_output=True, check=True).stdout == b"10000 of 10000 flips found\n"
+    assert subprocess.run([flips, path, times], capture_output=True, check=True, text=True).stdout == f"{times} of {times} flips found\n"
     data = path.read_bytes()
     for _ in range(20):
         damaged = bytearray(data)
@@ -692,19 +693,20 @@ def seeds(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("runs", ["3000", pytest.param("30000", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", TARGETS)
-def test_fuzzing(request, seeds, tmp_path_factory, target):
-    """30,000 inputs for each target by libFuzzer, or by a loop of our own where there is no clang. No crash, hang or
+def test_fuzzing(request, seeds, tmp_path_factory, target, runs):
+    """So many inputs for each target by libFuzzer, or by a loop of our own where there is no clang. No crash, hang or
     leak, and no allocation larger than the file and 64 KiB (see fuzz.c)."""
     env = dict(os.environ, TARGET=target)
     if shutil.which("clang") and not os.environ.get("COVERAGE"):
-        command = [request.getfixturevalue("libfuzzer_bin"), "-runs=30000", "-seed=1", "-max_len=24576", "-timeout=20",
+        command = [request.getfixturevalue("libfuzzer_bin"), f"-runs={runs}", "-seed=1", "-max_len=24576", "-timeout=20",
                    "-rss_limit_mb=2048", tmp_path_factory.mktemp("found"), FUZZ / "corpus", seeds / target]
     else:
-        command = [request.getfixturevalue("mutate_bin"), "30000", *sorted((seeds / target).iterdir())]
+        command = [request.getfixturevalue("mutate_bin"), runs, *sorted((seeds / target).iterdir())]
     p = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=600)
     assert p.returncode == 0, p.stderr[-3000:]
-    assert "30000" in p.stderr
+    assert runs in p.stderr
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -43,10 +43,11 @@ def test_four_tokens_take_less_time_than_more(tmp_path):
     assert {isa for isa, _ in best} == set(ISAS) - {"scalar"} and max(best.values()) < 0.2, best
 
 
-def test_ops_in_any_order_give_what_plain_c_gives(tmp_path):
+@pytest.mark.parametrize("programs_each", ["6", pytest.param("25", marks=pytest.mark.slow)])
+def test_ops_in_any_order_give_what_plain_c_gives(tmp_path, programs_each):
     """Random programs over the backend's ops, on models of mixed types, by each instruction set and 1 to 3 threads."""
     program = compile_c(tmp_path / "programs", *SANITIZE, "tests/programs.c", *KERNELS)
-    found = subprocess.run([program, "3", "25"], capture_output=True, text=True)
+    found = subprocess.run([program, "3", programs_each], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -117,6 +118,7 @@ def test_run_compiles_where_linux_names_are_unknown(tmp_path, compiler):
         assert run(tmp_path / "run", tmp_path / "m.gguf", "-t", 0, "-n", 40, "-j", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of the x86 kernels")
 def test_run_compiles_where_the_compiler_has_no_bf16(tmp_path):
     """A stand-in for GCC 9, which has neither the intrinsics nor the processor's feature by name."""

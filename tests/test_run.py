@@ -583,7 +583,7 @@ def test_same_text_as_llama2c(run_bin, small_model, flags):
 
 # ---- threads
 
-@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("threads", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_team_does_every_item_once(tmp_path, threads):
     """Tasks follow each other so fast that members still look at the last one while the next is made ready."""
     team = compile_c(tmp_path / "team", "-O3", "tests/team.c", *KERNELS)

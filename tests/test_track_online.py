@@ -361,6 +361,7 @@ def test_a_login_at_a_server_of_ones_own_counts_and_so_does_a_proxy(server, fold
     assert set(server.runs) == {"own", "proxied"}
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_under_the_agent(server, folder):
     """`wandb sweep`, then `wandb agent`: every trial is a run of its own, with the id the agent has given it."""
     sweep = yaml.safe_load((ROOT / "sweeps/grid.yaml").read_text())

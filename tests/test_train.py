@@ -695,6 +695,7 @@ train.start(configure(vars(train)))
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_now_and_then_costs_warnings(folder, failing_disk, tmp_path):
     """A save every step, in every second of which a call fails: the run is the same, the last checkpoint is there."""
     steps = 49
@@ -1081,6 +1082,7 @@ def kill_processes(folder, out, steps, *args):
     return seconds
 
 
+@pytest.mark.slow
 def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
     args = ["--data=my.txt", "--batch_size=8", "--max_iters=30", "--dropout=0.2", "--sharded=True"]
     for done in ranks(folder, 2, *args, "--out_dir=unkilled", "--log_interval=1"):
