@@ -1,12 +1,13 @@
 """
-The page: start trainings, follow and compare them, look into models and talk to them, from a browser.
+The page: start, follow and compare trainings, look into models and talk to them, in a browser.
 
-    python page.py                    the runs in out; open the address it prints
-    python page.py RUNS --port=9000   those in another folder
+    python page.py                    the runs in out; open the address that it prints
+    python page.py RUNS --port=9000   the runs in another folder, on another port
     ssh -L 8765:localhost:8765 HOST   then the same address here, for a page on another machine
 
-The page reads the runs' own folders and needs no account. Trainings it starts are processes of their own: they go on when
-the page ends, and the next page finds them. Whoever has the address can start programs and read files as you: keep it.
+The page reads the runs' folders and needs no account. The trainings it starts are processes of
+their own: they go on when the page ends, and the next page finds them. Keep the address private:
+whoever has it can start programs and read files as you.
 """
 import importlib.util
 import os
@@ -18,54 +19,57 @@ from configurator import configure, fail
 from page.inside import Inside
 from page.jobs import Jobs
 from page.programs import end_all
+from page.run_api import RunApi
 from page.runs import Runs
-from page.server import Response, Server, file, files, is_loopback
+from page.server import Response, Server, file_route, file_routes, is_loopback
 from page.system import system
-from page.talk import Talk, models_of
+from page.talk import Talk, model_files
 
-runs = "out"         # the folder of runs
-host = "127.0.0.1"   # who reaches the page: this machine alone; 0.0.0.0: everybody who knows the address, unencrypted
-port = 8765          # of the address; 0: any that is free
+runs = "out"         # folder of runs
+host = "127.0.0.1"   # address to listen on: this machine alone; 0.0.0.0: all networks, unencrypted
+port = 8765          # port to listen on; 0: any free port
 
 
 def routes():
-    """All there is. The runs are found in their folder; jobs.py has the trainings that were started here."""
+    """Return all routes of the page. End the program if the page can't be served."""
     if os.path.exists(runs) and not os.path.isdir(runs):
         fail(f"{runs}: is not a folder; expected a folder of runs")
     found = Runs(runs)
-    found.look()  # so that the first picture waits for nothing
+    found.search()  # now, so that the first request need not wait for it
     try:
         jobs = Jobs(found)
     except BlockingIOError:
         fail(f"another page serves {runs}; open its address, or end it first")
     except OSError as e:
-        fail(f"{e.filename or found.own}: cannot be written ({e.strerror}); the queue and the notes stand there: set "
-             f"XDG_STATE_HOME to a folder of your own")
+        fail(f"{e.filename or found.state}: cannot be written ({e.strerror}); the page keeps its "
+             f"queue and notes there: set XDG_STATE_HOME to a folder of your own")
     foreign = Path(runs, ".page/jobs.json")
     if os.path.lexists(foreign):
-        print(f"note: {foreign} is left alone: a queue in a folder of runs is not started; yours stands in {found.own}",
-              file=sys.stderr)
-    found.extra = lambda: jobs.state() | {"system": system()}
-    talk, inside = Talk(lambda: models_of(found)), Inside(found)
-    return (files(Path(__file__).with_name("page")) | charts() | found.routes() | jobs.routes() | talk.routes()
-            | inside.routes())
+        print(f"note: {foreign} is ignored: a queue in a folder of runs is not started; your queue "
+              f"is in {found.state}", file=sys.stderr)
+    apis = (RunApi(found, lambda: jobs.list() | {"system": system()}), jobs,
+            Talk(lambda: model_files(found)), Inside(found))
+    own = file_routes(Path(__file__).with_name("page")) | {"GET /bokeh.js": bokeh_route()}
+    return own | {route: handler for api in apis for route, handler in api.routes().items()}
 
 
-def charts():
-    """The route of the library that draws, which is an extra: pip install bokeh. Without it curves are plain lines."""
-    found = importlib.util.find_spec("bokeh")
-    path = Path(found.origin).parent / "server/static/js/bokeh.min.js" if found else Path()
-    kept = {"Cache-Control": "private, max-age=3600"}
-    return {"GET /bokeh.js": file(path, **kept) if path.is_file() else lambda request: Response("", kind="text/javascript")}
+def bokeh_route():
+    """Return the handler that sends Bokeh, or an empty script if it is not installed."""
+    package = importlib.util.find_spec("bokeh")
+    path = Path(package.origin).parent / "server/static/js/bokeh.min.js" if package else Path()
+    if path.is_file():
+        return file_route(path, **{"Cache-Control": "private, max-age=3600"})
+    return lambda request: Response("", kind="text/javascript")
 
 
 def main():
     try:
         server = Server(host, port, routes())
     except (OSError, OverflowError) as e:
-        fail(f"--host={host} --port={port}: cannot be listened on ({e}); --port=0 takes any that is free")
+        fail(f"--host={host} --port={port}: cannot listen there ({e}); --port=0 takes a free port")
     if not is_loopback(host):
-        print("warning: other machines reach this page, and nothing is encrypted; ssh -L is safer", file=sys.stderr)
+        print("warning: other machines can reach this page, and nothing is encrypted; ssh -L is "
+              "safer", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"page: {server.url()}", flush=True)
     try:

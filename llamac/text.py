@@ -1,4 +1,4 @@
-"""Text from a model, as it comes: whole characters, up to a stop text, in a context that slides where it is full."""
+"""Text from a model as it is generated, up to a stop text, in a context that slides when full."""
 import codecs
 import contextlib
 
@@ -6,45 +6,64 @@ import numpy as np
 
 import llamac
 
-PIECE = 64  # tokens of a prompt that are evaluated at once
+CHUNK = 64  # tokens of a prompt that are evaluated in one call
 
 
-class Held:
-    """Text that comes in bytes and goes out when it is certain: whole characters, none that a stop text may begin with."""
+class TextStream:
+    """
+    Text that arrives in bytes and is released once it is certain: whole characters, and none that
+    may begin a stop text. stopped: whether a stop text was found; it is cut off.
+    """
 
     def __init__(self, stop):
-        self.stop, self.decoder, self.held, self.stopped = stop, codecs.getincrementaldecoder("utf-8")("replace"), "", False
+        self.stop, self.stopped, self.held = stop, False, ""
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def take(self, data, last=False):
+    def add(self, data, last=False):
+        """Add bytes and return the text that is certain now. last: no more bytes follow."""
         self.held += self.decoder.decode(data, last)
-        cuts = [at for s in self.stop if (at := self.held.find(s)) >= 0]
-        if cuts:
-            self.held, self.stopped, last = self.held[:min(cuts)], True, True
-        most = max((len(s) for s in self.stop), default=1) - 1
-        keep = 0 if last else next((n for n in range(min(most, len(self.held)), 0, -1)
-                                    if any(s.startswith(self.held[-n:]) for s in self.stop)), 0)
-        out, self.held = self.held[:len(self.held) - keep], self.held[len(self.held) - keep:]
-        return out
+        ends = [at for text in self.stop if (at := self.held.find(text)) >= 0]
+        if ends:
+            self.held, self.stopped, last = self.held[:min(ends)], True, True
+        size = len(self.held) - (0 if last else self.uncertain())
+        certain, self.held = self.held[:size], self.held[size:]
+        return certain
+
+    def uncertain(self):
+        """Return how many characters at the end may begin a stop text."""
+        longest = max((len(text) for text in self.stop), default=1) - 1
+        for size in range(min(longest, len(self.held)), 0, -1):
+            if any(text.startswith(self.held[-size:]) for text in self.stop):
+                return size
+        return 0
 
 
-def entry(model, row, previous, token, rivals, offset):
-    """What is told of a token: its text and log probability, and those of the likeliest."""
-    row = row.astype(np.float64) - row.max()
-    row -= np.log(np.exp(row).sum())
-    likeliest = np.argsort(-row, kind="stable")[:rivals]
+def token_details(model, logits, previous, token, count):
+    """
+    Return {"token", "logprob", "bytes", "top_logprobs"} of a token, as OpenAI's API has them.
 
-    def told(t):
-        data = model.decode([int(t)], previous)
+    logits: (vocab_size,), from which the token was sampled; count: of the likeliest tokens.
+    """
+    log_p = logits.astype(np.float64) - logits.max()
+    log_p -= np.log(np.exp(log_p).sum())
+
+    def describe(token):
+        data = model.decode([int(token)], previous)
         try:
-            spelled = data.decode()
+            text = data.decode()
         except UnicodeDecodeError:
-            spelled = "bytes:" + "".join(f"\\x{b:02x}" for b in data)
-        return {"token": spelled, "logprob": float(row[t]), "bytes": list(data)}
-    return told(token) | {"top_logprobs": [told(t) for t in likeliest], "offset": offset}
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return {"token": text, "logprob": float(log_p[token]), "bytes": list(data)}
+
+    likeliest = np.argsort(-log_p, kind="stable")[:count]
+    return describe(token) | {"top_logprobs": [describe(t) for t in likeliest]}
 
 
 def slide(window, new, positions):
-    """What is to be evaluated behind the window, which loses its older half, but not BOS, where it is full; as run does."""
+    """
+    Return the tokens to evaluate after those in `window`. If they don't fit into `positions`, empty
+    the window and keep the first token and the latest half, as run does.
+    """
     if len(window) + len(new) <= positions:
         return new
     half = positions // 2 if positions > 3 else 1
@@ -53,35 +72,45 @@ def slide(window, new, positions):
     return kept
 
 
-def generate(session, tokens, sampler, most=None, stop=(), rivals=None, turn=None):
+def generate(session, tokens, sampler, max_tokens=None, stop=(), top_logprobs=None, lock=None):
     """
-    Continue tokens, at most `most` of them, until the model ends its text or one of the texts `stop` comes, which is cut off.
-    Yields for each token (text that is certain by now, [what is told of its tokens], tokens so far, None or why it ends:
-    "stop" or "length"); nothing where most is 0. rivals: how many likeliest tokens are told beside each; None: nothing. turn: held
-    while computing.
+    Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
+    max_tokens are generated.
+
+    Yields for each token (text that has become certain, details of its tokens, tokens so far, None
+    or why generation ends: "stop" or "length"); nothing for max_tokens=0.
+
+    top_logprobs: how many likeliest tokens the details of a token have; None: no details.
+    lock: a context manager that is entered for each computation.
     """
-    model, window, held, turn = session.model, [], Held(list(stop)), turn or contextlib.nullcontext()
-    count = length = 0
-    entries, reason, new = [], None, list(tokens)
-    if most is not None and llamac.whole("most", most) < 0:
-        raise llamac.Error(f"most is {most}, expected 0 or more tokens, or None for no end but the model's")
-    while not reason and most != 0:
+    model, window, stream = session.model, [], TextStream(list(stop))
+    lock = lock or contextlib.nullcontext()
+    count = length = 0  # tokens, and characters that were yielded
+    details, reason, new = [], None, list(tokens)
+    if max_tokens is not None and llamac.c_integer("max_tokens", max_tokens) < 0:
+        raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no limit")
+    while not reason and max_tokens != 0:
         new = slide(window, new, session.positions)
-        for at in range(0, len(new) or 1, PIECE):
-            with turn:
-                session.forward(new[at:at + PIECE], len(window))
-            window += new[at:at + PIECE]
-        with turn:
-            row = session.logits[-1].copy() if rivals is not None else None
+        for at in range(0, len(new) or 1, CHUNK):
+            with lock:
+                session.forward(new[at:at + CHUNK], len(window))
+            window += new[at:at + CHUNK]
+        with lock:
+            logits = None if top_logprobs is None else session.logits[-1].copy()
             token = session.sample(sampler)
         ended, data = model.ends(token), b""
         if not ended:
-            if row is not None:
-                entries.append(entry(model, row, window[-1], token, rivals, length + len(held.held)))
+            if logits is not None:
+                entry = token_details(model, logits, window[-1], token, top_logprobs)
+                details.append(entry | {"offset": length + len(stream.held)})
             data, count = model.decode([token], window[-1]), count + 1
-        text = held.take(data, ended or count == most)
+        text = stream.add(data, ended or count == max_tokens)
         length, new = length + len(text), [token]
-        reason = "stop" if ended or held.stopped else "length" if count == most else None
-        certain = [e for e in entries if e["offset"] < length or reason and not held.stopped]
-        entries = entries[len(certain):]
+        if ended or stream.stopped:
+            reason = "stop"
+        elif count == max_tokens:
+            reason = "length"
+        complete = reason and not stream.stopped
+        certain = [entry for entry in details if entry["offset"] < length or complete]
+        details = details[len(certain):]
         yield text, certain, count, reason

@@ -1,72 +1,84 @@
 """
-Look inside: what a checkpoint does with a text. It is computed in a process of its own, which ends with the answer, so that
-neither PyTorch's memory nor a broken checkpoint stays with the page. The same view stands in the file that sample.py writes.
+Look inside: what a checkpoint computes for a text.
+
+It is computed in a process of its own, which ends with its result, so that neither PyTorch's memory
+nor a broken checkpoint stays with the page. sample.py writes the same view as a file.
 """
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from page.programs import Gone, OneAtATime
-from page.server import Response, as_file
-from page.talk import models_of
+from page.programs import ClientGone, OneAtATime
+from page.server import Response, as_download
+from page.talk import model_files
 
-SECONDS = 120   # that one look may take
-MOST_TEXT = 20_000
+MAX_SECONDS = 120
+MAX_TEXT = 20_000  # characters
 FOLDER = Path(__file__).parent
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <title>Look inside</title><style>{style}</style><body><main id="main"></main>
 <script type="application/json" id="data">{data}</script>
 <script type="module">{view}
-draw(document.getElementById("main"), JSON.parse(document.getElementById("data").textContent))</script>
+const data = JSON.parse(document.getElementById("data").textContent)
+draw(document.getElementById("main"), data)</script>
 """
 
 
 def html(data):
-    """One file with the view and its data, in which no text can end the script: < is written as an escape."""
-    style, dom, look = ((FOLDER / name).read_text(encoding="utf-8") for name in ("style.css", "dom.js", "look.js"))
-    view = dom + look.replace('import { h, select, table } from "./dom.js"\n', "")
-    return PAGE.format(style=style, view=view, data=json.dumps(data).replace("<", "\\u003c"))
+    """Return an HTML file with the view and its data. `<` is escaped, so no text ends it."""
+    style, dom, look = ((FOLDER / name).read_text(encoding="utf-8")
+                        for name in ("style.css", "dom.js", "look.js"))
+    data = json.dumps(data).replace("<", "\\u003c")
+    view = dom + re.sub(r"^import .*\n", "", look, flags=re.M)
+    return PAGE.format(style=style, view=view, data=data)
 
 
 class Inside:
-    """What can be looked into: the model files and checkpoints of the runs."""
+    """The routes for the model files and checkpoints of the runs."""
 
     def __init__(self, runs):
-        self.runs, self.turns = runs, OneAtATime()
+        self.runs = runs
+        self.programs = OneAtATime()
 
     def routes(self):
-        return {"GET /api/inside": self.list, "POST /api/inside": self.look, "POST /api/inside.html": self.file}
+        return {"GET /api/inside": self.list, "POST /api/inside": self.look,
+                "POST /api/inside.html": self.file}
 
     def paths(self):
-        found = models_of(self.runs)
+        """Return {name: path} of all that can be looked into."""
+        found = model_files(self.runs)
         for name, run in list(self.runs.runs.items()):
-            found |= {f"{name}/{path.name}": path for path in sorted((Path(run.folder) / "checkpoints").glob("step_*[0-9]"))}
+            steps = sorted(Path(run.folder, "checkpoints").glob("step_*[0-9]"))
+            found |= {f"{name}/{path.name}": path for path in steps}
         return found
 
     def list(self, request):
         return {"models": list(self.paths())}
 
     def data(self, request):
-        """The JSON of engine/debug/inside.py for {"model", "text"}. ValueError: what is wrong, in a line."""
-        asked, paths = request.json(), self.paths()
-        name, text = asked.get("model"), asked.get("text")
+        """Return the JSON of engine/debug/inside.py for {"model", "text"}. Raises ValueError."""
+        body, paths = request.json(), self.paths()
+        name, text = body.get("model"), body.get("text")
         if not isinstance(name, str) or name not in paths:
             raise ValueError(f"there is no model {str(name)[:200]!r}")
-        if not isinstance(text, str) or len(text) > MOST_TEXT:
-            raise ValueError(f"expected a text of at most {MOST_TEXT} characters")
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise ValueError(f"expected a text of at most {MAX_TEXT} characters")
         command = ["-m", "page.inside", str(paths[name].resolve()), name]
         try:
-            code, found, said = self.turns.run(command, SECONDS, request.gone, data=text.encode("utf-8", "replace"),
-                                               stderr=subprocess.PIPE, cwd=FOLDER.parent)
+            code, found, printed = self.programs.run(
+                command, MAX_SECONDS, request.gone, data=text.encode("utf-8", "replace"),
+                stderr=subprocess.PIPE, cwd=FOLDER.parent)
         except subprocess.TimeoutExpired as e:
-            raise ValueError(f"{name}: nothing was found within {SECONDS} s") from e
-        except Gone as e:
-            raise ValueError("nobody waits for this any more") from e
+            raise ValueError(f"{name}: no result within {MAX_SECONDS} s") from e
+        except ClientGone as e:
+            raise ValueError("the client has closed the connection") from e
         if code:
-            lines = said.decode(errors="replace").splitlines() or ["the process was ended"]
+            lines = printed.decode(errors="replace").splitlines() or ["the process was killed"]
             raise ValueError(lines[-1].removeprefix("error: "))
         return found
 
@@ -74,12 +86,12 @@ class Inside:
         return Response(self.data(request))
 
     def file(self, request):
-        return Response(html(json.loads(self.data(request))), kind="text/html",
-                        headers=as_file("inside.html"))
+        content = html(json.loads(self.data(request)))
+        return Response(content, kind="text/html", headers=as_download("inside.html"))
 
 
 def main(path, name):
-    """The process: the text comes by stdin, the JSON goes to stdout."""
+    """Run as the process: read the text from stdin, write the JSON to stdout."""
     from engine.debug import inside
     from engine.training.load import load_model
     text = sys.stdin.buffer.read().decode("utf-8", "replace")

@@ -1,356 +1,276 @@
 """
-Trainings that the page starts: processes of their own, in a queue.
+The queue of trainings and sweeps that the page starts, each a process of its own.
 
-A job is an entry of jobs.json; what it prints goes to ID.txt. The process holds a lock on that file through its stdout, so a
-page that comes later knows which still run. The page passes knobs of train.py alone, as arguments, never through a shell.
-Their values are the user's: who knows the token may read what he may.
+A job is an entry of jobs.json; its output goes to ID.txt. The process holds a lock on that file
+through its stdout, so a page that is started later finds out which jobs still run.
 
-The queue is the user's and starts by itself, so it stands in a folder of the user's, never among the runs: a folder of runs
-may come from anyone.
+The queue starts jobs by itself, so it is kept in the user's own folder, never among the runs: a
+folder of runs may come from anyone.
 """
 import fcntl
-import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
-from configurator import advice, convert, fail, read_file, source_knobs
+from configurator import fail, source_knobs
 from engine.files import read_json, why, write_atomic
-from page.programs import Gone, OneAtATime
-from page.runs import is_held, locks, make_own, trainer
+from page.command import (HOME, TRAIN, check_arguments, from_form, presets, refuse,
+                          train_arguments)
+from page.locks import is_locked, lock_holders, trainer_pid
+from page.programs import ClientGone, OneAtATime
 from page.server import json_object
+from page.state import make_state_folder
 
-HOME = Path(__file__).resolve().parents[1]
-TRAIN = HOME / "train.py"
-MOST_JOBS = 1000
+MAX_JOBS = 1000        # kept in the queue
+MAX_SHOWN = 200        # jobs in a response
+MAX_OUTPUT = 20_000    # bytes of a program's output in a response
+PREVIEW_SECONDS = 120  # time limit of a preview of data and of an estimate
 PROGRAMS = ("train.py", "sweep.py")
 STATES = ("queued", "running", "stopped", "failed", "ended")
-LOOK_SECONDS = 120  # a look at the data ends after that
-
-
-def words(given, preset=""):
-    """The arguments of train.py for these knobs, {name: value or text}. ValueError: an unknown knob, a wrong value."""
-    known, found = source_knobs(TRAIN), [os.path.relpath(HOME / "config" / preset)] if preset else []
-    if preset and preset not in presets()[0]:
-        raise ValueError(f"there is no preset {preset!r} that can be used")
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"train.py has no knob {name!r}; {advice(str(name), known)}")
-        if isinstance(value, (dict, list)):
-            refuse(f"--{name}: expected a number, true, false or a text")
-        value = value if isinstance(value, (bool, int, float)) else str(value)
-        value = convert(name, value, known[name][0], f"--{name}", refuse)
-        if "\0" in str(value):
-            raise ValueError(f"--{name} holds a zero byte")
-        found.append(f"--{name}={value}")
-    return found
-
-
-def refuse(message):
-    raise ValueError(message)
-
-
-def part(given, name):
-    """A JSON object in another, {} where there is none."""
-    found = given.get(name) or {}
-    if not isinstance(found, dict):
-        refuse(f"{name} is no JSON object")
-    return found
-
-
-def presets():
-    """({file name: {knob: value}} of the folder config/, [what is wrong with the others there])."""
-    found, wrong = {}, []
-    for path in sorted((HOME / "config").glob("*.py")):
-        try:
-            found[path.name] = read_preset(path)
-        except ValueError as e:
-            wrong.append(str(e))
-    return found, wrong
-
-
-def read_preset(path):
-    """{knob: value} of a preset. ValueError: train.py would refuse it."""
-    known = source_knobs(TRAIN)
-    try:
-        found = read_file(str(path))
-    except SystemExit as e:
-        raise ValueError(f"{path.name}: cannot be read; python train.py {os.path.relpath(path)} says why") from e
-    for name in found.keys() - known.keys():
-        refuse(f"{path.name}: train.py has no knob {name!r}; {advice(str(name), known)}")
-    return {name: convert(name, value, known[name][0], path.name, refuse) for name, value in found.items()}
-
-
-def line(program, arguments):
-    """What one types in a terminal for the same."""
-    return shlex.join(["python", os.path.relpath(HOME / program), *arguments])
 
 
 def is_job(found):
-    """Whether an entry of a jobs.json is one that the page has written."""
+    """Return whether an entry of a jobs.json has the form that the page writes."""
     if not isinstance(found, dict) or not isinstance(found.get("arguments"), list):
         return False
-    texts = [found.get("id"), found.get("folder", ""), found.get("out_dir", ""), found.get("line", ""), *found["arguments"]]
+    texts = [found.get("id"), found.get("folder", ""), found.get("out_dir", ""),
+             found.get("line", ""), *found["arguments"]]
     pid = found.get("pid", 2)
-    return (all(isinstance(text, str) for text in texts) and bool(re.fullmatch("[1-9][0-9]{0,8}", found["id"]))
-            and found.get("state") in STATES and found.get("program") in PROGRAMS and type(pid) is int and pid > 1)
+    return (all(isinstance(text, str) for text in texts)
+            and bool(re.fullmatch("[1-9][0-9]{0,8}", found["id"]))
+            and found.get("state") in STATES and found.get("program") in PROGRAMS
+            and type(pid) is int and pid > 1)
 
 
-def check_job(job, folder):
-    """Refuse a job with arguments that the page passes to no program. folder: of the page's own files. ValueError."""
-    is_sweep, (first, *rest) = job["program"] == "sweep.py", job["arguments"] or [""]
-    if is_sweep and first not in map(str, folder.glob("sweep-*.json")):
-        refuse(f"{first}: is not the file of a sweep that the page has written")
-    if not is_sweep and first not in [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]:
-        rest = job["arguments"]
-    for word in rest:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not equals:
-            refuse(f"{word}: expected --knob=value")
-        elif not is_sweep or name == "out_dir":
-            words({name: value})
-        elif name != "count" or not value.isdecimal():
-            refuse(f"{word}: expected --out_dir=FOLDER or --count=NUMBER")
-
-
-def stored(path):
-    """(how many jobs run at once, the jobs) of a jobs.json; a file that no page has written ends the program."""
+def read_queue(path):
+    """Return (how many jobs run at once, the jobs) of a jobs.json. End the program if it is odd."""
     found = read_json(path)
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
-    whole = isinstance(jobs, list) and all(map(is_job, jobs))
-    if type(at_once) is not int or not whole:
-        fail(f"{path}: is not what a page has written; move it elsewhere")
+    if type(at_once) is not int or not isinstance(jobs, list) or not all(map(is_job, jobs)):
+        fail(f"{path}: expected a queue that the page has written; move the file elsewhere")
     return at_once, jobs
 
 
 class Jobs:
-    """The queue: at most `at_once` run. Kept on disk, so that a new page goes on with it."""
+    """The queue, of which at most `at_once` jobs run. A page that is started later continues it."""
 
     def __init__(self, runs):
-        """Raises BlockingIOError where another page has this folder's queue, OSError where it can't be written."""
-        self.runs, self.folder, self.lock, self.children = runs, runs.own, threading.RLock(), {}
-        self.looks, self.estimates = OneAtATime(), OneAtATime()
-        make_own(self.folder)
-        self.alone = open(self.folder / "lock", "wb")
-        fcntl.flock(self.alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.at_once, self.jobs = stored(self.folder / "jobs.json")
-        self.changed, self.trouble = False, ""  # whether the file is behind; why nothing is started now
+        """Raises BlockingIOError if another page has this queue, OSError if it can't be written."""
+        self.runs, self.folder = runs, runs.state
+        self.lock = threading.RLock()
+        self.children = {}  # {id: Popen} of the jobs that this page has started
+        self.previews, self.estimates = OneAtATime(), OneAtATime()
+        make_state_folder(self.folder)
+        self.lock_file = open(self.folder / "lock", "wb")
+        fcntl.flock(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.at_once, self.jobs = read_queue(self.folder / "jobs.json")
+        self.unsaved = False  # whether jobs.json lacks the latest changes
+        self.error = ""       # why no job can be started now
         for job in self.jobs:
-            if job["state"] == "queued" and is_held(self.folder / f"{job['id']}.txt"):
-                job["state"], self.changed = "running", True  # its start could not be written
+            if job["state"] == "queued" and self.is_alive(job):  # its start could not be saved
+                job["state"] = "running"
+                self.unsaved = True
         threading.Thread(target=self.work, daemon=True).start()
 
     def routes(self):
-        asked = {"knobs": self.knobs, "jobs": self.state, "look": self.look, "console": self.console,
-                 "estimate": self.estimate}
-        told = {"line": self.line, "start": self.start, "stop": self.stop, "queue": self.queue}
-        return {f"GET /api/{name}": f for name, f in asked.items()} | {f"POST /api/{name}": f for name, f in told.items()}
+        return {"GET /api/knobs": self.knobs, "GET /api/jobs": self.list,
+                "GET /api/look": self.preview, "GET /api/console": self.console,
+                "GET /api/estimate": self.estimate, "POST /api/line": self.line,
+                "POST /api/start": self.start, "POST /api/stop": self.stop,
+                "POST /api/queue": self.set_at_once}
 
-    def keep(self, *more):
-        """Write the queue, with more jobs at its end. Raises OSError; what has changed is then written by work()."""
-        jobs, self.changed = [*self.jobs, *more][-MOST_JOBS:], True
-        write_atomic(self.folder / "jobs.json", json.dumps({"at_once": self.at_once, "jobs": jobs}, indent=1))
-        self.jobs, self.changed = jobs, False
+    # ---- the queue
+
+    def output(self, job):
+        """Return the path of what a job prints."""
+        return self.folder / f"{job['id']}.txt"
+
+    def is_alive(self, job):
+        return is_locked(self.output(job))
+
+    def save(self, *new):
+        """Write the queue with new jobs at its end. Raises OSError; then work() tries again."""
+        jobs, self.unsaved = [*self.jobs, *new][-MAX_JOBS:], True
+        text = json.dumps({"at_once": self.at_once, "jobs": jobs}, indent=1)
+        write_atomic(self.folder / "jobs.json", text)
+        self.jobs, self.unsaved = jobs, False
 
     def work(self):
-        """Start what waits, note what has ended. Where the disk fails nothing starts until it can be written."""
+        """Keep the queue going. While jobs.json can't be written, no job starts."""
         while True:
             try:
                 with self.lock:
-                    self.turn()
-                self.trouble = ""
+                    self.update()
+                self.error = ""
             except OSError as e:
-                self.trouble = f"{self.folder}: cannot be written ({why(e)}); what waits starts once it can\n"
+                self.error = f"{self.folder}: cannot be written ({why(e)}); the job waits\n"
             time.sleep(0.3)
 
-    def turn(self):
-        for job in [job for job in self.jobs if job["state"] == "running"]:
+    def update(self):
+        """Note which jobs have ended, and start the next. Raises OSError."""
+        running = [job for job in self.jobs if job["state"] == "running"]
+        for job in running:
             child = self.children.get(job["id"])
-            if child and child.poll() is not None or not child and not is_held(self.folder / f"{job['id']}.txt"):
-                failed = "failed" if child and child.returncode else "ended"
-                job["state"] = "stopped" if job.get("stopped") else failed
-                self.children.pop(job["id"], None)
-                self.changed = True
+            alive = child.poll() is None if child else self.is_alive(job)
+            if alive:
+                continue
+            failed = child and child.returncode
+            job["state"] = "stopped" if job.get("stopped") else "failed" if failed else "ended"
+            self.children.pop(job["id"], None)
+            self.unsaved = True
+        running = [job for job in running if job["state"] == "running"]
         waiting = [job for job in self.jobs if job["state"] == "queued"]
-        if waiting and sum(job["state"] == "running" for job in self.jobs) < self.at_once:
+        if waiting and len(running) < self.at_once:
             self.run(waiting[0])
-        if self.changed:
-            self.keep()
+        if self.unsaved:
+            self.save()
 
     def run(self, job):
-        """Start a job in a session of its own, which neither Ctrl-C nor the end of the page reaches. Raises OSError."""
-        with open(self.folder / f"{job['id']}.txt", "ab") as out:
+        """Start a job in a session of its own, so that it outlives the page. Raises OSError."""
+        with open(self.output(job), "ab") as out:
             fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
             out.truncate(0)
             try:
                 job["state"] = "running"
-                self.keep()  # before it runs: a page that comes later must not start it again
+                self.save()  # before it starts, so that no later page starts it again
             except OSError:
                 job["state"] = "queued"
                 raise
-            self.changed = True
+            self.unsaved = True
             try:
-                check_job(job, self.folder)
-                child = subprocess.Popen([sys.executable, str(HOME / job["program"]), *job["arguments"]], stdout=out,
-                                         stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
-                                         cwd=job.get("folder"))
+                check_arguments(job, self.folder)
+                child = subprocess.Popen(
+                    [sys.executable, str(HOME / job["program"]), *job["arguments"]],
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                    cwd=job.get("folder"), start_new_session=True)
                 self.children[job["id"]] = child
-                job |= {"pid": child.pid, "since": time.time()}
+                job["pid"] = child.pid
             except (OSError, ValueError) as e:
                 job["state"] = "failed"
                 out.write(f"error: cannot be started ({e})\n".encode("utf-8", "backslashreplace"))
 
-    def state(self, request=None):
-        """The jobs, the newest first, each with its line to type."""
-        with self.lock:
-            shown = [{k: job.get(k) for k in ("id", "state", "out_dir", "line")} for job in reversed(self.jobs[-200:])]
-            return {"jobs": shown}
-
-    def knobs(self, request):
-        """All knobs with their help, presets and what the data can be."""
-        known = {name: {"value": value, "section": section, "help": comment}
-                 for name, (value, section, comment) in source_knobs(TRAIN).items()}
-        found, wrong = presets()
-        return {"knobs": known, "presets": found, "wrong": wrong, "cpus": os.cpu_count(), "root": str(self.runs.root),
-                "at_once": self.at_once}
-
-    def arguments(self, given):
-        """(program, arguments, out_dir) of what the form describes."""
-        knobs, sweep, preset = dict(part(given, "knobs")), part(given, "sweep"), str(given.get("preset") or "")
-        if given.get("resume"):
-            folder = self.runs.folder(given["resume"])
-            return "train.py", words({"out_dir": str(folder), **knobs, "init_from": "resume"}), str(folder)
-        if not sweep:
-            out_dir = str(knobs.get("out_dir") or "auto")
-            return "train.py", words(knobs, preset), out_dir
-        path, out_dir = self.sweep(knobs, preset, part(sweep, "parameters"), sweep.get("method"))
-        count = int(str(sweep.get("count") or 0))
-        if count < 0:
-            refuse(f"a sweep of {count} trials, expected at least 1")
-        count = [f"--count={count}"] * (count > 0)
-        return "sweep.py", [path, f"--out_dir={out_dir}", *count], out_dir
-
-    def sweep(self, knobs, preset, parameters, method):
-        """Write the file of a sweep: (its path, the folder of its trials). parameters: {knob: spec}, as sweep.py's."""
-        known, fixed = source_knobs(TRAIN), {}
-        out_dir = str(knobs.pop("out_dir", ""))
-        words(knobs, preset)  # refuses what is wrong
-        for name, value in ((presets()[0][preset] if preset else {}) | knobs).items():
-            if name not in parameters and name != "out_dir":
-                fixed[name] = {"value": convert(name, value, known[name][0], f"--{name}", refuse)}
-        for name in parameters:
-            spec = part(parameters, name)
-            values = spec.get("values", [spec.get("min"), spec.get("max")])
-            for value in values if isinstance(values, list) and values else [None]:
-                words({name: value})
-        content = {"program": "train.py", "method": "random" if method == "random" else "grid",
-                   "metric": {"name": "loss/val", "goal": "minimize"}, "parameters": fixed | parameters}
-        text = json.dumps(content, indent=1)
-        name = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"  # each has its own file and folder
-        write_atomic(self.folder / f"{name}.json", text)
-        return str(self.folder / f"{name}.json"), out_dir or str(self.runs.root / name)
-
-    def line(self, request):
-        """The command line of a form."""
-        program, arguments, _ = self.arguments(request.json())
-        return {"line": line(program, arguments)}
-
-    def start(self, request):
-        """Put a form's training into the queue."""
-        program, arguments, out_dir = self.arguments(request.json())
-        with self.lock:
-            number = max([int(job["id"]) for job in self.jobs], default=0) + 1
-            self.keep({"id": str(number), "state": "queued", "program": program, "arguments": arguments,
-                       "folder": os.getcwd(), "out_dir": out_dir, "line": line(program, arguments)})
-        return {"id": str(number)}
-
     def job(self, number):
-        """The job of this id. ValueError: there is none."""
+        """Return the job of this id. Raises ValueError."""
         for job in self.jobs:
             if job["id"] == number:
                 return job
         raise ValueError(f"there is no job {str(number)[:50]!r}")
 
-    def stop(self, request):
-        """End a job or the training of a run the way Ctrl-C does: it saves first. One that waits leaves the queue."""
-        given = request.json()
+    # ---- routes
+
+    def list(self, request=None):
+        """Return the jobs, the newest first."""
+        fields = ("id", "state", "out_dir", "line")
         with self.lock:
-            if "run" in given:
-                pid = trainer(self.runs.folder(given["run"]), locks())
+            newest = self.jobs[:-MAX_SHOWN - 1:-1]
+            return {"jobs": [{name: job.get(name) for name in fields} for job in newest]}
+
+    def knobs(self, request):
+        """Return what the form needs: the knobs with their help, and the presets."""
+        knobs = {name: {"value": value, "section": section, "help": comment}
+                 for name, (value, section, comment) in source_knobs(TRAIN).items()}
+        found, errors = presets()
+        return {"knobs": knobs, "presets": found, "wrong": errors, "cpus": os.cpu_count(),
+                "root": str(self.runs.root), "at_once": self.at_once}
+
+    def line(self, request):
+        """Return the command line of a form."""
+        return {"line": from_form(request.json(), self.runs).line()}
+
+    def start(self, request):
+        """Put the training of a form into the queue."""
+        command = from_form(request.json(), self.runs)
+        with self.lock:
+            number = str(max([int(job["id"]) for job in self.jobs], default=0) + 1)
+            self.save({"id": number, "state": "queued", "folder": os.getcwd(),
+                       "line": command.line(), **command._asdict()})
+        return {"id": number}
+
+    def stop(self, request):
+        """
+        Stop {"run"} or {"job"}. A training stops as by Ctrl-C: it saves a checkpoint first.
+
+        A job that has not started leaves the queue.
+        """
+        body = request.json()
+        with self.lock:
+            if "run" in body:
+                pid = trainer_pid(self.runs.run(body["run"]).folder, lock_holders())
                 if pid is None:
-                    raise ValueError("nobody trains there")
-                send_stop(os.kill, pid)
+                    raise ValueError("no process trains this run")
+                terminate(os.kill, pid)
                 return {}
-            job = self.job(given.get("job"))
+            job = self.job(body.get("job"))
             if job["state"] == "queued":
                 job["state"] = "stopped"
-            elif job["state"] == "running" and is_held(self.folder / f"{job['id']}.txt"):
+            elif job["state"] == "running" and self.is_alive(job):
                 if "pid" not in job:
-                    raise ValueError("its process is not known; stop it on the page of its run")
+                    raise ValueError("the process of this job is unknown; stop it by its run")
                 job["stopped"] = True
-                send_stop(os.killpg, job["pid"])  # a sweep waits for its trial, which saves first
-            self.keep()
+                terminate(os.killpg, job["pid"])  # a sweep waits for its trial, which saves first
+            self.save()
         return {}
 
-    def queue(self, request):
-        """How many run at once."""
+    def set_at_once(self, request):
+        """Set how many jobs run at once, from 1 to 64."""
         with self.lock:
             self.at_once = min(max(int(str(request.json().get("at_once", 1))), 1), 64)
-            self.keep()
+            self.save()
         return {}
 
     def console(self, request):
-        """The end of what a job has printed."""
+        """Return the end of a job's output."""
         job = self.job(request.query.get("job"))
-        trouble = self.trouble if job["state"] == "queued" else ""
-        return {"text": tail(self.folder / f"{job['id']}.txt") + trouble, "state": job["state"]}
+        error = self.error if job["state"] == "queued" else ""
+        return {"text": tail(self.output(job)) + error, "state": job["state"]}
 
-    def look(self, request):
-        """What train.py would read of these data: their first documents."""
+    def preview(self, request):
+        """Return the first documents of some data, as train.py would read them."""
         data = request.query.get("data", "stories")
         if data.startswith("-") or "\0" in data:
-            raise ValueError("expected a file, a folder or the name of data")
-        return {"text": output([str(HOME / "data.py"), f"--source={data}", "--show=True"], self.looks, request.gone)}
+            raise ValueError("expected a file, a folder or the name of a data set")
+        command = [str(HOME / "data.py"), f"--source={data}", "--show=True"]
+        return {"text": printed(command, self.previews, request.gone)}
 
     def estimate(self, request):
-        """What train.py tells of this choice before its first step: parameters, memory, time. Three steps are taken."""
-        arguments = words(json_object(request.query.get("knobs", "{}"), "knobs"), request.query.get("preset", ""))
-        asked = [str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"]
-        return {"text": output(asked, self.estimates, request.gone)}
+        """Return what train.py --dry_run prints for a form: parameters, memory, time."""
+        knobs = json_object(request.query.get("knobs", "{}"), "knobs")
+        arguments = train_arguments(knobs, request.query.get("preset", ""))
+        command = [str(TRAIN), *arguments, "--dry_run=True", "--wandb_log=False"]
+        return {"text": printed(command, self.estimates, request.gone)}
 
 
-def output(arguments, turns, gone=lambda: False):
-    """Return the end of what a program of ours prints. turns: OneAtATime; gone: whether the reader has gone."""
+def printed(command, programs, gone=lambda: False):
+    """Return the end of what a Python program prints. programs, gone: see OneAtATime.run()."""
     try:
-        _, said, _ = turns.run(arguments, LOOK_SECONDS, gone, stderr=subprocess.STDOUT)
-        return said[-20000:].decode("utf-8", "replace")
+        _, out, _ = programs.run(command, PREVIEW_SECONDS, gone, stderr=subprocess.STDOUT)
+        return out[-MAX_OUTPUT:].decode("utf-8", "replace")
     except subprocess.TimeoutExpired:
-        return f"this takes more than {LOOK_SECONDS} s; a training prepares the data without such a limit\n"
-    except Gone:
+        return (f"this takes more than {PREVIEW_SECONDS} s; "
+                "a training prepares its data without a time limit\n")
+    except ClientGone:
         return ""
 
 
-def send_stop(kill, pid):
-    """Send SIGTERM by os.kill or os.killpg. ValueError: the process is somebody else's, or has just ended."""
+def terminate(kill, pid):
+    """Send SIGTERM. kill: os.kill or os.killpg. Raises ValueError."""
     try:
         kill(pid, signal.SIGTERM)
     except OSError as e:
         refuse(f"process {pid} cannot be stopped ({e.strerror})")
 
 
-def tail(path, most=20000):
-    """The end of a file of text, with what a progress bar has overwritten left out."""
+def tail(path):
+    """Return the end of a text file, without what a progress bar has overwritten."""
     try:
         with open(path, "rb") as f:
-            f.seek(max(0, f.seek(0, 2) - most))
+            f.seek(max(0, f.seek(0, os.SEEK_END) - MAX_OUTPUT))
             text = f.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return "\n".join(part.rstrip("\r").rpartition("\r")[2] for part in text.split("\n"))
+    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))

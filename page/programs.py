@@ -1,6 +1,6 @@
 """
-Programs of ours whose output a request waits for. Of each kind one runs at a time, and it ends when its time is over, when
-its reader has gone, or when the page ends.
+Programs whose output a request waits for. Programs of one kind run one at a time. A program is
+terminated when its time is over, when its client closes the connection, or when the page ends.
 """
 import contextlib
 import subprocess
@@ -9,44 +9,49 @@ import tempfile
 import threading
 import time
 
-running = set()  # programs that somebody waits for
+running = set()  # Popen objects of the programs that requests wait for
 
 
-class Gone(Exception):
-    """The reader has closed the connection: nobody waits for the output any more."""
+class ClientGone(Exception):
+    """The client has closed the connection."""
 
 
 class OneAtATime:
-    """Runs programs in turns."""
+    """Runs programs one after the other."""
 
     def __init__(self):
         self.lock = threading.Lock()
 
-    def run(self, arguments, seconds, gone=lambda: False, **how):
+    def run(self, arguments, seconds, gone=lambda: False, **options):
         """
-        Run Python with these arguments: (exit code, stdout, stderr). gone(): whether the reader has gone; how: of Popen, and
-        `data` for its stdin. Raises Gone, and subprocess.TimeoutExpired after so many seconds of its own.
+        Run Python with these arguments and return (exit code, stdout, stderr).
+
+        gone(): whether the client has closed the connection. options: `data`, the bytes of stdin,
+        and arguments of Popen. Raises ClientGone, and subprocess.TimeoutExpired after `seconds`;
+        the time spent waiting for other programs does not count.
         """
         while not self.lock.acquire(timeout=0.2):
             if gone():
-                raise Gone
+                raise ClientGone
         try:
-            return wait(arguments, seconds, gone, **how)
+            return run_now(arguments, seconds, gone, **options)
         finally:
             self.lock.release()
 
 
-def wait(arguments, seconds, gone, data=b"", **how):
-    """Run a program as OneAtATime.run() describes."""
-    with tempfile.TemporaryFile() as stdin:  # communicate() with a timeout may not send all of a long text
+def run_now(arguments, seconds, gone, data=b"", **options):
+    """Run a program as OneAtATime.run() describes, without waiting for others."""
+    # A file, because communicate() with a timeout may not send all of a long text.
+    with tempfile.TemporaryFile() as stdin:
         stdin.write(data)
         stdin.seek(0)
-        program = subprocess.Popen([sys.executable, *arguments], stdin=stdin, stdout=subprocess.PIPE, **how)
+        program = subprocess.Popen([sys.executable, *arguments], stdin=stdin,
+                                   stdout=subprocess.PIPE, **options)
     running.add(program)
-    last = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     try:
         while True:
-            left = last - time.monotonic()
+            left = deadline - time.monotonic()
             try:
                 out, err = program.communicate(timeout=max(0.0, min(0.2, left)))
                 return program.returncode, out, err
@@ -54,14 +59,14 @@ def wait(arguments, seconds, gone, data=b"", **how):
                 if left <= 0:
                     raise
                 if gone():
-                    raise Gone from None
+                    raise ClientGone from None
     finally:
         end(program)
         running.discard(program)
 
 
 def end(program):
-    """End a program that still runs, which may put things in order first."""
+    """Terminate a program that still runs; kill it if it needs more than ten seconds to end."""
     if program.poll() is not None:
         return
     program.terminate()
@@ -73,7 +78,7 @@ def end(program):
 
 
 def end_all():
-    """End the programs that are waited for: the page ends."""
+    """Terminate all running programs, because the page ends."""
     for program in list(running):
         with contextlib.suppress(OSError):
             program.terminate()

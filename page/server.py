@@ -1,9 +1,15 @@
 """
-A small HTTP server for one person: routes to functions, a token, and nothing for anyone else.
+A small HTTP server for one user: it maps routes to functions and asks every request for a token.
 
-A route is "METHOD /path": handler(request), which returns a Response, a dict or list (sent as JSON), or an iterator of
-server-sent events: dicts (sent as JSON), strings (as they are), None (nothing new: finds out whether the reader has gone).
-A handler raises ValueError for what the user did wrong, which he reads in {"error": ...}. Handlers know nothing of sockets.
+A route is "METHOD /path": handler(request). A handler returns one of:
+
+- a Response;
+- a dict or a list, which is sent as JSON;
+- an iterator of server-sent events: a dict is sent as JSON, a string as it is, and None as a
+  comment, which finds out whether the client has closed the connection.
+
+A handler raises ValueError for a user's mistake; the client gets {"error": message}. Handlers
+never touch a socket.
 """
 import contextlib
 import hmac
@@ -21,19 +27,27 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
-MOST_CONNECTIONS = 100  # that have shown the token, and as many that have not
-MOST_BYTES = 1 << 20  # of a request's body
-PATIENCE = 10         # seconds for a request to arrive; for a piece of the answer to be taken
-MAX_ERROR = 1000      # characters of what an error quotes
+MAX_CONNECTIONS = 100  # authenticated ones; unauthenticated ones have a limit of the same size
+MAX_BODY = 1 << 20     # bytes of a request's body
+TIMEOUT = 10           # seconds for a request to arrive; for the client to accept a piece of data
+MAX_ERROR = 1000       # characters of an error message
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
-                               "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-                               "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
-    "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin", "Cache-Control": "no-store",
+    "Content-Security-Policy":
+        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+        "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
 }
-# the page anew, without the token in its address
-ENTRY = '<!doctype html><link rel="icon" href="data:,"><meta http-equiv="refresh" content="0; url=/">'
+# Load the page again, so that the token leaves the address.
+ENTRY = ('<!doctype html><link rel="icon" href="data:,">'
+         '<meta http-equiv="refresh" content="0; url=/">')
+MIME_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css",
+              ".json": "application/json"}
 
 
 @dataclass
@@ -42,68 +56,82 @@ class Request:
     path: str
     query: dict
     body: bytes = b""
-    gone: Callable = lambda: False  # whether the reader has gone meanwhile
+    gone: Callable = lambda: False  # returns whether the client has closed the connection
 
     def json(self):
-        """The body, a JSON object."""
+        """Return the body, a JSON object. Raises ValueError."""
         return json_object(self.body, "the body")
 
 
 @dataclass
 class Response:
-    content: object              # bytes, str, or what JSON has
+    content: object  # bytes, str, or a value to send as JSON
     status: int = 200
     kind: str = "application/json"
     headers: dict = field(default_factory=dict)
 
     def data(self):
+        """Return the body in bytes."""
         if isinstance(self.content, bytes):
             return self.content
-        return (self.content if isinstance(self.content, str) else json.dumps(self.content)).encode("utf-8", "replace")
+        text = self.content if isinstance(self.content, str) else json.dumps(self.content)
+        return text.encode("utf-8", "replace")
 
 
-def json_object(text, what):
-    """Return the object that a JSON text holds. ValueError: it holds something else, or nests too deeply."""
+@dataclass
+class Connection:
+    """What the server knows of an open socket."""
+    deadline: float | None  # when its request must have arrived, by time.monotonic(); None: it has
+    authenticated: bool = False
+    streams: bool = False   # its response is a stream of events
+
+
+def json_object(text, name):
+    """Return the object in a JSON text. Raises ValueError for another value, or deep nesting."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{what} is not JSON ({e})") from e
+        raise ValueError(f"{name} is not JSON ({e})") from e
     if not isinstance(found, dict):
-        raise ValueError(f"{what} is not a JSON object")
+        raise ValueError(f"{name} is not a JSON object")
     return found
 
 
-def error(status, words):
-    return Response({"error": words}, status)
+def error(status, message):
+    """Return the Response that reports an error."""
+    return Response({"error": message}, status)
 
 
-def as_file(name):
-    """The header that makes a browser keep an answer as a file."""
+def as_download(name):
+    """Return the header that makes a browser save a response as a file."""
     return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def is_loopback(host):
-    """Whether nobody else reaches an address."""
+    """Return whether only this machine reaches an address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
-def is_ours(host, loopback):
+def is_this_machine(host, loopback):
     """
-    Whether a Host header names this machine. A page of another site that has its own name resolve to this machine (DNS
-    rebinding) sends that name; it can't send an address.
+    Return whether a Host header names this machine. loopback: the server listens on loopback alone.
+
+    This stops DNS rebinding: another site can let its own name resolve to this machine's address,
+    but then the browser sends that name. It can't make the browser send an address.
     """
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        urlsplit(f"//{host}").port  # noqa: B018 (raises where it is none)
+        parts = urlsplit(f"//{host}")
+        parts.port  # noqa: B018 (raises for a malformed port)
     except ValueError:
         return False
-    if is_loopback(name):
-        return True
+    name = parts.hostname or ""
+    if loopback or is_loopback(name):
+        return is_loopback(name)
     with contextlib.suppress(ValueError):
-        return not loopback and bool(ipaddress.ip_address(name))
-    return not loopback and name == socket.gethostname().lower()
+        return bool(ipaddress.ip_address(name))
+    return name == socket.gethostname().lower()
 
 
 class Server(ThreadingHTTPServer):
@@ -111,119 +139,137 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, host, port, routes):
-        """Listen there. Raises OSError when it can't."""
-        self.routes, self.token, self.lock = routes, secrets.token_urlsafe(24), threading.Lock()
-        self.open = {}  # socket: [when its time is over, None: never; whether it has shown the token; whether it streams]
+        """Listen on host and port. Raises OSError."""
+        self.routes = routes
+        self.token = secrets.token_urlsafe(24)
+        self.lock = threading.Lock()
+        self.connections = {}  # {socket: Connection}, the oldest first
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.loopback = is_loopback(host)
         super().__init__((host, port), Handler)
-        self.cookie = f"llamac_{self.server_address[1]}"  # cookies of one machine's ports share their names
-        threading.Thread(target=self.end_slow, daemon=True).start()
+        # Browsers share cookies between the ports of a machine, so the name has the port.
+        self.cookie = f"llamac_{self.server_address[1]}"
+        threading.Thread(target=self.close_late, daemon=True).start()
 
     def server_bind(self):
-        """Without the base class's look-up of this machine's name, which can take seconds."""
-        self.allow_reuse_address and self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        """Bind without the base class's look-up of this machine's name, which can take seconds."""
+        if self.allow_reuse_address:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def url(self):
-        host = self.server_address[0]
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/?token={self.token}"
+        host, port = self.server_address[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={self.token}"
 
     def process_request(self, connection, address):
-        """Take a connection. Those that have not shown the token take no place of those that have."""
+        """Accept a connection. Only unauthenticated ones are closed to make room for it."""
         with self.lock:
-            self.open[connection] = [time.monotonic() + PATIENCE, False, False]
-            self.make_room([other for other, (_, known, _) in self.open.items() if not known])
-        return super().process_request(connection, address)
+            self.connections[connection] = Connection(time.monotonic() + TIMEOUT)
+            self.make_room([s for s, c in self.connections.items() if not c.authenticated])
+        super().process_request(connection, address)
 
-    def make_room(self, connections):
-        """Close the oldest of too many connections."""
-        if len(connections) > MOST_CONNECTIONS:
-            self.cut(connections[0])
-            del self.open[connections[0]]
+    def make_room(self, sockets):
+        """Close the first of these sockets if they are too many."""
+        if len(sockets) > MAX_CONNECTIONS:
+            self.close_now(sockets[0])
+            del self.connections[sockets[0]]
 
     @staticmethod
-    def cut(connection):
+    def close_now(connection):
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
-    def arrived(self, connection, known):
-        """Note that the whole request is here. Of too many connections with the token, the oldest stream ends first."""
+    def arrived(self, connection):
+        """Note that an authenticated request is complete. Close the oldest stream of too many."""
         with self.lock:
-            if connection in self.open:
-                self.open[connection] = [None, known, False]
-                ours = [other for other, (_, known, _) in self.open.items() if known and other is not connection]
-                self.make_room(sorted(ours, key=lambda other: not self.open[other][2]))
+            if connection in self.connections:
+                self.connections[connection] = Connection(None, authenticated=True)
+                others = [s for s, c in self.connections.items()
+                          if c.authenticated and s is not connection]
+                self.make_room(sorted(others, key=lambda s: not self.connections[s].streams))
 
-    def streams(self, connection):
-        """Note that the answer on this connection is a stream of events."""
+    def begin_stream(self, connection):
+        """Note that the response on this connection is a stream of events."""
         with self.lock:
-            if connection in self.open:
-                self.open[connection][2] = True
+            if connection in self.connections:
+                self.connections[connection].streams = True
 
     def shutdown_request(self, connection):
         with self.lock:
-            self.open.pop(connection, None)
+            self.connections.pop(connection, None)
         super().shutdown_request(connection)
 
-    def end_slow(self):
+    def close_late(self):
+        """Close connections whose requests do not arrive in time. Runs in a thread of its own."""
         while True:
             time.sleep(1)
             now = time.monotonic()
             with self.lock:
-                for connection, (end, _, _) in self.open.items():
-                    if end is not None and now > end:
-                        self.cut(connection)
+                for connection, known in self.connections.items():
+                    if known.deadline is not None and now > known.deadline:
+                        self.close_now(connection)
 
     def handle_error(self, connection, address):
-        if not isinstance(sys.exc_info()[1], OSError):  # a reader who has gone is none of ours
+        """Print what went wrong, unless the client has closed the connection."""
+        if not isinstance(sys.exc_info()[1], OSError):
             traceback.print_exc()
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request; then the connection ends."""
-    protocol_version, timeout, server_version, sys_version = "HTTP/1.1", PATIENCE, "llamac", ""
+    """One request; then the connection is closed."""
+    protocol_version = "HTTP/1.1"
+    timeout = TIMEOUT
+    server_version = "llamac"
+    sys_version = ""
 
     def log_message(self, *args):
-        pass  # the token stands in addresses
+        """Log nothing: addresses may hold the token."""
 
     def send_error(self, code, message=None, explain=None):
         self.reply(error(code, message or "refused"))
 
     def do_GET(self):
-        host, wrong = self.headers.get("Host", ""), None
         try:
             parts = urlsplit(self.path)
-            query = dict(parse_qsl(parts.query, keep_blank_values=True, max_num_fields=100))
+            pairs = parse_qsl(parts.query, keep_blank_values=True, max_num_fields=100)
         except ValueError:
-            return self.reply(error(400, "not an address"))
-        entering = (self.command, parts.path) == ("GET", "/")
-        if len(self.headers.get_all("Host", [])) != 1 or not is_ours(host, self.server.loopback):
-            wrong = error(403, "this is not the name of this machine")
-        elif self.headers.get("Origin", f"http://{host}") != f"http://{host}":
-            wrong = error(403, "asked for by another site")
-        elif not entering and self.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
-            wrong = error(403, "asked for by another site")
-        elif entering and self.is_token(query.get("token", "")):
-            cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            wrong = Response(ENTRY, kind="text/html", headers={"Set-Cookie": cookie})
-        elif not self.knows_token():
-            wrong = Response("Open the address that page.py printed: it ends in a token.\n", 403, "text/plain")
-        if wrong:
-            return self.reply(wrong)
-        body = self.body()
+            return self.reply(error(400, "the address is malformed"))
+        query = dict(pairs)
+        early = self.admit(parts.path, query)
+        if early:
+            return self.reply(early)
+        body = self.read_body()
         if body is not None:
-            self.server.arrived(self.connection, True)
+            self.server.arrived(self.connection)
             self.answer(Request(self.command, parts.path, query, body, self.gone))
 
     do_POST = do_GET
 
+    def admit(self, path, query):
+        """Return the response to a request that gets no further than this, otherwise None."""
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin", f"http://{host}")
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        entering = self.command == "GET" and path == "/"
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not is_this_machine(host, self.server.loopback):
+            return error(403, "the Host header does not name this machine")
+        if origin != f"http://{host}" or not entering and site not in ("same-origin", "none"):
+            return error(403, "the request comes from another site")
+        if entering and self.is_token(query.get("token", "")):
+            cookie = f"{self.server.cookie}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+            return Response(ENTRY, kind="text/html", headers={"Set-Cookie": cookie})
+        if not self.is_authenticated():
+            message = "Open the address that page.py printed: it ends in a token.\n"
+            return Response(message, 403, "text/plain")
+        return None
+
     def is_token(self, text):
         return hmac.compare_digest(text.encode(errors="replace"), self.server.token.encode())
 
-    def knows_token(self):
-        """By the cookie, or, as programs do, in a header Authorization."""
+    def is_authenticated(self):
+        """Return whether the request has the token: in an Authorization header or in the cookie."""
         kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
         if kind.lower() == "bearer" and self.is_token(bearer.strip()):
             return True
@@ -232,18 +278,23 @@ class Handler(BaseHTTPRequestHandler):
             return bool(found) and self.is_token(found.value)
         return False
 
-    def body(self):
-        """The request's body; None where it was refused."""
+    def read_body(self):
+        """Return the request's body, or None after refusing it."""
         lengths = self.headers.get_all("Content-Length", ["0"])
-        if "Transfer-Encoding" in self.headers or len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()):
-            return self.reply(error(411, "a body needs its Content-Length, once"))
-        if len(lengths[0]) > len(str(MOST_BYTES)) or int(lengths[0]) > MOST_BYTES:
-            return self.reply(error(413, f"a body has at most {MOST_BYTES:,} bytes"))
-        found = self.rfile.read(int(lengths[0]))
-        return found if len(found) == int(lengths[0]) else self.reply(error(400, "the body was cut short"))
+        length = lengths[0]
+        is_number = length.isascii() and length.isdigit()
+        if "Transfer-Encoding" in self.headers or len(lengths) > 1 or not is_number:
+            return self.reply(error(411, "expected one Content-Length header"))
+        # int() refuses numbers of thousands of digits, so their number is checked first.
+        if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
+            return self.reply(error(413, f"expected a body of at most {MAX_BODY:,} bytes"))
+        found = self.rfile.read(int(length))
+        if len(found) < int(length):
+            return self.reply(error(400, "the body is shorter than its Content-Length"))
+        return found
 
     def gone(self):
-        """Whether the reader has closed the connection."""
+        """Return whether the client has closed the connection."""
         self.connection.settimeout(0)
         try:
             return self.connection.recv(1, socket.MSG_PEEK) == b""
@@ -252,61 +303,73 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             return True
         finally:
-            self.connection.settimeout(PATIENCE)
+            self.connection.settimeout(TIMEOUT)
 
     def answer(self, request):
+        """Send what the handler of the route returns."""
         routes = self.server.routes
         handler = routes.get(f"{request.method} {request.path}")
-        if not handler:
-            known = any(route.endswith(f" {request.path}") for route in routes)
-            return self.reply(error(405, "not this way") if known else error(404, "there is nothing"))
-        try:
-            found = handler(request)
-        except ValueError as e:
-            found = error(400, " ".join(str(e).split())[:MAX_ERROR])
-        except RecursionError:  # of JSON that can just be parsed
-            found = error(400, "what was sent is nested too deeply")
-        except SystemExit:  # configurator.fail
-            found = error(500, "the terminal in which page.py runs says what is wrong")
-        except Exception as e:
-            traceback.print_exc()
-            found = error(500, f"{type(e).__name__}: {e}")
+        if handler:
+            found = self.call(handler, request)
+        elif any(route.endswith(f" {request.path}") for route in routes):
+            found = error(405, f"{request.method} is not allowed here")
+        else:
+            found = error(404, "not found")
         if isinstance(found, (dict, list)):
             found = Response(found)
         return self.reply(found) if isinstance(found, Response) else self.stream(found)
 
+    def call(self, handler, request):
+        """Return what a handler returns, or the response that reports its error."""
+        try:
+            return handler(request)
+        except ValueError as e:
+            return error(400, " ".join(str(e).split())[:MAX_ERROR])
+        except RecursionError:  # JSON nested so deeply that only its parser copes
+            return error(400, "the request is nested too deeply")
+        except SystemExit:  # raised by configurator.fail, which has printed why
+            return error(500, "failed; the terminal that runs page.py shows why")
+        except Exception as e:
+            traceback.print_exc()
+            return error(500, f"{type(e).__name__}: {e}")
+
     def reply(self, response):
         data = response.data()
-        self.head(response.status, response.kind, response.headers | {"Content-Length": str(len(data))})
+        length = {"Content-Length": str(len(data))}
+        self.send_head(response.status, response.kind, response.headers | length)
         self.wfile.write(data)
 
-    def head(self, status, kind, more):
+    def send_head(self, status, kind, headers):
+        """Send the status line and all headers. kind: the MIME type."""
         self.send_response(status)
-        text = kind.startswith("text/") or kind == "application/json"
-        kind += "; charset=utf-8" * text
-        for name, value in {"Content-Type": kind, "Connection": "close", **HEADERS, **more}.items():
+        if kind.startswith("text/") or kind == "application/json":
+            kind += "; charset=utf-8"
+        headers = {"Content-Type": kind, "Connection": "close", **HEADERS, **headers}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
 
     def stream(self, events):
-        """Send events until there are no more or the reader goes."""
-        with contextlib.closing(events) if hasattr(events, "close") else contextlib.nullcontext():
-            self.server.streams(self.connection)
-            self.head(200, "text/event-stream", {})
+        """Send events until they end or the client closes the connection."""
+        self.server.begin_stream(self.connection)
+        try:
+            self.send_head(200, "text/event-stream", {})
             for event in events:
                 text = event if isinstance(event, str) else json.dumps(event)
                 self.wfile.write(b": \n\n" if event is None else f"data: {text}\n\n".encode())
+        finally:
+            if hasattr(events, "close"):  # a generator
+                events.close()
 
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
+def file_route(path, **headers):
+    """Return the handler that sends a file."""
+    kind = MIME_TYPES[path.suffix]
+    return lambda request: Response(path.read_bytes(), kind=kind, headers=headers)
 
 
-def file(path, **headers):
-    """The route of a file."""
-    return lambda request: Response(path.read_bytes(), kind=KINDS[path.suffix], headers=headers)
-
-
-def files(folder):
-    """Routes of the page's own files, a fixed list: no path is ever made of what a client sends."""
-    return {f"GET /{'' if path.name == 'index.html' else path.name}": file(path)
-            for path in sorted(folder.iterdir()) if path.suffix in KINDS and path.name != "saved.html"}
+def file_routes(folder):
+    """Return routes of the page's own files: a fixed list, so that clients name no other path."""
+    paths = [path for path in sorted(folder.iterdir())
+             if path.suffix in MIME_TYPES and path.name != "saved.html"]
+    return {f"GET /{path.name}".replace("/index.html", "/"): file_route(path) for path in paths}

@@ -1,41 +1,54 @@
-"""What this machine does: processors, memory, GPUs. Only Linux says the first two."""
+"""The load of this machine: processors, memory, GPUs. The first two are known on Linux alone."""
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-seen = {"at": 0.0, "busy": (0, 0), "now": {}}  # asked once in two seconds, whoever watches
+INTERVAL = 2  # seconds between two measurements, however many clients ask
+last = {"time": 0.0, "ticks": (0, 0), "load": {}}  # the latest measurement
+QUERY = ["nvidia-smi", "--query-gpu=name,utilization.gpu,memory.used,memory.total",
+         "--format=csv,noheader,nounits"]
 
 
 def system():
-    """{"cpu": percent, "memory": [used, all] GiB, "gpus": [[name, percent, used, all]]}"""
-    if time.monotonic() - seen["at"] < 2:
-        return seen["now"]
-    seen["at"], found = time.monotonic(), {}
+    """Return {"cpu": percent, "memory": [used, total] in GiB, "gpus": rows of gpus()}."""
+    if time.monotonic() - last["time"] < INTERVAL:
+        return last["load"]
+    last["time"] = time.monotonic()
+    load = {}
     try:
-        times = list(map(int, Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0].split()[1:9]))
-        total, idle = sum(times), times[3] + times[4]
-        if total > seen["busy"][0]:
-            found["cpu"] = round(100 - 100 * (idle - seen["busy"][1]) / (total - seen["busy"][0]))
-        seen["busy"] = total, idle
-        sizes = {words[0]: int(words[1]) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-                 if len(words := line.split()) > 1}
-        used = sizes["MemTotal:"] - sizes["MemAvailable:"]
-        found["memory"] = [round(used / 2 ** 20, 1), round(sizes["MemTotal:"] / 2 ** 20, 1)]
-    except (OSError, ValueError, KeyError, IndexError):
+        load["memory"] = memory()
+        load["cpu"] = cpu()
+    except (OSError, ValueError, KeyError, IndexError, ZeroDivisionError):
         pass
-    found["gpus"] = gpus()
-    seen["now"] = found
-    return found
+    last["load"] = load | {"gpus": gpus()}
+    return last["load"]
+
+
+def cpu():
+    """Return the percentage of processor time used since the previous call, from /proc/stat."""
+    first_line = Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0]
+    ticks = [int(word) for word in first_line.split()[1:9]]
+    total, idle = sum(ticks), ticks[3] + ticks[4]
+    (total_before, idle_before), last["ticks"] = last["ticks"], (total, idle)
+    return round(100 - 100 * (idle - idle_before) / (total - total_before))
+
+
+def memory():
+    """Return [used, total] memory in GiB, from /proc/meminfo."""
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    kib = {words[0]: int(words[1]) for line in lines if len(words := line.split()) > 1}
+    total = kib["MemTotal:"]
+    used = total - kib["MemAvailable:"]
+    return [round(used / 2 ** 20, 1), round(total / 2 ** 20, 1)]
 
 
 def gpus():
-    """[[name, percent, MiB used, MiB]] as nvidia-smi says."""
+    """Return [[name, utilization in percent, MiB used, MiB in total]] from nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return []
     try:
-        ask = ["nvidia-smi", "--query-gpu=name,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
-        lines = subprocess.run(ask, capture_output=True, text=True, timeout=5).stdout.splitlines()
-        return [line.split(", ") for line in lines]
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=5)
+        return [line.split(", ") for line in done.stdout.splitlines()]
     except (OSError, subprocess.SubprocessError):
         return []

@@ -1,48 +1,50 @@
 """
-Models that answer: `/v1/models`, `/v1/completions` and `/v1/chat/completions` as OpenAI's clients expect them, by llamac.
+Models that answer as OpenAI's clients expect: /v1/models, /v1/completions, /v1/chat/completions.
 
-Every request has a context of its own; the requests' tokens are computed in turns, since one forward pass uses all cores.
+Every request has a session of its own. One forward pass uses all cores, so requests take turns, a
+token each.
 """
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 import llamac
 from engine.files import stamp
 from engine.untrusted import open_untrusted, read_untrusted
 from page.server import Response
 
-AT_ONCE = 16          # requests that are answered in turns; more wait
-IDLE = 2              # sessions kept for the next requests: the start of one takes longer than a token
-IN_MEMORY = 1 << 28   # bytes of a model file that is read whole, so that nobody can cut it off while it is in use
-FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {},
-         "tools": [], "functions": [], "response_format": {"type": "text"}, "store": False,
-         "modalities": ["text"]}  # what a request may say, but not otherwise
-BOTH = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "stream", "stream_options",
-        "user", "metadata"}  # fields of a request; the last two are labels, which change no answer
-FIELDS = {False: BOTH | {"prompt"}, True: BOTH | {"messages", "max_completion_tokens", "top_logprobs"}}  # by whether it is a chat
+MAX_CONCURRENT = 16    # requests that take turns; more wait
+MAX_IDLE_SESSIONS = 2  # kept for the next requests: starting one takes longer than a token
+MAX_MODELS = 4         # kept open
 MAX_TOKENS = (1 << 31) - 1
-REQUIRED = object()
+MAX_HEADER = 1 << 24   # bytes of a model file that are searched for a chat template
+# Bytes of a model file that is read rather than mapped: to truncate a mapped file ends the program.
+MAX_IN_MEMORY = 1 << 28
 
 
-class Wrong(ValueError):
-    """What a client did wrong, as its library expects it."""
+def error(message, kind, param=None, code=None):
+    """Return an error in OpenAI's format."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ApiError(ValueError):
+    """A client's mistake. response: it as OpenAI's clients expect it."""
 
     def __init__(self, message, param=None, code=None, status=400):
         super().__init__(message)
-        told = {"message": message, "type": "invalid_request_error", "param": param, "code": code}
-        self.response = Response({"error": told}, status)
+        self.response = Response(error(message, "invalid_request_error", param, code), status)
 
 
-class Turns:
-    """A lock that is taken in the order of those who wait."""
+class FairLock:
+    """A lock that is acquired in the order of those who wait."""
 
     def __init__(self):
         self.lock, self.busy, self.waiting = threading.Lock(), False, deque()
@@ -55,7 +57,7 @@ class Turns:
             gate = threading.Lock()
             gate.acquire()
             self.waiting.append(gate)
-        gate.acquire()
+        gate.acquire()  # released by the thread before in the queue
 
     def __exit__(self, *_):
         with self.lock:
@@ -65,273 +67,350 @@ class Turns:
                 self.busy = False
 
 
-class Voice:
-    """An open model file and its idle sessions."""
+class LoadedModel:
+    """An open model file and its idle sessions. chat_error: why it can't chat, or ""."""
 
     def __init__(self, path):
-        self.stamp, self.idle, self.unfit = stamp(path), [], ""
-        self.model = llamac.Model(read_untrusted(path, IN_MEMORY) if self.stamp[1] <= IN_MEMORY else path)
+        self.stamp, self.idle, self.chat_error = stamp(path), [], ""
+        size = self.stamp[1]
+        fits = size <= MAX_IN_MEMORY
+        self.model = llamac.Model(read_untrusted(path, MAX_IN_MEMORY) if fits else path)
         if not self.model.info.has_tokenizer:
             raise llamac.Error("the file has no tokenizer")
         try:
             self.model.use_template()
         except llamac.Error as e:
-            self.unfit = str(e).partition(";")[0]
+            self.chat_error = str(e).partition(";")[0]
 
     @contextlib.contextmanager
     def session(self):
+        """Lend an idle session or a new one. After an error it is not used again."""
         try:
             session = self.idle.pop()
         except IndexError:
             session = llamac.Session(self.model)
         yield session
-        self.idle = [*self.idle, session][:IDLE]  # not after an error
+        self.idle = [*self.idle, session][:MAX_IDLE_SESSIONS]
+
+
+# ---- the fields of a request
+
+class Field(NamedTuple):
+    kinds: tuple    # types
+    expected: str   # in words
+    is_valid: Callable = lambda value: True
+
+
+def integer(low, high):
+    expected = f"a whole number from {low} to {high}"
+    return Field((int,), expected, lambda n: low <= n <= high)
+
+
+def is_stop(value):
+    """Return whether a value is a text, or up to four of them."""
+    texts = [value] if isinstance(value, str) else value
+    is_short = len(value) <= 10_000 if isinstance(value, str) else len(value) <= 4
+    return is_short and all(isinstance(text, str) for text in texts)
+
+
+FLAG = Field((bool,), "true or false")
+COUNT = integer(1, MAX_TOKENS)
+FIELDS = {  # of both kinds of requests
+    "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
+    "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
+    "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
+    "stop": Field((str, list), "one to four texts", is_stop),
+    "stream_options": Field((dict,), "an object"),
+}
+COMPLETION = FIELDS | {"logprobs": integer(0, 20)}
+CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
+                 "messages": Field((list,), "a list of messages", len)}
+OTHERS = {True: {"model"}, False: {"model", "prompt"}}  # checked elsewhere; by whether it is a chat
+LABELS = {"user", "metadata"}  # accepted, without effect
+FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
+         "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
+         "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
 
 
 @dataclass
-class Wish:
-    """A request, checked. tokens: of the prompt; rivals: how many likeliest tokens are told beside each, None: nothing."""
-    name: str
+class Generation:
+    """A checked request."""
+    name: str        # of the model
     chat: bool
-    tokens: list
-    most: int
+    tokens: list     # of the prompt
+    max_tokens: int
     sampler: llamac.Sampler
-    stop: list
-    rivals: int
+    stop: list       # of texts
+    top_logprobs: int | None  # how many likeliest tokens to report; None: no log probabilities
     stream: bool
-    usage: bool
+    include_usage: bool
 
 
-def value(body, name, kinds, default=REQUIRED, fine=lambda x: True, expected=""):
-    """body[name], where null means the default."""
-    found = body.get(name)
-    if found is None and default is not REQUIRED:
+def checked(body, fields, name, default=None):
+    """Return body[name]; null and a missing field mean the default. Raises ApiError."""
+    value, field = body.get(name), fields[name]
+    if value is None:
         return default
-    if not isinstance(found, kinds) or isinstance(found, bool) and bool not in np.atleast_1d(kinds) or not fine(found):
-        raise Wrong(f"{name} is {str(found)[:80]!r}, expected {expected}", name)
-    return found
+    if type(value) not in field.kinds or not field.is_valid(value):
+        raise ApiError(f"{name} is {str(value)[:80]!r}, expected {field.expected}", name)
+    return value
 
 
 def refuse_unknown(given, known, place="", param=None):
-    """Refuse fields of a request that change nothing here, so that nobody believes they do; null is the same as no field."""
+    """
+    Raise ApiError for a field that has no effect here, so that no client relies on it. Null is the
+    same as no field. place, param: where the fields are, for the message.
+    """
     for name, value in given.items():
         if name not in known and value is not None:
-            said = f"{place}{str(name)[:80]!r} is no field that is used here, expected {', '.join(sorted(known))}"
-            raise Wrong(said, param or str(name)[:80], "unknown_parameter")
+            name = str(name)[:80]
+            message = f"{place}{name!r} is not a field that is used here, expected one of "
+            raise ApiError(message + ", ".join(sorted(known)), param or name, "unknown_parameter")
 
 
-def text(string):
-    """A str that has an encoding: half of a surrogate pair has none."""
-    return string.encode("utf-8", "replace").decode()
+def valid_text(text):
+    """Return a str without halves of surrogate pairs, which have no encoding."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def prompt_tokens(model, body):
+    """Return the tokens of a prompt: a text or tokens, alone or in a list. Raises ApiError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
-        return model.encode(text(prompt), None if prompt else True).tolist()
-    vocab_size = model.info.vocab_size
-    if isinstance(prompt, list) and prompt and all(type(t) is int and 0 <= t < vocab_size for t in prompt):
-        return prompt
-    raise Wrong(f"prompt: expected one text, or a list of tokens, each from 0 to {vocab_size - 1}", "prompt")
+        return model.encode(valid_text(prompt), None if prompt else True).tolist()
+    size = model.info.vocab_size
+    if isinstance(prompt, list) and prompt:
+        if all(type(token) is int and 0 <= token < size for token in prompt):
+            return prompt
+    message = f"prompt: expected one text, or a list of tokens, each from 0 to {size - 1}"
+    raise ApiError(message, "prompt")
 
 
-def content(message):
-    """The text of a message, which may come in parts."""
-    found = message.get("content")
-    empty = {name for name, value in message.items() if value in ([], "")}  # as in an answer that a client sends back
+def message_text(message):
+    """Return the text of a message, which may come in parts. Raises ApiError."""
+    # Clients send answers back with fields that are empty.
+    empty = {name for name, value in message.items() if value in ([], "")}
     refuse_unknown(message, {"role", "content"} | empty, "messages: ", "messages")
-    if isinstance(found, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in found):
-        for part in found:
-            refuse_unknown(part, {"type", "text"}, "messages: ", "messages")
-        parts = [part.get("text") for part in found]
-        found = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if not isinstance(found, str):
-        raise Wrong("messages: expected each to have its text as content", "messages")
-    return text(found)
+    parts = message.get("content")
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    if not isinstance(parts, list) or not all(
+            isinstance(part, dict) and part.get("type") == "text" for part in parts):
+        raise ApiError("messages: expected each to have its text as content", "messages")
+    for part in parts:
+        refuse_unknown(part, {"type", "text"}, "messages: ", "messages")
+        if not isinstance(part.get("text"), str):
+            raise ApiError("messages: expected each part to have a text", "messages")
+    return valid_text("".join(part["text"] for part in parts))
 
 
 def chat_tokens(model, body):
-    """The tokens of a conversation, up to where the next answer begins."""
-    messages = value(body, "messages", list, fine=len, expected="a list of messages")
-    if not all(isinstance(m, dict) for m in messages):
-        raise Wrong("messages: expected a list of {role, content}", "messages")
-    system = content(messages.pop(0)) if messages[0].get("role") in ("system", "developer") else None
-    expected = ["user", "assistant"] * len(messages)
-    if len(messages) % 2 == 0 or [m.get("role") for m in messages] != expected[:len(messages)]:
-        raise Wrong("messages: expected a system message if any, then user and assistant in turn, the user last", "messages")
+    """Return the tokens of a conversation, up to where the next answer begins. Raises ApiError."""
+    messages = checked(body, CHAT, "messages", [])
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise ApiError("messages: expected a list of {role, content}", "messages")
+    system = None
+    if messages[0].get("role") in ("system", "developer"):
+        system = message_text(messages[0])
+        messages = messages[1:]
+    roles = [message.get("role") for message in messages]
+    if len(roles) % 2 == 0 or roles != (["user", "assistant"] * len(roles))[:len(roles)]:
+        raise ApiError("messages: expected a system message if any, then user and assistant in "
+                       "turn, the user last", "messages")
     tokens = []
     for n, message in enumerate(messages):
-        if n % 2:
-            tokens += model.encode_answer(content(message)).tolist()
-        else:
-            tokens += model.encode_turn(content(message), n == 0, system).tolist()
+        text = message_text(message)
+        turn = model.encode_answer(text) if n % 2 else model.encode_turn(text, n == 0, system)
+        tokens += turn.tolist()
     return tokens
 
 
-def wish(body, chat, voice):
-    """The Wish that a body says; Wrong where it can't be had."""
-    model, number = voice.model, (int, float)
+def parse(body, chat, loaded):
+    """Return the Generation that a request asks for. Raises ApiError."""
+    model, fields = loaded.model, CHAT if chat else COMPLETION
     for name, fixed in FIXED.items():
         if body.get(name) not in (None, fixed):
-            raise Wrong(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}, which is all there is here", name)
-    refuse_unknown(body, FIELDS[chat] | FIXED.keys())
-    if chat and voice.unfit:
-        raise Wrong(f"{voice.unfit}: it was not made to chat; /v1/completions continues a text", "model")
-    tokens = (chat_tokens if chat else prompt_tokens)(model, body)
+            raise ApiError(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}: nothing else "
+                           "is supported here", name)
+    refuse_unknown(body, fields.keys() | OTHERS[chat] | LABELS | FIXED.keys())
+    if chat and loaded.chat_error:
+        raise ApiError(f"{loaded.chat_error}: this model can't chat; /v1/completions continues a "
+                       "text", "model")
+    tokens = chat_tokens(model, body) if chat else prompt_tokens(model, body)
+    param = "messages" if chat else "prompt"
     if not tokens:
-        raise Wrong("the prompt has no tokens, and this model has no BOS to begin with; expected a text",
-                    "messages" if chat else "prompt")
+        message = "the prompt has no tokens, and this model has no BOS; expected a text"
+        raise ApiError(message, param)
     if len(tokens) > model.info.seq_len:
-        raise Wrong(f"the prompt has {len(tokens)} tokens, the model's context is {model.info.seq_len}",
-                    "messages" if chat else "prompt", "context_length_exceeded")
-    whole = dict(kinds=int, fine=lambda n: 1 <= n <= MAX_TOKENS, expected=f"a whole number from 1 to {MAX_TOKENS}")
-    most = value(body, "max_tokens", default=model.info.seq_len if chat else 16, **whole)
-    temperature = value(body, "temperature", number, 1, lambda x: 0 <= x <= 100, "a number from 0 to 100")
-    top_p = value(body, "top_p", number, 1, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-    seed = value(body, "seed", int, secrets.randbits(63), expected="a whole number") & (1 << 64) - 1
-    few = lambda found: len(found) <= (4 if isinstance(found, list) else 10000)
-    stop = value(body, "stop", (str, list), [], few, "one to four texts")
-    stop = [stop] if isinstance(stop, str) else stop
-    if not all(isinstance(s, str) for s in stop):
-        raise Wrong("stop: expected one to four texts", "stop")
-    few = dict(kinds=int, fine=lambda n: 0 <= n <= 20, expected="a whole number from 0 to 20")
+        raise ApiError(f"the prompt has {len(tokens)} tokens, the model's context is "
+                       f"{model.info.seq_len}", param, "context_length_exceeded")
+    max_tokens = checked(body, fields, "max_tokens", model.info.seq_len if chat else 16)
+    top_logprobs = checked(body, fields, "logprobs")
     if chat:
-        wanted = value(body, "logprobs", bool, False, expected="true or false")
-        rivals = value(body, "top_logprobs", default=0, **few) if wanted else None
-    else:
-        rivals = value(body, "logprobs", default=None, **few)
-    options = value(body, "stream_options", dict, {}, expected="an object")
+        max_tokens = checked(body, fields, "max_completion_tokens", max_tokens)
+        top_logprobs = checked(body, fields, "top_logprobs", 0) if top_logprobs else None
+    stop = checked(body, fields, "stop", [])
+    options = checked(body, fields, "stream_options", {})
     refuse_unknown(options, {"include_usage"}, "stream_options: ", "stream_options")
-    value(options, "include_usage", bool, False, expected="true or false")
-    return Wish(str(body["model"]), chat, tokens, value(body, "max_completion_tokens", default=most, **whole),
-                llamac.Sampler(temperature, top_p, seed), [s for s in stop if s], rivals,
-                value(body, "stream", bool, False, expected="true or false"), bool(options.get("include_usage")))
+    seed = checked(body, fields, "seed", secrets.randbits(63))
+    sampler = llamac.Sampler(checked(body, fields, "temperature", 1),
+                             checked(body, fields, "top_p", 1), seed & (1 << 64) - 1)
+    return Generation(
+        name=str(body["model"]), chat=chat, tokens=tokens, max_tokens=max_tokens, sampler=sampler,
+        stop=[text for text in ([stop] if isinstance(stop, str) else stop) if text],
+        top_logprobs=top_logprobs, stream=checked(body, fields, "stream", False),
+        include_usage=checked(options, {"include_usage": FLAG}, "include_usage", False))
 
+
+# ---- answers
 
 class Talk:
-    """models: a function that gives {name: path of a model file}."""
+    """The routes. models: a function that returns {name: path of a model file}."""
 
     def __init__(self, models):
-        self.models, self.voices, self.lock = models, {}, threading.Lock()
-        self.turns, self.places = Turns(), threading.Semaphore(AT_ONCE)
+        self.models = models
+        self.loaded, self.lock = {}, threading.Lock()  # {name: LoadedModel}, the oldest first
+        self.compute_lock = FairLock()
+        self.slots = threading.Semaphore(MAX_CONCURRENT)
 
     def routes(self):
-        return {"GET /v1/models": self.list, "POST /v1/completions": lambda r: self.answer(r, False),
-                "POST /v1/chat/completions": lambda r: self.answer(r, True)}
+        return {"GET /v1/models": self.list,
+                "POST /v1/completions": lambda request: self.answer(request, False),
+                "POST /v1/chat/completions": lambda request: self.answer(request, True)}
 
     def list(self, request):
+        """Return all models. chat: whether the file has a chat template."""
         found = []
         for name, path in self.models().items():
-            with contextlib.suppress(OSError):  # it is gone
-                found.append({"id": name, "object": "model", "owned_by": "llamac", "created": int(path.stat().st_mtime),
-                              "chat": has_template(path)})
+            with contextlib.suppress(OSError):  # the file is gone
+                created = int(path.stat().st_mtime)
+                found.append({"id": name, "object": "model", "owned_by": "llamac",
+                              "created": created, "chat": has_template(path)})
         return {"object": "list", "data": found}
 
-    def voice(self, name):
-        """The open model of this name, opened anew where its file is another."""
+    def load(self, name):
+        """Return the LoadedModel of this name; open its file again if it has changed."""
         paths = self.models()
         if not isinstance(name, str) or name not in paths:
-            raise Wrong(f"there is no model {str(name)[:200]!r}; GET /v1/models lists all", "model", "model_not_found", 404)
+            raise ApiError(f"there is no model {str(name)[:200]!r}; GET /v1/models lists all",
+                           "model", "model_not_found", 404)
         try:
             with self.lock:
-                if name not in self.voices or self.voices[name].stamp != stamp(paths[name]):
-                    self.voices = dict([*self.voices.items()][-3:]) | {name: Voice(paths[name])}
-                return self.voices[name]
+                if name not in self.loaded or self.loaded[name].stamp != stamp(paths[name]):
+                    kept = list(self.loaded.items())[1 - MAX_MODELS:]
+                    self.loaded = dict(kept) | {name: LoadedModel(paths[name])}
+                return self.loaded[name]
         except (OSError, llamac.Error) as e:
-            raise Wrong(f"{name}: {e}", "model", "model_not_found", 404) from e
+            raise ApiError(f"{name}: {e}", "model", "model_not_found", 404) from e
 
     def answer(self, request, chat):
         try:
             body = request.json()
-            voice = self.voice(body.get("model"))
-            asked = wish(body, chat, voice)
-        except Wrong as e:
+            loaded = self.load(body.get("model"))
+            asked = parse(body, chat, loaded)
+        except ApiError as e:
             return e.response
         except (ValueError, llamac.Error) as e:  # no JSON; a prompt that can't be encoded
-            return Wrong(str(e)).response
+            return ApiError(str(e)).response
         except RecursionError:
-            return Wrong("the request is nested too deeply").response
-        events = self.events(voice, asked)
-        return events if asked.stream else whole(asked, events, request.gone)
+            return ApiError("the request is nested too deeply").response
+        events = self.events(loaded, asked)
+        return events if asked.stream else joined(asked, events, request.gone)
 
-    def events(self, voice, asked):
-        """The events of a stream. A reader who goes ends it at the next."""
-        kind = "chat.completion.chunk" if asked.chat else "text_completion"
-        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": asked.name}
-        while not self.places.acquire(timeout=1):
+    def events(self, loaded, asked):
+        """Yield the events of a stream. Closing it ends the generation."""
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "created": int(time.time()),
+                "model": asked.name,
+                "object": "chat.completion.chunk" if asked.chat else "text_completion"}
+        while not self.slots.acquire(timeout=1):
             yield None
         try:
             if asked.chat:
-                yield head | {"choices": [choice(True, "", [], None) | {"delta": {"role": "assistant", "content": ""}}]}
-            count, reason = 0, None
-            how = dict(most=asked.most, stop=asked.stop, rivals=asked.rivals, turn=self.turns)
-            with voice.session() as session:
-                told = llamac.generate(session, asked.tokens, asked.sampler, **how)
-                for words, entries, count, reason in told:
-                    news = words or entries or reason
-                    yield head | {"choices": [choice(asked.chat, words, entries, reason)]} if news else None
-            if asked.usage or not asked.stream:
-                n = len(asked.tokens)
-                usage = {"prompt_tokens": n, "completion_tokens": count, "total_tokens": n + count}
+                first = {"delta": {"role": "assistant", "content": ""}}
+                yield head | {"choices": [choice(True, "", [], None) | first]}
+            count = 0
+            with loaded.session() as session:
+                for text, details, count, reason in llamac.generate(
+                        session, asked.tokens, asked.sampler, asked.max_tokens, asked.stop,
+                        asked.top_logprobs, self.compute_lock):
+                    if text or details or reason:
+                        yield head | {"choices": [choice(asked.chat, text, details, reason)]}
+                    else:
+                        yield None
+            if asked.include_usage or not asked.stream:
+                size = len(asked.tokens)
+                usage = {"prompt_tokens": size, "completion_tokens": count,
+                         "total_tokens": size + count}
                 yield head | {"choices": [], "usage": usage}
             yield "[DONE]"
         except llamac.Error as e:  # too little memory, broken weights
-            yield {"error": {"message": str(e), "type": "server_error", "param": None, "code": None}}
+            yield error(str(e), "server_error")
         finally:
-            self.places.release()
+            self.slots.release()
 
 
-def choice(chat, words, entries, reason):
-    """One choice of an event."""
-    told = None
-    if entries and chat:
-        told = {"content": [{k: v for k, v in e.items() if k != "offset"} for e in entries]}
-    elif entries:
-        told = {"tokens": [e["token"] for e in entries], "token_logprobs": [e["logprob"] for e in entries],
-                "top_logprobs": [{r["token"]: r["logprob"] for r in e["top_logprobs"]} for e in entries],
-                "text_offset": [e["offset"] for e in entries]}
-    said = {"delta": {"content": words}} if chat else {"text": words}
-    return {"index": 0, **said, "logprobs": told, "finish_reason": reason}
+def choice(chat, text, details, reason):
+    """Return the choice of an event. details, reason: as llamac.generate yields them."""
+    logprobs = None
+    if details and chat:
+        fields = ("token", "logprob", "bytes", "top_logprobs")
+        logprobs = {"content": [{field: entry[field] for field in fields} for entry in details]}
+    elif details:
+        logprobs = {
+            "tokens": [entry["token"] for entry in details],
+            "token_logprobs": [entry["logprob"] for entry in details],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                             for entry in details],
+            "text_offset": [entry["offset"] for entry in details]}
+    content = {"delta": {"content": text}} if chat else {"text": text}
+    return {"index": 0, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
-def whole(asked, events, gone):
-    """The answer that a stream's events make together; gone(): nobody waits for it any more."""
+def joined(asked, events, gone):
+    """Return the events of a stream as one response. gone(): whether the client has gone."""
     found = []
     with contextlib.closing(events):
         for event in events:
-            found += [event] if isinstance(event, dict) else []
+            if isinstance(event, dict):
+                found.append(event)
             if gone():
                 return Response("")
     if "error" in found[-1]:
         return Response(found[-1], 500)
     choices = [event["choices"][0] for event in found if event["choices"]]
-    told = None
-    if asked.rivals is not None:
+    logprobs = None
+    if asked.top_logprobs is not None:
         parts = [c["logprobs"] for c in choices if c["logprobs"]]
-        told = {key: [x for part in parts for x in part[key]] for key in (
-            ["content"] if asked.chat else ["tokens", "token_logprobs", "top_logprobs", "text_offset"])}
-    words = "".join(c["delta"]["content"] if asked.chat else c["text"] for c in choices)
-    part = {"message": {"role": "assistant", "content": words}} if asked.chat else {"text": words}
-    return found[-1] | {"object": "chat.completion" if asked.chat else "text_completion",
-                        "choices": [{"index": 0, **part, "logprobs": told, "finish_reason": choices[-1]["finish_reason"]}]}
+        names = ["content"] if asked.chat else ["tokens", "token_logprobs", "top_logprobs",
+                                                "text_offset"]
+        logprobs = {name: list(itertools.chain.from_iterable(part[name] for part in parts))
+                    for name in names}
+    text = "".join(c["delta"]["content"] if asked.chat else c["text"] for c in choices)
+    content = {"message": {"role": "assistant", "content": text}} if asked.chat else {"text": text}
+    whole = {"index": 0, **content, "logprobs": logprobs,
+             "finish_reason": choices[-1]["finish_reason"]}
+    kind = "chat.completion" if asked.chat else "text_completion"
+    return found[-1] | {"object": kind, "choices": [whole]}
 
+
+# ---- model files
 
 def has_template(path):
-    """Whether a model file names a chat template, which stands before its tensors."""
+    """Return whether a model file has a chat template; it is stored before the tensors."""
     with contextlib.suppress(OSError, ValueError), open_untrusted(path) as f:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return data.find(b"tokenizer.chat_template", 0, 1 << 24) >= 0
+            return data.find(b"tokenizer.chat_template", 0, MAX_HEADER) >= 0
     return False
 
 
-def models_of(runs):
-    """{name: path} of the model files in the runs of a page: the best of a run by the run's name, and its latest."""
+def model_files(runs):
+    """Return {name: path} of models: a run's best by its name, its latest by NAME/last.gguf."""
     runs.refresh()
     found = {}
     for name, run in list(runs.runs.items()):
-        for key, path in ((name, run.folder / "model.gguf"), (f"{name}/last.gguf", run.folder / "last.gguf")):
-            if os.path.isfile(path):  # False also where the folder can't be read
-                found[key] = path
+        paths = {name: run.folder / "model.gguf", f"{name}/last.gguf": run.folder / "last.gguf"}
+        # isfile() is False also for a folder that can't be read.
+        found |= {key: path for key, path in paths.items() if os.path.isfile(path)}
     return found

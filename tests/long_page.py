@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from page.runs import own_path
+from page.state import state_folder
 from tests import test_page
 from tests.test_page import SETTINGS, Page, check_page, end_jobs, script, threads, until
 
@@ -100,7 +100,7 @@ def test_a_persons_whole_way(tmp_path, browser, request):
     until(lambda: "● trains" in text(browser))
     click(browser, "Stop")
     until(lambda: "not training" in text(browser))
-    until(lambda: json.loads((own_path(tmp_path / "out") / "jobs.json").read_text())["jobs"][2]["state"] == "ended")
+    until(lambda: json.loads((state_folder(tmp_path / "out") / "jobs.json").read_text())["jobs"][2]["state"] == "ended")
     click(browser, "All runs", "a") if browser.find_elements("link text", "All runs") else click(browser, "Runs", "nav a")
     until(lambda: "out/sweep/2" in text(browser) and "Settings and result" in text(browser))
     check_page(browser)

@@ -72,7 +72,7 @@ def test_generate_of_no_tokens(models):
     """None are asked for: nothing. Fewer, or none to begin with, are mistakes, also where the session has seen others."""
     session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
     assert list(llamac.generate(session, [1, 5], greedy, 0)) == []
-    for tokens, most, message in (([1, 5], -1, "most is -1, expected"), ([1, 5], 0.5, "most is 0.5, expected"), ([], 3, "0 tokens"),
+    for tokens, most, message in (([1, 5], -1, "max_tokens is -1, expected"), ([1, 5], 0.5, "max_tokens is 0.5, expected"), ([], 3, "0 tokens"),
                                   ([], 3, "0 tokens")):
         with pytest.raises(llamac.Error, match=message):
             next(llamac.generate(session, tokens, greedy, most))
@@ -207,10 +207,10 @@ def test_numbers_that_c_would_cut_are_refused(models):
             lambda: model.ends(big), lambda: model.ends("a"), lambda: next(llamac.generate(session, [1.7], llamac.Sampler(), 1))):
         with pytest.raises(llamac.Error, match="expected"):
             mistake()
-    assert [llamac.whole("n", n) for n in (-2 ** 31, 2 ** 31 - 1)] == [-2 ** 31, 2 ** 31 - 1]
+    assert [llamac.c_integer("n", n) for n in (-2 ** 31, 2 ** 31 - 1)] == [-2 ** 31, 2 ** 31 - 1]
     for n in -2 ** 31 - 1, 2 ** 31:
         with pytest.raises(llamac.Error, match="32 bits"):
-            llamac.whole("n", n)
+            llamac.c_integer("n", n)
     for tokens in ([1, 5], (1, 5), np.array([1, 5]), np.array([1, 5], np.uint8), np.array([1, 0, 5, 0], np.int32)[::2]):
         session.forward(tokens, np.int64(0))
         assert model.decode(tokens) == model.decode([1, 5])

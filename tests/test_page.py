@@ -28,7 +28,7 @@ from selenium.common.exceptions import WebDriverException
 
 import compare
 from configurator import fail, source_knobs
-from page import jobs, programs, runs, server
+from page import command, jobs, locks, programs, run_api, runs, server, state
 from page.programs import OneAtATime
 from tests.conftest import usual
 
@@ -207,7 +207,7 @@ def points(found):
 
 def end_jobs(folder):
     """What a test has started does not stay behind."""
-    path = runs.own_path(folder / "out") / "jobs.json"
+    path = state.state_folder(folder / "out") / "jobs.json"
     for job in json.loads(path.read_text())["jobs"] if path.exists() else []:
         with contextlib.suppress(OSError, KeyError):
             os.killpg(job["pid"], signal.SIGKILL)
@@ -274,7 +274,7 @@ def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
 def test_a_long_log_is_shown_at_a_glance_before_it_is_read(tmp_path):
     write_run(tmp_path / "out/long", rows=6000)
     found = runs.Runs(tmp_path / "out")
-    found.look()
+    found.search()
     glance, = found.shown()
     assert 48 <= glance.count < 100 and glance.metrics["iter"] == 59990 and glance.x("iter").tolist() == sorted(glance.x("iter"))
     assert len(glance.line("loss/val", "iter")[0]) >= 24 and not found.runs[glance.name].count
@@ -337,7 +337,7 @@ def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
     write_run(tmp_path / "out/a", rows=3)
     mark = tmp_path / "out/a/trainer.json"
     mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
-    told = (event for _, event in zip(range(5), runs.Runs(tmp_path / "out").live(None)) if event)
+    told = (event for _, event in zip(range(5), run_api.RunApi(runs.Runs(tmp_path / "out")).live(None)) if event)
     assert next(told) == {"hello": True}
     with open(mark) as f:
         fcntl.flock(f, fcntl.LOCK_EX)
@@ -347,10 +347,12 @@ def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
 
 
 def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "time", SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None))
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None)
+    for module in runs, run_api:
+        monkeypatch.setattr(module, "time", clock)
     (tmp_path / "out").mkdir()
     queue = [1]
-    told = runs.Runs(tmp_path / "out", lambda: {"queue": list(queue)}).live(None)
+    told = run_api.RunApi(runs.Runs(tmp_path / "out"), lambda: {"queue": list(queue)}).live(None)
     assert [next(told), next(told)] == [{"hello": True}, {"queue": [1]}]
     queue.append(2)
     assert next(told) == {"queue": [1, 2]}
@@ -420,7 +422,7 @@ def test_opening_somebodys_runs_starts_nothing_and_writes_nothing_there(tmp_path
     out, err = page.end()
     assert "a queue in a folder of runs is not started" in err and err.count("\n") == 1
     assert not started.exists() and mine.read_text() == "mine" and stamps() == before
-    assert (runs.own_path(tmp_path / "out").stat().st_mode & 0o77) == 0
+    assert (state.state_folder(tmp_path / "out").stat().st_mode & 0o77) == 0
 
 
 def test_a_folder_of_somebody_else_that_cant_be_written_is_shown(tmp_path):
@@ -468,13 +470,13 @@ def test_a_broken_preset_is_named_and_left_out(tmp_path, monkeypatch):
     for name, text in (("good.py", "dim = 32\n_tokens = 3\n"), ("syntax.py", "batch_size = = 4"), ("unknown.py", "import os\ndim = 8"),
                        ("nan.py", "dropout = float('nan')"), ("exit.py", "raise SystemExit"), ("none.py", "dim = None")):
         (tmp_path / "config" / name).write_text(text)
-    monkeypatch.setattr(jobs, "HOME", tmp_path)
-    found, wrong = jobs.presets()
+    monkeypatch.setattr(command, "HOME", tmp_path)
+    found, wrong = command.presets()
     assert found == {"good.py": {"dim": 32}} and [text.partition(":")[0] for text in wrong] == [
         "exit.py", "nan.py", "none.py", "syntax.py", "unknown.py"]
-    assert "no knob 'os'" in wrong[4] and jobs.words({}, "good.py")
+    assert "no knob 'os'" in wrong[4] and command.train_arguments({}, "good.py")
     with pytest.raises(ValueError, match="no preset 'syntax.py' that can be used"):
-        jobs.words({}, "syntax.py")
+        command.train_arguments({}, "syntax.py")
 
 
 def test_what_ends_a_program_does_not_end_an_answer():
@@ -488,15 +490,15 @@ def test_what_ends_a_program_does_not_end_an_answer():
     served.server_close()
 
 
-@pytest.mark.parametrize("locks", [runs.locks, lambda: None])  # None: as on macOS, which does not say
-def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, locks):
+@pytest.mark.parametrize("holders", [locks.lock_holders, lambda: None])  # None: as on macOS, which does not say
+def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, holders):
     mark = tmp_path / "trainer.json"
     mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
-    assert runs.trainer(tmp_path, locks()) is None  # it ended, and another program has its number now
+    assert locks.trainer_pid(tmp_path, holders()) is None  # it ended, and another program has its number now
     with open(mark, "r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert runs.trainer(tmp_path, locks()) == os.getpid()
-    assert runs.trainer(tmp_path, locks()) is None
+        assert locks.trainer_pid(tmp_path, holders()) == os.getpid()
+    assert locks.trainer_pid(tmp_path, holders()) is None
 
 
 def leave_queue(folder, *words, at_once=1, **changed):
@@ -504,7 +506,7 @@ def leave_queue(folder, *words, at_once=1, **changed):
     (the folder of the queue, a file, a copy of the page) with waiting jobs as a page left them. The copy's train.py adds its data
     to the file and goes on for a minute.
     """
-    home, queue = folder / "home", runs.own_path(folder / "out")
+    home, queue = folder / "home", state.state_folder(folder / "out")
     home.mkdir()
     for name in "page", "engine", "llamac", "config":
         shutil.copytree(ROOT / name, home / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -645,19 +647,21 @@ def test_runs_are_compared_in_a_browser(filled, browser):
 def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
     """Rows that came while the connection was lost, and those between the first picture and the first event."""
     write_run(tmp_path / "out/a", rows=3)
-    found = runs.Runs(tmp_path / "out")
-    plain = {"GET /bokeh.js": lambda request: server.Response("", kind="text/javascript")}
-    served = server.Server("127.0.0.1", 0, server.files(ROOT / "page") | plain | found.routes() | jobs.Jobs(found).routes())
+    listed = runs.Runs(tmp_path / "out")
+    found = run_api.RunApi(listed)
+    own = server.file_routes(ROOT / "page")
+    own["GET /bokeh.js"] = lambda request: server.Response("", kind="text/javascript")
+    served = server.Server("127.0.0.1", 0, own | found.routes() | jobs.Jobs(listed).routes())
     threading.Thread(target=served.serve_forever, daemon=True).start()
     points = "return document.querySelector('[aria-label=\"loss/train\"] polyline').getAttribute('points').split(' ').length"
     rows, name = 3, tmp_path / "out/a"
     browser.get(served.url())
-    until(lambda: script(browser, points) == rows and len(served.open) == 1, 20)
+    until(lambda: script(browser, points) == rows and len(served.connections) == 1, 20)
     for view, shown in ("#runs", f"tr[data-run='{name}'] [data-column=iter]"), (f"#run?{urlencode({'run': name})}", "p.soft"):
         script(browser, "location.hash = arguments[0]", view)
-        until(lambda: script(browser, points) == rows and len(served.open) == 1 and browser.find_elements("css selector", shown))
-        for connection in list(served.open):
-            served.cut(connection)
+        until(lambda: script(browser, points) == rows and len(served.connections) == 1 and browser.find_elements("css selector", shown))
+        for connection in list(served.connections):
+            served.close_now(connection)
         for i in range(rows, rows + 50):
             add_row(name, {"iter": 10 * i, "tokens": 1000 * i, "loss/train": 1.0, "time": 1e9 + i})
         rows += 50
@@ -682,16 +686,16 @@ def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path):
            {"arguments": "--dim=8"}, {"arguments": [3]}, {"pid": -1}, {"pid": 1}, {"pid": "2"}, {"folder": 3}, {"out_dir": []}]
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps({"at_once": 2, "jobs": [job]}))
-    assert jobs.stored(path) == (2, [job])
+    assert jobs.read_queue(path) == (2, [job])
     for content in [{"jobs": [1]}, {"jobs": [{"id": "1"}]}, {"jobs": 3}, {"at_once": "many"}, *({"jobs": [job | part]} for part in odd)]:
         path.write_text(json.dumps(content))
         with pytest.raises(SystemExit):
-            jobs.stored(path)
-    own = runs.own_path(tmp_path / "out")
+            jobs.read_queue(path)
+    own = state.state_folder(tmp_path / "out")
     own.mkdir(parents=True)
     (own / "jobs.json").write_text(path.read_text())
     done = subprocess.run([sys.executable, ROOT / "page.py", "--port=0"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "jobs.json: is not what a page has written" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "jobs.json: expected a queue that the page has written" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_arguments_of_a_queue_are_those_that_a_form_may_send(tmp_path):
@@ -707,7 +711,7 @@ def test_arguments_of_a_queue_are_those_that_a_form_may_send(tmp_path):
             ("sweep.py", [str(sweep), "x.yaml"], False)):
         job = {"program": program, "arguments": arguments, "folder": str(tmp_path)}
         with contextlib.nullcontext() if fine else pytest.raises(ValueError):
-            jobs.check_job(job, tmp_path)
+            command.check_arguments(job, tmp_path)
 
 
 def test_an_estimate_of_what_is_no_choice_is_refused(page):
@@ -718,7 +722,7 @@ def test_an_estimate_of_what_is_no_choice_is_refused(page):
 
 
 def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "PREVIEW_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine.debug import modes\n"
             "modes.own_place(type('s', (), {'out_dir': 'out/x', 'dry_run': True, 'overfit': 0, 'lr_find': False, 'profile': False}))\n"
@@ -729,7 +733,7 @@ def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
         until(lambda: (tmp_path / "began").exists(), 60)
         return communicate(program, *args, **more)
     monkeypatch.setattr(subprocess.Popen, "communicate", after_its_start)
-    assert "takes more than 0.1 s" in jobs.output(["-c", wait, str(ROOT)], OneAtATime())
+    assert "takes more than 0.1 s" in jobs.printed(["-c", wait, str(ROOT)], OneAtATime())
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
 
 
@@ -739,7 +743,7 @@ def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path
     slow = ["-c", "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)", str(tmp_path / "began")]
 
     def work(is_gone):
-        with contextlib.suppress(programs.Gone):
+        with contextlib.suppress(programs.ClientGone):
             found.append(turns.run(slow, 60, is_gone))
 
     waits = [threading.Thread(target=work, args=(is_gone,)) for is_gone in (gone.is_set, lambda: True)]
@@ -775,16 +779,16 @@ def test_open_streams_do_not_lock_their_owner_out_and_strangers_end_none(tmp_pat
         found.sendall(text.encode())
         return found
 
-    streams = [connect(f"GET /live HTTP/1.1\r\n{head}") for _ in range(server.MOST_CONNECTIONS)]
+    streams = [connect(f"GET /live HTTP/1.1\r\n{head}") for _ in range(server.MAX_CONNECTIONS)]
     assert all(stream.recv(12) == b"HTTP/1.1 200" for stream in streams)
-    strangers = [connect("GET / HTTP/1.1\r\n") for _ in range(2 * server.MOST_CONNECTIONS)]
+    strangers = [connect("GET / HTTP/1.1\r\n") for _ in range(2 * server.MAX_CONNECTIONS)]
     time.sleep(0.5)
-    assert sum(known for _, known, _ in served.open.values()) == len(streams) and len(served.open) <= 2 * len(streams)
+    assert sum(c.authenticated for c in served.connections.values()) == len(streams) and len(served.connections) <= 2 * len(streams)
     for _ in range(3):
         assert connect(f"GET / HTTP/1.1\r\n{head}").recv(15) == b"HTTP/1.1 200 OK"
     streams += [connect(f"GET /live HTTP/1.1\r\n{head}") for _ in range(5)]
     assert all(stream.recv(12) == b"HTTP/1.1 200" for stream in streams[-5:])
-    until(lambda: sum(known for _, known, _ in served.open.values()) <= server.MOST_CONNECTIONS + 1, 10)
+    until(lambda: sum(c.authenticated for c in served.connections.values()) <= server.MAX_CONNECTIONS + 1, 10)
     for connection in streams + strangers:
         connection.close()
     served.shutdown()

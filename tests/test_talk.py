@@ -192,9 +192,9 @@ def test_mistakes_are_openais_errors(client, server):
         wrong(refused, "max_completion_tokens", chat, messages=hi, max_completion_tokens=n)
     for name, value in (("top_k", 5), ("tempature", 0), ("repetition_penalty", 1.1), ("min_p", False), ("max_new_tokens", 3),
                         ("messages", hi), ("top_logprobs", 2), ("max_completion_tokens", 3)):
-        error = wrong(refused, f"'{name}' is no field", extra_body={name: value})
+        error = wrong(refused, f"'{name}' is not a field", extra_body={name: value})
         assert error.param == name and error.code == "unknown_parameter"
-    assert wrong(refused, "'prompt' is no field", chat, messages=hi, extra_body={"prompt": "A"}).param == "prompt"
+    assert wrong(refused, "'prompt' is not a field", chat, messages=hi, extra_body={"prompt": "A"}).param == "prompt"
     wrong(refused, "'include'", stream=True, stream_options={"include": True})
     wrong(refused, "include_usage", stream=True, stream_options={"include_usage": "yes"})
     for message in ({"name": "Ann"}, {"tool_calls": [{"id": 1}]}, {"content": [{"type": "text", "text": "a", "cache_control": {}}]},
@@ -219,10 +219,10 @@ def test_mistakes_are_openais_errors(client, server):
 
 def test_a_prompt_of_no_tokens_is_refused():
     info = SimpleNamespace(seq_len=64, vocab_size=9)
-    voice = SimpleNamespace(unfit="", model=SimpleNamespace(info=info, encode=lambda text, bos: np.array([], int)))
+    voice = SimpleNamespace(chat_error="", model=SimpleNamespace(info=info, encode=lambda text, bos: np.array([], int)))
     for prompt in "", "x", [""]:  # where a model has no BOS
-        with pytest.raises(talk.Wrong, match="the prompt has no tokens"):
-            talk.wish({"model": "x", "prompt": prompt}, False, voice)
+        with pytest.raises(talk.ApiError, match="the prompt has no tokens"):
+            talk.parse({"model": "x", "prompt": prompt}, False, voice)
 
 
 def test_sixteen_clients_at_once(client, server):
@@ -245,11 +245,11 @@ def test_sixteen_clients_at_once(client, server):
     for thread in threads:
         thread.join()
     assert ["".join(found[n]) for n in range(16)] == ["".join(a) for a in alone]
-    assert len(server.talk.voices["plain"].idle) <= talk.IDLE
+    assert len(server.talk.loaded["plain"].idle) <= talk.MAX_IDLE_SESSIONS
 
 
 def test_turns_are_taken_in_the_order_of_those_who_wait():
-    turns, order, threads = talk.Turns(), [], []
+    turns, order, threads = talk.FairLock(), [], []
 
     def wait_for(n):
         while len(turns.waiting) < n:
@@ -294,9 +294,9 @@ def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch
         assert 0 < len(steps) == seen < 100_000
         steps.clear()
     end = time.monotonic() + 30
-    while server.talk.places._value < talk.AT_ONCE and time.monotonic() < end:  # a moment after its last step
+    while server.talk.slots._value < talk.MAX_CONCURRENT and time.monotonic() < end:  # a moment after its last step
         time.sleep(0.05)
-    assert server.talk.places._value == talk.AT_ONCE  # its place is free
+    assert server.talk.slots._value == talk.MAX_CONCURRENT  # its place is free
 
 
 def test_a_new_file_is_opened_anew(client, server, folder):

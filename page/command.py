@@ -1,0 +1,155 @@
+"""
+Command lines of trainings and sweeps: from the page's form to arguments, which run without a shell.
+
+The page passes knobs of train.py and nothing else. Their values are the user's: whoever knows the
+token may read what the user may read.
+"""
+import hashlib
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from configurator import advice, convert, read_file, source_knobs
+from engine.files import write_atomic
+
+HOME = Path(__file__).resolve().parents[1]
+TRAIN = HOME / "train.py"
+
+
+class Command(NamedTuple):
+    program: str     # train.py or sweep.py
+    arguments: list  # of texts
+    out_dir: str     # the folder of the run or of the sweep's trials; auto: train.py decides
+
+    def line(self):
+        """Return what a user types in a terminal for the same."""
+        return shlex.join(["python", os.path.relpath(HOME / self.program), *self.arguments])
+
+
+def refuse(message):
+    raise ValueError(message)
+
+
+def typed(knobs, source="--{}"):
+    """
+    Return {knob: value}, each value in the type of its knob. Raises ValueError.
+
+    source: where the values come from, for error messages; {} is replaced by the knob's name.
+    """
+    known, found = source_knobs(TRAIN), {}
+    for name, value in knobs.items():
+        origin = source.format(name)
+        if name not in known:
+            refuse(f"{origin}: train.py has no knob {name!r}; {advice(str(name), known)}")
+        if isinstance(value, (dict, list)):
+            refuse(f"{origin}: expected a number, true, false or a text")
+        value = value if isinstance(value, (bool, int, float)) else str(value)
+        found[name] = convert(name, value, known[name][0], origin, refuse)
+        if "\0" in str(found[name]):
+            refuse(f"{origin} holds a zero byte")
+    return found
+
+
+def presets():
+    """Return ({file name: {knob: value}} of the presets in config/, [why others can't be used])."""
+    found, errors = {}, []
+    for path in sorted((HOME / "config").glob("*.py")):
+        try:
+            found[path.name] = typed(read_file(str(path)), path.name)
+        except SystemExit:  # raised by configurator.fail
+            line = f"python train.py {os.path.relpath(path)}"
+            errors.append(f"{path.name}: cannot be read; {line} shows why")
+        except ValueError as e:
+            errors.append(str(e))
+    return found, errors
+
+
+def preset_knobs(preset):
+    """Return {knob: value} of a preset, {} for "". Raises ValueError."""
+    found = presets()[0] | {"": {}}
+    if preset not in found:
+        refuse(f"there is no preset {preset!r} that can be used")
+    return found[preset]
+
+
+def train_arguments(knobs, preset=""):
+    """Return the arguments of train.py for a preset and knobs. Raises ValueError."""
+    preset_knobs(preset)
+    path = [os.path.relpath(HOME / "config" / preset)] if preset else []
+    return path + [f"--{name}={value}" for name, value in typed(knobs).items()]
+
+
+def object_in(form, name):
+    """Return the object form[name], {} if there is none. Raises ValueError."""
+    found = form.get(name) or {}
+    if not isinstance(found, dict):
+        refuse(f"{name} is not a JSON object")
+    return found
+
+
+def from_form(form, runs):
+    """
+    Return the Command for a form {"knobs", "preset", "resume", "sweep"}. Raises ValueError.
+
+    resume: the name of a run to continue; sweep: {"parameters", "method", "count"}, or nothing.
+    """
+    knobs, sweep = object_in(form, "knobs"), object_in(form, "sweep")
+    if form.get("resume"):
+        out_dir = str(runs.run(form["resume"]).folder)
+        arguments = train_arguments({"out_dir": out_dir, **knobs, "init_from": "resume"})
+        return Command("train.py", arguments, out_dir)
+    preset = str(form.get("preset") or "")
+    if sweep:
+        return sweep_command(knobs, preset, sweep, runs)
+    out_dir = str(knobs.get("out_dir") or "auto")
+    return Command("train.py", train_arguments(knobs, preset), out_dir)
+
+
+def sweep_command(knobs, preset, sweep, runs):
+    """Write the file of a sweep into the page's state, and return the Command that runs it."""
+    parameters = object_in(sweep, "parameters")
+    for name in parameters:
+        spec = object_in(parameters, name)
+        values = spec.get("values", [spec.get("min"), spec.get("max")])
+        for value in values if isinstance(values, list) and values else [None]:
+            typed({name: value})
+    knobs = typed(knobs)
+    out_dir = knobs.get("out_dir", "")
+    fixed = preset_knobs(preset) | knobs
+    fixed.pop("out_dir", None)
+    count = int(str(sweep.get("count") or 0))
+    if count < 0:
+        refuse(f"a sweep of {count} trials, expected at least 1")
+    content = {"program": "train.py",
+               "method": "random" if sweep.get("method") == "random" else "grid",
+               "metric": {"name": "loss/val", "goal": "minimize"},
+               "parameters": {name: {"value": value} for name, value in fixed.items()} | parameters}
+    text = json.dumps(content, indent=1)
+    # Named by its content, so that a sweep that waits in the queue keeps its file.
+    name = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    path = runs.state / f"{name}.json"
+    write_atomic(path, text)
+    out_dir = out_dir or str(runs.root / name)
+    arguments = [str(path), f"--out_dir={out_dir}"] + [f"--count={count}"] * (count > 0)
+    return Command("sweep.py", arguments, out_dir)
+
+
+def check_arguments(job, folder):
+    """Raise ValueError for a stored job that no form produces. folder: the page's state."""
+    is_sweep = job["program"] == "sweep.py"
+    first, *rest = job["arguments"] or [""]
+    if is_sweep and first not in map(str, folder.glob("sweep-*.json")):
+        refuse(f"{first}: expected the file of a sweep that the page has written")
+    names = [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]
+    if not is_sweep and first not in names:
+        rest = job["arguments"]
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals:
+            refuse(f"{word}: expected --knob=value")
+        if not is_sweep or name == "out_dir":
+            typed({name: value})
+        elif name != "count" or not value.isdecimal():
+            refuse(f"{word}: expected --out_dir=FOLDER or --count=NUMBER")

@@ -1,0 +1,58 @@
+"""Locks on files, which show which processes are alive: trainers, and jobs of the page."""
+import fcntl
+import socket
+from pathlib import Path
+
+from engine.untrusted import open_untrusted, read_json_file
+
+
+def lock_holders():
+    """
+    Return {inode: [process id]} of the locked files of this machine, from Linux's /proc/locks.
+
+    Return None on systems that have no such list.
+    """
+    holders = {}
+    try:
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+            words = line.split()
+            if words[1] == "FLOCK":
+                inode = int(words[5].split(":")[2])
+                holders.setdefault(inode, []).append(int(words[4]))
+    except (OSError, ValueError, IndexError):
+        return None
+    return holders
+
+
+def is_locked(path):
+    """Return whether a process holds the lock on a file."""
+    try:
+        with open_untrusted(path) as f:
+            fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def trainer_pid(folder, holders):
+    """
+    Return the id of the process that trains in a folder, or None. holders: of lock_holders().
+
+    A trainer writes its process id into trainer.json and holds the lock on that file.
+    """
+    path = folder / "trainer.json"
+    try:
+        if path.is_symlink():  # possibly to another run's file, whose trainer would be stopped
+            return None
+        pids = None if holders is None else holders.get(path.stat().st_ino, [])
+        if pids == [] or pids is None and not is_locked(path):
+            return None
+        found = read_json_file(path)
+        pid = int(found["pid"])
+        if found["host"] != socket.gethostname()[:64] or pid <= 1:
+            return None
+        return pid if pids is None or pid in pids else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return None

@@ -1,0 +1,277 @@
+"""Routes about runs: the table, curves, live events, a run's details, notes, files to keep."""
+import base64
+import contextlib
+import math
+import time
+
+import numpy as np
+
+import compare
+from compare import Run, tame
+from engine.untrusted import open_untrusted, read_json_file
+from page.locks import trainer_pid
+from page.server import Response, as_download
+from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
+from track import TABLES, Alerts, parse_row
+
+BUSY = 0.15          # seconds that live events read a long log before other requests take turns
+MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
+MAX_NEW_ROWS = 200   # rows in a live event; for more, the client reads the curves again
+MAX_ALERTS = 50
+MAX_TABLES = 40      # rows with tables that a run's details have
+MAX_FILES = 100
+
+
+def json_of(path):
+    """Return the object in a JSON file, cut to what can be shown, or {} if it can't be read."""
+    try:
+        return tame(read_json_file(path, MAX_JSON))
+    except (OSError, ValueError, MemoryError):
+        return {}
+
+
+def clean(value):
+    """Return a value as JSON and JavaScript have it: NaN becomes None, a huge integer a text."""
+    if isinstance(value, dict):
+        return {k: clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, np.ndarray)):
+        return [clean(v) for v in value]
+    if isinstance(value, int) and abs(value) >= 1 << 64:
+        return compare.text(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def cell(value):
+    """Return a setting as the table shows it: a number or a text."""
+    is_number = value is None or isinstance(value, (int, float))
+    return clean(value) if is_number else compare.text(value)
+
+
+def tables(run):
+    """Return [{"iter", table: rows}] of the latest rows of a log that have tables."""
+    found = []
+    with contextlib.suppress(OSError), open_untrusted(run.folder / "log.jsonl") as f:
+        for offset, length in run.tables[-MAX_TABLES:]:
+            f.seek(offset)
+            row = parse_row(f.read(length)) or {}
+            lists = {name: tame(row[name]) for name in TABLES if isinstance(row.get(name), list)}
+            found.append({"iter": row.get("iter")} | lists)
+    return found
+
+
+def alerts(names, columns):
+    """Return the latest alerts, [(title, text)], of a run with these columns."""
+    found, check = [], Alerts()
+    for values in zip(*(column.tolist() for column in columns)):
+        row = {name: value for name, value in zip(names, values) if value == value}  # no NaN
+        found += check.check(row)
+    return found[-MAX_ALERTS:]
+
+
+def evaluation(folder):
+    """Return the results of evaluate.py in a run's folder, or {} if the page can't draw them."""
+    found = {"names": [], "columns": [], "rows": []} | clean(json_of(folder / "evaluation.json"))
+    lists = [found.get(name) for name in ("names", "columns", "rows", "matrix")]
+    if not all(isinstance(part, list) for part in lists):
+        return {}
+    if not all(isinstance(row, list) for row in found["rows"] + found["matrix"]):
+        return {}
+    if not all(isinstance(n, (int, float)) for row in found["matrix"] for n in row):
+        return {}
+    return found | {name: [str(word) for word in found[name]] for name in ("names", "columns")}
+
+
+class RunApi:
+    """The routes. extra: a function that returns what the live events report besides the runs."""
+
+    def __init__(self, runs, extra=dict):
+        self.runs, self.extra = runs, extra
+
+    def routes(self):
+        return {"GET /api/runs": self.table, "GET /api/run": self.details,
+                "GET /api/curves": self.curves, "GET /api/csv": self.csv,
+                "GET /api/live": self.live, "POST /api/bands": self.bands,
+                "POST /api/notes": self.note, "POST /api/save": self.save}
+
+    def notes(self):
+        """Return the notes of all runs. Earlier versions kept them in the folder of runs."""
+        old = read_notes(self.runs.root / ".page" / "notes.json")
+        return old | read_notes(self.runs.state / "notes.json")
+
+    def entry(self, run):
+        """Return a run's row of the table."""
+        results = self.runs.attempt(run, Run.results, {}) if run.count else {}
+        numbers = {k: cell(v) for k, v in results.items() if k in compare.RESULTS or "/" in k}
+        training = trainer_pid(run.folder, self.runs.lock_holders) is not None
+        return {"name": run.name, "rows": run.count, "results": numbers, "training": training,
+                "max_iters": clean(run.config.get("max_iters")),
+                "odd": self.runs.errors.get(run.name, run.odd)}
+
+    def table(self, request):
+        """Return all runs, the settings in which they differ, and the names of all metrics."""
+        self.runs.refresh()
+        with self.runs.lock:
+            shown, notes = self.runs.shown(), self.notes()
+            settings = compare.differences(shown)
+            names = [name for run in shown for name in run.columns if name not in compare.X]
+            entries = []
+            for run in shown:
+                cells = {name: cell(run.config.get(name)) for name in settings}
+                entries.append(notes.get(run.name, {}) | self.entry(run) | {"settings": cells})
+            columns = [name for name in compare.RESULTS
+                       if any(name in entry["results"] for entry in entries)]
+            return {"more": bool(self.runs.unread), "settings": settings,
+                    "metrics": list(dict.fromkeys(names)), "runs": entries, "columns": columns}
+
+    def line(self, run, query):
+        """
+        Return (x, y) of a run's metric. query: {"metric", "x"}, and "from" and "to" for a range.
+
+        One point beyond each end of the range is included, so that a line to it can be drawn.
+        """
+        x, y = run.line(query.get("metric"), query.get("x"))
+        low, high = float(query.get("from", -math.inf)), float(query.get("to", math.inf))
+        inside = np.flatnonzero((x >= low) & (x <= high))
+        first, last = inside.min(initial=len(x)), inside.max(initial=-1)
+        return x[max(0, first - 1):last + 2], y[max(0, first - 1):last + 2]
+
+    def curves(self, request):
+        """
+        Return a metric of all runs, or of the run in the query, thinned to what can be drawn.
+
+        {"runs": [[name, points, rows read, version]], "x", "y": all points, base64 of float32}
+        """
+        name, metric = request.query.get("run", ""), request.query.get("metric")
+        buckets = 300 if name else max(100, min(300, 30000 // max(1, len(self.runs.runs))))
+        self.runs.refresh()
+        found, xs, ys = [], [], []
+        with self.runs.lock:
+            for run in [self.runs.run(name)] if name else self.runs.shown():
+                if metric not in run.columns:
+                    continue
+                x, y = compare.thin(*self.line(run, request.query), buckets)
+                with np.errstate(over="ignore"):
+                    x, y = x.astype("<f4"), y.astype("<f4")
+                finite = np.isfinite(x) & np.isfinite(y)
+                found.append([run.name, int(finite.sum()), run.count, run.version])
+                xs.append(x[finite])
+                ys.append(y[finite])
+        return {"runs": found, "x": packed(xs), "y": packed(ys)}
+
+    def bands(self, request):
+        """Return [x, mean, low, high] of compare.band for each of {"groups": [[run, ...], ...]}."""
+        body = request.json()
+        groups = body.get("groups")
+        if not isinstance(groups, list) or not all(isinstance(names, list) for names in groups):
+            raise ValueError("expected groups: lists of runs")
+        query = {name: str(value) for name, value in body.items()}
+        with self.runs.lock:
+            lines = [[self.line(run, query) for run in self.runs.shown() if run.name in names]
+                     for names in groups]
+        return [[part.tolist() for part in compare.band(group)] for group in lines]
+
+    def csv(self, request):
+        """Return all rows that have a metric, of all runs or of the run in the query."""
+        metric, only = request.query.get("metric", ""), request.query.get("run", "")
+        lines = ["run,iter,tokens,seconds,value"]
+        found = self.runs.whole([only] if only else list(self.runs.runs))
+        with self.runs.lock:
+            for run in found:
+                name = '"' + run.name.replace('"', '""') + '"'
+                columns = [run.x(axis) for axis in ("iter", "tokens", "seconds")]
+                for i, tokens, seconds, value in zip(*columns, run.column(metric)):
+                    if value == value:  # no NaN
+                        lines.append(f"{name},{i:.0f},{tokens:.0f},{seconds:.3f},{value:.7g}")
+        content = "\n".join(lines) + "\n"
+        return Response(content, kind="text/csv", headers=as_download("curves.csv"))
+
+    def save(self, request):
+        """Return {"runs": names} as the HTML file that compare.py --plot=x.html writes."""
+        body = request.json()
+        names = body.get("runs")
+        found = [run for run in self.runs.whole(names if isinstance(names, list) else [])
+                 if run.count and self.runs.attempt(run, Run.results, None)]
+        if not found:
+            raise ValueError("none of these runs has rows to save")
+        with self.runs.lock:
+            content = compare.page(found, str(body.get("group") or ""))
+        return Response(content, kind="text/html", headers=as_download("runs.html"))
+
+    def live(self, request):
+        """
+        Yield an event for each run with new rows and each training that begins or ends:
+        {"run": entry, "from": row, "rows": {metric: values}}; and an event for each part of extra()
+        that has changed. The first event is {"hello"}: what came before it may have been missed.
+        """
+        self.runs.refresh()
+        seen, sent, sent_at = self.versions(), {}, 0.0
+        yield {"hello": True}
+        while True:
+            more = self.runs.refresh(BUSY)
+            with self.runs.lock:
+                now = self.versions()
+                events = [self.news(run, *seen.get(run.name, (0, 0))[:2])
+                          for run in self.runs.shown() if seen.get(run.name) != now[run.name]]
+                seen = now
+            for name, value in self.extra().items():
+                if sent.get(name) != value:
+                    sent[name] = value
+                    events.append({name: value})
+            if events or time.monotonic() - sent_at > 5:
+                sent_at = time.monotonic()
+                yield from events or [None]
+            time.sleep(0.02 if more else 0.5)
+
+    def versions(self):
+        """Return {run: (version, rows, process id of its trainer)}: what changes cause an event."""
+        return {run.name: (run.version, run.count, trainer_pid(run.folder, self.runs.lock_holders))
+                for run in self.runs.shown()}
+
+    def news(self, run, version, start):
+        """Return the event of a run's rows from `start` on, or one that asks to read all again."""
+        if version != run.version or run.count - start > MAX_NEW_ROWS:
+            return {"run": self.entry(run), "again": True}
+        rows = {}
+        for name in run.columns:
+            values = clean(run.column(name, start))
+            if any(v is not None for v in values):
+                rows[name] = values
+        rows["seconds"] = clean(run.x("seconds", start))
+        return {"run": self.entry(run), "from": start, "rows": rows}
+
+    def details(self, request):
+        """Return what the page of one run shows besides its curves."""
+        run = self.runs.run(request.query.get("run"))
+        with self.runs.lock:
+            found = self.notes().get(run.name, {}) | self.entry(run)
+            watched = [name for name in ("iter", *Alerts.WATCHED) if name in run.columns]
+            columns = [run.column(name) for name in watched]
+        files = {}  # read without the lock, so that other requests don't wait
+        for path in sorted(run.folder.glob("*.gguf"))[:MAX_FILES]:
+            with contextlib.suppress(OSError):
+                files[path.name] = path.stat().st_size
+        steps = [path.name for path in (run.folder / "checkpoints").glob("step_*") if path.is_dir()]
+        return found | {
+            "config": clean(run.config), "tables": clean(tables(run)),
+            "alerts": alerts(watched, columns), "files": files, "checkpoints": sorted(steps),
+            "evaluation": evaluation(run.folder),
+            "wandb": str(json_of(run.folder / "wandb.json").get("url", ""))}
+
+    def note(self, request):
+        """Keep the notes, the tags and the colour of a run."""
+        body = request.json()
+        run = self.runs.run(body.get("run"))
+        given = {name: str(body[name])[:length]
+                 for name, length in MAX_LENGTHS.items() if name in body}
+        if not COLOR.fullmatch(given.get("color", "#000000")):
+            raise ValueError("expected a colour as #rrggbb")
+        with self.runs.lock:
+            notes = self.notes()
+            notes[run.name] = notes.get(run.name, {}) | given
+            write_notes(self.runs.state, notes)
+        return {}
+
+
+def packed(arrays):
+    """Return float32 arrays, joined, in base64."""
+    return base64.b64encode(b"".join(array.tobytes() for array in arrays)).decode()

@@ -1,0 +1,58 @@
+"""
+What the page keeps for its user: the queue, and the notes, tags and colours of runs.
+
+It is kept outside the folder of runs, since a folder of runs may come from anyone.
+"""
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from engine.files import write_atomic
+from engine.untrusted import read_json_file
+
+MAX_NOTES = 1 << 26  # bytes of notes.json
+MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of what a user notes of a run
+COLOR = re.compile("#[0-9a-f]{6}")
+
+
+def state_folder(root):
+    """Return the user's folder of the state for a folder of runs. It may not exist yet."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.local/state")
+    key = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
+    return Path(base, "llamac/page", key)
+
+
+def make_state_folder(folder):
+    """Create the folder if it does not exist. Raises OSError, also if another user owns it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
+
+
+def read_notes(path):
+    """Return {run: {"notes", "tags", "color": text}} of a notes.json."""
+    kept = {}
+    with contextlib.suppress(OSError, ValueError, MemoryError):
+        kept = read_json_file(path, MAX_NOTES)
+    return {run: cut(notes) for run, notes in kept.items() if isinstance(notes, dict)}
+
+
+def cut(notes):
+    """Return the notes of a run without unknown fields, wrong values and excess characters."""
+    texts = {name: notes[name][:length] for name, length in MAX_LENGTHS.items()
+             if isinstance(notes.get(name), str)}
+    if not COLOR.fullmatch(texts.get("color", "#000000")):
+        del texts["color"]
+    return texts
+
+
+def write_notes(folder, notes):
+    """Write the notes of all runs. Raises OSError."""
+    make_state_folder(folder)
+    write_atomic(folder / "notes.json", json.dumps(notes, indent=1))
