@@ -40,6 +40,7 @@ test: .venv/test run ## run the tests, but for those marked slow (ten minutes on
 lint: .venv/test     ## style, layers of imports and likely mistakes: ruff, import-linter, clang-format, the compiler's warnings
 	$(VENV) -m ruff check .
 	PYTHONPATH=. .venv/bin/lint-imports
+	! LC_ALL=C.UTF-8 grep -nE '^.{101}' page/*.js page/*.css page/*.html
 	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 

@@ -1,219 +1,322 @@
-// The runs: a table of what differs and what was reached, charts of all, parallel coordinates, one file to keep.
-import { ask, colors, link, listen, number, save, say, settle, state, tell, throttle } from "./app.js"
+// The runs: charts of all, a table of what differs and what was reached, parallel coordinates.
+import {
+  colors, debounce, downloadFrom, format, get, link, listen, notify, post, state, throttle,
+} from "./app.js"
 import { Chart, Curves, axes, smooth } from "./charts.js"
-import { h, select, table } from "./dom.js"
+import { button, card, h, row, select, table } from "./dom.js"
 import { t } from "./words.js"
 
-/** What the reader chose, from the address. */
-const chosen = () => ({ axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
-  logy: state.get("logy", "1") === "1", share: +state.get("smooth", "0") })
+/** Return the reader's choices for charts, from the address. */
+const choices = () => ({
+  axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
+  logy: state.get("logy", "1") === "1", decay: Number(state.get("smooth", "0")) })
 
-/** Controls of axes and smoothing; change() is called when one was moved, change(true) where curves are other ones. */
+/** Make the controls of charts. change(reload): reload tells whether other points are needed. */
 export function controls(change) {
-  const set = (name, value, other) => { state.set({ [name]: value }); change(other) }
-  const box = (name, label) => h("label", {}, h("input", { type: "checkbox", checked: chosen()[name],
-    onchange: e => set(name, e.target.checked ? "1" : "0") }), t(label))
-  const slider = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: chosen().share,
+  const set = (name, value, reload) => {
+    state.set({ [name]: value })
+    change(reload)
+  }
+  const box = (name, label) => {
+    const onchange = event => set(name, event.target.checked ? "1" : "0")
+    const checked = choices()[name]
+    return h("label", {}, h("input", { type: "checkbox", checked, onchange }), t(label))
+  }
+  const slider = h("input", {
+    type: "range", min: 0, max: 0.99, step: 0.01, value: choices().decay,
     oninput: throttle(() => set("smooth", slider.value), 100) })
-  const over = Object.entries(axes).map(([name, title]) => [name, t(title)])
-  return h("div", { class: "row" }, select(t("Over"), over, chosen().axis, name => set("x", name, true)),
+  const options = Object.entries(axes).map(([name, title]) => [name, t(title)])
+  return row(select(t("X axis"), options, choices().axis, name => set("x", name, true)),
     box("logx", "Log x"), box("logy", "Log y"), h("label", {}, t("Smoothing"), slider))
 }
 
-/** A grid of charts. pick(name): {color, hidden, group} of a run; usual: the metrics, unless the address has others. */
+/**
+ * A grid of charts. run: a run's name, "": all runs; look(name): { color, hidden, group } of a run;
+ * usual: the metrics that are shown unless the address names others.
+ */
 export class Charts {
-  constructor({ run = "", pick, usual }) {
-    Object.assign(this, { place: h("div", { class: "grid" }), run, pick, usual, charts: [] })
-    this.draw = throttle(async () => { await Promise.all(this.charts.map(c => c.paint())); mark("redrawn") }, 120)
+  constructor({ run = "", look, usual }) {
+    Object.assign(this, { place: h("div", { class: "grid" }), run, look, usual, charts: [] })
+    this.draw = throttle(() => this.drawAll("redrawn"), 120)
   }
-  get wanted() { return state.get("charts") ? state.get("charts").split(",") : this.usual }
-  want(metrics) { state.set({ charts: metrics.join(",") }); this.build() }
 
-  /** Draw the charts that are wanted; colours are known once `ready` is done. */
+  get metrics() { return state.get("charts") ? state.get("charts").split(",") : this.usual }
+
+  show(metrics) {
+    state.set({ charts: metrics.join(",") })
+    this.build()
+  }
+
+  async drawAll(mark) {
+    await Promise.all(this.charts.map(one => one.draw()))
+    markTime(mark)
+  }
+
+  /** Make and draw all charts. ready: a promise after which the runs' colours are known. */
   async build(ready) {
     this.end()
-    this.charts = this.wanted.map(metric => this.chart(metric))
-    this.place.replaceChildren(...this.charts.map(c => c.chart.element))
-    await Promise.all(this.charts.map(async c => { await Promise.all([c.curves.load(), ready]); await c.paint() }))
-    mark("drawn")
+    this.charts = this.metrics.map(metric => this.make(metric))
+    this.place.replaceChildren(...this.charts.map(one => one.chart.element))
+    await Promise.all(this.charts.map(async one => {
+      await Promise.all([one.curves.load(), ready])
+      await one.draw()
+    }))
+    markTime("drawn")
   }
 
-  chart(metric) {
-    const { axis } = chosen(), curves = new Curves(metric, axis, this.run)
-    const chart = new Chart(metric, { axis, csv: `api/csv?${new URLSearchParams({ metric, run: this.run })}`,
-      remove: () => this.want(this.wanted.filter(m => m !== metric)) })
-    const paint = async () => chart.draw(...await this.lines(curves), chosen())
-    const load = async range => { await curves.load(range); await paint() }
-    chart.onzoom = settle(load, 250)
-    return { chart, curves, paint, again: throttle(load, 500) }
-  }
-
-  /** [lines, bands] of the runs that are shown; a group's mean and band are the server's, as compare.py has them. */
-  async lines(curves) {
-    const { share } = chosen(), groups = {}, raw = [], lines = []
-    for (const [name, { x, y }] of curves.lines) {
-      const { color, hidden, group } = this.pick(name)
-      if (hidden || !x.length) continue
-      if (group !== undefined) (groups[group] ??= { color, runs: [] }).runs.push(name)
-      else {
-        if (share) raw.push({ name, color, x, y, alpha: 0.22, width: 1 })
-        lines.push({ name, color, x, y: smooth(y, share) })
-      }
+  make(metric) {
+    const { axis } = choices(), curves = new Curves(metric, axis, this.run)
+    const csv = `api/csv?${new URLSearchParams({ metric, run: this.run })}`
+    const remove = () => this.show(this.metrics.filter(other => other !== metric))
+    const chart = new Chart(metric, { axis, csv, remove })
+    const draw = async () => chart.draw(...await this.lines(curves), choices())
+    const load = async range => {
+      await curves.load(range)
+      await draw()
     }
-    const found = Object.entries(groups), asked = { metric: curves.metric, x: curves.axis, ...curves.range }
-    const parts = found.length ? await tell("api/bands", { ...asked, groups: found.map(([, group]) => group.runs) }) : []
-    const bands = parts.map(([x, y, low, high], n) => ({ color: found[n][1].color, x, y: smooth(y, share),
-      name: `${found[n][0]} (${found[n][1].runs.length})`, low: smooth(low, share), high: smooth(high, share), width: 2 }))
+    chart.onzoom = debounce(load, 250)
+    return { chart, curves, draw, reload: throttle(load, 500) }
+  }
+
+  /** Return [lines, bands] of the shown runs. The server computes the mean and band of a group. */
+  async lines(curves) {
+    const { decay } = choices(), raw = [], lines = [], groups = {}
+    for (const [name, { x, y }] of curves.lines) {
+      const { color, hidden, group } = this.look(name)
+      if (hidden || !x.length) continue
+      if (group !== undefined) {
+        groups[group] ??= { title: group, color, runs: [] }
+        groups[group].runs.push(name)
+        continue
+      }
+      if (decay) raw.push({ name, color, x, y, alpha: 0.22, width: 1 })
+      lines.push({ name, color, x, y: smooth(y, decay) })
+    }
+    const bands = await this.bands(Object.values(groups), curves, decay)
     return [[...raw, ...lines, ...bands], bands]
   }
 
-  take(event) {
-    for (const { curves, again } of this.charts) {
-      const news = event.hello ? "again" : curves.take(event)
-      if (news === "again") again()
+  async bands(groups, { metric, axis, range }, decay) {
+    if (!groups.length) return []
+    const query = { metric, x: axis, ...range, groups: groups.map(group => group.runs) }
+    return (await post("api/bands", query)).map(([x, mean, low, high], n) => {
+      const { title, color, runs } = groups[n]
+      return { name: `${title} (${runs.length})`, color, width: 2, x, y: smooth(mean, decay),
+        low: smooth(low, decay), high: smooth(high, decay) }
+    })
+  }
+
+  /** Draw the points of a live event. */
+  add(event) {
+    for (const { curves, reload } of this.charts) {
+      const news = event.hello ? "again" : curves.add(event)
+      if (news === "again") reload()
       else if (news) this.draw()
     }
   }
-  end() { this.charts.forEach(c => c.chart.end()) }
 
-  /** A list of all metrics to add a chart of. */
+  end() { this.charts.forEach(one => one.chart.end()) }
+
+  /** Make the drop-down that adds a chart. */
   adder(names) {
-    return select(t("Add a chart"), [["", "…"], ...names], "", name => name && this.want([...this.wanted, name]))
+    const add = name => name && this.show([...this.metrics, name])
+    return select(t("Add a chart"), [["", "…"], ...names], "", add)
   }
 }
 
-/** Notes when a picture was drawn, for those who measure. */
-function mark(name) {
+/** Note when a picture was painted, for the tests that measure it. */
+function markTime(name) {
   performance.clearMarks(name)
   requestAnimationFrame(() => setTimeout(() => performance.mark(name)))
 }
 
-/** Numbers before words, and what is missing behind both. */
-function before(a, b) {
-  const rank = value => (value ?? null) === null ? 2 : typeof value === "number" ? 0 : 1
-  return rank(a) - rank(b) || (a < b ? -1 : a > b ? 1 : 0)
+/** Compare for sorting: numbers, then texts, then missing values. */
+function compareValues(a, b) {
+  const rank = value => {
+    if (value === undefined || value === null) return 2
+    return typeof value === "number" ? 0 : 1
+  }
+  if (rank(a) !== rank(b)) return rank(a) - rank(b)
+  return a < b ? -1 : a > b ? 1 : 0
 }
 
 export async function show(main) {
-  let found, order = [], tries = 0
+  let found, order = [], reads = 0
   const hidden = new Set(JSON.parse(state.get("hide", "[]"))), looks = new Map()
+  const look = name => looks.get(name) || { color: "#888", hidden: true }
+  const charts = new Charts({ look, usual: ["loss/val", "loss/train"] })
+  const body = card(), parallel = h("div"), tools = h("div", { class: "card" })
   const values = run => ({ ...run.results, ...run.settings, run: run.name, tags: run.tags })
-  const pick = name => looks.get(name) || { color: "#888", hidden: true }
-  const charts = new Charts({ pick, usual: ["loss/val", "loss/train"] })
-  const body = h("div", { class: "card" }), parallel = h("div"), tools = h("div", { class: "card" })
-  const sort = () => ({ column: state.get("sort", "best loss/val"), down: state.get("down") === "1" })
+  const sorting = () => ({
+    column: state.get("sort", "best loss/val"), descending: state.get("down") === "1" })
 
-  /** Order, colour, group and whether it is shown, of each run. */
-  function refresh() {
-    const by = state.get("group"), groups = [...new Set(found.runs.map(run => run.settings[by]))], { column, down } = sort()
-    let filter = /^/
-    try { filter = new RegExp(state.get("filter"), "i") } catch { say(t("Not a regular expression"), true) }
-    const matches = run => filter.test(run.name) || filter.test(run.tags || "")
-    found.runs.forEach((run, n) => looks.set(run.name, { hidden: hidden.has(run.name) || !matches(run),
-      group: by ? `${by}=${run.settings[by]}` : undefined,
-      color: by ? colors[groups.indexOf(run.settings[by]) % colors.length] : run.color || colors[n % colors.length] }))
-    order = found.runs.filter(matches).sort((a, b) => before(values(a)[column], values(b)[column]) * (down ? -1 : 1))
+  function filter() {
+    try {
+      return new RegExp(state.get("filter"), "i")
+    } catch {
+      notify(t("Not a regular expression"), true)
+      return /^/
+    }
   }
-  function changed(rebuild) {
-    refresh()
+
+  /** Find the order of the runs, and the colour and group of each, and which are hidden. */
+  function arrange() {
+    const by = state.get("group"), pattern = filter(), { column, descending } = sorting()
+    const groups = [...new Set(found.runs.map(run => run.settings[by]))]
+    const matches = run => pattern.test(run.name) || pattern.test(run.tags || "")
+    found.runs.forEach((run, n) => {
+      const value = run.settings[by], own = by ? "" : run.color
+      looks.set(run.name, {
+        hidden: hidden.has(run.name) || !matches(run),
+        group: by ? `${by}=${value}` : undefined,
+        color: own || colors[(by ? groups.indexOf(value) : n) % colors.length] })
+    })
+    const sign = descending ? -1 : 1
+    const compare = (a, b) => sign * compareValues(values(a)[column], values(b)[column])
+    order = found.runs.filter(matches).sort(compare)
+  }
+
+  function changed(reload) {
+    arrange()
     drawTable()
-    if (rebuild === true) charts.build()
+    if (reload === true) charts.build()
     else charts.draw()
   }
+
   function hide(names, yes) {
-    for (const name of names) hidden[yes ? "add" : "delete"](name)
+    for (const name of names) {
+      if (yes) hidden.add(name)
+      else hidden.delete(name)
+    }
     state.set({ hide: hidden.size ? JSON.stringify([...hidden]) : "" })
     changed()
   }
 
-  function head(name) {
-    const { column, down } = sort(), now = name === column
-    const turn = () => { state.set({ sort: name, down: now && !down ? "1" : "" }); refresh(); drawTable() }
-    return h("th", { scope: "col", "aria-sort": !now ? "none" : down ? "descending" : "ascending" },
-      h("button", { onclick: turn }, t(name), now ? down ? " ▾" : " ▴" : ""))
+  function headCell(name) {
+    const { column, descending } = sorting(), isSorted = name === column
+    const sort = () => {
+      state.set({ sort: name, down: isSorted && !descending ? "1" : "" })
+      arrange()
+      drawTable()
+    }
+    const direction = descending ? "descending" : "ascending"
+    return h("th", { scope: "col", "aria-sort": isSorted ? direction : "none" },
+      h("button", { onclick: sort }, t(name), isSorted && (descending ? " ▾" : " ▴")))
   }
-  function row(run, columns) {
-    const box = h("input", { type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
-      style: `accent-color: ${pick(run.name).color}`, onchange: e => hide([run.name], !e.target.checked) })
-    const first = h("td", {}, h("span", { class: "row" }, box, h("a", { href: link("run", { run: run.name }) }, run.name),
-      h("span", { class: "good trains" }), h("span", { class: "bad odd" })))
+
+  function runRow(run, columns) {
+    const box = h("input", {
+      type: "checkbox", checked: !hidden.has(run.name), "aria-label": `${t("Show")} ${run.name}`,
+      style: `accent-color: ${look(run.name).color}`,
+      onchange: event => hide([run.name], !event.target.checked) })
+    const name = h("a", { href: link("run", { run: run.name }) }, run.name)
+    const first = h("td", {}, h("span", { class: "row" }, box, name,
+      h("span", { class: "good training" }), h("span", { class: "bad odd" })))
     return h("tr", { class: hidden.has(run.name) ? "hidden" : "", "data-run": run.name }, first,
       columns.map(column => h("td", { "data-column": column })))
   }
+
   function drawTable() {
-    const columns = ["tags", ...found.settings, ...found.columns], { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
-    body.replaceChildren(table(t("Runs"), ["run", ...columns].map(head), order.map(run => row(run, columns)), ""))
+    const columns = ["tags", ...found.settings, ...found.columns]
+    const { scrollTop = 0, scrollLeft = 0 } = body.firstChild ?? {}
+    const rows = order.map(run => runRow(run, columns))
+    body.replaceChildren(table(t("Runs"), ["run", ...columns].map(headCell), rows, ""))
     update()
     Object.assign(body.firstChild, { scrollTop, scrollLeft })
-    parallel.replaceChildren(...coordinates(order.filter(run => !hidden.has(run.name)), found.settings, pick))
+    const shown = order.filter(run => !hidden.has(run.name))
+    parallel.replaceChildren(...coordinates(shown, found.settings, look))
   }
-  /** The numbers of the table as it stands, so that nobody loses his place in it. */
+
+  /** Write new numbers into the table without making it anew: the reader keeps the place in it. */
   function update() {
     const runs = new Map(found.runs.map(run => [run.name, run]))
-    for (const row of body.querySelectorAll("tr[data-run]")) {
-      const run = runs.get(row.dataset.run), of = values(run)
-      for (const cell of row.querySelectorAll("[data-column]")) {
-        const now = number(of[cell.dataset.column])
-        if (cell.textContent !== now) cell.textContent = now
+    for (const line of body.querySelectorAll("tr[data-run]")) {
+      const run = runs.get(line.dataset.run), now = values(run)
+      for (const cell of line.querySelectorAll("[data-column]")) {
+        const text = format(now[cell.dataset.column])
+        if (cell.textContent !== text) cell.textContent = text
       }
-      row.querySelector(".trains").textContent = run.training ? `● ${t("trains")}` : ""
-      row.querySelector(".odd").textContent = run.odd || ""
+      line.querySelector(".training").textContent = run.training ? `● ${t("training")}` : ""
+      line.querySelector(".odd").textContent = run.odd || ""
     }
   }
 
   function drawTools() {
-    const button = (text, onclick) => h("button", { onclick }, t(text)), names = () => order.map(run => run.name)
-    const shown = () => names().filter(name => !hidden.has(name)), group = name => { state.set({ group: name }); changed() }
-    tools.replaceChildren(h("div", { class: "row" },
-      h("label", {}, t("Filter"), h("input", { type: "search", value: state.get("filter"), placeholder: "regex",
-        oninput: settle(e => { state.set({ filter: e.target.value }); changed() }, 200) })),
-      select(t("Group by"), [["", "–"], ...found.settings], state.get("group"), group),
+    const names = () => order.map(run => run.name)
+    const choose = values => {
+      state.set(values)
+      changed()
+    }
+    const search = h("input", {
+      type: "search", value: state.get("filter"), placeholder: "regex",
+      oninput: debounce(event => choose({ filter: event.target.value }), 200) })
+    const saveShown = () => {
+      const shown = names().filter(name => !hidden.has(name))
+      downloadFrom("api/save", { runs: shown, group: state.get("group") }, "runs.html")
+    }
+    const groupings = [["", "–"], ...found.settings]
+    tools.replaceChildren(row(
+      h("label", {}, t("Filter"), search),
+      select(t("Group by"), groupings, state.get("group"), group => choose({ group })),
       charts.adder(found.metrics), controls(changed),
-      button("Show all", () => hide(names(), false)), button("Hide all", () => hide(names(), true)),
-      button("Save as one HTML file", () => save("api/save", { runs: shown(), group: state.get("group") }, "runs.html"))))
+      button(t("Show all"), () => hide(names(), false)),
+      button(t("Hide all"), () => hide(names(), true)),
+      button(t("Save as one HTML file"), saveShown)))
   }
 
   async function load() {
-    found = await ask("api/runs")
-    refresh()
-    if (found.more && tries++ < 9) again()  // logs are still being read
+    found = await get("api/runs")
+    arrange()
+    if (found.more && reads++ < 9) reload()  // the server is still reading logs
   }
-  const ready = load(), later = throttle(update, 1000), again = throttle(() => load().then(changed), 1500)
+
+  const ready = load(), updateLater = throttle(update, 1000)
+  const reload = throttle(() => load().then(changed), 1500)
   listen(event => {
-    const run = event.run && found?.runs.find(r => r.name === event.run.name)
+    const run = event.run && found?.runs.find(other => other.name === event.run.name)
     if (run) {
       Object.assign(run, event.run)
-      later()
-    } else if (event.run || event.hello) again()
-    charts.take(event)
+      updateLater()
+    } else if (event.run || event.hello) reload()
+    charts.add(event)
   })
   main.append(h("h1", { class: "soft" }, t("Runs")), tools, charts.place, body, parallel)
   await Promise.all([charts.build(ready), ready.then(drawTools)])
-  await new Promise(done => requestAnimationFrame(() => setTimeout(done)))  // the curves first
+  // The curves are painted before the table is made.
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)))
   drawTable()
-  if (!found.runs.length) say(t("No runs yet: start one"))
+  if (!found.runs.length) notify(t("No runs yet: start one"))
   return { end: () => charts.end() }
 }
 
-/** Parallel coordinates of the numeric settings that differ, to the best loss: lines from one axis to the next. */
-function coordinates(runs, settings, pick) {
-  const all = name => runs.map(run => run.settings[name]), isNumber = value => typeof value === "number"
-  const numeric = settings.filter(name => all(name).every(isNumber) && new Set(all(name)).size > 1).slice(0, 8)
-  if (runs.length < 3 || !numeric.length) return []
-  const columns = [...numeric.map(name => [name, run => run.settings[name]]),
-    ["best loss/val", run => run.results["best loss/val"] ?? run.results["last loss/train"]]]
-  const axes = columns.map(([name, of], n) => {
-    const values = runs.map(of).filter(isNumber), low = Math.min(...values), high = Math.max(...values)
+/** Draw parallel coordinates: numeric settings that differ, then the loss; a line for each run. */
+function coordinates(runs, settings, look) {
+  const isNumber = value => typeof value === "number"
+  const isUseful = name => {
+    const all = runs.map(run => run.settings[name])
+    return all.every(isNumber) && new Set(all).size > 1
+  }
+  const names = settings.filter(isUseful).slice(0, 8)
+  if (runs.length < 3 || !names.length) return []
+  const loss = run => run.results["best loss/val"] ?? run.results["last loss/train"]
+  const columns = names.map(name => ({ name, value: run => run.settings[name] }))
+  columns.push({ name: "best loss/val", value: loss })
+  columns.forEach((column, n) => {
+    const all = runs.map(column.value).filter(isNumber)
+    const low = Math.min(...all), high = Math.max(...all)
     const scale = low > 0 && high / low > 20 ? Math.log : Number
-    const y = run => 25 + 190 * (1 - (scale(of(run)) - scale(low)) / (scale(high) - scale(low) || 1))
-    return { name, of, low, high, y, x: 60 + n * 760 / (columns.length - 1) }
+    const range = scale(high) - scale(low) || 1
+    const y = run => 25 + 190 * (1 - (scale(column.value(run)) - scale(low)) / range)
+    Object.assign(column, { low, high, y, x: 60 + n * 760 / (columns.length - 1) })
   })
-  const picture = h("svg", { viewBox: "0 0 900 240" },
-    axes.map(({ name, low, high, x }) => [h("path", { d: `M${x} 25V215`, stroke: "var(--line)" }),
-      h("text", { x, y: 12, "text-anchor": "middle" }, name), h("text", { x: x + 4, y: 34 }, number(high)),
-      h("text", { x: x + 4, y: 212 }, number(low))]),
-    runs.filter(run => isNumber(axes.at(-1).of(run))).map(run => h("polyline", { fill: "none", "stroke-width": 1.5,
-      stroke: pick(run.name).color, "stroke-opacity": 0.75, points: axes.map(({ x, y }) => `${x},${y(run)}`).join(" ") },
-    h("title", {}, run.name))))
-  return [h("section", { class: "card" }, h("h2", {}, t("Settings and result")), h("div", { class: "scroll" }, picture))]
+  const axis = ({ name, low, high, x }) => [
+    h("path", { d: `M${x} 25V215`, stroke: "var(--line)" }),
+    h("text", { x, y: 12, "text-anchor": "middle" }, name),
+    h("text", { x: x + 4, y: 34 }, format(high)), h("text", { x: x + 4, y: 212 }, format(low))]
+  const line = run => h("polyline", {
+    fill: "none", stroke: look(run.name).color, "stroke-width": 1.5, "stroke-opacity": 0.75,
+    points: columns.map(({ x, y }) => `${x},${y(run)}`).join(" ") }, h("title", {}, run.name))
+  const lines = runs.filter(run => isNumber(loss(run))).map(line)
+  const picture = h("svg", { viewBox: "0 0 900 240" }, columns.map(axis), lines)
+  return [card(t("Settings and result"), h("div", { class: "scroll" }, picture))]
 }

@@ -1,30 +1,51 @@
-// Elements, in the page and in the file that sample.py writes. What comes from a log or a model is text, never HTML.
-const DRAWN = ["svg", "g", "line", "rect", "text", "path", "polyline", "title"]
+// Elements, for the page and for the file that sample.py writes. Texts of logs and models are never
+// taken as HTML.
+const SVG_TAGS = ["svg", "g", "line", "rect", "text", "path", "polyline", "title"]
+const isNothing = value => value === null || value === undefined || value === false
 
-/** An element: h("a", { href: "#x", onclick: f }, "text", child, ...). Children that are no elements become text. */
+/** Make an element: h("a", { href: "#x", onclick: f }, "text", child, [more children]). */
 export function h(tag, attributes, ...children) {
-  const drawn = DRAWN.includes(tag)
-  const element = drawn ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag)
+  const element = SVG_TAGS.includes(tag)
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag)
   for (const [name, value] of Object.entries(attributes || {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value)
     else if (typeof value === "boolean") element.toggleAttribute(name, value)
-    else if (value !== null && value !== undefined) element.setAttribute(name, value)
+    else if (!isNothing(value)) element.setAttribute(name, value)
   }
-  element.append(...children.flat(9).filter(c => c !== null && c !== undefined && c !== false))
+  element.append(...children.flat(9).filter(child => !isNothing(child)))
   return element
 }
 
-/** A table with a name, which scrolls by itself; cells are texts, elements, or td and th. */
+export const soft = (...children) => h("p", { class: "soft" }, ...children)
+export const row = (...children) => h("div", { class: "row" }, ...children)
+export const button = (text, onclick, attributes) => h("button", { onclick, ...attributes }, text)
+
+/** Make a section with an optional title. */
+export const card = (title, ...children) =>
+  h("section", { class: "card" }, title && h("h2", {}, title), ...children)
+
+/** Make a table with a name, which scrolls by itself. Cells are texts, elements, or td and th. */
 export function table(name, heads, rows, kind = "left") {
-  const cell = c => ["TD", "TH"].includes(c?.tagName) ? c : h("td", {}, c)
-  return h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": name }, h("table", { class: kind },
-    heads.length > 0 && h("thead", {}, h("tr", {}, heads.map(c => c?.tagName ? c : h("th", { scope: "col" }, c)))),
-    h("tbody", {}, rows.map(cells => cells.tagName ? cells : h("tr", {}, cells.map(cell))))))
+  const isCell = cell => ["TD", "TH"].includes(cell?.tagName)
+  const head = cell => cell?.tagName ? cell : h("th", { scope: "col" }, cell)
+  const data = cell => isCell(cell) ? cell : h("td", {}, cell)
+  const line = cells => cells.tagName ? cells : h("tr", {}, cells.map(data))
+  return h("div", { class: "scroll tall", tabindex: 0, role: "region", "aria-label": name },
+    h("table", { class: kind },
+      heads.length > 0 && h("thead", {}, h("tr", {}, heads.map(head))),
+      h("tbody", {}, rows.map(line))))
 }
 
-/** A drop-down with its label. choices: texts, or [value, text]; change(value). */
+/** Make a drop-down with a label. choices: texts or [value, text]; change: called with a value. */
 export function select(label, choices, chosen, change, attributes = {}) {
-  const option = ([value, text]) => h("option", { value, selected: String(value) === String(chosen) }, text)
-  return h("label", {}, label, h("select", { ...attributes, onchange: e => change(e.target.value) },
-    choices.map(c => option(Array.isArray(c) ? c : [c, c]))))
+  const option = choice => {
+    const [value, text] = Array.isArray(choice) ? choice : [choice, choice]
+    return h("option", { value, selected: String(value) === String(chosen) }, text)
+  }
+  const onchange = event => change(event.target.value)
+  return h("label", {}, label, h("select", { ...attributes, onchange }, choices.map(option)))
 }
+
+/** Decode float32 numbers from base64. */
+export const floats = text =>
+  new Float32Array(Uint8Array.from(atob(text), character => character.charCodeAt(0)).buffer)

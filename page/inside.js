@@ -1,25 +1,30 @@
-// Look inside: choose a checkpoint and a text, then look at what the model does with it.
-import { ask, tell, save, say, state } from "./app.js"
-import { h, select } from "./dom.js"
+// Look inside: choose a checkpoint and a text, then see what the model computes for it.
+import { downloadFrom, get, notify, post, state } from "./app.js"
+import { button, h, row, select } from "./dom.js"
 import { draw } from "./look.js"
 import { t } from "./words.js"
 
 export async function show(main) {
-  const { models } = await ask("api/inside"), view = h("div")
-  if (!models.length) return void main.append(h("p", {}, t("No models yet: a run leaves one with its first checkpoint")))
-  const model = select(t("Model"), models, state.get("model"), () => {}, { id: "model" })
-  const text = h("textarea", { id: "text", rows: 3, style: "margin-top:.6rem", "aria-label": t("Text") },
-    state.get("text", "Once upon a time, there was a little girl."))
-  const asked = () => ({ model: model.querySelector("select").value, text: text.value })
-  async function look() {
-    say(t("This takes a moment"))
-    state.set(asked())
-    draw(view, await tell("api/inside", asked()), t)
-    say("")
+  const { models } = await get("api/inside"), view = h("div")
+  if (!models.length) {
+    main.append(h("p", {}, t("No models yet: a run exports one with its first checkpoint")))
+    return
   }
-  const file = () => save("api/inside.html", asked(), "inside.html")
-  main.append(h("div", { class: "card" }, h("div", { class: "row" }, model,
-    h("button", { class: "main", id: "look", onclick: look }, t("Look inside")),
-    h("button", { onclick: file }, t("Save as one HTML file"))), text), view)
+  const model = select(t("Model"), models, state.get("model"), () => {}, { id: "model" })
+  const usual = "Once upon a time, there was a little girl."
+  const text = h("textarea", {
+    id: "text", rows: 3, style: "margin-top:.6rem", "aria-label": t("Text") },
+  state.get("text", usual))
+  const query = () => ({ model: model.querySelector("select").value, text: text.value })
+  async function look() {
+    notify(t("This takes a moment"))
+    state.set(query())
+    draw(view, await post("api/inside", query()), t)
+    notify("")
+  }
+  const save = () => downloadFrom("api/inside.html", query(), "inside.html")
+  const buttons = row(model, button(t("Look inside"), look, { class: "main", id: "look" }),
+    button(t("Save as one HTML file"), save))
+  main.append(h("div", { class: "card" }, buttons, text), view)
   if (state.get("model")) look()
 }

@@ -1,171 +1,233 @@
-// The views of engine/debug/inside.py's data: in the page, and in the one file that sample.py writes, which has dom.js before it.
-import { h, select, table } from "./dom.js"
+// The views of the data of engine/debug/inside.py. The page imports this module; sample.py writes
+// it into a file, after dom.js.
+import { button, floats, h, row, select, soft, table } from "./dom.js"
 
 const ROW = 22  // pixels
-const count = n => [...Array(n).keys()]
-const shown = token => token === "" ? "∅" : token.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ | $/g, "␣")
+const BLUE = "0 110 200", ORANGE = "215 90 0"
+const range = n => [...Array(n).keys()]
+const clamp = x => Math.max(0, Math.min(1, x))
+const tint = (share, color = BLUE) => `rgb(${color} / ${clamp(share).toFixed(3)})`
 const percent = p => p >= 0.9995 ? "100 %" : `${(100 * p).toFixed(p < 0.1 ? 2 : 1)} %`
-const tint = (p, hue = "0 110 200") => `rgb(${hue} / ${Math.max(0, Math.min(1, p)).toFixed(3)})`
-const tinted = (p, ...content) => h("td", { style: `background:${tint(0.7 * p)}` }, ...content)
-const likely = ([token, p]) => `${shown(token)} ${percent(p)}`
-const soft = text => h("p", { class: "soft" }, text)
+const heading = (...children) => h("th", { scope: "row" }, ...children)
 
-/** An array of numbers, and where an index of them stands. */
-function unpack({ shape, data }) {
-  const values = new Float32Array(Uint8Array.from(atob(data), c => c.charCodeAt(0)).buffer)
+/** Make the white space of a token visible. */
+function visible(token) {
+  if (token === "") return "∅"
+  return token.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ | $/g, "␣")
+}
+
+/** Describe a token and its probability. */
+const likely = ([token, p]) => `${visible(token)} ${percent(p)}`
+const probability = p =>
+  h("td", { style: `background:${tint(0.7 * (p ?? 0))}` }, p === undefined ? "" : percent(p))
+
+/** Decode a tensor into { shape, at(...index) }. */
+function tensor({ shape, data }) {
+  const values = floats(data)
   return { shape, at: (...index) => values[index.reduce((sum, i, n) => sum * shape[n] + i, 0)] }
 }
 
-/** All heads of all layers: a small picture each, dark where a query (row) looks at a key (column). */
-function heads(data, state, show, t) {
-  const [layers, n, T] = data.attention.shape, size = Math.max(48, Math.min(150, Math.floor(900 / n)))
-  const dark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
+/** Make a canvas with a description, and return [canvas, its drawing context]. */
+function canvas(width, height, style, attributes) {
+  style = `image-rendering:pixelated;${style}`
+  const element = h("canvas", { width, height, style, ...attributes })
+  return [element, element.getContext("2d")]
+}
+
+// Each view gets { data, state, show, t }: what inside.py found, what the reader chose, a function
+// that changes the choice and draws again, and the translation.
+
+/** The attention of all heads: rows are queries, columns are keys, dark means a large weight. */
+function allHeads({ data, show, t }) {
+  const [layers, heads, T] = data.attention.shape
+  const size = Math.max(48, Math.min(150, Math.floor(900 / heads)))
+  const isDark = getComputedStyle(document.documentElement).colorScheme.startsWith("dark")
+  const color = isDark ? [108, 182, 255] : [0, 96, 168]
   function picture(layer, head) {
-    const style = `width:${size}px;height:${size}px;image-rendering:pixelated;display:block`
-    const canvas = h("canvas", { width: T, height: T, style }), paper = canvas.getContext("2d")
-    const image = paper.createImageData(T, T)
-    for (const i of count(T)) {
-      for (const j of count(T)) {
-        const weight = 255 * data.attention.at(layer, head, i, j) ** 0.6
-        image.data.set(dark ? [108, 182, 255, weight] : [0, 96, 168, weight], 4 * (i * T + j))
+    const [element, context] = canvas(T, T, `width:${size}px;height:${size}px;display:block`)
+    const image = context.createImageData(T, T)
+    for (const query of range(T)) {
+      for (const key of range(T)) {
+        const opacity = 255 * data.attention.at(layer, head, query, key) ** 0.6
+        image.data.set([...color, opacity], 4 * (query * T + key))
       }
     }
-    paper.putImageData(image, 0, 0)
+    context.putImageData(image, 0, 0)
     const name = `${t("Layer")} ${layer + 1}, ${t("head")} ${head + 1}`
     const choose = () => show({ view: "One head", Layer: layer, head })
-    return h("button", { style: "padding:2px", title: name, "aria-label": name, onclick: choose }, canvas)
+    return button(element, choose, { style: "padding:2px", title: name, "aria-label": name })
   }
-  const row = layer => h("div", { class: "row" }, h("span", { class: "soft" }, `${t("Layer")} ${layer + 1}`),
-    count(n).map(head => picture(layer, head)))
-  return [soft(t("Each picture: a row is a token that looks, a column one that is looked at. Choose one to see its words.")),
-    h("div", { class: "scroll" }, count(layers).map(row))]
+  const line = layer => row(h("span", { class: "soft" }, `${t("Layer")} ${layer + 1}`),
+    range(heads).map(head => picture(layer, head)))
+  return [
+    soft(t("Each picture: rows are queries, columns are keys. Choose one to see its tokens.")),
+    h("div", { class: "scroll" }, range(layers).map(line))]
 }
 
-/** Drop-downs of layer and head. */
-function picker(data, state, show, t) {
-  const numbers = axis => count(data.attention.shape[axis]).map(i => [i, i + 1])
-  return ["Layer", "head"].map((name, axis) => select(t(name), numbers(axis), state[name], i => show({ [name]: +i })))
+/** Make the drop-downs of layer and head. */
+function picker({ data, state, show, t }) {
+  return ["Layer", "head"].map((name, axis) => {
+    const options = range(data.attention.shape[axis]).map(i => [i, i + 1])
+    return select(t(name), options, state[name], value => show({ [name]: Number(value) }))
+  })
 }
 
-/** One head: every token on the left looks at those on the right; pointing at one shows its lines alone. */
-function head(data, state, show, t) {
-  const T = data.tokens.length, left = 150, right = 330, weight = (i, j) => data.attention.at(state.Layer, state.head, i, j)
-  const lines = h("g"), marks = h("g"), stroke = "var(--accent)"
-  const box = (x, i, width, more, ...inside) => h("rect", { x, y: ROW * i + 4, width, height: ROW - 3, ...more }, inside)
-  const line = (i, j) => h("line", { x1: left + 4, x2: right - 4, y1: ROW * i + 15, y2: ROW * j + 15, stroke,
-    "stroke-width": 2, "stroke-opacity": weight(i, j).toFixed(3) })
-  const mark = (i, j) => box(right - 2, j, 130, { fill: tint(0.75 * weight(i, j)) }, h("title", {}, percent(weight(i, j))))
+/** One head: lines from each token on the left to those on the right that it attends to. */
+function oneHead(view) {
+  const { data, state, t } = view
+  const T = data.tokens.length, left = 150, right = 330, stroke = "var(--accent)"
+  const lines = h("g"), marks = h("g")
+  const weight = (query, key) => data.attention.at(state.Layer, state.head, query, key)
+  const box = (x, i, width, attributes, ...children) =>
+    h("rect", { x, y: ROW * i + 4, width, height: ROW - 3, ...attributes }, children)
+  const line = (query, key) => h("line", {
+    x1: left + 4, x2: right - 4, y1: ROW * query + 15, y2: ROW * key + 15, stroke,
+    "stroke-width": 2, "stroke-opacity": weight(query, key).toFixed(3) })
+  const mark = (query, key) => {
+    const p = weight(query, key)
+    return box(right - 2, key, 130, { fill: tint(0.75 * p) }, h("title", {}, percent(p)))
+  }
+  /** Draw the lines of one query, or of all. */
   function paint(only) {
-    const queries = only === undefined ? count(T) : [only]
-    lines.replaceChildren(...queries.flatMap(i => count(i + 1).filter(j => weight(i, j) >= 0.01).map(j => line(i, j))))
-    marks.replaceChildren(...(only === undefined ? [] : [box(8, only, left - 6, { fill: "none", stroke }),
-      ...count(only + 1).map(j => mark(only, j))]))
+    const queries = only === undefined ? range(T) : [only]
+    const keys = query => range(query + 1).filter(key => weight(query, key) >= 0.01)
+    lines.replaceChildren(...queries.flatMap(query => keys(query).map(key => line(query, key))))
+    marks.replaceChildren()
+    if (only === undefined) return
+    marks.append(box(8, only, left - 6, { fill: "none", stroke }),
+      ...range(only + 1).map(key => mark(only, key)))
   }
-  const word = (i, x, anchor) =>
-    h("text", { x, y: ROW * i + 19, "text-anchor": anchor, style: "fill:var(--ink);font-size:13px" }, shown(data.tokens[i]))
-  const token = i => [word(i, right + 4, "start"),
-    h("g", { tabindex: 0, onmouseenter: () => paint(i), onfocus: () => paint(i), onclick: () => { state.query = i } },
+  const word = (i, x, anchor) => h("text", {
+    x, y: ROW * i + 19, "text-anchor": anchor, style: "fill:var(--ink);font-size:13px" },
+  visible(data.tokens[i]))
+  const token = i => {
+    const events = {
+      onmouseenter: () => paint(i), onfocus: () => paint(i), onclick: () => { state.query = i } }
+    return [word(i, right + 4, "start"), h("g", { tabindex: 0, ...events },
       box(0, i, left, { fill: "transparent" }), word(i, left - 2, "end"))]
-  const view = h("svg", { viewBox: `0 0 480 ${ROW * T + 8}`, style: "width:100%;max-width:640px", role: "img",
-    "aria-label": t("Lines from each token to those it looks at"), onmouseleave: () => paint() },
-  marks, lines, count(T).map(token))
+  }
+  const picture = h("svg", {
+    viewBox: `0 0 480 ${ROW * T + 8}`, style: "width:100%;max-width:640px", role: "img",
+    "aria-label": t("Lines from each token to those it attends to"),
+    onmouseleave: () => paint() }, marks, lines, range(T).map(token))
   paint()
-  return [h("div", { class: "row" }, picker(data, state, show, t)), soft(t("Point at a token on the left.")),
-    h("div", { class: "scroll" }, view)]
+  return [row(picker(view)), soft(t("Point at a token on the left.")),
+    h("div", { class: "scroll" }, picture)]
 }
 
-/** One query and the keys before it, number by number: their products add up to the score, whose softmax is the weight. */
-function neurons(data, state, show, t) {
-  const { q, k } = data, Q = q.shape[3], i = Math.min(state.query, data.tokens.length - 1), keys = count(i + 1)
+/** A query and the keys up to it, number by number. The products add up to the score. */
+function queryAndKeys(view) {
+  const { data, state, show, t } = view
+  const { q, k } = data, size = q.shape[3]
+  const i = Math.min(state.query, data.tokens.length - 1)
   const group = Math.floor(state.head * data.kv_heads / data.heads)
-  const query = count(Q).map(d => q.at(state.Layer, state.head, i, d))
-  const key = keys.map(j => count(Q).map(d => k.at(state.Layer, group, j, d)))
-  const both = key.map(row => row.map((x, d) => x * query[d]))
-  const largest = values => Math.max(1e-9, ...values.flat().map(Math.abs))
-  const mosts = { q: largest(query), k: largest(key), "q × k": largest(both) }
+  const query = range(size).map(d => q.at(state.Layer, state.head, i, d))
+  const keys = range(i + 1).map(j => range(size).map(d => k.at(state.Layer, group, j, d)))
+  const products = keys.map(key => key.map((x, d) => x * query[d]))
+  const max = values => Math.max(1e-9, ...values.flat().map(Math.abs))
+  const scales = { q: max(query), k: max(keys), "q × k": max(products) }
   function strip(name, values) {
-    const style = "width:100%;min-width:120px;height:16px;image-rendering:pixelated"
-    const told = `${name}: ${values.map(x => x.toPrecision(2)).join(" ")}`
-    const canvas = h("canvas", { width: Q, height: 1, style, role: "img", "aria-label": told, title: name })
-    const paper = canvas.getContext("2d")
+    const label = `${name}: ${values.map(x => x.toPrecision(2)).join(" ")}`
+    const attributes = { role: "img", "aria-label": label, title: name }
+    const [element, context] = canvas(size, 1, "width:100%;min-width:120px;height:16px", attributes)
     values.forEach((x, d) => {
-      paper.fillStyle = tint(Math.abs(x) / mosts[name], x < 0 ? "215 90 0" : "0 110 200")
-      paper.fillRect(d, 0, 1, 1)
+      context.fillStyle = tint(Math.abs(x) / scales[name], x < 0 ? ORANGE : BLUE)
+      context.fillRect(d, 0, 1, 1)
     })
-    return canvas
+    return element
   }
-  const row = j => {
-    const score = both[j].reduce((sum, x) => sum + x, 0) / Math.sqrt(Q)
-    const weight = data.attention.at(state.Layer, state.head, i, j), name = shown(data.tokens[j])
-    return [name, strip("k", key[j]), strip("q × k", both[j]), score.toFixed(3), tinted(weight, percent(weight))]
+  const line = (product, j) => {
+    const score = product.reduce((sum, x) => sum + x, 0) / Math.sqrt(size)
+    const weight = data.attention.at(state.Layer, state.head, i, j)
+    return [visible(data.tokens[j]), strip("k", keys[j]), strip("q × k", product),
+      score.toFixed(3), probability(weight)]
   }
-  const queries = data.tokens.map((token, n) => [n, `${n} ${shown(token)}`])
-  const chooser = select(t("query"), queries, i, n => show({ query: +n }))
-  return [h("div", { class: "row" }, picker(data, state, show, t), chooser), soft(t("Blue is above zero, orange below.")),
-    h("div", { class: "row" }, "q", h("div", { class: "grow" }, strip("q", query))),
-    table(t("Query × key"), ["", "k", "q × k", "Σ / √Q", t("weight")], keys.map(row), "")]
+  const options = data.tokens.map((token, n) => [n, `${n} ${visible(token)}`])
+  const chooser = select(t("query"), options, i, value => show({ query: Number(value) }))
+  const heads = ["", "k", "q × k", "Σ / √Q", t("weight")]
+  return [row(picker(view), chooser), soft(t("Blue is above zero, orange below.")),
+    row("q", h("div", { class: "grow" }, strip("q", query))),
+    table(t("Query × key"), heads, products.map(line), "")]
 }
 
-/** The text, dark where the model knew; and beside each token what it thought likelier. */
-function probabilities(data, state, show, t) {
-  const told = data.tokens.slice(1).map((token, i) => ({ token, ...data.predictions[i] }))
-  const nats = told.reduce((sum, { p }) => sum - Math.log(Math.max(p, 1e-12)), 0) / told.length
-  const spans = told.map(({ token, p, rivals }) => h("span", { title: `${percent(p)}; ${rivals.map(likely).join(", ")}`,
-    style: `background:${tint(0.75 * p)};padding:2px 0;border-radius:3px` }, token))
-  const rows = [...told, { ...data.predictions.at(-1), token: t("what follows") }]
-  return [h("p", { style: "line-height:2.1;white-space:pre-wrap" }, data.tokens[0], spans),
-    soft(told.length ? `${nats.toFixed(4)} ${t("nats per token")}` : ""),
-    table(t("Probabilities"), [t("token"), "p", "1", "2", "3"], rows.map(({ token, p, rivals }) =>
-      [shown(token), tinted(p || 0, p === undefined ? "" : percent(p)), ...rivals.map(likely)]))]
+/** The text, dark where the model gave a token a high probability, and the likeliest tokens. */
+function probabilities({ data, t }) {
+  const tokens = data.tokens.slice(1).map((token, i) => ({ token, ...data.predictions[i] }))
+  const nats = tokens.reduce((sum, { p }) => sum - Math.log(Math.max(p, 1e-12)), 0) / tokens.length
+  const span = ({ token, p, rivals }) => h("span", {
+    title: `${percent(p)}; ${rivals.map(likely).join(", ")}`,
+    style: `background:${tint(0.75 * p)};padding:2px 0;border-radius:3px` }, token)
+  const line = ({ token, p, rivals }) => [visible(token), probability(p), ...rivals.map(likely)]
+  const next = { ...data.predictions.at(-1), token: t("next token") }
+  return [
+    h("p", { style: "line-height:2.1;white-space:pre-wrap" }, data.tokens[0], tokens.map(span)),
+    soft(tokens.length ? `${nats.toFixed(4)} ${t("nats per token")}` : ""),
+    table(t("Probabilities"), [t("token"), "p", "1", "2", "3"], [...tokens, next].map(line))]
 }
 
-/** What each layer would say next, if it were the last. */
-function lens(data, state, show, t) {
-  const came = p => p === undefined ? "" : `; ${t("what came")}: ${percent(p)}`
-  const cell = ({ rivals, p }) => h("td", { style: `background:${tint(0.7 * rivals[0][1])}`,
-    title: rivals.map(likely).join(", ") + came(p) }, shown(rivals[0][0]))
-  const name = l => h("th", { scope: "row" }, l ? `${t("Layer")} ${l}` : t("embedding"))
-  const rows = data.lens.map((row, l) => [name(l), ...row.map(cell)])
+/** Logit lens: the final norm and the classifier, applied to each layer's residual. */
+function lens({ data, t }) {
+  const cell = ({ rivals, p }) => {
+    const actual = p === undefined ? "" : `; ${t("actual")}: ${percent(p)}`
+    const [token, highest] = rivals[0]
+    return h("td", {
+      style: `background:${tint(0.7 * highest)}`,
+      title: rivals.map(likely).join(", ") + actual }, visible(token))
+  }
+  const rows = data.lens.map((predictions, layer) => [
+    heading(layer ? `${t("Layer")} ${layer}` : t("embedding")), ...predictions.map(cell)])
   return [soft(t("Each row: the likeliest next token, if the model ended with that layer.")),
-    table(t("Logit lens"), ["", ...data.tokens.map(shown)], rows.reverse(), "")]
+    table(t("Logit lens"), ["", ...data.tokens.map(visible)], rows.reverse(), "")]
 }
 
-function neighbours(data, state, show, t) {
-  const once = [...data.ids.keys()].filter(i => data.ids.indexOf(data.ids[i]) === i)
-  const near = ([other, c]) => `${shown(other)} ${c.toFixed(2)}`
-  return [soft(t("The tokens with the most similar embeddings, by cosine.")), table(t("Embeddings"), [],
-    once.map(i => [h("th", { scope: "row" }, shown(data.tokens[i])), ...data.neighbours[i].map(near)]))]
+function neighbours({ data, t }) {
+  const first = [...data.ids.keys()].filter(i => data.ids.indexOf(data.ids[i]) === i)
+  const near = ([token, cosine]) => `${visible(token)} ${cosine.toFixed(2)}`
+  const rows = first.map(i => [heading(visible(data.tokens[i])), ...data.neighbours[i].map(near)])
+  return [soft(t("The tokens with the most similar embeddings, by cosine.")),
+    table(t("Embeddings"), [], rows)]
 }
 
-function weights(data, state, show, t) {
+function weights({ data, t }) {
   const histogram = ({ name, shape, counts, edges, std }) => {
     const ends = (from, to) => `${edges[from].toPrecision(3)} … ${edges.at(to).toPrecision(3)}`
-    const high = n => 52 * n / Math.max(...counts), wide = 200 / counts.length, fill = "var(--accent)"
-    const bars = counts.map((n, i) => h("rect", { x: wide * i, width: wide - 0.6, y: 54 - high(n), height: high(n), fill },
-      h("title", {}, `${ends(i, i + 1)}: ${n}`)))
+    const most = Math.max(...counts), width = 200 / counts.length
+    const bars = counts.map((count, i) => {
+      const height = 52 * count / most
+      return h("rect", {
+        x: width * i, y: 54 - height, width: width - 0.6, height, fill: "var(--accent)" },
+      h("title", {}, `${ends(i, i + 1)}: ${count}`))
+    })
+    const style = "width:100%", viewBox = "0 0 200 56"
     return h("figure", { style: "margin:0;overflow-wrap:anywhere" },
-      h("svg", { viewBox: "0 0 200 56", style: "width:100%", role: "img", "aria-label": name }, bars),
+      h("svg", { viewBox, style, role: "img", "aria-label": name }, bars),
       h("figcaption", { class: "soft" }, `${name} (${shape.join(" × ")})`, h("br"),
-        `${ends(0, -1)}, ${t("deviation")} ${std.toPrecision(3)}`))
+        `${ends(0, -1)}, ${t("standard deviation")} ${std.toPrecision(3)}`))
   }
   const style = "grid-template-columns:repeat(auto-fill,minmax(min(230px,100%),1fr))"
   return h("div", { class: "grid", style }, data.weights.map(histogram))
 }
 
-const VIEWS = { "Attention": heads, "One head": head, "Query × key": neurons, "Probabilities": probabilities,
-  "Logit lens": lens, "Embeddings": neighbours, "Weights": weights }
+const VIEWS = {
+  "Attention": allHeads, "One head": oneHead, "Query × key": queryAndKeys,
+  "Probabilities": probabilities, "Logit lens": lens, "Embeddings": neighbours, "Weights": weights,
+}
 
-/** All views in `root`, one at a time. data: of engine/debug/inside.py; t: words in the reader's language. */
+/** Draw one view at a time in `root`. data: of engine/debug/inside.py; t: translates a text. */
 export function draw(root, data, t = text => text) {
-  data = { ...data, attention: unpack(data.attention), q: unpack(data.q), k: unpack(data.k) }
+  data = { ...data }
+  for (const name of ["attention", "q", "k"]) data[name] = tensor(data[name])
   const state = { view: "Attention", Layer: 0, head: 0, query: data.tokens.length - 1 }
   function show(changes) {
     Object.assign(state, changes)
-    const tab = name => h("button", { role: "tab", "aria-selected": String(name === state.view),
-      class: name === state.view ? "main" : null, onclick: () => show({ view: name }) }, t(name))
-    root.replaceChildren(h("h1", {}, data.name), data.cut ? soft(`${t("Tokens left out at the end")}: ${data.cut}`) : "",
-      h("div", { class: "row", role: "tablist" }, Object.keys(VIEWS).map(tab)),
-      h("section", { class: "card", style: "margin-top:.7rem" }, VIEWS[state.view](data, state, show, t)))
+    const tab = name => button(t(name), () => show({ view: name }), {
+      role: "tab", "aria-selected": String(name === state.view),
+      class: name === state.view ? "main" : null })
+    const cut = data.cut ? soft(`${t("Tokens left out at the end")}: ${data.cut}`) : ""
+    const view = h("section", { class: "card", style: "margin-top:.7rem" },
+      VIEWS[state.view]({ data, state, show, t }))
+    const tabs = h("div", { class: "row", role: "tablist" }, Object.keys(VIEWS).map(tab))
+    root.replaceChildren(h("h1", {}, data.name), cut, tabs, view)
     root.querySelector("[aria-selected=true]").focus({ preventScroll: true })
   }
   show({})

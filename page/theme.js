@@ -1,2 +1,3 @@
-const chosen = localStorage.getItem("theme")  // before the first picture, so that it doesn't flash
-if (chosen) document.documentElement.dataset.theme = chosen
+// The theme that the reader chose. A script of its own, so that it is set before the first paint.
+const theme = localStorage.getItem("theme")
+if (theme) document.documentElement.dataset.theme = theme

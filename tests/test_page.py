@@ -670,7 +670,7 @@ def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
     gap = """import('/charts.js').then(({ Curves }) => {
       const curves = new Curves("m", "iter"), event = (from, rows) => ({ run: { name: "a", rows }, from, rows: { m: [1], iter: [7] } })
       curves.lines.set("a", { x: [1], y: [1], rows: 3 })
-      arguments[0]([curves.take(event(3, 4)), curves.take(event(5, 6)), curves.lines.get("a").x])
+      arguments[0]([curves.add(event(3, 4)), curves.add(event(5, 6)), curves.lines.get("a").x])
     })"""
     assert browser.execute_async_script(gap) == [True, "again", [1, 7]]
     browser.get("about:blank")
@@ -916,7 +916,7 @@ def test_odd_runs_are_drawn_in_a_browser(tmp_path, browser):
     for name in [name for name in names if re.search(r"config\d|row\d$|left|evil|x{200}", name)][::3]:
         script(browser, "location.hash = arguments[0]", f"#run?{urlencode({'run': name})}")
         until(lambda: script(browser, "return document.querySelector('h1')?.textContent == arguments[0]", name), 20)
-        assert not browser.find_element("id", "said").text, name
+        assert not browser.find_element("id", "message").text, name
     check_page(browser)
     browser.get("about:blank")
     page.end()
