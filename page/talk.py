@@ -108,25 +108,25 @@ def integer(low, high):
 
 def is_stop(value):
     """Return whether a value is a text, or up to four of them."""
-    texts = [value] if isinstance(value, str) else value
-    is_short = len(value) <= 10_000 if isinstance(value, str) else len(value) <= 4
-    return is_short and all(isinstance(text, str) for text in texts)
+    if isinstance(value, str):
+        return len(value) <= 10_000
+    return len(value) <= 4 and all(isinstance(text, str) for text in value)
 
 
 FLAG = Field((bool,), "true or false")
 COUNT = integer(1, MAX_TOKENS)
-FIELDS = {  # of both kinds of requests
-    "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
+FIELDS = {  # of both kinds of requests; None: checked where it is used
+    "model": None, "max_tokens": COUNT, "seed": Field((int,), "a whole number"), "stream": FLAG,
     "temperature": Field((int, float), "a number from 0 to 100", lambda x: 0 <= x <= 100),
     "top_p": Field((int, float), "a number above 0 and at most 1", lambda x: 0 < x <= 1),
     "stop": Field((str, list), "one to four texts", is_stop),
     "stream_options": Field((dict,), "an object"),
 }
-COMPLETION = FIELDS | {"logprobs": integer(0, 20)}
+COMPLETION = FIELDS | {"logprobs": integer(0, 20), "prompt": None}
 CHAT = FIELDS | {"logprobs": FLAG, "top_logprobs": integer(0, 20), "max_completion_tokens": COUNT,
                  "messages": Field((list,), "a list of messages", len)}
-OTHERS = {True: {"model"}, False: {"model", "prompt"}}  # checked elsewhere; by whether it is a chat
 LABELS = {"user", "metadata"}  # accepted, without effect
+# Accepted with these values alone.
 FIXED = {"n": 1, "best_of": 1, "echo": False, "suffix": "", "presence_penalty": 0,
          "frequency_penalty": 0, "logit_bias": {}, "tools": [], "functions": [],
          "response_format": {"type": "text"}, "store": False, "modalities": ["text"]}
@@ -234,7 +234,7 @@ def parse(body, chat, loaded):
         if body.get(name) not in (None, fixed):
             raise ApiError(f"{name} is {str(body[name])[:80]!r}, expected {fixed!r}: nothing else "
                            "is supported here", name)
-    refuse_unknown(body, fields.keys() | OTHERS[chat] | LABELS | FIXED.keys())
+    refuse_unknown(body, fields.keys() | LABELS | FIXED.keys())
     if chat and loaded.chat_error:
         raise ApiError(f"{loaded.chat_error}: this model can't chat; /v1/completions continues a "
                        "text", "model")

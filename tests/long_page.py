@@ -1,4 +1,4 @@
-"""The long proofs of the page: a person's whole way by clicks, 200 runs of 2,000 rows, 1,000 connections. Figures: doc/lab/page.md."""
+"""Long tests of the page: all views by clicks, 200 runs, 1,000 connections. Figures: doc/lab/page.md."""
 import json
 import math
 import os
@@ -21,13 +21,13 @@ PICTURES = os.environ.get("PICTURES")  # a folder for pictures of the page
 
 
 def memory(process):
-    """The most memory that a process had, in MB, and what it has now."""
+    """Return [peak memory, current memory] of a process in MB."""
     found = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
     return [int(found[name].split()[0]) / 1000 for name in ("VmHWM", "VmRSS")]
 
 
 def click(browser, text, tag="button"):
-    """Click what bears this text, once it is there."""
+    """Click the element that begins with this text, once it exists."""
     def try_it():
         found = [e for e in browser.find_elements("css selector", tag) if e.text.strip().startswith(text) and e.is_displayed()]
         script(browser, "arguments[0].scrollIntoView({block: 'center'})", found[0])
@@ -38,7 +38,7 @@ def click(browser, text, tag="button"):
 
 
 def fill(browser, name, value):
-    """Write into a knob's field the way a person does."""
+    """Type a value into the field of a knob."""
     field = browser.find_element("id", f"knob-{name}")
     script(browser, "for (let e = arguments[0]; e; e = e.parentElement) if (e.tagName == 'DETAILS') e.open = true", field)
     field.clear()
@@ -54,7 +54,7 @@ def text(browser):
     return browser.find_element("id", "main").text
 
 
-def test_a_persons_whole_way(tmp_path, browser, request):
+def test_all_views_by_clicks(tmp_path, browser, request):
     (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
     page = Page(tmp_path)
     request.addfinalizer(page.end)
@@ -116,7 +116,7 @@ def test_a_persons_whole_way(tmp_path, browser, request):
     talk(browser)
     script(browser, "document.getElementById('theme').click()")
     check_page(browser)
-    for name in "start", "run?run=out/one", "runs", "inside", "talk":  # dark, then on a telephone
+    for name in "start", "run?run=out/one", "runs", "inside", "talk":  # in dark colours, then on a phone
         script(browser, f"location.hash = '#{name}'")
         until(lambda: len(text(browser)) > 50)
         time.sleep(1)
@@ -130,7 +130,7 @@ def test_a_persons_whole_way(tmp_path, browser, request):
 
 
 def look_inside(browser):
-    """Attention of all heads, one head, the lens: of the model that one() has trained."""
+    """Open all views of the model in out/one."""
     click(browser, "Look inside", "nav a")
     until(lambda: browser.find_elements("css selector", "#model option"))
     script(browser, "document.getElementById('model').value = 'out/one'")
@@ -152,7 +152,7 @@ def look_inside(browser):
 
 
 def talk(browser):
-    """Two models continue a text, beside each other."""
+    """Let two models continue a text."""
     click(browser, "Talk", "nav a")
     until(lambda: browser.find_elements("css selector", "#model1 option"))
     names = [option.text for option in browser.find_elements("css selector", "#model0 option")]
@@ -202,7 +202,7 @@ def many(tmp_path_factory):
 
 
 def first_picture(browser, url):
-    """Seconds from the address to the first picture of the curves."""
+    """Return the seconds from opening the address to the first curves."""
     browser.get("about:blank")
     browser.get(url)
     mark = "return performance.getEntriesByName('drawn')[0]?.startTime"
@@ -236,13 +236,13 @@ def test_200_runs_of_2000_rows(many, browser):
 
 
 def processor(page):
-    """Seconds of processor time that the server has taken."""
+    """Return the processor time of the server in seconds."""
     words = Path(f"/proc/{page.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_a_training_beside_keeps_its_speed(many):
-    """The server's share of the processors while a client watches a run that grows; the training has all else."""
+def test_the_server_takes_little_processor_time(many):
+    """Measure it while a client watches a run that grows."""
     until(lambda: all(run["rows"] >= ROWS for run in many.get("/api/runs")["runs"]))
     client = subprocess.Popen(["curl", "-sN", "-H", f"Authorization: Bearer {many.token}",
                                f"http://127.0.0.1:{many.port}/api/live"], stdout=subprocess.DEVNULL)
@@ -274,7 +274,7 @@ def test_1000_connections(many):
         connection.close()
     body = b"x" * (100 << 20)
     request = f"POST /api/start HTTP/1.1\r\nHost: localhost\r\nCookie: llamac_{many.port}={many.token}\r\nContent-Length: {len(body)}\r\n\r\n"
-    answer = many.raw(request.encode() + body)[:20]  # nothing, where the connection ends before all of the body is sent
+    answer = many.raw(request.encode() + body)[:20]  # empty if the server closes before all is sent
     assert (b" 413 " in answer or not answer) and many.process.poll() is None
     slow = socket.create_connection(("127.0.0.1", many.port))
     since, sent = time.monotonic(), 0

@@ -1,4 +1,4 @@
-"""The library's Python face: the texts of ./run, two models and threads, mistakes, and what it leaves of memory."""
+"""The library in Python: the same texts as ./run, threads, errors, memory."""
 import ctypes
 import gc
 import shutil
@@ -26,7 +26,7 @@ def models(tmp_path_factory):
 
 
 def continued(model, prompt, sampler, n):
-    """The bytes of BOS and n tokens, or up to the end."""
+    """Return the bytes of BOS and n tokens, fewer if the text ends."""
     session, tokens, pos = llamac.Session(model), model.encode(prompt).tolist(), 0
     while pos <= n:
         session.forward(tokens[pos:], pos)
@@ -45,7 +45,7 @@ def test_it_writes_what_run_writes(run_bin, models):
 
 
 def test_generate_writes_what_run_writes(run_bin, models):
-    """By the seed of run; also behind the context, which slides."""
+    """With the same seed; also beyond the context, which slides."""
     for path, flags, sampler in ((models[0], ("-t", 0), (0, 0.9, 1)), (models[1], ("-t", 0.8, "-s", 7), (0.8, 0.9, 7))):
         model = llamac.Model(path)
         prompt = model.encode("One").tolist()
@@ -58,7 +58,7 @@ def test_generate_writes_what_run_writes(run_bin, models):
 
 
 def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
-    """As run does: the first token and the latest ones stay."""
+    """As in run, the first token and the latest ones stay."""
     model, words = llamac.Model(models[0]), "Once upon a time there was a cat. " * 5
     prompt = model.encode(words).tolist()
     for positions in 1, 2, 3, 4, 16, 128:
@@ -68,8 +68,8 @@ def test_generate_slides_over_prompts_longer_than_the_context(run_bin, models):
         assert len(prompt) > 128 and words + told == expected.decode(errors="replace")
 
 
-def test_generate_of_no_tokens(models):
-    """None are asked for: nothing. Fewer, or none to begin with, are mistakes, also where the session has seen others."""
+def test_generate_without_tokens(models):
+    """max_tokens=0 yields nothing; a negative limit and an empty prompt are errors."""
     session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(0, 0, 1)
     assert list(llamac.generate(session, [1, 5], greedy, 0)) == []
     for tokens, most, message in (([1, 5], -1, "max_tokens is -1, expected"), ([1, 5], 0.5, "max_tokens is 0.5, expected"), ([], 3, "0 tokens"),
@@ -80,7 +80,7 @@ def test_generate_of_no_tokens(models):
 
 
 def test_two_models_used_by_threads(models):
-    """Each has a session of its own in every thread, and says what it says alone."""
+    """Each thread has its own session and generates the same text as alone."""
     one, other = map(llamac.Model, models)
     alone = [continued(m, "Ab", llamac.Sampler(0.9, 0.9, 3), 30) for m in (one, other)]
     said = {}
@@ -95,7 +95,7 @@ def test_two_models_used_by_threads(models):
     assert [said[n] for n in range(6)] == alone * 3
 
 
-def test_the_first_of_the_largest_is_the_likeliest(models):
+def test_of_equal_logits_the_first_is_sampled(models):
     session, greedy = llamac.Session(llamac.Model(models[0])), llamac.Sampler(temperature=0)
     session.forward([1], 0)
     logits = session.logits.reshape(-1)
@@ -123,7 +123,7 @@ def test_logits_are_the_librarys_own_memory(models):
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_a_conversation_equals_transformers(tmp_path, prefix):
-    """Turns and earlier answers together are the template's tokens; nobody's words become control tokens."""
+    """Turns and answers make the template's tokens; control tokens never come from text."""
     made = vocabulary("control", prefix)
     (tmp_path / "tokenizer.model").write_bytes(made.SerializeToString())
     oracle = LlamaTokenizer.from_pretrained(tmp_path, legacy=False, add_prefix_space=prefix)
@@ -136,7 +136,7 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
         model = llamac.Model(tmp_path / "m.gguf")
         model.use_template()
         told = [*model.encode_turn(HI, True, SYSTEM), *model.encode_answer(ANSWER), *model.encode_turn(AGAIN, False)]
-        if source == LLAMA2:  # as Meta's own program makes them
+        if source == LLAMA2:  # as in Meta's reference code
             first = meta.encode(f"[INST] <<SYS>>\n{SYSTEM}\n<</SYS>>\n\n{HI} [/INST] {ANSWER} ")
             assert told == [1, *first, 2, 1, *meta.encode("[INST] And you? [/INST]")]
         else:
@@ -148,7 +148,7 @@ def test_a_conversation_equals_transformers(tmp_path, prefix):
             call()
 
 
-def test_mistakes_are_the_librarys_own_words(models, tmp_path):
+def test_errors_have_the_messages_of_the_library(models, tmp_path):
     model, greedy = llamac.Model(models[0]), llamac.Sampler(0, 0, 1)
     quiet = llamac.Session(model, logits="sample")
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + bytes(60))
@@ -166,8 +166,8 @@ def test_mistakes_are_the_librarys_own_words(models, tmp_path):
     assert model.decode([-5, 300, 1 << 30]) == b"" and not model.ends(-7)
 
 
-def test_what_ends_a_text_is_the_tokenizers_in_use(models, tmp_path):
-    """Nothing without one; behind another tokenizer the mark of the template before is a token like others."""
+def test_end_tokens_are_those_of_the_tokenizer_in_use(models, tmp_path):
+    """Without a tokenizer no token ends a text; another tokenizer has other marks."""
     bare, _ = Model(vocab=261).write(tmp_path, "v1:")
     model = llamac.Model(bare[0])
     assert not model.info.has_tokenizer and not any(map(model.ends, range(-1, 261)))
@@ -183,8 +183,8 @@ def test_what_ends_a_text_is_the_tokenizers_in_use(models, tmp_path):
     assert [n for n in range(-1, 261) if model.ends(n)] == [1, 2]
 
 
-def test_a_seed_of_0_is_one_like_others(models):
-    """A generator of nothing but zero bits would draw 0 for ever: the first of all tokens."""
+def test_a_seed_of_0_is_valid(models):
+    """A generator whose state is 0 would draw 0 for ever."""
     model = llamac.Model(models[0])
     texts = ["".join(text for text, *_ in llamac.generate(llamac.Session(model), [1, 5], llamac.Sampler(9, topp, state), 30))
              for topp in (0, 0.9) for state in (0, 0, 1)]
@@ -192,8 +192,8 @@ def test_a_seed_of_0_is_one_like_others(models):
     assert len(set(texts[0])) > 5 < len(set(texts[3]))
 
 
-def test_numbers_that_c_would_cut_are_refused(models):
-    """ctypes drops the bits that an int of C has no room for, and numpy those behind the point."""
+def test_numbers_that_do_not_fit_c_are_refused(models):
+    """ctypes drops high bits, numpy drops fractions."""
     model = llamac.Model(models[0])
     session, big = llamac.Session(model), (1 << 32) + 5
     for mistake in (
@@ -217,7 +217,7 @@ def test_numbers_that_c_would_cut_are_refused(models):
     assert model.ends(np.int64(1)) and llamac.Session(model, np.int16(16), np.int64(1)).positions == 16
 
 
-def test_without_a_library_it_says_make_lib(tmp_path):
+def test_a_missing_library_is_reported_with_make_lib(tmp_path):
     (tmp_path / "llamac").symlink_to(tmp_path / "real")
     shutil.copytree(ROOT / "llamac", tmp_path / "real")
     for content in (None, b"", b"not a library"):
@@ -228,7 +228,7 @@ def test_without_a_library_it_says_make_lib(tmp_path):
         assert "libllamac.so cannot be used" in done.stdout and "make lib" in done.stdout, done.stderr
 
 
-def test_a_thousand_sessions_leave_nothing(models):
+def test_many_sessions_leak_no_memory(models):
     model = llamac.Model(models[1])
 
     def memory():

@@ -1,4 +1,4 @@
-"""The page: what its server refuses, what it starts and shows."""
+"""The page: its server, its views of runs, its queue, and all of it in a browser."""
 import base64
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ class Page:
         self.port = int(self.port)
 
     def ask(self, path, body=None, token=True, method=None, **headers):
-        """(status, headers, text) of one request; header names with _ for -."""
+        """Return (status, headers, text) of a request. Header names have _ in place of -."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         headers |= {"Cookie": f"llamac_{self.port}={self.token}"} if token else {}
@@ -63,7 +63,7 @@ class Page:
         return json.loads(text)
 
     def raw(self, data, wait=3.0):
-        """What the server answers to these bytes."""
+        """Return the server's answer to these bytes."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=wait) as s:
             with contextlib.suppress(OSError):
                 s.sendall(data)
@@ -74,7 +74,7 @@ class Page:
         return found
 
     def end(self):
-        self.process.terminate()  # SIGINT is ignored by what runs in a script's background
+        self.process.terminate()  # a program in a script's background ignores SIGINT
         return self.process.communicate(timeout=20)
 
 
@@ -85,7 +85,7 @@ def page(tmp_path_factory):
     found.end()
 
 
-def test_the_address_gives_a_cookie_once_and_nothing_else_opens_the_page(page):
+def test_the_printed_address_sets_a_cookie_and_only_the_token_opens_the_page(page):
     status, headers, text = page.ask(f"/?token={page.token}", token=False)
     cookie = headers["Set-Cookie"]
     assert status == 200 and "HttpOnly" in cookie and "SameSite=Strict" in cookie and page.token not in text
@@ -96,7 +96,7 @@ def test_the_address_gives_a_cookie_once_and_nothing_else_opens_the_page(page):
 
 
 def attacks(page):
-    """[(name, bytes)] of requests that must not be answered with 200."""
+    """Yield (name, bytes) of requests that must be refused."""
     host, good = f"Host: 127.0.0.1:{page.port}", f"Cookie: llamac_{page.port}={page.token}"
     bad = page.token[:-1] + ("a" if page.token[-1] != "a" else "b")
 
@@ -147,7 +147,7 @@ def attacks(page):
     yield "no version", b"GET /\r\n\r\n"
 
 
-def test_attacks_end_in_a_refusal_and_the_server_lives(page):
+def test_attacks_are_refused_and_the_server_goes_on(page):
     found = list(attacks(page))
     assert len(found) >= 60
     for name, data in found:
@@ -157,7 +157,7 @@ def test_attacks_end_in_a_refusal_and_the_server_lives(page):
     assert page.ask("/")[0] == 200 and page.process.poll() is None
 
 
-def test_slow_and_many_connections_do_not_keep_the_page_from_its_user(page):
+def test_slow_and_many_connections_do_not_block_the_user(page):
     slow = [socket.create_connection(("127.0.0.1", page.port)) for _ in range(150)]
     for connection in slow:
         with contextlib.suppress(OSError):
@@ -181,7 +181,7 @@ SETTINGS = {"data": "t.txt", "vocab_source": "byte", "dim": 16, "n_layers": 1, "
 
 
 def write_run(folder, number=0, rows=60, **config):
-    """A run as train.py leaves it, with a loss that falls, less for greater numbers."""
+    """Write a run as train.py does, with a falling loss; number: raises the loss."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"dim": 64, "seed": number, "learning_rate": 0.001 * (number + 1), "max_iters": 10 * rows, "sample_prompt": EVIL} | config
     (folder / "config.json").write_text(json.dumps(settings))
@@ -199,14 +199,14 @@ def add_row(folder, row):
 
 
 def points(found):
-    """{run: (xs, ys)} of an answer of /api/curves."""
+    """Return {run: (xs, ys)} from a response of /api/curves."""
     xs, ys = (np.frombuffer(base64.b64decode(found[axis]), "<f4") for axis in "xy")
     ends = np.cumsum([n for _, n, _, _ in found["runs"]])
     return {name: (xs[end - n:end], ys[end - n:end]) for (name, n, _, _), end in zip(found["runs"], ends)}
 
 
 def end_jobs(folder):
-    """What a test has started does not stay behind."""
+    """Kill the jobs that a test has started."""
     path = state.state_folder(folder / "out") / "jobs.json"
     for job in json.loads(path.read_text())["jobs"] if path.exists() else []:
         with contextlib.suppress(OSError, KeyError):
@@ -214,14 +214,14 @@ def end_jobs(folder):
 
 
 def until(what, seconds=200):
-    """What `what` returns once that is true. An element that isn't there, or no longer, is not true."""
+    """Return what() once it is true. A missing element of the page counts as false."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(WebDriverException, IndexError):
             if found := what():
                 return found
         time.sleep(0.05)
-    raise AssertionError("it did not happen")
+    raise AssertionError(f"not true within {seconds} s")
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def filled(tmp_path_factory):
     assert "Traceback" not in err and "trainings go on" in out
 
 
-def test_the_table_is_that_of_compare(filled):
+def test_the_table_equals_the_one_of_compare_py(filled):
     found = filled.get("/api/runs")
     done = subprocess.run([sys.executable, str(ROOT / "compare.py")], cwd=filled.folder, capture_output=True, text=True).stdout
     rows = [re.split("  +", line) for line in done.splitlines()]
@@ -251,7 +251,7 @@ def test_the_table_is_that_of_compare(filled):
     assert status == 200 and text == (filled.folder / "x.html").read_text() and not list(filled.folder.glob("out/.page/saved*"))
 
 
-def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
+def test_curves_have_the_logged_values_and_thinned_curves_keep_their_peaks(filled):
     xs, ys = points(filled.get("/api/curves?metric=loss/train&x=tokens"))["out/b"]
     assert xs.tolist() == [1000 * i for i in range(60)] and ys == pytest.approx([5 / (1 + i / 10) + 0.1 for i in range(60)])
     assert points(filled.get("/api/curves?metric=loss/val&x=seconds&run=out/a"))["out/a"][0].tolist() == [0, 10, 20, 30, 40, 50]
@@ -271,7 +271,7 @@ def test_curves_are_the_rows_and_thinned_ones_keep_their_peaks(filled):
     assert status == 200 and text.count("\n") == 1 + 4 * 6 and '"out/a",0,0,0.000,5.1' in text
 
 
-def test_a_long_log_is_shown_at_a_glance_before_it_is_read(tmp_path):
+def test_a_long_log_has_a_preview_until_it_is_read(tmp_path):
     write_run(tmp_path / "out/long", rows=6000)
     found = runs.Runs(tmp_path / "out")
     found.search()
@@ -286,7 +286,7 @@ def test_a_long_log_is_shown_at_a_glance_before_it_is_read(tmp_path):
         "minutes": 0, **{name: value for name, value in run.results().items() if "best" in name or "last" in name or "val" in name}}
 
 
-def test_odd_rows_and_settings_leave_the_table_whole(filled):
+def test_malformed_rows_and_settings_do_not_break_the_table(filled):
     rows = [{f"m{n}": n for n in range(2000)} | {"loss/val": 1.0, "iter": 5}, {"iter": 6, "loss/val": [1]}, {"iter": True},
             {"iter": 1e308, "time": 1e308, "loss/val": {}, "tokens": "x"}, {"iter": 7, "loss/train": "nan"}]
     for n in range(len(rows)):
@@ -305,7 +305,7 @@ def test_odd_rows_and_settings_leave_the_table_whole(filled):
     until(lambda: not any("odd" in run["name"] for run in filled.get("/api/runs")["runs"]))
 
 
-def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
+def test_new_rows_are_live_events_and_a_rewritten_log_is_read_again(filled):
     folder = filled.folder / "out/live"
     write_run(folder, 3, rows=20)
     until(lambda: 20 in {run["rows"] for run in filled.get("/api/runs")["runs"] if run["name"] == "out/live"})
@@ -333,7 +333,7 @@ def test_rows_come_live_and_a_log_that_was_written_anew_is_read_anew(filled):
     connection.close()
 
 
-def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
+def test_live_events_report_that_a_training_begins_and_ends(tmp_path):
     write_run(tmp_path / "out/a", rows=3)
     mark = tmp_path / "out/a/trainer.json"
     mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
@@ -346,7 +346,7 @@ def test_a_client_is_told_when_a_training_begins_and_ends(tmp_path):
     assert [(e["run"]["training"], e["from"], e["run"]["rows"]) for e in (begun, ended)] == [(True, 3, 3), (False, 3, 3)]
 
 
-def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path, monkeypatch):
+def test_live_events_report_the_queue_once_and_after_each_change(tmp_path, monkeypatch):
     clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None)
     for module in runs, run_api:
         monkeypatch.setattr(module, "time", clock)
@@ -359,7 +359,7 @@ def test_a_client_is_told_what_else_there_is_once_and_when_it_changes(tmp_path, 
     assert next(told) is None  # five seconds without any news
 
 
-def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
+def test_names_of_unknown_runs_and_malformed_forms_are_refused(filled):
     (filled.folder / "secret").mkdir()
     write_run(filled.folder / "secret", 1)
     for name in "../secret", "secret", str(filled.folder / "secret"), "out/../secret", "out/a/", "", "a", "out/a\0", "\ud800":
@@ -377,7 +377,7 @@ def test_what_a_client_names_is_a_run_of_the_list_or_refused(filled):
     assert filled.get("/api/jobs") == {"jobs": []}
 
 
-def test_each_sweep_that_waits_keeps_its_own_file(tmp_path):
+def test_each_sweep_has_its_own_file(tmp_path):
     page = Page(tmp_path)
     kept = []
     for name, dims in ("jobs", [32, 64]), ("jobs", [32, 96]), ("other", [32]):
@@ -392,8 +392,8 @@ def test_each_sweep_that_waits_keeps_its_own_file(tmp_path):
     page.end()
 
 
-def test_opening_somebodys_runs_starts_nothing_and_writes_nothing_there(tmp_path):
-    """Whatever stands in their .page: a queue, consoles that are links, files of sweeps."""
+def test_a_foreign_folder_of_runs_starts_nothing_and_is_not_written_to(tmp_path):
+    """Its .page has a queue, links in place of consoles, and files of sweeps."""
     write_run(tmp_path / "out/a", rows=3)
     theirs, mine, started = tmp_path / "out/.page", tmp_path / "mine.txt", tmp_path / "started"
     theirs.mkdir()
@@ -415,7 +415,7 @@ def test_opening_somebodys_runs_starts_nothing_and_writes_nothing_there(tmp_path
     time.sleep(1)
     assert page.get("/api/jobs") == {"jobs": []}
     run, = page.get("/api/runs")["runs"]
-    assert run["rows"] == 3 and run["notes"] == "old" and "tags" not in run and "color" not in run  # of an earlier version
+    assert run["rows"] == 3 and run["notes"] == "old" and "tags" not in run and "color" not in run
     page.get("/api/notes", {"run": "out/a", "tags": "good"})
     run, = page.get("/api/runs")["runs"]
     assert run["notes"] == "old" and run["tags"] == "good"
@@ -425,7 +425,7 @@ def test_opening_somebodys_runs_starts_nothing_and_writes_nothing_there(tmp_path
     assert (state.state_folder(tmp_path / "out").stat().st_mode & 0o77) == 0
 
 
-def test_a_folder_of_somebody_else_that_cant_be_written_is_shown(tmp_path):
+def test_a_read_only_folder_of_runs_is_shown(tmp_path):
     write_run(tmp_path / "out/a", rows=3)
     for path in tmp_path / "out/a", tmp_path / "out":
         path.chmod(0o555)
@@ -439,7 +439,7 @@ def test_a_folder_of_somebody_else_that_cant_be_written_is_shown(tmp_path):
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_path, request):
+def test_a_training_outlives_the_page_and_the_next_page_stops_and_resumes_it(tmp_path, request):
     (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
     page = Page(tmp_path)
     page.get("/api/start", {"knobs": SETTINGS | {"out_dir": "out/mine"}})
@@ -465,7 +465,7 @@ def test_a_training_outlives_the_page_is_found_again_stopped_and_resumed(tmp_pat
     page.end()
 
 
-def test_a_broken_preset_is_named_and_left_out(tmp_path, monkeypatch):
+def test_a_broken_preset_is_reported_and_left_out(tmp_path, monkeypatch):
     (tmp_path / "config").mkdir()
     for name, text in (("good.py", "dim = 32\n_tokens = 3\n"), ("syntax.py", "batch_size = = 4"), ("unknown.py", "import os\ndim = 8"),
                        ("nan.py", "dropout = float('nan')"), ("exit.py", "raise SystemExit"), ("none.py", "dim = None")):
@@ -479,7 +479,7 @@ def test_a_broken_preset_is_named_and_left_out(tmp_path, monkeypatch):
         command.train_arguments({}, "syntax.py")
 
 
-def test_what_ends_a_program_does_not_end_an_answer():
+def test_a_handler_that_exits_is_answered_with_an_error():
     served = server.Server("127.0.0.1", 0, {"GET /": lambda request: fail("x.py: wrong")})
     threading.Thread(target=served.serve_forever, daemon=True).start()
     asked = http.client.HTTPConnection("127.0.0.1", served.server_address[1], timeout=5)
@@ -490,11 +490,11 @@ def test_what_ends_a_program_does_not_end_an_answer():
     served.server_close()
 
 
-@pytest.mark.parametrize("holders", [locks.lock_holders, lambda: None])  # None: as on macOS, which does not say
-def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, holders):
+@pytest.mark.parametrize("holders", [locks.lock_holders, lambda: None])  # None: as on macOS, which has no /proc/locks
+def test_only_the_process_that_holds_the_lock_is_the_trainer(tmp_path, holders):
     mark = tmp_path / "trainer.json"
     mark.write_text(json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64]}))
-    assert locks.trainer_pid(tmp_path, holders()) is None  # it ended, and another program has its number now
+    assert locks.trainer_pid(tmp_path, holders()) is None  # the trainer ended; another process has its id
     with open(mark, "r+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert locks.trainer_pid(tmp_path, holders()) == os.getpid()
@@ -503,8 +503,8 @@ def test_only_who_holds_the_lock_of_a_run_trains_there(tmp_path, holders):
 
 def leave_queue(folder, *words, at_once=1, **changed):
     """
-    (the folder of the queue, a file, a copy of the page) with waiting jobs as a page left them. The copy's train.py adds its data
-    to the file and goes on for a minute.
+    Return (the folder of the queue, a file, a copy of the program), with a queue of waiting jobs. The
+    copy's train.py appends its data to the file and runs for a minute.
     """
     home, queue = folder / "home", state.state_folder(folder / "out")
     home.mkdir()
@@ -522,11 +522,11 @@ def leave_queue(folder, *words, at_once=1, **changed):
 
 
 def states(page):
-    """Those of the jobs, the oldest first."""
+    """Return the states of the jobs, the oldest first."""
     return [job["state"] for job in page.get("/api/jobs")["jobs"]][::-1]
 
 
-def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, request):
+def test_a_disk_error_stops_the_queue_and_no_job_starts_twice(tmp_path, request):
     queue, started, home = leave_queue(tmp_path, "a", "b\ud800", "c", at_once=0)
     page = Page(tmp_path, home=home)
     request.addfinalizer(lambda: end_jobs(tmp_path))
@@ -551,7 +551,7 @@ def test_a_disk_error_holds_the_queue_up_and_no_job_starts_twice(tmp_path, reque
     page.end()
 
 
-def test_a_training_that_lives_while_the_queue_says_it_waits_is_not_started_again(tmp_path):
+def test_a_job_that_runs_but_is_stored_as_queued_is_not_started_again(tmp_path):
     queue, started, home = leave_queue(tmp_path, "a")
     with open(queue / "1.txt", "w") as printed:
         fcntl.flock(printed, fcntl.LOCK_EX)
@@ -561,13 +561,13 @@ def test_a_training_that_lives_while_the_queue_says_it_waits_is_not_started_agai
         time.sleep(0.5)
         assert states(page) == ["running"] and page.get("/api/console?job=1")["text"] == "iter 1\n"
         assert json.loads((queue / "jobs.json").read_text())["jobs"][0]["state"] == "running"
-        assert page.ask("/api/stop", {"job": "1"})[0] == 400  # nobody knows its process
+        assert page.ask("/api/stop", {"job": "1"})[0] == 400  # its process id is unknown
     until(lambda: states(page) == ["ended"], 5)
     assert not started.exists()
     page.end()
 
 
-def test_the_chinese_page_has_words_for_all_it_says_and_help_for_every_knob():
+def test_every_text_and_every_knob_has_a_chinese_translation():
     found, knobs = json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8")), source_knobs(ROOT / "train.py")
     assert list(found["knobs"]) == list(knobs)
     assert all(text and text != knobs[name][2] for name, text in found["knobs"].items())
@@ -598,7 +598,7 @@ def script(browser, text, *values):
 
 
 def check_page(browser):
-    """Nothing in the console, nothing that came from data was taken as HTML, nothing serious for axe."""
+    """Assert: an empty console, no HTML from data, no serious finding of axe."""
     assert [line for line in browser.get_log("browser") if line["level"] not in ("INFO", "DEBUG")] == []
     assert script(browser, "return window.hacked") is None and script(browser, "return document.querySelectorAll('main img').length") == 0
     axe = Axe(browser)
@@ -638,14 +638,14 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     ends = "return Bokeh.documents.map(d => [...d.roots()][0].x_range.end)"
     until(lambda: len(script(browser, ends)) == 2 and max(script(browser, ends)) < 60000)
     add_row(filled.folder / "out/a", {"iter": 600, "tokens": 99000, "loss/train": 0.8, "loss/val": 0.9, "time": 1e9 + 60})
-    until(lambda: min(script(browser, ends)) > 90000)  # what came was drawn
+    until(lambda: min(script(browser, ends)) > 90000)  # the new row is drawn
     script(browser, "location.hash = '#start?dim=128'")
     until(lambda: "--dim=128" in browser.find_element("tag name", "main").text)
     check_page(browser)
 
 
-def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
-    """Rows that came while the connection was lost, and those between the first picture and the first event."""
+def test_a_browser_reads_rows_that_it_has_missed(tmp_path, browser):
+    """Rows written while the connection was lost, and between the first picture and event."""
     write_run(tmp_path / "out/a", rows=3)
     listed = runs.Runs(tmp_path / "out")
     found = run_api.RunApi(listed)
@@ -678,8 +678,8 @@ def test_what_a_browser_has_missed_is_read_again(tmp_path, browser):
     served.server_close()
 
 
-def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path):
-    """Programs are ours by name, ids are numbers; a page names each part of a job."""
+def test_a_malformed_queue_ends_the_page_with_one_line(tmp_path):
+    """Every field of a job is checked: its program by name, its id, its process."""
     job = {"id": "1", "state": "queued", "program": "train.py", "arguments": [], "pid": 2}
     odd = [{"id": "../../x"}, {"id": 1}, {"id": "0"}, {"id": "1" * 20}, {"id": "١"}, {"state": "waits"}, {"state": ["queued"]},
            {"program": "evil.py"}, {"program": "../x/train.py"}, {"program": str(ROOT / "train.py")}, {"program": ["train.py"]},
@@ -698,7 +698,7 @@ def test_a_queue_that_no_page_wrote_ends_the_page_in_one_line(tmp_path):
     assert done.returncode == 2 and "jobs.json: expected a queue that the page has written" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_arguments_of_a_queue_are_those_that_a_form_may_send(tmp_path):
+def test_a_stored_job_may_only_have_arguments_that_a_form_produces(tmp_path):
     sweep = tmp_path / "sweep-0123.json"
     sweep.touch()
     preset = os.path.relpath(ROOT / "config/debug.py", tmp_path)
@@ -714,14 +714,14 @@ def test_arguments_of_a_queue_are_those_that_a_form_may_send(tmp_path):
             command.check_arguments(job, tmp_path)
 
 
-def test_an_estimate_of_what_is_no_choice_is_refused(page):
+def test_an_estimate_of_malformed_knobs_is_refused(page):
     deep = "[" * 8000 + "]" * 8000
     for knobs in "[1]", "{", "", '{"dim": {"a": ' + "[" * 800 + "]" * 800 + "}}", '{"dim": ' + "9" * 5000 + "}", '{"nope": 1}', deep:
         status, _, text = page.ask(f"/api/estimate?{urlencode({'knobs': knobs})}")
         assert status == 400 and len(json.loads(text)["error"]) < 1000, text
 
 
-def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
+def test_an_estimate_beyond_its_time_limit_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "PREVIEW_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
     wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine.debug import modes\n"
@@ -737,8 +737,8 @@ def test_an_estimate_that_takes_too_long_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
 
 
-def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path):
-    """One at a time; ended by its reader's going, while it runs and while it waits, and by the page's end."""
+def test_a_program_without_a_client_is_terminated_and_the_next_one_runs(tmp_path):
+    """It ends when its client goes, while it runs or waits, and when the page ends."""
     turns, gone, found = OneAtATime(), threading.Event(), []
     slow = ["-c", "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)", str(tmp_path / "began")]
 
@@ -750,12 +750,12 @@ def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path
     for thread in waits:
         thread.start()
         until((tmp_path / "began").exists, 20)
-    waits[1].join(20)  # its reader has gone while it waits
+    waits[1].join(20)  # its client went while it waited
     assert (tmp_path / "began").read_text() == "x" and len(programs.running) == 1 and not waits[1].is_alive()
     gone.set()
     waits[0].join(20)
     assert not programs.running and not found
-    late = "import sys, time; time.sleep(1); print(len(sys.stdin.buffer.read()))"  # of more than a pipe holds
+    late = "import sys, time; time.sleep(1); print(len(sys.stdin.buffer.read()))"  # more than a pipe holds
     assert turns.run(["-c", late], 60, data=b"x" * 1_000_000) == (0, b"1000000\n", None)
     last = threading.Thread(target=work, args=(lambda: False,))
     last.start()
@@ -765,7 +765,7 @@ def test_a_program_that_nobody_waits_for_ends_and_the_next_has_its_turn(tmp_path
     assert found and found[0][0] == -signal.SIGTERM and not programs.running
 
 
-def test_open_streams_do_not_lock_their_owner_out_and_strangers_end_none(tmp_path):
+def test_open_streams_do_not_block_their_user_and_strangers_close_none(tmp_path):
     def endless(request):
         while True:
             yield {"x": 1}
@@ -796,7 +796,7 @@ def test_open_streams_do_not_lock_their_owner_out_and_strangers_end_none(tmp_pat
 
 
 def odd_files(folder):
-    """Runs whose files are no files, or none that end."""
+    """Make runs with a pipe, a device or a link loop in place of a file."""
     for name in "config.json", "log.jsonl", "evaluation.json", "wandb.json", "trainer.json", "model.gguf", "notes":
         for kind in "pipe", "device", "link":
             run = folder / f"{name} {kind}"
@@ -815,7 +815,7 @@ def odd_files(folder):
     return sockets
 
 
-def test_pipes_devices_and_loops_of_links_among_the_runs_hold_nobody_up(tmp_path):
+def test_pipes_devices_and_link_loops_do_not_block_the_page(tmp_path):
     write_run(tmp_path / "out/plain", rows=3)
     odd_files(tmp_path / "out").close()
     since, page = time.monotonic(), Page(tmp_path)
@@ -851,7 +851,7 @@ ODD_ROWS = [f'{{"iter": 1, "loss/val": 2.5, "samples": {deep}}}' for deep in DEE
 
 
 def odd_runs(tmp_path):
-    """Three plain runs and many odd ones."""
+    """Make three plain runs and many malformed ones."""
     for n in range(3):
         write_run(tmp_path / f"out/plain{n}", n, rows=3)
     for n, content in enumerate(ODD_CONFIGS):
@@ -868,7 +868,7 @@ def odd_runs(tmp_path):
             (tmp_path / f"out/{name}{n}" / name).write_text(f'{{"url": {deep}, "matrix": {deep}, "pid": {deep}, "host": 1}}')
 
 
-def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
+def test_malformed_runs_are_marked_and_do_not_hide_others(tmp_path):
     odd_runs(tmp_path)
     page = Page(tmp_path)
     all_read = lambda found: all(run["rows"] or run["odd"] for run in found["runs"]) and found
@@ -898,7 +898,7 @@ def test_odd_runs_are_shown_as_odd_and_keep_nobody_from_the_others(tmp_path):
         assert done.stdout.count("\n") > 30 and all(f"\nout/plain{n} " in done.stdout for n in range(3))
 
 
-def test_odd_runs_are_drawn_in_a_browser(tmp_path, browser):
+def test_malformed_runs_are_drawn_in_a_browser(tmp_path, browser):
     odd_runs(tmp_path)
     for n, value in enumerate(('3', '"x"', '[1]', '[[1, 2], ["a"]]', '{"a": 1}', "[[1]]")):
         folder = tmp_path / f"out/left{n}"
@@ -922,7 +922,7 @@ def test_odd_runs_are_drawn_in_a_browser(tmp_path, browser):
     page.end()
 
 
-def test_a_log_without_end_is_read_in_turns_with_the_others(tmp_path):
+def test_a_huge_log_does_not_delay_other_runs(tmp_path):
     write_run(tmp_path / "out/a", rows=3)
     with open(tmp_path / "out/a/log.jsonl", "ab") as f:
         f.truncate(1 << 40)  # of zeros
@@ -934,7 +934,7 @@ def test_a_log_without_end_is_read_in_turns_with_the_others(tmp_path):
     assert "are left out" in found.runs[str(tmp_path / "out/a")].odd
 
 
-def test_metrics_that_few_rows_have_take_little_memory(tmp_path, monkeypatch):
+def test_metrics_in_few_rows_take_little_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "MOST_CELLS", 1_000_000)
     write_run(tmp_path / "out/a", rows=0)
     with open(tmp_path / "out/a/log.jsonl", "w") as f:

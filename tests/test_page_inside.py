@@ -1,4 +1,4 @@
-"""What the page shows of a model's inside, beside plain recomputation; the file that sample.py writes; hostile texts in it."""
+"""Look inside: compared with plain formulas; the file of sample.py, with hostile texts."""
 import base64
 import json
 import math
@@ -29,7 +29,7 @@ def made():
     torch.manual_seed(0)
     model = Transformer(ModelArgs(dim=24, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=259, max_seq_len=160, tied=False)).eval()
     for p in model.parameters():
-        p.data *= 6 if p.dim() == 2 else 1  # attention that is not even
+        p.data *= 6 if p.dim() == 2 else 1  # so that attention is uneven
     return model, Bytes()
 
 
@@ -41,8 +41,8 @@ def path(made, tmp_path_factory):
     return path
 
 
-def test_attention_and_lens_are_the_plain_formulas(made):
-    """Every head by explicit rotations and sums; each layer's output from that attention; the last of the lens are the logits."""
+def test_attention_and_lens_equal_plain_formulas(made):
+    """Heads by explicit rotations and sums; the lens of the last layer is the logits."""
     model, vocabulary = made
     ids, a = vocabulary.encode("One day, Tom", bos=True), model.args
     found, T = inside.record(model, ids), len(vocabulary.encode("One day, Tom", bos=True))
@@ -74,7 +74,7 @@ def test_attention_and_lens_are_the_plain_formulas(made):
 
 
 def test_description(made):
-    """Probabilities add up to evaluate's, rivals are the likeliest, neighbours are by cosine, histograms count every weight."""
+    """Probabilities, likeliest tokens, neighbours and histograms equal recomputed ones."""
     model, vocabulary = made
     data = json.loads(json.dumps(inside.describe(model, vocabulary, "One day"), allow_nan=False))
     ids = vocabulary.encode("One day", bos=True)
@@ -95,7 +95,7 @@ def test_description(made):
     assert inside.describe(model, vocabulary, "x" * 500)["cut"] == 501 - 160
 
 
-def test_sample_writes_one_file_that_holds_no_more_script(made, path, tmp_path, monkeypatch, capsys):
+def test_sample_writes_one_file_in_which_texts_are_no_script(made, path, tmp_path, monkeypatch, capsys):
     file = tmp_path / "look.html"
     done = subprocess.run([sys.executable, "sample.py", path, f"--prompt={HOSTILE}", f"--attention={file}"], capture_output=True,
                           text=True, cwd=ROOT)
@@ -119,7 +119,7 @@ def test_sample_writes_one_file_that_holds_no_more_script(made, path, tmp_path, 
     assert "<img" not in dom.replace("\\u003cimg", "")
 
 
-def test_the_page_looks_in_a_process_of_its_own(path, made, tmp_path):
+def test_the_page_looks_inside_in_another_process(path, made, tmp_path):
     broken = tmp_path / "model.gguf"
     broken.write_bytes(path.read_bytes()[:5000])
     folders = {"good": path.parent, "broken": tmp_path}

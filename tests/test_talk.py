@@ -1,4 +1,4 @@
-"""The page's models, asked by OpenAI's own client: completions, chats, streams, stops, seeds, sixteen at once."""
+"""The page's models through OpenAI's client: completions, chats, streams, stop texts, seeds."""
 import gc
 import json
 import math
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("library")
 
 
 def plain(seed):
-    """A model whose texts don't end."""
+    """Return a model that never ends a text."""
     model = Model(tied=False, seed=seed, seq=64)
     model.w["output"][:3] = 0
     return model
@@ -66,11 +66,11 @@ def client(server):
 
 
 def spoken(binary, path, prompt, n, *flags):
-    """What run adds to a prompt."""
+    """Return what run generates after a prompt."""
     return run(binary, path, *flags, "-n", n, "--raw", "-i", prompt)[:-1].decode(errors="replace").removeprefix(prompt)
 
 
-def test_a_text_has_the_bos_that_its_model_wants_and_no_text_has_one():
+def test_bos_follows_the_model_and_an_empty_prompt_has_one():
     asked = []
     model = SimpleNamespace(encode=lambda text, bos: asked.append((text, bos)) or np.array([1]))
     for prompt in "One", "", ["One"], [""]:
@@ -84,7 +84,7 @@ def test_models(client):
 
 
 def test_a_completion_is_what_run_writes(client, folder, run_bin):
-    """Greedy and by a seed; at once and streamed; also where the context slides."""
+    """Greedy and sampled, whole and streamed, within the context and beyond it."""
     for wish, flags in ((dict(temperature=0), ("-t", 0)), (dict(temperature=0.8, top_p=0.9, seed=7), ("-t", 0.8, "-p", 0.9, "-s", 7))):
         for most in 20, 100:
             asked = dict(model="plain", prompt="One", max_tokens=most, **wish)
@@ -109,7 +109,7 @@ def test_seeds(client):
 
 
 def test_stops(client):
-    """The reciter says abé<stop>cd and ends: a stop text is cut off, also where it comes in pieces; what only looks like it stays."""
+    """The model writes abé<stop>cd. A stop text is cut off, also if it spans tokens."""
     def say(**how):
         found = client.completions.create(model="reciter/m", prompt="a", temperature=0, max_tokens=50, **how)
         *parts, last = client.completions.create(model="reciter/m", prompt="a", temperature=0, max_tokens=50, stream=True, **how)
@@ -123,8 +123,8 @@ def test_stops(client):
     assert cut.logprobs.tokens == ["b", "é", "<"] and cut.logprobs.text_offset == [0, 1, 2]
 
 
-def test_logprobs_are_the_models(client, folder):
-    """Equal to transformers' on the same weights, in both shapes."""
+def test_logprobs_equal_transformers(client, folder):
+    """In the formats of completions and of chats."""
     found = client.completions.create(model="plain", prompt="One", max_tokens=8, temperature=0, logprobs=3).choices[0].logprobs
     model = llamac.Model(folder / "plain.gguf")
     ids = model.encode("One").tolist()
@@ -161,7 +161,7 @@ def test_a_chat_is_what_run_answers(client, folder, run_bin):
     assert told.usage.prompt_tokens == len(ids)
 
 
-def test_mistakes_are_openais_errors(client, server):
+def test_mistakes_are_reported_in_openais_format(client, server):
     def wrong(kind, words, call=client.completions.create, **how):
         with pytest.raises(kind, match=words) as caught:
             call(**{"model": "plain", "prompt": "A"} | how if call == client.completions.create else {"model": "chat"} | how)
@@ -217,7 +217,7 @@ def test_mistakes_are_openais_errors(client, server):
     assert httpx.post(url, json={"model": "plain", "prompt": "A"}).status_code == 403  # no token
 
 
-def test_a_prompt_of_no_tokens_is_refused():
+def test_a_prompt_without_tokens_is_refused():
     info = SimpleNamespace(seq_len=64, vocab_size=9)
     voice = SimpleNamespace(chat_error="", model=SimpleNamespace(info=info, encode=lambda text, bos: np.array([], int)))
     for prompt in "", "x", [""]:  # where a model has no BOS
@@ -226,7 +226,7 @@ def test_a_prompt_of_no_tokens_is_refused():
 
 
 def test_sixteen_clients_at_once(client, server):
-    """All are answered in turns, each what it is answered alone; none waits for another's end."""
+    """Each gets the same text as alone, and none waits until another has finished."""
     def say(n):
         return client.completions.create(model=("plain", "chat")[n % 2] if n % 4 < 3 else "plain", prompt=f"A{n}", max_tokens=40,
                                          seed=n + 1, stream=True)
@@ -248,7 +248,7 @@ def test_sixteen_clients_at_once(client, server):
     assert len(server.talk.loaded["plain"].idle) <= talk.MAX_IDLE_SESSIONS
 
 
-def test_turns_are_taken_in_the_order_of_those_who_wait():
+def test_the_lock_is_acquired_in_the_order_of_waiting():
     turns, order, threads = talk.FairLock(), [], []
 
     def wait_for(n):
@@ -259,7 +259,7 @@ def test_turns_are_taken_in_the_order_of_those_who_wait():
         with turns:
             order.append(n)
             if n == 1:
-                wait_for(3)  # 0 stands behind 2 and 3
+                wait_for(3)  # until 0 waits behind 2 and 3
         if n == 0:
             with turns:
                 order.append(n)
@@ -277,7 +277,7 @@ def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch
     steps = []
     forward = llamac.Session.forward
     monkeypatch.setattr(llamac.Session, "forward", lambda *a: (steps.append(1), forward(*a)))
-    endless = dict(model="plain", prompt="A", max_tokens=1_000_000, temperature=0)  # which repeats itself and never ends
+    endless = dict(model="plain", prompt="A", max_tokens=1_000_000, temperature=0)  # it repeats itself and never ends
     for streamed in True, False:
         if streamed:
             stream = client.completions.create(stream=True, **endless)
@@ -296,10 +296,10 @@ def test_a_client_that_goes_away_ends_its_generation(client, server, monkeypatch
     end = time.monotonic() + 30
     while server.talk.slots._value < talk.MAX_CONCURRENT and time.monotonic() < end:  # a moment after its last step
         time.sleep(0.05)
-    assert server.talk.slots._value == talk.MAX_CONCURRENT  # its place is free
+    assert server.talk.slots._value == talk.MAX_CONCURRENT  # its slot is free
 
 
-def test_a_new_file_is_opened_anew(client, server, folder):
+def test_a_changed_file_is_opened_again(client, server, folder):
     path = server.talk.models()["plain"]
     say = lambda: client.completions.create(model="plain", prompt="A", temperature=0, max_tokens=9).choices[0].text
     before, old = path.read_bytes(), say()
