@@ -114,7 +114,7 @@ function connect() {
   source.onmessage = message => {
     const event = JSON.parse(message.data)
     if (event.system) drawSystem(event.system)
-    if (greeted) listener?.(event)  // the views have just read what the first {hello} stands for
+    if (greeted) listener?.(event)  // before the first {hello} no event can be missing
     greeted = true
   }
 }

@@ -221,10 +221,10 @@ export class Chart {
     const points = lines.map(({ x, y }) =>
       x.map((_, i) => point(x[i], y[i])).filter(p => isFinite(p.across + p.down)))
     const all = points.flat(), first = all[0] ?? { x: 0, y: 0, across: 0, down: 0 }
-    const least = axis => all.reduce((a, b) => b[axis] < a[axis] ? b : a, first)
-    const greatest = axis => all.reduce((a, b) => b[axis] > a[axis] ? b : a, first)
-    const left = least("across"), right = greatest("across")
-    const low = least("down"), high = greatest("down")
+    const minBy = axis => all.reduce((a, b) => b[axis] < a[axis] ? b : a, first)
+    const maxBy = axis => all.reduce((a, b) => b[axis] > a[axis] ? b : a, first)
+    const left = minBy("across"), right = maxBy("across")
+    const low = minBy("down"), high = maxBy("down")
     const px = p => 50 + 540 * (p.across - left.across) / (right.across - left.across || 1)
     const py = p => 10 + 260 * (high.down - p.down) / (high.down - low.down || 1)
     const line = (some, n) => h("polyline", {

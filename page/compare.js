@@ -11,7 +11,7 @@ const choices = () => ({
   axis: state.get("x", "tokens"), logx: state.get("logx") === "1",
   logy: state.get("logy", "1") === "1", decay: Number(state.get("smooth", "0")) })
 
-/** Make the controls of charts. change(reload): reload tells whether other points are needed. */
+/** Make the controls of charts. change(reload); reload: whether other points are needed. */
 export function controls(change) {
   const set = (name, value, reload) => {
     state.set({ [name]: value })
@@ -227,7 +227,7 @@ export async function show(main) {
     parallel.replaceChildren(...coordinates(shown, found.settings, look))
   }
 
-  /** Write new numbers into the table without making it anew: the reader keeps the place in it. */
+  /** Write new numbers into the cells, so that the table keeps its scroll position and focus. */
   function update() {
     const runs = new Map(found.runs.map(run => [run.name, run]))
     for (const line of body.querySelectorAll("tr[data-run]")) {

@@ -168,9 +168,9 @@ function duration(seconds) {
 
 /** Draw what evaluate.py has written: accuracy, the confusion matrix, the wrong answers. */
 function evaluation({ data, accuracy, names, matrix, columns, rows }) {
-  const most = Math.max(1, ...matrix.flat())
+  const max = Math.max(1, ...matrix.flat())
   const cell = (count, color) => {
-    const share = Math.round(45 * count / most)
+    const share = Math.round(45 * count / max)
     const background = `color-mix(in srgb, var(--${color}) ${share}%, transparent)`
     return h("td", { style: count ? `background: ${background}` : null }, String(count))
   }

@@ -48,7 +48,7 @@ def is_job(found):
 
 
 def read_queue(path):
-    """Return (how many jobs run at once, the jobs) of a jobs.json. End the program if it is odd."""
+    """Return (how many jobs run at once, the jobs) of a jobs.json. Exit if it is malformed."""
     found = read_json(path)
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
     if type(at_once) is not int or not isinstance(jobs, list) or not all(map(is_job, jobs)):

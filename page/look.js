@@ -191,9 +191,9 @@ function neighbours({ data, t }) {
 function weights({ data, t }) {
   const histogram = ({ name, shape, counts, edges, std }) => {
     const ends = (from, to) => `${edges[from].toPrecision(3)} … ${edges.at(to).toPrecision(3)}`
-    const most = Math.max(...counts), width = 200 / counts.length
+    const max = Math.max(...counts), width = 200 / counts.length
     const bars = counts.map((count, i) => {
-      const height = 52 * count / most
+      const height = 52 * count / max
       return h("rect", {
         x: width * i, y: 54 - height, width: width - 0.6, height, fill: "var(--accent)" },
       h("title", {}, `${ends(i, i + 1)}: ${count}`))
