@@ -114,7 +114,7 @@ function connect() {
   source.onmessage = message => {
     const event = JSON.parse(message.data)
     if (event.system) drawSystem(event.system)
-    if (greeted) listener?.(event)  // before the first {hello} no event can be missing
+    if (greeted) listener?.(event)  // skips the first {hello}: nothing was missed
     greeted = true
   }
 }

@@ -589,6 +589,7 @@ def browser():
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     found = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    found.set_script_timeout(120)  # axe takes seconds on a wide table, a minute under load
     yield found
     found.quit()
 
