@@ -93,7 +93,7 @@ def difference(model, vocabulary, strings):
     """The first string that the library encodes or decodes otherwise than tokenizers, with what both say; None: there is none."""
     expected = vocabulary.model.encode_batch([s.decode(errors="each byte") for s in strings], add_special_tokens=False)
     for string, other in zip(strings, expected):
-        ours = llamac.tokens_of("encode", model.pointer, string, len(string), False).tolist()
+        ours = llamac.encoded("encode", model.pointer, string, len(string), False).tolist()
         if ours != other.ids or model.decode(ours) != string.decode(errors="each byte").encode():
             return string, ours, other.ids
     return None
