@@ -593,10 +593,10 @@ def test_the_console_is_what_a_terminal_shows_in_the_end_and_no_line_is_endless(
     assert heard == ["one\n", "2\n", "bar 2\n", "new\n", "\n"] and shown.getvalue().startswith("one\r\ntwo\r2\n")
     for _ in range(1000):
         tee.write("." * 100)  # a program that shows its progress in dots
-        assert len(tee.line) <= 2 * follow.LINE
+        assert len(tee.line) <= 2 * follow.MAX_LINE
     tee.write("\n")
-    tee.write("x" * (follow.LINE - 7) + "s3cret" * 5 + "\n")  # a secret that the cut would halve
-    assert heard[-2:] == ["." * follow.LINE + "\n", "x" * (follow.LINE - 7) + "***\n"]
+    tee.write("x" * (follow.MAX_LINE - 7) + "s3cret" * 5 + "\n")  # a secret that the cut would halve
+    assert heard[-2:] == ["." * follow.MAX_LINE + "\n", "x" * (follow.MAX_LINE - 7) + "***\n"]
 
 
 def test_what_many_threads_print_is_heard_as_it_is_shown():

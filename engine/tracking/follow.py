@@ -1,4 +1,4 @@
-"""A Tee passes on what this program prints; follow runs another program and logs what it prints."""
+"""What programs print: Tee records this one's output, follow() runs and tracks another one."""
 import codecs
 import contextlib
 import errno
@@ -10,37 +10,38 @@ import sys
 import threading
 
 from configurator import fail
-from engine.tracking.console import LINE, Parser
+from engine.tracking.console import MAX_LINE, Parser
 from engine.tracking.redact import redact
 from engine.streams import tell
 
 
 def shown(line):
-    """What a terminal shows of a line: each carriage return lets the next text overwrite what stood there."""
+    """Return what a terminal shows of a line: text after a carriage return overwrites the line."""
     return line.rstrip("\r").rpartition("\r")[2]
 
 
 class Tee:
-    """stdout or stderr that also calls `listen` with each finished line, redacted, as a terminal shows it in the end."""
+    """stdout or stderr that also passes each finished line, redacted and as shown, to `listen`."""
 
     def __init__(self, stream, listen):
-        self.stream, self.listen, self.line = getattr(stream, "stream", stream), listen, ""
-        self.lock = threading.RLock()  # threads print, and so may `listen`
+        self.stream, self.listen = getattr(stream, "stream", stream), listen
+        self.line = ""  # not finished yet
+        self.lock = threading.RLock()  # several threads print, and `listen` may print
 
     def write(self, text):
         with self.lock:
             *lines, line = (self.line + text).split("\n")
-            self.line = shown(line)[:2 * LINE] + "\r" * line.endswith("\r")
+            self.line = shown(line)[:2 * MAX_LINE] + "\r" * line.endswith("\r")
             for ended in lines:
                 self.tell(shown(ended))
             return self.stream.write(text)
 
     def tell(self, line):
-        """A secret that the cut at LINE would halve is still whole, and redacted, in twice as much."""
-        self.listen(redact(line[:2 * LINE])[:LINE] + "\n")
+        # Redact before the cut at MAX_LINE: it might halve a secret, which then looks like none.
+        self.listen(redact(line[:2 * MAX_LINE])[:MAX_LINE] + "\n")
 
     def end(self):
-        """Pass on the line that was begun; returns the stream."""
+        """Pass on the unfinished line, and return the original stream."""
         if shown(self.line):
             self.tell(shown(self.line))
         return self.stream
@@ -49,18 +50,18 @@ class Tee:
         return getattr(self.stream, name)
 
 
-# ---- following a program ----------------------------------------------------------------------
+# ---- another program ----------------------------------------------------------------------------
 
-SILENT_SECONDS = 10  # max silence of processes that a failed program left with its output open
+SILENT_SECONDS = 10  # max wait for output of processes that a failed program left behind
 
 
 def pass_on(data):
-    """Write all data to stdout, whatever interrupts a write; return the OSError that stops it."""
+    """Write all data to stdout; return the OSError that stops this, or None."""
     try:
         while data:
             try:
                 data = data[os.write(1, data):]
-            except BlockingIOError:  # a pipe that somebody else has made non-blocking
+            except BlockingIOError:  # another program made the pipe non-blocking
                 select.select([], [1], [])
     except OSError as e:
         return e
@@ -68,14 +69,14 @@ def pass_on(data):
 
 
 class Warnings:
-    """Warnings on stderr, each kind once; a stderr that cannot be written stops nothing."""
+    """Prints warnings to stderr, one of each kind. It ignores a stderr that cannot be written."""
 
     def __init__(self):
-        self.told = set()
+        self.printed = set()
 
     def __call__(self, kind, text):
-        if kind not in self.told:
-            self.told.add(kind)
+        if kind not in self.printed:
+            self.printed.add(kind)
             with contextlib.suppress(OSError):
                 tell(f"warning: {text}", sys.stderr)
 
@@ -84,51 +85,51 @@ class Child:
     """A started program; signals that this process receives are forwarded to it."""
 
     def __init__(self, command):
-        self.orphaned = False  # processes that the ended program left hold its output open
+        self.orphaned = False  # the program has ended, but its own processes hold its output open
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=os.environ | {"PYTHONUNBUFFERED": "1"})
-        numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
-                   signal.SIGUSR2)
-        self.previous = {number: signal.signal(number, self.forward) for number in numbers}
+        forwarded = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
+                     signal.SIGUSR2)
+        self.handlers = {number: signal.signal(number, self.forward) for number in forwarded}
 
     def forward(self, number, frame):
         if self.orphaned:
             raise KeyboardInterrupt
         from_terminal = number in (signal.SIGINT, signal.SIGQUIT) and sys.stdin.isatty()
-        if not from_terminal:  # which sends it to the program, too
+        if not from_terminal:  # a terminal sends these to the program itself
             self.process.send_signal(number)
 
     def chunks(self, warn):
-        """Yield the program's output as bytes, until its last writer closes it."""
-        output, silent = self.process.stdout, 0
+        """Yield the program's output as bytes, until the last process that holds it open ends."""
+        output, silent_seconds = self.process.stdout, 0
         while True:
             if not select.select([output], [], [], 1)[0]:
-                silent += 1
+                silent_seconds += 1
                 code = self.process.poll()
                 if code is not None:
                     self.orphaned = True
                     warn("orphans", "the program has ended, but processes that it left still hold "
                                     "its output open; Ctrl-C stops waiting for them")
-                    if code != 0 and silent >= SILENT_SECONDS:
+                    if code != 0 and silent_seconds >= SILENT_SECONDS:
                         return
                 continue
-            silent = 0
+            silent_seconds = 0
             if not (chunk := os.read(output.fileno(), 1 << 16)):
                 return
             yield chunk
 
     def wait(self):
-        """Return the exit code, negative for a signal, and forward no more signals."""
+        """Return the exit code, negative for a signal, and stop forwarding signals."""
         code = self.process.wait()
-        for number, handler in self.previous.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
         return code
 
 
 def follow(command, tracker, parser: Parser):
     """
-    Run a command, pass on its output byte by byte, its input, signals and exit code, and log what
-    it prints. What cannot be passed on or logged costs a warning; the program runs on.
+    Run a command and log the metrics that it prints. Its output is passed on byte by byte, and so
+    are input and signals; return its exit code. What fails meanwhile costs a warning.
     """
     warn = Warnings()
     try:
@@ -147,11 +148,12 @@ def follow(command, tracker, parser: Parser):
             warn("row", f"a line of the program could not be tracked ({parser.error!r}); "
                         "the program runs on")
 
-    decode = codecs.getincrementaldecoder("utf-8")("replace").decode  # a chunk may end within a character
+    # Incremental, as a chunk may end within a character.
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     try:
         for chunk in child.chunks(warn):
             error = pass_on(chunk)
-            if error and error.errno != errno.EPIPE:  # EPIPE: the reader has left on purpose
+            if error and error.errno != errno.EPIPE:  # EPIPE: the reader, such as head, has ended
                 warn("output", f"the program's output cannot be written ({error.strerror}); "
                                "the program runs on, and its metrics are logged")
             log(decode(chunk))

@@ -1,6 +1,6 @@
 """
-Hide keys, tokens and passwords in what is logged of settings, environment variables, URLs, command
-lines and the program's diff. Text that a model or a user's data wrote never passes here, and a
+Redaction of keys, tokens and passwords before settings, environment variables, URLs, command lines
+and the program's diff are logged. Text of a model or of the user's data is not redacted, and a
 checkpoint keeps its settings as they were given.
 
 The shapes of issuers' keys follow the rules of gitleaks (config/gitleaks.toml of
@@ -12,19 +12,22 @@ import re
 SECRET_NAME = re.compile(
     r"(?i)(^|[-_])((api|secret|access|private|account|shared_?access|storage|signing|encryption"
     r"|subscription)?_?key|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d"
-    r"|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat|rediscli_auth|connection_?string)s?([-_]|$)")
-PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # these may be numbers
-PLAIN = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
-IS = r"[\"']?\s{0,3}[=:]\s{0,3}"
+    r"|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat"
+    r"|rediscli_auth|connection_?string)s?([-_]|$)")
+PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # their values may be numbers
+PLAIN_VALUE = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
+EQUALS = r"[\"']?\s{0,3}[=:]\s{0,3}"
 WORD = r"[^\s\"',;]"
-NO_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)"  # a.b
+NOT_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)"  # a.b
            r"|[A-Za-z_][\w.]{0,100}[(\[]"  # f(x), d["x"]
            r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
 VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)"
-         r"|[\"']?" + NO_CODE + "(?P<word>" + WORD + "{6,}))")
-RANDOM = rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]|{WORD}{{24}}))"  # no word, number, path or <s>
-DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
-PREFIXES = (  # of issuers whose keys have a digit
+         r"|[\"']?" + NOT_CODE + "(?P<word>" + WORD + "{6,}))")
+# Looks random: not a word, a number, a path or <s>.
+RANDOM = (rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]"
+          rf"|{WORD}{{24}}))")
+HAS_DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
+PREFIXES = (  # of keys that hold a digit, by their issuers
     r"hf_|api_org_|sk-|[sr]k_(?:live|test|prod)_|whsec_|gh[pousr]_|github_pat_"
     r"|gl(?:pat|ptt|dt|rt|cbt|ft|imt|soat|agent|oas|ffct)-|GR1348941|xox[a-z]-|xoxe\.|xapp-"
     r"|ABSK|bedrock-api-key-|AIza|ya29\.|GOCSPX-|LTAI|AKID|AKLT|wandb_v1_|eyJ|npm_|pypi-"
@@ -37,7 +40,7 @@ PREFIXES = (  # of issuers whose keys have a digit
     r"|FLW(?:SECK|PUBK)_TEST-|AGE-SECRET-KEY-1|ops_eyJ|A3-[A-Z0-9]{6}-|ATATT3|ATCTT3|ATBB|AKCp"
     r"|cmVmd|AQVN|v1\.0-[0-9a-f]{24}-|dnkey-|p8e-|sha256~|CFPAT-|lob_"
     r"|access-(?:sandbox|development|production)-|(?:pat|sat)\.(?=[\w-]{22}\.)")
-EXACT = (  # keys known by their whole shape
+WHOLE_KEYS = (  # keys that are known by their whole shape
     r"A(?:KIA|SIA|BIA|CCA|3T[A-Z0-9])[A-Z0-9]{16}\b|AIza[\w-]{35}|(?:hf_|api_org_)[A-Za-z]{34}\b"
     r"|(?:SK|AC)[0-9a-f]{32}\b|(?:pub)?key-[0-9a-f]{32}\b|[0-9a-f]{32}-us\d{1,2}\b"
     r"|pat[A-Za-z0-9]{14}\.[0-9a-f]{64}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,70}"
@@ -51,38 +54,47 @@ IN_URL = (  # names of signatures and keys in the query of a URL
 SECRET_SHAPES = [re.compile(shape) for shape in (
     r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----"
     r"(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
-    r"(?<![A-Za-z0-9])(?P<known>(?:" + PREFIXES + r")" + DIGIT + r"[\w.~+/=-]{12,})",
-    r"(?<![A-Za-z0-9_~.-])(?P<known>" + EXACT + ")",
+    r"(?<![A-Za-z0-9])(?P<known>(?:" + PREFIXES + r")" + HAS_DIGIT + r"[\w.~+/=-]{12,})",
+    r"(?<![A-Za-z0-9_~.-])(?P<known>" + WHOLE_KEYS + ")",
     r"(?i)[?&;](?:" + IN_URL + r")=(?!\d{1,12}(?:[&#\s]|$))(?P<query>[^&\s\"'<>#]{6,})",
     r"(?i)hooks\.slack\.com/(?:services|workflows|triggers)/(?P<query>[\w/+-]{20,80})",
     r"(?i)discord(?:app)?\.com/api/webhooks/\d{1,30}/(?P<query>[\w-]{20,100})",
     r"(?i)webhook\.office\.com/webhookb2/(?P<query>[\w@/-]{40,300})",
-    r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^/\s\"'<>]{1,200})(?=@)",    # user:password@host, to the last @ ...
-    r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^\s@\"'<>,]{1,200})(?=@)",  # ... or with a slash; no port
-    r"(?<=://)(?P<user>(?=[\w.-]{0,200}\d)[\w.-]{16,200})(?=@)",                        # token@host
-    r"(?i)\bauthorization" + IS + r"[\"']?(?:basic|bearer|token|digest|negotiate|apikey) {1,3}(?P<word>" + WORD + "{6,})",
+    # user:password@host, where the last @ counts; then with a slash in it; a port is no password
+    r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^/\s\"'<>]{1,200})(?=@)",
+    r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^\s@\"'<>,]{1,200})(?=@)",
+    r"(?<=://)(?P<user>(?=[\w.-]{0,200}\d)[\w.-]{16,200})(?=@)",  # token@host
+    r"(?i)\bauthorization" + EQUALS + r"[\"']?"
+    r"(?:basic|bearer|token|digest|negotiate|apikey) {1,3}(?P<word>" + WORD + "{6,})",
     r"(?i)(?<=bearer )(?P<word>(?=[\w.~+/=-]{0,200}\d)[\w.~+/=-]{8,})",
     r"(?i)\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(?P<word>[^\s\"']{4,})",  # netrc
-    r"(?:^|\s)(?:-u|--user)[ =]{1,3}[\"']?[\w.@-]{1,60}:(?!\d+\b)(?P<word>[^\s\"']{3,})",  # curl
-    r"[\"']?\b_?auth" + IS + r"[\"']?"  # docker, npm
+    # curl -u
+    r"(?:^|\s)(?:-u|--user)[ =]{1,3}[\"']?[\w.@-]{1,60}:(?!\d+\b)(?P<word>[^\s\"']{3,})",
+    r"[\"']?\b_?auth" + EQUALS + r"[\"']?"  # docker, npm
     r"(?P<word>(?=[A-Za-z0-9+/]{0,200}\d)[A-Za-z0-9+/]{16,}={0,2})",
-    r"[\"']key[\"']\s{0,3}:\s{0,3}[\"'](?P<word>[0-9a-f]{32})",                          # Kaggle
+    r"[\"']key[\"']\s{0,3}:\s{0,3}[\"'](?P<word>[0-9a-f]{32})",  # Kaggle
     r"(?i)(?:passw(?:or)?d|passphrase|(?:api|access|secret|private|account|signing|encryption"
     r"|subscription)[-_]?key(?:[-_]?id)?"
     r"|sharedaccesssignature|(?:token|secret)(?==(?![\d.]+\b))|(?-i:[A-Z0-9]_PASS)"
-    r"|(?<![a-z0-9])(?:db|smtp|ftp|mail|user|admin|root|mysql|ssh)[-_]?pass|(?:git(?:hub|lab)?|gh|azure|ado)[-_]pat)" + IS + VALUE,
-    r"(?i)(?:token|secret|pwd)" + IS + RANDOM + VALUE,
-    r"(?i)--[\w-]{0,40}(?:passw(?:or)?d|passphrase|token|secret|api[-_]?key) {1,3}" + RANDOM + r"(?P<word>[^\s-]\S{5,})")]
+    r"|(?<![a-z0-9])(?:db|smtp|ftp|mail|user|admin|root|mysql|ssh)[-_]?pass"
+    r"|(?:git(?:hub|lab)?|gh|azure|ado)[-_]pat)" + EQUALS + VALUE,
+    r"(?i)(?:token|secret|pwd)" + EQUALS + RANDOM + VALUE,
+    r"(?i)--[\w-]{0,40}(?:passw(?:or)?d|passphrase|token|secret|api[-_]?key) {1,3}" + RANDOM
+    + r"(?P<word>[^\s-]\S{5,})")]
 HIDDEN = "***"
 
 
 def secret_values():
-    """The values of environment variables whose names say that they are secret; PWD is the folder."""
-    return [v for k, v in os.environ.items() if SECRET_NAME.search(k) and len(v) >= 8 and k != "PWD"]
+    """Return the values of environment variables with names of secrets; PWD is the folder."""
+    return [value for name, value in os.environ.items()
+            if SECRET_NAME.search(name) and len(value) >= 8 and name != "PWD"]
 
 
 def hide(match):
-    """Return the match without the group that matched last. A PEM block keeps its number of lines, for a diff."""
+    """
+    Return the match with its secret, the group that matched last, hidden. A PEM block keeps its
+    lines, so that `git apply` takes a diff.
+    """
     start, end, hidden = *match.span(match.lastgroup), HIDDEN
     if match.lastgroup == "pem":
         hidden = re.sub("[A-Za-z0-9/=][A-Za-z0-9+/=:,. -]*", HIDDEN, match["pem"])
@@ -90,14 +102,17 @@ def hide(match):
 
 
 def is_secret(name, value):
-    """Return whether a setting of this name holds a secret: token=abc does, max_tokens=512 does not."""
+    """Return whether a setting holds a secret: token=abc does, max_tokens=512 does not."""
     if not value or not SECRET_NAME.search(name):
         return False
-    return bool(PASSWORD_NAME.search(name)) or not PLAIN.fullmatch(value)
+    return bool(PASSWORD_NAME.search(name)) or not PLAIN_VALUE.fullmatch(value)
 
 
 def redact_words(words, secrets):
-    """Hide secrets in a command line: --token VALUE, --token=VALUE, TOKEN=VALUE, -u USER:VALUE, and shapes."""
+    """
+    Return the words of a command line with hidden secrets: --token VALUE, --token=VALUE,
+    TOKEN=VALUE, -u USER:VALUE, and those known by their shape.
+    """
     found, before = [], ""
     for word in words:
         name, equals, value = word.partition("=") if isinstance(word, str) else ("", "", "")
@@ -116,11 +131,14 @@ def redact_words(words, secrets):
 
 
 def redact(value, secrets=None):
-    """The same text, list or dict without what looks like a key, a token or a password; secrets: by default the environment's."""
+    """
+    Return a text, list or dict with keys, tokens and passwords hidden. secrets: texts that are
+    hidden everywhere; None: those of the environment.
+    """
     secrets = secret_values() if secrets is None else secrets
     if isinstance(value, dict):
-        return {k: HIDDEN if isinstance(v, str) and is_secret(str(k), v) else redact(v, secrets)
-                for k, v in value.items()}
+        return {name: HIDDEN if isinstance(v, str) and is_secret(str(name), v)
+                else redact(v, secrets) for name, v in value.items()}
     if isinstance(value, (list, tuple)):
         return redact_words(value, secrets)
     if not isinstance(value, str):
