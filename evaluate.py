@@ -31,7 +31,7 @@ from engine.tracking.redact import redact
 from engine.streams import one_line
 from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
-from track import PROJECT, Wandb, new_run_id, reason, wandb_run
+from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 
 out_dir = "out"      # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
@@ -187,18 +187,17 @@ def log_to_wandb(rows, names):
     run = wandb_run({"project": PROJECT, "name": f"evaluate-{Path(out_dir).name}", "job_type": "evaluate"} | flags, flags)
     run["id"] = new_run_id(run["name"])
     try:
-        tracker = Wandb("", redact(settings(globals())), run, "iter")
-        print(tracker.said)
-        tracker.said = ""
+        tracker = Wandb(Session("", redact(settings(globals())), run, x="iter"))
+        print(*tracker.take_messages(), sep="\n")
         wandb, place = tracker.wandb, {name: n for n, name in enumerate(names)}
         table = wandb.Table(columns=["Successful", "Expected", "Actual", "Score", "Prompt"], data=rows)
         matrix = wandb.plot.confusion_matrix(y_true=[place[row[1]] for row in rows], preds=[place[row[2]] for row in rows],
                                              class_names=names)
         tracker.run.log({"evaluation": table, "confusion_matrix": matrix, "accuracy": sum(r[0] for r in rows) / len(rows)}
                         | {f"accuracy/{name}": good / all_ for name, (good, all_) in accuracies(rows).items()})
-        tracker.finish(wanted=1)
-        if tracker.said:
-            print(tracker.said)
+        tracker.finish(rows=1)
+        for line in tracker.take_messages():
+            print(line)
     except Exception as e:
         print(f"warning: not logged to W&B ({redact(reason(e))})")
 

@@ -232,7 +232,7 @@ class SpikeDetector:
     Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
     mean. Each refusal in a row widens that, so that a new level is soon taken up and only what is far beyond the usual is
     refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
-    (track.Alerts judges rows of the log: few values, speeds among them, which it compares with a window of the last ones.)
+    (engine/tracking/anomalies.py warns of odd rows in the log; it changes nothing.)
     """
     WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
 

@@ -29,7 +29,7 @@ from data import Dataset, data_rows, prepare
 from engine import ops
 from engine.debug import modes
 from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe,
-                                      show, take_notes, write_samples)
+                                      show, write_samples)
 from engine.debug.preflight import Ready, check_names, run_checks
 from engine.formats.layout import refuse_leftovers
 from engine.spans import span
@@ -503,7 +503,6 @@ def train(t, steps=math.inf):
             if len(row) > named:
                 if changes:
                     row, changes = row | {"settings": changes}, []
-                row |= take_notes(row, state)
                 refuse_nonsense(config, row, tracker)
                 tracker.log(row)
                 show(row, bar)

@@ -49,7 +49,7 @@ def main():
     opt = make_optimizer(model, "adamw", 5e-4, 0.1, 0.9, 0.95)
     norms, x = UpdateNorms(model), torch.randint(3, 32000, (batch_size, 256))
     run = {"id": track.new_run_id("cost"), "project": "llamac", "name": "cost"}
-    tracker = track.make_tracker(out_dir, {}, 0, run, wandb_log=True)
+    tracker = track.make_tracker(track.Session(out_dir, {}, run), ["wandb"])
 
     def step():
         """Seconds of a step without the looks."""

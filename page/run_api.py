@@ -12,7 +12,7 @@ from engine.untrusted import open_untrusted, read_json_file
 from page.locks import trainer_pid
 from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
-from track import TABLES, Alerts, parse_row
+from track import TABLES, AnomalyDetector, parse_row
 
 BUSY = 0.15          # seconds that live events read a long log before other requests take turns
 MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
@@ -61,10 +61,10 @@ def tables(run):
 
 def alerts(names, columns):
     """Return the latest alerts, [(title, text)], of a run with these columns."""
-    found, check = [], Alerts()
+    found, detector = [], AnomalyDetector()
     for values in zip(*(column.tolist() for column in columns)):
         row = {name: value for name, value in zip(names, values) if value == value}  # no NaN
-        found += check.check(row)
+        found += detector.sudden_changes(row)
     return found[-MAX_ALERTS:]
 
 
@@ -244,7 +244,7 @@ class RunApi:
         run = self.runs.run(request.query.get("run"))
         with self.runs.lock:
             found = self.notes().get(run.name, {}) | self.entry(run)
-            watched = [name for name in ("iter", *Alerts.WATCHED) if name in run.columns]
+            watched = [name for name in ("iter", *AnomalyDetector.WATCHED) if name in run.columns]
             columns = [run.column(name) for name in watched]
         files = {}  # read without the lock, so that other requests don't wait
         for path in sorted(run.folder.glob("*.gguf"))[:MAX_FILES]:

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
+from engine.tracking.process import children
 from tests.test_track_online import TINY, folder, start  # noqa: F401 (folder is a fixture)
 from tests.wandb_server import Server
-from track import read_rows, services
+from track import read_rows
 
 ROUNDS = 10
 
@@ -33,8 +34,8 @@ def watch(process):
 
 def kill_service(pid):
     """The service of W&B's client, which works in a process that the trainer has started."""
-    for child in services(pid):
-        for service in services(child):
+    for child in children(pid):
+        for service in children(child):
             os.kill(service, signal.SIGKILL)
 
 

@@ -70,8 +70,9 @@ def test_rows_read_back_are_the_logs(tmp_path):
 
 
 def test_trackio_has_each_row_of_a_killed_and_resumed_run_once(tmp_path):
-    session = ("import sys, time, track; track.START_SECONDS = 60; step, first, end = map(int, sys.argv[1:]); "
-               "t = track.make_tracker('.', {}, step, {'id': 'x-1', 'project': 'p', 'name': 'x'}, others=['trackio']); "
+    session = ("import sys, time, track, engine.tracking.tracker; engine.tracking.tracker.START_SECONDS = 60; "
+               "step, first, end = map(int, sys.argv[1:]); run = {'id': 'x-1', 'project': 'p', 'name': 'x'}; "
+               "t = track.make_tracker(track.Session('.', {}, run, step), ['trackio']); "
                "[t.log({'iter': i, 'tokens': i, 'loss/val': 2.0}) for i in range(first, end)]; t.finish(); time.sleep(3)")
     read = ("from trackio.sqlite_storage import SQLiteStorage as s; print([row['step'] for row in s.get_logs('p', 'x-1')])")
     env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

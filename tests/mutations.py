@@ -139,7 +139,7 @@ def guards(source):
     return [(len(source[:m.start()].encode()), len(source[:m.end()].encode()), "") for m in GUARDS.finditer(source)]
 
 
-KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
+KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
          "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
          "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
 

@@ -72,27 +72,28 @@ def plant_huge(model):
 @pytest.mark.parametrize("plant, names", [(plant_dead, ["dead/layers.1"]), (plant_sharp, ["attention/entropy/layers.0"]),
                                           (plant_huge, ["norm/activation/layers.1"]), (lambda model: None, [])])
 def test_a_note_once_for_what_is_out_of_the_ordinary(plant, names, capsys):
-    model, state = small(), {"noted": []}
+    model, noted = small(), []
     plant(model)
     row = {"iter": 1, "tokens": 5} | look(model, torch.randint(3, 259, (2, 24)))
-    notes = instruments.take_notes(row, state)
-    assert [name for name, *_ in notes.get("notes", [])] == names
-    assert instruments.take_notes(row, state) == {}
-    alerts = []
-    tracker = track.Tracker([SimpleNamespace(log=lambda row: None, alert=lambda title, text: alerts.append(title))])
-    tracker.log(row | notes)
+    rows, alerts = [], []
+    heard = SimpleNamespace(log=rows.append, alert=lambda title, text: alerts.append(title))
+    tracker = track.Tracker([heard], noted)
+    for _ in range(2):
+        tracker.log(row)
+    assert [name for name, *_ in rows[0].get("notes", [])] == names and "notes" not in rows[1]
     assert [title.split(" is ")[0] for title in alerts] == names
+    assert noted == [name.rpartition("/layers")[0] for name in names]
     said = capsys.readouterr().err
     assert said.count("\n") == len(names) and all(f"warning: {name} is " in said for name in names)
-    json.dumps(row | notes)
+    json.dumps(rows)
 
 
 def test_of_gradients_and_updates_too():
-    state = {"noted": []}
+    detector = track.AnomalyDetector([])
     usual = {"norm/grad/layers.0": 0.1, "norm/update/layers.0": 1e-3, "norm/weight/layers.0": 1e9, "loss/train": 5.0}
-    assert instruments.take_notes(usual, state) == {}
+    assert detector.out_of_range(usual) == []
     odd = {"norm/grad/layers.0": 0.0, "norm/grad/layers.1": 0.0, "norm/update/norm": math.nan}
-    assert [name for name, *_ in instruments.take_notes(odd, state)["notes"]] == ["norm/grad/layers.0", "norm/update/norm"]
+    assert [name for name, *_ in detector.out_of_range(odd)] == ["norm/grad/layers.0", "norm/update/norm"]
 
 
 def test_the_gradient_noise_scale():

@@ -23,8 +23,12 @@ import torch
 
 import track
 from engine.debug import instruments
-from engine.tracking import follow
+from engine.tracking import background, follow, source, wandb_client
+from engine.tracking.anomalies import AnomalyDetector
+from engine.tracking.destination import Destination
+from engine.tracking.process import children, encodable
 from engine.tracking.redact import redact
+from track import Session
 from tests import forked
 from tests.conftest import usual
 from tokenizer import spell
@@ -140,14 +144,39 @@ def test_the_exported_model_is_an_artifact(tracked):
     assert about["loss/val"] > 0 and len(about["dataset"]) == 64
 
 
+def copy_program(folder):
+    """Copy the Python program, without tests and documents."""
+    def left_out(place, names):
+        if "engine" in Path(place).relative_to(ROOT).parts:
+            return [name for name in names if name == "__pycache__"]
+        return [name for name in names if not name.endswith((".py", ".txt", "engine"))]
+
+    return shutil.copytree(ROOT, folder, ignore=left_out)
+
+
+def test_a_new_tracker_is_one_file(tmp_path):
+    """The example of the documentation, and a file that cannot be loaded."""
+    program = copy_program(tmp_path / "llamac")
+    example = next(part for part in (ROOT / "doc/tracking.md").read_text().split("```") if "(Destination)" in part)
+    (program / "engine/tracking/trackers/spreadsheet.py").write_text(example.removeprefix("python\n"))
+    (program / "engine/tracking/trackers/broken.py").write_text("import no_such_package\n")
+    (tmp_path / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
+    done = run(tmp_path, "--max_iters=10", "--eval_interval=5", program=program / "train.py")
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert warnings == ["warning: the tracker in broken.py cannot be loaded "
+                        "(ModuleNotFoundError: No module named 'no_such_package')"]
+    logged = [[str(row["iter"]), str(row["loss/val"])] for row in track.read_rows(tmp_path / "out/log.jsonl")]
+    until = time.monotonic() + 60  # it goes on by itself when the training has ended
+    while (found := [line.split(",") for line in (tmp_path / "out/loss.csv").read_text().splitlines()]) != logged:
+        assert time.monotonic() < until, found
+        time.sleep(0.1)
+    assert [row[0] for row in found] == ["0", "5", "10"]
+
+
 def test_what_differs_from_the_commit_is_kept_without_its_secrets(tmp_path):
     """A clone of the program's files, committed, then changed: git's own words of the change go with the run."""
-    repository = tmp_path / "llamac"
-    def left_out(folder, names):
-        ours = (".py", ".txt", "engine")
-        return [] if Path(folder).name == "engine" else [name for name in names if not name.endswith(ours)]
-
-    shutil.copytree(ROOT, repository, ignore=left_out)
+    repository = copy_program(tmp_path / "llamac")
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b commit -qm first"):
         subprocess.run(["git", *words.split()], cwd=repository, check=True)
     with open(repository / "optim.py", "a") as f:
@@ -182,11 +211,11 @@ def test_whatever_bytes_git_prints_are_kept(tmp_path, monkeypatch):
     changed = b"caf\xe9\r\n\xff one\r\ntwo\r\n\n"
     for file in ("a.txt", name):
         (repository / file).write_bytes(changed)
-    monkeypatch.setattr(track, "__file__", str(repository / "track.py"))
-    config = track.source_version()
+    monkeypatch.setattr(source, "ROOT", repository)
+    config = source.source_version()
     assert config == {"git_commit": git("rev-parse", "HEAD").decode().strip(), "git_changed": True}
-    assert track.git_remote() == "/caf\ufffd"
-    track.keep_diff(tmp_path, config)
+    assert source.git_remote() == "/caf\ufffd"
+    source.keep_diff(tmp_path, config)
     git("checkout", "-q", ".")
     git("apply", "--whitespace=nowarn", str(tmp_path / "diff.patch"))
     assert all((repository / file).read_bytes() == changed for file in ("a.txt", name))
@@ -196,7 +225,7 @@ def test_programs_begun_together_have_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     start = threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
-        found = [*pool.map(lambda _: (start.wait(), track.program_folder(track.PROGRAM))[1], range(8))]
+        found = [*pool.map(lambda _: (start.wait(), track.program_folder(track.PROGRAM_FOLDER))[1], range(8))]
     assert sorted(found) == sorted(["out/program", *(f"out/program{n}" for n in range(2, 9))])
 
 
@@ -211,7 +240,7 @@ def test_a_key_and_no_server_is_offline(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    assert track.wandb_mode() == ("offline", "http://127.0.0.1:9 does not answer")
+    assert wandb_client.wandb_mode() == ("offline", "http://127.0.0.1:9 does not answer")
 
 
 def test_a_login_at_the_usual_server_counts_under_both_its_names(monkeypatch, tmp_path):
@@ -219,14 +248,14 @@ def test_a_login_at_the_usual_server_counts_under_both_its_names(monkeypatch, tm
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert not track.wandb_key()
+    assert not wandb_client.has_wandb_key()
     for file, host, known in ((".netrc", "api.forge.coreweave.com", True), (".netrc", "api.wandb.ai", True),
                               (".netrc", "elsewhere.org", False), ("keys", "elsewhere.org:8080", True)):
         Path(tmp_path, file).write_text(f"machine {host}\n login user\n password {'0' * 40}\n")
         if file == "keys":
             monkeypatch.setenv("NETRC", "~/keys")
             monkeypatch.setenv("WANDB_BASE_URL", "https://elsewhere.org:8080")
-        assert track.wandb_key() is known, host
+        assert wandb_client.has_wandb_key() is known, host
 
 
 def test_a_run_id_is_made_of_the_name_or_says_run(monkeypatch):
@@ -238,7 +267,7 @@ def test_a_run_id_is_made_of_the_name_or_says_run(monkeypatch):
 
 def test_the_mode_the_user_set_counts(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert track.wandb_mode()[0] == "disabled"
+    assert wandb_client.wandb_mode()[0] == "disabled"
 
 
 def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_before_both(tmp_path, tracked):
@@ -270,21 +299,22 @@ def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_be
 
 def test_each_client_hears_its_own_variables(tmp_path, monkeypatch):
     class Process:
-        def __init__(self, name, **arguments):
-            self.name, heard[name] = name, arguments["run"]
+        def __init__(self, name, session):
+            heard[name] = session.run
 
         def start(self):
             return SimpleNamespace(finish=lambda: None)
 
     heard = {}
-    monkeypatch.setattr(track, "ClientProcess", Process)
+    monkeypatch.setattr(background, "ClientProcess", Process)
     monkeypatch.chdir(tmp_path)
     for name, value in {"WANDB_PROJECT": "w", "WANDB_NAME": "wn", "SWANLAB_PROJ_NAME": "s", "SWANLAB_EXP_NAME": "sn"}.items():
         monkeypatch.setenv(name, value)
     for given, expected in ([], [("w", "wn"), ("s", "sn"), ("p", "n")]), (["name"], [("w", "n"), ("s", "n"), ("p", "n")]):
         run = {"id": "x", "project": "p", "name": "n"}
-        track.make_tracker(tmp_path, {}, 0, run, True, others=["SwanLab", "trackio"], given=given).finish()
-        assert [(heard[name]["project"], heard[name]["name"]) for name in ("W&B", "SwanLab", "trackio")] == expected
+        names = ["wandb", "swanlab", "trackio"]
+        track.make_tracker(Session(tmp_path, {}, run), names, given).finish()
+        assert [(heard[name]["project"], heard[name]["name"]) for name in names] == expected
         (tmp_path / "wandb.json").unlink()
 
 
@@ -296,7 +326,7 @@ def test_each_client_hears_its_own_variables(tmp_path, monkeypatch):
     ({"WANDB_PROJECT": "a/b"}, "mode = offline", {}, "Invalid project name 'a/b': cannot contain characters"),
     ({"WANDB_RUN_ID": "a/b"}, "mode = offline", {"id": "a/b"}, "(run_id='a/b', from the variable WANDB_RUN_ID)")])
 def test_a_setting_that_the_client_refuses_is_named_with_its_value_and_origin(tmp_path, env, settings, run, message):
-    program = ("import sys, track; run = eval(sys.argv[1])\ntry: track.Wandb('', {}, track.wandb_run(run, run))\n"
+    program = ("import sys, track; run = eval(sys.argv[1])\ntry: track.Wandb(track.Session('', {}, track.wandb_run(run, run)))\n"
                "except Exception as e: print(track.reason(e))")
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb/settings").write_text(f"[default]\n{settings}\n")
@@ -316,8 +346,11 @@ def test_a_file_of_settings_that_the_client_ignores_is_named(tmp_path):
     assert "W&B ignores all settings of that file" in done.stderr and done.returncode == 0
 
 
-class Broken:
-    calls = 0
+class Broken(Destination):
+    title, own_process, calls = "Broken", False, 0
+
+    def __init__(self, session):
+        pass
 
     def log(self, row):
         Broken.calls += 1
@@ -326,7 +359,7 @@ class Broken:
 
 def test_a_destination_that_fails_is_given_up_with_one_warning(tmp_path, capsys):
     jsonl = track.Jsonl(tmp_path, {}, 0)
-    tracker = track.Tracker([track.Background("Broken", Broken), jsonl])
+    tracker = track.Tracker([background.Background("broken", Broken, Session(tmp_path, {}, {})), jsonl])
     for step in range(3):
         tracker.log({"iter": step, "tokens": step})
     tracker.finish()
@@ -335,11 +368,16 @@ def test_a_destination_that_fails_is_given_up_with_one_warning(tmp_path, capsys)
 
 
 def test_a_tracker_that_hangs_holds_up_neither_start_nor_rows_nor_end(monkeypatch, capsys):
-    monkeypatch.setattr(track, "START_SECONDS", 0.1)
-    monkeypatch.setattr(track, "FINISH_SECONDS", -9.9)
+    class Slow(Destination):
+        title, own_process = "Slow", False
+
+        def __init__(self, session):
+            release.wait(60)
+
+    monkeypatch.setattr(background, "FINISH_SECONDS", -9.9)
     release = threading.Event()
-    slow = track.Background("Slow", lambda: release.wait(60))
-    slow.started(time.monotonic() + track.START_SECONDS)
+    slow = background.Background("slow", Slow, Session("", {}, {}))
+    slow.wait_for_start(time.monotonic() + 0.1)
     for step in range(3):
         slow.log({"iter": step})
     slow.finish()
@@ -446,8 +484,8 @@ def test_system_metrics_are_recorded_and_when_the_service_is_killed_the_training
     while "memory_percent" not in json.dumps([r for r in track.read_wandb(recorded) if r["type"] == "stats"]):
         assert time.monotonic() < end  # the first sample comes after a second or two
         time.sleep(0.5)
-    client = track.services(trainer.pid)
-    service = track.services(client[0])
+    client = children(trainer.pid)
+    service = children(client[0])
     assert len(client) == len(service) == 1 and "wandb-core" in Path(f"/proc/{service[0]}/cmdline").read_text()
     os.kill(service[0], signal.SIGKILL)
     wait_for(1, err, "warning: tracking with W&B stopped")
@@ -528,17 +566,17 @@ def test_a_row_is_a_line_or_stands_on_the_bar(capsys):
 
 
 def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
-    alerts = track.Alerts()
+    alerts = AnomalyDetector()
     for i in range(30):
-        assert alerts.check({"iter": i, "loss/train": 3 - i / 30, "grad/norm": 1 + i % 3 / 10,
-                           "perf/tokens_per_sec": 1000 + i}) == []
-    found = alerts.check({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
+        assert alerts.sudden_changes({"iter": i, "loss/train": 3 - i / 30, "grad/norm": 1 + i % 3 / 10,
+                                      "perf/tokens_per_sec": 1000 + i}) == []
+    found = alerts.sudden_changes({"iter": 30, "loss/train": 9.0, "grad/norm": 30.0, "perf/tokens_per_sec": 100})
     assert [title for title, _ in found] == ["loss/train jumps", "grad/norm jumps", "the speed has collapsed"]
-    assert alerts.check({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
+    assert alerts.sudden_changes({"iter": 31, "loss/val": math.nan})[0][0] == "loss/val is nan"
     for before, after, said in (9, 9.0, 0), (10, 9.0, 1), (10, 1.11, 0), (10, 1.13, 1):  # 10 rows; 6 deviations of 2 %
-        alerts = track.Alerts()
-        assert not any(alerts.check({"iter": i, "loss/val": 1.0}) for i in range(before))
-        assert len(alerts.check({"iter": 99, "loss/val": after})) == said
+        alerts = AnomalyDetector()
+        assert not any(alerts.sudden_changes({"iter": i, "loss/val": 1.0}) for i in range(before))
+        assert len(alerts.sudden_changes({"iter": 99, "loss/val": after})) == said
 
 
 def test_rows_are_redacted_and_alerts_told_where_anybody_hears_them(monkeypatch, capsys):
@@ -893,7 +931,7 @@ def test_what_a_model_or_the_data_wrote_is_logged_as_it_is(tmp_path, monkeypatch
            "predictions": [["val", written, written, 0.5, written, 0.5, "", 0, "", 0]], "data": [["text", written, written]],
            "pieces": [[written, 1, 1]], "notes": [["grad/norm", 1.0, "is large"]],
            "settings": [["sample_prompt", "password=hunter2222", "none"], ["api_key", "old", "new"]]}
-    tracker = track.make_tracker(tmp_path, {}, 0, {"id": "x"})
+    tracker = track.make_tracker(Session(tmp_path, {}, {"id": "x"}))
     tracker.log(row)
     tracker.finish()
     logged = track.read_rows(tmp_path / "log.jsonl")[0]
@@ -940,8 +978,8 @@ def test_no_text_takes_long_to_redact():
 
 
 def test_tensorboard_gets_the_same_numbers_texts_and_histograms_or_says_what_it_needs(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(track, "START_SECONDS", 60)
-    tracker = track.make_tracker(tmp_path, {}, 0, {"id": "x"}, tensorboard_log=True)
+    monkeypatch.setattr("engine.tracking.tracker.START_SECONDS", 60)
+    tracker = track.make_tracker(Session(tmp_path, {}, {"id": "x"}), ["tensorboard"])
     for i in range(3):
         tracker.log({"iter": i, "tokens": 100 * i, "loss/val": 3.0 - i, "samples": [["once", "greedy", f"upon {i}"]],
                      "logits/histogram": {"counts": [1, 2, 3], "edges": [0.0, 1.0, 2.0, 3.0]}})
@@ -963,10 +1001,10 @@ def test_a_killed_and_resumed_run_has_each_point_in_tensorboard_once(tmp_path, m
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator  # the page's own
     from tensorboard.util import tensor_util
-    monkeypatch.setattr(track, "START_SECONDS", 60)
+    monkeypatch.setattr("engine.tracking.tracker.START_SECONDS", 60)
 
     def session(step, iters, loss):
-        tracker = track.make_tracker(tmp_path, {}, step, {"id": "x"}, tensorboard_log=True)
+        tracker = track.make_tracker(Session(tmp_path, {}, {"id": "x"}, step), ["tensorboard"])
         for i in iters:
             tracker.log({"iter": i, "tokens": 100 * i, "loss/val": math.nan if i == 3 else loss, "samples": [["a", "greedy", str(loss)]],
                          "logits/histogram": {"counts": [1], "edges": [0.0, loss]}})
@@ -1112,7 +1150,7 @@ def test_the_repositorys_token_is_not_recorded(tmp_path):
 
 def test_names_that_are_no_utf8_reach_the_client(tmp_path):
     name = os.fsdecode(b"caf\xe9.txt")
-    assert track.encodable({"data": name, "rows": [[name, 1.5, None]]}) == {"data": "caf?.txt", "rows": [["caf?.txt", 1.5, None]]}
+    assert encodable({"data": name, "rows": [[name, 1.5, None]]}) == {"data": "caf?.txt", "rows": [["caf?.txt", 1.5, None]]}
 
 
 def test_what_a_program_prints_is_passed_on_whole_into_a_pipe_that_does_not_block(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import track
+from engine.tracking import background
 from tests import forked
 from tests.conftest import usual
 from tests.wandb_server import Server
@@ -145,9 +146,13 @@ def online(server, folder, monkeypatch):
     return server
 
 
+def named(name):
+    return {"id": name, "project": "p", "name": name}
+
+
 def session(folder, step, rows, wandb_log=True, finished=True):
     """What a trainer's process logs to the run "x": rows [(iter, loss)] after it has resumed at `step`."""
-    tracker = track.make_tracker(folder / "out", {}, step, {"id": "x", "project": "p", "name": "x"}, wandb_log)
+    tracker = track.make_tracker(track.Session(folder / "out", {}, named("x"), step), ["wandb"] * wandb_log)
     for i, loss in rows:
         tracker.log({"iter": i, "tokens": i, "loss/val": loss})
     if finished:
@@ -228,18 +233,18 @@ def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
 
 
 def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
-    monkeypatch.setattr(track, "FINISH_SECONDS", round(usual(5)))
+    monkeypatch.setattr(background, "FINISH_SECONDS", round(usual(5)))
     model, family = folder / "model.gguf", []
     model.write_bytes(os.urandom(12_000_000))
 
     def track_one(name, speed):
-        tracker = track.make_tracker(folder / "out", {}, 0, {"id": name, "project": "p", "name": name}, True)
+        tracker = track.make_tracker(track.Session(folder / "out", {}, named(name)), ["wandb"])
         tracker.log({"iter": 0, "tokens": 0, "loss/val": 1.0})
         tracker.model(folder / "none.gguf", {}, ["latest"])
         online.speed = speed
         tracker.model(model, {"loss/val": 1.0}, ["best"])
         begin = time.monotonic()
-        family[:] = tracker.destinations[1].process.family()
+        family[:] = tracker.destinations[1].process.processes()
         tracker.finish()
         return time.monotonic() - begin, capfd.readouterr().err
 
@@ -252,7 +257,7 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
     assert "none.gguf does not exist; no model is recorded" in err and err.count("warning") == 1
     assert "upload: 100%" in err
     seconds, err = track_one("stuck", 0)
-    assert seconds < usual(30) and f"nothing has moved for {track.FINISH_SECONDS} s" in err and "track.py sync" in err
+    assert seconds < usual(30) and f"nothing has moved for {background.FINISH_SECONDS} s" in err and "track.py sync" in err
     end = time.monotonic() + 20
     while any(state(pid) not in "ZX" for pid in family):
         assert len(family) == 2 and time.monotonic() < end
@@ -265,7 +270,7 @@ def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_gi
     (b"<html>Welcome to the hotel's network</html>", "", "warning: it is not known which of the run's 30 rows W&B has")])
 def test_a_server_that_refuses_in_mid_run_is_told_of_at_the_end(online, folder, capfd, monkeypatch, fault, faulty, said):
     """The client gives up in silence. The rows that are missing arrive by what the line says."""
-    monkeypatch.setattr(track, "START_SECONDS", 60)
+    monkeypatch.setattr("engine.tracking.tracker.START_SECONDS", 60)
     tracker = session(folder, 0, [(0, 3.0)], finished=False)
     online.fault, online.faulty = fault, faulty
     for i in range(1, 30):
@@ -280,7 +285,7 @@ def test_a_server_that_refuses_in_mid_run_is_told_of_at_the_end(online, folder, 
 
 
 def test_a_model_whose_upload_fails_is_told_of_and_the_run_is_whole(online, folder, capfd, monkeypatch):
-    monkeypatch.setattr(track, "START_SECONDS", 60)
+    monkeypatch.setattr("engine.tracking.tracker.START_SECONDS", 60)
     tracker = session(folder, 0, [(0, 3.0)], finished=False)
     online.fault, online.faulty = 403, "/A"  # where files of artifacts go
     (folder / "out/model.gguf").write_bytes(os.urandom(1000))
@@ -293,8 +298,9 @@ def test_a_model_whose_upload_fails_is_told_of_and_the_run_is_whole(online, fold
 
 
 def test_a_program_that_dies_leaves_a_run_that_failed_with_its_last_words(online, folder):
-    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import track; track.START_SECONDS = 60\n"
-               "tracker = track.make_tracker('out', {}, 0, {'id': 'x', 'project': 'p', 'name': 'x'}, True)\n"
+    program = (f"import sys, time; sys.path.insert(0, {str(ROOT)!r}); import track\n"
+               "import engine.tracking.tracker; engine.tracking.tracker.START_SECONDS = 60\n"
+               f"tracker = track.make_tracker(track.Session('out', {{}}, {named('x')}), ['wandb'])\n"
                "tracker.log({'iter': 0, 'tokens': 0})\nprint('bar 1\\rbar 2')\n"
                "for i in range(5000): print(i)\n1 / 0")
     done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
@@ -312,8 +318,8 @@ def test_a_program_that_dies_leaves_a_run_that_failed_with_its_last_words(online
 
 def test_rows_that_were_logged_while_the_client_was_starting_arrive_once(online, folder, monkeypatch):
     """They stand in log.jsonl when the client comes up, and wait in its queue, too."""
-    monkeypatch.setattr(track, "START_SECONDS", 0)
-    tracker = track.make_tracker(folder / "out", {}, 0, {"id": "slow", "project": "p", "name": "slow"}, True)
+    monkeypatch.setattr("engine.tracking.tracker.START_SECONDS", 0)
+    tracker = track.make_tracker(track.Session(folder / "out", {}, named("slow")), ["wandb"])
     for i in range(3):
         tracker.log({"iter": i, "tokens": i, "loss/val": 1.0, "samples": [["once", "greedy", f"upon {i}"]]})
     tracker.finish()

@@ -19,7 +19,8 @@ def main(folder, rows):
         return found
 
     run = {"id": "run-ab12", "project": "llamac", "name": "a run", "tags": ["t"], "notes": "n"}
-    tracker = timed("start", lambda: track.make_tracker(folder, {"lr": 0.1, "data": "x"}, 0, run, others=["SwanLab", "trackio"]))
+    session = track.Session(folder, {"lr": 0.1, "data": "x"}, run)
+    tracker = timed("start", lambda: track.make_tracker(session, ["swanlab", "trackio"]))
     for i in range(int(rows)):
         row = {"iter": i, "tokens": 100 * i, "loss/train": 3 / (i + 1), "lr": 1e-30, "grad/norm": 0.1 + 0.2}
         if i % 10 == 0:

@@ -9,7 +9,6 @@ import torch
 from engine import ops
 from engine.training import distributed, hardware
 from engine.spans import spanned
-from engine.streams import console_notes
 from engine.training.costs import PROBED
 from tokenizer import spell
 
@@ -83,13 +82,6 @@ class UpdateNorms:
 
 DEAD = 1e-3   # of what the units of a layer give at most, on average: a unit that never gives more is dead
 QUERIES = 64  # positions, the last of a sequence, whose attention is read
-USUAL = {     # metric: (least, most, what it means beyond them). Where a row says so for the first time, there is a note
-    "norm/activation": (1e-4, 1e4, "what the layer gives has vanished or exploded; look at norms and learning_rate"),
-    "dead": (-1, 0.5, "more than half of the layer's hidden units give nothing on any token; look at the learning_rate"),
-    "attention/entropy": (0.01, 2, "each head of the layer looks at one token whatever the text: its scores have exploded"),
-    "norm/grad": (1e-10, 1e4, "the layer's gradient has vanished or exploded: it learns nothing, or wildly"),
-    "norm/update": (0.0, 1.0, "a step changes the layer not at all, or by more than its whole size; look at learning_rate"),
-}
 
 
 @contextlib.contextmanager
@@ -169,21 +161,6 @@ class Inside:
     def read(self):
         """The metrics, with one wait for the device."""
         return dict(zip(self.found, torch.stack(list(self.found.values())).tolist())) if self.found else {}
-
-
-def take_notes(row, state):
-    """
-    {"notes": rows of that table} where a metric of this row lies beyond USUAL and none of its kind did before, which
-    state["noted"] remembers; and where stdout or stderr has failed.
-    """
-    notes = console_notes()
-    for name, value in row.items():
-        kind = next((kind for kind in USUAL if name.startswith(kind + "/")), None)
-        if kind is None or kind in state["noted"] or USUAL[kind][0] < value < USUAL[kind][1]:
-            continue
-        state["noted"].append(kind)
-        notes.append([name, value, USUAL[kind][2]])
-    return {"notes": notes} if notes else {}
 
 
 def gradient_noise(model, dataset, device, amp, batches=4, pieces=32):

@@ -1,5 +1,15 @@
 """
-Following and recording: consoles of other programs, and what is redacted before it leaves the machine.
+Tracking: the log of a run, the trackers that it is sent to, and the metrics of other programs.
 
-May import engine.files and engine.streams only.
+    log             log.jsonl: its rows, and the class that writes them
+    tracker         Tracker: sends a row to log.jsonl and to all trackers
+    anomalies       metrics that deserve a warning
+    destination     the class that a tracker derives from; trackers/ has them, a file each
+    background      a tracker in a thread; process: in a process of its own
+    wandb_client    settings, files and server of the W&B client; sync: upload what W&B lacks
+    follow          run another program; console: the metrics in what it prints
+    redact, source, network    secrets; git commit and diff; whether a server can be reached
+
+May import configurator and what lies beside this folder: engine.files, engine.ops, engine.spans,
+engine.streams, engine.untrusted, engine.advice.
 """

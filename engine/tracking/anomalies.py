@@ -1,0 +1,98 @@
+"""
+Anomalies in the rows of a log: metrics outside of their usual range, and sudden changes.
+
+This only reports them. optim.SpikeDetector decides before each step whether to take it, by a
+running mean of all steps that is saved in checkpoints.
+"""
+import math
+import statistics
+from collections import defaultdict, deque
+
+from engine.streams import console_notes
+
+RANGES = {  # {prefix of metrics: (min, max, what a value outside means)}
+    "norm/activation": (
+        1e-4, 1e4, "the layer's output has vanished or exploded; check the norms and the "
+                   "learning_rate"),
+    "dead": (
+        -1, 0.5, "more than half of the layer's hidden units stay near zero for every token; check "
+                 "the learning_rate"),
+    "attention/entropy": (
+        0.01, 2, "each head of the layer attends to a single token whatever the text: the "
+                 "attention scores have exploded"),
+    "norm/grad": (
+        1e-10, 1e4, "the layer's gradient has vanished or exploded: the layer does not learn, or "
+                    "diverges"),
+    "norm/update": (
+        0.0, 1.0, "a step leaves the layer unchanged, or changes it by more than its own norm; "
+                  "check the learning_rate"),
+}
+
+
+class AnomalyDetector:
+    """Finds the metrics of a row that deserve a warning."""
+
+    WATCHED = ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec")  # for sudden changes
+    MEMORY = 50         # rows of a metric that a new value is compared with
+    MIN_ROWS = 10       # rows before the first comparison
+    MAX_DEVIATIONS = 6  # standard deviations above the mean; 2 % of the mean are added to one
+
+    def __init__(self, noted=None):
+        """
+        noted: list of the prefixes of RANGES that were reported already; it is extended in place,
+        and a checkpoint keeps it. None: ranges are not checked, as for another program's metrics.
+        """
+        self.noted = noted
+        self.past = defaultdict(lambda: deque(maxlen=self.MEMORY))
+
+    def out_of_range(self, row):
+        """
+        Return rows of the table `notes`: metrics outside of RANGES, the first time for each prefix,
+        and a console that could not be written.
+        """
+        if self.noted is None:
+            return []
+        notes = console_notes()
+        for name, value in row.items():
+            prefix = next((prefix for prefix in RANGES if name.startswith(f"{prefix}/")), None)
+            if prefix is None or prefix in self.noted:
+                continue
+            low, high, meaning = RANGES[prefix]
+            if not low < value < high:
+                self.noted.append(prefix)
+                notes.append([name, value, meaning])
+        return notes
+
+    def sudden_changes(self, row):
+        """
+        Return [(title, text)]: a loss or gradient norm that is not finite or far above the last
+        ones, and a speed below a third of the usual.
+        """
+        alerts = []
+        for name in self.WATCHED:
+            value, past = row.get(name), self.past[name]
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                alerts.append((f"{name} is {value}", f"at iter {row['iter']}"))
+                continue
+            if len(past) >= self.MIN_ROWS:
+                alerts += self.compare(name, value, past, row["iter"])
+            past.append(value)
+        return alerts
+
+    def compare(self, name, value, past, iteration):
+        """Return [(title, text)] if a value is far from the past ones of its metric."""
+        if name == "perf/tokens_per_sec":
+            usual = statistics.median(past)
+            if value < usual / 3:
+                text = f"{value:,.0f} tokens/s at iter {iteration}, usual {usual:,.0f}"
+                return [("the speed has collapsed", text)]
+            return []
+        mean = statistics.fmean(past)
+        deviations = (value - mean) / (statistics.pstdev(past) + 0.02 * abs(mean) + 1e-12)
+        if deviations > self.MAX_DEVIATIONS:
+            text = (f"{value:.4g} at iter {iteration}, {deviations:.0f} deviations above the usual "
+                    f"{mean:.4g}")
+            return [(f"{name} jumps", text)]
+        return []

@@ -1,0 +1,143 @@
+"""
+Trackers: the class that each derives from, and the session that each gets.
+
+A tracker is a file in engine/tracking/trackers/ with a subclass of Destination, which has three
+methods: __init__(session), log(row) and finish(failed). doc/tracking.md shows one.
+"""
+import importlib.util
+import os
+import re
+import secrets
+import shlex
+import unicodedata
+from dataclasses import dataclass, field
+
+from engine.tracking.redact import redact
+
+FINISH_SECONDS = 60  # a tracker that sends nothing for so long at the end is given up
+RUN_ENTRIES = ("id", "project", "entity", "name", "group", "tags", "notes", "job_type")
+
+
+@dataclass
+class Session:
+    """A run, from its start or resume to its end."""
+    out_dir: str        # folder of log.jsonl; "": there is none
+    config: dict        # resolved settings without secrets
+    run: dict           # {one of RUN_ENTRIES: value}; "id", "project" and "name" are always there
+    step: float = 0     # the last iteration of earlier sessions whose rows are kept; 0: a new run
+    last_row: dict = field(default_factory=dict)  # of earlier sessions; {"tokens": -1}: a new run
+    x: str = "tokens"   # metric on the x axis of charts
+    tables: bool = True  # send tables of text
+    models: bool = True  # send exported models
+    trainer: int = 0    # id of the process that logs, if the tracker is in another one
+
+    def __post_init__(self):
+        self.out_dir = os.fspath(self.out_dir)
+
+
+class Destination:
+    """
+    A tracker. It works in a process or a thread of its own, so a method may block or raise: the
+    training goes on, with one warning.
+    """
+    title = ""            # name in messages
+    package = ""          # Python package of its client
+    knob = ""             # setting of train.py that turns the tracker on; "": it is always on
+    own_process = True    # False: a thread, for a client that neither hangs nor crashes
+    waits_at_end = False  # the program ends only when the tracker has sent everything
+    variables = {}        # {entry of Session.run: environment variable that sets it for the client}
+    messages = ()         # lines for the user that were not shown yet
+
+    def __init__(self, session):
+        """Start the run."""
+        raise NotImplementedError
+
+    def log(self, row):
+        """Log a row, see log.py. Rows come in the order of their iter."""
+        raise NotImplementedError
+
+    def finish(self, failed=False):
+        """End the run. failed: the program ended without a call of finish()."""
+        raise NotImplementedError
+
+    # ---- what a tracker may also do
+
+    def alert(self, title, text):
+        """Warn of an anomaly."""
+
+    def model(self, path, metrics, aliases):
+        """Record a model file with its metrics, a dict; aliases: of "best" and "latest"."""
+
+    def console(self, stream, text):
+        """
+        Record a line that the program printed to "stdout" or "stderr". Only one tracker of a run
+        gets these calls, and W&B is one.
+        """
+
+    @classmethod
+    def resolve(cls, session, given):
+        """Return the run's entries for this client, without secrets. given: see resolve_run."""
+        said = {entry: os.environ.get(variable) for entry, variable in cls.variables.items()}
+        return presentable(resolve_run(session.run, given, said))
+
+    @classmethod
+    def remedy(cls, session):
+        """Return what the user can do about a failure, as the end of a warning."""
+        missing = cls.package and not importlib.util.find_spec(cls.package)
+        return f"; needed: pip install {cls.package}" if missing else ""
+
+    @staticmethod
+    def reason(error):
+        """Return an exception as one line."""
+        return error_line(error)
+
+    # ---- for subclasses
+
+    def say(self, line):
+        """Show a line to the user; "warning: ..." goes to stderr."""
+        self.messages = [*self.messages, line]
+
+    def take_messages(self):
+        """Return the lines that were not shown yet."""
+        lines, self.messages = list(self.messages), []
+        return lines
+
+
+def error_line(error):
+    """Return an exception as one line."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def resolve_run(run, given, said, earlier=()):
+    """
+    Return the entries of a run. In the order of precedence: those of `run` whose names are in
+    `given` (the user's flags) and the id; `said`, what the user tells the client by environment or
+    file; `earlier`, the entries that the run had before it was resumed; the defaults in `run`.
+    """
+    earlier = {name: earlier[name] for name in RUN_ENTRIES if name in earlier}
+    said = {name: value for name, value in said.items() if value}
+    if "tags" in said:
+        said["tags"] = said["tags"].split(",")
+    flags = {name: run[name] for name in ("id", *given) if name in run}
+    return run | earlier | said | flags
+
+
+def presentable(run):
+    """Return the entries of a run that are set, without secrets."""
+    return redact({name: value for name, value in run.items() if value})
+
+
+def new_run_id(name):
+    """
+    Return a unique run id that begins with the name, such as "my-run-3f2a". Under `wandb agent` it
+    is the id that the agent chose.
+    """
+    letters = re.sub(r"[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name))  # é becomes e
+    words = re.sub(r"[^A-Za-z0-9]+", "-", letters)[:40].strip("-").lower() or "run"
+    return os.environ.get("WANDB_RUN_ID") or f"{words}-{secrets.token_hex(2)}"
+
+
+def sync_command(out_dir):
+    """Return the command that uploads what W&B lacks of a run."""
+    return shlex.join(["python", "track.py", "sync", out_dir])

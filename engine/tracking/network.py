@@ -1,0 +1,25 @@
+"""Whether a tracker's server can be reached, before its client waits for it."""
+import socket
+import urllib.request
+from urllib.parse import urlsplit
+
+
+def proxy_of(url):
+    """Return the URL of the proxy that HTTP clients use for a url, by the environment, or ""."""
+    parts = urlsplit(url)
+    is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if is_local or urllib.request.proxy_bypass_environment(parts.netloc):
+        return ""
+    proxy = urllib.request.getproxies_environment().get(parts.scheme, "")
+    return proxy if "://" in proxy or not proxy else f"http://{proxy}"
+
+
+def is_reachable(url, seconds=3):
+    """Return whether the host of a url, or the proxy in front of it, accepts connections."""
+    try:
+        parts = urlsplit(proxy_of(url) or url)
+        port = parts.port or {"https": 443, "socks5": 1080}.get(parts.scheme, 80)
+        socket.create_connection((parts.hostname, port), seconds).close()
+        return True
+    except (OSError, ValueError):  # ValueError: not a URL
+        return False

@@ -1,0 +1,93 @@
+"""python track.py sync out/my: upload what W&B lacks of a run, each row once."""
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+from configurator import fail
+from engine.tracking.destination import Session
+from engine.tracking.log import rising_rows
+from engine.tracking.network import is_reachable
+from engine.tracking.trackers.wandb import Wandb
+from engine.tracking.wandb_client import (
+    about, at_server, client_rows, count_rows, existing_folders, has_wandb_key, wandb_server)
+
+
+def sync(out_dir):
+    """
+    Upload the client's folders that hold just what the server lacks, then the other rows from
+    log.jsonl. The server appends whatever it receives: a row that it has already would be doubled.
+    """
+    run = about(out_dir)
+    if "id" not in run:
+        fail(f"{out_dir}: holds no run tracked with --wandb_log=True (no wandb.json)")
+    if not Path(out_dir, "log.jsonl").exists():
+        fail(f"{out_dir}: its log.jsonl is gone; upload what the client wrote with: wandb sync "
+             + " ".join(run.get("folders", [])))
+    if not has_wandb_key():
+        fail("no W&B key; log in first with: wandb login")
+    if not is_reachable(wandb_server()):
+        fail(f"{wandb_server()} does not answer; try again later")
+    rows = rising_rows(out_dir)
+    known = at_server(run)
+    count, last = known or (0, -1)
+    missing = [row for row in rows if row["iter"] > last]
+    folders, sent = [], 0
+    # If the server lacks rows before its last one, a folder may hold rows that it has already.
+    if (missing or not known) and count + len(missing) == len(rows):
+        folders, sent = matching_folders(existing_folders(run), missing, is_new=not known)
+    if folders:
+        upload(run, folders)
+    if sent < len(missing):
+        send_rows(out_dir, run, rows, last, uploaded=folders)
+    if folders or missing:
+        count = count_rows(run, len(rows))
+    if count < len(rows):
+        fail(f"{out_dir}: W&B has {count} of the run's {len(rows)} rows; sync again. W&B takes no "
+             "rows from before its last one: if these are missing, give the run another \"id\" in "
+             f"{out_dir}/wandb.json first")
+    end = rows[-1]["iter"] if rows else 0
+    print(f"{out_dir}: run {run['id']} is complete up to iter {end}")
+
+
+def matching_folders(folders, rows, is_new):
+    """
+    Return (folders, number of rows in them): those that hold the next of these rows and nothing
+    else. is_new: the server does not know the run, so folders without rows are taken too.
+    """
+    found, count = [], 0
+    for folder in folders:
+        recorded = client_rows(folder)
+        pairs = list(zip(recorded, rows[count:]))
+        same = all(item.get(name) == value for item, row in pairs
+                   for name, value in row.items() if type(value) in (int, float) and name != "time")
+        if same and (pairs or is_new and not recorded):
+            found.append(folder)
+            count += len(pairs)
+    return found, count
+
+
+def upload(run, folders):
+    """Upload folders of the client to a run."""
+    tool = [sys.executable, "-m", "wandb", "sync", "--include-online", "--include-synced",
+            "--id", run["id"], "--project", run["project"], *folders]
+    if "entity" in run:
+        tool += ["--entity", run["entity"]]
+    if subprocess.run(tool, stdin=subprocess.DEVNULL).returncode:
+        fail(f"wandb sync failed for {', '.join(folders)}; nothing is lost, try again")
+
+
+def send_rows(out_dir, run, rows, last, uploaded):
+    """Send the rows that the server still lacks, and the models of the other folders."""
+    config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
+    session = Session(
+        out_dir, config, {name: v for name, v in run.items() if name not in ("folders", "url")},
+        step=math.inf, x="tokens" if "tokens" in rows[0] else "iter",
+        tables=config.get("wandb_tables", True))
+    tracker = Wandb(session, mode=("online", "sync"))
+    print(*tracker.take_messages(), sep="\n")
+    for folder in existing_folders(run):
+        if folder not in uploaded:
+            tracker.log_models_of(folder, last)  # an earlier model must not take its aliases
+    tracker.finish()

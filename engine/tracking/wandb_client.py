@@ -1,0 +1,225 @@
+"""
+What the W&B client reads from environment and files, what it wrote, and what its server has.
+
+The client itself is imported only where it is used.
+"""
+import configparser
+import json
+import netrc
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from engine.files import read_json
+from engine.tracking.destination import error_line, resolve_run
+from engine.tracking.network import is_reachable
+
+COUNT_SECONDS = 5  # the server gets to count the rows that it received
+
+# {entry of Session.run: the client's setting}
+RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name",
+                "group": "run_group", "tags": "run_tags", "notes": "run_notes",
+                "job_type": "run_job_type"}
+# {the client's setting: its environment variable}, where that is not WANDB_ and its name
+VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES",
+             "run_job_type": "WANDB_JOB_TYPE"}
+# {the client's setting: the flag of train.py}
+FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name",
+         "run_group": "--wandb_group", "run_tags": "--wandb_tags", "run_notes": "--wandb_notes",
+         "run_job_type": "--wandb_job_type"}
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+def settings_files():
+    """Return the client's settings files; the later one overrides the earlier."""
+    user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", "settings").expanduser()
+    local = ".wandb" if Path(".wandb").exists() else "wandb"
+    return [user, Path(local, "settings")]
+
+
+def read_settings(files):
+    """Return {name: text} of the client's settings files, {} if they can't be read."""
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(files)
+        return dict(parser["default"]) if "default" in parser else {}
+    except (OSError, ValueError, configparser.Error):
+        return {}
+
+
+def file_settings():
+    """Return {name: text} of all settings in the client's files."""
+    return read_settings(settings_files())
+
+
+def variable_of(setting):
+    """Return the environment variable of a setting of the client."""
+    if setting.startswith("x_"):
+        return f"WANDB__{setting.removeprefix('x_').upper()}"
+    return VARIABLES.get(setting, f"WANDB_{setting.upper()}")
+
+
+def user_setting(setting):
+    """Return the user's value of a setting of the client, by environment or file, or None."""
+    return os.environ.get(variable_of(setting)) or file_settings().get(setting)
+
+
+def origin(setting, value):
+    """Return where the client got a setting's value from, as words."""
+    variable = variable_of(setting)
+    if os.environ.get(variable) == value:
+        return f"from the variable {variable}"
+    for path in reversed(settings_files()):
+        if read_settings([path]).get(setting) == value:
+            return f"from {path}"
+    return f"from {FLAGS[setting]}" if setting in FLAGS else "set by llamac"
+
+
+def wandb_run(run, given, earlier=()):
+    """resolve_run for W&B: WANDB_PROJECT, WANDB_NAME and the like override the settings files."""
+    said = {entry: user_setting(setting) for entry, setting in RUN_SETTINGS.items()}
+    return resolve_run(run, given, said, earlier)
+
+
+def wandb_server():
+    """Return the URL of the server that the client connects to."""
+    url = user_setting("base_url")
+    if not url:
+        import wandb
+        url = wandb.Settings().base_url
+    return url.rstrip("/")
+
+
+def has_wandb_key():
+    """
+    Return whether there is an API key where the client looks for one: WANDB_API_KEY, its settings,
+    or netrc by host and port.
+    """
+    if user_setting("api_key"):
+        return True
+    host = urlsplit(wandb_server()).netloc
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    path = next(filter(os.path.exists, map(os.path.expanduser, files)), None)
+    if not path:
+        return False
+    try:
+        login = netrc.netrc(path).authenticators
+        earlier_name = host == "api.forge.coreweave.com" and login("api.wandb.ai")
+        return bool(login(host) or earlier_name)
+    except (OSError, ValueError, netrc.NetrcParseError):  # ValueError: not UTF-8
+        return False
+
+
+def wandb_mode():
+    """
+    Return (mode, why): the user's mode, by WANDB_MODE or `wandb offline`, otherwise "online" if
+    there is a key and the server can be reached, otherwise "offline".
+    """
+    if os.environ.get("WANDB_MODE"):
+        return os.environ["WANDB_MODE"], "WANDB_MODE"
+    mode = file_settings().get("mode", "online")
+    if mode != "online":
+        return mode, "W&B's settings"
+    if not has_wandb_key():
+        return "offline", "no API key"
+    if not is_reachable(wandb_server()):
+        return "offline", f"{wandb_server()} does not answer"
+    return "online", "API key found"
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+def reason(error):
+    """
+    Return an exception as one line. Settings that the client refuses are named with their values
+    and where these came from.
+    """
+    kind = type(error).__name__
+    if kind == "ValidationError" and hasattr(error, "errors"):  # pydantic's
+        return "; ".join(map(refused_setting, error.errors()))
+    if kind != "UsageError":
+        return error_line(error)
+    text = str(error).splitlines()[0]
+    setting = "project" if "project" in text else "run_id" if "Run ID" in text else ""
+    value = user_setting(setting) if setting else None
+    return f"{text} ({setting}={value!r}, {origin(setting, value)})" if value else text
+
+
+def refused_setting(error):
+    """Return one of pydantic's errors, {"loc", "input", "msg"}, as a line."""
+    name = str(error["loc"][0]) if error["loc"] else "a setting"
+    value = error["input"]
+    value = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    shown = value if len(value) <= 80 else f"{value[:77]}..."
+    message = error["msg"].removeprefix("Value error, ")
+    return f"W&B refuses {name}={shown!r}, {origin(name, value)}: {message}"
+
+
+# ---- what the client wrote ----------------------------------------------------------------------
+
+def about(out_dir):
+    """
+    Return out_dir/wandb.json: {"id", "project", "name", ..., "folders": those in which the client
+    wrote the run, one a session}.
+    """
+    return read_json(Path(out_dir, "wandb.json"))
+
+
+def existing_folders(run):
+    """Return the client's folders of a run, as about() returns it, that still exist."""
+    return [folder for folder in run.get("folders", []) if Path(folder).exists()]
+
+
+def read_wandb(folder):
+    """Return the records in a folder of the client or in its .wandb file, as dicts."""
+    tool = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    done = subprocess.run(tool, capture_output=True, text=True, encoding="utf-8",
+                          stdin=subprocess.DEVNULL)
+    if done.returncode:
+        why = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise OSError(f"not readable as a W&B run: {why}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def client_records(folder, kind):
+    """Return the records of one kind in a folder of the client, [] if it can't be read."""
+    try:
+        return [record[kind] for record in read_wandb(folder) if record["type"] == kind]
+    except (OSError, ValueError):
+        return []
+
+
+def client_rows(folder):
+    """Return the rows in a folder of the client."""
+    return [record["item"] for record in client_records(folder, "history")]
+
+
+# ---- what the server has ------------------------------------------------------------------------
+
+def at_server(run):
+    """Return (rows, step of the last row) that the server has of a run; None: it is unknown."""
+    import wandb
+    from wandb.apis.public.runs import RunNotFoundError
+    try:
+        path = "/".join(run[key] for key in ("entity", "project", "id") if key in run)
+        found = wandb.Api().run(path).load()
+    except wandb.errors.CommError as e:
+        if isinstance(e.exc, RunNotFoundError):
+            return None
+        raise OSError(f"{wandb_server()} does not serve: {str(e).splitlines()[0]}") from e
+    last_step = (found["historyKeys"] or {}).get("lastStep", -1)
+    return found["historyLineCount"] or 0, last_step
+
+
+def count_rows(run, expected):
+    """Return how many rows of a run the server has; give it a moment to count all of them."""
+    until = time.monotonic() + COUNT_SECONDS
+    while True:
+        rows, _ = at_server(run) or (0, -1)
+        if rows >= expected or time.monotonic() > until:
+            return rows
+        time.sleep(1)
