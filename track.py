@@ -47,33 +47,35 @@ PROJECT = "llamac"  # unless a flag or the tracker's own settings name a project
 PROGRAM_FOLDER = "out/program"  # of a tracked program, unless --out_dir names one
 
 
-# ---- a training ---------------------------------------------------------------------------------
-
-def start_tracking(settings, config, state):
+def start_tracking(cfg, recorded, state):
     """
-    Return the Tracker of a training. settings: train.py's, as attributes; config: what is recorded
-    of them; state: the training's, whose "run_id" and "noted" are read and set.
+    Return the Tracker of a training. cfg: train.py's settings, as attributes; recorded: the
+    settings and figures that trackers get; state: the training's; its "run_id" is set, and "noted".
     """
-    s = settings
-    flags = {"project": s.wandb_project, "name": s.wandb_run_name, "group": s.wandb_group,
-             "notes": s.wandb_notes, "job_type": s.wandb_job_type,
-             "tags": [tag.strip() for tag in s.wandb_tags.split(",") if tag.strip()]}
+    tags = [tag.strip() for tag in cfg.wandb_tags.split(",") if tag.strip()]
+    flags = {"project": cfg.wandb_project, "name": cfg.wandb_run_name, "group": cfg.wandb_group,
+             "notes": cfg.wandb_notes, "job_type": cfg.wandb_job_type, "tags": tags}
     given = {entry: value for entry, value in flags.items() if value and value != "auto"}
-    default_name = f"{Path(s.data).stem}-{s.dim}x{s.n_layers}"
-    name = given.get("name") or (s.wandb_log and user_setting("run_name")) or default_name
+    default_name = f"{Path(cfg.data).stem}-{cfg.dim}x{cfg.n_layers}"
+    name = given.get("name") or (cfg.wandb_log and user_setting("run_name")) or default_name
     state["run_id"] = state["run_id"] or new_run_id(name)
     run = {"id": state["run_id"], "project": PROJECT, "name": default_name, "job_type": "train"}
     # A stop may have saved a row before it was logged: then the step's own row comes again.
     step = state["step"] - (0.5 if state.get("row") else 0)
-    session = Session(s.out_dir, redact(config), run | given, step, tables=s.wandb_tables,
-                      models=s.wandb_log_model)
+    session = Session(cfg.out_dir, redact(recorded), run | given, step,
+                      tables=cfg.wandb_tables, models=cfg.wandb_log_model)
     chosen = [name for name, kind in find_trackers().items()
-              if not kind.knob or getattr(s, kind.knob, False)]
+              if not kind.knob or getattr(cfg, kind.knob, False)]
+    return make_or_fail(session, chosen, given, state.setdefault("noted", []))
+
+
+def make_or_fail(session, *arguments):
+    """Return make_tracker(...); a folder that cannot be written ends the program with one line."""
     try:
-        return make_tracker(session, chosen, given, state.setdefault("noted", []))
+        return make_tracker(session, *arguments)
     except OSError as e:
-        fail(f"--out_dir={s.out_dir}: cannot be written ({why(e)}); make room or choose another "
-             "folder")
+        fail(f"--out_dir={session.out_dir}: cannot be written ({why(e)}); make room or choose "
+             "another folder")
 
 
 # ---- any other program --------------------------------------------------------------------------
@@ -148,10 +150,7 @@ def track_program(words):
     run = {"id": new_run_id(name), "project": PROJECT, "name": name} | given
     session = Session(out_dir, redact({"command": command}), run, x="iter")
     trackers = ["wandb"] if BOOLS[options["wandb_log"].lower()] else []
-    try:
-        tracker = make_tracker(session, trackers, given)
-    except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another")
+    tracker = make_or_fail(session, trackers, given)
     code = follow(command, tracker, parser)
     tracker.finish()
     with unread():

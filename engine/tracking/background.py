@@ -45,10 +45,15 @@ class Background:
     def work(self, session):
         """In the thread: start the tracker and pass calls on to it."""
         try:
-            tracker = self.process.start() if self.process else self.kind(session)
+            if self.process:
+                self.process.start()
+                call = self.process.call
+            else:
+                tracker = self.kind(session)
+                call = lambda method, *arguments: getattr(tracker, method)(*arguments)
             self.started.set()
-            for method, arguments in iter(self.calls.get, None):
-                getattr(tracker, method)(*arguments)
+            for method, *arguments in iter(self.calls.get, None):
+                call(method, *arguments)
                 if method == "finish":
                     break
         except Exception as e:
@@ -68,7 +73,7 @@ class Background:
         if not self.ended and self.calls.qsize() > MAX_WAITING:
             self.give_up(f"it has not taken {MAX_WAITING} rows")
         if not self.ended:
-            self.calls.put((method, arguments))
+            self.calls.put((method, *arguments))
 
     def flush(self):
         """At the exit of a program that did not call finish(): send what it printed last."""
@@ -85,7 +90,7 @@ class Background:
     def model(self, path, metrics, aliases):
         if self.takes_models:
             self.model_bytes += os.path.getsize(path)
-            self.call("model", path, metrics, aliases)
+            self.call("model", str(path), metrics, aliases)
 
     def finish(self):
         """End the run, and wait for its upload if the tracker asks for that."""

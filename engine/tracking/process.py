@@ -17,7 +17,6 @@ import threading
 import time
 from pathlib import Path
 
-from engine.files import sha256
 from engine.streams import tell
 from engine.tracking.destination import FINISH_SECONDS, Session
 from engine.tracking.redact import redact
@@ -26,7 +25,7 @@ from engine.tracking.trackers import find_trackers
 
 
 class ClientProcess:
-    """A tracker's process, with the methods of the tracker."""
+    """A tracker's process, as the program that logs sees it."""
 
     def __init__(self, tracker, session):
         """tracker: its name in find_trackers()."""
@@ -34,7 +33,7 @@ class ClientProcess:
         self.session = dataclasses.replace(session, trainer=os.getpid())
 
     def start(self):
-        """Start the process and the run; return self. Raises RuntimeError if the tracker fails."""
+        """Start the process and the run. Raises RuntimeError if the tracker fails."""
         # A W&B service that another program started must not be killed with this process.
         environment = {name: v for name, v in os.environ.items() if name != "WANDB_SERVICE"}
         self.child = subprocess.Popen(
@@ -44,7 +43,6 @@ class ClientProcess:
         self.send({"tracker": self.tracker, "session": dataclasses.asdict(self.session),
                    "argv": redact(sys.argv)})
         self.receive()
-        return self
 
     def send(self, message):
         try:
@@ -62,25 +60,12 @@ class ClientProcess:
         for line in content:
             tell(line, sys.stderr if line.startswith("warning: ") else sys.stdout)
 
-    def log(self, row):
-        self.send(["log", row])
-
-    def alert(self, title, text):
-        self.send(["alert", title, text])
-
-    def console(self, stream, text):
-        self.send(["console", stream, text])
-
-    def model(self, path, metrics, aliases):
-        try:
-            self.send(["model", str(path), metrics | {"sha256": sha256(path)}, aliases])
-        except FileNotFoundError:
-            tell(f"warning: {path} is gone; it is not in W&B", sys.stderr)
-
-    def finish(self):
-        self.send(["finish"])
-        self.receive()
-        self.child.wait()
+    def call(self, method, *arguments):
+        """Call a method of the tracker; wait only for finish. Raises RuntimeError if it failed."""
+        self.send([method, *arguments])
+        if method == "finish":
+            self.receive()
+            self.child.wait()
 
     def processes(self):
         """Return the ids of the process and of those that it started."""

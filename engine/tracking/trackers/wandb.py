@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from engine.files import write_atomic
+from engine.files import sha256, write_atomic
 from engine.tracking.destination import FINISH_SECONDS, Destination, presentable, sync_command
 from engine.tracking.log import TABLES, convert_row, read_rows, rising_rows
 from engine.tracking.redact import redact
@@ -168,10 +168,10 @@ class Wandb(Destination):
     def model(self, path, metrics, aliases):
         """Log a model and its tokenizer as an artifact; `metrics` are its metadata."""
         try:
-            files = {None: path}
+            files, metrics = {None: path}, metrics | {"sha256": sha256(path)}
             if tokenizer := metrics.get("tokenizer"):
                 files[Path(tokenizer).name] = tokenizer
-                metrics = metrics | {"tokenizer": Path(tokenizer).name}
+                metrics["tokenizer"] = Path(tokenizer).name
             self.models.append((self.log_artifact(files, metrics, aliases), path))
         except Exception as e:  # the run goes on without it
             self.say(f"warning: {path} is not in W&B ({redact(reason(e))})")
