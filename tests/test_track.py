@@ -578,6 +578,14 @@ def test_alerts_tell_of_what_is_far_from_the_usual_and_only_then():
         assert len(alerts.sudden_changes({"iter": 99, "loss/val": after})) == said
 
 
+def test_metrics_of_another_program_have_no_ranges():
+    row = {"iter": 1, "dead/layers.0": 1.0, "norm/grad/x": 0.0}
+    assert AnomalyDetector().out_of_range(row) == []
+    noted = ["dead"]  # by an earlier session
+    assert [note[:2] for note in AnomalyDetector(noted).out_of_range(row)] == [["norm/grad/x", 0.0]]
+    assert noted == ["dead", "norm/grad"]
+
+
 def test_rows_are_redacted_and_alerts_told_where_anybody_hears_them(monkeypatch, capsys):
     class Destination:
         def __init__(self):
