@@ -3,7 +3,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
@@ -41,8 +41,18 @@ def kind_of(name, parameter):
     return {"tok_embeddings": "embedding", "output": "lm_head"}.get(part, "norms")
 
 
+MAX_BUILT = 512  # layers of a model that is built to be counted; the others are taken to be like its last one
+
+
 def parameters(args):
-    """{kind: parameters} of the model of `args`, from its own parameters on the meta device, each counted once."""
+    """
+    Return {kind: number of parameters} of the model of ModelArgs, counted on the meta device, where
+    they take no memory. A parameter that two modules share counts once.
+    """
+    if args.n_layers > MAX_BUILT:  # building a mistaken number of layers would take memory and time
+        whole, less = (parameters(replace(args, n_layers=n)) for n in (MAX_BUILT, MAX_BUILT - 1))
+        more = args.n_layers - MAX_BUILT
+        return {kind: count + more * (count - less[kind]) for kind, count in whole.items()}
     counts = dict.fromkeys(("embedding", "attention", "feed-forward", "norms", "lm_head"), 0)
     for name, parameter in args.build("meta").named_parameters():
         counts[kind_of(name, parameter)] += parameter.numel()
