@@ -129,7 +129,7 @@ def other_targets(monkeypatch):
     (dropped_tokens, "no better than without seeing the text"), (blind_attention, "no better than from the last token alone"),
     (other_targets, "not that of these targets"), (wild_rate, "the rate")])
 def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monkeypatch, bug, words):
-    monkeypatch.setattr(modes, "HOPELESS", 60)
+    monkeypatch.setattr(overfit, "HOPELESS", 60)
     code = trainer(overfit=1, **bug(monkeypatch) or {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert code == 1 and last.startswith("FAIL: ") and words in last, last

@@ -1204,7 +1204,7 @@ def test_adamw_is_that_of_pytorch():
 def test_one_process_imports_neither_the_compiler_nor_sharding():
     """They take a second and a half, and 120 MB."""
     code = ("import sys, torch, train; from model import ModelArgs; from optim import make_optimizer; "
-            "model = train.Transformer(ModelArgs()); "
+            "model = ModelArgs().build(); "
             "opt = make_optimizer(model, 'muon', 1e-3, 0.1, 0.9, 0.95); tokens = torch.zeros(1, 4, dtype=torch.long); "
             "model(tokens, tokens)[1].backward(); opt.step(); opt.zero_grad(); "
             "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
@@ -1399,6 +1399,7 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
                       "batch, bad = train.Dataset.batch, {int(x) for x in sys.argv.pop(1).split(',')}\n"
                       "import model\n"
                       "class Poisoned(model.Transformer):\n"
+                      "    step = -1\n"
                       "    def forward(self, *args, **more):\n"
                       "        logits, loss = super().forward(*args, **more)\n"
                       "        return logits, loss * float('nan') if self.training and Poisoned.step in bad else loss\n"
@@ -1522,7 +1523,7 @@ def test_gradients_are_made_out_of_autocast():
     model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
     opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
     x, y = torch.zeros(2, 6, 8, dtype=torch.long)
-    t = SimpleNamespace(model=model, network=model, opt=opt, device=torch.device("cpu"), dataset=None,
+    t = SimpleNamespace(args=args, model=model, network=model, opt=opt, device=torch.device("cpu"), dataset=None,
                         amp=torch.autocast("cpu", torch.bfloat16))
     train.train_step(t, 0, x, y, optim.SpikeDetector(6.0), instruments.UpdateNorms(model))
     assert seen == [False]
@@ -1673,7 +1674,7 @@ def system(monkeypatch):
                 raise FileNotFoundError
             return files[str(self)]
 
-    monkeypatch.setattr(distributed, "Path", Fake)
+    monkeypatch.setattr(hardware, "Path", Fake)
     return files
 
 
