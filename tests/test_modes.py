@@ -54,8 +54,7 @@ def trainer(folder, monkeypatch):
         for name, value in (defaults | TINY | {"out_dir": "out/my"} | given).items():
             monkeypatch.setattr(train, name, value)
         try:
-            train.start(freeze(vars(train), dict.fromkeys(TINY.keys() | given.keys())))
-            return 0
+            return train.start(freeze(vars(train), dict.fromkeys(TINY.keys() | given.keys())))
         except SystemExit as e:
             return e.code
     yield start
