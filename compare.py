@@ -26,7 +26,7 @@ import numpy as np
 from configurator import configure, fail
 from engine.files import stamp
 from engine.streams import one_line
-from engine.untrusted import open_untrusted, read_json_file, reason
+from engine.untrusted import open_untrusted, read_json, reason
 from track import parse_row, read_wandb
 
 runs = "out"          # folders of runs, separated by commas, or given as words
@@ -133,7 +133,7 @@ class Run:
             before, self.config, self.odd = self.config, {}, ""
             if os.path.lexists(path):
                 try:
-                    self.config = tame(read_json_file(path))
+                    self.config = tame(read_json(path))
                 except (OSError, ValueError, MemoryError) as e:
                     self.odd = f"config.json: {reason(e)}"
             self.version += bool(self.count) and self.config != before

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import compare
 from configurator import advice, configure, convert, fail, read_file, source_knobs
-from engine.files import read_json
+from engine.untrusted import MAX_JSON, read_json
 from engine.streams import one_line, outlast
 
 file = ""       # the sweep, a .yaml file as W&B has them
@@ -238,7 +238,7 @@ def suggest(name, spec, trial):
 
 def refuse_other(sweep, values, folder):
     """One line where a trial's folder holds one with other values, which resuming it would take for these."""
-    stored, known = read_json(folder / "config.json"), knobs_of(program(sweep))
+    stored, known = read_json(folder / "config.json", MAX_JSON, {}), knobs_of(program(sweep))
     found = FOUND if values.get("batch_size") == 0 else ()
     for name in stored.keys() & values.keys() - set(found):
         new = convert(name, str(values[name]), known[name][0], file) if name in known else values[name]

@@ -26,7 +26,7 @@ from sentencepiece import sentencepiece_model_pb2
 
 from configurator import fail
 from engine.streams import silent_stderr
-from engine.untrusted import MAX_JSON, parse_json, read_json_file, read_untrusted, reading
+from engine.untrusted import MAX_JSON, parse_json, read_json, read_untrusted, reading
 
 SPACE = "\u2581"  # sentencepiece's visible space
 SPECIALS = [("<unk>", 2), ("<s>", 3), ("</s>", 3)]  # ids 0, 1, 2 of the vocabularies we make
@@ -396,7 +396,7 @@ def text_of(token):
 def beside(folder, name):
     """The object in a .json file of a folder, without nulls; {} where there is none."""
     try:
-        found = read_json_file(folder / f"{name}.json", MAX_JSON)
+        found = read_json(folder / f"{name}.json", MAX_JSON)
     except (OSError, ValueError):
         return {}
     return {key: value for key, value in found.items() if value is not None}

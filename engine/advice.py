@@ -1,71 +1,111 @@
-"""What to write instead of a setting that a program here does not have, or of the name of something to download."""
+"""Suggest what to write instead of an unknown setting, or instead of a name on a download site."""
 import difflib
 import re
 from collections import Counter
 from pathlib import Path
 
-ELSEWHERE = [  # names of nanoGPT, llama2.c, transformers and their like; the knob here; what else is to be known
-    ("lr max_lr peak_lr rate", "learning_rate", ""), ("embedding_lr unembedding_lr", "table_rate", "times learning_rate"),
-    ("epochs num_epochs n_epochs num_train_epochs", "max_iters", "which counts steps, not passes over the data"),
-    ("steps max_steps num_steps n_steps train_steps iters num_iters num_iterations", "max_iters", ""),
-    ("lr_decay_iters lr_decay_steps", "max_iters", "where the schedule always ends"), ("warmup_ratio", "warmup_iters", "in steps"),
-    ("warmup_steps num_warmup_steps warmup", "warmup_iters", ""), ("lr_scheduler_type lr_scheduler lr_schedule", "schedule", ""),
-    ("optim optimizer_type", "optimizer", ""), ("adam_beta1", "beta1", ""), ("adam_beta2", "beta2", ""),
-    ("muon_momentum mu", "momentum", ""), ("max_grad_norm grad_norm_clip clip_grad_norm clip", "grad_clip", ""),
-    ("per_device_train_batch_size per_device_batch_size device_batch_size micro_batch_size", "batch_size", "of a forward pass"),
-    ("accumulate_grad_batches grad_accum grad_accum_steps accumulation_steps", "gradient_accumulation_steps", "of all processes"),
-    ("n_embd n_embed d_model embed_dim hidden_size width", "dim", ""),
-    ("n_layer num_layers num_hidden_layers layers", "n_layers", ""), ("n_head num_heads num_attention_heads heads", "n_heads", ""),
-    ("num_key_value_heads num_kv_heads n_kv_head kv_heads", "n_kv_heads", ""),
-    ("intermediate_size ffn_dim d_ff ffn_hidden_size", "hidden_dim", ""),
-    ("block_size context context_length context_size ctx_len n_ctx seq_length sequence_length max_position_embeddings "
-     "max_length", "max_seq_len", "in tokens"),
-    ("rms_norm_eps layer_norm_eps layer_norm_epsilon", "norm_eps", ""),
-    ("tie_word_embeddings tie_embeddings tied_embeddings weight_tying", "tied", ""),
-    ("attention_dropout hidden_dropout resid_pdrop", "dropout", ""),
-    ("text text_file input input_file ppl", "perplexity", "with a text file"),
-    ("dataset dataset_name data_path data_dir data_file train_file train_data input input_file text file", "data", ""),
-    ("data dataset dataset_name data_path data_dir data_file input input_file text file", "source", ""),
-    ("tokenizer tokenizer_name tokenizer_path tokenizer_model", "vocab_source", ""),
-    ("validation_split_percentage val_split test_size", "val_fraction", "between 0 and 1"),
-    ("outfile output output_path output_file output_dir save_dir", "path", ""),
-    ("output_dir outdir output save_dir checkpoint_dir run_dir", "out_dir", ""),
-    ("eval_steps eval_every eval_freq val_interval", "eval_interval", "in steps"),
-    ("patience early_stopping early_stopping_patience", "early_stop", "in evaluations"),
-    ("save_steps save_every save_interval checkpoint_interval ckpt_interval", "eval_interval", "as every evaluation saves"),
-    ("save_total_limit", "keep_last", "beside the best, of which keep_best are kept"),
-    ("logging_steps log_every log_freq", "log_interval", "in steps"), ("wandb use_wandb report_to", "wandb_log", "True or False"),
-    ("resume_from_checkpoint resume restore", "init_from", "though the same command in the same out_dir resumes by itself"),
-    ("model model_name_or_path pretrained pretrained_model load_from checkpoint ckpt ckpt_path", "init_from", "a run's folder"),
-    ("bf16 fp16 amp precision mixed_precision torch_dtype outtype quant quantize", "dtype", ""),
-    ("gpu cuda cpu use_cpu no_cuda use_cuda", "device", "auto, cpu, cuda, cuda:1 or mps"),
-    ("gradient_checkpointing", "activation_checkpointing", ""), ("torch_compile", "compile", ""),
-    ("fsdp", "sharded", "True or False"), ("full_determinism", "deterministic", ""), ("random_seed data_seed", "seed", ""),
-    ("start text input_text", "prompt", ""), ("temp", "temperature", ""), ("num_return_sequences", "num_samples", ""),
-    ("max_length max_tokens num_tokens n_predict", "max_new_tokens", ""),
-    ("model model_path checkpoint checkpoint_path ckpt model_name_or_path filepath input", "out_dir", "a run's folder or a model"),
-    ("version", "format", "with v0, v1 or v2 for llama2.c's"), ("num_workers num_proc dataloader_num_workers", "workers", ""),
-]
+# Rows of "our knob (a note): names in nanoGPT, llama2.c, transformers and others". The first row
+# whose knob the running program has is used: `input` is data in one program, source in another.
+ROW = r"(\w+)(?: \((.*)\))?: (.*)"
+ELSEWHERE = [(names, ours, note) for ours, note, names in re.findall(ROW, """
+learning_rate: lr max_lr peak_lr rate
+table_rate (times learning_rate): embedding_lr unembedding_lr
+max_iters (which counts steps, not passes over the data): epochs num_epochs n_epochs
+max_iters (which counts steps, not passes over the data): num_train_epochs
+max_iters: steps max_steps num_steps n_steps train_steps iters num_iters num_iterations
+max_iters (where the schedule always ends): lr_decay_iters lr_decay_steps
+warmup_iters (in steps): warmup_ratio
+warmup_iters: warmup_steps num_warmup_steps warmup
+schedule: lr_scheduler_type lr_scheduler lr_schedule
+optimizer: optim optimizer_type
+beta1: adam_beta1
+beta2: adam_beta2
+momentum: muon_momentum mu
+grad_clip: max_grad_norm grad_norm_clip clip_grad_norm clip
+batch_size (of a forward pass): per_device_train_batch_size per_device_batch_size
+batch_size (of a forward pass): device_batch_size micro_batch_size
+gradient_accumulation_steps (of all processes): accumulate_grad_batches grad_accum
+gradient_accumulation_steps (of all processes): grad_accum_steps accumulation_steps
+dim: n_embd n_embed d_model embed_dim hidden_size width
+n_layers: n_layer num_layers num_hidden_layers layers
+n_heads: n_head num_heads num_attention_heads heads
+n_kv_heads: num_key_value_heads num_kv_heads n_kv_head kv_heads
+hidden_dim: intermediate_size ffn_dim d_ff ffn_hidden_size
+max_seq_len (in tokens): block_size context context_length context_size ctx_len n_ctx seq_length
+max_seq_len (in tokens): sequence_length max_position_embeddings max_length
+norm_eps: rms_norm_eps layer_norm_eps layer_norm_epsilon
+tied: tie_word_embeddings tie_embeddings tied_embeddings weight_tying
+dropout: attention_dropout hidden_dropout resid_pdrop
+perplexity (with a text file): text text_file input input_file ppl
+data: dataset dataset_name data_path data_dir data_file train_file train_data
+data: input input_file text file
+source: data dataset dataset_name data_path data_dir data_file input input_file text file
+vocab_source: tokenizer tokenizer_name tokenizer_path tokenizer_model
+val_fraction (between 0 and 1): validation_split_percentage val_split test_size
+path: outfile output output_path output_file output_dir save_dir
+out_dir: output_dir outdir output save_dir checkpoint_dir run_dir
+eval_interval (in steps): eval_steps eval_every eval_freq val_interval
+early_stop (in evaluations): patience early_stopping early_stopping_patience
+eval_interval (as every evaluation saves): save_steps save_every save_interval
+eval_interval (as every evaluation saves): checkpoint_interval ckpt_interval
+keep_last (beside the best, of which keep_best are kept): save_total_limit
+log_interval (in steps): logging_steps log_every log_freq
+wandb_log (True or False): wandb use_wandb report_to
+init_from (though the same command in the same out_dir resumes by itself): resume restore
+init_from (though the same command in the same out_dir resumes by itself): resume_from_checkpoint
+init_from (a run's folder): model model_name_or_path pretrained pretrained_model
+init_from (a run's folder): load_from checkpoint ckpt ckpt_path
+dtype: bf16 fp16 amp precision mixed_precision torch_dtype outtype quant quantize
+device (auto, cpu, cuda, cuda:1 or mps): gpu cuda cpu use_cpu no_cuda use_cuda
+activation_checkpointing: gradient_checkpointing
+compile: torch_compile
+sharded (True or False): fsdp
+deterministic: full_determinism
+seed: random_seed data_seed
+prompt: start text input_text
+temperature: temp
+num_samples: num_return_sequences
+max_new_tokens: max_length max_tokens num_tokens n_predict
+out_dir (a run's folder or a model): model model_path checkpoint checkpoint_path ckpt
+out_dir (a run's folder or a model): model_name_or_path filepath input
+format (with v0, v1 or v2 for llama2.c's): version
+workers: num_workers num_proc dataloader_num_workers
+""")]
 
-ABSENT = [  # names without a counterpart; a knob of the programs that are asked for them; what is there instead
-    ("lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft use_peft adapter",
-     "init_from", "fine-tuning, --init_from=MODEL, trains all weights at a tenth of the learning rate"),
-    ("load_in_4bit load_in_8bit use_4bit use_8bit quantization_config quantization bnb_4bit_compute_dtype",
-     "init_from", "training has float32 weights; export.py --dtype=q8_0 quantizes the trained model"),
-    ("top_k", "top_p", "the number of tokens to choose from has no limit; --top_p limits their probability"),
-    ("min_p typical_p repetition_penalty repeat_penalty presence_penalty frequency_penalty num_beams do_sample",
+# Settings of other programs that have no counterpart here, a knob of those of our programs that
+# answer for them, and what to use instead.
+ABSENT = [
+    ("lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft "
+     "use_peft adapter",
+     "init_from", "fine-tuning, --init_from=MODEL, trains all weights at a tenth of the learning "
+     "rate"),
+    ("load_in_4bit load_in_8bit use_4bit use_8bit quantization_config quantization "
+     "bnb_4bit_compute_dtype",
+     "init_from", "training has float32 weights; export.py --dtype=q8_0 quantizes the trained "
+     "model"),
+    ("top_k",
+     "top_p", "the number of tokens to choose from has no limit; --top_p limits their probability"),
+    ("min_p typical_p repetition_penalty repeat_penalty presence_penalty frequency_penalty "
+     "num_beams do_sample",
      "top_p", "--temperature and --top_p decide alone; --temperature=0 takes the likeliest token"),
-    ("messages chat conversations chat_template apply_chat_template packing prompt_column response_column",
-     "init_from", "a training text is one string a document; write each conversation in it with its marks"),
+    ("messages chat conversations chat_template apply_chat_template packing prompt_column "
+     "response_column",
+     "init_from", "a training text is one string a document; write each conversation in it with "
+     "its marks"),
     ("num_experts n_experts moe n_experts_per_token num_experts_per_tok sliding_window",
      "init_from", "blocks are dense and attention reaches back over the whole context"),
-    ("deepspeed deepspeed_config zero_stage", "init_from", "--sharded=True under torchrun shards weights and optimizer"),
-    ("flash flash_attention use_flash_attn attn_implementation", "init_from", "PyTorch chooses the fastest attention"),
+    ("deepspeed deepspeed_config zero_stage",
+     "init_from", "--sharded=True under torchrun shards weights and optimizer"),
+    ("flash flash_attention use_flash_attn attn_implementation",
+     "init_from", "PyTorch chooses the fastest attention"),
 ]
 
 
 def elsewhere(key, known):
-    """What another program's setting of this name is here, in words; "" if it is not one of those that are known."""
+    """
+    Return our counterpart of another program's setting, in words; "" if the key is unknown.
+    known: names of the settings of the program that is running.
+    """
     for names, ours, note in ELSEWHERE:
         if key in names.split() and ours in known:
             return f"here it is {ours!r}" + (f", {note}" if note else "")
@@ -77,29 +117,30 @@ def elsewhere(key, known):
 
 def slips(key, known):
     """
-    The known name that `key` misspells, in a list: letters left out, doubled or swapped; or one wrong in a long name, as
-    top_k is not top_p.
+    Return [the known name that `key` misspells], or []. A slip omits, doubles or swaps letters. A
+    wrong letter counts in long names only: top_k is no slip of top_p.
     """
-    def slip(name):
+    def is_slip(name):
         have, want = Counter(key), Counter(name)
         likeness = difflib.SequenceMatcher(None, key, name).ratio()
         return likeness > 0.9 or likeness > 0.75 and (have <= want or want <= have)
 
-    return [name for name in difflib.get_close_matches(key, known, 9, 0.75) if slip(name)][:1]
+    return [name for name in difflib.get_close_matches(key, known, 9, 0.75) if is_slip(name)][:1]
 
 
 def advice(key, known):
-    """What to write instead of the unknown `key`: another program's name, a slip of the keys, or a part of a name."""
+    """Return what to write instead of the unknown `key`, as the end of an error message."""
     if answer := elsewhere(key.lower(), known):
         return answer
-    near = slips(key, known) or [name for name in known if set(key.split("_")) <= set(name.split("_"))]
+    words = set(key.split("_"))
+    near = slips(key, known) or [name for name in known if words <= set(name.split("_"))]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists all"
 
 
 def hub(path, kind=""):
     """
-    How to download what owner/name or an address names on the Hugging Face Hub, as the end of a line; "" where a path is
-    like neither. kind: "dataset", or "" for a model.
+    Return how to download a path that looks like owner/name or an address of the Hugging Face Hub,
+    as the end of an error message; "" for other paths. kind: "dataset", or "" for a model.
     """
     site = r"(?P<site>(https?:/+)?(huggingface\.co|hf\.co)/(datasets/)?)?"
     found = re.fullmatch(site + r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(/tree/.*|/)?", str(path))
@@ -109,4 +150,5 @@ def hub(path, kind=""):
     folder = name.split("/")[1]
     what = f" --repo-type={kind}" * bool(kind)
     return (f"; if it is on the Hugging Face Hub, download it first and give its folder, {folder}: "
-            f"hf download {name}{what} --local-dir {folder} (the command comes with: pip install huggingface_hub)")
+            f"hf download {name}{what} --local-dir {folder} "
+            "(the command comes with: pip install huggingface_hub)")

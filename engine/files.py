@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole, and what is said of them."""
+"""Write files so that a crash leaves them whole; hash them; put an OSError in words."""
 import contextlib
 import errno
 import hashlib
@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 
 from configurator import fail
-from engine.untrusted import MAX_JSON, open_untrusted, read_json_file
+from engine.untrusted import open_untrusted
 
 
 def refuse_odd(**paths):
-    """One line if one of these can be no path: a loop of links, a name that is too long or holds a zero byte."""
+    """Exit with one line for an impossible path: a loop of links, too long, or with a zero byte."""
     for name, path in paths.items():
         try:
             os.stat(path)
         except (OSError, ValueError) as e:
-            if not isinstance(e, OSError) or e.errno in (errno.ELOOP, errno.ENAMETOOLONG):
-                fail(f"--{name}={str(path)[:80]}: {getattr(e, 'strerror', None) or e}; expected the path of a file or folder")
+            if isinstance(e, ValueError) or e.errno in (errno.ELOOP, errno.ENAMETOOLONG):
+                fail(f"--{name}={str(path)[:80]}: {getattr(e, 'strerror', e)}; "
+                     "expected the path of a file or folder")
 
 
 def to_disk(path):
@@ -29,7 +30,7 @@ def to_disk(path):
 
 
 def publish(temporary, final):
-    """Give a finished file or folder its name, once it is on disk."""
+    """Give a finished file or folder its final name, after its content is on disk."""
     to_disk(temporary)
     os.replace(temporary, final)
     to_disk(Path(final).parent)
@@ -38,12 +39,13 @@ def publish(temporary, final):
 @contextlib.contextmanager
 def replacing(path, temporary=None):
     """
-    A binary file open for writing that becomes `path` when all is on disk: a reader sees the old content or the new. After
-    an error nothing is left of it. temporary: its name until then.
+    Open a temporary file for writing bytes, and rename it to `path` at the end of the block, so
+    that readers see the old content or the new. After an error, delete it. temporary: its name.
     """
-    temporary = Path(temporary or f"{path}.{os.getpid()}.tmp")  # others may write the same file
+    # The process id in the name: several processes may write the same file.
+    temporary = Path(temporary or f"{path}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb", buffering=1 << 21) as f:  # written in large pieces, it lies in large pages
+        with open(temporary, "wb", buffering=1 << 21) as f:  # large writes get large pages
             yield f
         publish(temporary, path)
     except BaseException:
@@ -52,33 +54,26 @@ def replacing(path, temporary=None):
 
 
 def write_atomic(path, text):
-    """Replace a small text file so that a reader sees the old content or the new, never a part."""
+    """Replace a small text file so that readers see the old content or the new, never a mix."""
     with replacing(path) as f:
         f.write(text.encode())
 
 
-def read_json(path):
-    """Return the object in a JSON file, {} if the file can't be read."""
-    try:
-        return read_json_file(path, MAX_JSON)
-    except (OSError, ValueError):
-        return {}
-
-
 def stamp(path):
-    """What changes when a file is written. Raises OSError."""
+    """Return (inode, size, time) of a file: some of it changes with every write. Raises OSError."""
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def why(error):
-    """What an OSError says to a user."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return "the disk is full" if full else error.strerror or str(error).splitlines()[0]
+    """Return the reason of an OSError, in words for the user."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full"
+    return error.strerror or str(error).splitlines()[0]
 
 
 def sha256(*paths):
-    """Hex sha256 of files, one behind the other."""
+    """Return the hex SHA-256 of the concatenation of files."""
     digest = hashlib.sha256()
     for path in paths:
         with open_untrusted(path) as f:

@@ -1,7 +1,11 @@
 """
-The ops of model.py, written out for speed and memory, each beside its plain formula; both give the same values and gradients
-(tests/test_ops.py). GPUs and the compiler have kernels for the plain formulas: `written_out` says which is used, and an op
-that decides otherwise says why.
+The ops of model.py, written out for speed and memory on CPUs, each beside its plain formula
+(NAME_plain). Both compute the same values and gradients; tests/test_ops.py compares them. GPUs and
+the compiler have fast kernels for the plain formulas, so `written_out` selects by device; an op
+that selects otherwise documents why.
+
+Shapes: B batch, T queries, S keys, H heads, K heads of keys and values, Q width of a head, D width
+of the model, F width of the feed-forward, N rows, V vocabulary.
 """
 import contextlib
 import contextvars
@@ -15,14 +19,14 @@ import torch.nn.functional as F
 
 from engine.spans import span
 
-
-plain = contextvars.ContextVar("plain", default=False)  # see plain_formulas
+plain = contextvars.ContextVar("plain", default=False)  # True inside plain_formulas()
 
 
 @contextlib.contextmanager
 def plain_formulas():
     """
-    While it lasts, all ops run by their plain formulas, and attention by products: slower, and with derivatives of any order.
+    Run all ops inside the block by their plain formulas, and attention as matrix products: slower,
+    but differentiable to any order.
 
         with ops.plain_formulas():
             loss = model(x, y)[1]
@@ -38,34 +42,45 @@ def plain_formulas():
 
 
 def first_order(backward):
-    """Decorate a backward() without a derivative of its own: refuse one that is to be differentiated again."""
+    """Decorate a backward() that has no derivative itself: raise if it would be differentiated."""
     @functools.wraps(backward)
     def checked(ctx, *grads):
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # of create_graph=True
-            raise RuntimeError(f"{backward.__qualname__.split('.')[0]} of engine/ops.py has first derivatives only, and "
-                               f"create_graph=True asks for second ones; compute the loss within ops.plain_formulas()")
+        # create_graph=True enables gradients during backward.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            op = backward.__qualname__.split(".")[0]
+            raise RuntimeError(
+                f"{op} of engine/ops.py has first derivatives only, and create_graph=True asks for "
+                "second ones; compute the loss within ops.plain_formulas()")
         return backward(ctx, *grads)
     return checked
 
 
 def written_out(x):
-    """Whether ops on x run as they are written out here, rather than by their plain formulas."""
+    """Return whether ops on x run as written out here, instead of by their plain formulas."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not plain.get()
 
 
 def compute_dtype(x):
-    """The type of matrix products with x: autocast's, if it is on."""
+    """Return the dtype of matrix products with x: autocast's if it is enabled, else x's."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rms_norm(x, w, eps):
-    """x / rms(x) * w over the last dimension, in float32, returned in the type of matrix products. x: (..., D), w: (D,)."""
-    return RMSNorm.apply(x, w, eps, compute_dtype(x)) if written_out(x) else rms_norm_plain(x, w, eps)
+    """
+    Return x / rms(x) * w, computed in float32 over the last dimension, in the dtype of matrix
+    products. x: (..., D), w: (D,).
+    """
+    if written_out(x):
+        return RMSNorm.apply(x, w, eps, compute_dtype(x))
+    return rms_norm_plain(x, w, eps)
 
 
 def rms_norm_plain(x, w, eps):
-    """A compiler keeps of F.rms_norm x / rms(x), and sums x anew from what earlier blocks gave; spelled out, it keeps x."""
+    """
+    The formula of rms_norm. For F.rms_norm the compiler saves x / rms(x) for backward, and
+    recomputes x from the outputs of earlier blocks; spelled out, it saves x.
+    """
     if not torch.compiler.is_compiling():
         return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
     scale = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()  # (..., 1)
@@ -74,38 +89,44 @@ def rms_norm_plain(x, w, eps):
 
 class RMSNorm(torch.autograd.Function):
     """
-    Backward needs n = x / rms(x). The Linears that follow keep y = n w anyway, so n is computed from that, and the norm
-    itself keeps one number a row. PyTorch's own gradient keeps two more tensors as large as x.
+    Saves memory: backward needs n = x / rms(x). The Linears that follow save y = n w for their own
+    backward, so n is recomputed as y / w, and the norm itself saves one number a row. PyTorch's own
+    backward saves two more tensors of the size of x.
     """
 
     @staticmethod
     def forward(ctx, x, w, eps, dtype):
         x = x.float()
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # twenty times as fast as x.square().mean(-1)
+        # vector_norm is twenty times as fast as x.square().mean(-1).
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
         scale = (length.square() / len(w) + eps).rsqrt()            # (..., 1)
         y = (x * scale).mul_(w).to(dtype)
-        ctx.keeps_y = dtype == torch.float32 and bool(w.all())      # else n would be inexact, or lost where w is 0
+        # In a low precision y / w would be inexact, and it is undefined where w is 0: save x.
+        ctx.keeps_y = dtype == torch.float32 and bool(w.all())
         ctx.save_for_backward(y if ctx.keeps_y else x, w, scale)
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        kept, w, scale = ctx.saved_tensors
-        n = kept / w if ctx.keeps_y else kept * scale   # (..., D)
+        saved, w, scale = ctx.saved_tensors
+        n = saved / w if ctx.keeps_y else saved * scale  # (..., D)
         dy = dy.float()
-        dyn = (dy * n).flatten(0, -2)                   # (N, D)
-        along = (dyn @ w).view_as(scale) / len(w)       # (..., 1), the part of dy w that lies along n
+        dyn = (dy * n).flatten(0, -2)                    # (N, D)
+        along = (dyn @ w).view_as(scale) / len(w)        # (..., 1), the component of dy w along n
         dw = dyn.sum(0)
+        # dx = (dy w - n along) scale, computed in the memory of dyn
         dx = torch.mul(dy, w, out=dyn.view_as(dy)).sub_(n.mul_(along)).mul_(scale)  # (..., D)
         return dx, dw, None, None
 
 
 def rotate(x, rope):
     """
-    Rotary positions on x (B, T, H, Q), pairs (2i, 2i+1), as Meta lays them out. https://arxiv.org/abs/2104.09864
-    rope: (T, Q/2, 2), cosine and sine. Without a compiler a pair is a complex number, on GPUs too: one product of those
-    costs a sixth of the real ones.
+    Return x (B, T, H, Q) with rotary positions: each pair (2i, 2i+1), Meta's layout, is rotated by
+    the angle whose cosine and sine are in rope (T, Q/2, 2). https://arxiv.org/abs/2104.09864
+
+    Without a compiler a pair is treated as a complex number, on GPUs too: a complex product costs a
+    sixth of the real ones.
     """
     if torch.compiler.is_compiling():
         return rotate_plain(x, rope)
@@ -114,53 +135,67 @@ def rotate(x, rope):
 
 
 def rotate_plain(x, rope):
-    """With the pairs (b, a) beside (a, b): to put two halves together is slower for a compiler's kernels."""
-    pairs, (cos, sin) = x.float().unflatten(-1, (-1, 2)), rope[:, None].split(1, -1)  # (B, T, H, Q/2, 2), (T, 1, Q/2, 1)
-    across = (pairs * torch.cat((sin, -sin), -1)).flip(-1)                             # (-b sin, a sin)
+    """
+    The formula of rotate. It flips pairs (a, b) to (b, a), because a concatenation of two halves is
+    slower in the compiler's kernels.
+    """
+    pairs = x.float().unflatten(-1, (-1, 2))                # (B, T, H, Q/2, 2)
+    cos, sin = rope[:, None].split(1, -1)                   # (T, 1, Q/2, 1) each
+    across = (pairs * torch.cat((sin, -sin), -1)).flip(-1)  # (-b sin, a sin)
     return (pairs * cos + across).flatten(-2).type_as(x)
 
 
 class Dropout(torch.nn.Dropout):
     """
-    Each number of x becomes 0 with probability p, and else 1 / (1 - p) times itself. PyTorch draws a number for each on one
-    thread, and a step of 160 x 2 takes 7 % longer; here 64 random bits do for four.
+    Dropout: zero each element with probability p and scale the rest by 1 / (1 - p).
+
+    Here 64 random bits decide over four elements. PyTorch draws a number for each on one thread,
+    which makes a training step of a model with 2 layers of width 160 take 7 % longer.
     """
 
     def forward(self, x):
         if not (self.training and self.p and written_out(x)):
             return super().forward(x)
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
-        level = bits.view(torch.int16)[:x.numel()].view(x.shape)  # each number from -2^15 on is as likely
+        level = bits.view(torch.int16)[:x.numel()].view(x.shape)  # uniform in [-2^15, 2^15)
         kept = level >= min(round(self.p * 2 ** 16) - 2 ** 15, 2 ** 15 - 1)
         return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
 
 
 def attention(q, k, v, mask=None):
     """
-    softmax(q k^T / sqrt(Q)) v. q: (B, T, H, Q); k, v: (B, S, K, Q), each for H / K heads of q -> (B, T, H Q). mask:
-    (T, S) or (B, 1, T, S), what a query may see of the keys, or Documents; None: itself and all before. Its weights are never
-    dropped out: no fast kernel of a CPU can do that. doc/lab/own_text.md
+    Return softmax(q k^T / sqrt(Q)) v as (B, T, H Q). q: (B, T, H, Q); k, v: (B, S, K, Q), each of
+    their heads serves H / K heads of q.
+
+    mask: Documents, or bool (T, S) or (B, 1, T, S) that is True where a query sees a key; None:
+    causal. There is no dropout of attention weights, since no fast CPU kernel supports it
+    (doc/lab/own_text.md).
     """
     if isinstance(mask, Documents):
         return packed_attention(q, k, v, mask)
     heads = q.shape[2]
-    if mask is not None and q.is_cuda:  # else plain products there: no kernel has both a mask and fewer keys' heads
+    if mask is not None and q.is_cuda:
+        # No CUDA kernel takes both a mask and K < H; PyTorch would fall back to matrix products.
         k, v = (z.repeat_interleave(heads // z.shape[2], 2) for z in (k, v))
-    y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-                                       is_causal=mask is None, enable_gqa=k.shape[2] != heads)
+    q, k, v = (z.transpose(1, 2) for z in (q, k, v))  # (B, H or K, T or S, Q)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                       enable_gqa=k.shape[1] != heads)
     return y.transpose(1, 2).flatten(2)
 
 
 class Documents(NamedTuple):
-    """Where the parts of tokens (B, T) that see each other begin, and B T: (N + 1,) int32; none is longer than T."""
-    starts: torch.Tensor
-    longest: int
+    """
+    The borders of documents in tokens (B, T), flattened; attention stays within a document. Each
+    row begins a document.
+    """
+    starts: torch.Tensor  # (documents + 1,) int32: first token of each document, and B T at the end
+    longest: int          # T, an upper bound of a document's tokens
 
 
 def documents_of(tokens, bos_id, device):
     """
-    The Documents of tokens (B, T), which are in the CPU's memory, on the device: to find them there is to wait for it. None
-    where no token tells where one begins.
+    Return the Documents of tokens (B, T), on the device; None if bos_id is None. The tokens are in
+    CPU memory: to search them on the device would synchronize with it.
     """
     if bos_id is None:
         return None
@@ -174,39 +209,48 @@ def documents_of(tokens, bos_id, device):
 
 def has_packed_attention(device, amp, width, fewer_keys):
     """
-    Whether PyTorch has a kernel for the Documents of heads of this width, computed in as amp says: flash attention's.
-    fewer_keys: for fewer heads of keys than of queries, which not all of its releases take.
+    Return whether PyTorch's flash attention can run packed_attention.
+
+    amp: autocast context of the forward pass; width: Q; fewer_keys: whether K < H, which only some
+    releases of PyTorch support.
     """
-    if device.type != "cuda" or width % 8 or width > 256 or torch.cuda.get_device_capability(device) < (8, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    if width % 8 or width > 256:
         return False
     with amp:
-        return torch.is_autocast_enabled("cuda") and {"window_size", *["enable_gqa"] * fewer_keys} <= varlen_words()
+        needed = {"window_size", *["enable_gqa"] * fewer_keys}
+        return torch.is_autocast_enabled("cuda") and needed <= varlen_parameters()
 
 
 @functools.cache
-def varlen_words():
-    """What varlen_attn of this PyTorch can be told."""
+def varlen_parameters():
+    """Return the names of the parameters of this PyTorch's varlen_attn."""
     from torch.nn.attention.varlen import varlen_attn
     return inspect.signature(varlen_attn).parameters.keys()
 
 
 def packed_attention(q, k, v, documents):
-    """attention within documents without a mask: no T x T, and no products across a border."""
-    from torch.nn.attention.varlen import varlen_attn  # brings the compiler along, which a CPU is spared
-    (starts, longest), gqa = documents, {"enable_gqa": True} if k.shape[2] != q.shape[2] else {}
+    """Return attention() within Documents, without a T x T mask or products across borders."""
+    from torch.nn.attention.varlen import varlen_attn  # here: it imports the compiler
+    starts, longest = documents
+    gqa = {"enable_gqa": True} if k.shape[2] != q.shape[2] else {}
     q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # (B T, H or K, Q)
     y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **gqa)
     return y.unflatten(0, (-1, longest)).flatten(2)
 
 
 def within_documents(tokens, bos_id):
-    """tokens (B, T), in which a document begins at every BOS -> (B, 1, T, T): whether query t may see key s."""
-    document = (tokens == bos_id).cumsum(1)  # (B, T), its number
+    """
+    Return the causal mask within documents: (B, 1, T, T), True where query t sees key s. A document
+    begins at every BOS of tokens (B, T).
+    """
+    document = (tokens == bos_id).cumsum(1)  # (B, T), number of the document within its row
     return (document[:, None, :, None] == document[:, None, None, :]).tril()
 
 
 def swiglu(a, b):
-    """silu(a) * b. a, b: (..., F)"""
+    """Return silu(a) * b. a, b: (..., F)."""
     return SwiGLU.apply(a, b) if written_out(a) else swiglu_plain(a, b)
 
 
@@ -216,30 +260,33 @@ def swiglu_plain(a, b):
 
 class SwiGLU(torch.autograd.Function):
     """
-    Backward needs a and b. The Linear that follows keeps p = silu(a) b anyway, so b is computed from that. PyTorch's own
-    gradient keeps b and silu(a) too.
+    Saves memory: backward needs a and b. The Linear that follows saves p = silu(a) b for its own
+    backward, so b is recomputed as p / silu(a). PyTorch's own backward saves b and silu(a) too.
     """
 
     @staticmethod
     def forward(ctx, a, b):
         p = F.silu(a).mul_(b)
-        ctx.keeps_p = p.dtype == torch.float32 and bool(p.all())  # else b would be inexact, or lost where silu(a) is 0
+        # In a low precision b would be inexact, and it is undefined where silu(a) is 0: save b.
+        ctx.keeps_p = p.dtype == torch.float32 and bool(p.all())
         ctx.save_for_backward(a, p if ctx.keeps_p else b)
         return p
 
     @staticmethod
     @first_order
     def backward(ctx, dp):
-        a, kept = ctx.saved_tensors
+        a, saved = ctx.saved_tensors
         s = F.silu(a)
-        ds = torch.div(kept, s).mul_(dp) if ctx.keeps_p else kept * dp
+        ds = torch.div(saved, s).mul_(dp) if ctx.keeps_p else saved * dp
         return torch.ops.aten.silu_backward(ds, a, grad_input=ds), s.mul_(dp)
 
 
 def cross_entropy(x, lm_head, targets):
     """
-    The mean cross entropy, in nats, of the logits z = lm_head(x); 0 without any target. x: (N, D), targets: (N,) int64,
-    -1 where none. Written out on GPUs too, where no compiler is, since all logits at once may not fit.
+    Return the mean cross-entropy of the logits lm_head(x), in nats; 0 without targets.
+    x: (N, D); targets: (N,) int64, -1 where a row has none.
+
+    Without a compiler the written-out form runs on GPUs too, since all logits at once may not fit.
     """
     compiled = torch.compiler.is_compiling()
     if x.is_cuda and compiled or not is_product(lm_head) or not compiled and plain.get():
@@ -248,46 +295,54 @@ def cross_entropy(x, lm_head, targets):
 
 
 def cross_entropy_plain(x, lm_head, targets):
-    return F.cross_entropy(lm_head(x).float(), targets, ignore_index=-1, reduction="sum") / (targets >= 0).sum().clamp(min=1)
+    total = F.cross_entropy(lm_head(x).float(), targets, ignore_index=-1, reduction="sum")
+    return total / (targets >= 0).sum().clamp(min=1)
 
 
 def is_product(linear):
-    """Whether calling this module is x W^T and nothing else: no other type in its place, no bias, no hook."""
-    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
-    return type(linear) is torch.nn.Linear and linear.bias is None and "forward" not in vars(linear) and not any(hooks)
+    """Return whether a call of this module computes x W^T only: an nn.Linear, no bias, no hook."""
+    if type(linear) is not torch.nn.Linear or linear.bias is not None or "forward" in vars(linear):
+        return False
+    return not any((linear._forward_hooks, linear._forward_pre_hooks,
+                    linear._backward_hooks, linear._backward_pre_hooks))
 
 
 class CrossEntropy(torch.autograd.Function):
     """
-    The logits of a large vocabulary outweigh all else in memory, so they come and go a piece of the batch at a time.
-    The gradients are made with them, since dloss/dz is softmax(z) less 1 at the target: nothing is computed twice.
+    Saves memory: the logits of a large vocabulary outweigh everything else, so they are computed
+    for some rows at a time. Their gradients are computed with them, since dloss/dz is softmax(z)
+    minus 1 at the target; backward only scales them.
     """
-    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # logits in memory at once
+    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # max logits in memory at once, on CPU and on GPU
 
     @staticmethod
     def forward(ctx, x, weight, targets, dtype, learns):
         """
-        dtype: of the matrix products; softmax and sums are in float32. learns: whether gradients are wanted, which ctx
-        does not know: its needs_input_grad is true under no_grad too.
+        x: (N, D); weight: (V, D); targets: (N,). dtype: of the matrix products; softmax and sums
+        are float32. learns: whether gradients are needed; ctx.needs_input_grad ignores no_grad.
         """
         w = weight.to(dtype)
-        most = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
-        n, pieces = (targets >= 0).sum().clamp(min=1), math.ceil(len(x) * len(w) / most)
-        rows = math.ceil(len(x) / pieces)  # in a piece
+        max_logits = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
+        pieces = math.ceil(len(x) * len(w) / max_logits)
+        rows = math.ceil(len(x) / pieces)
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
         dx, dw = (torch.empty_like(t) if learns else t for t in (x, weight))
-        for i, (h, target, dh) in enumerate(zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))):
+        parts = zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))
+        for i, (h, target, dh) in enumerate(parts):  # (rows, D), (rows, 1), (rows, D)
             z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
             into(z, h, w.mT)
             top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
             torch.softmax(z, 1, out=z)
-            total += ((top - z.amax(1, keepdim=True).log() - at_target) * counted).sum()  # top - log p_top: log sum e^z
+            # The softmax's maximum is exp(top) / sum(exp(z)), which gives the log of the sum.
+            log_sum = top - z.amax(1, keepdim=True).log()
+            total += ((log_sum - at_target) * counted).sum()
             if learns:
                 with span("backward"):
                     dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
                     into(dh, dz, w).mul_(counted)
-                    into(dw, dz.mT, h * counted, keep=i > 0)
+                    into(dw, dz.mT, h * counted, add=i > 0)
+        n = (targets >= 0).sum().clamp(min=1)
         if learns:
             ctx.save_for_backward(dx, dw, n)
         return total / n
@@ -299,8 +354,8 @@ class CrossEntropy(torch.autograd.Function):
         return dx.mul_(grad / n), dw.mul_(grad / n), None, None, None
 
 
-def into(out, a, b, keep=False):
-    """out = a b, or, to keep what is there, out += a b; for an `out` of another dtype too."""
+def into(out, a, b, add=False):
+    """Write a b to `out`, which may have another dtype, or add it there. Return `out`."""
     if out.dtype == a.dtype:
-        return out.addmm_(a, b, beta=int(keep))
-    return out.add_(a @ b) if keep else out.copy_(a @ b)
+        return out.addmm_(a, b, beta=int(add))
+    return out.add_(a @ b) if add else out.copy_(a @ b)

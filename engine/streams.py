@@ -1,8 +1,9 @@
 """
-The standard streams of a program: what may reach a terminal, and streams that are closed or that lose their reader.
+Standard streams: filter what reaches a terminal; survive streams that are closed or lose their
+reader.
 
-Names, settings, vocabularies and metadata are text that anyone may have written. A terminal obeys control characters in
-it: they move the cursor, hide lines, or type commands.
+Names, settings, vocabularies and metadata may come from anyone. A terminal obeys control characters
+in them: they move the cursor, hide lines, or type commands.
 """
 import contextlib
 import io
@@ -11,38 +12,48 @@ import re
 import select
 import sys
 
-broken = {}  # {"stdout" or "stderr": [bytes lost, why]} of each Console that could not be written to and was not told of yet
-CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"         # C0 without tab and newline, DEL, C1
-HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reverse the order of text
-LONE = r"\ud800-\udfff"                           # halves of surrogate pairs, which have no encoding
+CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"              # C0 without tab and newline, DEL, C1
+HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reorder text
+LONE = r"\ud800-\udfff"                             # surrogates, which no encoding has
 ODD = re.compile(f"[{CONTROL}{HIDDEN}{LONE}]")
 ODD_IN_A_LINE = re.compile(f"[\t\n{CONTROL}{HIDDEN}{LONE}]")
 CONTROLS = re.compile(f"[{CONTROL}]")
-BAR_UP = re.compile(r"(\x1b\[A)+")  # tqdm writes this by itself, to move from one bar to another
+CURSOR_UP = re.compile(r"(\x1b\[A)+")  # tqdm writes this alone, to move from one bar to another
+
+failures = {}  # {"stdout" or "stderr": [bytes lost, reason]} since the last console_notes()
 
 
 def printable(text, pattern=ODD):
-    """Return a text whose control characters are spelled out (`\\x1b`), so that a terminal shows them and obeys none."""
+    """Return a text with control characters escaped (`\\x1b`), so that no terminal obeys them."""
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text):
-    """Return the same as printable() for a part of a line: newlines and tabs are spelled out, too."""
+    """Return printable() of a value as part of a line: newlines and tabs are escaped too."""
     return printable(str(text), ODD_IN_A_LINE)
 
 
 def generated(text):
-    """Return a model's text as `run` prints it: without control characters other than newline and tab."""
+    """Return a model's text as `run` prints it: without control characters but newline and tab."""
     return CONTROLS.sub("", text)
 
 
 class PrintableStream(io.TextIOWrapper):
-    """stdout or stderr, to which all text is written as printable() returns it; progress bars keep what moves them."""
+    """
+    A text stream that writes printable(text). With `bars`, the cursor movements of tqdm's progress
+    bars pass unchanged.
+    """
+
+    def __init__(self, name, buffer, like):
+        """name: "stdout" or "stderr"; buffer: binary stream; like: stream with the settings."""
+        super().__init__(buffer, like.encoding, "backslashreplace",
+                         line_buffering=like.line_buffering, write_through=like.write_through)
+        self.bars, self.mode = name == "stderr", "w"
 
     def write(self, text):
         if not self.bars:
             super().write(printable(text))
-        elif BAR_UP.fullmatch(text):
+        elif CURSOR_UP.fullmatch(text):
             super().write(text)
         else:
             start = text[:text.startswith("\r")]
@@ -50,24 +61,17 @@ class PrintableStream(io.TextIOWrapper):
         return len(text)
 
 
-def printable_stream(name, buffer, like):
-    """Return a PrintableStream that writes to a buffer in place of `like`, the stream of this name."""
-    stream = PrintableStream(buffer, like.encoding, "backslashreplace",  # a character that the encoding lacks
-                             line_buffering=like.line_buffering, write_through=like.write_through)
-    stream.bars, stream.mode = name == "stderr", "w"
-    return stream
-
-
 def open_streams():
-    """At the start of a program: open streams that are closed, and let nothing be printed that a terminal obeys."""
+    """Open standard streams that are closed, and filter stdout and stderr. Call it at the start."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:  # closed by whoever started the program: the next file would have its number
+        if getattr(sys, name) is None:  # else the next file opened would get its descriptor
             setattr(sys, name, open(os.devnull, mode))
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):  # no notebook's, no test's
-            safe = printable_stream(name, stream.buffer, stream)
-            safe.before = stream  # the buffer would be closed with it; others, such as pytest -s, may write to it still
+        # Streams of a notebook or a test are left alone.
+        if type(stream) is io.TextIOWrapper and stream is getattr(sys, f"__{name}__"):
+            safe = PrintableStream(name, stream.buffer, stream)
+            safe.before = stream  # keep it alive: it would close the buffer, which others may use
             setattr(sys, name, safe)
             setattr(sys, f"__{name}__", safe)
     if sys.stderr is sys.__stderr__:  # not captured by a test or a notebook
@@ -75,7 +79,7 @@ def open_streams():
 
 
 class Console(io.FileIO):
-    """The file of stdout or stderr of a program that goes on without it: what can't be written is dropped and counted."""
+    """The file behind stdout or stderr; bytes that can't be written are dropped and counted."""
 
     def __init__(self, name, stream):
         super().__init__(stream.fileno(), "wb", closefd=False)
@@ -88,7 +92,7 @@ class Console(io.FileIO):
                 size = super().write(left)
             except OSError as e:
                 if not self.lost:
-                    broken[self.stream] = [len(left), e.strerror]
+                    failures[self.stream] = [len(left), e.strerror]
                 self.lost += len(left)
                 break
             if size is None:  # the pipe is non-blocking and full
@@ -99,26 +103,28 @@ class Console(io.FileIO):
 
 def outlast(name):
     """
-    From here on no print to sys.stdout or sys.stderr fails, whatever happens to the terminal, the disk or the pipe behind
-    it. For stderr, and for the stdout of programs whose results are in files.
+    Let no print to sys.stdout or sys.stderr fail from here on, whatever happens to the terminal,
+    disk or pipe behind it. For stderr, and for the stdout of programs that write their results to
+    files. name: "stdout" or "stderr".
     """
     stream = getattr(sys, name)
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # a notebook's has no file
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # notebook streams have no file
         console = Console(name, stream)
         stream.flush()
-        setattr(sys, name, printable_stream(name, console, stream))
+        setattr(sys, name, PrintableStream(name, console, stream))
 
 
 def console_notes():
-    """Rows of the table `notes` about a console that has failed since the last call."""
-    found = [[f"console/{name}", lost, f"bytes could not be written to {name} ({why}): what the program prints may be missing "
-              "there from here on; training goes on"] for name, (lost, why) in broken.items()]
-    broken.clear()
+    """Return rows of the table `notes`: consoles that have failed since the last call."""
+    found = [[f"console/{name}", lost, f"bytes could not be written to {name} ({reason}): what the "
+              "program prints may be missing there from here on; training goes on"]
+             for name, (lost, reason) in failures.items()]
+    failures.clear()
     return found
 
 
 def flush_stdout(more=""):
-    """Write what was printed so far, and `more`. Return None, or why it can't be written; then it is dropped."""
+    """Write what was printed so far, and `more`. Return None, or why it can't be written."""
     try:
         with unread():
             if more:
@@ -132,7 +138,7 @@ def flush_stdout(more=""):
 
 @contextlib.contextmanager
 def unread():
-    """What is printed into a pipe whose reader has gone (`... | head`) is lost, and nothing else happens."""
+    """Flush stdout at the end; discard output to a pipe whose reader has exited (`... | head`)."""
     try:
         yield
         sys.stdout.flush()
@@ -142,28 +148,28 @@ def unread():
 
 
 def gone(stream):
-    """Whether a stream is a pipe that nobody reads any more."""
+    """Return whether a stream is a pipe whose reader has exited."""
     poll = select.poll()
-    with contextlib.suppress(ValueError):  # no file
+    with contextlib.suppress(ValueError):  # the stream has no file
         poll.register(stream, 0)
     return bool(poll.poll(0))
 
 
 def tell(text, file=None):
-    """A line for whoever still listens."""
+    """Print a line in one write, so that threads' lines don't mix; ignore readers that exited."""
     with unread():
-        print(f"{text}\n", end="", file=file or sys.stdout, flush=True)  # at once: threads may tell something, too
+        print(f"{text}\n", end="", file=file or sys.stdout, flush=True)
 
 
 @contextlib.contextmanager
 def silent_stderr():
     """Discard what libraries write to file descriptor 2, below Python's stderr."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
+        os.close(null)

@@ -1,12 +1,14 @@
 """
-Files that other people wrote. Every reader of such a file opens it here, parses its JSON here, and runs inside `reading`:
+Read files that other people wrote.
 
-    open_untrusted    open a regular file, never a pipe, device, socket or folder: those block, or have no end
-    read_untrusted    return its bytes; a file beyond the limit is refused before it is read
-    parse_json        return the JSON in bytes; too many values are refused before they take memory
-    read_json_file    both of them
-    load_torch        return what torch.save has written: plain values and tensors, no larger than the file
-    reading           turn whatever a reader raises into one line: the file, what was being read, why
+Every reader of such a file opens it here, parses its JSON here, and runs inside `reading`:
+
+    open_untrusted    open a regular file; pipes, devices and sockets may block or never end
+    read_untrusted    return the bytes of a file; refuse a file over the limit before reading it
+    parse_json        return the value in JSON bytes; refuse too many values before they take memory
+    read_json         return the object in a JSON file
+    load_torch        return what torch.save wrote: plain values and tensors within the file's size
+    reading           turn any exception of a reader into one line: the file, the format, the reason
 
 This module imports nothing of the project, so that configurator.py can use it too.
 """
@@ -20,17 +22,18 @@ import stat
 import zipfile
 from pathlib import Path
 
-MAX_SETTINGS = 1 << 20   # bytes of a file of settings: config.json, meta.json, checkpoint.json, a sweep
-MAX_JSON = 100 << 20     # bytes of other JSON: a tokenizer.json, the header of a .safetensors file
-MAX_VALUES = 5_000_000   # values in a JSON text: twice as many as Gemma's tokenizer.json has; 1 GB of memory at worst
-MAX_PICKLE = 1 << 24   # bytes of the pickle in a file of torch.save's, which tensors stand beside; 1 GB of memory at worst
-PLAIN = re.compile(r"collections OrderedDict|torch Size|torch\._utils _rebuild_(tensor_v2|parameter)|"  # what it may name
-                   r"torch (Float|Double|Half|BFloat16|ComplexFloat|Long|Int|Short|Char|Byte|Bool)Storage")
-SMALL_JSON = 1 << 20     # bytes of JSON that take 100 MB of memory at worst, so that their values need no count
+MAX_SETTINGS = 1 << 20  # bytes of a file of settings: config.json, meta.json, a sweep
+MAX_JSON = 100 << 20    # bytes of other JSON: a tokenizer.json, the header of a .safetensors file
+MAX_VALUES = 5_000_000  # values in a JSON text, twice Gemma's tokenizer.json; at worst 1 GB
+MAX_PICKLE = 1 << 24    # bytes of the pickle inside a torch.save file; at worst 1 GB of memory
+SMALL_JSON = 1 << 20    # bytes of JSON that need no count of values: at worst 100 MB of memory
+TORCH_GLOBALS = re.compile(  # the only classes and functions that such a pickle may name
+    r"collections OrderedDict|torch Size|torch\._utils _rebuild_(tensor_v2|parameter)|"
+    r"torch (Float|Double|Half|BFloat16|ComplexFloat|Long|Int|Short|Char|Byte|Bool)Storage")
 
 
 class NotRegular(OSError):
-    """A pipe, a device, a socket or a folder stands in the place of a file."""
+    """The path names a pipe, device, socket or folder instead of a regular file."""
 
     def __init__(self, path):
         super().__init__(errno.EINVAL, "not a regular file", str(path))
@@ -38,12 +41,13 @@ class NotRegular(OSError):
 
 def open_untrusted(path):
     """
-    Open a regular file, or a link to one, for reading bytes. Raises NotRegular for anything else, such as a pipe, a device, a
-    socket or a folder, without opening it.
+    Open a regular file, or a link to one, for reading bytes. Raises NotRegular for anything else,
+    such as a pipe or a device, without opening it.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise NotRegular(path)
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe since
+    # O_NONBLOCK: a pipe may have replaced the file since the check.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise NotRegular(path)
@@ -51,29 +55,30 @@ def open_untrusted(path):
 
 
 def read_untrusted(path, max_bytes):
-    """Return the bytes of a regular file. Raises OSError, also where it has more than max_bytes."""
+    """Return the bytes of a regular file. Raises OSError, also if it has more than max_bytes."""
     with open_untrusted(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(size + 1) if size <= max_bytes else b""  # read allocates what it is asked for
-        if len(data) > size:  # it has grown, or is one of those in /proc
+        data = file.read(size + 1) if size <= max_bytes else b""  # read() allocates its argument
+        if len(data) > size:  # the file has grown, or is in /proc, where every size is 0
             data += file.read(max(0, max_bytes + 1 - len(data)))
     if max(size, len(data)) > max_bytes:
-        raise OSError(errno.EFBIG, f"larger than {max_bytes:,} bytes, the limit for such a file", str(path))
+        limit = f"larger than {max_bytes:,} bytes, the limit for such a file"
+        raise OSError(errno.EFBIG, limit, str(path))
     return data
 
 
 def count_values(data):
-    """Count the values in JSON bytes, or a few more; those in a text that is cut off anywhere too."""
-    import numpy as np  # here: configurator.py imports this module before it knows which packages there are
+    """Return about the number of values in JSON bytes, never too low; the text may be cut off."""
+    import numpy as np  # here: configurator.py imports this module before it checks the packages
     letters = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
-    outside = ~np.logical_xor.accumulate(letters == ord('"'))  # of strings
-    return sum(int(np.count_nonzero(outside & (letters == ord(mark)))) for mark in ",[{")
+    outside_strings = ~np.logical_xor.accumulate(letters == ord('"'))
+    return sum(np.count_nonzero(outside_strings & (letters == mark)) for mark in b",[{")
 
 
 def parse_json(data):
     """
-    Return the value in JSON bytes (UTF-8) or in a text. Raises ValueError, also for more than MAX_VALUES values or for deep
-    nesting.
+    Return the value in JSON, given as UTF-8 bytes or str. Raises ValueError, also for more than
+    MAX_VALUES values and for nesting that is too deep.
     """
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     if len(data) > SMALL_JSON and count_values(data) > MAX_VALUES:
@@ -84,39 +89,51 @@ def parse_json(data):
         raise ValueError("nested too deeply") from e
 
 
-def read_json_file(path, max_bytes=MAX_SETTINGS):
-    """Return the object in a JSON file. Raises OSError or ValueError, also where it holds something other than an object."""
-    found = parse_json(read_untrusted(path, max_bytes))
-    if not isinstance(found, dict):
-        raise ValueError(f"holds a {type(found).__name__}, expected an object")
+def read_json(path, max_bytes=MAX_SETTINGS, default=None):
+    """
+    Return the object in a JSON file. Without a default, raises OSError or ValueError, also if the
+    file holds something other than an object. With a default, returns it in these cases.
+    """
+    try:
+        found = parse_json(read_untrusted(path, max_bytes))
+        if not isinstance(found, dict):
+            raise ValueError(f"holds a {type(found).__name__}, expected an object")
+    except (OSError, ValueError):
+        if default is None:
+            raise
+        return default
     return found
 
 
 def load_torch(path, mmap=False):
     """
-    Return what torch.save has written to a file: numbers, texts, lists, dicts and plain tensors. Raises ValueError, or what
-    torch.load raises, for anything else, such as sparse or quantised tensors, and for more numbers than the file holds.
+    Return what torch.save wrote to a file: numbers, texts, lists, dicts and plain tensors. Raises
+    ValueError, or what torch.load raises, for anything else, such as sparse or quantized tensors,
+    and for tensors that claim more memory than the file has bytes.
     """
-    import torch  # here: what reads no weights starts without it
+    import torch  # here: programs that read no weights start without it
     with open_untrusted(path) as file, zipfile.ZipFile(file) as archive:
         entries, size = archive.infolist(), os.fstat(file.fileno()).st_size
-        if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
-            raise ValueError("its entries are compressed or overlap, which torch.save does not write")
+        compressed = any(entry.compress_type for entry in entries)
+        if compressed or sum(entry.file_size for entry in entries) > size:
+            raise ValueError("its entries are compressed or overlap, unlike those of torch.save")
         pickled = next(entry for entry in entries if entry.filename.endswith("/data.pkl"))
         if pickled.file_size > MAX_PICKLE:
-            raise ValueError(f"{pickled.filename} has {pickled.file_size:,} bytes, expected at most {MAX_PICKLE:,}")
-        named = {name for operation, name, _ in pickletools.genops(archive.read(pickled)) if operation.name == "GLOBAL"}
-    odd = [name for name in sorted(named) if not PLAIN.fullmatch(name)]
-    if odd:
-        raise ValueError(f"holds {odd[0].replace(' ', '.')}, expected numbers, texts, lists, dicts and plain tensors")
+            raise ValueError(f"{pickled.filename} has {pickled.file_size:,} bytes, "
+                             f"expected at most {MAX_PICKLE:,}")
+        for operation, name, _ in pickletools.genops(archive.read(pickled)):
+            if operation.name == "GLOBAL" and not TORCH_GLOBALS.fullmatch(name):
+                raise ValueError(f"holds {name.replace(' ', '.')}, expected numbers, texts, lists, "
+                                 "dicts and plain tensors")
     found = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    if sum(w.nbytes for w in tensors_in(found, set())) > 2 * size:  # a tied classifier stands there once and counts twice
+    # Twice, because tied weights are stored once and counted twice.
+    if sum(tensor.nbytes for tensor in tensors_in(found, set())) > 2 * size:
         raise ValueError(f"its tensors are larger than its {size:,} bytes hold")
     return found
 
 
 def tensors_in(value, seen):
-    """Yield the tensors in nested dicts, lists and tuples. seen: the ids of those containers that were looked through."""
+    """Yield the tensors in nested dicts, lists and tuples. seen: ids of the containers visited."""
     if hasattr(value, "untyped_storage"):
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
@@ -126,8 +143,9 @@ def tensors_in(value, seen):
 
 
 def is_plain_name(name):
-    """Return whether a text is the name of a file in a folder, rather than a path that leads elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name and "\0" not in name
+    """Return whether a text names a file inside a folder, as opposed to a path out of it."""
+    plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
+    return plain and Path(name).name == name
 
 
 def reason(error):
@@ -145,13 +163,14 @@ def reason(error):
 @contextlib.contextmanager
 def reading(path, what, refuse):
     """
-    Call refuse(line) for whatever the block raises over an untrusted file. what: the format that is expected, in words;
-    refuse: raises, as configurator.fail does. Pass on what is no fault of the file: an exit, Ctrl-C, a missing package, a
-    pipe without a reader.
+    Call refuse(line) for whatever the block raises while it reads an untrusted file. Exceptions
+    that are not caused by the file pass: an exit, Ctrl-C, a missing package, a closed pipe.
+
+    what: the expected format, in words. refuse: raises, as configurator.fail does.
     """
     try:
         yield
     except (SystemExit, KeyboardInterrupt, GeneratorExit, ImportError, BrokenPipeError):
         raise
-    except BaseException as e:  # a panic of a package in Rust, as pyo3 raises it, is no Exception
+    except BaseException as e:  # a panic in a package written in Rust is not an Exception
         refuse(f"{path}: cannot be read ({reason(e)}); expected {what}")

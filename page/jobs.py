@@ -18,7 +18,8 @@ import threading
 import time
 
 from configurator import fail, source_knobs
-from engine.files import read_json, why, write_atomic
+from engine.files import why, write_atomic
+from engine.untrusted import MAX_JSON, read_json
 from page.command import (HOME, TRAIN, check_arguments, from_form, presets, refuse,
                           train_arguments)
 from page.locks import is_locked, lock_holders, trainer_pid
@@ -49,7 +50,7 @@ def is_job(found):
 
 def read_queue(path):
     """Return (how many jobs run at once, the jobs) of a jobs.json. Exit if it is malformed."""
-    found = read_json(path)
+    found = read_json(path, MAX_JSON, {})
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
     if type(at_once) is not int or not isinstance(jobs, list) or not all(map(is_job, jobs)):
         fail(f"{path}: expected a queue that the page has written; move the file elsewhere")

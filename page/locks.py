@@ -3,7 +3,7 @@ import fcntl
 import socket
 from pathlib import Path
 
-from engine.untrusted import open_untrusted, read_json_file
+from engine.untrusted import open_untrusted, read_json
 
 
 def lock_holders():
@@ -49,7 +49,7 @@ def trainer_pid(folder, holders):
         pids = None if holders is None else holders.get(path.stat().st_ino, [])
         if pids == [] or pids is None and not is_locked(path):
             return None
-        found = read_json_file(path)
+        found = read_json(path)
         pid = int(found["pid"])
         if found["host"] != socket.gethostname()[:64] or pid <= 1:
             return None

@@ -8,7 +8,7 @@ import numpy as np
 
 import compare
 from compare import Run, tame
-from engine.untrusted import open_untrusted, read_json_file
+from engine.untrusted import open_untrusted, read_json
 from page.locks import trainer_pid
 from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
@@ -25,7 +25,7 @@ MAX_FILES = 100
 def json_of(path):
     """Return the object in a JSON file, cut to what can be shown, or {} if it can't be read."""
     try:
-        return tame(read_json_file(path, MAX_JSON))
+        return tame(read_json(path, MAX_JSON))
     except (OSError, ValueError, MemoryError):
         return {}
 

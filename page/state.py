@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from engine.files import write_atomic
-from engine.untrusted import read_json_file
+from engine.untrusted import read_json
 
 MAX_NOTES = 1 << 26  # bytes of notes.json
 MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of what a user notes of a run
@@ -39,7 +39,7 @@ def read_notes(path):
     """Return {run: {"notes", "tags", "color": text}} of a notes.json."""
     kept = {}
     with contextlib.suppress(OSError, ValueError, MemoryError):
-        kept = read_json_file(path, MAX_NOTES)
+        kept = read_json(path, MAX_NOTES)
     return {run: cut(notes) for run, notes in kept.items() if isinstance(notes, dict)}
 
 

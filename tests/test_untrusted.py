@@ -39,7 +39,7 @@ def odd_files(folder):
 
 def test_only_regular_files_are_opened(tmp_path):
     for path in odd_files(tmp_path):
-        for read in (untrusted.open_untrusted, lambda p: untrusted.read_untrusted(p, 9), untrusted.read_json_file):
+        for read in (untrusted.open_untrusted, lambda p: untrusted.read_untrusted(p, 9), untrusted.read_json):
             with pytest.raises(OSError) as e:
                 read(path)
             assert e.value.strerror == "not a regular file" and e.value.filename == str(path)

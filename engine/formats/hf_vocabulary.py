@@ -9,7 +9,7 @@ from sentencepiece import sentencepiece_model_pb2
 from configurator import fail
 from engine.formats.layout import TEMPLATE
 from engine.formats.reader import Reader
-from engine.untrusted import MAX_JSON, MAX_SETTINGS, read_json_file, read_untrusted, reading
+from engine.untrusted import MAX_JSON, MAX_SETTINGS, read_json, read_untrusted, reading
 from tokenizer import (
     BYTE,
     CONTROL,
@@ -28,10 +28,10 @@ from tokenizer import (
 )
 
 
-def read_json(path):
-    """The object in a .json file, or one line."""
+def load_json(path):
+    """Return the object in a .json file, or exit with one line."""
     with reading(path, "JSON", fail):
-        return read_json_file(path, MAX_JSON)
+        return read_json(path, MAX_JSON)
 
 
 MADE_BY = {"made_by": "llamac"}  # in the header of the weights that export.py writes
@@ -68,7 +68,7 @@ def is_vocabulary_of_ours(folder):
 def beside(folder, name):
     """The object in a .json file of a folder, {} where there is no such file."""
     path = folder / f"{name}.json"
-    return read_json(path) if path.exists() else {}
+    return load_json(path) if path.exists() else {}
 
 
 def read_hf_vocabulary(folder, rows=0):

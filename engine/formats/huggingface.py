@@ -11,7 +11,7 @@ import torch
 
 from configurator import fail
 from engine.formats import rope
-from engine.formats.hf_vocabulary import chat_template, printable, read_hf_vocabulary, read_json
+from engine.formats.hf_vocabulary import chat_template, load_json, printable, read_hf_vocabulary
 from engine.formats.layout import END_OF_MESSAGE, END_OF_TURN, PADDING, halves_to_interleaved, heads_in, tensors
 from engine.formats.reader import Reader, Tensors, checked, finite, getter
 from engine.untrusted import MAX_JSON, is_plain_name, load_torch, parse_json, reading
@@ -34,7 +34,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def hf_args(path):
     """The ModelArgs of a config.json."""
-    stored = read_json(path)
+    stored = load_json(path)
     config = {key: value for key, value in stored.items() if value is not None}
 
     def refuse(problem):
@@ -170,7 +170,7 @@ def weight_files(folder, config):
     if single.exists() and single.suffix == ".safetensors":
         return [single]
     if index.exists() and index.suffix == ".json":
-        where = read_json(index).get("weight_map")
+        where = load_json(index).get("weight_map")
         if not isinstance(where, dict) or not all(map(is_plain_name, where.values())):
             fail(f"{index}: weight_map is no list of names of files in this folder; damaged")
         files = [folder / name for name in sorted({*where.values()})]
@@ -187,7 +187,7 @@ def refuse_unread(path):
     """One line where a file of weights is named, but the model of its folder is in others."""
     folder = path.parent
     if (folder / "config.json").exists():
-        files = weight_files(folder, read_json(folder / "config.json"))
+        files = weight_files(folder, load_json(folder / "config.json"))
     else:
         files = sorted(folder.glob("consolidated.*.pth")) if (folder / "params.json").exists() else [path]
     if path not in files:
@@ -198,7 +198,7 @@ def refuse_unread(path):
 
 def hf_files(folder):
     """{tensor: (its file, dtype, shape, place, bytes)} of a folder's safetensors."""
-    config, adapter = read_json(folder / "config.json"), folder / "adapter_config.json"
+    config, adapter = load_json(folder / "config.json"), folder / "adapter_config.json"
     if adapter.exists():
         fail(f"{adapter}: an adapter, whose changes of the weights are not read; merge it first, "
              "with merge_and_unload() of the package peft")
@@ -286,7 +286,7 @@ def meta_tensor(name, shards, dim, where):
 def meta_args(folder, first, n):
     """The ModelArgs of a params.json; first: the first of n shards, whose shapes say what the file doesn't."""
     path = folder / "params.json"
-    params = {key: value for key, value in read_json(path).items() if value is not None}
+    params = {key: value for key, value in load_json(path).items() if value is not None}
 
     def refuse(problem):
         fail(f"{path}: {problem}")

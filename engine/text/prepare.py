@@ -38,7 +38,7 @@ from engine.text import readers, stories
 from engine.advice import hub
 from engine.files import publish, refuse_odd, replacing, sha256
 from engine.text.readers import Unfit, blocks, character_start, jsonl_text, listed
-from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
+from engine.untrusted import is_plain_name, open_untrusted, read_json, reading
 from tokenizer import PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level, train_tokenizer
 from engine.formats import hf_vocabulary
 
@@ -130,7 +130,7 @@ def read_meta(folder):
     Return the meta.json of a prepared folder. Raises OSError, or ValueError, KeyError or TypeError where it does not say what
     a prepared folder is read by.
     """
-    meta = read_json_file(Path(folder, "meta.json"))
+    meta = read_json(Path(folder, "meta.json"))
     if meta["version"] != VERSION:
         raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
     for name, kind in META.items():

@@ -14,10 +14,10 @@ import sys
 import time
 from pathlib import Path
 
-from engine.files import read_json, replacing, write_atomic
+from engine.files import replacing, write_atomic
 from engine.streams import tell
 from engine.tracking.redact import redact
-from engine.untrusted import open_untrusted, parse_json
+from engine.untrusted import open_untrusted, parse_json, read_json
 
 TABLES = {  # columns of each table
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
@@ -128,7 +128,7 @@ class Jsonl:
             if os.path.samestat(opened, os.stat(self.path)) or opened.st_nlink:
                 return
         except FileNotFoundError:
-            trainer = read_json(self.path.with_name("trainer.json"))
+            trainer = read_json(self.path.with_name("trainer.json"), default={})
             if trainer.get("pid", os.getpid()) != os.getpid():
                 raise OSError(errno.EBUSY, "another process trains there") from None
             self.file.seek(0)

@@ -34,14 +34,16 @@ import torch
 
 from configurator import fail
 from engine.advice import hub
-from engine.files import read_json, sha256, to_disk, why, write_atomic
+from engine.files import sha256, to_disk, why, write_atomic
 from engine.training import distributed, hardware
 from engine.untrusted import (
+    MAX_JSON,
     MAX_SETTINGS,
     is_plain_name,
     load_torch,
     open_untrusted,
     parse_json,
+    read_json,
     read_untrusted,
     reading,
 )
@@ -202,7 +204,7 @@ class Shards(Mapping):
 
 def manifest(folder):
     """The content of a checkpoint.json; {} where there is none, or one that a save would not have written."""
-    found = read_json(Path(folder, "checkpoint.json"))
+    found = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})
     files, metric = found.get("files"), found.get("metric")
     sound = isinstance(files, dict) and "version" in found and type(found.get("step")) is int and is_metric(metric)
     return found if sound and all(is_plain_name(name) and is_fingerprint(what) for name, what in files.items()) else {}
@@ -399,7 +401,7 @@ def load(folder, part="model", check=True):
     """
     path, name = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     with reading(path, "part of a checkpoint; use another one", fail):
-        version, found = read_json(Path(folder, "checkpoint.json"))["version"], manifest(folder)
+        version, found = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})["version"], manifest(folder)
         if version != VERSION:
             fail(f"{folder}: checkpoint version {version!r}, this program reads version {VERSION}")
         shards = sorted(file for file in found["files"] if file.startswith("shard-"))

@@ -13,7 +13,7 @@ from configurator import convert, fail
 from engine.files import why
 from engine.tracking.redact import HIDDEN, redact
 from engine.training import checkpoint, distributed, run_folder
-from engine.untrusted import MAX_JSON, read_json_file, reading
+from engine.untrusted import MAX_JSON, read_json, reading
 
 # settings of the place and of the day, which a resumed run does not take from the one before
 PLACE = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device", "sharded", "compile",
@@ -89,7 +89,7 @@ def take_out_dir(s):
 def stored_settings(folder):
     """The config.json of a checkpoint: the settings that it was trained with, and what was derived from them."""
     with reading(Path(folder, "config.json"), "the settings of a run", fail):
-        stored = read_json_file(Path(folder, "config.json"), MAX_JSON)
+        stored = read_json(Path(folder, "config.json"), MAX_JSON)
     return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 

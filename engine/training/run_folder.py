@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from configurator import fail
-from engine.files import read_json
 from engine.training import checkpoint, distributed
+from engine.untrusted import read_json
 
 MARK = "trainer.json"
 
@@ -82,7 +82,7 @@ def unused(name):
 
 def is_run(out_dir):
     """Whether a trainer has worked in this folder: it left its mark there, or, before it set marks, checkpoints."""
-    made_by = read_json(Path(out_dir, MARK)).get("made_by")
+    made_by = read_json(Path(out_dir, MARK), default={}).get("made_by")
     return made_by == "llamac" if made_by is not None else any(map(checkpoint.manifest, checkpoint.all_steps(out_dir)))
 
 
