@@ -105,7 +105,7 @@ class RunApi:
         training = trainer_pid(run.folder, self.runs.lock_holders) is not None
         return {"name": run.name, "rows": run.count, "results": numbers, "training": training,
                 "max_iters": clean(run.config.get("max_iters")),
-                "odd": self.runs.errors.get(run.name, run.odd)}
+                "odd": self.runs.errors.get(run.name, run.problem)}
 
     def table(self, request):
         """Return all runs, the settings in which they differ, and the names of all metrics."""

@@ -44,7 +44,7 @@ def preview(run, places=24, window=1 << 15):
             for line in whole[:1] + evaluated[:1] + (whole[-1:] if is_last else []):
                 row = parse_row(line)
                 if row:
-                    found.take(row)
+                    found.add_row(row)
     return found if found.count else None
 
 

@@ -296,7 +296,7 @@ def logged(folder):
 def read_logged(folder):
     found = compare.read_runs([folder])
     try:
-        compare.lines(compare.cells(found)), compare.chart(found)
+        compare.lines_of(compare.table_of(found)), compare.chart(found)
     except ValueError as e:
         configurator.fail(e)
 

@@ -102,8 +102,8 @@ def test_a_resumed_runs_new_settings_are_read_by_who_has_read_the_old_ones(tmp_p
 
 
 def test_a_row_may_be_longer_than_what_is_read_at_once_and_have_any_number_of_metrics(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "PIECE", 64)
-    monkeypatch.setattr(program, "MOST_METRICS", 4)
+    monkeypatch.setattr(program, "CHUNK", 64)
+    monkeypatch.setattr(program, "MAX_METRICS", 4)
     rows = [{"iter": i, "tokens": 10 * i, "loss/train": 1 / (i + 1), **{f"m{n}": i + n for n in range(3 + 40 * (i == 2))}} for i in range(5)]
     rows[1] = {"one": 1, "two": 2, "three": 3} | rows[1] | {"samples": [["once", "greedy", 500 * "upon "]]}
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [{"iter": -1, "m0": 1, "m1": 1, "m2": 1}, *rows]))
@@ -166,7 +166,7 @@ def test_values_as_the_table_shows_and_sorts_them():
                          (-0.5, "-0.5000"), (1234567, "1,234,567"), (True, "True"), (None, ""), ("a" * 40, "a" * 10),
                          ("a" * 39, "a" * 39)):
         assert program.text(value) == shown
-    assert sorted([None, "b", 2, "a", 1.5], key=program.rank) == [1.5, 2, "a", "b", None]
+    assert sorted([None, "b", 2, "a", 1.5], key=program.sort_key) == [1.5, 2, "a", "b", None]
     assert program.pad("运e\u0301", 5) == "运e\u0301  " and program.pad("ab", 4, right=True) == "  ab"
     pauses = [0, 2, 4, 6, 55, 105, 106]  # a gap above 20 usual ones and 10 s is a pause
     assert program.seconds(pauses) == [0, 2, 4, 6, 55, 57, 58]
@@ -244,7 +244,7 @@ def test_a_run_of_thousands_of_settings_leaves_those_of_all_runs_in_the_table():
 
 
 def test_odd_values_sort_behind_and_break_no_cell():
-    assert sorted([float("nan"), 2, None, float("-inf"), "a", 10 ** 40], key=program.rank)[:4] == [float("-inf"), 2, 10 ** 40, "a"]
+    assert sorted([float("nan"), 2, None, float("-inf"), "a", 10 ** 40], key=program.sort_key)[:4] == [float("-inf"), 2, 10 ** 40, "a"]
     assert program.text(10 ** 40).replace(",", "") == str(10 ** 40) and program.text(int("1" * 40)).startswith("1,111")
     assert len(program.text("x" * 10 ** 6)) == len(program.text(10 ** 4000)) == program.MAX_CELL + 3
     deep = current = []

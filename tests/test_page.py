@@ -932,11 +932,11 @@ def test_a_huge_log_does_not_delay_other_runs(tmp_path):
     until(lambda: found.refresh() and found.runs[str(tmp_path / "out/b")].count == 3, 20)
     add_row(tmp_path / "out/b", {"iter": 99})
     until(lambda: found.refresh() and found.runs[str(tmp_path / "out/b")].count == 4, 20)
-    assert "are left out" in found.runs[str(tmp_path / "out/a")].odd
+    assert "are left out" in found.runs[str(tmp_path / "out/a")].problem
 
 
 def test_metrics_in_few_rows_take_little_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "MOST_CELLS", 1_000_000)
+    monkeypatch.setattr(compare, "MAX_FILLED", 1_000_000)
     write_run(tmp_path / "out/a", rows=0)
     with open(tmp_path / "out/a/log.jsonl", "w") as f:
         f.write('{"iter":1}\n' * 20_000)

@@ -225,15 +225,15 @@ def test_a_sweep_that_is_stopped_waits_until_its_trial_has_saved(tmp_path, signu
 def test_the_best_value_is_the_goals():
     found = compare.Run("x")
     for i, row in enumerate(({"acc": 0.125, "loss/val": 3.0}, {"acc": 0.5, "loss/val": "nan"}, {"acc": 0.25, "loss/val": 2.0})):
-        found.take({"iter": i} | row)
-    assert sweep.best({"metric": {"name": "acc", "goal": "maximize"}}, found) == 0.5
-    assert sweep.best({"metric": {"name": "acc"}}, found) == 0.125 and sweep.best({}, found) == 2.0
+        found.add_row({"iter": i} | row)
+    assert sweep.best_value({"metric": {"name": "acc", "goal": "maximize"}}, found) == 0.5
+    assert sweep.best_value({"metric": {"name": "acc"}}, found) == 0.125 and sweep.best_value({}, found) == 2.0
 
 
 def test_unknown_parameters_and_sweeps_without_results_end_in_one_line(tmp_path):
     grid = {"method": "grid", "parameters": {"x": {"values": [0.1]}, "fail": {"value": 0.1}}}
     for content, words, message in [
-            (grid, [], "no trial came to its first row"),
+            (grid, [], "no trial logged a row"),
             (grid | {"program": "train.py", "parameters": {"lr": {"value": 1}}}, [], "'lr'; here it is 'learning_rate'"),
             (grid | {"program": "nowhere.py"}, [], "no program nowhere.py"),
             (grid, ["t.yaml"], "s.yaml and t.yaml: expected one sweep"),
