@@ -1,14 +1,15 @@
 """
-What a trained model is worth.
+Evaluate a trained model.
 
-    python evaluate.py out/my --perplexity=text.txt     how well it predicts a text; `run --perplexity` gives the same
-    python evaluate.py out/my --data=labelled.jsonl     how often it finds the answer among the classes
-    python evaluate.py --make_intents=intents        write a small data set of labelled commands to try that on
-    python evaluate.py out/my --harness=task.jsonl      multiple choice: how often the right one of several ends is likeliest
+    python evaluate.py out/my --perplexity=text.txt   how well it predicts a text
+    python evaluate.py out/my --data=labelled.jsonl   how often it finds the expected class
+    python evaluate.py --make_intents=intents         write a small labelled data set to try that
+    python evaluate.py out/my --harness=task.jsonl    multiple choice: how often it is right
 
-A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; without "classes" all that is expected
-anywhere in the file counts. The model's answer is the class whose text it finds likeliest behind the prompt.
-A task's line is {"context": ..., "choices": [...], "answer": number from 0 on}, as HellaSwag, ARC and PIQA can be written.
+A labelled prompt is a line {"prompt": ..., "expected": ..., "classes": [...]}; "classes" defaults
+to all values of "expected" in the file. The model's answer is the class whose text it finds
+likeliest after the prompt. A line of a task is {"context": ..., "choices": [...], "answer": index
+from 0}, a form that fits HellaSwag, ARC and PIQA.
 """
 import codecs
 import collections
@@ -18,7 +19,7 @@ import math
 import random
 from pathlib import Path
 
-from configurator import configure, fail, settings  # first: it answers for packages that are missing
+from configurator import configure, fail, settings  # first: it reports packages that are missing
 
 import torch
 import torch.nn.functional as F
@@ -33,34 +34,37 @@ from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
 from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 
-out_dir = "out"      # the model: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
-tokenizer = ""       # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
-perplexity = ""      # a UTF-8 text to predict
-data = ""            # labelled prompts, .jsonl
-harness = ""         # a task of multiple choice, .jsonl
-between = "\n= "     # stands between prompt and answer, as in the text the model was trained on
-make_intents = ""    # a folder to write train.jsonl (prompt and answer as text) and test.jsonl (labelled prompts) to
-wandb_log = False    # log table, accuracies and confusion matrix to Weights & Biases
-wandb_project = "auto"   # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else llamac
-device = "auto"      # auto, cpu, cuda, cuda:1, mps
+out_dir = "out"     # run, folder of runs, step, Hugging Face or Meta folder, GGUF, llama2.c file
+tokenizer = ""      # vocabulary of a llama2.c file: tokenizer.model, tokenizer.json, tokenizer.bin
+perplexity = ""     # a UTF-8 text to predict
+data = ""           # labelled prompts, .jsonl
+harness = ""        # a multiple-choice task, .jsonl
+between = "\n= "    # text between prompt and answer, as in the text that the model was trained on
+make_intents = ""   # folder to write train.jsonl (texts) and test.jsonl (labelled prompts) to
+wandb_log = False   # log table, accuracies and confusion matrix to Weights & Biases
+wandb_project = "auto"  # W&B project; auto: WANDB_PROJECT, else that of `wandb init`, else llamac
+device = "auto"     # auto, cpu, cuda, cuda:1, mps
 
-MAX_TEXT = 1 << 28  # bytes of a text to predict, or of a file of prompts
-LOGITS_AT_ONCE = 1 << 25  # 128 MB of float32
+MAX_TEXT = 1 << 28    # bytes of a text to predict, or of a file of prompts
+MAX_LOGITS = 1 << 25  # logits to compute at once: 128 MB of float32
+COLUMNS = ["Successful", "Expected", "Actual", "Score", "Prompt"]
 
+
+# ---- perplexity ----------------------------------------------------------------------------------
 
 @torch.inference_mode()
 def negative_log_likelihood(model, ids, device="cpu"):
     """
-    Sum over ids[1:] of -ln p(id | those before it in its window), in nats. ids: list of int, BOS first. The inputs are
-    cut into windows of max_seq_len that don't overlap; each starts anew at position 0.
+    Return the sum over ids[1:] of -ln p(id | ids before it in its window), in nats. ids: list of
+    int, BOS first. Windows of max_seq_len inputs do not overlap, and each begins at position 0.
     """
     ids, T = torch.tensor(ids), model.args.max_seq_len
-    inputs, targets = ids[:-1], ids[1:]
-    whole = len(inputs) // T * T
-    windows = max(1, LOGITS_AT_ONCE // (T * model.args.vocab_size))
-    batches = list(zip(inputs[:whole].view(-1, T).split(windows), targets[:whole].view(-1, T).split(windows))) if whole else []
-    if whole < len(inputs):
-        batches.append((inputs[None, whole:], targets[None, whole:]))
+    whole = (len(ids) - 1) // T * T
+    windows = max(1, MAX_LOGITS // (T * model.args.vocab_size))
+    x, y = (ids[first:first + whole].view(-1, T).split(windows) for first in (0, 1))
+    batches = list(zip(x, y)) if whole else []
+    if whole + 1 < len(ids):
+        batches.append((ids[None, whole:-1], ids[None, whole + 1:]))
     return sum(model(x.to(device), y.to(device))[1].item() * y.numel() for x, y in batches)
 
 
@@ -74,127 +78,150 @@ def print_perplexity(model, vocabulary, path, device):
         fail(f"--perplexity={path}: the text has no tokens")
     count, total = len(ids) - 1, negative_log_likelihood(model, ids, device)
     nats = total / count
-    if not nats < 700:  # NaN is not, either
-        fail(f"{out_dir}: {nats:.4g} nats per token, expected about {math.log(model.args.vocab_size):.1f} or less; "
-             "its weights are broken")
+    if not nats < 700:  # or NaN
+        fail(f"{out_dir}: {nats:.4g} nats per token, expected about "
+             f"{math.log(model.args.vocab_size):.1f} or less; its weights are broken")
     print(f"perplexity {math.exp(nats):.4f} ({count} tokens, {nats:.6f} nats per token, "
           f"{total / math.log(2) / len(text):.6f} bits per byte)")
 
 
-# ---- labelled prompts -------------------------------------------------------------------------------------------
+# ---- labelled prompts ----------------------------------------------------------------------------
 
-def json_lines(path):
-    """[(number, line)] of a .jsonl file but for blank ones. Lines end at line feeds alone: JSON allows U+2028 as it is."""
-    lines = read_untrusted(path, MAX_TEXT).decode("utf-8-sig").split("\n")
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+def read_lines(option, path, parse, expected):
+    """
+    Return [parse(value)] of the lines of a .jsonl file. parse: may raise KeyError, TypeError and
+    others; expected: the form of a line, for messages.
+    """
+    rows, number = [], 0
+    try:
+        # Only line feeds end a line: JSON allows U+2028 inside a text.
+        lines = read_untrusted(path, MAX_TEXT).decode("utf-8-sig").split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                rows.append(parse(parse_json(line)))
+    except OSError as e:
+        fail(f"--{option}={path}: cannot be read ({e.strerror}); expected a .jsonl file")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
+        fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {expected}")
+    return rows or fail(f"{path}: is empty; expected lines of {expected}")
 
 
 def strings(row, name):
-    """A list of strings or numbers that a row has, as strings. TypeError: it is none."""
+    """Return a row's list of strings or numbers as strings. Raises TypeError for other values."""
     found = row[name]
-    if not isinstance(found, list) or not all(isinstance(each, (str, int, float)) for each in found):
-        raise TypeError(f"{name!r} is {json.dumps(found)[:40]}, expected a list of strings")
-    return [str(each) for each in found]
+    if isinstance(found, list) and all(isinstance(each, (str, int, float)) for each in found):
+        return [str(each) for each in found]
+    raise TypeError(f"{name!r} is {json.dumps(found)[:40]}, expected a list of strings")
 
 
 def read_labelled(path):
-    """[{"prompt", "expected", "classes"}] of a .jsonl file."""
-    examples, number = [], 0
-    try:
-        for number, line in json_lines(path):
-            example = parse_json(line)
-            examples.append({"prompt": str(example["prompt"]), "expected": str(example["expected"]),
-                             "classes": strings(example, "classes") if "classes" in example else []})
-    except OSError as e:
-        fail(f"--data={path}: cannot be read ({e.strerror}); expected a .jsonl file")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"prompt\": ..., \"expected\": ...}}")
-    if not examples:
-        fail(f"{path}: is empty; expected a labelled prompt a line")
-    every = sorted({e["expected"] for e in examples})
+    """Return [{"prompt", "expected", "classes"}] of a .jsonl file."""
+    def parse(row):
+        return {"prompt": str(row["prompt"]), "expected": str(row["expected"]),
+                "classes": strings(row, "classes") if "classes" in row else []}
+
+    examples = read_lines("data", path, parse, '{"prompt": ..., "expected": ...}')
+    all_classes = sorted({example["expected"] for example in examples})
     for example in examples:
-        example["classes"] = example["classes"] or every
+        example["classes"] = example["classes"] or all_classes
         if example["expected"] not in example["classes"]:
-            fail(f"{path}: {example['expected']!r} is expected but not among its classes {example['classes']}")
+            fail(f"{path}: {example['expected']!r} is expected but not among its classes "
+                 f"{example['classes']}")
     return examples
 
 
 @torch.inference_mode()
 def score(model, vocabulary, prompt, classes, device="cpu"):
-    """
-    The probability of each class among `classes` as what stands behind the prompt, to its end (EOS): (len(classes),).
-    """
+    """Return the probability of each class and EOS after the prompt, normalized: (classes,)."""
     ids = [vocabulary.encode_prompt(prompt + between + c, eos=True) for c in classes]
     longest = max(map(len, ids)) - 1
     if longest > model.args.max_seq_len:
-        fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context is "
-             f"{model.args.max_seq_len}; shorten it")
+        fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context "
+             f"is {model.args.max_seq_len}; shorten it")
     return torch.softmax(log_likelihoods(model, ids, [1] * len(ids), device), 0)
 
 
 def log_likelihoods(model, ids, starts, device="cpu"):
-    """The sum of ln p of each row's tokens from its start on: (len(ids),) float64."""
-    longest = max(map(len, ids)) - 1
-    x = torch.tensor([(i[:-1] + [0] * longest)[:longest] for i in ids], device=device)  # (rows, T)
-    y = torch.tensor([([-1] * (start - 1) + i[start:] + [-1] * longest)[:longest] for i, start in zip(ids, starts)], device=device)
-    logits = model(x, every=True)[0]  # (rows, T, V)
-    nll = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=-1, reduction="none")
+    """Return the sum of ln p of each row's ids from its start on: (rows,) float64, on the CPU."""
+    T = max(map(len, ids)) - 1
+    x, y = torch.zeros(len(ids), T, dtype=torch.int64), torch.full((len(ids), T), -1)
+    for row, (tokens, start) in enumerate(zip(ids, starts)):
+        tokens = torch.tensor(tokens)
+        x[row, :len(tokens) - 1] = tokens[:-1]
+        y[row, start - 1:len(tokens) - 1] = tokens[start:]
+    logits = model(x.to(device), every=True)[0]  # (rows, T, V)
+    nll = F.cross_entropy(logits.transpose(1, 2), y.to(device), ignore_index=-1, reduction="none")
     return -nll.cpu().double().sum(1)
 
 
 def answer(model, vocabulary, examples, device="cpu"):
-    """Rows of the table: [successful, expected, actual, score, prompt]."""
+    """Return rows of the table with COLUMNS."""
     rows = []
     for example in examples:
-        p = score(model, vocabulary, example["prompt"], example["classes"], device)
-        actual = example["classes"][int(p.argmax())]
-        rows.append([actual == example["expected"], example["expected"], actual, round(p.max().item(), 4),
+        expected, classes = example["expected"], example["classes"]
+        p = score(model, vocabulary, example["prompt"], classes, device)
+        actual = classes[int(p.argmax())]
+        rows.append([actual == expected, expected, actual, round(p.max().item(), 4),
                      example["prompt"]])
     return rows
 
 
+def share_right(rows):
+    return sum(row[0] for row in rows) / len(rows)
+
+
 def accuracies(rows):
-    """{class: (right, all)} by what was expected."""
-    found = collections.defaultdict(lambda: [0, 0])
-    for successful, expected, *_ in rows:
-        found[expected][0] += successful
-        found[expected][1] += 1
-    return {name: tuple(found[name]) for name in sorted(found)}
+    """Return {class: accuracy of the prompts that expect it}."""
+    by_class = collections.defaultdict(list)
+    for row in rows:
+        by_class[row[1]].append(row)
+    return {name: share_right(by_class[name]) for name in sorted(by_class)}
+
+
+def confusion_matrix(rows, names):
+    """Return counts of [expected class][actual class]."""
+    counts = collections.Counter((row[1], row[2]) for row in rows)
+    return [[counts[expected, actual] for actual in names] for expected in names]
 
 
 def report(rows, names):
-    """Lines: accuracy over all and per class, the confusion matrix, the failures."""
-    right = sum(row[0] for row in rows)
-    counts = collections.Counter((row[1], row[2]) for row in rows)
+    """Yield lines: the accuracy of all and of each class, the confusion matrix, the failures."""
     columns = max(map(width, ["expected", *map(one_line, names)])) + 2
-    yield f"accuracy {right / len(rows):.4f} ({right} of {len(rows)})"
-    yield "\n" + "expected".ljust(columns) + "accuracy  " + "".join(f"[{n}]".rjust(6) for n in range(len(names)))
+    yield f"accuracy {share_right(rows):.4f} ({sum(row[0] for row in rows)} of {len(rows)})"
+    header = "".join(f"[{n}]".rjust(6) for n in range(len(names)))
+    yield "\n" + "expected".ljust(columns) + "accuracy  " + header
     per_class = accuracies(rows)
-    for n, name in enumerate(names):
-        good, all_ = per_class.get(name, (0, 0))
-        share = f"{good / all_:.4f}" if all_ else "-"
-        yield f"{pad(one_line(name), columns)}{share:<10}" + "".join(f"{counts[name, other]:>6}" for other in names) + f"  [{n}]"
+    for n, (name, counts) in enumerate(zip(names, confusion_matrix(rows, names))):
+        share = f"{per_class[name]:.4f}" if name in per_class else "-"
+        cells = "".join(f"{count:>6}" for count in counts)
+        yield f"{pad(one_line(name), columns)}{share:<10}{cells}  [{n}]"
     failures = [row for row in rows if not row[0]]
     for _, expected, actual, p, prompt in failures[:20]:
-        yield f"wrong: {prompt!r}: expected {one_line(expected)}, actual {one_line(actual)} (score {p:.2f})"
+        yield (f"wrong: {prompt!r}: expected {one_line(expected)}, actual {one_line(actual)} "
+               f"(score {p:.2f})")
     if len(failures) > 20:
         yield f"... and {len(failures) - 20} more"
 
 
-def log_to_wandb(rows, names):
-    """One run of job type `evaluate`; a tracker that fails costs a warning."""
+def log_to_wandb(rows, names, folder):
+    """Log to one run of job type `evaluate`; a tracker that fails costs a warning."""
     flags = {"project": wandb_project} if wandb_project != "auto" else {}
-    run = wandb_run({"project": PROJECT, "name": f"evaluate-{Path(out_dir).name}", "job_type": "evaluate"} | flags, flags)
+    described = {"project": PROJECT, "name": f"evaluate-{Path(folder).name}",
+                 "job_type": "evaluate"}
+    run = wandb_run(described | flags, flags)
     run["id"] = new_run_id(run["name"])
+    config = settings(globals()) | {"out_dir": folder}
     try:
-        tracker = Wandb(Session("", redact(settings(globals())), run, x="iter"))
+        tracker = Wandb(Session("", redact(config), run, x="iter"))
         print(*tracker.take_messages(), sep="\n")
-        wandb, place = tracker.wandb, {name: n for n, name in enumerate(names)}
-        table = wandb.Table(columns=["Successful", "Expected", "Actual", "Score", "Prompt"], data=rows)
-        matrix = wandb.plot.confusion_matrix(y_true=[place[row[1]] for row in rows], preds=[place[row[2]] for row in rows],
-                                             class_names=names)
-        tracker.run.log({"evaluation": table, "confusion_matrix": matrix, "accuracy": sum(r[0] for r in rows) / len(rows)}
-                        | {f"accuracy/{name}": good / all_ for name, (good, all_) in accuracies(rows).items()})
+        number = {name: n for n, name in enumerate(names)}
+        matrix = tracker.wandb.plot.confusion_matrix(
+            y_true=[number[row[1]] for row in rows], preds=[number[row[2]] for row in rows],
+            class_names=names)
+        tracker.run.log({
+            "evaluation": tracker.wandb.Table(columns=COLUMNS, data=rows),
+            "confusion_matrix": matrix, "accuracy": share_right(rows),
+            **{f"accuracy/{name}": share for name, share in accuracies(rows).items()}})
         tracker.finish(rows=1)
         for line in tracker.take_messages():
             print(line)
@@ -202,93 +229,96 @@ def log_to_wandb(rows, names):
         print(f"warning: not logged to W&B ({redact(reason(e))})")
 
 
-def keep(rows, names):
-    """out_dir/evaluation.json, which the page shows with the run."""
-    counts = collections.Counter((row[1], row[2]) for row in rows)
-    found = {"data": data, "accuracy": sum(row[0] for row in rows) / len(rows), "names": names,
-             "matrix": [[counts[expected, actual] for actual in names] for expected in names],
-             "columns": ["Successful", "Expected", "Actual", "Score", "Prompt"], "rows": [r for r in rows if not r[0]][:100]}
+def save_for_page(rows, names, folder):
+    """Write folder/evaluation.json, which the page shows with the run."""
+    found = {"data": data, "accuracy": share_right(rows), "names": names,
+             "matrix": confusion_matrix(rows, names), "columns": COLUMNS,
+             "rows": [row for row in rows if not row[0]][:100]}
     try:
-        write_atomic(Path(out_dir, "evaluation.json"), json.dumps(found))
+        write_atomic(Path(folder, "evaluation.json"), json.dumps(found))
     except OSError as e:
-        print(f"warning: {out_dir}/evaluation.json cannot be written ({e.strerror})")
+        print(f"warning: {folder}/evaluation.json cannot be written ({e.strerror})")
 
 
-def evaluate_labelled(model, vocabulary, device):
+def evaluate_labelled(model, vocabulary, device, folder):
     examples = read_labelled(data)
     rows = answer(model, vocabulary, examples, device)
     names = sorted({c for example in examples for c in example["classes"]})
     print("\n".join(report(rows, names)))
-    if run_folder.is_run(out_dir):
-        keep(rows, names)
+    if run_folder.is_run(folder):
+        save_for_page(rows, names, folder)
     if wandb_log:
-        log_to_wandb(rows, names)
+        log_to_wandb(rows, names, folder)
 
 
-# ---- multiple choice --------------------------------------------------------------------------------------------
+# ---- multiple choice -----------------------------------------------------------------------------
 
 def read_task(path):
-    """[(context, [choice], the right one's number)] of a .jsonl file."""
-    questions, number = [], 0
-    try:
-        for number, line in json_lines(path):
-            row = parse_json(line)
-            choices, right = strings(row, "choices"), int(row["answer"])
-            if not all(choices) or not 0 <= right < len(choices):
-                raise ValueError(f"answer {right} of {len(choices)} choices")
-            questions.append((str(row["context"]), choices, right))
-    except OSError as e:
-        fail(f"--harness={path}: cannot be read ({e.strerror}); expected a .jsonl file")
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
-        fail(f"{path}, line {number}: {type(e).__name__} {e}; expected {{\"context\": ..., \"choices\": [...], \"answer\": 0}}")
-    return questions or fail(f"{path}: is empty; expected a question a line")
+    """Return [(context, [choice], index of the right one)] of a .jsonl file."""
+    def parse(row):
+        choices, right = strings(row, "choices"), int(row["answer"])
+        if not all(choices) or not 0 <= right < len(choices):
+            raise ValueError(f"answer {right} of {len(choices)} choices")
+        return str(row["context"]), choices, right
+
+    return read_lines("harness", path, parse, '{"context": ..., "choices": [...], "answer": 0}')
 
 
 @torch.inference_mode()
 def choose(model, vocabulary, context, choices, device="cpu"):
     """
-    (the likeliest choice, the likeliest for its number of characters) behind the context and a space. What does not fit the
-    model's context loses its beginning. As lm-eval's acc and acc_norm: https://arxiv.org/abs/2405.14782
+    Return the indices of two choices, as continuations of the context and a space: the likeliest,
+    and the likeliest per character (acc and acc_norm of lm-eval, https://arxiv.org/abs/2405.14782).
+    What exceeds the model's context is cut off at the beginning.
     """
     context = context.rstrip()
     before, ids, starts = len(vocabulary.encode_prompt(context)), [], []
     for choice in choices:
         whole = vocabulary.encode(f"{context} {choice}", bos=vocabulary.add_bos or not context)
-        kept = whole[-model.args.max_seq_len - 1:]
-        ids.append(kept)
-        starts.append(max(1, before - (len(whole) - len(kept))))
+        ids.append(whole[-model.args.max_seq_len - 1:])
+        starts.append(max(1, before - (len(whole) - len(ids[-1]))))
     found = log_likelihoods(model, ids, starts, device)
-    return int(found.argmax()), int((found / torch.tensor([len(choice) for choice in choices])).argmax())
+    lengths = torch.tensor([len(choice) for choice in choices])
+    return int(found.argmax()), int((found / lengths).argmax())
 
 
 def evaluate_choices(model, vocabulary, device):
     questions = read_task(harness)
-    answers = [(right, *choose(model, vocabulary, context, choices, device)) for context, choices, right in questions]
-    for name, place in ("acc", 1), ("acc_norm", 2):
-        share = sum(row[place] == row[0] for row in answers) / len(answers)
-        error = math.sqrt(share * (1 - share) / max(1, len(answers) - 1))  # of the mean, from the sample's deviation
+    answers = [(right, *choose(model, vocabulary, context, choices, device))
+               for context, choices, right in questions]
+    n = len(answers)
+    for name, column in ("acc", 1), ("acc_norm", 2):
+        share = sum(row[column] == row[0] for row in answers) / n
+        error = math.sqrt(share * (1 - share) / max(1, n - 1))  # standard error of the mean
         low, high = max(0, share - 1.96 * error), min(1, share + 1.96 * error)
-        print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; {len(answers)} questions)")
+        print(f"{name:<9}{share:.4f} +- {error:.4f} ({low:.4f} to {high:.4f} with 95 % confidence; "
+              f"{n} questions)")
 
 
-# ---- a small labelled data set ----------------------------------------------------------------------------------
+# ---- a small labelled data set -------------------------------------------------------------------
 
 POLITE = ("{}", "please {}", "{} please", "can you {}", "could you {} now", "hey, {}", "{} for me")
 INTENTS = {
     "open_application": ("open {app}", "start {app}", "launch {app}", "bring up {app}"),
-    "set_alarm": ("wake me at {hour}", "set an alarm for {hour}", "ring at {hour} {day}", "alarm at {hour} {day}"),
-    "set_timer": ("set a timer for {minutes} minutes", "count down {minutes} minutes", "remind me in {minutes} minutes"),
-    "battery": ("tell me how much battery is left", "check the battery {day}", "say whether the phone needs charging",
-                "show the charge of the {device}"),
+    "set_alarm": ("wake me at {hour}", "set an alarm for {hour}", "ring at {hour} {day}",
+                  "alarm at {hour} {day}"),
+    "set_timer": ("set a timer for {minutes} minutes", "count down {minutes} minutes",
+                  "remind me in {minutes} minutes"),
+    "battery": ("tell me how much battery is left", "check the battery {day}",
+                "say whether the phone needs charging", "show the charge of the {device}"),
     "volume_up": ("turn up the {device}", "make the {device} louder", "raise the volume of {app}"),
-    "volume_down": ("turn down the {device}", "make the {device} quieter", "lower the volume of {app}"),
-    "call": ("call {person}", "phone {person} {day}", "ring up {person}", "get {person} on the line"),
+    "volume_down": ("turn down the {device}", "make the {device} quieter",
+                    "lower the volume of {app}"),
+    "call": ("call {person}", "phone {person} {day}", "ring up {person}",
+             "get {person} on the line"),
     "chat": ("tell me a joke about {person}", "say how you are {day}", "talk to me about {person}",
              "tell me what you think of {app}"),
 }
 SLOTS = {
-    "app": ("the camera", "music", "the calendar", "maps", "mail", "the browser", "photos", "notes", "the clock", "chess"),
-    "hour": ("six", "seven", "half past eight", "nine", "noon", "ten in the evening", "five thirty", "four"),
+    "app": ("the camera", "music", "the calendar", "maps", "mail", "the browser", "photos",
+            "notes", "the clock", "chess"),
+    "hour": ("six", "seven", "half past eight", "nine", "noon", "ten in the evening",
+             "five thirty", "four"),
     "day": ("today", "tomorrow", "on monday", "on friday", "this evening", "next week"),
     "minutes": ("two", "three", "five", "ten", "fifteen", "twenty", "forty", "ninety"),
     "device": ("radio", "speaker", "phone", "television", "headset", "tablet"),
@@ -297,35 +327,37 @@ SLOTS = {
 
 
 def intents(seed=1337):
-    """[(prompt, class)]: every pattern with every filling and manner, in a fixed shuffled order."""
+    """Return [(prompt, class)]: every combination of pattern, slots and manner, shuffled."""
     found = []
     for name, patterns in INTENTS.items():
         for pattern, manner in itertools.product(patterns, POLITE):
             used = [slot for slot in SLOTS if f"{{{slot}}}" in pattern]
             for filling in itertools.product(*(SLOTS[slot] for slot in used)):
-                found.append((manner.format(pattern.format(**dict(zip(used, filling)))), name))
+                prompt = manner.format(pattern.format(**dict(zip(used, filling))))
+                found.append((prompt, name))
     random.Random(seed).shuffle(found)
     return found
 
 
 def write_intents(folder):
-    """One in ten goes to test.jsonl, as labelled prompts, the rest to train.jsonl, as text."""
+    """Write a tenth to test.jsonl as labelled prompts and the rest to train.jsonl as texts."""
     found, folder = intents(), Path(folder)
     tests = len(found) // 10
-    files = {folder / "test.jsonl": [{"prompt": prompt, "expected": name} for prompt, name in found[:tests]],
-             folder / "train.jsonl": [{"text": prompt + between + name} for prompt, name in found[tests:]]}
-    files = {path: "".join(json.dumps(row) + "\n" for row in rows) for path, rows in files.items()}
+    rows = {"test.jsonl": [{"prompt": prompt, "expected": name} for prompt, name in found[:tests]],
+            "train.jsonl": [{"text": prompt + between + name} for prompt, name in found[tests:]]}
+    files = {folder / name: "".join(json.dumps(row) + "\n" for row in rows[name]) for name in rows}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             if path.exists() and path.read_bytes() != text.encode():
-                fail(f"{path}: is there and holds something else; give another folder than --make_intents={folder}")
+                fail(f"{path}: is there and holds something else; give another folder than "
+                     f"--make_intents={folder}")
         for path, text in files.items():
             write_atomic(path, text)
     except OSError as e:
         fail(f"--make_intents={folder}: cannot be written ({e.strerror})")
-    print(f"wrote {len(found) - tests} prompts and answers to {folder}/train.jsonl, {tests} labelled prompts to "
-          f"{folder}/test.jsonl")
+    print(f"wrote {len(found) - tests} prompts and answers to {folder}/train.jsonl, {tests} "
+          f"labelled prompts to {folder}/test.jsonl")
 
 
 def main():
@@ -333,15 +365,14 @@ def main():
         return write_intents(make_intents)
     if not (perplexity or data or harness):
         fail("nothing to evaluate; give --perplexity=FILE, --data=FILE or --harness=FILE")
-    place = distributed.setup(device)
-    globals()["out_dir"] = checkpoint.newest_run(out_dir)
-    model, vocabulary = load_model(out_dir, tokenizer, place)
+    torch_device, folder = distributed.setup(device), checkpoint.newest_run(out_dir)
+    model, vocabulary = load_model(folder, tokenizer, torch_device)
     if perplexity:
-        print_perplexity(model, vocabulary, perplexity, place)
+        print_perplexity(model, vocabulary, perplexity, torch_device)
     if data:
-        evaluate_labelled(model, vocabulary, place)
+        evaluate_labelled(model, vocabulary, torch_device, folder)
     if harness:
-        evaluate_choices(model, vocabulary, place)
+        evaluate_choices(model, vocabulary, torch_device)
 
 
 if __name__ == "__main__":
