@@ -1,11 +1,14 @@
 """
-Long prompts, and what is decoded behind them, by the library here and by llama.cpp and ik_llama.cpp on the same files.
+Measure long prompts, and decoding after them, of the library here and of llama.cpp and ik_llama.cpp
+on the same files.
 
     make lib
-    python bench/context.py --shapes=110M --formats=q8_0,q4_k_m --llama_bench=llama.cpp/build/bin/llama-bench
+    python bench/context.py --shapes=110M,1.1B --formats=q8_0,q4_k_m \\
+        --llama_bench=llama.cpp/build/bin/llama-bench
 
-The programs take turns; what counts is the ratio of the medians. A sample of ours is a prompt evaluated in pieces, as ./run does,
-then `decoded` tokens behind it. The models (random weights, a context of 32768) go to `models`.
+The programs take turns; the result is the ratio of the medians. A sample of ours evaluates a prompt
+in chunks, as ./run does, then decodes `decoded` tokens after it. The models (random weights, a
+context of 32768) are written to `models`.
 """
 import functools
 import json
@@ -25,25 +28,25 @@ from configurator import configure
 shapes = "110M,1.1B"      # of bench/models.py
 formats = "q8_0,q4_k_m"   # of the model files
 positions = 4096          # tokens of the prompt
-decoded = 16              # tokens behind it
+decoded = 16              # tokens to decode after it
 threads = 2
-samples = 3               # of each program, taking turns
-kv_bits = 0               # of a number in our KV cache: 32, 16 or 8; 0: what suits the file, here 16, as theirs
+samples = 3               # of each program, in turns
+kv_bits = 0               # bits per number in our KV cache: 32, 16, 8; 0: auto, here 16 as theirs
 llama_bench = ""          # llama.cpp's llama-bench
 ik_llama_bench = ""       # ik_llama.cpp's
 ik_flags = "-rtr 1 -fa 1"
 models = "cache/bench_long"
 
-AT_ONCE = 512    # tokens of a prompt
+AT_ONCE = 512    # tokens of a prompt per call
 
 
 def ours(path):
-    """(tokens/s of the prompt, of decoding behind it)."""
+    """Return (tokens/s of the prompt, tokens/s of decoding after it)."""
     import llamac
     session = llamac.Session(llamac.Model(path), positions + decoded, threads=threads, logits="sample", kv_bits=kv_bits)
     vocabulary = session.model.info.vocab_size
     tokens = (np.arange(positions) * 97 % (vocabulary - 300) + 300).astype(np.int32)
-    for _ in range(20):  # after which the weights are in order
+    for _ in range(20):  # ./run repacks the weights after 16 tokens
         session.forward(tokens[:1], 0)
     session.forward(tokens[:128], 0)
     start = time.perf_counter()
@@ -56,13 +59,13 @@ def ours(path):
 
 
 def theirs(binary, path, more):
-    """The same by llama-bench."""
+    """Return [tokens/s] of the tests that llama-bench runs with the flags `more`."""
     said, _ = call([binary, "-m", path, "-t", threads, "-r", 1, "-o", "json", *more], threads)
     return [test["avg_ts"] for test in json.loads(said)]
 
 
 def peers():
-    """{name: how to measure a file}: (prompt, decode) in tokens/s."""
+    """Return {name: function from a file to (prompt, decode) in tokens/s}."""
     prompt, behind, ik_behind = (["-p", positions, "-n", 0], ["-p", 0, "-n", decoded, "-d", positions],
                                  ["-p", 0, "-n", 0, "-gp", f"{positions},{decoded}"])
     programs = {}
@@ -74,6 +77,7 @@ def peers():
 
 
 def both(binary, tests, path):
+    """Return [tokens/s] of two tests of llama-bench."""
     return sum((theirs(binary, path, test) for test in tests), [])
 
 

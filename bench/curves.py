@@ -1,11 +1,12 @@
 """
-A picture of runs: a metric over training, or how they ended over a setting, the seeds of one setting in one colour.
+Draw runs: a metric over training, or final values over a setting, with one color for all seeds.
 
-    python bench/curves.py out/a out/b --by=optimizer --png=curves.png            validation loss over tokens
-    python bench/curves.py out/d* --over=flops --by=depth --png=depth.png         over the FLOPs of training
-    python bench/curves.py out/v* --over=vocab_size --metric=bpb/val --png=v.png  the end of each run
+    python bench/curves.py out/a out/b --by=optimizer --png=curves.png           loss over tokens
+    python bench/curves.py out/d* --over=flops --by=depth --png=depth.png        over training FLOPs
+    python bench/curves.py out/v* --over=vocab_size --metric=bpb/val --png=v.png  final values
 
-A run is what compare.py takes for one. FLOPs are those of forward and backward, flops_per_token of the model for every token.
+compare.py describes what a run is. FLOPs are of forward and backward: flops_per_token of the model,
+for every token.
 """
 import statistics
 import sys
@@ -16,36 +17,36 @@ import compare
 from configurator import configure, fail
 
 metric = "loss/val"  # loss/val, bpb/val or any other of the log
-over = "tokens"      # tokens, flops, iter; or a setting, of which each value gets the ends of its runs
-by = ""              # a setting or a figure of the model: runs with the same value get one colour; several: joined by +
-least = 0.0          # the bottom of the picture, such as an entropy; 0: what fits
-most = 0.0           # its top; 0: what fits
-log = False          # the metric too on a logarithmic axis
-title = ""           # above it
+over = "tokens"      # x axis: tokens, flops, iter; or a setting, to draw final values over
+by = ""              # settings or model arguments, joined by +: runs with the same values share a color
+least = 0.0          # bottom of the y axis, such as an entropy; 0: auto
+most = 0.0           # top of the y axis; 0: auto
+log = False          # logarithmic y axis
+title = ""           # above the picture
 png = "curves.png"   # the picture (needs: pip install matplotlib)
 
 
 def value(run, name):
-    """Of a setting, or of what the model has."""
+    """Return a run's setting, or an argument of its model."""
     found = run.config | run.config["model_args"]
     if name not in found:
         fail(f"{run.name}: has no setting {name!r}; its config.json lists what there is")
-    return run.config.get(name) or found[name]  # 0 and "" mean that the model knows
+    return run.config.get(name) or found[name]  # settings of 0 and "" are derived: see model_args
 
 
 def group(run):
-    """What the run's colour stands for."""
+    """Return the label that the run shares with others of its color."""
     return ", ".join(f"{name}={value(run, name)}" for name in by.split("+") if name) or run.name
 
 
 def curve(run):
-    """[(x, metric)] over training."""
+    """Return [(x, metric)] over training."""
     scale = {"tokens": 1, "flops": run.config["flops_per_token"], "iter": 1}[over]
     return [(x * scale, y) for x, y in zip(*run.line(metric, "iter" if over == "iter" else "tokens")) if x > 0]
 
 
 def end(run):
-    """The last value of the metric."""
+    """Return the last value of the metric."""
     return run.line(metric, "iter")[1][-1]
 
 
@@ -56,7 +57,7 @@ def draw_curves(axes, groups):
 
 
 def draw_ends(axes, groups):
-    """Every run a dot, a line through the medians."""
+    """Draw a dot for every run and a line through the medians."""
     for n, (name, found) in enumerate(groups.items()):
         ends = {}
         for run in found:

@@ -1,11 +1,13 @@
 """
-How right is what train.py says of memory and time before its first step? Ten runs, one after the other.
+Compare the memory and time that train.py predicts before its first step with the measured ones, for
+ten runs in sequence.
 
-    python bench/foretold.py                 the table: foretold, found, difference in percent
+    python bench/foretold.py                 the table: predicted, measured, difference in percent
     python bench/foretold.py --seconds=60    longer runs
 
-A run has as many steps as fill `seconds` by a first short run's measured speed. Memory is the highest that the process has held
-(perf/peak_mib of its log); time is from the line that tells of it to the last line, evaluations and checkpoints included.
+A run has as many steps as take `seconds` at the speed of a first short run. Memory is the peak of
+the process (perf/peak_mib of its log). Time is measured from the line that predicts it to the last
+line, including evaluations and checkpoints.
 """
 import json
 import random
@@ -19,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
-seconds = 30  # of a run, about
-only = ""     # some of the rows, by their numbers: 1,4
+seconds = 30  # approximate time of a run
+only = ""     # numbers of the rows to run: 1,4
 
 SMALL, LARGE = "--data=words.txt --vocab_source=byte", "--data=words.txt --vocab_size=8192"
 ROWS = [
@@ -38,7 +40,7 @@ ROWS = [
 
 
 def write_words(path):
-    """Two megabytes of made-up words, frequent ones and rare ones: enough for a vocabulary of 8192."""
+    """Write 2 MB of invented words, frequent and rare: enough for a vocabulary of 8192."""
     rng = random.Random(1)
     syllables = [a + b for a in "bcdfghjklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er", "in", "ou")]
     words = ["".join(rng.choice(syllables) for _ in range(rng.randint(1, 4))) for _ in range(30_000)]
@@ -47,7 +49,10 @@ def write_words(path):
 
 
 def train(folder, words, steps):
-    """(config, last row, seconds from the line of the time to the last one) of a run of train.py."""
+    """
+    Run train.py. Return (config, last row, seconds from the line with the predicted time to the last
+    line).
+    """
     every = max(1, steps // 4)
     command = [sys.executable, ROOT / "train.py", *words.split(), "--init_from=scratch", f"--max_iters={steps}", "--device=cpu",
                f"--eval_interval={every}", "--eval_iters=8", f"--log_interval={max(1, steps // 20)}", "--peak_tflops=1",
@@ -63,7 +68,7 @@ def train(folder, words, steps):
 
 
 def main():
-    print("| run | MiB foretold | found | | seconds foretold | found | |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| run | MiB predicted | found | | seconds predicted | found | |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
         write_words(Path(folder, "words.txt"))
         for number, words in enumerate(ROWS, 1):

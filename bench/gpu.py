@@ -1,9 +1,12 @@
 """
-What bench/gpu.sh runs: every step has a time limit and one line of the table; a step that fails says so and the others go
-on. The results are JSON: {step: {name: value}}, written after every step. The steps stand in the order of their worth: what
-is right comes before what is fast. Those that find no time left are named at the end, and the exit code is 1.
+Build, check and measure on a GPU; bench/gpu.sh runs this program.
 
-    python bench/gpu.py --plan     the steps and their times, without a GPU
+Every step has a time limit and prints one line; a step that fails is reported and the others run.
+The results are JSON, {step: {name: value}}, written after every step. Steps are in order of
+importance: correctness before speed. Steps for which no time is left are listed at the end, and the
+exit code is 1.
+
+    python bench/gpu.py --plan     list the steps and their times, without a GPU
 """
 import json
 import re
@@ -23,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure
 
-results = "cache/bench/gpu.json"  # what was found
-seconds = 520                     # no step begins that would end later
-steps = ""                        # only these, separated by commas; empty: all
-plan = False                      # print the steps with the seconds that each is expected to take, and end
+results = "cache/bench/gpu.json"  # file of the results
+seconds = 520                     # time budget: skip steps that would end later
+steps = ""                        # steps to run, separated by commas; empty: all
+plan = False                      # only print the steps and their expected seconds
 models = "cache/bench"            # the folder of bench/models.py
-nanogpt = ""                      # a checkout of nanoGPT, to be trained beside ours
+nanogpt = ""                      # a checkout of nanoGPT to measure beside ours
 
 FORMATS = {"15M": ["f32", "bf16", "q8_0", "q4_0"], "1.1B": ["bf16", "q8_0", "q4_0"]}
 TRAINING = ["config/stories110M.py", "--batch_size=16", "--max_seq_len=1024", "--dtype=bfloat16", "--compile=True", "--threads=0"]
@@ -38,7 +41,9 @@ found = {}
 
 
 def call(*command, limit=120, cwd=ROOT, errors=False):
-    """stdout of a command, or stderr; RuntimeError with its last words if it fails."""
+    """
+    Return stdout of a command, or stderr. Raises RuntimeError with its last lines if it fails.
+    """
     try:
         done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -54,7 +59,7 @@ def path_of(shape, form):
 
 
 def start_models():
-    """Processes that make the models while the programs are compiled."""
+    """Start the processes that write the models while the programs are compiled."""
     return [subprocess.Popen([sys.executable, "bench/models.py", f"--shapes={shape}", f"--formats={form}",
                               f"--models={models}"], cwd=ROOT, stdout=subprocess.DEVNULL)
             for shape, forms in FORMATS.items() for form in forms]
@@ -71,13 +76,13 @@ def machine():
             "date": date.today().isoformat()}
 
 
-# ./runcuda in other ways, to see what each is worth
-VARIANTS = {"ops": "-DFUSED=0",                 # whole tokens op by op
-            "many": "-DWARPS=11"}               # by more warps
+# builds of ./runcuda that show what a feature is worth
+VARIANTS = {"ops": "-DFUSED=0",                 # without the fused kernel of a whole token
+            "many": "-DWARPS=11"}               # with more warps
 
 
 def build():
-    """./runcuda, its variants and the op tests."""
+    """Compile ./runcuda, its variants and the tests of ops."""
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     nvcc = ["nvcc", "-std=c++17", f"-arch=sm_{arch}", "runtime/cuda/cuda.cu", "-lm", "-lpthread"]
     began = time.monotonic()
@@ -96,14 +101,14 @@ def build():
 
 
 def ops():
-    """Every op beside the CPU's, on random shapes, and whole tokens of shapes from tiny to wide."""
+    """Compare every op with the CPU's on random shapes, and whole tokens of tiny to wide shapes."""
     lines = call("cache/bench/cuda_ops", 1, 20).decode().splitlines()
     shapes = call("cache/bench/cuda_ops", 5).decode().splitlines()
     return {"models": len(lines) - 1, "last": lines[-1], "shapes": len(shapes) - 1}
 
 
 def sanitizers():
-    """compute-sanitizer's memcheck and racecheck over the ops."""
+    """Run compute-sanitizer's memcheck and racecheck on the ops."""
     names = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
     out = {}
     for tool, clean in names.items():
@@ -113,14 +118,18 @@ def sanitizers():
 
 
 def tests():
-    """The tests that need a GPU."""
+    """Run the tests that need a GPU."""
     call(sys.executable, "-c", "import gguf, pytest, transformers", limit=60)
     said = call(sys.executable, "-m", "pytest", "-q", "-k", "gpu", "tests/test_cuda.py", "tests/test_ops.py", limit=150).decode()
     return {"pytest": said.strip().splitlines()[-1]}
 
 
 def logits():
-    """Largest difference from model.py in float32 on the CPU, over the largest logit, with the weights of the same file."""
+    """
+    Largest difference of logits from model.py in float32 on the CPU, relative to the largest logit.
+
+    Both programs read the same file.
+    """
     from engine.training.load import load_model
     torch.set_float32_matmul_precision("highest")
     out = {}
@@ -135,7 +144,9 @@ def logits():
 
 
 def text():
-    """Greedy texts of 256 tokens, and one with temperature: how many first characters are those of the CPU."""
+    """
+    Compare greedy texts of 256 tokens, and one with a temperature, with the CPU's, byte by byte.
+    """
     out = {}
     for form in FORMATS["15M"]:
         args = [path_of("15M", form), "-n", 256, "-i", "once upon a time"]
@@ -147,7 +158,7 @@ def text():
 
 
 def milliseconds(work):
-    """The median of 20 times after 3 others, by the GPU's clock."""
+    """Return the median of 20 GPU times, after 3 for warm-up."""
     times = []
     for _ in range(23):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -160,14 +171,14 @@ def milliseconds(work):
 
 
 def copy_bandwidth():
-    """GB/s of a copy within the device's memory, bytes read and bytes written."""
+    """Measure GB/s of a copy inside device memory: bytes read plus bytes written."""
     x = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
     return {"gb_per_s": round(2 * x.numel() / milliseconds(lambda: y.copy_(x)) / 1e6, 1)}
 
 
 def speed(shape, program="./runcuda", formats=None):
-    """--bench of each format; the share is that of the copy's bandwidth."""
+    """Run --bench with each format; the share is relative to the bandwidth of the copy."""
     out = {}
     for form in formats or FORMATS[shape]:
         b = json.loads(call(program, path_of(shape, form), "--bench", "--json"))
@@ -180,13 +191,13 @@ def speed(shape, program="./runcuda", formats=None):
 
 
 def variants():
-    """--bench in BF16 of ./runcuda built in other ways."""
+    """Run --bench in BF16 with the VARIANTS of ./runcuda."""
     return {f"{name} {shape}": speed(shape, f"cache/bench/runcuda-{name}", ["bf16"])["bf16"]
             for name in VARIANTS for shape in ("15M", "1.1B")}
 
 
 def sampling():
-    """Tokens/s of 15M in BF16 with a temperature: chosen on the GPU."""
+    """Measure tokens/s of 15M in BF16 with sampling on the GPU."""
     rate = re.compile(rb"achieved tok/s: ([\d.]+)")
     args = [path_of("15M", "bf16"), "-n", 256, "-s", 1, "-i", "once upon a time"]
     return {flags: float(rate.search(call("./runcuda", *args, *flags.split(), errors=True))[1])
@@ -194,7 +205,10 @@ def sampling():
 
 
 def random_data():
-    """A prepared folder of random tokens in 32,000 kinds: what a step costs does not depend on what it reads."""
+    """
+    Return a prepared folder of random tokens from a vocabulary of 32,000: the cost of a step does not
+    depend on its tokens.
+    """
     from bench.models import vocabulary
     from engine.text import prepare
     folder, tokenizer = Path("cache/bench/random"), vocabulary(32000)
@@ -219,7 +233,7 @@ def rows(out_dir):
 
 
 def training():
-    """stories110M in bfloat16, compiled: the median of the rows after the first."""
+    """Train stories110M in bfloat16, compiled; report medians of the rows after the first."""
     out_dir = "cache/bench/train110M"
     call(sys.executable, "train.py", "config/stories110M.py", f"--data={random_data()}", f"--out_dir={out_dir}",
          "--init_from=scratch", "--checks=none", "--max_iters=40", "--warmup_iters=5", "--log_interval=5", "--eval_iters=1",
@@ -230,7 +244,11 @@ def training():
 
 
 def beside():
-    """bench/train.py at the shape of stories110M: ours, its VARIANTS, transformers' Llama, and nanoGPT; over ours, compiled."""
+    """
+    Run bench/train.py at the shape of stories110M: ours, VARIANTS, transformers' Llama, nanoGPT.
+
+    Speeds are also given relative to ours, compiled.
+    """
     file = Path("cache/bench/train.json")
     call(sys.executable, "bench/train.py", *TRAINING, "--hf=True", "--variants=True", "--together=True", "--steps=10",
          f"--nanogpt={nanogpt}", f"--json_file={file}", limit=300)
@@ -243,7 +261,7 @@ def beside():
 
 
 def profile():
-    """Where the time of a step goes; the whole list is in cache/bench."""
+    """Profile a training step; the whole list is written to cache/bench."""
     said = call(sys.executable, "bench/train.py", *TRAINING, "--profile=ours, compiled", "--steps=5", limit=150).decode()
     Path("cache/bench/profile.txt").write_text(said)
     lines = said.strip().splitlines()
@@ -251,7 +269,11 @@ def profile():
 
 
 def attention():
-    """ms of attention, forward and backward, at the shape of a step of stories110M, by each of PyTorch's kernels."""
+    """
+    Milliseconds of attention, forward and backward, by each of PyTorch's kernels.
+
+    The shape is that of a step of stories110M.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     q, k, v = (torch.randn(16, 12, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
@@ -269,7 +291,10 @@ def attention():
 
 
 def resume():
-    """40 steps of a small model, and the last 20 of them again from the checkpoint: the same losses, bit for bit."""
+    """
+    Train 40 steps of a small model; repeat the last 20 from the checkpoint; compare the losses
+    exactly.
+    """
     whole, again = Path("cache/bench/whole"), Path("cache/bench/again")
     for folder in (whole, again):
         shutil.rmtree(folder, ignore_errors=True)
@@ -283,7 +308,7 @@ def resume():
     return {"same_losses": losses[0] == losses[1] and len(losses[0]) > 0, "losses": losses}
 
 
-# by worth; with the seconds that each is expected to take
+# (name, function, expected seconds), most important first
 STEPS = [("machine", machine, 5), ("build", build, 60), ("ops", ops, 30), ("logits", logits, 20), ("text", text, 20),
          ("sanitizers", sanitizers, 60), ("copy", copy_bandwidth, 5), ("speed 15M", lambda: speed("15M"), 20),
          ("speed 1.1B", lambda: speed("1.1B"), 30), ("training", training, 120), ("resume", resume, 40),
@@ -295,7 +320,7 @@ NEED_MODELS = {"logits", "text", "speed 15M", "speed 1.1B", "variants", "samplin
 
 
 def show_plan():
-    """The steps, and where a run of `seconds` would end."""
+    """Print the steps, and which of them fit into `seconds`."""
     total = 0
     for name, step, expected in STEPS:
         total += expected
@@ -326,7 +351,7 @@ def main():
             continue
         try:
             found[name] = step()
-        except Exception as e:  # whatever it is, the other steps are worth running
+        except Exception as e:  # the other steps still run
             found[name] = {"failed": f"{type(e).__name__}: {e}"}
         print(f"{name:12}{short(found[name])}  [{time.monotonic() - began:.0f} s]", flush=True)
         Path(results).write_text(json.dumps(found, indent=1))

@@ -1,12 +1,13 @@
 """
-litgpt on a text, for own_text.py, by the Python that has it: what `litgpt pretrain pythia-14m --data TextFiles` does, with AdamW
-at 5e-3 as its tutorial says.
+Train litgpt on a text, for own_text.py, with a Python that has litgpt: what
+`litgpt pretrain pythia-14m --data TextFiles` does, with AdamW at 5e-3 as its tutorial recommends.
 
     PYTHON bench/litgpt_text.py my.txt STEPS
 
-Its tokenizer is a download, so it gets a byte-level BPE of PIECES pieces made from the text; and its steps of 512 sequences of
-512, of which ten minutes of two cores hold a few, are BATCH of CONTEXT here. The last tenth of the text is held out; the least
-of its evaluations counts.
+Its tokenizer would be a download, so a byte-level BPE of PIECES pieces is trained on the text. Ten
+minutes on two cores would fit only a few of its steps of 512 sequences x 512 tokens, so steps are
+BATCH sequences x CONTEXT tokens here. The last tenth of the text is the validation split; the
+smallest of its evaluations counts.
 """
 import csv
 import json
@@ -20,7 +21,9 @@ EVALUATIONS = 12
 
 
 def prepare(text, folder):
-    """Folders train, val and tokenizer; the tokens of a byte of the text that is held out."""
+    """
+    Write the folders train, val and tokenizer. Return the tokens per byte of the validation text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     cut = int(0.9 * len(text))
     for name, part in {"train": text[:cut], "val": text[cut:].strip()}.items():

@@ -1,10 +1,10 @@
 """
-The peak memory of `export.py FOLDER` over sizes of a Hugging Face folder: random bfloat16 weights that transformers saves in
-shards, written as GGUF.
+Measure the peak memory of `export.py FOLDER` for several sizes of a Hugging Face folder: random
+bfloat16 weights, saved in shards by transformers, written as GGUF.
 
     python bench/load.py --shapes=15M,110M,1.1B --dtypes=bf16,q8_0
 
-Needs transformers, and room on the disk for each folder and file in turn, of which nothing stays.
+Needs transformers, and disk space for one folder and file at a time; both are removed.
 """
 import shutil
 import subprocess
@@ -17,10 +17,10 @@ from bench.models import SHAPES, vocabulary
 from configurator import configure, fail
 from engine.training.costs import num_params
 
-shapes = "15M,42M,110M,1.1B"  # which, of bench/models.py
+shapes = "15M,42M,110M,1.1B"  # of bench/models.py
 dtypes = "bf16,q8_0"          # of the GGUF files
 folder = "cache/load"         # where the folders and files are made
-shard = "500MB"               # the most that a file of the folder holds
+shard = "500MB"               # max size of a file of the folder
 
 MAKE = """
 import sys, torch
@@ -34,7 +34,7 @@ LlamaForCausalLM(config).save_pretrained(sys.argv[1], max_shard_size=sys.argv[2]
 
 
 def make(path, args):
-    """The folder, by another process, whose memory is its own."""
+    """Write the folder in another process, so that its memory does not count here."""
     numbers = (args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads, args.vocab_size, args.max_seq_len, args.tied)
     done = subprocess.run([sys.executable, "-c", MAKE, path, shard, *(str(int(n)) for n in numbers)], capture_output=True, text=True)
     if done.returncode:
@@ -43,7 +43,10 @@ def make(path, args):
 
 
 def measure(command):
-    """(MiB at the peak, seconds) of a command: its own, since a child of this process forgets what came before."""
+    """
+    Return (peak MiB, seconds) of a command. A process between this and the command keeps the peaks of
+    earlier commands out.
+    """
     code = ("import resource, subprocess, sys; code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode; "
             "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(code)")
     start = time.perf_counter()

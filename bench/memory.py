@@ -1,13 +1,15 @@
 """
-The peak memory of train.py: its steps alone; with evaluations, looks, samples, checkpoints and exports; with W&B besides.
+Measure the peak memory of train.py: steps alone; with evaluations, instruments, samples,
+checkpoints and exports; and with W&B too.
 
-    python bench/memory.py                                        three shapes, in a table
+    python bench/memory.py                                        table of three shapes
     python bench/memory.py --only="--data=my.txt --batch_size=4"  of this command line of train.py
 
-Every figure is of a process of its own, which runs train.py's main. Of the steps alone means: what else the loop calls
-does nothing. The prepared text, which is mapped from its file, is read once in each, as a run of more than a few steps
-does. On a GPU it is what tensors held at most, else what the process did: its code too, and at the end the
-model's file, which W&B's client maps to hash it.
+Every figure is of a separate process that runs train.py's main. For the steps alone, everything
+else that the loop calls is replaced by functions that do nothing. Each process reads the whole
+prepared text once, which is mapped from its file, as a longer run does. On a GPU the figure is the
+peak of its tensors, else that of the process: including its code, and the model file at the end,
+which W&B's client maps to hash it.
 """
 import os
 import subprocess
@@ -20,11 +22,11 @@ from configurator import configure, fail
 from engine.training import distributed, hardware
 
 vocab_source = "llama2"  # of the stories15M shapes: a vocabulary of 32,000
-steps = 6                # of a run, with an evaluation and a checkpoint at every second
-most = 1.10              # the peak without W&B over that of the steps alone; more ends with exit code 1
+steps = 6                # of a run; every second has an evaluation and a checkpoint
+most = 1.10              # max ratio of the peak without W&B to that of the steps alone, else exit 1
 wandb = True             # measure with W&B too
 only = ""                # a command line of train.py to measure instead
-worker = ""              # internal: run train.py's main, as one of KINDS
+worker = ""              # internal: run train.py's main as one of KINDS
 
 STORIES = f"{Path(__file__).resolve().parents[1]}/config/stories15M.py --data=stories:2000 --compile=False " \
           "--gradient_accumulation_steps=1"
@@ -44,7 +46,7 @@ class Blind:
 
 
 def work(words):
-    """Run train.py's main by its command line; the last line printed is the peak in bytes."""
+    """Run train.py's main with its command line; print the peak in bytes as last line."""
     import train
     if worker == "steps":
         train.assess, train.data_rows, train.UpdateNorms = lambda *_: {"loss/val": 0.0}, lambda _: {}, Blind
@@ -60,7 +62,7 @@ def work(words):
 
 
 def peak(kind, words, folder):
-    """Bytes of train.py's `words`, in a new out_dir."""
+    """Return the peak in bytes of train.py with these words, in a new out_dir."""
     words = [*words, f"--max_iters={steps}", "--eval_interval=2", "--log_interval=1", "--warmup_iters=1", "--eval_iters=2",
              f"--out_dir={folder}/{kind}", f"--wandb_log={kind == 'wandb'}"]
     done = subprocess.run([sys.executable, __file__, f"--worker={kind}", "--", *words], capture_output=True, text=True,

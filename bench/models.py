@@ -1,11 +1,11 @@
 """
-Models to measure with: random weights in the shapes that others publish, the same weights in every format.
+Write models to measure with: random weights in published shapes, the same weights in every format.
 
-    python bench/models.py                                   all shapes, all formats: 18 GB in cache/bench
+    python bench/models.py                                   all shapes and formats: 18 GB
     python bench/models.py --shapes=15M --formats=f32,q8_0
 
-A tensor is made when the exporter asks for it and forgotten when it is written, so the memory needed is a few times the
-largest tensor. Files that stand already are kept.
+A tensor is generated when the exporter reads it and freed when it is written, so the memory needed
+is a few times the largest tensor. Existing files are kept.
 """
 import itertools
 import math
@@ -25,10 +25,10 @@ from engine.formats.vocabularies import vocabulary_of
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
-shapes = "15M,42M,110M,1.1B"            # which, of these and 260K
-formats = "f32,bf16,q8_0,q4_0,v0,v2"    # GGUF of that type; llama2.c's v0 (float32) and v2 (int8 in groups)
-context = 1024                          # of the models, in tokens; give those of another a folder of their own
-models = "cache/bench"                  # the folder they go to
+shapes = "15M,42M,110M,1.1B"            # of SHAPES
+formats = "f32,bf16,q8_0,q4_0,v0,v2"    # GGUF types; llama2.c's v0 (float32), v2 (int8 groups)
+context = 1024                          # tokens; use another folder for another context
+models = "cache/bench"                  # folder of the models
 
 SHAPES = {
     "260K": ModelArgs(dim=64, n_layers=5, n_heads=8, n_kv_heads=4, hidden_dim=172, vocab_size=512),
@@ -40,7 +40,7 @@ SHAPES = {
 
 
 class RandomWeights:
-    """A state_dict whose tensors are drawn anew at each access, each from a seed of its own: its name."""
+    """A state_dict whose tensors are generated at each access, seeded by their names."""
 
     def __init__(self, args):
         self.shapes = {ours: shape for ours, _, _, shape in tensors(args)}
@@ -55,12 +55,15 @@ class RandomWeights:
         if name not in ("tok_embeddings.weight", "output.weight"):
             return torch.randn(shape, generator=generator) / shape[1] ** 0.5
         w = torch.randn(shape, generator=generator)
-        w[1:3] *= 0.01  # <s> and </s> are never the most likely, so no text ends before it is measured
+        w[1:3] *= 0.01  # makes <s> and </s> unlikely, so that no text ends early
         return w
 
 
 def vocabulary(size):
-    """A Tokenizer of `size` pieces: specials, bytes, then words of one to three letters, with a space before and without."""
+    """
+    Return a Tokenizer of `size` pieces: specials, bytes, then words of one to three letters, with and
+    without a leading space.
+    """
     words = [SPACE] + [space + "".join(letters) for n in (1, 2, 3) for space in (SPACE, "")
                        for letters in itertools.product(string.ascii_lowercase, repeat=n)]
     pieces = [*SPECIALS, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((word, NORMAL) for word in words)][:size]

@@ -1,15 +1,18 @@
 """
-The sizes that follow from --minutes beside a random search: each text trained once by the rules and `tries` times by settings
-drawn from sweeps/own_text.yaml, every run for the same time. Bits per byte of the validation text, of which all runs read as much.
+Compare the model sizes that --minutes chooses with a random search: each text is trained once with
+them and `tries` times with settings drawn from sweeps/own_text.yaml, every run for the same time.
+The result is bits per byte of the validation text, of which all runs read the same amount.
 
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
-With --nanogpt=FOLDER that program's own CPU recipe, by characters, is measured too, with --litgpt=PYTHON, the Python that has
-litgpt, what litgpt_text.py says: their rates fall over as many steps as the time allows, at the speed of shorter runs.
-Of their losses, each over 20 batches, the least counts.
+--nanogpt=FOLDER also measures nanoGPT's CPU recipe, by characters, and --litgpt=PYTHON, a Python
+with litgpt, what litgpt_text.py describes. Their learning rates decay over the number of steps that
+fit the time, at the speed of shorter runs. The smallest of their losses counts, each over 20
+batches.
 
-A run counts with its best checkpoint, which is evaluated again at the end, over JUDGED tokens of each. With two workers of
-one thread each, two runs share the machine all the time, ours too. A vocabulary of 0 in a draw stands for bytes.
+Of a run its best checkpoint counts, which is evaluated again at the end, over JUDGED tokens. With
+two workers of one thread each, two runs share the machine all the time, ours included. In a draw
+the vocabulary size 0 stands for bytes.
 """
 import concurrent.futures
 import itertools
@@ -32,23 +35,23 @@ import time_to_loss
 from configurator import configure, fail, read_file
 
 minutes = 1.0            # of every run
-tries = 20               # random settings for each text
-workers = 2              # runs at a time
-threads = 1              # of each
-out_dir = "out/own_text"  # runs go here; what is there already is not run again
+tries = 20               # random settings of each text
+workers = 2              # concurrent runs
+threads = 1              # of each run
+out_dir = "out/own_text"  # folder of the runs; existing runs are not repeated
 seed = 1                 # of the draws
 nanogpt = ""             # folder of nanoGPT
 litgpt = ""              # a Python that has litgpt
 ROOT = Path(__file__).resolve().parents[1]
-JUDGED = 40           # times 1024 tokens
-EVERY = 250           # steps of nanoGPT from one evaluation to the next, as its recipe has them
-LIT_EVERY = 20        # of litgpt
-LIT_LEAST = 10        # of litgpt, which logs no evaluation of fewer
+JUDGED = 40           # eval_iters of the final evaluation, 1024 tokens each
+EVERY = 250           # nanoGPT's eval_interval, as in its recipe
+LIT_EVERY = 20        # the same of litgpt
+LIT_LEAST = 10        # min steps of litgpt, which logs no evaluation with fewer
 LOSS = re.compile(r"validation loss ([\d.]+)")
 
 
 def draws():
-    """The settings of each try, as words for the command line."""
+    """Yield the settings of each try, as words of the command line."""
     parameters = read_file(str(ROOT / "sweeps/own_text.yaml"))["parameters"]
     rng = random.Random(seed)
     for _ in range(tries):
@@ -62,7 +65,10 @@ def draws():
 
 
 def train(text, name, words):
-    """(best, last, seconds, n_params, what was said of it) of one run; bits per byte, inf of one that failed."""
+    """
+    Return (best, last, seconds, n_params, description) of one run; best and last are bits per byte, inf
+    if the run failed.
+    """
     folder, start = Path(out_dir, Path(text).stem, name), time.perf_counter()
     command, env = [sys.executable, str(ROOT / "train.py"), f"--data={text}"], os.environ | {"OMP_NUM_THREADS": str(threads)}
     if not (folder / "judged").exists():
@@ -80,7 +86,7 @@ def train(text, name, words):
 
 
 def judged(command, folder, name, env):
-    """Bits per byte of a run's best or latest checkpoint."""
+    """Return the bits per byte of a run's best or latest checkpoint."""
     config, path = compare.read_runs([folder])[0].config, folder / "checkpoints" / (folder / name).read_text().strip()
     words = [f"--init_from={path}", f"--max_seq_len={config['max_seq_len']}", "--eval_only=True", f"--eval_iters={JUDGED}",
              f"--out_dir={folder}/judge"]
@@ -91,17 +97,17 @@ def judged(command, folder, name, env):
 
 def in_time(run, every):
     """
-    What run(steps) gives, (bits per byte, seconds), with as many steps as the minutes hold at the speed of two shorter runs: a
-    multiple of `every`, if that is possible.
+    Return run(steps), which is (bits per byte, seconds), for as many steps as fit the minutes at the
+    speed of two shorter runs: a multiple of `every` if possible.
     """
-    run(every)  # starts slower than any later one, as nothing is in memory yet
+    run(every)  # warm-up: fills the page cache
     (_, short), (_, longer) = run(every), run(4 * every)
-    intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)  # each of `every` steps; what a start takes is in both
+    intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)  # of `every` steps; the startup time is in both
     return run(every * round(intervals) if intervals > 1 else max(1, round(every * intervals)))
 
 
 def nano(text):
-    """(bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
+    """Return (bits per byte, seconds) of nanoGPT's CPU recipe on a text, in the same time."""
     with tempfile.TemporaryDirectory(dir=Path(nanogpt, "data")) as folder:
         return nano_in(Path(folder), text)
 
@@ -126,7 +132,10 @@ def nano_in(folder, text):
 
 
 def lit(text):
-    """(bits per byte, seconds) of litgpt's pretrain on a text, in the same time, its processing of the text included."""
+    """
+    Return (bits per byte, seconds) of litgpt's pretrain on a text, in the same time, including its
+    preparation of the text.
+    """
     def run(steps):
         start = time.perf_counter()
         command = [litgpt, str(ROOT / "bench/litgpt_text.py"), text, str(max(LIT_LEAST, steps))]

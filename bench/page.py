@@ -1,13 +1,15 @@
 """
-What a training loses when the page is watched: the same training in turns alone and beside a page that a reader watches.
+Measure how much a watched page slows down a training: the same training alone and beside a page
+with a reader, in turns.
 
-    python bench/page.py                                         five pairs of the defaults
+    python bench/page.py                                         five pairs with the defaults
     python bench/page.py --rounds=9 --only="--dim=128"           of this command line of train.py
 
-The reader does what a browser does with one run: its details and two curves at the beginning, then the live events, and the
-curves of the page's runs anew every ten seconds. A browser's own drawing is not in it; it may stand on another machine.
-Printed for each pair: the steps' seconds alone over those watched (0.99: the training keeps 99 % of its speed), and the
-processor time of the page in a minute watched. The machine must do nothing else.
+The reader does what a browser does with one run: it fetches the run's details and two curves, then
+the live events, and the curves again every ten seconds. The browser's own drawing is not included;
+it may run on another machine. Each pair prints the seconds of the steps alone over those watched
+(0.99: the training keeps 99 % of its speed), and the CPU seconds of the page per minute. The
+machine must be idle otherwise.
 """
 import http.client
 import os
@@ -33,7 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Watched:
-    """A page on a folder of runs, and a reader who watches one of them, for as long as the block lasts."""
+    """A page on a folder of runs, and a reader of one of them, while the block runs."""
 
     def __init__(self, folder, run):
         self.folder, self.run, self.ended, self.events = folder, run, threading.Event(), 0
@@ -54,7 +56,7 @@ class Watched:
         self.page.wait()
 
     def processor(self):
-        """Seconds of processor time that the page has taken."""
+        """Return the CPU seconds that the page has used."""
         words = Path(f"/proc/{self.page.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -77,7 +79,10 @@ class Watched:
 
 
 def train(folder, number):
-    """The seconds that a training's steps took: what its rows say of them, without the start, evaluations and checkpoints."""
+    """
+    Return the seconds that a training's steps took, as logged: without start, evaluations and
+    checkpoints.
+    """
     words = [f"--out_dir=out/{number}", f"--max_iters={steps}", "--init_from=scratch", *only.split()]
     done = subprocess.run([sys.executable, ROOT / "train.py", *words], cwd=folder, capture_output=True, text=True)
     if done.returncode:

@@ -1,11 +1,13 @@
 """
-What run makes of a text beside llama.cpp on the same GGUF files: perplexity, and whether both think the same token likeliest.
+Compare run with llama.cpp on the same GGUF files: perplexity, and the likeliest next tokens.
 
-    python bench/perplexity.py out/my/model.gguf --text=text.txt --llama_cpp=llama.cpp/build/bin --quantize=Q4_K_M,Q6_K
+    python bench/perplexity.py out/my/model.gguf --text=text.txt --llama_cpp=llama.cpp/build/bin \\
+        --quantize=Q4_K_M,Q6_K
 
-Needs `make lib`. llama-perplexity cuts the text into pieces of a context, each behind BOS where the file wants one, counts the
-second half of each, and writes the log probabilities in 16 bits (steps of 0.00024 nats); the library here reads the same tokens.
-Last column: how far apart llama.cpp's own two best are, in nats, where the two programs' likeliest tokens differ (the most).
+Needs `make lib`. llama-perplexity splits the text into windows of a context, each after BOS if the
+file has add_bos, counts the second half of each, and writes log probabilities in 16 bits (steps of
+0.00024 nats); the library here reads the same tokens. The last column is the largest difference in
+nats between llama.cpp's own two best tokens where the two programs disagree on the likeliest.
 """
 import sys
 import tempfile
@@ -20,16 +22,19 @@ from configurator import configure, fail
 
 models = ""      # GGUF files, separated by commas
 text = ""        # the text, UTF-8
-llama_cpp = ""   # the folder of llama-perplexity and llama-quantize
-quantize = ""    # types to which llama-quantize brings each file first, separated by commas; empty: the files as they are
-context = 256    # tokens of a piece
-pieces = 16      # of the text, at most
+llama_cpp = ""   # folder of llama-perplexity and llama-quantize
+quantize = ""    # types to quantize each file to first, separated by commas; empty: none
+context = 256    # tokens of a window
+pieces = 16      # max windows of the text
 
-AT_ONCE = 64     # tokens whose logits one call leaves
+AT_ONCE = 64     # tokens per call, whose logits are all returned
 
 
 def theirs(model, folder):
-    """(tokens (n, context) int32, log probabilities (n, context / 2 - 1, vocabulary) float32) of llama.cpp's."""
+    """
+    Return llama.cpp's (tokens (n, context) int32,
+    log probabilities (n, context / 2 - 1, vocabulary) float32).
+    """
     file = Path(folder, "logits")
     call([Path(llama_cpp, "llama-perplexity"), "-m", model, "-f", text, "-c", context, "-b", context, "--chunks", pieces,
           "-t", 2, "--kl-divergence-base", file], 2)
@@ -42,7 +47,7 @@ def theirs(model, folder):
 
 
 def ours(path, tokens):
-    """The library's log probabilities of the same tokens."""
+    """Return the library's log probabilities of the same tokens."""
     import llamac
     model, found = llamac.Model(path), []
     for row in tokens:
@@ -58,6 +63,7 @@ def ours(path, tokens):
 
 
 def compare(name, path, folder):
+    """Print the row of one file."""
     tokens, there = theirs(path, folder)
     here, targets = ours(path, tokens), tokens[:, tokens.shape[1] // 2 + 1:, None]
     perplexities = [np.exp(-np.take_along_axis(x, targets, -1).mean()) for x in (here, there)]

@@ -1,10 +1,10 @@
 """
-Does the range that --lr_find suggests hold the best rate? Beside it a grid of eight rates, each a training of its own to the
-end of its schedule, compared by the validation loss: on three texts, with Muon and AdamW.
+Test whether the range that --lr_find suggests contains the best learning rate: a grid of eight
+rates, each trained to the end of its schedule, compared by validation loss; with Muon and AdamW.
 
     python bench/rates.py [--texts=stories:3000,input.txt] [--steps=400] [--out=out/rates]
 
-What is there already is not trained again.
+Runs that exist are not repeated.
 """
 import contextlib
 import json
@@ -20,13 +20,13 @@ from configurator import configure
 texts = "stories:3000"   # data of train.py, separated by commas
 optimizers = "muon,adamw"
 steps = 400              # of a training
-out = "out/rates"        # runs go here
-more = "--dim=64 --n_layers=2 --n_heads=2 --max_seq_len=64 --batch_size=12"  # flags of all of them
+out = "out/rates"        # folder of the runs
+more = "--dim=64 --n_layers=2 --n_heads=2 --max_seq_len=64 --batch_size=12"  # of every run
 GRID = [5e-4 * 2 ** n for n in range(8)]
 
 
 def run(words, printed):
-    """train.py with these words, in a process that need not import anything; what it prints goes to a file."""
+    """Run train.py in a forked process, which imports nothing; write what it prints to a file."""
     def child():
         with open(printed, "w") as f, contextlib.redirect_stdout(f):
             train.start(configure(vars(train), positional="data", argv=words))
@@ -45,7 +45,7 @@ def words_of(folder, name, *words):
 
 
 def grid(common, folder):
-    """{rate: validation loss at the end}; inf where the training has failed."""
+    """Return {rate: validation loss at the end}; inf if the training failed."""
     losses = {}
     for rate in GRID:
         log = folder / f"{rate:g}" / "log.jsonl"
@@ -56,7 +56,7 @@ def grid(common, folder):
 
 
 def suggested(common, folder):
-    """(low, middle, high) of --lr_find."""
+    """Return (low, middle, high) of --lr_find."""
     told = folder / "lr_find.txt"
     if not told.exists() or "to copy" not in told.read_text():
         run(words_of(folder, "run", *common, "--lr_find=True"), told)

@@ -1,14 +1,15 @@
 """
-How fast ./run is on this machine, and beside other programs where they are given.
+Measure the speed of ./run on this machine, and of other programs if they are given.
 
-    python bench/run.py                              ours alone: every shape and format, on one thread and on all
-    python bench/run.py --shapes=15M --formats=q8_0 --threads=all --llama_bench=~/llama.cpp/build/bin/llama-bench
-    python bench/run.py --show=True                  the table of all that was measured so far
+    python bench/run.py                              ours alone: all shapes and formats
+    python bench/run.py --shapes=15M --formats=q8_0 --threads=all --llama_bench=PATH/llama-bench
+    python bench/run.py --show=True                  print the table of all results so far
 
-The programs take turns, so that what else the machine does falls on all of them, and what counts is the ratio of the
-medians. A sample is a process: it reads a prompt of 128 tokens, then decodes some from an empty cache, both after a
-warm-up. The first token is timed apart, from the start of the process to its end, loading included; llama-bench does
-without a tokenizer there. Peers read the same weights: llama.cpp the same file, llama2.c v0 or v2 beside it.
+The programs take turns, so that other load on the machine affects all of them; the result is the
+ratio of the medians. A sample is a process: it reads a prompt of 128 tokens, then decodes some from
+an empty cache, both after a warm-up. The first token is timed separately, from the start of the
+process to its end, including loading; llama-bench uses no tokenizer there. Peers read the same
+weights: llama.cpp the same file, llama2.c v0 or v2 beside it.
 """
 import itertools
 import json
@@ -27,21 +28,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
-shapes = "15M,42M,110M,1.1B"          # which of bench/models.py
+shapes = "15M,42M,110M,1.1B"          # of bench/models.py
 formats = "f32,bf16,q8_0,q4_0,v0,v2"  # of the model file
-threads = "1,all"                     # how many, separated by commas
-samples = 5                           # of each program, taking turns
-starts = 5                            # of each program's first token; 0: not measured
-tokens = 0                            # decoded in a sample; 0: what suits the shape
-models = "cache/bench"                # the folder of the models; what is missing there is made
-results = "cache/bench/results.json"  # all that was measured; the same measurement again replaces the old one
-show = False                          # print all results, measure nothing
+threads = "1,all"                     # numbers of threads, separated by commas
+samples = 5                           # of each program, in turns
+starts = 5                            # measurements of each first token; 0: none
+tokens = 0                            # to decode in a sample; 0: DECODED of the shape
+models = "cache/bench"                # folder of the models; missing ones are written
+results = "cache/bench/results.json"  # all results; a repeated measurement replaces the old
+show = False                          # print all results instead of measuring
 run = "./run"                         # ours
 llama_bench = ""                      # llama.cpp's llama-bench
 ik_llama_bench = ""                   # ik_llama.cpp's
-ik_flags = "-rtr 1 -fa 0"             # its own: weights repacked at load; its flash attention is slower at these lengths
-llama2c = ""                          # llama2.c's run for one thread
-llama2c_omp = ""                      # ... and compiled with OpenMP, for more
+ik_flags = "-rtr 1 -fa 0"             # repack at load; its flash attention is slower here
+llama2c = ""                          # llama2.c's run, for one thread
+llama2c_omp = ""                      # the same compiled with OpenMP, for more threads
 runq = ""                             # llama2.c's runq with OpenMP
 
 PROMPT = 128
@@ -52,7 +53,7 @@ COLUMNS = {"prompt": "prompt, tok/s", "decode": "decode, tok/s", "bandwidth_shar
 
 
 def call(command, n_threads):
-    """(stdout, stderr) of a command; one that fails ends this program."""
+    """Return (stdout, stderr) of a command; exit if it fails."""
     command = [str(word) for word in command]
     env = {**os.environ, "OMP_NUM_THREADS": str(n_threads)}
     try:
@@ -65,33 +66,40 @@ def call(command, n_threads):
 
 
 def process(command, n_threads):
-    """(milliseconds, MiB at most) of a whole process. A forked child begins with our own memory, some 15 MiB."""
+    """
+    Return (milliseconds, peak MiB) of a whole process. A forked child starts with this process's
+    memory, about 15 MiB.
+    """
     begin = time.perf_counter()
     child = subprocess.Popen([str(word) for word in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                              env={**os.environ, "OMP_NUM_THREADS": str(n_threads)})
     _, status, used = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
-        call(command, n_threads)  # says what is wrong
+        call(command, n_threads)  # exits with the message
     return 1000 * (time.perf_counter() - begin), used.ru_maxrss / 1024
 
 
 def read_anew(path):
     """
-    Bring a file into the page cache in large pages, as export.py and run leave it there. How it came there decides how long
-    a process takes to map it, and how fast it is read through a mapping: luck that would differ from file to file.
+    Read a file into the page cache in large pages, as export.py and run leave it there. The kind of
+    pages determines how long a process takes to map the file and how fast it reads the mapping, and
+    would otherwise differ by chance from file to file.
     """
     with open(path, "rb") as f:
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(f.fileno()).st_size
-        for begin in range(0, size, PIECE):  # in pieces: what is mapped here would count as the next process's peak
+        for begin in range(0, size, PIECE):  # in pieces: a mapping counts for the next process's peak
             with mmap.mmap(f.fileno(), min(PIECE, size - begin), prot=mmap.PROT_READ, offset=begin) as piece:
                 piece.madvise(mmap.MADV_HUGEPAGE)
                 piece[::mmap.PAGESIZE]  # touches each page
 
 
 def first_token(binary, path, n_prompt):
-    """The command that prints one token after a prompt of n_prompt, for programs with llama2.c's flags."""
+    """
+    Return the command that prints one token after a prompt of n_prompt tokens, for programs with
+    llama2.c's flags.
+    """
     prompt = ["-i", " ".join("a" * (n_prompt - 1))] if n_prompt > 1 else []
     tokenizer = ["-z", path.with_name("tokenizer.bin")] if path.suffix == ".bin" else []
     return [binary, path, "-t", 0, "-n", n_prompt, *prompt, *tokenizer]
@@ -101,13 +109,13 @@ class Ours(NamedTuple):
     binary: str
 
     def speed(self, path, n_threads, n):
-        """{"prompt": tokens/s, "decode": tokens/s, ...} of one process."""
+        """Return {"prompt": tokens/s, "decode": tokens/s, ...} of one process."""
         found = json.loads(call([self.binary, path, "--bench", "--json", "-j", n_threads, "-n", n], n_threads)[0])
         return {"prompt": found["prompt_tokens_per_s"], "decode": found["decode_tokens_per_s"],
                 "bandwidth_share": found["bandwidth_share"]}
 
     def first(self, path, n_threads, n_prompt):
-        """The command whose time is that to the first token."""
+        """Return the command whose duration is the time to the first token."""
         return [*first_token(self.binary, path, n_prompt), "-j", n_threads]
 
 
@@ -140,7 +148,7 @@ class Llama2c(NamedTuple):
 
 
 def programs(form, n_threads):
-    """{name: program} of those given that compute with weights of this format; ours comes first."""
+    """Return {name: program}, ours first, of those that read weights of this format."""
     found = {"llamac": Ours(run)}
     if llama_bench and not form.startswith("v"):
         found["llama.cpp"] = LlamaBench(llama_bench, (), ("--no-warmup",))
@@ -155,7 +163,7 @@ def programs(form, n_threads):
 
 
 def measure(path, form, n_threads, n):
-    """{program: {column: median}} and, under "samples", what they are medians of."""
+    """Return {program: {column: median}}, with all samples under "samples"."""
     found = {name: {"samples": {}} for name in programs(form, n_threads)}
 
     def add(name, column, value):
@@ -177,7 +185,7 @@ def measure(path, form, n_threads, n):
 
 
 def ratio(found, column):
-    """How many times better ours is than the best peer; None without one."""
+    """Return how many times better ours is than the best peer; None without a peer."""
     ours, peers = found["llamac"].get(column), [row[column] for row in list(found.values())[1:] if column in row]
     if not ours or not peers:
         return None
@@ -189,7 +197,7 @@ def number(value):
 
 
 def rows(key, found):
-    """The table's lines for one measurement; behind ours, how many times better it is than the best peer."""
+    """Yield the table's lines of one measurement; ours with its ratio to the best peer."""
     for name, row in found.items():
         cells = [number(row[column]) if column in row else "–" for column in COLUMNS]
         if name == "llamac":
@@ -204,7 +212,7 @@ def print_header():
 
 
 def forms_read(form):
-    """The formats of the files that are read where ours is measured with `form`."""
+    """Return the formats of the files that all programs read where ours reads `form`."""
     beside = {"f32": "v0"} if llama2c or llama2c_omp else {}
     if runq:
         beside["q8_0"] = "v2"
@@ -212,7 +220,10 @@ def forms_read(form):
 
 
 def prepare(shape, form):
-    """The model of this shape and format; it, and what peers read instead, made when missing and read anew."""
+    """
+    Return the path of the model of this shape and format. Write it, and what peers read instead, if
+    missing, and read all into the page cache.
+    """
     missing = [f for f in forms_read(form) if not list(Path(models, shape).glob(f"{f}.*"))]
     if missing and subprocess.run([sys.executable, ROOT / "bench" / "models.py", f"--shapes={shape}",
                                    f"--formats={','.join(missing)}", f"--models={models}"], stdout=sys.stderr).returncode:
@@ -224,7 +235,7 @@ def prepare(shape, form):
 
 
 def processor():
-    """The name of this machine's processor, "" where /proc does not say."""
+    """Return the name of this machine's CPU; "" if /proc has none."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return found[1] if found else ""

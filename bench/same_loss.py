@@ -1,12 +1,13 @@
 """
-Is our loss that of plain float32 PyTorch? The same first weights and the same batches, trained as transformers'
-LlamaForCausalLM in float32, as ours in float32, and as ours in bfloat16; step by step beside each other.
+Compare our loss with plain float32 PyTorch: the same initial weights and batches, trained as
+transformers' LlamaForCausalLM in float32, as ours in float32, and as ours in bfloat16.
 
-    python bench/same_loss.py                          width 256 on the built-in stories (needs: pip install transformers)
+    python bench/same_loss.py                     width 256 on the built-in stories
     python bench/same_loss.py --steps=60 --seeds=1,2,3
 
-AdamW in all, PyTorch's own for transformers. The rate warms up over a tenth of the steps and falls to 0. Differences of two
-curves are in nats a step, of the mean of 20 steps at the end: one step's loss depends on its batch.
+All use AdamW, transformers with PyTorch's own. The learning rate warms up over a tenth of the steps
+and decays to 0. The difference of two curves is given in nats per step, and for the mean of the
+last 20 steps, since one step's loss depends on its batch. Needs: pip install transformers.
 """
 import json
 import sys
@@ -22,17 +23,17 @@ from model import ModelArgs, Transformer
 from optim import make_optimizer
 
 steps = 200           # of each run
-seeds = "1,2,3"       # one triple of runs each, separated by commas
+seeds = "1,2,3"       # separated by commas; three runs each
 dim = 256             # width
 n_layers = 2          # blocks
 n_heads = 4           # heads
 batch_size = 4        # sequences of a step
 max_seq_len = 128     # tokens of a sequence
 learning_rate = 2e-3  # peak
-hf = True             # train transformers' model too
-data = "stories"      # what is trained on, as data.py knows it
+hf = True             # also train transformers' model
+data = "stories"      # a source of data.py
 cache = "cache"       # prepared data
-json_file = ""        # the curves go here
+json_file = ""        # file for the curves
 
 
 def ours(args):
@@ -41,7 +42,9 @@ def ours(args):
 
 
 def transformers_like(model):
-    """LlamaForCausalLM with the weights of ours, PyTorch's AdamW with the same groups, and its loss."""
+    """
+    Return LlamaForCausalLM with our weights, PyTorch's AdamW with the same groups, and its loss.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     a, state = model.args, model.state_dict()
     theirs = LlamaForCausalLM(LlamaConfig(
@@ -64,7 +67,7 @@ def rate(step):
 
 
 def train(dataset, seed, model, opt, loss_of, half=False):
-    """([loss of each step], loss on 100 sequences of the validation split)"""
+    """Return ([loss of each step], loss on 100 sequences of the validation split)."""
     losses, amp = [], torch.autocast("cpu", torch.bfloat16, enabled=half)
     for step in range(steps):
         x, y = corpus.batch_slice(dataset.train, seed, step, batch_size, max_seq_len)
@@ -83,7 +86,7 @@ def train(dataset, seed, model, opt, loss_of, half=False):
 
 
 def apart(a, b):
-    """How two curves differ, as words."""
+    """Return the difference of two curves, in words."""
     gaps = [abs(x - y) for x, y in zip(a, b)]
     late = (sum(b[-20:]) - sum(a[-20:])) / len(a[-20:])
     return f"a step {sum(gaps) / len(gaps):.1e} on average, {max(gaps):.1e} at most; the last 20 together {late:+.5f}"

@@ -1,10 +1,12 @@
 """
-Memory and communication of one process among many, from the model's own counts: the tables of doc/lab/scaling.md.
+Compute memory and communication of one process of many from the model's parameters: the tables of
+doc/lab/scaling.md.
 
-    python bench/scaling.py                             shapes from 15M to 70B on 8 and 64 processes
-    unshare -rn python bench/scaling.py --measure=True  a small shape, predicted and measured on this machine (Linux)
+    python bench/scaling.py                             shapes 15M to 70B on 8 and 64 processes
+    unshare -rn python bench/scaling.py --measure=True  compare with a measurement (Linux)
 
-Measuring counts what passes the loopback device of a network of its own, and the growth of resident memory.
+The measurement counts bytes through the loopback device of a separate network namespace, and the
+growth of resident memory, for a small shape.
 """
 import os
 import subprocess
@@ -21,11 +23,11 @@ from engine.training.costs import num_params
 from model import ModelArgs, Transformer
 from optim import Muon, make_optimizer
 
-processes = "8,64"          # the table is for each of these numbers
-measure = False             # train a small shape by two processes, and compare
-rank_of = ""                # of measure's own processes: ddp or fsdp, and the optimizer
+processes = "8,64"          # numbers of processes, a table each
+measure = False             # train a small shape with two processes and compare
+rank_of = ""                # internal: be a process of --measure: ddp or fsdp, and the optimizer
 
-SHAPES = {  # 15M to 110M: llama2.c's; the others: Llama 3's published configurations, here with context 8192
+SHAPES = {  # 15M and 110M: llama2.c's; others: Llama 3's configurations, with context 8192
     "15M": dict(dim=288, n_layers=6, n_heads=6, vocab_size=32000),
     "110M": dict(dim=768, n_layers=12, n_heads=12, vocab_size=32000),
     "1B": dict(dim=2048, n_layers=16, n_heads=32, n_kv_heads=8, hidden_dim=8192, vocab_size=128256),
@@ -33,11 +35,14 @@ SHAPES = {  # 15M to 110M: llama2.c's; the others: Llama 3's published configura
     "70B": dict(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, hidden_dim=28672, vocab_size=128256, tied=False),
 }
 SMALL = dict(dim=512, n_layers=8, n_heads=8, vocab_size=4096, max_seq_len=32)
-STEPS, SEQUENCES = 5, 2     # measured: so few tokens that activations hardly count
+STEPS, SEQUENCES = 5, 2     # of --measure: few tokens, so that activations are negligible
 
 
 def count(shape):
-    """(all parameters, those of one block, those Muon moves, those of them that go through its iterations at once)"""
+    """
+    Return the numbers of parameters: of the model, of one block, of matrices for Muon, and of those
+    that Muon orthogonalizes at once.
+    """
     with torch.device("meta"):
         model = Transformer(ModelArgs(**shape))
     block = sum(p.numel() for p in model.layers[0].parameters())
@@ -48,19 +53,20 @@ def count(shape):
 
 def predict(shape, world, sharded, optimizer):
     """
-    {"weights", "gradients", "optimizer", "in passing", "sent"}: bytes of one process, activations aside; sent: in a
-    step of one micro-batch by ring algorithms. All is float32, as train.py keeps it.
+    Return {"weights", "gradients", "optimizer", "in passing", "sent"}: bytes of one process, without
+    activations. "in passing" are temporary buffers; "sent" is for a step of one micro-batch with ring
+    algorithms. Everything is float32, as in train.py.
     """
     n, block, matrices, at_once = count(shape)
-    state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)  # two moments; Muon: one for its matrices
+    state = 4 * (2 * n if optimizer == "adamw" else 2 * n - matrices)  # AdamW: two moments; Muon: one for matrices
     part, ring = (1 / world if sharded else 1), (world - 1) / world
     root = n - block * ModelArgs(**shape).n_layers
     passing, sent = 0, ring * 4 * 2 * n
-    if sharded:  # gathered: the root all along, a block and the next one; a block's gradients before they are scattered
+    if sharded:  # gathered: root, block and next block; gradients of a block
         passing, sent = 4 * (2 * root + 3 * block), ring * 4 * (3 * n - root)
-    if optimizer == "muon":  # about four copies of what goes through the iterations, when nothing is gathered
+    if optimizer == "muon":  # about four copies of the matrices being orthogonalized
         passing = max(passing, 4 * 4 * at_once)
-        sent += ring * 4 * matrices * sharded  # whole matrices, in all processes
+        sent += ring * 4 * matrices * sharded  # gathers whole matrices
     return {"weights": 4 * n * part, "gradients": 4 * n * part, "optimizer": state * part, "in passing": passing,
             "sent": sent}
 
@@ -96,12 +102,12 @@ def resident(what="VmRSS"):
 
 
 def one_rank(kind, optimizer):
-    """Train a few steps; print what this process's memory grew by, and what the steps sent."""
+    """Train a few steps; print the growth of this process's memory and the bytes sent."""
     torch.set_num_threads(1)
     place = distributed.setup("cpu")
     torch.manual_seed(0)
     x = torch.randint(0, SMALL["vocab_size"], (SEQUENCES, SMALL["max_seq_len"]))
-    warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))  # what libraries allocate once is not the model's
+    warm = Transformer(ModelArgs(**(SMALL | {"dim": 32})))  # excludes what libraries allocate once
     warm(x, x)[1].backward()
     del warm
     before = resident()

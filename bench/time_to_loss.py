@@ -1,12 +1,15 @@
 """
-How long a recipe takes to reach a loss, its start included, over seeds, and beside a baseline.
+Measure the time from start to a loss, over seeds, and compare it with a baseline.
 
-    python bench/time_to_loss.py config/shakespeare.py --data=input.txt --goal=1.8857 --json_file=ours.json
-    python bench/time_to_loss.py --nanogpt=PATH --json_file=nanogpt.json          nanoGPT's CPU recipe, on the same clock
-    python bench/time_to_loss.py config/shakespeare.py --data=input.txt --baseline=nanogpt.json --png=curve.png
+    python bench/time_to_loss.py config/shakespeare.py --data=input.txt --goal=1.8857 \\
+        --json_file=ours.json
+    python bench/time_to_loss.py --nanogpt=PATH --json_file=nanogpt.json     nanoGPT's CPU recipe
+    python bench/time_to_loss.py config/shakespeare.py --data=input.txt --baseline=nanogpt.json \\
+        --png=curve.png
 
-The clock starts before Python does and is read when an evaluation comes out, so importing, preparing and evaluating
-count. Of nanoGPT's losses, each a sample of 20 batches, and of ours, over the whole split, the least so far is kept.
+The clock starts before Python does and is read when an evaluation is printed, so imports,
+preparation and evaluations count. nanoGPT's losses are samples of 20 batches, ours are of the whole
+split; for both, the smallest so far counts.
 """
 import json
 import re
@@ -21,23 +24,23 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
-recipe = "config/shakespeare.py"  # of ours
-data = ""         # the text
+recipe = "config/shakespeare.py"  # our preset
+data = ""         # text to train on
 options = ""      # further settings of train.py, separated by spaces
-seeds = "1"       # one run each, separated by commas
-goal = 1.8857     # the loss whose time is asked for
-baseline = ""     # a JSON file of this program, to stand beside; several: separated by commas
-nanogpt = ""      # folder of nanoGPT, its data/shakespeare_char prepared: measure it rather than ours
-json_file = ""    # the curves go here
-png = ""          # and their picture here (needs: pip install matplotlib)
+seeds = "1"       # separated by commas, one run each
+goal = 1.8857     # loss to reach
+baseline = ""     # JSON files of this program to compare with, separated by commas
+nanogpt = ""      # folder of nanoGPT with prepared data/shakespeare_char, to measure instead
+json_file = ""    # file for the curves
+png = ""          # file for their picture (needs: pip install matplotlib)
 
 NANOGPT = ("config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
            "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0")
-SAID = re.compile(r"(?:val loss) ([\d.]+)")  # as both print it
+SAID = re.compile(r"(?:val loss) ([\d.]+)")  # both programs print this
 
 
 def run(seed, out):
-    """[(seconds since the start, validation loss)] of one run."""
+    """Return [(seconds since the start, validation loss)] of one run."""
     if nanogpt:
         command, folder = f"train.py {NANOGPT} --out_dir={out}", nanogpt
     else:
@@ -54,17 +57,17 @@ def run(seed, out):
 
 
 def reached(curve, loss):
-    """Seconds until a loss; None if it was never reached."""
+    """Return the seconds until a loss; None if it was never reached."""
     return next((seconds for seconds, value in curve if value <= loss), None)
 
 
 def best(curve, seconds):
-    """The least loss up to a time."""
+    """Return the smallest loss up to a time."""
     return min((value for at, value in curve if at <= seconds), default=None)
 
 
 def middle(values):
-    """The median, where every run has a value."""
+    """Return the median; None if a run has no value."""
     return statistics.median(values) if values and None not in values else None
 
 

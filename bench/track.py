@@ -1,7 +1,8 @@
 """
-What tracking costs a training, at the shape of config/stories15M.py: the seconds that a logged step waits for the looks
-at the layers and for the tracker, and the processor time that the tracker's threads and W&B's service take besides, over
-the time of log_interval steps. Evaluations, with their tables, are not counted as steps, here as in the trainer.
+Measure the cost of tracking at the shape of config/stories15M.py, relative to the time of
+log_interval steps: the seconds that a logged step waits for instruments and tracker, and the CPU
+time of the tracker's threads and W&B's service. Evaluations, with their tables, do not count as
+steps, as in train.py.
 
     python bench/track.py --batch_size=8
 """
@@ -22,14 +23,14 @@ from engine.debug.instruments import UpdateNorms
 from model import ModelArgs, Transformer
 from optim import make_optimizer
 
-batch_size = 8         # sequences of 256 tokens a step; the preset takes 512, which makes tracking 64 times cheaper
+batch_size = 8         # sequences of 256 tokens a step; with the preset's 512 tracking is 64x cheaper
 log_interval = 20      # steps between rows, as in train.py
-rows = 20              # measured
+rows = 20              # rows to measure
 out_dir = "cache/bench_track"  # removed at the end
 
 
 def processor_seconds():
-    """Of this process and of those it has started (W&B's service)."""
+    """Return the CPU seconds of this process and those it started (W&B's service)."""
     total, tick = 0.0, os.sysconf("SC_CLK_TCK")
     family = {os.getpid()}
     stats = {int(p.parent.name): p.read_text().rpartition(")")[2].split() for p in Path("/proc").glob("[0-9]*/stat")}
@@ -52,7 +53,7 @@ def main():
     tracker = track.make_tracker(track.Session(out_dir, {}, run), ["wandb"])
 
     def step():
-        """Seconds of a step without the looks."""
+        """Return the seconds of a step without instruments."""
         start = time.perf_counter()
         model(x, x)[1].backward()
         opt.step()
@@ -60,7 +61,7 @@ def main():
         return time.perf_counter() - start
 
     def logged(i):
-        """Seconds that the training waits because a step is logged."""
+        """Return the seconds that the training waits because a step is logged."""
         model(x[:1], x[:1])[1].backward()
         norms.wanted = True
         inside = []  # seconds of the updates themselves
@@ -83,9 +84,9 @@ def main():
     logged(0)
     steps = sorted(step() for _ in range(5))
     waited = sorted(logged(i) for i in range(1, rows + 1))
-    time.sleep(3)  # what the rows left to do is done
+    time.sleep(3)  # let background work finish
     idle, since = processor_seconds(), time.perf_counter()
-    for i in range(rows + 1, 2 * rows + 1):  # the same rows again, with nothing else to compute
+    for i in range(rows + 1, 2 * rows + 1):  # rows again, with no other computation
         tracker.log({"iter": i, "tokens": i} | {f"norm/{n}": 1.0 for n in range(32)})
         time.sleep(0.1)
     time.sleep(3)

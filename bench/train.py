@@ -1,14 +1,16 @@
 """
-The speed of a training step, ours beside llama2.c's, nanoGPT's and Hugging Face's, on the same sizes and the same tokens.
+Measure the speed of a training step, ours beside llama2.c's, nanoGPT's and Hugging Face's, with the
+same sizes and tokens.
 
-    python bench/train.py                                    ours, at the stories15M shape
+    python bench/train.py                                    ours, at the shape of stories15M
     python bench/train.py --llama2c=PATH --hf=True --dtype=bfloat16
     python bench/train.py config/stories42M.py --batch_size=2 --max_seq_len=512
-    python bench/train.py --profile="ours, compiled"         where the time of its step goes
-    python bench/train.py --compile=True --variants=True     what masks, a narrower residual stream and waits cost (on a GPU)
+    python bench/train.py --profile="ours, compiled"         where the time of its step is spent
+    python bench/train.py --compile=True --variants=True     cost of masks and others (on a GPU)
 
-A step is forward, backward, clipping and the optimizer. Every program runs in a process of its own, so that its peak
-memory is its own; they take turns, a few steps each, and the median of the turns counts. Weights and tokens are random.
+A step is forward, backward, clipping and the optimizer. Every program runs in its own process, so
+that its peak memory is its own. The programs take turns of a few steps; the median of the turns
+counts. Weights and tokens are random.
 """
 import contextlib
 import json
@@ -33,25 +35,25 @@ batch_size = 8      # sequences of a step
 max_seq_len = 256   # tokens of a sequence
 vocab_size = 32000  # of the model
 dtype = "float32"   # float32, or bfloat16 by autocast
-threads = 2         # of a program; 0: as many as torch takes
+threads = 2         # of a program; 0: PyTorch's default
 device = "auto"     # auto, cpu, cuda
-samples = 5         # turns of each program
+samples = 5         # measured turns of each program
 steps = 2           # steps of a turn
-together = False    # all programs compile at the same time, before the first turn that counts
-llama2c = ""        # folder of llama2.c, to measure its model.py
-nanogpt = ""        # folder of nanoGPT, to measure its model.py, compiled where ours is; GPT-2's blocks cost what ours do
-hf = False          # measure LlamaForCausalLM of transformers
-muon = False        # measure ours with Muon as well
-compile = False     # measure ours under torch.compile as well
-recompute = False   # measure ours with activation checkpointing as well
-variants = False    # measure ours, compiled, in other ways as well: VARIANTS
-profile = ""        # instead: the operations that take this program's time
-json_file = ""      # the result goes here
+together = False    # compile all programs at the same time, before the first measured turn
+llama2c = ""        # folder of llama2.c, to measure its model.py too
+nanogpt = ""        # folder of nanoGPT, to measure its model.py too, compiled if ours is
+hf = False          # also measure transformers' LlamaForCausalLM
+muon = False        # also measure ours with Muon
+compile = False     # also measure ours with torch.compile
+recompute = False   # also measure ours with activation checkpointing
+variants = False    # also measure VARIANTS of ours, compiled
+profile = ""        # instead list the most expensive operations of this program
+json_file = ""      # file for the result
 worker = ""         # internal: be this program
 
 
 def sizes():
-    """The model's settings: what the preset says, for this context and vocabulary."""
+    """Return the model's settings: the preset's, with this context and vocabulary."""
     found = read_file(str(Path(__file__).resolve().parents[1] / preset))
     keys = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "multiple_of")
     return {k: found[k] for k in keys if k in found} | {"vocab_size": vocab_size, "max_seq_len": max_seq_len}
@@ -105,9 +107,9 @@ def build_hf(place):
     return model, opt, lambda net, x, y: net(x, labels=x).loss, 0  # it shifts the labels itself
 
 
-# Of ours, compiled: what tells them apart stands in make
+# of ours, compiled; `make` has the differences
 VARIANTS = {"mask": "attention within documents by a mask", "packed": "the same by PyTorch's kernel for packed documents",
-            "half": "a residual stream in bfloat16", "waits": "a wait for the device before each update, as the guard's"}
+            "half": "a residual stream in bfloat16", "waits": "synchronize before each update, as for spike detection"}
 PROGRAMS = {
     "ours": lambda place: build_ours(place, "adamw"), "ours, muon": lambda place: build_ours(place, "muon"),
     "ours, compiled": lambda place: build_ours(place, "adamw"), "ours, recompute": lambda place: build_ours(place, "adamw"),
@@ -116,10 +118,12 @@ PROGRAMS = {
 
 
 def make(name):
-    """The program: step() -> its loss, the device, and the FLOPs of a token, 0 where they are not counted."""
+    """
+    Return the program: step() -> its loss, the device, and the FLOPs of a token (0 if not counted).
+    """
     place = distributed.setup(device)
     torch.manual_seed(1)
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the turns
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for results of turns
         model, opt, loss_of, flops = PROGRAMS[name](place)
     net = torch.compile(model) if name.endswith("compiled") else model
     model.recompute = name.endswith("recompute")
@@ -145,13 +149,16 @@ def make(name):
             read()
         opt.step()
         opt.zero_grad()
-        return loss.detach()  # else its graph lies between the next step's tensors
+        return loss.detach()  # detached, so that its graph is freed before the next step
 
     return step, place, flops
 
 
 def work(name):
-    """A line in, `steps` steps, a line out with their seconds, the last loss and the peak memory."""
+    """
+    Run a turn of `steps` steps for each line of stdin; print a line with seconds, last loss and peak
+    memory.
+    """
     step, place, flops = make(name)
     for _ in sys.stdin:
         start = time.perf_counter()
@@ -163,7 +170,7 @@ def work(name):
 
 
 def show_profile(name):
-    """Prints what takes most of a step's time: on a GPU its kernels, else PyTorch's operations."""
+    """Print the operations that take most of a step's time: on a GPU its kernels."""
     from torch.profiler import ProfilerActivity, profile
     step, place, _ = make(name)
     on_gpu = place.type == "cuda"
@@ -175,7 +182,7 @@ def show_profile(name):
         loss.item()  # waits for an asynchronous device
         return time.perf_counter() - start
 
-    several(3)  # compilation, and what happens once
+    several(3)  # compilation and other one-time work
     seconds = several(steps)
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as watched:
         several(steps)
@@ -192,7 +199,7 @@ def start_turn(process):
 
 
 def turn(process, started=False):
-    """What `process` says of its turn."""
+    """Return what `process` prints about its turn."""
     if not started:
         start_turn(process)
     line = process.stdout.readline()
@@ -202,7 +209,7 @@ def turn(process, started=False):
 
 
 def best_product():
-    """FLOP/s of this machine's own matrix product, which MFU is measured against."""
+    """Return FLOP/s of this machine's matrix product, the reference of MFU."""
     return hardware.measured_flops(distributed.setup(device), getattr(torch, dtype), seconds=1)
 
 
@@ -221,7 +228,7 @@ def main():
     for _ in range(samples):
         for name, process in processes.items():
             turns[name].append(turn(process))
-    peak.append(best_product())  # once more: other work may have been in the way
+    peak.append(best_product())  # again, in case other load slowed the first
     for process in processes.values():
         process.stdin.close()
         process.wait()
