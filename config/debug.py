@@ -1,4 +1,4 @@
-# Seconds, not minutes: to see whether everything works.
+# A run of seconds, to see whether everything works: python train.py config/debug.py
 out_dir = "out/debug"
 data = "stories:2000"
 dim = 64

@@ -1,5 +1,6 @@
 # llama2.c's smallest TinyStories model: 260 thousand parameters, vocabulary 512.
-#   parameters: 512 x 64 embedding + 5 x (64 x (64 + 32 + 32 + 64) attention + 3 x 64 x 172 feed-forward) = 0.26M
+#   parameters: 512 x 64 embedding + 5 x (64 x (64 + 32 + 32 + 64) attention
+#               + 3 x 64 x 172 feed-forward) = 0.26M
 #   tokens:     128 sequences x 512 = 65,536 a step, 100,000 steps = 6.6 billion
 out_dir = "out/stories260K"
 data = "tinystories"
