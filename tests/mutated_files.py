@@ -177,7 +177,7 @@ def fitting_manifest(folder):
     for path in folder.glob("checkpoints/*/checkpoint.json"):
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, RecursionError, KeyError):
             found = json.loads(path.read_bytes())
-            found["files"] = {name: checkpoint.fingerprint(path.parent / name) for name in found["files"]
+            found["files"] = {name: checkpoint.size_and_sha256(path.parent / name) for name in found["files"]
                               if (path.parent / name).is_file()}
             path.write_text(json.dumps(found))
 

@@ -53,8 +53,8 @@ PARTS = re.compile(r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|
 STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
 
 
-def fingerprint(path):
-    """What the manifest says of a file."""
+def size_and_sha256(path):
+    """Return what the manifest stores of a file: [bytes, hex SHA-256]."""
     return [path.stat().st_size, sha256(path)]
 
 
@@ -145,7 +145,7 @@ def write(folder, files, step, model, train, config, tokenizer, metric):
     store(train, folder / "train.pt")
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     shutil.copyfile(tokenizer, folder / Path(tokenizer).name)
-    files = files | {p.name: fingerprint(p) for p in sorted(folder.iterdir()) if p.name not in files}
+    files = files | {p.name: size_and_sha256(p) for p in sorted(folder.iterdir()) if p.name not in files}
     manifest = {"version": VERSION, "step": step, "metric": metric if math.isfinite(metric) else None, "files": files}
     (folder / "checkpoint.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*folder.iterdir(), folder]:
@@ -166,7 +166,7 @@ def write_shards(begin, folder, parts):
     except dcp.CheckpointException as e:
         raise OSError("; ".join(f"process {rank}: {error}" for rank, (error, _) in e.failures.items())) from e
     mine = folder.glob(f"shard-{distributed.rank + 1:05d}-*")
-    found = distributed.gather(lambda: {path.name: fingerprint(path) for path in mine})
+    found = distributed.gather(lambda: {path.name: size_and_sha256(path) for path in mine})
     return {name: what for files in found for name, what in files.items()}
 
 
@@ -207,15 +207,15 @@ def manifest(folder):
     found = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})
     files, metric = found.get("files"), found.get("metric")
     sound = isinstance(files, dict) and "version" in found and type(found.get("step")) is int and is_metric(metric)
-    return found if sound and all(is_plain_name(name) and is_fingerprint(what) for name, what in files.items()) else {}
+    return found if sound and all(is_plain_name(name) and is_size_and_sha256(what) for name, what in files.items()) else {}
 
 
 def is_metric(value):
     return value is None or type(value) in (int, float) and -1e300 < value < 1e300
 
 
-def is_fingerprint(value):
-    """Whether a value of a manifest is what `fingerprint` returns."""
+def is_size_and_sha256(value):
+    """Return whether a value of a manifest has the form of `size_and_sha256`."""
     return isinstance(value, list) and [*map(type, value)] == [int, str]
 
 
