@@ -48,6 +48,7 @@ MAX_MERGES = 1 << 28        # characters of the list of merges made of a vocabul
 ADD_BOS_FIELD, ADD_BOS_TAG = 4242, b"\x90\x89\x02"
 # Entries of a tokenizer.json without which every text would be cut or padded; training leaves some.
 WHOLE = {"truncation": None, "padding": None}
+# Error handlers of str.encode and bytes.decode: what replaces invalid bytes or characters.
 codecs.register_error("hexadecimal", lambda e: (
     "".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
 codecs.register_error("each to U+FFFD", lambda e: (  # an encoder expects bytes

@@ -1,10 +1,11 @@
 """
-Named spans of a training step, for torch.profiler: --profile=True sums them up as phases (engine/debug/profiler.py).
+Named spans of a training step for torch.profiler; --profile=True sums them up as phases
+(engine/debug/profiler.py).
 
     with span("forward"):
         loss = model(x, y)[1]
 
-Without a profiler a span costs a function call. Of nested spans the inner one owns its time.
+Without a profiler a span costs a function call. Time in nested spans counts for the inner one.
 """
 import contextlib
 import functools
@@ -13,7 +14,7 @@ import torch
 
 NOTHING = contextlib.nullcontext()
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "communication", "logging")
-measured = False  # --profile: each span waits for a GPU, and DDP communicates apart from backward
+measured = False  # --profile: each span waits for the GPU, and DDP communicates after backward
 
 
 def measure(on):
@@ -26,12 +27,14 @@ def span(name):
     """Return a context that a profiler shows under this name, one of PHASES."""
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return NOTHING
-    return waited(name) if measured and torch.accelerator.is_available() else torch.profiler.record_function(name)
+    if measured and torch.accelerator.is_available():
+        return waited(name)
+    return torch.profiler.record_function(name)
 
 
 @contextlib.contextmanager
 def waited(name):
-    """A span that ends when the device has done what it was given, so that its time is counted where it was asked for."""
+    """A span that ends when the device has finished, so that its time counts for this span."""
     with torch.profiler.record_function(name):
         yield
         torch.accelerator.synchronize()
