@@ -18,7 +18,7 @@ from configurator import configure, fail
 
 metric = "loss/val"  # loss/val, bpb/val or any other of the log
 over = "tokens"      # x axis: tokens, flops, iter; or a setting, to draw final values over
-by = ""              # settings or model arguments, joined by +: runs with the same values share a color
+by = ""              # settings or model arguments, joined by +: same values, same color
 least = 0.0          # bottom of the y axis, such as an entropy; 0: auto
 most = 0.0           # top of the y axis; 0: auto
 log = False          # logarithmic y axis

@@ -60,7 +60,8 @@ def main(path, folder, steps):
     print(f"bits per byte {loss / math.log(2) * tokens_per_byte:.4f}")
 
 
-if __name__ == "__main__":  # litgpt starts processes that import this file, and reads the command line itself, for its records
+# litgpt starts processes that import this file, and it records the command line.
+if __name__ == "__main__":
     words, sys.argv = sys.argv[1:], [sys.argv[0], "pretrain", "pythia-14m"]
     with tempfile.TemporaryDirectory() as folder:
         main(words[0], Path(folder), int(words[1]))

@@ -102,7 +102,8 @@ def in_time(run, every):
     """
     run(every)  # warm-up: fills the page cache
     (_, short), (_, longer) = run(every), run(4 * every)
-    intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)  # of `every` steps; the startup time is in both
+    # Intervals of `every` steps; both times include the startup.
+    intervals = 1 + (60 * minutes - short) / ((longer - short) / 3)
     return run(every * round(intervals) if intervals > 1 else max(1, round(every * intervals)))
 
 

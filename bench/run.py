@@ -89,7 +89,7 @@ def read_anew(path):
     with open(path, "rb") as f:
         os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(f.fileno()).st_size
-        for begin in range(0, size, PIECE):  # in pieces: a mapping counts for the next process's peak
+        for begin in range(0, size, PIECE):  # a mapping would count for the next peak
             with mmap.mmap(f.fileno(), min(PIECE, size - begin), prot=mmap.PROT_READ, offset=begin) as piece:
                 piece.madvise(mmap.MADV_HUGEPAGE)
                 piece[::mmap.PAGESIZE]  # touches each page

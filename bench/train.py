@@ -223,7 +223,8 @@ def main():
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE) for name in chosen}
     if together:
         [start_turn(process) for process in processes.values()]
-    first = {name: turn(process, started=together) for name, process in processes.items()}  # warm-up, and compilation
+    # The first turn is for warm-up and compilation.
+    first = {name: turn(process, started=together) for name, process in processes.items()}
     turns = {name: [] for name in chosen}
     for _ in range(samples):
         for name, process in processes.items():
