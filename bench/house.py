@@ -1,11 +1,14 @@
 """
-How large the program is: lines of every room, the longest function, functions of more than six parameters, #undef.
+Measure the size of the program: tokens of each room, functions of more than six parameters, the
+longest function, #undef.
 
-    python bench/house.py            # as it stands here
-    python bench/house.py COMMIT...  # beside earlier ones
+    python bench/house.py            # this checkout
+    python bench/house.py COMMIT...  # beside earlier commits
 
-Tests, benchmarks, documents and words in other languages do not count; a line is a line, empty or not. Functions of C are found by
-a regular expression, which takes one or two macros for functions; nested functions of Python count for themselves too.
+Tokens of Python are those of its tokenizer, without comments, docstrings, newlines and indents; of
+C, CUDA, JavaScript, CSS and HTML those of a simple lexer, without comments. Tests, benchmarks and
+documents do not count. Functions of C are found by a regular expression, which also matches one or
+two macros.
 """
 import ast
 import collections
@@ -14,6 +17,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,67 +25,98 @@ sys.path.insert(0, str(ROOT))
 from configurator import configure, fail
 
 ENDS = (".py", ".c", ".h", ".cu", ".cuh", ".js", ".css", ".html")
+SKIPPED = {getattr(tokenize, name)
+           for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "ENCODING")}
+COMMENT_OR_TOKEN = re.compile(
+    r"/\*.*?\*/|<!--.*?-->|(?<!:)//[^\n]*"                   # comments, which have no group
+    r"|(\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`"  # strings
+    r"|[\w$.]+|<<=|>>=|[-+*/%&|^!=<>]=|&&|\|\||\+\+|--|->|=>|<<|>>|::|[^\s\w])", re.S)
 BOUNDS = re.compile(r"__launch_bounds__\([^)]*\) ?")
-DEFINED = re.compile(r"^(?:static |inline |const |struct |__global__ |template)?[\w*][^;={}]*?(\w+)\(([^;{}]*)\)\s*(?:const )?\{[^\n]*$"
-                     r"(.*?)^\}", re.M | re.S)
-MOST = 6  # parameters
+DEFINED = re.compile(
+    r"^(?:static |inline |const |struct |__global__ |template)?[\w*][^;={}]*?(\w+)\(([^;{}]*)\)\s*"
+    r"(?:const )?\{[^\n]*$(.*?)^\}", re.M | re.S)
+MAX_PARAMETERS = 6
 
 
 def sources(commit):
-    """{path: text} of the program's files at a commit; None: of the files here."""
+    """Return {path: text} of the program's files at a commit, or of this checkout for None."""
     if commit:
-        done = subprocess.run(["git", "archive", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
+        done = subprocess.run(["git", "archive", f"{commit}^{{commit}}"], cwd=ROOT,
+                              capture_output=True)
         if done.returncode:
             fail(f"{commit} is no commit of this repository; git log names those that are")
         with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
-            found = {member.name: files.extractfile(member).read() for member in files if member.isfile() and is_ours(member.name)}
+            found = {member.name: files.extractfile(member).read() for member in files
+                     if member.isfile() and is_counted(member.name)}
     else:
-        names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.splitlines()
-        found = {name: (ROOT / name).read_bytes() for name in names if is_ours(name)}
+        names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True,
+                               text=True).stdout.splitlines()
+        found = {name: (ROOT / name).read_bytes() for name in names if is_counted(name)}
     return {name: text.decode() for name, text in found.items()}
 
 
-def is_ours(name):
+def is_counted(name):
     return name.endswith(ENDS) and name.split("/")[0] not in ("tests", "bench", ".ci", "doc")
 
 
+def count_tokens(name, text):
+    """Return the number of tokens of a file."""
+    if not name.endswith(".py"):
+        return sum(bool(token) for token in COMMENT_OR_TOKEN.findall(text))
+    docstrings = set()
+    for node in ast.walk(ast.parse(text)):
+        is_scope = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if is_scope and ast.get_docstring(node) is not None:
+            docstrings.add((node.body[0].lineno, node.body[0].col_offset))
+    return sum(token.type not in SKIPPED and token.start not in docstrings
+               for token in tokenize.generate_tokens(io.StringIO(text).readline))
+
+
 def functions(name, text):
-    """[(lines, name, parameters)] of a file."""
+    """Return [(lines, name, number of parameters)] of a file's functions, nested ones too."""
+    found = []
     if name.endswith(".py"):
-        every = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        parameters = [[a.arg for a in node.args.args + node.args.kwonlyargs if a.arg != "self"] for node in every]
-        return [(node.end_lineno - node.lineno + 1, f"{name}: {node.name}", len(some)) for node, some in zip(every, parameters)]
-    if name.endswith((".c", ".h", ".cu")):
-        return [(m[0].count("\n") + 1, f"{name}: {m[1]}", len(m[2].split(",")) * (m[2].strip() not in ("", "void")))
-                for m in DEFINED.finditer(BOUNDS.sub("", text))]
-    return []
-
-
-def room(name):
-    """The folder of a file, or the file itself on the top floor."""
-    return name if "/" not in name else name.rpartition("/")[0] + "/"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                parameters = [a for a in node.args.args + node.args.kwonlyargs if a.arg != "self"]
+                lines = node.end_lineno - node.lineno + 1
+                found.append((lines, f"{name}: {node.name}", len(parameters)))
+    elif name.endswith((".c", ".h", ".cu")):
+        for match in DEFINED.finditer(BOUNDS.sub("", text)):
+            parameters = len(match[2].split(",")) * (match[2].strip() not in ("", "void"))
+            found.append((match[0].count("\n") + 1, f"{name}: {match[1]}", parameters))
+    return found
 
 
 def measure(commit):
-    """{row of the table: figure}."""
-    files, rows = sources(commit), collections.Counter()
-    for name, text in files.items():
-        rows[room(name)] += text.count("\n")
-    every = [f for name, text in files.items() for f in functions(name, text)]
-    longest = max(every)
-    return dict(sorted(rows.items())) | {
-        "all": sum(rows.values()), "longest function": f"{longest[0]} ({longest[1]})",
-        f"functions of more than {MOST} parameters": sum(count > MOST for _, _, count in every),
-        "functions": len(every), "#undef": sum(len(re.findall(r"^\s*#\s*undef", text, re.M)) for text in files.values())}
+    """Return {row of the table: figure} of a commit."""
+    rooms, languages = collections.Counter(), collections.Counter()
+    found, undefined = [], 0
+    for name, text in sources(commit).items():
+        tokens = count_tokens(name, text)
+        rooms[name if "/" not in name else name.rpartition("/")[0] + "/"] += tokens
+        suffix = name.rpartition(".")[2]
+        language = {"py": "Python", "js": "page", "css": "page", "html": "page"}.get(suffix, "C")
+        languages[f"all {language}"] += tokens
+        found += functions(name, text)
+        undefined += len(re.findall(r"^\s*#\s*undef", text, re.M))
+    longest = max(found)
+    many = sum(parameters > MAX_PARAMETERS for _, _, parameters in found)
+    totals = languages | {"functions": len(found),
+                          f"functions of more than {MAX_PARAMETERS} parameters": many,
+                          "longest function, lines": f"{longest[0]} ({longest[1]})",
+                          "#undef": undefined}
+    return dict(rooms), totals
 
 
 def main(commits):
     tables = [measure(commit) for commit in (*commits, None)]
-    print("| |" + "".join(f" {commit} |" for commit in (*commits, "now")) + "\n| --- |" + " ---: |" * len(tables))
-    rooms = {row for table in tables for row in table}
-    last = ["all", "functions", f"functions of more than {MOST} parameters", "longest function", "#undef"]
-    for row in [*sorted(rooms - set(last)), *last]:
-        print(f"| {row} |" + "".join(f" {table.get(row, '')} |" for table in tables))
+    print("| |" + "".join(f" {commit} |" for commit in (*commits, "now")))
+    print("| --- |" + " ---: |" * len(tables))
+    for part in 0, 1:
+        rows = dict.fromkeys(row for table in tables for row in table[part])
+        for row in rows if part else sorted(rows):
+            print(f"| {row} |" + "".join(f" {table[part].get(row, '')} |" for table in tables))
 
 
 if __name__ == "__main__":
