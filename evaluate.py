@@ -350,7 +350,7 @@ def write_intents(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             if path.exists() and path.read_bytes() != text.encode():
-                fail(f"{path}: is there and holds something else; give another folder than "
+                fail(f"{path}: exists with other content; give another folder than "
                      f"--make_intents={folder}")
         for path, text in files.items():
             write_atomic(path, text)

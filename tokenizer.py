@@ -509,8 +509,8 @@ def generation(folder):
     return found
 
 
-FLAGS = {"lstrip": "takes the blanks before it along",
-         "rstrip": "takes the blanks behind it along", "single_word": "stands only between words"}
+FLAGS = {"lstrip": "also matches the blanks before it",
+         "rstrip": "also matches the blanks after it", "single_word": "matches only whole words"}
 
 
 def refuse_flags(tokens, path):
@@ -524,14 +524,14 @@ def refuse_flags(tokens, path):
     for token, flag in itertools.product(tokens, FLAGS):
         if token.get(flag):
             fail(f"{path}: the added token {token.get('content')!r} has {flag}: it {FLAGS[flag]}, "
-                 f"which model files and run can't do; set {flag} to false there to do without")
+                 f"which model files and run can't do; set {flag} to false there")
     normalized = {str(token.get("content")) for token in tokens if token.get("normalized")}
     others = {str(token.get("content")) for token in tokens} - normalized
     for late, early in itertools.product(normalized, others):
         if early in late or any(late.endswith(early[:n]) for n in range(1, len(early))):
             fail(f"{path}: the added tokens {early!r} and {late!r} overlap, and the former is "
-                 "looked for first, as only the latter is normalized, which model files and run "
-                 "can't do; give both the same there")
+                 "searched for first, since only the latter is normalized, which model files and "
+                 "run can't do; set normalized to the same value for both there")
 
 
 def from_hugging_face(tokenizer, path):
@@ -557,7 +557,7 @@ def from_hugging_face(tokenizer, path):
 
     first, eos_id = model.encode("").ids[:1], special("eos")
     if not isinstance(eos_id, int):
-        fail(f"{path}: no file beside it says what EOS is; "
+        fail(f"{path}: no file in its folder defines EOS; "
              "expected a tokenizer_config.json with eos_token")
     bos_id = first[0] if first else special("bos")
     if not isinstance(bos_id, int):

@@ -68,7 +68,7 @@ def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tm
     mine.write_text("mine")
     with pytest.raises(SystemExit):
         evaluate.write_intents(mine.parent)
-    assert "mine/train.jsonl: is there and holds something else; give another folder" in capsys.readouterr().err
+    assert "mine/train.jsonl: exists with other content; give another folder" in capsys.readouterr().err
     assert [path.read_text() for path in mine.parent.iterdir()] == ["mine"]
     (tmp_path / "file").touch()
     for wrong, message in ((lambda: evaluate.write_intents(tmp_path / "file"), "File exists"), (evaluate.main, "nothing to"),
