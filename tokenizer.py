@@ -21,6 +21,7 @@ import re
 import struct
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import sentencepiece as spm
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -441,33 +442,41 @@ def bytes_of(letters):
     return b"".join(map(BYTE_OF.get, letters))
 
 
-def stored_byte_level(tokenizer, bos_id, eos_id, add_bos, vocab_size, path):
-    """Return the ByteLevel of a tokenizer.json's content and of the settings that it lacks."""
-    stored = {"kind": "bpe", "bos": bos_id, "eos": eos_id, "add_bos": add_bos,
-              "vocab_size": vocab_size, "tokenizer": tokenizer}
+class BosEos(NamedTuple):
+    """What a tokenizer.json lacks: the tokens between documents."""
+    bos_id: int
+    eos_id: int
+    add_bos: bool
+
+
+def stored_byte_level(tokenizer, bos_eos, vocab_size, path):
+    """Return the ByteLevel of a tokenizer.json's content and of what it lacks."""
+    stored = {"kind": "bpe", "bos": bos_eos.bos_id, "eos": bos_eos.eos_id,
+              "add_bos": bos_eos.add_bos, "vocab_size": vocab_size, "tokenizer": tokenizer}
     return ByteLevel(json.dumps(stored).encode(), path)
 
 
-def byte_level(pieces, merges, pre, bos_id, eos_id, add_bos, path):
+def byte_level(pieces, merges, pre, bos_eos, path):
     """
-    Return the ByteLevel with these pieces [(bytes of the text, score, type)] and merges
-    ["left right"] in GPT-2's letters, best first. pre: a key of PRE_TOKENIZERS.
+    Return the ByteLevel with these pieces [(bytes of the text, score, type)], merges
+    ["left right"] in GPT-2's letters, best first, and BosEos. pre: a key of PRE_TOKENIZERS.
     """
     names = ["".join(LETTERS[b] for b in piece) if kind == NORMAL
              else piece.decode(errors="replace") for piece, _, kind in pieces]
     if len({*names}) < len(names):
         fail(f"{path}: two of its {len(names)} tokens have the same spelling, so they cannot be "
              "told apart")
-    steps, used = PRE_TOKENIZERS[pre], [kind != UNUSED for _, _, kind in pieces]
+    steps, bos_id = PRE_TOKENIZERS[pre], bos_eos.bos_id
+    used = [kind != UNUSED for _, _, kind in pieces]
     tokenizer = tokenizer_json(
         [added_token(i, names[i], kind == CONTROL) for i, (_, _, kind) in enumerate(pieces)
          if kind in (CONTROL, USER_DEFINED)],
         None, steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-        add_bos_step(names[bos_id], bos_id) if add_bos else None, BYTE_LEVEL,
+        add_bos_step(names[bos_id], bos_id) if bos_eos.add_bos else None, BYTE_LEVEL,
         {"unk_token": None, "fuse_unk": False, "byte_fallback": False,
          "ignore_merges": pre == "llama-bpe",
          "vocab": {name: i for name, i in ids_of(names).items() if used[i]}, "merges": merges})
-    return stored_byte_level(tokenizer, bos_id, eos_id, add_bos, len(pieces), path)
+    return stored_byte_level(tokenizer, bos_eos, len(pieces), path)
 
 
 # ---- vocabularies of Hugging Face folders --------------------------------------------------------
@@ -569,7 +578,8 @@ def from_hugging_face(tokenizer, path):
     size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
     rows = found.get("vocab_size")
     vocab_size = max(size, rows) if isinstance(rows, int) else size
-    return stored_byte_level(tokenizer, bos_id, eos_id, first == [bos_id], vocab_size, path)
+    bos_eos = BosEos(bos_id, eos_id, add_bos=first == [bos_id])
+    return stored_byte_level(tokenizer, bos_eos, vocab_size, path)
 
 
 def merge_added_tokens(tokenizer, path):
@@ -791,7 +801,7 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     if vocab_size > MAX_TOKENS:
         fail(f"--vocab_size={vocab_size}: expected at most {MAX_TOKENS}")
     letters = [(bytes([b]), 0.0, NORMAL) for b in range(256)]
-    start = byte_level(letters, [], pre, 0, 0, False, out_path)
+    start = byte_level(letters, [], pre, BosEos(0, 0, False), out_path)
     from tokenizers import trainers
     trainer = trainers.BpeTrainer(
         vocab_size=max(vocab_size, min_size), special_tokens=["<s>", "</s>"],
@@ -805,6 +815,6 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     pieces = [(name.encode(), 0.0, CONTROL) if name in ("<s>", "</s>")
               else (bytes_of(name), 0.0, NORMAL) for name in names]
     pairs = [" ".join(pair) for pair in learned["merges"]]
-    made = byte_level(pieces, pairs, pre, 0, 1, True, out_path)
+    made = byte_level(pieces, pairs, pre, BosEos(0, 1, True), out_path)
     made.save(out_path)
     return made

@@ -29,7 +29,7 @@ from tests.odd_strings import STRINGS
 from tests.test_bpe import small_model, theirs
 from tests.test_encode import encode_file, tokenize, write_gguf
 from tests.test_run import run
-from tokenizer import LETTERS, Tokenizer, byte_level, train_byte_level
+from tokenizer import LETTERS, BosEos, Tokenizer, byte_level, train_byte_level
 
 codecs.register_error("each byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # as every vocabulary here has it
 VOCABULARIES = {"english, llama-bpe": (0, "llama-bpe"), "english, gpt-2": (0, "gpt-2"), "chinese, qwen2": (1, "qwen2"),
@@ -53,7 +53,7 @@ def trained(text, pre, path, vocab_size=1000, symbols=SYMBOLS):
     """A vocabulary with tokens that text may name, and one that none has."""
     made = train_byte_level([text], vocab_size, path, pre, exact=False)
     pieces = made.pieces() + [(symbol.encode(), 0.0, 4) for symbol in symbols] + [(b"[PAD]", 0.0, 5)]
-    return byte_level(pieces, made.merges(), pre, 0, 1, True, path)
+    return byte_level(pieces, made.merges(), pre, BosEos(0, 1, True), path)
 
 
 def write_model(vocabulary, path):

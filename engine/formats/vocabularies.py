@@ -10,7 +10,20 @@ from configurator import fail
 from engine.formats.layout import END_OF_MESSAGE, END_OF_TURN, NO_BYTES, PADDING, of_characters
 from engine.formats.reader import Reader
 from engine.untrusted import reading
-from tokenizer import BYTE, BYTE_OF, CONTROL, NORMAL, PRE_TOKENIZERS, SPACE, UNUSED, USER_DEFINED, Bytes, SentencePiece, byte_level
+from tokenizer import (
+    BYTE,
+    BYTE_OF,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    SPACE,
+    UNUSED,
+    USER_DEFINED,
+    BosEos,
+    Bytes,
+    SentencePiece,
+    byte_level,
+)
 
 
 def claimed(pieces, ids):
@@ -55,7 +68,8 @@ def byte_level_of(metadata, where):
             fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of bytes, or type 3, 4 or 5")
         pieces.append((b"".join(map(BYTE_OF.get, text)) if kind == NORMAL else token, 0.0, kind))
     pieces, adds = claimed(pieces, (*ids, metadata.get(END_OF_TURN))), get("add_bos_token", pre == "llama-bpe")
-    return byte_level(pieces, [merge.decode(errors="replace") for merge in merges], pre, *ids, bool(adds), where)
+    return byte_level(pieces, [merge.decode(errors="replace") for merge in merges], pre,
+                      BosEos(*ids, bool(adds)), where)
 
 
 def gguf_vocabulary(metadata, where):

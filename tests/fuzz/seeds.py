@@ -17,7 +17,7 @@ import torch
 from engine.formats.vocabularies import vocabulary_of
 from export import export_model
 from model import ModelArgs, Transformer
-from tokenizer import PRE_TOKENIZERS, byte_level
+from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
 
 SPACE = "▁"
 TARGETS = ["v0", "v1", "v2", "gguf", "gguf_tokenizer", "tokenizer_bin", "encode", "bpe"]
@@ -36,7 +36,7 @@ def byte_level_vocabulary(pre):
     """A small one of byte-level BPE, with tokens of every type."""
     pieces = [(b"<s>", 3), (b"</s>", 3), *((bytes([b]), 1) for b in b"onceab\n '\xc3\xa9"), (b"on", 1), (b"ce", 1), (b"once", 1),
               (b" once", 1), (b"<|user|>", 4), (b"a  ", 4), (b"[PAD]", 5)]
-    return byte_level([(piece, 0.0, kind) for piece, kind in pieces], ["o n", "c e", "on ce", "Ġ once"], pre, 0, 1, True, "seed")
+    return byte_level([(piece, 0.0, kind) for piece, kind in pieces], ["o n", "c e", "on ce", "Ġ once"], pre, BosEos(0, 1, True), "seed")
 
 
 def model(vocab_size, tied, dim=8, **sizes):
