@@ -344,10 +344,10 @@ def sort_key(value):
     return False, not is_number, value if is_number else str(value)
 
 
-def table_of(found):
+def table_of(found, sort="loss/val"):
     """
-    Return the comparison as rows of values, the names of the columns first. Raises ValueError if no
-    run has the value to sort by.
+    Return the comparison as rows of values, the names of the columns first. sort: setting or metric
+    to sort by. Raises ValueError if no run has it.
     """
     settings, results = differences(found), [run.results() for run in found]
     values = [{**run.config, "run": run.name, **end} for run, end in zip(found, results)]
@@ -520,9 +520,9 @@ def chart(found, group=""):
     return "".join(parts) + "</svg>\n"
 
 
-def page(found, group=""):
+def page(found, group="", sort="loss/val"):
     """Return table and chart as one HTML file that needs no other."""
-    head, *rows = table_of(found)
+    head, *rows = table_of(found, sort)
     parts = ["<tr>", *(f"<th>{html.escape(text(name))}</th>" for name in head), "</tr>"]
     for row in zip(*map(unify, zip(*rows))):
         cells = [f'<td data-value="{html.escape(one_line(value))}">{html.escape(text(value))}</td>'
@@ -537,8 +537,10 @@ def main(folders):
     if plot and not plot.endswith((".html", ".svg")):
         fail(f"--plot={plot}: expected a name that ends in .html or .svg")
     try:
-        table = lines_of(table_of(found))
-        drawn = plot and (page if plot.endswith(".html") else chart)(found, group)
+        table, drawn = lines_of(table_of(found, sort)), ""
+        if plot:
+            is_page = plot.endswith(".html")
+            drawn = page(found, group, sort) if is_page else chart(found, group)
     except ValueError as e:
         fail(e)
     print("\n".join(table))

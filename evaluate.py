@@ -19,7 +19,7 @@ import math
 import random
 from pathlib import Path
 
-from configurator import configure, fail, settings  # first: it reports packages that are missing
+from configurator import configure, fail  # first: it reports packages that are missing
 
 import torch
 import torch.nn.functional as F
@@ -210,7 +210,7 @@ def log_to_wandb(rows, names, folder):
                  "job_type": "evaluate"}
     run = wandb_run(described | flags, flags)
     run["id"] = new_run_id(run["name"])
-    config = settings(globals()) | {"out_dir": folder}
+    config = {"out_dir": folder, "tokenizer": tokenizer, "data": data, "between": between}
     try:
         tracker = Wandb(Session("", redact(config), run, x="iter"))
         print(*tracker.take_messages(), sep="\n")

@@ -428,9 +428,9 @@ def main():
     if not done:
         fail(f"{file}: no trial logged a row; the messages above have the reason")
     done.sort(key=lambda path: (len(path.name), path.name))
-    compare.sort = sweep.get("metric", {}).get("name", "loss/val")
+    metric = sweep.get("metric", {}).get("name", "loss/val")
     try:
-        print("\n".join(compare.lines_of(compare.table_of(compare.read_runs(done)))))
+        print("\n".join(compare.lines_of(compare.table_of(compare.read_runs(done), metric))))
     except ValueError as e:
         fail(e)
 
