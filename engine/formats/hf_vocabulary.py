@@ -135,7 +135,7 @@ def configured(vocabulary, folder):
     for which in "bos", "eos":
         name_special(proto, which, text_of(special_tokens(folder).get(f"{which}_token")))
     taken = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
-    for i in [i for i in generation(folder)["eos_token_id"] if i not in taken][:1]:  # as `claimed` has it in engine/formats/load.py
+    for i in [i for i in generation(folder)["eos_token_id"] if i not in taken][:1]:  # as `claimed` in vocabularies.py has it
         if i < len(proto.pieces) and proto.pieces[i].type == USER_DEFINED:
             proto.pieces[i].type = CONTROL
     prefix, rules = config.get("add_prefix_space"), proto.normalizer_spec
