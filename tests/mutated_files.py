@@ -326,7 +326,7 @@ FORMATS = {
     "hugging face": (exported("hf"), lambda f: read_model(f / "m")),
     "hugging face in shards": (in_shards, lambda f: read_model(f / "m")),
     "meta .pth": (of_meta, read_model),
-    "checkpoint": (run_folder, read_run),
+    "checkpoint": (run_files, read_run),
     "prepared data": (prepared, read_prepared),
     **{name: (table(f"a.{name}"), read_table)
        for name in ("txt", "jsonl", "json", "csv", "tsv", "parquet", "txt.gz", "jsonl.xz")},

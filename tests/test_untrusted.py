@@ -168,7 +168,7 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused_and_not_waited_for(nam
 
 def test_a_checkpoints_files_are_names_in_its_own_folder(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    mutated_files.run_folder(tmp_path / "run")
+    mutated_files.run_files(tmp_path / "run")
     (tmp_path / "secret").write_bytes(b"x")
     step, best = tmp_path / "run/checkpoints/step_00000001", tmp_path / "run/best"
     manifest = json.loads((step / "checkpoint.json").read_text())
