@@ -32,7 +32,7 @@ import configurator
 import evaluate
 import export
 import sweep
-from configurator import source_knobs
+from configurator import Config, source_knobs
 from data import Dataset
 from engine.text import prepare, readers
 from engine.training import checkpoint, load, progress, resume, run_folder
@@ -139,8 +139,8 @@ def of_meta(folder):
 
 
 def knobs(folder):
-    found = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()}
-    return SimpleNamespace(**found | {"out_dir": str(folder), "init_from": "auto"})
+    defaults = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()}
+    return Config(defaults, defaults, {}).changed(out_dir=str(folder), init_from="auto")
 
 
 def run_files(folder):
@@ -152,7 +152,7 @@ def run_files(folder):
     signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
     state = progress.new_state(s, progress.FRESH, signature) | {"step": 1}
     checkpoint.save(folder, 1, {"args": asdict(model.args), "model": dict(model.named_parameters())},
-                    {"optimizer": opt.state_dict(), "state": state}, vars(s), folder / "tokenizer.model", metric=1.0)
+                    {"optimizer": opt.state_dict(), "state": state}, s.as_dict(), folder / "tokenizer.model", metric=1.0)
     (folder / "trainer.json").write_text(json.dumps({"made_by": "llamac", "pid": 1, "host": "h", "since": "now"}))
     step = folder / "checkpoints/step_00000001"
     return [*sorted(step.iterdir()), folder / "best", folder / "latest", folder / "trainer.json"]
