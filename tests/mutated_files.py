@@ -35,6 +35,7 @@ import sweep
 from configurator import Config, source_knobs
 from data import Dataset
 from engine.text import prepare, readers
+from engine.text.corpus import Corpus, scan
 from engine.training import checkpoint, load, progress, resume, run_folder
 from model import ModelArgs, Transformer
 from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
@@ -242,9 +243,9 @@ def read_table(folder):
     copies.mkdir(exist_ok=True)
     prepare.text_bytes(path)
     try:
-        here, (found, _), _ = readers.readable(path, copies / "0", "text", lambda here: prepare.scan(here, "text"))
+        here, (found, _), _ = readers.readable(path, copies / "0", "text", lambda here: scan(here, "text"))
         rows = np.insert(found, 0, 0, axis=1)
-        for _ in prepare.texts({"stories": 0, "texts": [str(here)], "column": "text"}, rows):
+        for _ in Corpus(rows, [str(here)]).texts(rows):
             pass
     except readers.Unfit as e:
         configurator.fail(e)

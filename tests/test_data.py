@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import data
-from engine.text import prepare, readers, stories
+from engine.text import blocks, corpus, downloads, encode, prepare, sources, stories, tables
 from tests import forked
 from tokenizer import train_tokenizer
 
@@ -38,9 +38,9 @@ def prose(n_bytes, seed=0):
 @pytest.fixture
 def small(monkeypatch):
     """Blocks, segments and parts so small that a short text has many of each."""
-    monkeypatch.setattr(readers, "BLOCK", 4096)
-    for name, size in {"SEGMENT": 512, "PART": 2048}.items():
-        monkeypatch.setattr(prepare, name, size)
+    monkeypatch.setattr(blocks, "BLOCK", 4096)
+    monkeypatch.setattr(corpus, "SEGMENT", 512)
+    monkeypatch.setattr(encode, "PART", 2048)
 
 
 def refused(capfd, call):
@@ -116,9 +116,8 @@ def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeyp
     raw = text.encode()
     assert d.train.tolist() == d.tokenizer.encode(raw[:stop].decode(), bos=True, eos=True)
     assert d.val.tolist() == d.tokenizer.encode(raw[stop + 1:].decode(), bos=True, eos=True)
-    job = {"stories": 0, "source": "a", "val_fraction": 0.1, "val_most": 5e6, "text_most": 0, "column": "text",
-           "files": [str(tmp_path / "a.txt")]}
-    assert len(prepare.plan(job, tmp_path / "copies")) > 20
+    source = sources.find_source(str(tmp_path / "a.txt"), tmp_path, "text")
+    assert len(corpus.make_corpus(source, prepare.Options(), 0.1, 5e6, tmp_path / "copies").rows) > 20
 
 
 def test_separators_make_documents(small, tmp_path):
@@ -212,7 +211,7 @@ def test_a_tenth_is_held_out_up_to_a_limit(tmp_path, monkeypatch):
     for source in tmp_path / "a.txt", "stories:60":
         assert made(source) == made(source, val_fraction=0.1)
     tenth = made(tmp_path / "a.txt")
-    monkeypatch.setattr(prepare, "HELD_OUT", 2000)
+    monkeypatch.setattr(prepare, "MAX_VAL_BYTES", 2000)
     few = made(tmp_path / "a.txt")
     assert few != tenth == made(tmp_path / "a.txt", val_fraction=0.1)
     assert abs(data.load(few).meta["val_bytes"] - 2000) < 20
@@ -221,7 +220,7 @@ def test_a_tenth_is_held_out_up_to_a_limit(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["text", "documents", "jsonl"])
 def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(prepare, "STRETCH", 2048)
+    monkeypatch.setattr(corpus, "STRETCH", 2048)
     texts = [" ".join(f"{n}.{word}" for word in prose(450, n).split(" ")) for n in range(200)]
     path = tmp_path / ("a.jsonl" if source == "jsonl" else "a.txt")
     between = {"text": " ", "documents": "\n<|endoftext|>\n", "jsonl": "\n"}[source]
@@ -265,17 +264,17 @@ def test_byte_order_mark_and_line_ends(tmp_path):
 
 
 def test_where_counting_begins_and_what_is_long(capfd):
-    assert prepare.count_stories("stories:2") == 2 and prepare.count_stories("stories:999999999") == 999_999_999
+    assert sources.count_stories("stories:2") == 2 and sources.count_stories("stories:999999999") == 999_999_999
     for source in ("stories:1", "stories:1000000000", "stories:", "stories:two"):
-        assert "expected stories, or stories:N" in refused(capfd, lambda: prepare.count_stories(source))
-    two = 2 * prepare.SEGMENT
-    rows = prepare.segments(np.array([[0, 0, two, 3], [0, two, 2 * two + 1, 3]]), [np.array([1, two + 9])])
+        assert "expected stories, or stories:N" in refused(capfd, lambda: sources.count_stories(source))
+    two = 2 * corpus.SEGMENT
+    rows = corpus.segments(np.array([[0, 0, two, 3], [0, two, 2 * two + 1, 3]]), [np.array([1, two + 9])])
     assert rows[:, 1:3].tolist() == [[0, two], [two, two + 9], [two + 9, 2 * two + 1]]  # longer than two alone are cut
     for tokens, bos in (8 * 32 * 5 - 1, None), (8 * 32 * 5, 1):  # documents of 8 windows
         described = SimpleNamespace(meta={"train_tokens": tokens, "train_documents": 5}, seq_len=32,
                                     tokenizer=SimpleNamespace(bos_id=1))
-        assert data.Dataset.opening.fget(described) == bos
-    assert prepare.weights({"stories": 0}, np.array([[0, 5, 12, 0]])).tolist() == [7]
+        assert data.Dataset.window_bos.fget(described) == bos
+    assert corpus.Corpus([], []).sizes(np.array([[0, 5, 12, 0]])).tolist() == [7]
 
 
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
@@ -294,7 +293,7 @@ def some_stories(cache):
 def test_stories_and_their_floor(tmp_path_factory):
     d = some_stories(tmp_path_factory.getbasetemp() / "cache")
     train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
-    written = [stories.write(prepare.SEED, i) for i in range(300)]
+    written = [stories.write(corpus.SEED, i) for i in range(300)]
     assert train + val == [text for text, _ in written] and len(val) == 30 == d.meta["val_documents"]
     bits, size = sum(bits for _, bits in written[270:]), sum(len(text.encode()) for text, _ in written[270:])
     assert d.meta["floor_bpb"] == pytest.approx(bits / size, rel=1e-12) and d.meta["val_bytes"] == size
@@ -304,7 +303,33 @@ def test_stories_and_their_floor(tmp_path_factory):
 
 def test_stories_in_characters_know_them_all(tmp_path):
     d = data.load(data.prepare("stories:50", "char", cache=tmp_path / "cache", workers=1))
-    assert d.tokenizer.unk_id not in d.train and documents(d.val, d.tokenizer)[-1] == stories.write(prepare.SEED, 49)[0]
+    assert d.tokenizer.unk_id not in d.train and documents(d.val, d.tokenizer)[-1] == stories.write(corpus.SEED, 49)[0]
+
+
+# ---- a source of one's own ---------------------------------------------------------------------------------------
+
+def test_a_source_is_one_new_file(tmp_path, monkeypatch, capfd):
+    """The example of doc/data.md: read by its name, made once, made anew when its argument or its code changes."""
+    page = (ROOT / "doc/data.md").read_text(encoding="utf-8")
+    name, code = re.search(r"```python\n# engine/text/sources/(\w+)\.py\n(.*?)```", page, re.S).groups()
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / f"{name}.py").write_text(code)
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path / "in")])
+    call = functools.partial(data.prepare, vocab_source="byte", cache=tmp_path / "cache", workers=1)
+    d = data.load(call(f"{name}:50"))
+    train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
+    example = sys.modules[f"engine.text.sources.{name}"]
+    assert sorted(train + val) == sorted(example.documents("50")) and len(val) > 2
+    assert prepare.text_bytes(f"{name}:50", tmp_path / "cache") == pytest.approx(d.meta["train_bytes"] + d.meta["val_bytes"], rel=0.2)
+    monkeypatch.setattr(example, "documents", lambda argument: 1 / 0)
+    assert call(f"{name}:50") == d.folder  # its documents are in the cache
+    monkeypatch.undo()
+    monkeypatch.setattr(sources, "__path__", [str(tmp_path / "in")])
+    others = {d.folder, call(f"{name}:51"), call(f"{name}:50", column="body")}
+    (tmp_path / "in" / f"{name}.py").write_text(code + "\n")
+    assert len(others | {call(f"{name}:50")}) == 4
+    assert f"expected stories, tinystories, tinyshakespeare, {name}, a text file" in refused(capfd, lambda: call("nowhere"))
+    monkeypatch.delitem(sys.modules, example.__name__)
 
 
 # ---- the cache, workers and interruption ----------------------------------------------------------------------------
@@ -387,8 +412,8 @@ def test_what_gets_its_name_is_on_disk(tmp_path, monkeypatch):
         events.append((os.stat(a).st_ino, os.stat(Path(b).parent).st_ino))
         replace(a, b)
 
-    monkeypatch.setattr(prepare.os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
-    monkeypatch.setattr(prepare.os, "replace", note_replace)
+    monkeypatch.setattr(os, "fsync", lambda handle: (events.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(os, "replace", note_replace)
     data.prepare("stories:20", "byte", cache=tmp_path, workers=1)
     renamed = [i for i, event in enumerate(events) if isinstance(event, tuple)]
     assert len(renamed) == 8  # job, rows, vocabulary, a part, train.bin, val.bin, meta.json, and the folder
@@ -427,7 +452,7 @@ def test_interrupted_by_ctrl_c(tmp_path):
 
 
 def test_a_worker_that_dies_is_reported(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(prepare.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     line = refused(capfd, lambda: data.prepare("stories:9000", "byte", cache=tmp_path, workers=2))
     assert "ended with code 1" in line
 
@@ -485,8 +510,8 @@ def test_bad_jsonl_is_refused_in_one_line(line, workers, found, tmp_path, capfd)
     ({"messages": [{"role": "user", "content": "Hi"}]}, "text"), ({"conversations": [{"from": "human", "value": "Hi"}]}, "text"),
     ({"instruction": "Hi", "output": "Ho"}, "text"), ({"messages": [{"role": "user", "content": "Hi"}]}, "messages")])
 def test_conversations_are_refused_with_how_to_write_them(record, column):
-    with pytest.raises(readers.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
-        readers.jsonl_text(json.dumps(record), column, 1)
+    with pytest.raises(blocks.Unfit, match=r"; expected an object with a string under .*; write each conversation as one string"):
+        tables.jsonl_text(json.dumps(record), column, 1)
 
 
 
@@ -524,14 +549,14 @@ def test_unreadable_folder(tmp_path, monkeypatch, capfd):
         onerror(PermissionError(errno.EACCES, "Permission denied", str(path)))
         return []
 
-    monkeypatch.setattr(prepare.os, "walk", walk)  # root, who may run this, can read all folders
+    monkeypatch.setattr(os, "walk", walk)  # root, who may run this, can read all folders
     assert "Permission denied" in refused(capfd, lambda: data.prepare(tmp_path / "in", cache=tmp_path / "cache"))
 
 
 def test_file_that_changes_while_it_is_read(tmp_path, monkeypatch, capfd):
     path = tmp_path / "a.txt"
     path.write_text(prose(3000))
-    monkeypatch.setattr(prepare, "vocabulary", lambda *a, real=prepare.vocabulary: (path.write_text(prose(3100)), real(*a))[1])
+    monkeypatch.setattr(prepare, "make_vocabulary", lambda *a, real=prepare.make_vocabulary: (path.write_text(prose(3100)), real(*a))[1])
     assert "changed" in refused(capfd, lambda: data.prepare(path, "byte", cache=tmp_path / "cache", workers=1))
 
 
@@ -554,10 +579,10 @@ def test_a_disk_that_takes_no_more(limit, workers, tmp_path):
 
 
 def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
-    def full(path, content):
+    def full(path, *arguments):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(prepare, "write", full)
+    monkeypatch.setattr(corpus, "replacing", full)
     line = refused(capfd, lambda: data.prepare("stories:10", "byte", cache=tmp_path, workers=1))
     assert "No space left on device; make room" in line
 
@@ -635,7 +660,7 @@ def test_targets_are_the_next_tokens():
 
 def test_a_single_window_keeps_inputs_and_targets_apart():
     tokens = np.arange(100, 200, dtype=np.uint16)
-    x, y = data.read_windows(tokens, np.array([3]), 4, np.array([2]), first=1)
+    x, y = data.read_windows(tokens, np.array([3]), 4, np.array([2]), bos_id=1)
     assert x.tolist() == [[1, 104, 105, 106]] and y.tolist() == [[104, 105, -1, -1]]
 
 
@@ -646,15 +671,15 @@ def test_windows_of_long_documents_begin_with_bos(tmp_path):
     for name in "long", "short":
         d = data.load(data.prepare(tmp_path / f"{name}.txt", "byte", cache=tmp_path / "cache", workers=1))
         d = data.Dataset(d, 16, 4, 4, seed=1)
-        opening = d.opening
-        assert opening == (d.tokenizer.bos_id if name == "long" else None)
+        bos_id = d.window_bos
+        assert bos_id == (d.tokenizer.bos_id if name == "long" else None)
         for step in range(90):
             plain, x = data.batch_slice(d.train, 1, step, 4, 16), d.batch(step)
             assert torch.equal(plain[1], x[1]) and torch.equal(plain[0][:, 1:], x[0][:, 1:])
             if name == "short":
                 assert torch.equal(plain[0], x[0])
             else:  # but where a window begins at the EOS, BOS is what it predicts
-                assert torch.equal(x[0][:, 0] == opening, x[1][:, 0] != opening)
+                assert torch.equal(x[0][:, 0] == bos_id, x[1][:, 0] != bos_id)
 
 
 def test_an_evaluation_draws_from_all_of_a_large_split(monkeypatch):
@@ -670,7 +695,7 @@ def test_an_evaluation_draws_from_all_of_a_large_split(monkeypatch):
         assert len(set(places.tolist())) == 10_000 and (seen[places] != 1).all()
         assert np.histogram(starts, 10, (0, len(seen)))[0].min() > 3  # windows of each tenth
         assert all(np.array_equal(a, b) for a, b in zip((seen, starts, lengths), data.eval_windows(tokens, 1, 64, 10_000)))
-    assert len(data.eval_windows(tokens, 1, 64, 10 ** 9)[1]) == len(data.passages(tokens, 1, 64)[0])  # as many as there are
+    assert len(data.eval_windows(tokens, 1, 64, 10 ** 9)[1]) == len(data.eval_spans(tokens, 1, 64)[0])  # as many as there are
 
 
 @pytest.mark.parametrize("at_once", [1024, 4096, 10 ** 6])
@@ -689,7 +714,7 @@ def test_ranks_share_the_batch_of_one_process(world):
     tokens = np.random.default_rng(0).integers(0, 60000, 3000).astype(np.uint16)
     for step in 0, 1, 17, 400:
         whole = data.batch_slice(tokens, 5, step, 12, 16)
-        shares = [data.batch_slice(tokens, 5, step, 12, 16, rank, world) for rank in range(world)]
+        shares = [data.batch_slice(tokens, 5, step, 12, 16, (rank, world)) for rank in range(world)]
         assert len({x.shape for x, _ in shares}) == 1  # they go on together; what one has too many is blank
         assert torch.equal(whole[0], torch.cat([x[y[:, 0] >= 0] for x, y in shares]))
         assert torch.equal(whole[1], torch.cat([y[y[:, 0] >= 0] for x, y in shares]))
@@ -763,10 +788,10 @@ def hub(monkeypatch):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     sums = {name: (len(body), hashlib.sha256(body).hexdigest()) for name, body in BODIES.items()}
-    monkeypatch.setattr(prepare, "DOWNLOADS", {"tinystories": {name: sums[name] for name in STORIES},
-                                            "tinyshakespeare": {"input.txt": sums["input.txt"]}})
-    monkeypatch.setattr(prepare, "PATIENCE", (0, 0, 0))
-    for source in prepare.DOWNLOADS:
+    monkeypatch.setitem(downloads.DOWNLOADS, "tinystories", {name: sums[name] for name in STORIES})
+    monkeypatch.setitem(downloads.DOWNLOADS, "tinyshakespeare", {"input.txt": sums["input.txt"]})
+    monkeypatch.setattr(downloads, "PATIENCE", (0, 0, 0))
+    for source in downloads.DOWNLOADS:
         monkeypatch.setattr(data, f"{source}_url", f"http://127.0.0.1:{server.server_port}/base")
     for name in "http_proxy", "HTTP_PROXY", "all_proxy":
         monkeypatch.delenv(name, raising=False)
@@ -804,7 +829,7 @@ def test_tinyshakespeare_is_downloaded_or_taken_where_it_lies(hub, tmp_path, cap
 def test_the_shakespeare_presets_train_on_shakespeare():
     for name in "shakespeare", "shakespeare_short":
         assert runpy.run_path(str(ROOT / f"config/{name}.py"))["data"] == "tinyshakespeare"
-    assert prepare.DOWNLOADS["tinyshakespeare"] == {
+    assert downloads.DOWNLOADS["tinyshakespeare"] == {
         "input.txt": (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed")}
 
 
@@ -814,7 +839,7 @@ def test_the_shakespeare_presets_train_on_shakespeare():
 def test_downloads_survive(mood, hub, tmp_path):
     name, body = next(iter(BODIES.items()))
     hub.mood = list(mood)
-    prepare.download(tmp_path / "deep" / "er" / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
+    downloads.download(tmp_path / "deep" / "er" / name, data.tinystories_url, *downloads.DOWNLOADS["tinystories"][name])
     assert (tmp_path / "deep" / "er" / name).read_bytes() == body and not hub.mood
     assert [p.name for p in (tmp_path / "deep" / "er").iterdir()] == [name]
     if mood == ["break"] * 5:  # every request asks for what is missing only
@@ -829,7 +854,7 @@ def test_a_later_call_continues_a_download(hub, tmp_path, capfd):
     tmp_path /= "tinystories"
     assert f"{len(body) // 2:,} of {len(body):,} bytes are here" in line and f"put the file at {tmp_path / name}" in line
     assert not (tmp_path / name).exists()
-    prepare.download(tmp_path / name, data.tinystories_url, *prepare.DOWNLOADS["tinystories"][name])
+    downloads.download(tmp_path / name, data.tinystories_url, *downloads.DOWNLOADS["tinystories"][name])
     assert (tmp_path / name).read_bytes() == body and hub.requests[-1][1] == f"bytes={len(body) // 2}-"
 
 
@@ -854,7 +879,7 @@ def test_a_server_that_is_not_there(hub, tmp_path, monkeypatch, capfd):
 
 
 def test_no_room_for_a_download(hub, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(prepare.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
+    monkeypatch.setitem(downloads.DOWNLOADS["tinystories"], "TinyStoriesV2-GPT4-train.txt", (1 << 60, "0"))
     line = refused(capfd, lambda: data.prepare("tinystories", "byte", cache=tmp_path))
     assert "too little room" in line and not hub.requests
 
@@ -925,13 +950,13 @@ def test_what_stands_beside_the_text_is_none(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_read_is_one_line(tmp_path, monkeypatch, capsys):
-    text, vocabulary = tmp_path / "my.txt", prepare.vocabulary
+    text, vocabulary = tmp_path / "my.txt", prepare.make_vocabulary
     text.write_text("Ein Bär läuft durch den Wald. " * 500)
 
     def changed(*arguments):
         text.write_bytes(b"\xe4" + text.read_bytes()[1:])
         return vocabulary(*arguments)
-    monkeypatch.setattr(prepare, "vocabulary", changed)
+    monkeypatch.setattr(prepare, "make_vocabulary", changed)
     with pytest.raises(SystemExit):
         data.prepare(text, vocab_source="byte", cache=tmp_path / "cache")
     err = capsys.readouterr().err.splitlines()
@@ -978,8 +1003,8 @@ def test_a_text_without_spaces_is_cut_behind_lines_and_stays_the_same(tmp_path, 
 
 
 def test_a_part_of_a_text_without_spaces_is_as_large_as_it_should_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare, "STRETCH", 8192)
-    monkeypatch.setattr(prepare, "SEGMENT", 1024)
+    monkeypatch.setattr(corpus, "STRETCH", 8192)
+    monkeypatch.setattr(corpus, "SEGMENT", 1024)
     (tmp_path / "zh.txt").write_text("\n".join("天地玄黃宇宙洪荒" * 4 for _ in range(5000)))
     for most in 30_000, 100_000, 300_000:
         meta = data.load(data.prepare(tmp_path / "zh.txt", vocab_source="byte", text_most=most, cache=tmp_path)).meta

@@ -118,9 +118,9 @@ def clone(tmp_path_factory, libraries):
             shutil.copy(ROOT / name, folder / name)
         else:
             (folder / name).unlink()
-    fewer, count = re.subn(r"^STORIES = [\d_]+", f"STORIES = {STORIES}", (folder / "engine/text/prepare.py").read_text(), flags=re.M)
+    fewer, count = re.subn(r"^STORIES = [\d_]+", f"STORIES = {STORIES}", (folder / "engine/text/sources/__init__.py").read_text(), flags=re.M)
     assert count == 1
-    (folder / "engine/text/prepare.py").write_text(fewer)
+    (folder / "engine/text/sources/__init__.py").write_text(fewer)
     if subprocess.run(["make", "-q", "run"], cwd=ROOT).returncode == 0:  # as `make test` has it: no need to build it again
         shutil.copy(ROOT / "run", folder / "run")
     for library in "libllamac.a", "libllamac.so":  # as tests of the library have them

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import data
-from engine.text import encodings, readers
+from engine.text import blocks, encodings, readers
 from tests.test_data import contents, documents, prose, refused
 
 ENGLISH = prose(4000)
@@ -240,7 +240,7 @@ REFUSED = {  # name: (bytes of the file, words of the answer)
     "lines_or_not.csv": (b'id,text\n1,"a\nb, b"\n2,c\n', "can't be told whether these enclose texts of several lines"),
     "backslash.csv": (b'id,text\n1,"He said \\"no\\" then"\n2,"b"\n', "line 2 is no row of a table"),
     "not_doubled.tsv": (b'id\ttext\n1\t"He said "no" then"\n2\t"b"\n', "line 2 is no row of a table"),
-    "nowhere.parquet": (b"PAR1" + bytes(99), "Parquet table"),
+    "nowhere.parquet": (b"PAR1" + bytes(99), "cannot be read (ArrowInvalid: Parquet magic bytes not found"),
 }
 
 
@@ -314,7 +314,7 @@ def test_strings_of_parquet_in_every_layout(tmp_path):
     assert read(inside).endswith("expected strings; name a field of it, such as --column=text.body")
     assert "no column 'text.z' but id, text" in read(inside, "text.z") and "'text.n' holds int64" in read(inside, "text.n")
     assert "holds list<" in read(pa.array([["a"]])) and "holds int64" in read(pa.array([1]))
-    assert "no UTF-8" in read(pa.array([b"\xff"]))
+    assert "'utf-8' codec can't decode byte 0xff" in read(pa.array([b"\xff"]))
     parquet.write_table(pa.Table.from_arrays([pa.array(texts)] * 2, ["text", " text"]), tmp_path / "a.parquet")
     with pytest.raises(readers.Unfit, match="2 columns are called 'text'"):
         readers.readable(tmp_path / "a.parquet", tmp_path / "copy", "text", lambda path: None)
@@ -436,7 +436,7 @@ def test_a_file_of_two_encodings_is_not_read_as_one(tmp_path, capfd):
 def test_lines_that_end_in_carriage_returns_alone(tmp_path, monkeypatch):
     """Wherever a block ends, no separator is lost."""
     for block in range(4096, 4120, 4):
-        monkeypatch.setattr(readers, "BLOCK", block)
+        monkeypatch.setattr(blocks, "BLOCK", block)
         (tmp_path / "mac.txt").write_bytes(b"One day a dog ran.\r<|endoftext|>\r" * 1000)
         os.utime(tmp_path / "mac.txt", (block, block))
         found = data.load(data.prepare(tmp_path / "mac.txt", vocab_source="byte", cache=tmp_path / "cache"))

@@ -22,6 +22,7 @@ import export
 from configurator import source_knobs
 from engine.formats import gguf_file, hf_vocabulary, rope
 from engine.text import prepare
+from engine.text.vocabulary import keep_vocabulary
 from engine.training import load
 from engine.formats.layout import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
@@ -351,7 +352,7 @@ def test_whether_a_prompt_begins_with_bos(adds, tmp_path, vocabulary):
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")("once upon")["input_ids"] == expected
     assert gguf.SpecialVocab(tmp_path / "hf").add_special_token.get("bos", True) == adds  # llama.cpp's converter
     (tmp_path / "my.txt").write_text(TEXT * 99)
-    file = prepare.keep_vocabulary(found, tmp_path / "cache")
+    file = keep_vocabulary(found, tmp_path / "cache")
     for source in file, tmp_path / "m":
         made = prepare.load(prepare.prepare(tmp_path / "my.txt", str(source), cache=tmp_path / "cache", workers=1)).tokenizer
         assert made.encode_prompt("once upon") == expected and made.sha256() == found.sha256()

@@ -90,8 +90,8 @@ def no_gradient(monkeypatch):
 def shuffled_targets(monkeypatch):
     plain = train.Dataset.make_batch
 
-    def make_batch(self, step):
-        x, y = plain(self, step)
+    def make_batch(self, step, *whole, **named):
+        x, y = plain(self, step, *whole, **named)
         return x, y[:, torch.randperm(y.shape[1], generator=self.__dict__.setdefault("noise", torch.Generator()))]
     monkeypatch.setattr(train.Dataset, "make_batch", make_batch)
 

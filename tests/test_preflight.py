@@ -15,8 +15,9 @@ import train
 from configurator import freeze, settings
 from engine import ops
 from engine.debug import data_checks, model_checks, preflight
+from engine.text.corpus import SEED
+from engine.text.prepare import load
 from engine.training import checkpoint, resolve
-from engine.text.prepare import SEED, load
 from tests.conftest import ROOT
 from tokenizer import Characters
 

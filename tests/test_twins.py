@@ -190,7 +190,7 @@ def test_the_place_of_a_batch(world):
     tokens, T, rows = np.arange(100, 143, dtype=np.uint16), 5, 4
     windows = len(tokens) // T
     for step in range(6):
-        found = [data.batch_slice(tokens, 7, step, rows, T, rank, world) for rank in range(world)]
+        found = [data.batch_slice(tokens, 7, step, rows, T, (rank, world)) for rank in range(world)]
         x, y = (torch.cat([both[i] for both in found]).tolist() for i in (0, 1))
         for row in range(len(x)):
             epoch, place = divmod(step * rows + min(row, rows - 1), windows)

@@ -133,7 +133,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_whatever_the_size_of_the_data(
     if small:
         assert "holds the token 259, expected ids below the vocabulary's size 259" in refused(capsys, prepare.load, prepared)
         return
-    monkeypatch.setattr(prepare, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr("engine.text.prepared.CHECKED_AT_ONCE", 0)
     dataset = Dataset(prepare.load(prepared), 16, 2, 2, 1)
     assert "holds the token 259" in refused(capsys, dataset.batch, 0)
     assert "holds the token 259" in refused(capsys, lambda: [*dataset.eval_batches("train", 64, 64)])

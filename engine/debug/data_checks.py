@@ -13,7 +13,10 @@ import numpy as np
 import torch
 
 from engine.text import readers, stories
-from engine.text.prepare import DOWNLOADS, SEED, SEPARATOR, Unfit, text_files
+from engine.text.blocks import Unfit
+from engine.text.corpus import SEED, SEPARATOR
+from engine.text.downloads import DOWNLOADS
+from engine.text.sources import text_files
 from engine.untrusted import open_untrusted
 
 GRAM = 13            # tokens that stand together, and ...
@@ -71,8 +74,8 @@ def text(r):
     """An augmented batch: its inputs have to be the text on disk, token by token."""
     x, _, there = windows(r)
     same = x == there[:, :-1]
-    if r.dataset.opening is not None:
-        same[:, 0] |= x[:, 0] == r.dataset.opening
+    if r.dataset.window_bos is not None:
+        same[:, 0] |= x[:, 0] == r.dataset.window_bos
     if not same.all():
         row, t = (~same).nonzero()[0].tolist()
         raise Bug(f"{(~same).float().mean():.1%} of the first batch's inputs are not the text on disk: in sequence {row} token "

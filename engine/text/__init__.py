@@ -1,5 +1,20 @@
 """
-Text to tokens: readers of files, encodings, preparation, the built-in stories, a survey of a text.
+Text to tokens. From the lower module to the upper, none of which imports one that comes later:
 
-May import engine.formats, engine.files, engine.streams and tokenizer.py; never training or debug.
+    blocks        UTF-8 files block by block, and the errors of files without text
+    encodings     the encoding of bytes
+    tables        .csv, .tsv, .parquet, .json and .jsonl
+    readers       any file to UTF-8
+    stories       the built-in stories
+    downloads     texts that are downloaded
+    sources       what --data may name; a module there is a source of your own
+    corpus        where the documents of a source are
+    prepared      the prepared folder and its checks
+    vocabulary    made for a text, or taken from elsewhere
+    encode        documents to token ids, by worker processes
+    prepare       a source to a prepared folder
+    survey        what a prepared text looks like
+
+May import engine.formats, engine.tracking, tokenizer.py, configurator.py and the modules of engine
+itself (files, streams, untrusted, advice); never engine.training or engine.debug.
 """

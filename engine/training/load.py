@@ -9,7 +9,7 @@ from engine.files import sha256
 from engine.formats import gguf_file, huggingface, llama2c, vocabularies
 from engine.formats.layout import CHAT, ITER, TEMPLATE, tensors
 from engine.formats.reader import Reader, Tensors, checked, refuse
-from engine.text.prepare import keep_vocabulary
+from engine.text.vocabulary import keep_vocabulary
 from engine.training import checkpoint, distributed, resume, run_folder
 from engine.training.costs import num_params
 from engine.training.plan import rate_for

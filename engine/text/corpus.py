@@ -1,0 +1,359 @@
+"""
+Where the documents of a source are, and how they are read: by the worker processes, a part each.
+
+A row (file, start, end, flags) of int64 is the bytes from start to end of a file: a document, or a
+segment of a long one. Segments end at a single space between two words. No piece of a Llama-style
+vocabulary has a space after a letter, so the tokens are those of the whole text. A text without
+such a space for SEGMENT bytes is cut after a line, or between two characters of a block; then the
+tokens around the cut may differ, but not the text.
+"""
+import array
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from engine.files import replacing, write_atomic
+from engine.text import readers, stories
+from engine.text.blocks import Unfit, blocks, character_start, listed, progress
+from engine.text.downloads import DOWNLOADS, VALIDATION
+from engine.text.sources import STORY_BYTES
+from engine.text.tables import jsonl_text
+from engine.untrusted import NotRegular, open_untrusted
+
+SEGMENT = 1 << 16  # bytes of a long document that are encoded at once
+STRETCH = 1 << 18  # bytes of adjacent text that are kept if only a part of a text is prepared
+SEED = 1337        # of the stories, and of the draw of validation documents
+SEPARATOR = b"<|endoftext|>"  # alone on a line of a .txt file, separates documents
+BOM = b"\xef\xbb\xbf"
+# A single space between words. U+2581 beside it would become a space, too: its bytes are E2 96 81.
+JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")
+# Flags of a row: in the validation split; begins a document; ends one; outer white space is
+# removed.
+VAL, FIRST, LAST, STRIP = 1, 2, 4, 8
+
+
+@dataclasses.dataclass
+class Corpus:
+    """
+    The documents of files. files: .txt and .jsonl in UTF-8, which the rows refer to; skipped: paths
+    of files that could not be read; whole_bytes: text to train on, if only a part of it is
+    prepared.
+    """
+    rows: np.ndarray
+    files: list
+    column: str = "text"
+    skipped: list = ()
+    whole_bytes: int = 0
+    vocab_sample = 1 << 25  # bytes of text that a vocabulary is trained on
+
+    def sizes(self, rows):
+        """Return the bytes of text in each row, (n,) int64."""
+        return rows[:, 2] - rows[:, 1]
+
+    def texts(self, rows):
+        """Yield (text, bytes, flags, bits) of each row. bits: information in it, 0 if not known."""
+        for number, group in itertools.groupby(in_chunks(rows), key=lambda row: row[0]):
+            path = self.files[number]
+            with open_untrusted(path) as f:
+                for _, start, end, flags in group:
+                    f.seek(start)
+                    data = f.read(end - start)
+                    if path.endswith(".jsonl") and data.strip():
+                        data = jsonl_text(data, self.column, f"at byte {start}")
+                    if flags & STRIP and flags & FIRST:
+                        data = data.lstrip()
+                    if flags & STRIP and flags & LAST:
+                        data = data.rstrip()
+                    if data:
+                        yield decode(data, path), len(data), flags, 0.0
+
+    def characters(self):
+        """Return every character of the text, as a str."""
+        found = set()
+        with progress("characters", int(self.sizes(self.rows).sum())) as bar:
+            for text, size, *_ in self.texts(self.rows):
+                found.update(text)
+                bar.update(size)
+        return "".join(found)
+
+    def sample(self):
+        """Yield about vocab_sample bytes of training text, from rows at equal distances."""
+        train = self.rows[self.rows[:, 3] & VAL == 0]
+        step = max(1, round(self.sizes(train).sum() / self.vocab_sample))
+        for text, *_ in self.texts(train[::step]):
+            yield text
+
+    def save(self, folder):
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        with replacing(folder / "rows.npy") as f:
+            np.save(f, fields.pop("rows"))
+        write_atomic(folder / "corpus.json", json.dumps(fields))
+
+
+class Stories(Corpus):
+    """The built-in stories: a row is those numbered start to end - 1."""
+    vocab_sample = stories.SAMPLE
+
+    def sizes(self, rows):
+        return super().sizes(rows) * STORY_BYTES
+
+    def texts(self, rows):
+        for _, start, end, flags in in_chunks(rows):
+            for number in range(start, end):
+                text, bits = stories.write(SEED, number)
+                yield text, len(text.encode()), flags, bits
+
+    def characters(self):
+        return stories.CHARACTERS
+
+
+def load_corpus(folder):
+    """Return the Corpus that was saved in a folder."""
+    fields = json.loads((folder / "corpus.json").read_text())
+    kind = Corpus if fields["files"] else Stories
+    return kind(np.load(folder / "rows.npy", mmap_mode="r"), **fields)
+
+
+def in_chunks(rows):
+    """Yield rows as lists. The array may be a memory map of millions."""
+    for at in range(0, len(rows), 1 << 12):
+        yield from rows[at:at + (1 << 12)].tolist()
+
+
+def decode(data, path):
+    """Decode bytes of a file that was UTF-8 when it was scanned."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as e:
+        raise changed_meanwhile(path) from e
+
+
+def changed_meanwhile(path):
+    return Unfit(f"{path}: changed while it was read; run the same command again")
+
+
+# ---- finding the documents -----------------------------------------------------------------------
+
+def make_corpus(source, options, val_fraction, max_val_bytes, copies):
+    """
+    Return the Corpus of a Source. options: see prepare.Options; val_fraction, max_val_bytes: the
+    share and the bytes of the text to hold out at most; copies: folder for copies of files.
+    """
+    if source.stories:
+        return story_corpus(source.stories, val_fraction)
+    documents, cuts, files, skipped = read_files(source, options, copies)
+    if VALIDATION in DOWNLOADS.get(source.text, ()):
+        number = [*DOWNLOADS[source.text]].index(VALIDATION)
+        documents[documents[:, 0] == number, 3] |= VAL
+    else:
+        documents = hold_out(documents, files, source.text, val_fraction, max_val_bytes)
+    corpus = Corpus(segments(documents, cuts), files, options.column, skipped)
+    train_bytes = int(corpus.sizes(corpus.rows[corpus.rows[:, 3] & VAL == 0]).sum())
+    if 0 < options.text_most < train_bytes:
+        corpus.rows = spread(corpus.rows, options.text_most)
+        corpus.whole_bytes = train_bytes
+    return corpus
+
+
+def story_corpus(count, val_fraction):
+    """Return the Stories 0 to count - 1, of which the last ones validate. A row has up to 1,000."""
+    held_out = min(max(round(val_fraction * count), 1), 2000, count - 1)
+    train = count - held_out
+    edges = [*range(0, train, 1000), *range(train, count, 1000), count]
+    rows = [(0, start, end, FIRST | LAST | (VAL if start >= train else 0))
+            for start, end in itertools.pairwise(edges)]
+    return Stories(np.array(rows), [])
+
+
+def read_files(source, options, copies):
+    """
+    Return (documents of all files, (n, 4); for each file the offsets where it may be cut; paths of
+    the files that are read, themselves or copies in UTF-8; paths of files that cannot be read).
+    Raises Unfit if one cannot be read, unless options.skip_bad.
+    """
+    shutil.rmtree(copies, ignore_errors=True)  # of an attempt that was interrupted
+    copies.mkdir(parents=True)
+    documents, cuts, bad, changed = [], [], {}, collections.defaultdict(list)
+    files = [os.path.abspath(path) for path in source.files]
+    nothing = np.empty((0, 3), np.int64), []
+    with progress("reading", sum(map(os.path.getsize, files))) as bar:
+        for number, path in enumerate(map(Path, source.files)):
+            def look(here, path=path):
+                bar.total += os.path.getsize(here) - os.path.getsize(path)
+                return scan(here, options.column, bar.update)
+
+            found = nothing
+            try:
+                copy = copies / str(number)
+                here, found, words = readers.readable(path, copy, options.column, look)
+                files[number] = os.path.abspath(here)
+                changed[words].append(path)
+            except Unfit as e:
+                bad[str(path)] = str(e) if len(files) == 1 else e.reason
+            except (PermissionError, NotRegular) as e:
+                bad[str(path)] = e.strerror
+            documents.append(np.insert(found[0], 0, number, axis=1))
+            cuts.append(found[1])
+            found = None  # of millions of documents one array is enough
+    report(source, bad, changed, options.skip_bad)
+    documents = np.concatenate(documents) if len(documents) > 1 else documents[0]
+    if not len(documents):
+        raise Unfit(f"{source.text}: no text, only white space")
+    return documents, cuts, files, [*bad]
+
+
+def report(source, bad, changed, skip_bad):
+    """
+    Print what was done to files and which ones are left out. Raises Unfit if that is not allowed.
+    bad: {path: reason}; changed: {what was done, in words: paths}.
+    """
+    count, words = len(source.files), listed(f"{path}: {reason}" for path, reason in bad.items())
+    if bad and count == 1:
+        raise Unfit(words)
+    if len(bad) == count:
+        raise Unfit(f"{source.text}: none of its {count} files can be read: {words}")
+    if bad and not skip_bad:
+        raise Unfit(f"{source.text}: {len(bad)} of {count} files can't be read: {words}",
+                    "--skip_bad=True leaves such files out")
+    for done, files in changed.items():
+        if done and count == 1:
+            print(f"{source.text}: {done}")
+        elif done:
+            print(f"{source.text}: {len(files)} of {count} files {done}: {listed(files)}")
+    if bad:
+        print(f"left out of {source.text}: {len(bad)} of {count} files, which can't be read: "
+              f"{words}")
+
+
+def scan(path, column, update=lambda size: None):
+    """
+    Return (documents of a .txt or .jsonl file, (n, 3) int64 of start, end and flags; offsets where
+    long ones may be cut, (m,) int64, about every SEGMENT bytes). Raises NotUTF8, and Unfit for a
+    line of .jsonl without a text. update: called with the size of each block.
+    """
+    found, cuts = array.array("q"), array.array("q")
+    if path.endswith(".jsonl"):
+        scan_lines(path, column, update, found)
+    else:
+        scan_text(path, update, found, cuts)
+    return np.frombuffer(found, np.int64).reshape(-1, 3), np.frombuffer(cuts, np.int64)
+
+
+def scan_lines(path, column, update, found):
+    """Append the start, end and flags of each line of a .jsonl file to `found`."""
+    number = 0
+    for offset, block in blocks(path, True, update):
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+        ends = np.union1d(ends, len(block))
+        starts = np.insert(ends, 0, 0)[:-1]
+        for start, end in zip(starts.tolist(), ends.tolist()):
+            number += 1
+            line = block[start:end].strip()
+            if line:
+                jsonl_text(line, column, number)
+        flags = np.full_like(ends, FIRST | LAST | STRIP)
+        found.frombytes(np.stack([offset + starts, offset + ends, flags], 1).tobytes())
+
+
+def scan_text(path, update, found, cuts):
+    """Append the documents of a .txt file to `found`, and to `cuts` where they may be cut."""
+    begin, has_text = 0, False
+    line_ends = b"", b"\n", b"\r"
+    for offset, block in blocks(path, False, update):
+        has_text = has_text or bool(block.removeprefix(BOM).strip())
+        if block.startswith(BOM) and not offset:
+            begin = len(BOM)
+        for match in re.finditer(re.escape(SEPARATOR), block):
+            start, end = match.span()
+            if block[max(start - 1, 0):start] in line_ends and block[end:end + 1] in line_ends:
+                found.extend((begin, offset + start, FIRST | LAST | STRIP))
+                begin = offset + end
+        edges = range(0, len(block), SEGMENT)
+        joints = [JOINT.search(block, at, at + SEGMENT) for at in edges]
+        inside = [joint.start() + 1 for joint in joints if joint]
+        if not inside:  # a text without spaces
+            inside = [end for at in edges if (end := block.rfind(b"\n", at, at + SEGMENT) + 1)]
+        cuts.extend(offset + at for at in inside or [len(block)])
+    if has_text:
+        several = len(found) > 0  # a text without separators keeps its outer white space
+        found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * several))
+
+
+def hold_out(documents, files, name, fraction, max_bytes):
+    """
+    Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, or on max_bytes:
+    drawn whole documents, or, if these are too few or too long, the end of the text. name: of the
+    source.
+    """
+    sizes = documents[:, 2] - documents[:, 1]
+    total = sizes.sum()
+    wanted = min(fraction * total, max_bytes)
+    order = np.random.Generator(np.random.PCG64(SEED)).permutation(len(documents))
+    drawn = order[np.cumsum(sizes[order]) <= wanted]
+    if sizes[drawn].sum() >= wanted / 2:
+        documents[drawn, 3] |= VAL
+        return documents
+    ends = np.cumsum(sizes)
+    first = np.searchsorted(ends, min(total - wanted, total - 1), "right")  # the boundary is inside
+    documents[first:, 3] |= VAL
+    file, start, end, _ = documents[first]
+    if files[file].endswith(".jsonl"):
+        if not first:
+            raise Unfit(f"{name}: {len(documents)} document(s), the first one of which holds "
+                        "nearly all; too few to hold some out for validation")
+        return documents
+    boundary = end - int(ends[first] - (total - wanted))
+    with open_untrusted(files[file]) as f:
+        f.seek(boundary)
+        block = f.read(min(SEGMENT, end - boundary))
+    joint = JOINT.search(block)
+    stop = boundary + (joint.start() + 1 if joint else character_start(block, 0))
+    if not start < stop < end:
+        raise Unfit(f"{name}: too short to hold out {fraction:.0%} for validation")
+    documents = np.insert(documents, first, documents[first], axis=0)
+    documents[first, 2:] = stop, documents[first, 3] & ~VAL
+    documents[first + 1, 1] = stop + (joint is not None)  # the space between the two is dropped
+    return documents
+
+
+def segments(documents, cuts):
+    """Return `documents`, (n, 4), with long ones as several rows. cuts: offsets for each file."""
+    rows, done = [], 0
+    for k in np.flatnonzero(documents[:, 2] - documents[:, 1] > 2 * SEGMENT):
+        file, start, end, flags = documents[k]
+        inside = cuts[file][(cuts[file] > start) & (cuts[file] < end)]
+        edges = np.concatenate([[start], inside, [end]])
+        pieces = np.empty((len(edges) - 1, 4), np.int64)
+        pieces[:, 0], pieces[:, 1], pieces[:, 2] = file, edges[:-1], edges[1:]
+        pieces[:, 3] = flags & ~FIRST & ~LAST
+        pieces[0, 3] |= FIRST
+        pieces[-1, 3] |= LAST
+        rows += [documents[done:k], pieces]
+        done = k + 1
+    return np.concatenate([*rows, documents[done:]]) if rows else documents
+
+
+def spread(rows, max_bytes):
+    """
+    Return all validation rows, and of the training rows stretches of STRETCH bytes at equal
+    distances, max_bytes together. A stretch that begins or ends inside a document does so as a
+    document.
+    """
+    is_val = rows[:, 3] & VAL > 0
+    sizes = np.where(is_val, 0, rows[:, 2] - rows[:, 1])
+    stretch = (np.cumsum(sizes) - sizes) // STRETCH
+    count = max(1, int(sizes.sum() // STRETCH))
+    chosen = np.zeros(count + 1, bool)  # the last one is shorter, and never chosen
+    chosen[np.linspace(0, count - 1, max(1, round(max_bytes / STRETCH))).astype(int)] = True
+    keep = chosen[stretch] | is_val
+    for flag, neighbour in (FIRST, np.append(True, keep[:-1])), (LAST, np.append(keep[1:], True)):
+        inside = ~neighbour & (rows[:, 3] & flag == 0)
+        rows[inside, 3] |= flag | STRIP
+    return rows[keep]

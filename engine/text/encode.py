@@ -1,0 +1,151 @@
+"""
+Documents → token ids, by worker processes. Each encodes one part after the other and publishes it
+as parts/N.npz; a preparation that was interrupted continues with the parts that are missing.
+"""
+import collections
+import concurrent.futures
+import contextlib
+import errno
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from engine.files import replacing
+from engine.text.blocks import Unfit, progress
+from engine.text.corpus import FIRST, LAST, VAL, load_corpus
+from engine.text.prepared import SPLITS
+from engine.text.vocabulary import stored_vocabulary
+
+PART = 1 << 21  # bytes of text in a part
+
+
+def part_starts(corpus):
+    """Return the first row of each part, and the number of rows: (parts + 1,) int64."""
+    sizes = corpus.sizes(corpus.rows)
+    part = (np.cumsum(sizes) - sizes) // PART
+    return np.append(np.flatnonzero(np.diff(part, prepend=-1)), len(sizes))
+
+
+def part_file(folder, number):
+    return folder / "parts" / f"{number}.npz"
+
+
+def token_type(tokenizer):
+    """Return the dtype that token ids are stored in."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+
+
+def part_encoder(folder):
+    """Return the function that encodes part N of the preparation in a folder, and stores it."""
+    corpus, tokenizer = load_corpus(folder), stored_vocabulary(folder)
+    starts, dtype = part_starts(corpus), token_type(tokenizer)
+    has_eos = tokenizer.eos_id != tokenizer.bos_id  # if they are one token, it is written once
+
+    def encode(number):
+        ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
+        for text, size, flags, bits in corpus.texts(corpus.rows[starts[number]:starts[number + 1]]):
+            split, begins = flags & VAL, bool(flags & FIRST)
+            before = ""
+            if not begins and tokenizer.add_dummy_prefix:
+                # The tokenizer puts a space before every text. Give it one that is there anyway, or
+                # a line end whose tokens are dropped.
+                before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
+            tokens = tokenizer.encode(before + text, bos=begins, eos=bool(flags & LAST) and has_eos)
+            dropped = len(tokenizer.encode(before)) if before else 0
+            ids[split].extend(tokens[dropped:])
+            counts[split] += begins, size, bits
+        arrays = {split: np.array(tokens, dtype) for split, tokens in zip(SPLITS, ids)}
+        with replacing(part_file(folder, number)) as f:
+            np.savez(f, **arrays, counts=counts)
+
+    return encode
+
+
+def encode_parts(corpus, folder, workers):
+    """Encode the parts that are missing, on up to `workers` processes."""
+    sizes = np.add.reduceat(corpus.sizes(corpus.rows), part_starts(corpus)[:-1])
+    missing = [number for number in range(len(sizes)) if not part_file(folder, number).exists()]
+    total = int(sizes.sum())
+    with tqdm(total=total, initial=total - int(sizes[missing].sum()), desc="encoding", unit="B",
+              unit_scale=True, dynamic_ncols=True) as bar:
+        if workers == 1 or len(missing) == 1:
+            encode = part_encoder(folder)
+            for number in missing:
+                encode(number)
+                bar.update(int(sizes[number]))
+            return
+        todo, count = collections.deque(missing), min(workers, len(missing))
+        with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:
+            try:
+                one = drive_worker, folder, todo, bar, sizes
+                for driver in [pool.submit(*one) for _ in range(count)]:
+                    driver.result()
+            finally:
+                todo.clear()  # after a failure, no worker begins another part
+
+
+def drive_worker(folder, todo, bar, sizes):
+    """
+    Run one worker process on part after part of the deque `todo`, until it is empty.
+
+    The worker is a program of its own: a child of multiprocessing would import train.py, and torch,
+    again. Ctrl-C does not reach it. It ends when its input does, so it never outlives this process.
+    """
+    program = ("import sys; sys.path.insert(0, sys.argv[1]); from engine.text import encode; "
+               "encode.serve(sys.argv[2])")
+    command = [sys.executable, "-c", program, str(Path(__file__).resolve().parents[2]), str(folder)]
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          start_new_session=True) as worker:
+        while todo:
+            try:
+                number = todo.popleft()
+            except IndexError:  # another worker was faster
+                break
+            with contextlib.suppress(BrokenPipeError):  # if it died, its answer is missing, too
+                worker.stdin.write(b"%d\n" % number)
+            answer = worker.stdout.readline()
+            if not answer:
+                code = worker.wait()
+                raise OSError(errno.ECHILD, f"a process that encodes ended with code {code}")
+            problem = json.loads(answer)
+            if problem:
+                raise OSError(*problem) if isinstance(problem, list) else Unfit(problem)
+            bar.update(int(sizes[number]))
+
+
+def serve(folder):
+    """
+    Run as the worker: read the number of a part from each line of stdin, and answer with a line of
+    JSON: null, the arguments of an OSError, or the message of an Unfit.
+    """
+    encode = part_encoder(Path(folder))
+    for line in sys.stdin:
+        problem = None
+        try:
+            encode(int(line))
+        except Unfit as e:
+            problem = str(e)
+        except OSError as e:
+            problem = [e.errno, e.strerror, e.filename]
+        print(json.dumps(problem), flush=True)
+
+
+def join_parts(corpus, folder):
+    """
+    Join the parts to train.bin and val.bin. Return the counts of both splits, (2, 3) float64 of
+    documents, bytes of text and bits of information (0 if not known).
+    """
+    counts, numbers = np.zeros((2, 3)), range(len(part_starts(corpus)) - 1)
+    with progress("joining", len(numbers), " parts") as bar, contextlib.ExitStack() as files:
+        out = {split: files.enter_context(replacing(folder / f"{split}.bin")) for split in SPLITS}
+        for number in numbers:
+            with np.load(part_file(folder, number)) as part:
+                for split in SPLITS:
+                    out[split].write(part[split].tobytes())
+                counts += part["counts"]
+            bar.update()
+    return counts

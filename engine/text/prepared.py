@@ -1,0 +1,102 @@
+"""A prepared folder and its checks. data.py's docstring lists what is in it."""
+import dataclasses
+import os
+from pathlib import Path
+
+from configurator import fail  # first: it reports missing packages
+
+import numpy as np
+
+from engine.files import sha256
+from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
+from tokenizer import Tokenizer
+
+VERSION = 1
+TOKENS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # dtype in meta.json: of .bin files
+SPLITS = "train", "val"
+META = {"vocab_size": int, "vocab_source": str, "tokenizer": str, "tokenizer_sha256": str,
+        "dtype": str, "source": str, "fingerprint": str}  # types in meta.json, also:
+META |= {f"{split}_{unit}": int for split in SPLITS for unit in ("tokens", "documents", "bytes")}
+CHECKED_AT_ONCE = 1 << 28  # max bytes of .bin files that are read and checked when they are loaded
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A prepared folder. meta: its meta.json; train, val: 1-D memory maps of token ids."""
+    folder: Path
+    meta: dict
+    train: np.memmap
+    val: np.memmap
+    tokenizer: Tokenizer
+
+
+def is_prepared(folder):
+    """
+    Return whether data.py made a folder, even if files are missing now. A folder of texts may have
+    a meta.json of its own.
+    """
+    others = "train.bin", "val.bin", "tokenizer.model", "tokenizer.json"
+    has_others = any(Path(folder, name).exists() for name in others)
+    return has_others and Path(folder, "meta.json").is_file()
+
+
+def load(folder):
+    """
+    Return the Prepared of a folder. Fails if a file disagrees with meta.json.
+
+    File sizes and the hash of the vocabulary are always checked; the hash and the range of the
+    tokens only below CHECKED_AT_ONCE bytes (0.2 s). Of larger data Dataset checks each batch.
+    """
+    folder = Path(folder)
+    with reading(folder, "prepared data, a folder that data.py made", fail):
+        meta = read_meta(folder)
+        dtype, splits = TOKENS[meta["dtype"]], []
+        for split in SPLITS:
+            with open_untrusted(folder / f"{split}.bin") as file:
+                size = os.fstat(file.fileno()).st_size
+                expected = dtype.itemsize * meta[f"{split}_tokens"]
+                if size != expected:
+                    fail(f"{folder}/{split}.bin: {size} bytes, expected {expected}; "
+                         f"delete {folder} to prepare it anew")
+                splits.append(np.memmap(file, dtype, "r"))
+        tokenizer = Tokenizer.load(folder / meta["tokenizer"])
+        same = (tokenizer.sha256() == meta["tokenizer_sha256"]
+                and tokenizer.vocab_size == meta["vocab_size"])
+        small = sum(tokens.nbytes for tokens in splits) < CHECKED_AT_ONCE
+        if not same or small and fingerprint(folder) != meta["fingerprint"]:
+            fail(f"{folder}: is not what its meta.json records (hashes differ); "
+                 "delete it to prepare it anew")
+        for tokens in splits if small else ():
+            check_ids(folder, tokens, meta["vocab_size"])
+    return Prepared(folder, meta, *splits, tokenizer)
+
+
+def read_meta(folder):
+    """Return the meta.json of a prepared folder. Raises various errors for a damaged one."""
+    meta = read_json_file(Path(folder, "meta.json"))
+    if meta["version"] != VERSION:
+        raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
+    wrong = [name for name, kind in META.items()
+             if type(meta[name]) is not kind or kind is int and not 0 < meta[name] < 1 << 62]
+    if not wrong and meta["dtype"] not in TOKENS:
+        wrong = ["dtype"]
+    if not wrong and not is_plain_name(meta["tokenizer"]):
+        wrong = ["tokenizer"]
+    if wrong:
+        raise ValueError(f"its meta.json has {wrong[0]}={repr(meta[wrong[0]])[:80]}")
+    if any(meta[f"{split}_documents"] > meta[f"{split}_tokens"] for split in SPLITS):
+        raise ValueError("its meta.json counts more documents than tokens")
+    return meta
+
+
+def check_ids(folder, tokens, vocab_size):
+    """Return an array of token ids. Fails if the vocabulary of the prepared folder lacks one."""
+    if (largest := int(tokens.max())) >= vocab_size:
+        fail(f"{folder}: holds the token {largest}, expected ids below the vocabulary's size "
+             f"{vocab_size}; delete it to prepare it anew")
+    return tokens
+
+
+def fingerprint(folder):
+    """Return the hex sha256 of train.bin followed by val.bin."""
+    return sha256(folder / "train.bin", folder / "val.bin")

@@ -1,0 +1,409 @@
+"""
+Tables and JSON: the column that holds the text becomes a .jsonl file with one object a line.
+
+    .csv .tsv   a document a row; the first line names the columns
+    .parquet    a document a row
+    .json       a list of objects, a document each
+    .jsonl      an object a line; read where it is, by `jsonl_text`
+
+Each from_* function returns (what was done, in words; path of the copy) and raises Unfit.
+"""
+import csv
+import io
+import json
+import os
+import re
+from pathlib import Path
+
+from engine.files import replacing
+from engine.text.blocks import MAX_LINE, NotUTF8, Unfit, blocks, listed, progress
+from engine.untrusted import MAX_VALUES, SMALL_JSON, count_values, parse_json
+
+MAX_GROWTH = 200       # bytes of text for each byte of a file; prose compresses to a twentieth
+GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH is not applied
+ROWS = 256             # rows of a Parquet table that are read at once, fewer if they may need more
+ROWS_SIZE = 1 << 27    # bytes than this
+DELIMITERS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
+TURNS = {"messages", "conversations", "conversation", "dialogue", "instruction"}  # keys of chats
+
+
+# ---- columns -------------------------------------------------------------------------------------
+
+def column_names(column):
+    """Return the names that the text column may have. `text`, the default, also means `story`."""
+    return ["text", "story"] if column == "text" else [column]
+
+
+def pick_column(names, column):
+    """
+    Return the one of `names` that holds the text, or None. Outer blanks are ignored. Raises Unfit
+    if two columns have the name.
+    """
+    stripped = [str(name).strip() for name in names]
+    for name in map(str.strip, column_names(column)):
+        count = stripped.count(name)
+        if count > 1:
+            raise Unfit(f"{count} columns are called {name!r}", "rename all but one")
+        if count:
+            return names[stripped.index(name)]
+    return None
+
+
+def no_column(column, names):
+    """Return the Unfit of a table that lacks the column."""
+    if not names:
+        return Unfit("no row of names", "expected a table")
+    wanted = " or ".join(map(repr, column_names(column)))
+    return Unfit(f"no column {wanted} but {listed(names)}",
+                 "name the one that holds the text: --column=NAME")
+
+
+def find_column(start, column):
+    """
+    Return (delimiter, index of the text column, all column names) of a table with these first
+    characters; the first two are None if it lacks the column. Raises Unfit for a doubled name.
+    """
+    header, names = start.lstrip("\ufeff").splitlines()[:1], []
+    for delimiter in DELIMITERS:  # the tab first: a single name has none, and texts have commas
+        fields = next(csv.reader(header, delimiter=delimiter, skipinitialspace=True), [])
+        row = [name.strip() for name in fields]
+        names = max(names, row, key=len)
+        name = pick_column(row, column)
+        if name is not None:
+            return delimiter, row.index(name), row
+    return None, None, names
+
+
+# ---- writing the copy ----------------------------------------------------------------------------
+
+def write_lines(texts, column, copy, path):
+    """Write the texts of the table `path` to the .jsonl file `copy`, and return its Path."""
+    key = column_names(column)[0]
+    with replacing(copy) as out:
+        for number, text in enumerate(texts):
+            if text:
+                out.write(json.dumps({key: text}, ensure_ascii=False).encode() + b"\n")
+            if number % 1024 == 0 or len(text or "") > 1 << 16:
+                check_growth(out.tell() + number, path)
+    return Path(copy)
+
+
+def check_growth(size, path):
+    """Raise Unfit if `size` bytes of text are too many for this file: it could fill the disk."""
+    file_size = os.path.getsize(path)
+    if size > max(GROWTH_FROM, MAX_GROWTH * file_size):
+        raise Unfit(f"its {file_size:,} bytes become more than {size:,} bytes of text",
+                    f"expected at most {MAX_GROWTH} for each; if that is right, unpack it yourself")
+
+
+# ---- .csv and .tsv -------------------------------------------------------------------------------
+
+class Dialect:
+    """
+    How a table is written: its delimiter, and whether quotation marks enclose fields or are text.
+
+    Both readings are tried on every line. Marks enclose fields if the table can be read so and in
+    no other way. If it cannot be read so, they are text, provided that each line alone has all
+    columns. Programs that enclose fields do so with every field that has a mark in it, so a mark
+    inside a field that is not enclosed shows that marks are text.
+    """
+
+    def __init__(self, header, column):
+        self.delimiter, self.index, self.names = find_column(header, column)
+        if self.delimiter is None:
+            raise no_column(column, self.names)
+        spaces = re.findall(re.escape(self.delimiter) + "( ?)", header)
+        self.space_follows = bool(spaces) and all(spaces)  # every delimiter
+        self.header_quoted = header.lstrip("\ufeff").startswith('"')
+        # What was seen of the lines so far:
+        self.lines_fit = True        # each line alone has all columns, if marks are text
+        self.quote_begins = False    # a field begins with a mark
+        self.quote_open = False      # such a field does not end with one
+        self.quote_inside = False    # a field of a row of one line has a mark elsewhere
+        self.row_spans = False       # a row has several lines, if marks enclose fields
+
+    def split(self, line):
+        """Return the fields of a line whose quotation marks are text."""
+        fields = line.rstrip("\r\n").split(self.delimiter)
+        if self.space_follows:
+            fields = [field.lstrip(" ") for field in fields]
+        return fields if fields != [""] else []
+
+    def observe_line(self, line):
+        """Note whether a line fits the reading in which quotation marks are text."""
+        if not self.lines_fit:
+            return
+        fields = self.split(line)
+        self.lines_fit = not fields or len(fields) == len(self.names)
+        quoted = [field for field in fields if field.startswith('"')]
+        self.quote_begins |= bool(quoted)
+        self.quote_open |= any(len(field) == 1 or not field.endswith('"') for field in quoted)
+
+    def observe_row(self, row, row_lines):
+        """Note the same of a row, and its lines, that was read with marks that enclose fields."""
+        self.row_spans |= len(row_lines) > 1
+        if self.lines_fit and not self.quote_inside and len(row_lines) == 1 and '"' in row_lines[0]:
+            mark = self.delimiter
+            line = mark + mark.join(self.split(row_lines[0])) + mark
+            self.quote_inside = any('"' in field and mark + field + mark in line for field in row)
+
+    def encloses(self):
+        """
+        Return whether marks enclose fields, for a table that fits both readings. Raises Unfit if
+        nothing tells.
+        """
+        unclear = self.row_spans and not self.quote_inside and not self.header_quoted
+        if unclear and len(self.names) > 1:
+            raise Unfit("some texts begin with a quotation mark, and it can't be told whether "
+                        "these enclose texts of several lines",
+                        "enclose the names in the first line too if they do; else no text may "
+                        "begin with one")
+        return self.header_quoted or not self.quote_inside
+
+    def words(self, enclosing):
+        """Describe the reading to the user."""
+        words = f"the column {self.names[self.index]!r} read"
+        if len(self.names) > 1:
+            words += f", one of {len(self.names)} separated by {DELIMITERS[self.delimiter]}"
+        if self.quote_begins:
+            words += f"; quotation marks {'enclose texts' if enclosing else 'belong to the texts'}"
+        return words
+
+    def unfit(self, number, problem):
+        """Return the Unfit of a line."""
+        return Unfit(f"line {number} {problem}", "put quotation marks right around each text that "
+                     f"holds {DELIMITERS[self.delimiter]} or a line end, and double those within")
+
+    def wrong_count(self, row):
+        return f"has {len(row)} fields, the first line {len(self.names)}"
+
+
+def enclosed_texts(lines, dialect):
+    """Yield the text of each row, with marks that enclose fields. The dialect observes it."""
+    row_lines = []
+
+    def observed():
+        for line in lines:
+            dialect.observe_line(line)
+            row_lines.append(line)
+            yield line
+
+    reader = csv.reader(observed(), delimiter=dialect.delimiter, strict=True,
+                        skipinitialspace=dialect.space_follows)
+    try:
+        for row in reader:
+            dialect.observe_row(row, row_lines)
+            row_lines.clear()
+            # A row with more fields has a text that was cut at a delimiter of its own.
+            if row and len(row) <= dialect.index or any(row[len(dialect.names):]):
+                raise dialect.unfit(1 + reader.line_num, dialect.wrong_count(row))
+            yield row[dialect.index] if row else ""
+    except csv.Error as e:
+        raise dialect.unfit(1 + reader.line_num, f"is no row of a table ({e})") from e
+
+
+def plain_texts(lines, dialect):
+    """Yield the text of each row, with marks that are text."""
+    for number, line in enumerate(lines, 2):
+        dialect.observe_line(line)
+        row = dialect.split(line)
+        if not dialect.lines_fit:
+            raise dialect.unfit(number, dialect.wrong_count(row))
+        yield row[dialect.index] if row else ""
+
+
+def text_lines(path, bar):
+    """Yield the lines of a UTF-8 file as str, with their ends."""
+    for offset, block in blocks(path, True, bar.update):
+        text = block.decode()
+        yield from io.StringIO(text if offset else text.lstrip("\ufeff"), newline="")
+
+
+def from_csv(path, column, copy):
+    """Read a .csv or .tsv file. See Dialect for what quotation marks mean."""
+    csv.field_size_limit(MAX_LINE)
+
+    def read(texts):
+        """Return (path of the copy, None), or (None, the Unfit) if the table cannot be read so."""
+        try:
+            with progress("reading rows", os.path.getsize(path)) as bar:
+                lines = text_lines(path, bar)
+                next(lines, "")
+                return write_lines(texts(lines, dialect), column, copy, path), None
+        except NotUTF8:
+            raise
+        except Unfit as e:
+            return None, e
+
+    with progress("reading rows", os.path.getsize(path)) as bar:
+        dialect = Dialect(next(text_lines(path, bar), ""), column)
+    new, problem = read(enclosed_texts)
+    could_be_plain = dialect.lines_fit and dialect.quote_begins
+    if problem and (not could_be_plain or dialect.header_quoted):
+        raise problem
+    if not problem and (not could_be_plain or dialect.encloses()):
+        return dialect.words(True), new
+    new, plain_problem = read(plain_texts)
+    if plain_problem:
+        raise problem or plain_problem
+    if problem and not dialect.quote_open:  # marks enclose every field, and one is written wrongly
+        raise problem
+    return dialect.words(False), new
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+def from_list(path, column, copy):
+    """Read a .json file that is a list of objects, one object at a time."""
+    decoder = json.JSONDecoder()
+
+    def texts(bar):
+        rest, count = "", 0
+        for _, block in blocks(path, False, bar.update):
+            rest, at = (rest + block.decode()).lstrip("\ufeff"), 0
+            while True:
+                between = r"[\s,]*" if count else r"[\s,]*\[?\s*"
+                at = re.compile(between).match(rest, at).end()
+                try:
+                    record, end = decoder.raw_decode(rest, at)
+                except (ValueError, RecursionError):  # the object goes on in the next block
+                    break
+                count += 1
+                refuse_doubled(rest[at:end], column, f"object {count}")
+                at = end
+                yield record_text(record, column, f"object {count}").decode()
+            rest = rest[at:]
+            too_many = len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES
+            if len(rest) > MAX_LINE or too_many:
+                raise Unfit(f"object {count + 1} is longer than {MAX_LINE >> 20} MB, or no JSON")
+        if rest.strip() != "]":
+            raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}",
+                        "expected a list of objects")
+
+    with progress("reading objects", os.path.getsize(path)) as bar:
+        return "the column read", write_lines(texts(bar), column, copy, path)
+
+
+def jsonl_text(line, column, number):
+    """Return the text, UTF-8 bytes, in a line of a .jsonl file."""
+    try:
+        record = parse_json(line)
+    except ValueError as e:
+        raise no_text(f"line {number} holds no JSON ({e})", column) from e
+    refuse_doubled(line, column, f"line {number}")
+    return record_text(record, column, f"line {number}")
+
+
+def refuse_doubled(source, column, where):
+    """
+    Raise Unfit for a JSON object that has the column's key twice, of which json keeps the last
+    only. source: the object, bytes or str.
+    """
+    for name in column_names(column):
+        key = json.dumps(name, ensure_ascii=False)
+        if source.count(key if isinstance(source, str) else key.encode()) < 2:
+            continue
+        pairs = json.loads(source, object_pairs_hook=tuple)  # an inner object may have the key too
+        if isinstance(pairs, tuple) and sum(key == name for key, _ in pairs) > 1:
+            raise Unfit(f"{where} has the key {name!r} twice", "rename one")
+
+
+def record_text(record, column, where):
+    """Return the text, UTF-8 bytes, that a JSON object holds under the column's name."""
+    if not isinstance(record, dict):
+        found = json.dumps(record, ensure_ascii=False)[:40]
+        raise no_text(f"{where} holds no object but {found}", column)
+    key = next((name for name in column_names(column) if name in record), None)
+    if key is None:
+        key = pick_column([*record], column)
+    if key is None:
+        keys = f"with the keys {listed(record)}" if record else "without keys"
+        raise no_text(f"{where} holds an object {keys}", column, not TURNS.isdisjoint(record))
+    text = record[key]
+    if not isinstance(text, str):
+        is_chat = isinstance(text, list) and text[:1] and isinstance(text[0], dict)
+        raise no_text(f'{where} holds "{key}": {json.dumps(text)[:40]}', column, is_chat)
+    try:
+        return text.encode()
+    except UnicodeEncodeError as e:
+        found = f"{where} holds a character that UTF-8 can't write ({e.object[e.start]!r})"
+        raise no_text(found, column) from e
+
+
+def no_text(found, column, is_chat=False):
+    """Return the Unfit of a record without a text."""
+    names = " or ".join(f'"{name}"' for name in column_names(column))
+    advice = f"expected an object with a string under {names}"
+    if is_chat:
+        advice += ("; write each conversation as one string, its turns with the marks of the chat "
+                   "template that the model will be used with, such as ChatML's <|im_start|>user")
+    return Unfit(found, advice)
+
+
+# ---- Parquet -------------------------------------------------------------------------------------
+
+def from_parquet(path, column, copy):
+    """Read a Parquet table. Raises what pyarrow raises for a damaged one."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise Unfit("a Parquet table, which needs a package", "pip install pyarrow") from None
+    table = parquet.ParquetFile(path)
+    name = parquet_column(table.schema_arrow, column)
+
+    def texts():
+        with progress("reading rows", table.metadata.num_rows, " rows") as bar:
+            for group in range(table.metadata.num_row_groups):
+                # A text that the file stores once may be the text of every row. (The metadata of a
+                # column say more, but pyarrow aborts the process if they are damaged.)
+                size = table.metadata.row_group(group).total_byte_size
+                rows = min(ROWS, max(1, ROWS_SIZE // max(1, size)))
+                for batch in table.iter_batches(rows, [group], [name]):
+                    yield from map(parquet_text, batch.to_pylist())
+                    bar.update(len(batch))
+
+    new = write_lines(texts(), column, copy, path)
+    return f"the column {name!r} read", new
+
+
+def parquet_column(schema, column):
+    """
+    Return the name of the text column; for a field of a struct, the path to it with dots. Raises
+    Unfit if it holds no strings.
+    """
+    from pyarrow import types
+    fields = [*schema]
+    name = pick_column(schema.names, column)
+    path = [name] if name is not None else column.split(".")
+    for part in path:
+        field = next((field for field in fields if field.name == part), None)
+        if field is None:
+            raise no_column(column, schema.names)
+        kind, fields = field.type, []
+        if types.is_struct(kind):
+            fields = [kind.field(i) for i in range(kind.num_fields)]
+    path = ".".join(path)
+    if not holds_strings(kind):
+        advice = f"; name a field of it, such as --column={path}.{fields[0].name}" if fields else ""
+        raise Unfit(f"column {path!r} holds {str(kind)[:80]}", f"expected strings{advice}")
+    return path
+
+
+def holds_strings(kind):
+    """
+    Return whether an Arrow type holds strings: in any layout, as a dictionary, or as bytes, which
+    older programs wrote.
+    """
+    from pyarrow import types
+    while types.is_dictionary(kind) or hasattr(kind, "storage_type"):
+        kind = kind.value_type if types.is_dictionary(kind) else kind.storage_type
+    layouts = "string", "large_string", "string_view", "binary", "large_binary", "binary_view"
+    tests = [getattr(types, f"is_{layout}", None) for layout in layouts]  # old versions lack some
+    return any(test(kind) for test in tests if test)
+
+
+def parquet_text(row):
+    """Return the text of a row with one column, or of a field of a struct in it; "" for null."""
+    while isinstance(row, dict):
+        row = next(iter(row.values()))
+    return row.decode() if isinstance(row, bytes) else row or ""

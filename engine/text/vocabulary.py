@@ -1,0 +1,118 @@
+"""The vocabulary of a text: trained on it, or that of other data or of another model."""
+import math
+from pathlib import Path
+
+from configurator import fail  # first: it reports missing packages
+
+from engine.files import replacing
+from engine.formats import hf_vocabulary
+from engine.text.prepared import is_prepared, load
+from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level,
+                       train_tokenizer)
+
+MIN_PIECES = 320  # of a vocabulary that is trained to be small; 259 of them are specials and bytes
+
+
+def usual_pieces(size):
+    """
+    Return the vocabulary size for `size` bytes of text: the power of two nearest to the square root
+    of it, 1024 for 1 MB, 32768 for 1 GB.
+    """
+    return min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
+
+
+def check_vocabulary(options):
+    """Fail if the vocabulary of these prepare.Options cannot be."""
+    source = options.vocab_source
+    kind, _, argument = source.partition(":")
+    if 0 < options.vocab_most < MIN_PIECES:
+        fail(f"--vocab_most={options.vocab_most}: too few, expected at least {MIN_PIECES}, "
+             "or --vocab_source=byte")
+    if argument and kind in ("custom", "byte", "char"):
+        fail(f"--vocab_source={source}: expected {kind}; how many pieces, --vocab_size says")
+    if kind == "bpe" and argument not in ("", *PRE_TOKENIZERS):
+        fail(f"--vocab_source={source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: "
+             f"{', '.join(PRE_TOKENIZERS)}")
+
+
+def is_made(vocab_source):
+    """Return whether a vocabulary is made for the text, and not loaded from a file."""
+    return vocab_source.partition(":")[0] in ("custom", "bpe", "byte", "char")
+
+
+def vocabulary_file(vocab_source, cache):
+    """
+    Return the file of a vocabulary that is not made here: tokenizer.model of llama2, that of
+    prepared data or of a Hugging Face folder, or the path itself. Fails if there is none.
+    """
+    path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
+    if is_prepared(path):
+        path /= load(path).meta["tokenizer"]
+    elif (path / "tokenizer.model").is_file():  # of a Hugging Face folder; other files add to it
+        path = keep_vocabulary(hf_vocabulary.read_hf_vocabulary(path), cache)
+    elif (path / "tokenizer.json").is_file():
+        path /= "tokenizer.json"
+    if not path.is_file():
+        fail(f"--vocab_source={vocab_source}: no file {path}; expected custom, bpe, byte, char, "
+             "llama2 (tokenizer.model in the working directory) or the path of a tokenizer")
+    return path
+
+
+def keep_vocabulary(vocabulary, cache):
+    """Write the vocabulary of another model to the cache, and return its path."""
+    suffix = Path(file_name(vocabulary)).suffix
+    path = Path(cache, "vocabularies", vocabulary.sha256()[:16] + suffix)
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as f:
+            f.write(vocabulary.data)
+    return path
+
+
+def file_name(tokenizer):
+    """Return the name that a tokenizer has in a prepared folder."""
+    return "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
+
+
+def stored_vocabulary(folder):
+    """Return the Tokenizer in a folder, or None."""
+    files = [folder / "tokenizer.model", folder / "tokenizer.json"]
+    return next((Tokenizer.load(path) for path in files if path.exists()), None)
+
+
+def make_vocabulary(job, corpus, folder):
+    """
+    Return the Tokenizer of a preparation: the one that an earlier attempt stored in the folder, or
+    one that is made or loaded now, and stored. job: see prepare.Job.
+    """
+    if stored := stored_vocabulary(folder):
+        return stored
+    made = new_vocabulary(job, corpus, folder / "vocabulary.tmp")
+    size = job.options.vocab_size
+    if size not in (0, made.vocab_size):
+        fail(f"--vocab_size={size}: the vocabulary of --vocab_source={job.options.vocab_source} "
+             f"has {made.vocab_size}; leave --vocab_size out")
+    with replacing(folder / file_name(made)) as f:
+        f.write(made.data)
+    return made
+
+
+def new_vocabulary(job, corpus, temporary):
+    """Train or load a vocabulary. temporary: path of a file that training writes."""
+    if job.vocab_file:
+        return Tokenizer.load(job.vocab_file)
+    kind, _, pre_tokenizer = job.options.vocab_source.partition(":")
+    if kind == "byte":
+        return Bytes()
+    if kind == "char":
+        return Characters(corpus.characters())
+    size = min(corpus.sizes(corpus.rows).sum(), corpus.vocab_sample)
+    if size > 1 << 23:
+        print(f"learning a vocabulary of {job.vocab_goal:,} from {size / 1e6:.0f} MB of text: "
+              "10 to 60 seconds", flush=True)
+    is_exact = job.options.vocab_size > 0
+    is_max = job.options.vocab_most > 0 and not is_exact
+    sample, goal = corpus.sample(), job.vocab_goal
+    if kind == "bpe":
+        return train_byte_level(sample, goal, temporary, pre_tokenizer or "qwen2", is_exact)
+    return train_tokenizer(sample, goal, temporary, is_exact, is_max)
