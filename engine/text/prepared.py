@@ -8,7 +8,7 @@ from configurator import fail  # first: it reports missing packages
 import numpy as np
 
 from engine.files import sha256
-from engine.untrusted import is_plain_name, open_untrusted, read_json_file, reading
+from engine.untrusted import is_plain_name, open_untrusted, read_json, reading
 from tokenizer import Tokenizer
 
 VERSION = 1
@@ -73,7 +73,7 @@ def load(folder):
 
 def read_meta(folder):
     """Return the meta.json of a prepared folder. Raises various errors for a damaged one."""
-    meta = read_json_file(Path(folder, "meta.json"))
+    meta = read_json(Path(folder, "meta.json"))
     if meta["version"] != VERSION:
         raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
     wrong = [name for name, kind in META.items()
