@@ -360,8 +360,6 @@ def show_data(prepared):
 
 if __name__ == "__main__":
     config = configure(globals(), positional="source")
-    if workers < 0:
-        fail(f"--workers={workers}: expected 0 or more")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
                        column, vocab_most=vocab_most, text_most=text_most)
     found = load(prepared)

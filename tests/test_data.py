@@ -183,13 +183,13 @@ def test_files_that_are_no_text_are_left_out_when_asked(tmp_path, capfd):
     d = data.load(call(skip_bad=True))
     train, val = documents(d.train, d.tokenizer), documents(d.val, d.tokenizer)
     assert train[0] == prose(3000) and train[1] + " " + val[0] == prose(2000, 1)
-    assert "1 of 4 files, which can't be read: " in capfd.readouterr().out
+    assert "left out of " + str(source) + ": 1 of 4 files can't be read: " in capfd.readouterr().out
     assert d.meta["skipped"] == [str(source / "latin.txt")]
     for name in "a.txt", "z.txt":
         (source / name).write_bytes(b"\xff\xfe")
     for name in "empty.jsonl", "latin.txt":
         (source / name).unlink()
-    assert "none of its 2 files can be read: " in refused(capfd, lambda: call(skip_bad=True))
+    assert "2 of 2 files can't be read: " in refused(capfd, lambda: call(skip_bad=True))
 
 
 def test_few_documents_are_split_by_position(tmp_path):
@@ -311,7 +311,7 @@ def test_stories_in_characters_know_them_all(tmp_path):
 def test_a_source_is_one_new_file(tmp_path, monkeypatch, capfd):
     """The example of doc/data.md: read by its name, made once, made anew when its argument or its code changes."""
     page = (ROOT / "doc/data.md").read_text(encoding="utf-8")
-    name, code = re.search(r"```python\n# engine/text/sources/(\w+)\.py\n(.*?)```", page, re.S).groups()
+    name, code = re.search(r"cat > engine/text/sources/(\w+)\.py <<'END'\n(.*?)END\n", page, re.S).groups()
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / f"{name}.py").write_text(code)
     monkeypatch.setattr(sources, "__path__", [str(tmp_path / "in")])

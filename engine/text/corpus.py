@@ -215,21 +215,19 @@ def report(source, bad, changed, skip_bad):
     bad: {path: reason}; changed: {what was done, in words: paths}.
     """
     count, words = len(source.files), listed(f"{path}: {reason}" for path, reason in bad.items())
-    if bad and count == 1:
-        raise Unfit(words)
+    if count > 1:
+        words = f"{len(bad)} of {count} files can't be read: {words}"
     if len(bad) == count:
-        raise Unfit(f"{source.text}: none of its {count} files can be read: {words}")
+        raise Unfit(words if count == 1 else f"{source.text}: {words}")
     if bad and not skip_bad:
-        raise Unfit(f"{source.text}: {len(bad)} of {count} files can't be read: {words}",
-                    "--skip_bad=True leaves such files out")
+        raise Unfit(f"{source.text}: {words}", "--skip_bad=True leaves such files out")
     for done, files in changed.items():
         if done and count == 1:
             print(f"{source.text}: {done}")
         elif done:
             print(f"{source.text}: {len(files)} of {count} files {done}: {listed(files)}")
     if bad:
-        print(f"left out of {source.text}: {len(bad)} of {count} files, which can't be read: "
-              f"{words}")
+        print(f"left out of {source.text}: {words}")
 
 
 def scan(path, column, update=lambda size: None):

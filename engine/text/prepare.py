@@ -55,7 +55,7 @@ class Options:
     text_most: int = 0
 
 
-# What a prepared folder may differ in, and the values that ask for nothing.
+# Options that the content of a prepared folder depends on. A default agrees with every folder.
 NEUTRAL = {field.name: field.default for field in dataclasses.fields(Options)
            if field.name not in ("cache", "workers", "urls")}
 
@@ -166,7 +166,7 @@ def make_job(text, options):
     if not 0 <= options.val_fraction < 1:
         fail(f"--val_fraction={options.val_fraction}: expected a number between 0 and 1 "
              "(0: a tenth, at most 5 MB)")
-    for name in "vocab_size", "vocab_most", "text_most":
+    for name in "vocab_size", "vocab_most", "text_most", "workers":
         if getattr(options, name) < 0:
             fail(f"--{name}={getattr(options, name)}: expected 0 or more")
     check_vocabulary(options)
@@ -181,8 +181,7 @@ def make_job(text, options):
         vocab_file = vocabulary_file(options.vocab_source, cache)
         identity = [*identity, Tokenizer.load(vocab_file).sha256()]
         vocab_name = vocab_file.stem
-    # The key must not change for data that exist. So options that came later add to it only if
-    # given.
+    # Folders that exist must keep their names, so newer options add to the key only if given.
     key = [VERSION, identity, vocab_name, options.vocab_size, goal, options.val_fraction or 0.1]
     if options.skip_bad:
         key.append("skip_bad")

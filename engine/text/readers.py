@@ -15,6 +15,7 @@ import lzma
 import os
 import re
 import shlex
+import sys
 import zlib
 from pathlib import Path
 
@@ -49,6 +50,8 @@ BINARY = [  # a pattern of the first bytes; the kind of file, and what to do
     (rb"\xca\xfe\xba\xbe", "a compiled program"),
     (rb"PK\x05\x06", "an empty zip"), (rb"ARROW1", "an Arrow file"), (rb"Obj\x01", "an Avro file"),
     (rb"\x80[\x02-\x05]", "pickled"), (rb".{4}\0{4}\{\"", "a safetensors model"),
+    (rb"\x28\xb5\x2f\xfd",
+     "packed by Zstandard, which Python reads from 3.14 on; unpack it first: zstd -d {path}"),
     (rb".{257}ustar", "a tar archive; unpack it first: tar xf {path}"),
 ]
 ZIPPED = [  # a name in a zip archive; the kind of file
@@ -76,13 +79,8 @@ def open_unpacked(path):
         return bz2.open(raw), raw
     if magic == b"\xfd7zXZ\0":
         return lzma.open(raw), raw
-    if magic[:4] == b"\x28\xb5\x2f\xfd":
-        try:
-            from compression import zstd  # Python 3.14
-        except ImportError:
-            raw.close()
-            raise Unfit("packed by Zstandard, which Python reads from 3.14 on",
-                        f"unpack it first: zstd -d {quoted(path)}") from None
+    if magic[:4] == b"\x28\xb5\x2f\xfd" and sys.version_info >= (3, 14):
+        from compression import zstd
         return zstd.open(raw), raw
     return raw, raw
 
@@ -129,14 +127,11 @@ def suffix(path):
 
 def is_text(path):
     """Return whether a file looks like text."""
-    try:
-        first = first_bytes(path)
-        if binary_format(first, path) or first.startswith(b"PAR1"):
-            return False
-        cut_utf8 = b"\0" not in first and decoded(first, "utf-8") is not None
-        return bool(first) and cut_utf8 or bool(encoding(first))
-    except Unfit:
+    first = first_bytes(path)
+    if not first or binary_format(first, path) or first.startswith(b"PAR1"):
         return False
+    is_utf8 = b"\0" not in first and decoded(first, "utf-8") is not None
+    return is_utf8 or bool(encoding(first))
 
 
 def has_documents(path, column):
