@@ -91,7 +91,7 @@ class Corpus:
             yield text
 
     def save(self, folder):
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {**vars(self)}
         with replacing(folder / "rows.npy") as f:
             np.save(f, fields.pop("rows"))
         write_atomic(folder / "corpus.json", json.dumps(fields))
