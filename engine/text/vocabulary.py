@@ -5,7 +5,6 @@ from pathlib import Path
 from configurator import fail  # first: it reports missing packages
 
 from engine.files import replacing
-from engine.formats import hf_vocabulary
 from engine.text.prepared import is_prepared, load
 from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level,
                        train_tokenizer)
@@ -49,6 +48,7 @@ def vocabulary_file(vocab_source, cache):
     if is_prepared(path):
         path /= load(path).meta["tokenizer"]
     elif (path / "tokenizer.model").is_file():  # of a Hugging Face folder; other files add to it
+        from engine.formats import hf_vocabulary  # here: it imports torch, which takes a second
         path = keep_vocabulary(hf_vocabulary.read_hf_vocabulary(path), cache)
     elif (path / "tokenizer.json").is_file():
         path /= "tokenizer.json"
