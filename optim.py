@@ -121,7 +121,7 @@ class Muon:
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
         dtype = torch.bfloat16 if self.half and min(shape) >= self.WIDE else torch.float32
-        updates = distributed.share_out(lambda some: orthogonalize(some, dtype), torch.stack(distributed.unshard(ahead)))
+        updates = distributed.split_across_ranks(lambda some: orthogonalize(some, dtype), torch.stack(distributed.unshard(ahead)))
         updates *= 0.2 * max(shape) ** 0.5
         updates = [distributed.shard_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])

@@ -216,7 +216,7 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         grads = [p.grad for p in t.model.parameters() if p.grad is not None]
         scaled_norm = torch.nn.utils.get_total_norm(grads)
     norm, loss = distributed.unshard(scaled_norm) / t.opt.scale.factor, distributed.mean(total)
-    read = distributed.reading(torch.stack((loss, norm)))
+    read = distributed.read_async(torch.stack((loss, norm)))
     with span("clipping"):
         max_norm = (grad_clip or math.inf) * t.opt.scale.factor
         torch.nn.utils.clip_grads_with_norm_(t.model.parameters(), max_norm, scaled_norm)
@@ -298,7 +298,7 @@ def save(t, writer, metric, unlogged=()):
         weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
     except (MemoryError, RuntimeError) as e:  # the weights of a GPU don't fit into the host's memory
-        if sharded or not checkpoint.may_pass(e):
+        if sharded or not checkpoint.is_retryable(e):
             raise
         progress.warn_of(e)
         return
@@ -308,8 +308,8 @@ def save(t, writer, metric, unlogged=()):
     def work():
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
         tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
-        folder = checkpoint.save(out_dir, step, model, train, t.record, tokenizer, metric, keep,
-                                 keep_best, claim=run_folder.keep_claim)
+        contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric)
+        folder = checkpoint.save(out_dir, contents, keep, keep_best, claim=run_folder.keep_claim)
         if step == best and distributed.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
             path = Path(out_dir, "model.gguf")
@@ -345,7 +345,7 @@ def conclude(t, tracker, row):
         elif exported_step(last):  # left by an earlier end
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:
-        if not checkpoint.may_pass(e):
+        if not checkpoint.is_retryable(e):
             raise
         reason = checkpoint.reason(e)
         say(f"warning: the model of iter {step} could not be written to {out_dir} ({reason})")
@@ -355,7 +355,7 @@ def conclude(t, tracker, row):
         tracker.model(best, origin | {"loss/val": state["best"]}, aliases)
     tracker.finish()
     if minutes and progress.is_over(t.config, state):
-        say(plan.limit(t.config, state, row, t.dataset.meta))
+        say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
     if not dry_run:
         say(progress.final_message(t.config, state, best, exported, wanted))
     models = exported == wanted and step in (wanted, exported_step(last))
@@ -381,9 +381,10 @@ def main(config, steps=math.inf):
     dataset = Dataset(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
                       distributed.world, pinned=device.type == "cuda")
     if not eval_only:
+        setup = costs.TrialSetup(BUILD, device, found.amp_dtype)
         costs.refuse_too_large(config, args, device, found.amp_dtype)
         begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
-        estimate = costs.foresee(config, args, device, found.amp_dtype, BUILD, dataset.meta, begun)
+        estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
     # ---- model and optimizer ---------------------------------------------------------------------
     torch.manual_seed(seed)
@@ -420,7 +421,7 @@ def main(config, steps=math.inf):
         return t, distributed.on_master(progress.say_finished, config, state)
 
     # ---- before the first step: what it will take, and the checks --------------------------------
-    derived = costs.describe(config, args, dataset, device, found.amp_dtype, estimate)
+    derived = costs.describe(config, args, dataset, setup, estimate)
     derived |= source_version() | {"data_files": source_files(data, cache, column)}
     t.record.update(redact(config.as_dict() | derived))
     # What resuming needs stays as it was given.

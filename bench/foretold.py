@@ -75,9 +75,9 @@ def main():
             if only and str(number) not in only.split(","):
                 continue
             short = train(folder, words, 8)[0]
-            steps = round(seconds * short["foreseen"]["tokens_per_sec"] / short["tokens_per_iter"])
+            steps = round(seconds * short["estimate"]["tokens_per_sec"] / short["tokens_per_iter"])
             config, row, took = train(folder, words, max(10, steps))
-            memory, told = config["foreseen"]["memory"] / 2 ** 20, config["foreseen"]["seconds"]
+            memory, told = config["estimate"]["memory"] / 2 ** 20, config["estimate"]["seconds"]
             print(f"| {number}: `{words}` | {memory:.0f} | {row['perf/peak_mib']:.0f} | {100 * (memory / row['perf/peak_mib'] - 1):+.0f} % "
                   f"| {told:.1f} | {took:.1f} | {100 * (told / took - 1):+.0f} % |", flush=True)
 

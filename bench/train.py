@@ -143,7 +143,7 @@ def make(name):
             loss = loss_of(net, x, y)
         loss.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        read = distributed.reading(torch.stack((loss.detach(), norm)))
+        read = distributed.read_async(torch.stack((loss.detach(), norm)))
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
         if "waits" in name:
             read()

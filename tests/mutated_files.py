@@ -140,8 +140,8 @@ def of_meta(folder):
 
 
 def knobs(folder):
-    defaults = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()}
-    return Config(defaults, defaults, {}).changed(out_dir=str(folder), init_from="auto")
+    found = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()}
+    return Config(found | {"out_dir": str(folder), "init_from": "auto"}, found, {})
 
 
 def run_files(folder):
@@ -151,9 +151,10 @@ def run_files(folder):
     model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long))[1].backward()
     opt.step()
     signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
-    state = progress.new_state(s, progress.FRESH, signature) | {"step": 1}
-    checkpoint.save(folder, 1, {"args": asdict(model.args), "model": dict(model.named_parameters())},
-                    {"optimizer": opt.state_dict(), "state": state}, s.as_dict(), folder / "tokenizer.model", metric=1.0)
+    state = progress.new_state(s, progress.NO_LIMIT, signature) | {"step": 1}
+    saved = {"args": asdict(model.args), "model": dict(model.named_parameters())}
+    train = {"optimizer": opt.state_dict(), "state": state}
+    checkpoint.save(folder, checkpoint.Contents(1, saved, train, s.as_dict(), folder / "tokenizer.model", 1.0))
     (folder / "trainer.json").write_text(json.dumps({"made_by": "llamac", "pid": 1, "host": "h", "since": "now"}))
     step = folder / "checkpoints/step_00000001"
     return [*sorted(step.iterdir()), folder / "best", folder / "latest", folder / "trainer.json"]
@@ -169,7 +170,7 @@ def read_run(folder):
     opt = torch.optim.AdamW(model.parameters())
     signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
     resume.restore(s, step, signature, opt)
-    progress.take_weights(step, model, opt)
+    progress.load_checkpoint(step, model, opt)
     run_folder.recover(folder)
 
 

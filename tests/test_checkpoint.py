@@ -1,6 +1,7 @@
 """Checkpoints under damage, interruption and full disks."""
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,7 +33,9 @@ def vocabulary(tmp_path):
 def save(out, step, vocabulary, value=0.0, **more):
     model = {"args": {"dim": 4}, "model": {"w": torch.full((4, 4), value)}}
     train = {"optimizer": {"m": torch.ones(3)}, "state": {"step": step, "best": 1.5}}
-    checkpoint.save(out, step, model, train, {"lr": 0.1}, vocabulary, claim=run_folder.keep_claim, **more)
+    metric = more.pop("metric", math.inf)
+    contents = checkpoint.Contents(step, model, train, {"lr": 0.1}, vocabulary, metric)
+    checkpoint.save(out, contents, claim=run_folder.keep_claim, **more)
 
 
 def test_round_trip(tmp_path, vocabulary):
@@ -47,9 +50,9 @@ def test_round_trip(tmp_path, vocabulary):
 
 def test_a_setting_that_was_renamed_since_is_taken(tmp_path, vocabulary):
     model, train = {"args": {}, "model": {}}, {"optimizer": {}, "state": {}}
-    folder = checkpoint.save(tmp_path, 3, model, train, {"patience": 4, "seed": 5}, vocabulary)
-    defaults = {"early_stop": 0, "seed": 1337, "init_from": "auto", "eval_only": False, "out_dir": "out", "max_iters": 9}
-    s = Config(defaults, defaults, {})
+    folder = checkpoint.save(tmp_path, checkpoint.Contents(3, model, train, {"patience": 4, "seed": 5}, vocabulary))
+    known = {"early_stop": 0, "seed": 1337, "init_from": "auto", "eval_only": False, "out_dir": "out", "max_iters": 9}
+    s = Config(known, known, {})
     taken, _, changes = resume.resume_settings(s, folder, set())
     assert taken["early_stop"] == 4 and taken["seed"] == 5 and not changes
     assert resume.resume_settings(s.changed(early_stop=2), folder, {"early_stop"})[2] == [["early_stop", "4", "2"]]
@@ -321,7 +324,7 @@ CLAIMING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from engine.training import run_folder
-for name in ("is_run", "refuse_foreign", "mark"):  # each step of a claim takes some time, so that others come in between
+for name in ("is_run", "refuse_foreign", "write_mark"):  # each step of a claim takes some time, so that others come in between
     def slow(*args, step=getattr(run_folder, name)):
         found = step(*args)
         time.sleep(0.05)
@@ -443,8 +446,8 @@ sys.path.insert(0, {root!r})
 from engine.training import checkpoint
 for step in range(1, 10000):
     value = torch.full((400, 400), float(step))
-    checkpoint.save({out!r}, step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}}, {{}},
-                    {vocabulary!r}, metric=-step // 3)
+    checkpoint.save({out!r}, checkpoint.Contents(step, {{"args": {{}}, "model": {{"w": value}}}}, {{"state": {{"step": step}}}},
+                                                 {{}}, {vocabulary!r}, -step // 3))
     print(step, flush=True)
 """
 
@@ -482,7 +485,7 @@ opt = make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
 def save(step):
     train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
     parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)
-    return checkpoint.save({out!r}, step, *parts, {{}}, {vocabulary!r}, metric=1.0)
+    return checkpoint.save({out!r}, checkpoint.Contents(step, *parts, {{}}, {vocabulary!r}, 1.0))
 folder = save(1)
 distributed.gather(lambda: None)  # the first process publishes
 loaded = checkpoint.load(folder)["model"]
@@ -528,7 +531,7 @@ def test_what_stands_behind_an_error_of_torch_save_is_told(tmp_path, monkeypatch
     monkeypatch.setattr(torch, "save", save)
     for behind, number in (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC), (ValueError("closed"), None):
         with pytest.raises(OSError) as e:
-            checkpoint.store(behind, tmp_path / "model.pt")
+            checkpoint.torch_save(behind, tmp_path / "model.pt")
         assert e.value.errno == number and ("unexpected pos" in str(e.value)) == (number is None)
 
 

@@ -21,6 +21,7 @@ from tokenizer import Characters
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+SETUP = costs.TrialSetup(train.BUILD, CPU, torch.float32)
 
 
 def knobs(**values):
@@ -103,7 +104,7 @@ def test_what_is_expected_is_more_than_the_least(optimizer, dtype):
             s = knobs(optimizer=optimizer, batch_size=4, gradient_accumulation_steps=accumulation, max_seq_len=128,
                       activation_checkpointing=frugal)
             args = ModelArgs(dim=128, n_layers=4, n_heads=4, vocab_size=900, max_seq_len=128)
-            least = costs.least_memory(args, 4 * 128, optimizer, dtype != torch.float32, frugal, accumulation > 1)
+            least = costs.min_memory(args, optimizer, costs.Pass(4 * 128, dtype != torch.float32, frugal, accumulation > 1))
             expected = costs.expected_memory(s, args, CPU, dtype)
             assert all(expected[kind] >= 0.99 * size for kind, size in least.items()), (least, expected)
             assert sum(least.values()) < sum(expected.values()) < 4 * sum(least.values())
@@ -135,17 +136,17 @@ def test_a_step_is_measured_as_it_is_trained():
     """With masks, clipping and recomputation; a large batch by a part of it."""
     seen = []
 
-    class Watched(costs.Rehearsal):
+    class Watched(costs.TrialTraining):
         def forward_backward(self, rows):
             seen.append((rows, self.model.bos_id, self.model.recompute))
             return super().forward_backward(rows)
 
     s = knobs(batch_size=2048, max_seq_len=32, activation_checkpointing=True, max_iters=1000)
-    original, costs.Rehearsal = costs.Rehearsal, Watched
+    original, costs.TrialTraining = costs.TrialTraining, Watched
     try:
-        times = costs.measure(s, ModelArgs.of(s, 99), train.BUILD, CPU, torch.float32, seconds=0.2)
+        times = costs.measure(s, ModelArgs.of(s, 99), SETUP, seconds=0.2)
     finally:
-        costs.Rehearsal = original
+        costs.TrialTraining = original
     assert {bos for _, bos, _ in seen} == {1} and all(recompute for *_, recompute in seen)
     assert max(rows for rows, *_ in seen) < 2048 and times["step"] > 20 * times["forward"] > 0 < times["sample"]
 
@@ -155,7 +156,7 @@ def test_the_line_of_time():
     assert "about 3.2 min, until " in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
     assert "1,234 tokens/s" in costs.time_line(s, {"seconds": 192, "tokens_per_sec": 1234.0})
     assert "the limit" in costs.time_line(knobs(max_minutes=1.0), {"seconds": 192, "tokens_per_sec": 1.0})
-    assert [costs.span(n) for n in (45, 600, 7200, 86400 * 12)] == ["45 s", "10 min", "2 h", "12 days"]
+    assert [costs.format_seconds(n) for n in (45, 600, 7200, 86400 * 12)] == ["45 s", "10 min", "2 h", "12 days"]
 
 
 # ---- --batch_size=0
@@ -174,12 +175,12 @@ def wide(**values):
 def test_a_batch_that_does_not_fit_is_refused_and_the_step_stays(monkeypatch, capsys):
     s, args = wide()
     monkeypatch.setattr(hardware, "free_memory", lambda device: 480 << 20)
-    found = fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD, gain=0.0)
+    found = fit_batch.largest_batch(s, args, SETUP, gain=0.0)
     assert 1 <= found["batch_size"] < 16 and found["batch_size"] * found["gradient_accumulation_steps"] == 256
     assert "did not fit" in (text := capsys.readouterr().out) or "is there for it" in text
     monkeypatch.setattr(hardware, "free_memory", lambda device: 100 << 20)
     with pytest.raises(SystemExit):
-        fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD)
+        fit_batch.largest_batch(s, args, SETUP)
     assert "not even a batch of 1" in capsys.readouterr().err
 
 
@@ -199,7 +200,7 @@ def test_a_killed_trial_is_a_no(capsys):
 
     thread = threading.Thread(target=kill)
     thread.start()
-    found = fit_batch.largest_batch(s, args, CPU, torch.float32, train.BUILD, gain=0.0)
+    found = fit_batch.largest_batch(s, args, SETUP, gain=0.0)
     stop.set()
     thread.join()
     assert found["batch_size"] * found["gradient_accumulation_steps"] == 256 and found["batch_size"] < 64
@@ -217,7 +218,7 @@ def test_a_run_finds_its_batch_and_keeps_it(tmp_path):
     assert "\nmemory: about " in done.stdout and "\ntime:  about " in done.stdout
     stored = json.loads((tmp_path / "run/config.json").read_text())
     assert stored["batch_size"] * stored["gradient_accumulation_steps"] == 12
-    assert stored["foreseen"]["memory"] > 50 << 20 and stored["foreseen"]["seconds"] > 0
+    assert stored["estimate"]["memory"] > 50 << 20 and stored["estimate"]["seconds"] > 0
     done = command(tmp_path, *words, "--max_iters=4")
     assert done.returncode == 0, done.stderr
     assert "asked for" not in done.stdout and "resuming run at iteration 2 of 4" in done.stdout

@@ -59,7 +59,7 @@ def save_run(folder, model, vocabulary):
     vocabulary.save(folder / "vocabulary.model")
     saved = {"args": asdict(model.args), "model": model.state_dict()}
     (folder / "tokenizer.model").write_bytes((folder / "vocabulary.model").read_bytes())
-    checkpoint.save(folder, 7, saved, {}, {}, folder / "tokenizer.model", metric=1.0)
+    checkpoint.save(folder, checkpoint.Contents(7, saved, {}, {}, folder / "tokenizer.model", 1.0))
     return folder
 
 

@@ -17,6 +17,7 @@ from tokenizer import Tokenizer, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
+SETUP = costs.TrialSetup(train.BUILD, CPU, torch.float32)
 SIZES = [2_000, 10_000, 100_000, 1_000_000, 10_000_000, 1_000_000_000]
 
 
@@ -34,24 +35,24 @@ def planned(monkeypatch, size, minutes=5.0, flops=5e10, given=(), **values):
     monkeypatch.setattr(plan, "step_seconds", seconds)
     monkeypatch.setattr(plan.hardware, "free_memory", lambda device: 1 << 40)
     s = knobs(minutes=minutes, **values)
-    found = plan.plan_shape(s, {*given, "minutes", *values}, size, train.BUILD, CPU, torch.float32)
+    found = plan.plan_shape(s, {*given, "minutes", *values}, size, SETUP)
     return s.changed(**plan.values(found))
 
 
 def test_when_the_sizes_follow_from_the_time():
-    assert plan.from_time(knobs(), set()) and plan.from_time(knobs(), {"dim", "learning_rate", "data"})
-    assert not plan.from_time(knobs(data="stories:2000"), set()) and not plan.from_time(knobs(data="stories"), {"data"})
-    assert plan.from_time(knobs(data="stories", minutes=1.0), {"minutes"})
-    assert not any(plan.from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
-    assert not plan.from_time(knobs(init_from="out/demo"), {"init_from"})
+    assert plan.derives_from_time(knobs(), set()) and plan.derives_from_time(knobs(), {"dim", "learning_rate", "data"})
+    assert not plan.derives_from_time(knobs(data="stories:2000"), set()) and not plan.derives_from_time(knobs(data="stories"), {"data"})
+    assert plan.derives_from_time(knobs(data="stories", minutes=1.0), {"minutes"})
+    assert not any(plan.derives_from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
+    assert not plan.derives_from_time(knobs(init_from="out/demo"), {"init_from"})
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is_read_little_three_quarters(size):
     for dim in plan.WIDTHS:
         for layers in (1, 2, 3, 8):
-            pieces = plan.vocabulary(dim, layers, size)
-            tables, share = (2, 3 / 4) if plan.read_little(dim, layers, size) else (1, 1 / 3)
+            pieces = plan.max_vocab_size(dim, layers, size)
+            tables, share = (2, 3 / 4) if plan.has_ample_text(dim, layers, size) else (1, 1 / 3)
             assert tables * pieces * dim <= (12 * layers * dim ** 2 + tables * pieces * dim) * share and pieces * 192 <= size
 
 
@@ -71,14 +72,14 @@ def test_every_plan_can_train(monkeypatch, size):
         vocab = s.vocab_most or 259
         assert (s.vocab_source == "byte") != bool(s.vocab_most)
         assert ModelArgs.of(s, vocab).problem() is None
-        assert 12 * s.n_layers * s.dim ** 2 <= max(plan.blocks_for(size), 12 * 2 * 32 ** 2)
+        assert 12 * s.n_layers * s.dim ** 2 <= max(plan.max_block_params(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
         meta = {"train_tokens": size // 3, "train_bytes": 9 * size // 10, "vocab_size": vocab}
-        seconds, more = plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)
+        seconds, more = plan.plan_length(s, set(), meta, SETUP)
         values = plan.values(more)
         assert 30 * minutes <= seconds <= 60 * minutes and values["max_iters"] >= 20
         epochs = values["max_iters"] * costs.tokens_per_step(s) / meta["train_tokens"]
-        assert epochs <= plan.epochs_for(size) * 1.1 + 20 * costs.tokens_per_step(s) / meta["train_tokens"] or \
+        assert epochs <= plan.max_epochs(size) * 1.1 + 20 * costs.tokens_per_step(s) / meta["train_tokens"] or \
             "more than there is time for" in more["max_iters"][1]
         assert 0 <= values["dropout"] < 0.5 and 0 < values["learning_rate"] < 0.02
 
@@ -93,7 +94,7 @@ def test_a_gpu_that_waits_for_launches_reads_more_in_a_step_where_there_is_more_
     monkeypatch.setattr(plan, "step_seconds", lambda s, *_: max(0.005, 0.004 * costs.tokens_per_step(s) / usual / (times / 2)))
 
     def found(given):
-        _, length = plan.plan_length(s, given, meta, train.BUILD, torch.device(device), torch.float32)
+        _, length = plan.plan_length(s, given, meta, costs.TrialSetup(train.BUILD, torch.device(device), torch.float32))
         return plan.values(length)
 
     many = found(set()).get("batch_size", 0) / s.batch_size
@@ -125,7 +126,7 @@ def test_where_the_time_is_the_limit_it_is_told_whatever_is_rounded(monkeypatch,
     s, meta = planned(monkeypatch, 1_000_000), {"train_tokens": 300_000, "train_bytes": 900_000, "vocab_size": 512}
     monkeypatch.setattr(plan, "training_seconds", lambda minutes: 60.0)
     monkeypatch.setattr(plan, "step_seconds", lambda *_: 60 / possible)
-    steps, why = plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)[1]["max_iters"]
+    steps, why = plan.plan_length(s, set(), meta, SETUP)[1]["max_iters"]
     assert steps == 10 * round(possible) and "more than there is time for" in why
 
 
@@ -135,7 +136,7 @@ def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
 
     def decay(rate, *given):
         config = s.changed(learning_rate=rate)
-        return plan.values(plan.plan_length(config, set(given), meta, train.BUILD, CPU, torch.float32)[1]).get("weight_decay")
+        return plan.values(plan.plan_length(config, set(given), meta, SETUP)[1]).get("weight_decay")
 
     assert decay(1.0) == decay(1e-4) == decay(plan.rate_for(s.dim), "learning_rate") > 0.1
     assert decay(1e-4, "learning_rate") > 0.5 and decay(0.1, "learning_rate") == 0.1 and decay(1e-4, "weight_decay") is None
@@ -143,7 +144,7 @@ def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
 
 def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, tmp_path):
     found = [planned(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
-    assert found == sorted(set(found)) and found[0] >= plan.LARGE // 4 and all(most & (most - 1) == 0 for most in found)
+    assert found == sorted(set(found)) and found[0] >= plan.LARGE_TEXT // 4 and all(most & (most - 1) == 0 for most in found)
     s = planned(monkeypatch, 10 ** 11)
     readable = 3e2 / (0.002 + 6 * (12 * s.n_layers * s.dim ** 2 + s.vocab_most * s.dim) * costs.tokens_per_step(s) / 5e10)
     assert 3 < s.text_most / (4 * readable * costs.tokens_per_step(s)) < 9  # a token has about four bytes
@@ -155,8 +156,8 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
     assert not planned(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
     row = {"epoch": 0.5, "tokens": 500_000}
-    assert "(0.5 % of it was read)" in plan.limit(s, {"last": None, "step": 50}, row, meta)
-    assert "4 MB of the text that were prepared (read 2 times)" in plan.limit(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
+    assert "(0.5 % of it was read)" in plan.limiting_factor(s, {"last": None, "step": 50}, row, meta)
+    assert "4 MB of the text that were prepared (read 2 times)" in plan.limiting_factor(s, {"last": None, "step": 50}, row | {"epoch": 2.0}, meta)
 
 
 def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
@@ -168,7 +169,7 @@ def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
-    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, train.BUILD, CPU, torch.float32)[1])["table_rate"]
+    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, SETUP)[1])["table_rate"]
     often, little = planned(monkeypatch, 10_000, 1.0), planned(monkeypatch, 10_000_000, 1.0)
     assert often.tied and not little.tied and rate(often) < rate(little)
     one = planned(monkeypatch, 10_000_000, 1.0, tied=True)
@@ -181,7 +182,7 @@ def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
     assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
     meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
-    _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, train.BUILD, CPU, torch.float32)
+    _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, SETUP)
     assert not {"dropout", "max_iters"} & more.keys()
     assert planned(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
     assert planned(monkeypatch, 1_000_000, dim=100).n_heads == 2 and planned(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
@@ -212,7 +213,7 @@ def test_memory_bounds_the_model(monkeypatch):
     widths = []
     for free in (1 << 25, 1 << 28, 1 << 31):
         monkeypatch.setattr(plan.hardware, "free_memory", lambda device, free=free: free)
-        found = plan.plan_shape(knobs(), set(), 1 << 40, train.BUILD, CPU, torch.float32)
+        found = plan.plan_shape(knobs(), set(), 1 << 40, SETUP)
         widths.append(found["dim"][0])
         assert found["dim"][1] == "the widest that memory holds"
     assert widths == sorted(set(widths))
@@ -225,9 +226,9 @@ def test_a_small_part_held_out_holds_a_context(monkeypatch):
 def test_the_limit_that_is_told():
     meta = {"train_tokens": 1000, "train_bytes": 3000}
     s, row = knobs(dim=96, n_layers=2, minutes=5.0, max_iters=100), {"epoch": 0.4, "tokens": 100_000}
-    told = lambda state, **more: plan.limit(s, {"last": None, "step": 50} | state, row | more, meta)
+    told = lambda state, **more: plan.limiting_factor(s, {"last": None, "step": 50} | state, row | more, meta)
     assert "by the time (40 % of it was read): --minutes=20" in told({})
-    assert "known by heart (read 30 times)" in told({"last": 50}, epoch=30.0)
+    assert "the model has memorized (read 30 times)" in told({"last": 50}, epoch=30.0)
     assert "by the text (read 150 times)" in told({"step": 100}, epoch=150.0)
     assert "by --max_iters=100, as given (40 % of it was read)" in told({"step": 100})
     assert "a larger --dim (now 96)" in told({}, tokens=10 ** 9)

@@ -329,7 +329,7 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
     assert sorted(lines[1:4]) == sorted(["max_iters: 5 -> 10", "dropout: 0.1 -> 0.3", "learning_rate: 0.003 -> 0.001"])
     after = json.loads((folder / "kept/config.json").read_text())
     told = {"learning_rate": 0.001, "dropout": 0.3, "max_iters": 10}
-    same = {k for k in trainer_config().defaults if k not in resume.PLACE and not k.startswith("wandb_")}
+    same = {k for k in trainer_config().defaults if k not in resume.OF_SESSION and not k.startswith("wandb_")}
     assert {k: after[k] for k in same} == {k: before[k] for k in same} | told
     assert rows(folder, "kept")[-1]["settings"] == [re.split(": | -> ", line) for line in lines[1:4]]
     (folder / "texts/b.txt").write_text("other " * 5000)
@@ -375,7 +375,7 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
                       "from configurator import configure\n"
                       "prepare = train.prepare\n"
                       "train.prepare = lambda *a, **k: (time.sleep(4), prepare(*a, **k))[1]\n"
-                      "train.distributed.PATIENCE = timedelta(seconds=3)\n"
+                      "train.distributed.TIMEOUT = timedelta(seconds=3)\n"
                       "os.chdir(['one', 'two'][train.distributed.rank])\n"
                       "Path('ready').touch()\n"
                       "while not (Path('../one/ready').exists() and Path('../two/ready').exists()): time.sleep(0.01)\n"
@@ -394,7 +394,7 @@ def test_processes_that_share_out_matrices_move_them_as_one_does(tmp_path):
                       "from engine.training import distributed\n"
                       "from optim import Muon\n"
                       "if distributed.world > 1: distributed.setup('cpu')\n"
-                      "distributed.SHARED = 0\n"
+                      "distributed.MIN_SPLIT = 0\n"
                       "torch.manual_seed(1)\n"
                       "params = [torch.nn.Parameter(torch.randn(*shape)) for shape in [(64, 32)] * 3 + [(32, 32)]]\n"
                       "for p in params: p.grad = torch.randn_like(p)\n"
@@ -833,8 +833,8 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
 
 def test_an_older_checkpoint_without_counters_goes_on_where_it_was():
     before = {"batch_size": 4, "gradient_accumulation_steps": 2, "max_seq_len": 32}
-    assert resume.counted({"step": 5}, before) == {"step": 5, "tokens": 1280, "sequences": 40}
-    assert resume.counted({"step": 5, "tokens": 7, "sequences": 3}, before)["tokens"] == 7
+    assert resume.with_counters({"step": 5, "fixed": before}) == {"step": 5, "tokens": 1280, "sequences": 40, "fixed": before}
+    assert resume.with_counters({"step": 5, "tokens": 7, "sequences": 3, "fixed": before})["tokens"] == 7
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(folder):
@@ -880,8 +880,8 @@ def test_saves_for_which_there_is_no_memory_cost_warnings_and_the_exit_code(fold
              "        resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)\n"
              "    return step(t, number, *args)\n"
              "def hungry(*args): bytearray(1 << 30)\n"
-             "train.train_step, train.checkpoint.write = limited, lambda *a, write=train.checkpoint.write: "
-             "(int(a[2]) > 12 and hungry(), write(*a))\n")
+             "train.train_step, train.checkpoint.write_files = limited, lambda *a, write=train.checkpoint.write_files: "
+             "(a[2].step > 12 and hungry(), write(*a))\n")
     done = faulty(folder, tmp_path, fault, "--out_dir=limited")
     assert done.returncode == 2 and done.stdout.count("could not be saved (there is not enough memory)") == 1, done.stderr
     assert "the checkpoint of iter 20 could not be saved" in done.stdout or "or saved" in done.stdout.splitlines()[-1]
@@ -1625,7 +1625,7 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
-    need = costs.least_memory(args, 8 * 64, optimizer, False, frugal, accumulating)
+    need = costs.min_memory(args, optimizer, costs.Pass(8 * 64, False, frugal, accumulating))
     assert need["weights"] == 4 * costs.num_params(model.args) and need["weights"] + need["optimizer"] <= before
     assert sum(need.values()) <= before + most <= (4 if frugal else 2) * sum(need.values())
 
@@ -1633,17 +1633,17 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
 def test_what_does_not_fit_into_memory_is_refused_by_what_a_step_holds(monkeypatch, capsys):
     args = ModelArgs(dim=64, n_layers=2, n_heads=2, vocab_size=500, max_seq_len=64)
     s, cpu = trainer_config(batch_size=8, max_seq_len=64), torch.device("cpu")
-    assert costs.least_memory(args, 10 ** 9, "muon")["logits"] == 32 << 20  # a piece of them at a time
+    assert costs.min_memory(args, "muon", costs.Pass(10 ** 9))["logits"] == 32 << 20  # a piece of them at a time
     for pieces, at_once in (1, {}), (2, {"accumulating": True}):  # gradients stay over several passes alone
         s = s.changed(gradient_accumulation_steps=pieces)
-        need = sum(costs.least_memory(args, 8 * 64, s.optimizer, **at_once).values())
+        need = sum(costs.min_memory(args, s.optimizer, costs.Pass(8 * 64, **at_once)).values())
         monkeypatch.setattr(hardware, "free_memory", lambda device: need)
         costs.refuse_too_large(s, args, cpu, torch.float32)
         monkeypatch.setattr(hardware, "free_memory", lambda device: need - 1)
         with pytest.raises(SystemExit):
             costs.refuse_too_large(s, args, cpu, torch.float32)
         assert "lower --batch_size (now 8)" in capsys.readouterr().err
-    least = sum(costs.least_memory(args, 64, s.optimizer, accumulating=True).values())  # of one sequence at a time
+    least = sum(costs.min_memory(args, s.optimizer, costs.Pass(64, accumulating=True)).values())  # of one sequence at a time
     for free, advice in (least, "lower --batch_size"), (least - 1, "choose a smaller --dim (now 64)"):
         monkeypatch.setattr(hardware, "free_memory", lambda device: free)
         with pytest.raises(SystemExit):

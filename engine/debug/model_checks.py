@@ -336,8 +336,9 @@ def saved(r):
     tokens = r.line(min(r.s.max_seq_len, 32))
     with tempfile.TemporaryDirectory(prefix="llamac-") as folder:
         weights = checkpoint.snapshot(dict(r.model.named_parameters()))
-        path = checkpoint.save(folder, 0, {"args": asdict(r.args), "model": weights}, {}, {},
-                               r.dataset.folder / r.dataset.meta["tokenizer"])
+        path = checkpoint.save(folder, checkpoint.Contents(
+            0, {"args": asdict(r.args), "model": weights}, {}, {},
+            r.dataset.folder / r.dataset.meta["tokenizer"]))
         stored = checkpoint.load(path)
         again = Transformer(type(r.args)(**stored["args"])).to(r.device)
         distributed.load_weights(again, stored["model"])

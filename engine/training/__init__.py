@@ -1,5 +1,6 @@
 """
-What a training stands on: checkpoints, processes and devices, the plan of sizes, costs, the largest batch.
+What a training is made of: checkpoints, processes and devices, settings, sizes, costs.
 
-May import engine.text, engine.formats, engine.tracking and what lies below them; never debug.
+May import engine.text, engine.formats, engine.tracking and what is below them, but not
+engine.debug.
 """

@@ -1,51 +1,96 @@
-"""--batch_size=0: the largest batch that fits, by real steps in a process of its own, which may die of it."""
+"""
+--batch_size=0: find the largest batch that fits into memory.
+
+A child process takes real steps with ever larger batches, as running out of memory may kill it.
+"""
 import contextlib
 import multiprocessing
 import sys
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from configurator import fail
 from engine.training import costs, distributed, hardware
 
-HEADROOM = 0.1  # of the memory that is free, left to what else a training needs: evaluation, samples, other programs
-GAIN = 1.03     # how much faster a larger batch has to be, to be worth its memory
+HEADROOM = 0.1  # part of the free memory that is left to evaluations, samples and other programs
+GAIN = 1.03     # speedup that justifies the memory of a larger batch
+
+
+class Search(NamedTuple):
+    """
+    What the child needs. sizes: batch sizes to try, in sequences, ascending; limit: max bytes of
+    the process, None if unknown; gain: speedup that justifies a larger batch.
+    """
+    config: Any
+    vocab_size: int
+    setup: costs.TrialSetup
+    sizes: list
+    limit: float | None
+    gain: float
 
 
 def first_guess(config):
     """
-    Return (config, the names given, whether the largest batch is to be found). With --batch_size=0 the batch is the
-    preset's or the default until it is found: a step keeps its sequences, and a resumed run has a batch of its own.
+    Return (config, names of the given settings, whether the largest batch has to be found). With
+    --batch_size=0 the batch is the preset's or the default until it is found: a step keeps its
+    number of sequences, and a resumed run its own batch.
     """
     given = config.given.keys()
     if config.batch_size:
         return config, given, False
-    return (config.changed(batch_size=max(1, config.given["batch_size"])),
-            given - {"batch_size", "gradient_accumulation_steps"}, True)
+    config = config.changed(batch_size=max(1, config.given["batch_size"]))
+    return config, given - {"batch_size", "gradient_accumulation_steps"}, True
 
 
-def batches(sequences, share):
-    """The divisors of a step's sequences from 1 to a process's share of them, each half as large again at least."""
-    found = []
-    for size in range(1, share + 1):
-        if sequences % size == 0 and (not found or size >= 1.5 * found[-1]):
-            found.append(size)
-    return found
-
-
-def largest_batch(s, args, device, amp_dtype, build, gain=GAIN):
+def batches(sequences, limit):
     """
-    {"batch_size", "gradient_accumulation_steps"}: as many sequences a step as s has, by the largest forward passes that fit
-    into the memory that is free, less HEADROOM, and are faster than smaller ones.
+    Return the divisors of a step's sequences from 1 to `limit`, the sequences of one process, each
+    at least 1.5 times as large as the one before.
     """
-    if s.sharded:
+    sizes = []
+    for size in range(1, limit + 1):
+        if sequences % size == 0 and (not sizes or size >= 1.5 * sizes[-1]):
+            sizes.append(size)
+    return sizes
+
+
+def largest_batch(config, args, setup, gain=GAIN):
+    """
+    Return {"batch_size", "gradient_accumulation_steps"} with as many sequences per step as the
+    settings have, and the largest forward passes that fit into the free memory, less HEADROOM, and
+    that are faster than smaller ones. setup: a costs.TrialSetup.
+    """
+    if config.sharded:
         fail("--batch_size=0 tries a model on one process; with --sharded=True it needs a number")
-    sequences, free = s.batch_size * s.gradient_accumulation_steps, hardware.free_memory(device)
-    here = 1 if device.type == "cuda" else distributed.local_world
-    limit = (1 - HEADROOM) * free / here if free else None
+    sequences = config.batch_size * config.gradient_accumulation_steps
+    free = hardware.free_memory(setup.device)
+    processes = 1 if setup.device.type == "cuda" else distributed.local_world
+    limit = (1 - HEADROOM) * free / processes if free else None
+    sizes = batches(sequences, costs.sequences_per_rank(config))
+    tried, ended = run_child(Search(config, args.vocab_size, setup, sizes, limit, gain))
+    if not tried:
+        fail(f"--batch_size=0: not even a batch of 1 fits into {costs.format_bytes(limit or 0)}; "
+             f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or "
+             f"--max_seq_len (now {config.max_seq_len})")
+    size, peak, speed = tried[0]
+    for larger in tried[1:]:
+        if larger[2] >= gain * speed:
+            size, peak, speed = larger
+    passes = sequences // size
+    distributed.say(f"batch_size {size} x gradient_accumulation_steps {passes}, the {sequences} "
+                    f"sequences a step that were asked for: {speed:,.0f} tokens/s in "
+                    f"{costs.format_bytes(peak)}; {ended}")
+    return {"batch_size": size, "gradient_accumulation_steps": passes}
+
+
+def run_child(search):
+    """
+    Return ([(size, peak memory in bytes, tokens/s)] of the batches that fit, the reason in words
+    why no larger one was tried).
+    """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    todo = batches(sequences, costs.sequences_here(s))
-    child = context.Process(target=try_batches, daemon=True,
-                            args=(send, s, args.vocab_size, build, device, amp_dtype, todo, limit, gain))
+    child = context.Process(target=try_batches, daemon=True, args=(send, search))
     child.start()
     send.close()
     tried, ended = [], "all have been tried"
@@ -59,40 +104,38 @@ def largest_batch(s, args, device, amp_dtype, build, gain=GAIN):
     except EOFError:
         child.join()
     if child.exitcode:
-        ended = f"{todo[len(tried)]} did not fit"
-    if not tried:
-        fail(f"--batch_size=0: not even a batch of 1 fits into {costs.binary(limit or 0)}; choose a smaller --dim (now "
-             f"{args.dim}), --n_layers (now {args.n_layers}) or --max_seq_len (now {s.max_seq_len})")
-    size, peak, speed = tried[0]
-    for larger in tried[1:]:
-        if larger[2] >= gain * speed:
-            size, peak, speed = larger
-    distributed.say(f"batch_size {size} x gradient_accumulation_steps {sequences // size}, the {sequences} sequences a step that "
-                 f"were asked for: {speed:,.0f} tokens/s in {costs.binary(peak)}; {ended}")
-    return {"batch_size": size, "gradient_accumulation_steps": sequences // size}
+        ended = f"{search.sizes[len(tried)]} did not fit"
+    return tried, ended
 
 
-def try_batches(send, s, vocab_size, build, device, amp_dtype, todo, limit, gain):
+def try_batches(send, search):
     """
-    In the child: steps of one size after the other; sends (size, peak in bytes, tokens/s) of each, then in words why no more.
+    Take steps of each size, in the child. Send (size, peak memory in bytes, tokens/s) for each, and
+    finally the reason why no larger one is tried.
     """
-    prepare_to_die(device, limit)
-    best, idle = 0, 0
+    device, limit = search.setup.device, search.limit
+    limit_memory(device, limit)
+    best, not_faster = 0, 0
     try:
-        trial = costs.Rehearsal(s, vocab_size, build, device, amp_dtype)
-        for size in todo:
+        trial = costs.TrialTraining(search.config, search.vocab_size, search.setup)
+        for size in search.sizes:
             times = []
             for _ in range(3):
                 times.append(costs.timed(trial.forward_backward, size))
                 trial.update()
-            peak, speed = hardware.peak_memory(device), size * s.max_seq_len / min(times[1:])
+            peak = hardware.peak_memory(device)
+            speed = size * search.config.max_seq_len / min(times[1:])
             if limit and peak > limit:
-                return send.send(f"{size} takes {costs.binary(peak)}, and {costs.binary(limit)} is there for it")
+                return send.send(f"{size} takes {costs.format_bytes(peak)}, and "
+                                 f"{costs.format_bytes(limit)} is there for it")
             send.send((size, peak, speed))
-            best, idle = (speed, 0) if speed >= gain * best else (best, idle + 1)
-            if idle == 2:  # one alone may have met with a busy moment
+            if speed >= search.gain * best:
+                best, not_faster = speed, 0
+            else:
+                not_faster += 1
+            if not_faster == 2:  # other programs may have slowed down a single one
                 return send.send("larger ones are not faster")
-    except (MemoryError, RuntimeError) as e:  # of torch, on a CPU and on a GPU
+    except (MemoryError, RuntimeError) as e:
         if not hardware.is_out_of_memory(e):
             raise
         send.send(f"{size} did not fit")
@@ -100,18 +143,23 @@ def try_batches(send, s, vocab_size, build, device, amp_dtype, todo, limit, gain
         send.close()
 
 
-def prepare_to_die(device, limit):
-    """Linux: a limit that allocations fail at, and to be the first that is killed where memory is short."""
+def limit_memory(device, limit):
+    """
+    Make allocations beyond `limit` bytes fail on a CPU, and make this process the first that the
+    system kills when memory is short. Linux only.
+    """
     if device.type == "cpu":
         hardware.keep_memory()
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError):
-        with open("/proc/self/oom_score_adj", "w") as f:
-            f.write("1000")
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if device.type == "cpu" and limit:
         import resource
-        now = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
-        most = now + max(0, int(limit) - hardware.memory_now(device))  # what is reserved is more than what is used
+        reserved = hardware.status_bytes("VmData")
+        # A process reserves more memory than it uses, so only what is still free is added.
+        new = reserved + max(0, int(limit) - hardware.current_memory(device))
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        if hard != resource.RLIM_INFINITY:
+            new = min(new, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (new, hard))

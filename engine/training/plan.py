@@ -1,329 +1,413 @@
 """
-Sizes of a training: all of them from the text, the machine and the time, or from a depth; which are refused. `s` has
-train.py's settings as attributes.
+Derive the sizes of a training: from the text, the machine and a time budget, or from a depth.
+
+The evidence for every rule of the first kind is in doc/lab/own_text.md. Below, `given` are the
+names of the settings that the user has set, which no rule changes; `size` is the text's in bytes;
+`setup` is a costs.TrialSetup, by which the time of a step is measured.
+
+A plan is {setting: (value, reason)}. It has two parts: the shape of the model is needed to make the
+vocabulary, and the length of the training needs the text's tokens, counted with that vocabulary.
 """
 import math
 import time
 from pathlib import Path
 
 from configurator import STARTED, configure, fail, source_knobs
-from engine.training import distributed, hardware
-from engine.training.validate import check_settings
-from engine.training.costs import EVAL_TOKENS, least_memory, show, step_seconds, tokens_per_step
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
+from engine.training import distributed, hardware
+from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
+                                   tokens_per_step)
+from engine.training.validate import check_settings
 from engine.untrusted import reading
 
-DERIVED = ("dim", "n_layers", "n_heads", "batch_size", "gradient_accumulation_steps", "learning_rate", "max_iters",
-           "warmup_iters")
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
+          1280, 1536, 2048)
+DEFAULT_MINUTES = {"cpu": 5.0, "gpu": 20.0}
+RESERVE = 0.03        # part of the time budget that is kept for what follows the last step
+EVALUATIONS = 12      # per run
+EVAL_FRACTION = 0.006  # max part of a run's time per evaluation
+LARGE_TEXT = 1 << 26  # bytes of a text from which on only a part of it may be prepared
+GPU_BUSY = 1.25       # twice the batch takes a busy GPU more than this many times as long; or else
+                      # its steps wait for kernel launches
 
 
-def derive_from_depth(s, given, vocab):
+# ---- from a depth --------------------------------------------------------------------------------
+
+def derive_from_depth(config, given, vocab_size):
     """
-    {setting: value} of a run of s.depth, which a laptop can train: width 16 a layer in heads of 32, 8 tokens a parameter,
-    and batch and rate from compute C, with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens, 0.156 C^-0.125. What was
-    tried stands in doc/lab/recipe.md. What is given explicitly stays. vocab: the data's.
-    https://arxiv.org/abs/2203.15556, https://arxiv.org/abs/2401.02954
-    """
-    def derive(**values):
-        nonlocal s
-        s = s.changed(**{k: v for k, v in values.items() if k not in given})
+    Return {setting: value} of a run of config.depth that a laptop can train.
 
-    derive(dim=32 * math.ceil(s.depth / 2), n_layers=s.depth)
-    derive(n_heads=max(1, s.dim // 32))
-    n = 12 * s.n_layers * s.dim ** 2 + s.dim * vocab  # parameters, near enough
-    tokens = 8 * n
-    compute = (6 * n + 12 * s.n_layers * s.dim * s.max_seq_len) * tokens
-    sequences = max(1, round(0.05 * compute ** 0.3271 / s.max_seq_len))
-    pieces = math.ceil(sequences / 32)
-    derive(batch_size=math.ceil(sequences / pieces), gradient_accumulation_steps=pieces,
-           learning_rate=float(f"{0.156 * compute ** -0.125:.1e}"))
-    derive(max_iters=math.ceil(tokens / (s.batch_size * s.gradient_accumulation_steps * s.max_seq_len)))
-    derive(warmup_iters=s.max_iters // 50)
-    derived = {name: getattr(s, name) for name in DERIVED}
-    distributed.say(f"depth {s.depth}: {', '.join(f'{name}={value!r}' for name, value in derived.items())}")
+    Width 16 per layer in heads of 32, 8 tokens per parameter; batch and learning rate follow from
+    the compute C with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens and 0.156 C^-0.125.
+    Experiments: doc/lab/recipe.md. https://arxiv.org/abs/2203.15556,
+    https://arxiv.org/abs/2401.02954
+    """
+    derived = {}
+
+    def derive(name, value):
+        derived[name] = getattr(config, name) if name in given else value
+        return derived[name]
+
+    dim = derive("dim", 32 * math.ceil(config.depth / 2))
+    layers = derive("n_layers", config.depth)
+    derive("n_heads", max(1, dim // 32))
+    params = 12 * layers * dim ** 2 + dim * vocab_size  # approximately
+    tokens = 8 * params
+    compute = (6 * params + 12 * layers * dim * config.max_seq_len) * tokens
+    sequences = max(1, round(0.05 * compute ** 0.3271 / config.max_seq_len))
+    passes = math.ceil(sequences / 32)
+    batch_size = derive("batch_size", math.ceil(sequences / passes))
+    passes = derive("gradient_accumulation_steps", passes)
+    derive("learning_rate", float(f"{0.156 * compute ** -0.125:.1e}"))
+    steps = derive("max_iters", math.ceil(tokens / (batch_size * passes * config.max_seq_len)))
+    derive("warmup_iters", steps // 50)
+    shown = ", ".join(f"{name}={value!r}" for name, value in derived.items())
+    distributed.say(f"depth {config.depth}: {shown}")
     return derived
 
 
-# ---- from the text, this machine and the time. Every rule's evidence stands in doc/lab/own_text.md. -----------------------
-#
-# A plan is {setting: (value, why)}. It has two parts: the shape is needed to make the vocabulary, and the length needs the
-# tokens of the text, which are counted with that vocabulary.
+# ---- from the text, this machine and the time budget: the shape of the model ---------------------
 
-WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048)
-MINUTES = {"cpu": 5.0, "gpu": 20.0}  # where none are given
-RESERVE = 0.03     # of the minutes, for what comes after the last step
-EVALUATIONS = 12   # of a run
-LARGE = 1 << 26    # bytes of a text that may be too large to prepare all of it
-WORTH = 0.006      # of a run's time, that one of them may take
-FILLED = 1.25      # how much longer a GPU may take for twice the batch; below, steps wait for kernels to be launched
-
-
-def from_time(s, given):
+def derives_from_time(config, given):
     """
-    Whether the sizes follow from --minutes: where they are given, or a text of one's own comes without a depth, a number of
-    steps (which every preset has) or a time limit.
+    Return whether the sizes are derived from --minutes: if they are given, or for a text of the
+    user's own without a depth, a number of steps (which every preset has) or a time limit.
     """
-    own = s.data.split(":")[0] != "stories" and s.init_from in ("auto", "scratch", "resume") and not s.eval_only
-    return s.minutes > 0 or own and not given & {"depth", "max_iters", "max_minutes"}
+    if config.minutes > 0:
+        return True
+    is_own_text = config.data.split(":")[0] != "stories"
+    trains_anew = config.init_from in ("auto", "scratch", "resume") and not config.eval_only
+    return is_own_text and trains_anew and not given & {"depth", "max_iters", "max_minutes"}
 
 
-def plan_shape(s, given, size, build, device, amp_dtype):
+def plan_shape(config, given, size, setup):
     """
-    The widest model that the time trains on enough tokens, and that a text of `size` bytes can use. Times of steps are
-    measured, from the narrowest on until the time is too short.
+    Return the plan's shape: the widest model that can be trained on enough tokens within the time
+    budget, and that the text can use. The time of a step is measured from the narrowest width on,
+    until the time is too short.
     """
-    minutes = s.minutes or MINUTES["cpu" if device.type == "cpu" else "gpu"]
-    plan, free, wrong = {}, hardware.free_memory(device), None
-    for dim in (s.dim,) if "dim" in given else WIDTHS:
-        wider, why = shape(s, given, dim, size), ""
-        trial = s.changed(**values(wider))
-        blocks, pieces = 12 * trial.n_layers * dim ** 2, pieces_of(trial, size)
-        args = build.model_args(trial, pieces)
-        if args.problem():  # what is given, say heads, does not go with this width
-            wrong = wrong or args.problem()
+    device = setup.device.type
+    minutes = config.minutes or DEFAULT_MINUTES["cpu" if device == "cpu" else "gpu"]
+    plan, free, problem = {}, hardware.free_memory(setup.device), None
+    for dim in (config.dim,) if "dim" in given else WIDTHS:
+        wider, reason = shape_of_width(config, given, dim, size), ""
+        trial = config.changed(**values(wider))
+        block_params, vocab_size = 12 * trial.n_layers * dim ** 2, expected_vocab_size(trial, size)
+        args = setup.build.model_args(trial, vocab_size)
+        if args.problem():  # a given number of heads, say, does not divide this width
+            problem = problem or args.problem()
             continue
-        memory = sum(least_memory(args, trial.batch_size * trial.max_seq_len, s.optimizer).values())
-        if blocks > blocks_for(size):
-            why = "the widest that a text of this size can use"
+        step = Pass(trial.batch_size * trial.max_seq_len)
+        memory = sum(min_memory(args, trial.optimizer, step).values())
+        if block_params > max_block_params(size):
+            reason = "the widest that a text of this size can use"
         elif free and 2 * memory > free:
-            why = "the widest that memory holds"
-        elif tokens_per_step(trial) * 54 * minutes < tokens_for(blocks) * step_seconds(trial, pieces, build, device,
-                                                                                       amp_dtype):
-            why = "the widest that this time can train"
-        if why and plan:
-            plan |= {"dim": (plan["dim"][0], why)} if "dim" in plan else {}
+            reason = "the widest that memory holds"
+        elif (tokens_per_step(trial) * 54 * minutes
+              < min_tokens(block_params) * step_seconds(trial, vocab_size, setup)):
+            reason = "the widest that this time can train"
+        if reason and plan:
+            if "dim" in plan:
+                plan["dim"] = plan["dim"][0], reason
             break
         plan = wider
     if not plan:
-        fail(wrong)
-    plan |= part_of_text(s, given, plan, minutes, size, build, device, amp_dtype)
-    return {"minutes": (minutes, "as given" if s.minutes else "unless --minutes says otherwise")} | plan
+        fail(problem)
+    planned = config.changed(minutes=minutes, **values(plan))
+    reason = "as given" if config.minutes else "unless --minutes says otherwise"
+    return {"minutes": (minutes, reason)} | plan | max_text(planned, given, size, setup)
 
 
-def part_of_text(s, given, plan, minutes, size, *machine):
+def max_text(config, given, size, setup):
     """
-    The plan's part for a text so large that it would be prepared for longer than it is read: at least four times what the time
-    can read, at 4 bytes a token, as a power of two, so that other runs find it prepared.
+    Return the plan's limit of the text's bytes, for a text that would take longer to prepare than
+    to read: at least four times what is read within the time budget, at 4 bytes per token, rounded
+    up to a power of two, so that other runs find the same prepared data.
     """
-    if "text_most" in given or size < LARGE or s.data.split(":")[0] == "stories" or is_prepared(s.data):
+    if ("text_most" in given or size < LARGE_TEXT or config.data.split(":")[0] == "stories"
+            or is_prepared(config.data)):
         return {}
-    trial = s.changed(**values(plan))
-    pieces = pieces_of(trial, size)
-    tokens = tokens_per_step(trial) * 54 * minutes / step_seconds(trial, pieces, *machine)
-    most = max(LARGE // 4, 2 ** math.ceil(math.log2(16 * tokens)))
-    why = f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there is time to read"
-    return {"text_most": (most, why)} if 2 * most <= size else {}
+    step = step_seconds(config, expected_vocab_size(config, size), setup)
+    tokens = tokens_per_step(config) * 54 * config.minutes / step
+    limit = max(LARGE_TEXT // 4, 2 ** math.ceil(math.log2(16 * tokens)))
+    if 2 * limit > size:
+        return {}
+    reason = (f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there "
+              f"is time to read")
+    return {"text_most": (limit, reason)}
 
 
-def shape(s, given, dim, size):
-    """The plan's part that the width decides, without what is given."""
-    layers = s.n_layers if "n_layers" in given else max(2, dim // 64)
+def shape_of_width(config, given, dim, size):
+    """Return the part of the plan that follows from the width, without the settings in `given`."""
+    layers = config.n_layers if "n_layers" in given else max(2, dim // 64)
+    is_ample = has_ample_text(dim, layers, size)
+
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
-    held_out = size * min(s.val_fraction or 0.1, 1 - s.val_fraction)
-    while context > 4 and held_out < 4 * context:  # each split has to hold one, and should hold more
+    held_out = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)
+    while context > 4 and held_out < 4 * context:  # each split needs at least one context
         context //= 2
-    context = s.max_seq_len if "max_seq_len" in given else context
-    groups = s.n_kv_heads or 1  # a head has an even width
-    heads = max((h for h in range(1, max(1, dim // (32 if dim < 512 else 64)) + 1) if dim % (2 * h) == 0 and h % groups == 0),
-                default=groups)
-    tokens = min(batch_for(12 * layers * dim ** 2), max(256, size // 100))  # the smaller the text, the more a small batch helps
+    context = config.max_seq_len if "max_seq_len" in given else context
+
+    # RoPE needs an even head width, and query heads come in groups of equal size.
+    groups = config.n_kv_heads or 1
+    limit = max(1, dim // (32 if dim < 512 else 64))
+    valid = [h for h in range(1, limit + 1) if dim % (2 * h) == 0 and h % groups == 0]
+    heads = max(valid, default=groups)
+
+    # The smaller a text, the more a small batch helps.
+    tokens = min(batch_tokens(12 * layers * dim ** 2), max(256, size // 100))
     sequences = max(1, round(tokens / context))
     passes = math.ceil(sequences / 32)
-    plan = {"dim": (dim, "as wide as the rules go"),
-            "n_layers": (layers, "few: a short training makes more of width than of depth"),
-            "n_heads": (heads, f"{s.head_width or dim // heads} dimensions each"),
-            "tied": (False, "embedding and classifier learn more as two tables, where a text is read little")
-                    if read_little(dim, layers, size) else (True, "embedding and classifier are one table, as it is read often"),
-            "max_seq_len": (context, "tokens of context; more cost more than they teach a model of this width"),
-            "batch_size": (math.ceil(sequences / passes), f"sequences of a forward pass; a step has {tokens:,} tokens, about"),
-            "gradient_accumulation_steps": (passes, "forward passes a step")}
-    if passes == 1:
-        del plan["gradient_accumulation_steps"]
-    most = vocabulary(dim, layers, size)
-    if not known_pieces(s) and not s.vocab_size and most:
-        share = "three quarters" if read_little(dim, layers, size) else "a third"
-        plan["vocab_most"] = (most, f"pieces: at most {share} of the parameters, and as many as its size teaches")
-    elif not known_pieces(s) and not s.vocab_size and "vocab_source" not in given:
-        plan["vocab_source"] = ("byte", "a text too short to teach more pieces")
-    return {name: both for name, both in plan.items() if name not in given}
+
+    tied = (True, "embedding and classifier share a table, as the text is read often")
+    if is_ample:
+        tied = (False, "embedding and classifier learn more as two tables from an ample text")
+    plan = {"dim": (dim, "the widest of the rules"),
+            "n_layers": (layers, "few: a short training gains more from width than from depth"),
+            "n_heads": (heads, f"{config.head_width or dim // heads} dimensions each"),
+            "tied": tied,
+            "max_seq_len": (context, "tokens of context; more would not pay at this width"),
+            "batch_size": (math.ceil(sequences / passes),
+                           f"sequences per forward pass; a step has about {tokens:,} tokens")}
+    if passes > 1:
+        plan["gradient_accumulation_steps"] = passes, "forward passes per step"
+    if not known_vocab_size(config) and not config.vocab_size:
+        limit = max_vocab_size(dim, layers, size)
+        share = "three quarters" if is_ample else "a third"
+        if limit:
+            plan["vocab_most"] = limit, (f"max vocabulary: at most {share} of the parameters, and "
+                                         f"as large as a text of this size can teach")
+        elif "vocab_source" not in given:
+            plan["vocab_source"] = "byte", "the text is too short to teach a larger vocabulary"
+    return {name: entry for name, entry in plan.items() if name not in given}
 
 
-def vocabulary(dim, n_layers, size):
+def max_vocab_size(dim, n_layers, size):
     """
-    Pieces of the vocabulary of a text of `size` bytes, 0 for bytes: with 6 L D rows the embedding has a third of all
-    parameters, with 18 L D it and a classifier of its own have three quarters, and a piece that comes less than once in 192
-    bytes is hardly learned. A text that is read often teaches fewer, 1,800 where it has 1 MB.
+    Return the max size of a vocabulary for a text of `size` bytes, 0 for bytes alone.
+
+    With 6 L D rows the embedding has a third of all parameters; with 18 L D rows it and an untied
+    classifier have three quarters. A token that occurs less than once in 192 bytes is hardly
+    learned. A text that is read often teaches fewer: 1,800 where it has 1 MB.
     """
     third = 6 * n_layers * dim
-    rows = max(third, min(3 * third, 4096)) if read_little(dim, n_layers, size) else min(third, 1.8 * size ** 0.5)
-    most = int(min(rows, size // 192, 32768)) // 64 * 64
-    return most if most >= 384 else 0
+    if has_ample_text(dim, n_layers, size):
+        rows = max(third, min(3 * third, 4096))
+    else:
+        rows = min(third, 1.8 * size ** 0.5)
+    rounded = int(min(rows, size // 192, 32768)) // 64 * 64
+    return rounded if rounded >= 384 else 0
 
 
-def read_little(dim, n_layers, size):
-    """Whether the tokens that this model wants, of about 3 bytes, come no more than twice in a text of `size` bytes."""
-    return 3 * tokens_for(12 * n_layers * dim ** 2) <= 2 * size
+def has_ample_text(dim, n_layers, size):
+    """Return whether the tokens that this model needs, of 3 bytes, are at most two epochs."""
+    return 3 * min_tokens(12 * n_layers * dim ** 2) <= 2 * size
 
 
-def known_pieces(s):
-    """Pieces of a vocabulary that is not made for this run, about; 0 where it is."""
-    if is_prepared(s.data):
-        with reading(s.data, "prepared data, a folder that data.py made", fail):
-            return read_meta(s.data)["vocab_size"]
-    return {"custom": 0, "bpe": 0, "byte": 259, "char": 128}.get(s.vocab_source.split(":")[0], 32000)
+def known_vocab_size(config):
+    """Return the approximate size of a vocabulary that exists already; 0 if it will be trained."""
+    if is_prepared(config.data):
+        with reading(config.data, "prepared data, a folder that data.py made", fail):
+            return read_meta(config.data)["vocab_size"]
+    sizes = {"custom": 0, "bpe": 0, "byte": 259, "char": 128}
+    return sizes.get(config.vocab_source.split(":")[0], 32000)
 
 
-def pieces_of(s, size):
-    """Pieces of the vocabulary of a text of `size` bytes, about."""
-    return known_pieces(s) or s.vocab_size or s.vocab_most or usual_pieces(size)
+def expected_vocab_size(config, size):
+    """Return the approximate vocabulary size for a text of `size` bytes."""
+    return (known_vocab_size(config) or config.vocab_size or config.vocab_most
+            or usual_pieces(size))
 
 
-def blocks_for(size):
+def max_block_params(size):
     """
-    Parameters of the blocks that a text of `size` bytes can use: a larger model learns it by heart. 100 kB use 112 x 2, 1 MB
-    uses 192 x 3; beyond, little was tried.
+    Return the max parameters of the blocks that a text can use; a larger model memorizes it.
+    100 kB use 112 x 2 and 1 MB uses 192 x 3; few experiments were made beyond.
     """
     return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
 
-def tokens_for(blocks):
-    """Tokens that so many parameters in the blocks want at least: 1.5 each for small models, 20 from 100 million on."""
-    return blocks * min(20, 1.5 * max(1, blocks / 600_000) ** 0.5)
+def min_tokens(block_params):
+    """Return the min tokens to train on: 1.5 per parameter for small models, 20 from 100 M on."""
+    return block_params * min(20, 1.5 * max(1, block_params / 600_000) ** 0.5)
 
 
-def batch_for(blocks):
-    """Tokens of a step, by the FLOPs of the training, as in derive_from_depth."""
-    return max(512, round(0.05 * (9 * blocks * tokens_for(blocks)) ** 0.3271))
+def batch_tokens(block_params):
+    """Return the tokens per step from the FLOPs of the training, as derive_from_depth does."""
+    return max(512, round(0.05 * (9 * block_params * min_tokens(block_params)) ** 0.3271))
 
 
-def plan_length(s, given, meta, build, device, amp_dtype):
+# ---- from the text, this machine and the time budget: the length of the training -----------------
+
+def plan_length(config, given, meta, setup):
     """
-    (seconds to train, the plan's part that needs the prepared text of `meta`): steps, rate, regularisation, evaluations. A
-    text that is read often needs dropout, and is read no more often than helps.
+    Return (seconds to train, the part of the plan that needs the prepared text): steps, learning
+    rate, regularization, evaluations. A text that is read often needs dropout, and is read only as
+    often as helps. meta: meta.json of the prepared text.
     """
-    usual = s.batch_size
-    s, one = filled(s, given, meta, build, device, amp_dtype)
-    seconds = training_seconds(s.minutes)
-    passes = tokens_per_step(s) / meta["train_tokens"]  # of the text, in a step
-    possible = seconds / one
-    enough = epochs_for(meta["train_bytes"]) / passes
-    steps = max(20, round(min(possible, enough)))
-    epochs, limited = steps * passes, enough < possible
-    rate = s.learning_rate if "learning_rate" in given else rate_for(s.dim)
-    read = f"{epochs:.3g} times the text" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of the text"
-    plan = {"max_iters": (steps, f"{read}: more often it would be learned by heart") if limited else
-                         (10 * steps, f"more than there is time for; about {steps:,}, {read}"),
+    usual_batch = config.batch_size
+    config, step_time = fill_gpu(config, given, meta, setup)
+    seconds = training_seconds(config.minutes)
+    step_epochs = tokens_per_step(config) / meta["train_tokens"]
+    possible = seconds / step_time
+    useful = max_epochs(meta["train_bytes"]) / step_epochs
+    steps = max(20, round(min(possible, useful)))
+    epochs = steps * step_epochs
+    rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
+
+    read = f"{epochs:.3g} times the text"
+    if epochs <= 1:
+        read = f"{100 * fraction_read(epochs, meta):.2g} % of the text"
+    max_iters = 10 * steps, f"more than there is time for; about {steps:,}, {read}"
+    if useful < possible:
+        max_iters = steps, f"{read}: the model would memorize it if it read it more often"
+    eval_tokens = 1.5 * EVAL_FRACTION * steps * tokens_per_step(config)
+    plan = {"max_iters": max_iters,
             "learning_rate": (rate, "falls with the width"),
-            "table_rate": (2.0 if s.tied else 4.0, "embedding and classifier learn faster; more so where they are two"),
+            "table_rate": (2.0 if config.tied else 4.0,
+                           "embedding and classifier learn faster, untied ones more so"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
-            "dropout": (dropout_for(epochs), "grows with how often the text is read"),
-            "weight_decay": (decay_for(epochs, passes, rate), "grows with how often the text is read, the more the smaller it is"),
+            "dropout": (dropout_for(epochs), "grows with the number of epochs"),
+            "weight_decay": (decay_for(epochs, step_epochs, rate),
+                             "grows with the number of epochs, more so for a small text"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
-            "eval_iters": (min(200, max(8, round(1.5 * WORTH * steps * tokens_per_step(s) / EVAL_TOKENS))),
+            "eval_iters": (min(200, max(8, round(eval_tokens / EVAL_TOKENS))),
                            "thousand tokens, less than a hundredth of the time"),
             "log_interval": (max(1, steps // 100), "100 rows"),
-            "early_stop": (3, "evaluations without a better one; then it goes back to the best and ends soon")}
-    if s.optimizer == "adamw":
+            "early_stop": (3, "evaluations without a new best; then the run returns to the best "
+                              "weights and ends soon")}
+    if config.optimizer == "adamw":
         del plan["table_rate"]
-    if s.batch_size > usual:
-        why = f"sequences of a forward pass, {tokens_per_step(s):,} tokens a step: fewer take this GPU hardly less time"
-        plan["batch_size"] = (s.batch_size, why)
-    return seconds, {name: both for name, both in plan.items() if name not in given}
+    if config.batch_size > usual_batch:
+        plan["batch_size"] = config.batch_size, (
+            f"sequences per forward pass, {tokens_per_step(config):,} tokens per step: fewer would "
+            f"leave this GPU idle")
+    return seconds, {name: entry for name, entry in plan.items() if name not in given}
 
 
-def filled(s, given, meta, build, device, amp_dtype):
+def fill_gpu(config, given, meta, setup):
     """
-    (s, seconds of a step), with a batch that a GPU is busy with: twice as many sequences, as often as they cost little more time,
-    sixteen times as many at most, and not more than the text is worth reading in the time.
+    Return (config, seconds of a step), with a batch that keeps a GPU busy: doubled while that takes
+    little more time, at most four times, and while the text is worth reading that often.
     """
-    one = step_seconds(s, meta["vocab_size"], build, device, amp_dtype)
-    for _ in range(4 if device.type == "cuda" and not given & {"batch_size", "gradient_accumulation_steps"} else 0):
-        more = s.changed(batch_size=2 * s.batch_size)
-        longer = step_seconds(more, meta["vocab_size"], build, device, amp_dtype)
-        epochs = training_seconds(s.minutes) / longer * tokens_per_step(more) / meta["train_tokens"]
-        if longer > FILLED * one or epochs > epochs_for(meta["train_bytes"]):
+    step = step_seconds(config, meta["vocab_size"], setup)
+    if setup.device.type != "cuda" or given & {"batch_size", "gradient_accumulation_steps"}:
+        return config, step
+    for _ in range(4):
+        doubled = config.changed(batch_size=2 * config.batch_size)
+        longer = step_seconds(doubled, meta["vocab_size"], setup)
+        steps = training_seconds(config.minutes) / longer
+        epochs = steps * tokens_per_step(doubled) / meta["train_tokens"]
+        if longer > GPU_BUSY * step or epochs > max_epochs(meta["train_bytes"]):
             break
-        s, one = more, longer
-    return s, one
+        config, step = doubled, longer
+    return config, step
 
 
-def share_of(epochs, meta):
-    """Of the whole text what has been read, where a part of it was prepared and read `epochs` < 1 times."""
+def fraction_read(epochs, meta):
+    """Return the fraction of the whole text that `epochs` < 1 of its prepared part are."""
     return epochs * meta["train_bytes"] / meta.get("whole_bytes", meta["train_bytes"])
 
 
-def epochs_for(size):
-    """How often a text of `size` bytes is read at most."""
+def max_epochs(size):
+    """Return the max number of times that a text of `size` bytes is read."""
     return 70 * (max(size, 1000) / 10_000) ** -0.28
 
 
 def dropout_for(epochs):
-    return 0.0 if epochs < 5 else 0.1 if epochs < 50 else 0.2
+    if epochs < 5:
+        return 0.0
+    return 0.1 if epochs < 50 else 0.2
 
 
-def decay_for(epochs, passes, rate):
+def decay_for(epochs, step_epochs, rate):
     """
-    Weight decay that grows with how often a text is read again, up to where weights forget, in 1 / (rate * decay) steps, what
-    is older than 1.5 readings. passes: readings in a step. That time: https://arxiv.org/abs/2405.13698
+    Return a weight decay that grows with the number of epochs. Its limit: weights forget within
+    1 / (rate * decay) steps, which must be at least 1.5 epochs. step_epochs: epochs per step.
+    https://arxiv.org/abs/2405.13698
     """
-    return min(1.0, max(0.1, float(f"{min(0.07 * (epochs - 1), passes / (1.5 * rate)):.1g}")))
+    decay = min(0.07 * (epochs - 1), step_epochs / (1.5 * rate))
+    return min(1.0, max(0.1, float(f"{decay:.1g}")))
 
 
 def rate_for(dim):
-    """The rate of Muon, and of AdamW for the rest."""
+    """Return the learning rate for a model of this width, of Muon and of AdamW for the rest."""
     return float(f"{6e-3 * min(1, (64 / dim) ** 0.5):.1e}")
 
 
 def training_seconds(minutes):
-    """What is left of the minutes to train in, of which at least the half: preparing a large text can take longer."""
-    return 60 * max(minutes / 2, minutes * (1 - RESERVE) - (time.monotonic() - STARTED) / 60)
+    """
+    Return the seconds of the time budget that are left for training: at least half of it, as
+    preparing a large text can take longer.
+    """
+    spent = (time.monotonic() - STARTED) / 60
+    return 60 * max(minutes / 2, minutes * (1 - RESERVE) - spent)
 
 
-def limit(s, state, row, meta):
-    """What keeps the loss of a run that is over from being lower, and what to change, in a line."""
-    epochs, blocks = row["epoch"], 12 * s.n_layers * s.dim ** 2
-    read = f"read {epochs:.3g} times" if epochs > 1 else f"{100 * share_of(epochs, meta):.2g} % of it was read"
+# ---- what the user is told -----------------------------------------------------------------------
+
+def limiting_factor(config, state, row, meta):
+    """
+    Return a line that names what limits the loss of a finished run, and what to change. row: the
+    last one.
+    """
+    epochs = row["epoch"]
+    read = f"read {epochs:.3g} times"
+    if epochs <= 1:
+        read = f"{100 * fraction_read(epochs, meta):.2g} % of it was read"
     if state["last"]:
-        return f"limited by the text, which is known by heart ({read}): more text lowers the loss, more time does not"
+        return (f"limited by the text, which the model has memorized ({read}): more text lowers "
+                f"the loss, more time does not")
     if "whole_bytes" in meta and epochs > 1:
-        return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were prepared ({read}): more --text_most "
-                f"lowers the loss")
-    if state["step"] >= s.max_iters and epochs < 0.9 * epochs_for(meta["train_bytes"]):
-        return f"limited by --max_iters={s.max_iters}, as given ({read})"
-    if state["step"] >= s.max_iters:
+        return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
+                f"prepared ({read}): more --text_most lowers the loss")
+    if state["step"] >= config.max_iters and epochs < 0.9 * max_epochs(meta["train_bytes"]):
+        return f"limited by --max_iters={config.max_iters}, as given ({read})"
+    if state["step"] >= config.max_iters:
         return f"limited by the text ({read}): more text lowers the loss, more time hardly"
-    if row["tokens"] > 4 * tokens_for(blocks):
-        return f"limited by the size: a larger --dim (now {s.dim}) learns more in this time"
-    return f"limited by the time ({read}): --minutes={4 * s.minutes:g} trains a larger model on more of the text"
+    if row["tokens"] > 4 * min_tokens(12 * config.n_layers * config.dim ** 2):
+        return (f"limited by the size: a larger --dim (now {config.dim}) learns more in this "
+                f"time")
+    return (f"limited by the time ({read}): --minutes={4 * config.minutes:g} trains a larger model "
+            f"on more of the text")
 
 
 def values(plan):
+    """Return {setting: value} of a plan."""
     return {name: value for name, (value, _) in plan.items()}
 
 
 def show_plan(plan):
-    distributed.say("sizes from the text, this machine and the time; what the command line gives stays:")
-    for name, (value, why) in plan.items():
-        distributed.say(f"  {name:14}{value!s:<8} {why}")
+    distributed.say("sizes from the text, this machine and the time; settings given on the command "
+                    "line stay:")
+    for name, (value, reason) in plan.items():
+        distributed.say(f"  {name:14}{value!s:<8} {reason}")
 
 
 def show_costs(build):
-    """`python model.py config/NAME.py --key=value`: what train.py would cost with these settings, without its data."""
+    """
+    Print what train.py would cost with these settings, without its data.
+
+        python model.py config/NAME.py --key=value
+    """
     path = Path(__file__).resolve().parents[2] / "train.py"
-    g = {name: knob[0] for name, knob in source_knobs(path).items()} | {"__file__": str(path), "__doc__": show_costs.__doc__}
-    config = configure(g, positional="data", common=("dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
-    config = config.changed(compile=False)  # compiling takes a minute, and gains nothing on a CPU
+    knobs = {name: knob[0] for name, knob in source_knobs(path).items()}
+    knobs |= {"__file__": str(path), "__doc__": show_costs.__doc__}
+    config = configure(knobs, positional="data", common=(
+        "dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
+    config = config.changed(compile=False)  # takes a minute, and gains nothing on a CPU
     check_settings(config)
     if not config.batch_size:
         fail("--batch_size=0 finds the largest batch when a training begins; give a number here")
     device = distributed.setup(config.device)
-    amp_dtype = hardware.autocast_dtype(config.dtype, device)
-    pieces = known_pieces(config) or config.vocab_size or config.vocab_most or 1536  # what the built-in stories have
+    setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
+    stories = 1536  # vocabulary size of the built-in stories
+    vocab_size = known_vocab_size(config) or config.vocab_size or config.vocab_most or stories
     if config.depth:
-        config = config.changed(**derive_from_depth(config, config.given, pieces))
+        config = config.changed(**derive_from_depth(config, config.given, vocab_size))
     if device.type == "cpu":
         hardware.keep_memory()
-    args = build.model_args(config, pieces)
+    args = build.model_args(config, vocab_size)
     if args.problem():
         fail(args.problem())
-    show(config, args, device, amp_dtype, build)
+    show(config, args, setup)

@@ -6,11 +6,12 @@ import time
 
 from engine.training import distributed
 
-STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)  # the user's or the queue's, a terminal that closes, ulimit -t
+# From the user or a job queue; from a terminal that closes; from `ulimit -t`.
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 
 
 def on_stops(handler):
-    """Handle the signals of STOPS, but for those that whoever started the program ignores, as nohup does."""
+    """Handle the signals of STOPS, except those that were ignored at the start, as by nohup."""
     for signum in STOPS:
         if signal.getsignal(signum) != signal.SIG_IGN:
             signal.signal(signum, handler)
@@ -18,12 +19,12 @@ def on_stops(handler):
 
 class Signals:
     """
-    Ctrl-C and the signals of STOPS: save at the next step boundary and end (a second Ctrl-C ends at once). SIGUSR1: save
-    now, go on. The time limit is one more way to stop.
+    Signals and the time limit of a run. Ctrl-C and the signals of STOPS: save after the current
+    step and end (a second Ctrl-C ends at once). SIGUSR1: save and continue.
     """
 
     def __init__(self, seconds, end):
-        """seconds: what the run's clock shows now; end: what it shows when the time is over."""
+        """seconds: the run's clock now; end: the clock at which the time is over."""
         self.stop = self.save = False
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
@@ -38,7 +39,11 @@ class Signals:
         self.save = True
 
     def read(self, device):
-        """(stop, save, seconds): whether any process was asked to, and the run's clock, the same in all of them."""
-        stop, save, seconds = distributed.all_max([self.stop, self.save, time.monotonic() - self.start], device)
+        """
+        Return (stop, save, seconds): whether any process was asked to, and the run's clock. The
+        processes agree on them.
+        """
+        seconds = time.monotonic() - self.start
+        stop, save, seconds = distributed.all_max([self.stop, self.save, seconds], device)
         self.save = False
         return bool(stop) or seconds >= self.end, bool(save), seconds

@@ -12,10 +12,12 @@ from engine.training import signals
 
 def supervise(max_restarts, *more):
     """
-    Run this program, with `more` words on its command line, as a child; run it again from its last checkpoint when it
-    crashes, at ever longer intervals. Signals go on to the child; after one that asks to stop it is not run again.
+    Run this program as a child, with `more` arguments, and restart it when it crashes, after ever
+    longer pauses. Signals are passed on to the child; after one that asks to stop, it is not
+    restarted. Ends the program with the child's exit code.
     """
-    command, stopped, child = [sys.executable, *sys.argv, "--supervise=False", *more], threading.Event(), None
+    command = [sys.executable, *sys.argv, "--supervise=False", *more]
+    stopped, child = threading.Event(), None
 
     def pass_on(signum, frame):
         if signum != signal.SIGUSR1:
@@ -27,12 +29,15 @@ def supervise(max_restarts, *more):
         signal.signal(signum, pass_on)
     signals.on_stops(pass_on)
     for attempt in range(max_restarts + 1):
-        child = subprocess.Popen(command, start_new_session=True)  # else a terminal's Ctrl-C would reach it twice
+        # In a session of its own, or else a terminal's Ctrl-C would reach the child twice.
+        child = subprocess.Popen(command, start_new_session=True)
         code = child.wait()
-        if code in (0, 2) or attempt == max_restarts or stopped.is_set():  # 2: a mistake that would repeat itself
+        # Exit code 2 is a user's mistake, which a restart would repeat.
+        if code in (0, 2) or attempt == max_restarts or stopped.is_set():
             break
         pause = min(60, 2 ** attempt)
-        tell(f"supervise: the training ended with code {code}; restart {attempt + 1} of {max_restarts} in {pause} s")
+        tell(f"supervise: the training ended with code {code}; restart {attempt + 1} of "
+             f"{max_restarts} in {pause} s")
         if stopped.wait(pause):
             break
     sys.exit(code if code >= 0 else 1)

@@ -1,4 +1,4 @@
-"""The parts of a training, made and settled, as train.py hands them to what works on them."""
+"""The parts of a training, as train.py makes them and hands them to what works on them."""
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from configurator import Config
 @dataclass(frozen=True)
 class Training:
     """
-    config: the settings; record: the settings and what was derived from them, for checkpoints and trackers; state: what a
-    continuation needs besides weights and optimizer; args: ModelArgs; model: the Transformer; network: the model as a
-    training step calls it, wrapped for many processes or compiled; amp: the autocast context; changes:
-    [[setting, before, now]] of a resumed run.
+    config: the settings; record: the settings and what was derived from them, for checkpoints and
+    trackers; state: what a resumed run needs besides weights and optimizer; args: ModelArgs; model:
+    the Transformer; network: the model as a training step calls it, wrapped for several processes
+    or compiled; amp: the autocast context; changes: [[setting, before, now]] of a resumed run.
     """
     config: Config
     record: dict
@@ -32,9 +32,12 @@ class Training:
 @dataclass(frozen=True)
 class Resolved:
     """
-    What is known before the model is made. config: every setting as the training will have it; start: the step folder or
-    the model that the weights come from, None for new ones; resuming: whether start is this run's own checkpoint; clock:
-    see progress.session_clock; prepared: the tokens; args: ModelArgs.
+    What is known before the model is made.
+
+    config: every setting as the training will use it; start: the step folder or model that the
+    weights are loaded from, None for new weights; resuming: whether start is this run's own
+    checkpoint; changes: as of Training; clock: see progress.session_clock; prepared: the tokens;
+    args: ModelArgs.
     """
     config: Config
     start: Path | None
