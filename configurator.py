@@ -4,12 +4,12 @@ Globals are the configuration.
     learning_rate = 1e-3  # peak learning rate
     configure(globals())
 
-A knob is a lower-case global with a literal int, float, bool or str, overridden from the command line, left to right:
---key=value, --key value, --key alone for True, or a file of overrides (.py, .yaml, .json). Comments `# ---- name` in the
-source group the knobs in --help.
+A knob is a lower-case global with a literal int, float, bool or str. The command line overrides
+knobs, from left to right: --key=value, --key value, --key alone for True, or a file of overrides
+(.py, .yaml, .json). Comments `# ---- name` in the source group the knobs in --help.
 
-Import this before packages that may be missing: it makes of a missing package, of Ctrl-C and of a pipe that nobody reads
-what a user expects, rather than a traceback.
+Import this before packages that may be missing: a missing package, Ctrl-C and a pipe whose reader
+is gone then end the program as a user expects, without a traceback.
 """
 import ast
 import atexit
@@ -24,20 +24,24 @@ import time
 import traceback
 from pathlib import Path
 
-from engine.advice import advice, elsewhere, slips
+from engine.advice import advice, misspelled, translate
 from engine.streams import flush_stdout, gone, one_line, open_streams
 from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
-STARTED = time.monotonic()  # when this program began, about
+STARTED = time.monotonic()  # about when this program began
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
-RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),  # of a knob's value, unless it is 0; JSON holds these exactly
+# (min, max, words) of the absolute value of a knob, unless it is 0. JSON holds such integers
+# exactly.
+RANGES = {int: (1, (1 << 53) - 1, " below 2^53 in size"),
           float: (1e-30, 1e12, ", 0 or between 1e-30 and 1e12 in size")}
 BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
+# ---- how a program ends --------------------------------------------------------------------------
+
 def fail(message):
-    """End the program the way every user's mistake ends: one line on stderr, exit code 2."""
+    """End the program after a user's mistake: one line on stderr, exit code 2."""
     flush_stdout()
     print("error: " + one_line(" ".join(str(message).split())), file=sys.stderr)
     sys.exit(2)
@@ -45,15 +49,18 @@ def fail(message):
 
 @atexit.register
 def last_flush():
-    """End with one line and exit code 2, rather than 0, where what was printed can't be written."""
+    """End with one line and exit code 2, rather than 0, if buffered output can't be written."""
     if why := flush_stdout():
         with contextlib.suppress(SystemExit):
             fail(NO_STDOUT.format(why))
-        os._exit(2)  # an exit within atexit would change no exit code
+        os._exit(2)  # a SystemExit within atexit would not change the exit code
 
 
 def end(kind, error, trace):
-    """sys.excepthook: a missing package, Ctrl-C and a pipe without a reader are no faults of the program."""
+    """
+    Report an uncaught exception, as sys.excepthook. A missing package, Ctrl-C, a pipe whose reader
+    is gone and a full disk behind stdout are reported without a traceback.
+    """
     if kind is ModuleNotFoundError and error.name:
         fail(f"{sys.executable} has no package {error.name}; {missing(error.name)}")
     if kind is KeyboardInterrupt:
@@ -61,58 +68,70 @@ def end(kind, error, trace):
         sys.exit(130)
     if kind is BrokenPipeError and gone(sys.stdout):
         sys.exit(141)  # as a shell reports SIGPIPE
-    if issubclass(kind, OSError) and (why := flush_stdout("\n")):  # where nothing is buffered, only a write tells
+    # If nothing is buffered, only a write shows whether stdout fails.
+    if issubclass(kind, OSError) and (why := flush_stdout("\n")):
         fail(NO_STDOUT.format(why))
     print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
 
 
 if sys.platform == "win32":
-    fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for Linux")
+    fail("llamac runs on Linux and macOS; on Windows use it in WSL, the Windows Subsystem for "
+         "Linux")
 open_streams()
 sys.excepthook = end
 
 
 def missing(package):
-    """What to do about a package that is not installed."""
+    """Return in words how to get a package that is not installed."""
     home = Path(__file__).absolute().parent / ".venv"
     folder = home.relative_to(Path.cwd()) if home.is_relative_to(Path.cwd()) else home
     if Path(sys.prefix).resolve() == home.resolve():
         return f"install it: {folder}/bin/python -m pip install {package}"
     if home.exists():
-        return (f"use the project's: {folder}/bin/python {' '.join(sys.argv)}, or activate it first: "
-                f"source {folder}/bin/activate")
-    return "make demo sets up an environment, .venv, that has all; or here: pip install -r requirements.txt"
+        return (f"use the project's: {folder}/bin/python {' '.join(sys.argv)}, or activate it "
+                f"first: source {folder}/bin/activate")
+    return ("make demo sets up an environment, .venv, that has all; or here: pip install -r "
+            "requirements.txt")
 
+
+# ---- settings ------------------------------------------------------------------------------------
 
 @functools.cache
 def source_knobs(path):
     """
-    {name: (value, section, comment)} of the knobs of a script, in the order of its source. Read once: a script that is
-    edited while it runs goes on with the knobs it has.
+    Return {name: (value, section, comment)} of the knobs of a script, in the order of its source.
+    The file is read once, so a script that is edited while it runs keeps its knobs.
     """
-    source, found = Path(path).read_text(encoding="utf-8"), {}
+    source, knobs = Path(path).read_text(encoding="utf-8"), {}
     lines = source.splitlines()
-    sections = {n: line[6:].strip(" -") for n, line in enumerate(lines, 1) if line.startswith("# ---- ")}
+    sections = {number: line[6:].strip(" -") for number, line in enumerate(lines, 1)
+                if line.startswith("# ---- ")}
     for node in ast.parse(source).body:
         name = getattr(node.targets[0], "id", "_") if isinstance(node, ast.Assign) else "_"
-        with contextlib.suppress(ValueError):  # not a literal
-            value = ast.literal_eval(node.value) if name.islower() and not name.startswith("_") else None
+        if not name.islower() or name.startswith("_"):
+            continue
+        with contextlib.suppress(ValueError):  # raised by literal_eval for other expressions
+            value = ast.literal_eval(node.value)
             if type(value) in (int, float, bool, str):
-                section = sections.get(max((n for n in sections if n < node.lineno), default=0), "")
-                found[name] = value, section, lines[node.end_lineno - 1][node.end_col_offset:].strip(" #")
-    return found
+                above = [number for number in sections if number < node.lineno]
+                section = sections[max(above)] if above else ""
+                comment = lines[node.end_lineno - 1][node.end_col_offset:].strip(" #")
+                knobs[name] = value, section, comment
+    return knobs
 
 
 def settings(g):
-    """{key: value} of all knobs as they stand now: the resolved configuration."""
+    """Return {name: value} of all knobs in `g`, a script's globals(), as they are now."""
     return {name: g[name] for name in source_knobs(g["__file__"])}
 
 
 class Config:
     """
-    The settings of a command, frozen: config.name reads one, config.changed(name=value) returns another Config.
-    defaults: {name: value} that the source gives, whose types are the settings' types; given: {name: value before it was
-    last given} of those that the command line or a file of overrides names.
+    The settings of a command, frozen: config.name reads one, config.changed(name=value) returns
+    another Config.
+
+    defaults: {name: value} of the source, whose types are the settings' types; given: {name: value
+    before it was last given} of the settings that the command line or a file of overrides names.
     """
 
     def __init__(self, values, defaults, given):
@@ -120,50 +139,57 @@ class Config:
         vars(self).update(defaults=defaults, given=given)
 
     def __setattr__(self, name, value):
-        raise AttributeError(f"settings are frozen: {name} can't be set; changed({name}=...) returns another Config")
+        raise AttributeError(f"settings are frozen: {name} can't be set; changed({name}=...) "
+                             f"returns another Config")
 
     __delattr__ = __setattr__
 
     def changed(self, **values):
-        """A Config with these settings in place of its own. Raises KeyError for a name that is no setting."""
+        """Return a Config with these settings replaced. Raises KeyError for an unknown name."""
         for name in values:
             self.defaults[name]
         return Config(self.as_dict() | values, self.defaults, self.given)
 
     def as_dict(self):
-        """{name: value} of all settings, in the order of the source."""
+        """Return {name: value} of all settings, in the order of the source."""
         return {name: getattr(self, name) for name in self.defaults}
 
 
 def freeze(g, given=()):
-    """The Config of a command, from its globals as they stand now. given: as of Config."""
-    known = source_knobs(g["__file__"])
-    return Config({name: g[name] for name in known}, {name: value for name, (value, *_) in known.items()}, dict(given))
+    """Return the Config of a script's globals() as they are now. given: as of Config."""
+    defaults = {name: value for name, (value, *_) in source_knobs(g["__file__"]).items()}
+    return Config(settings(g), defaults, dict(given))
 
 
-def whole(text):
-    """The int that a text stands for, where 1e3 is one; other numbers as float."""
+# ---- values --------------------------------------------------------------------------------------
+
+def number(text):
+    """Return a text as an int, or else as a float. Raises ValueError."""
     try:
         return int(text)
     except ValueError:
         return float(text)
 
 
-def short(value, most=80):
-    """A value as an error message shows it."""
+def short(value, limit=80):
+    """Return a value as an error message shows it, cut if it has more than `limit` characters."""
     text = str(value)
-    return text if len(text) <= most else f"{text[:most // 2]}... ({len(text):,} characters)"
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit // 2]}... ({len(text):,} characters)"
 
 
 def convert(key, value, default, where, refuse=fail):
     """
-    Return `value` as the type of `default`. Text is parsed, 1e3 is a whole number, an int a float, a number of numpy a
-    number, a path a str. All else is refused, and a number beyond RANGES too.
+    Return `value` as the type of `default`. Text is parsed; 1e3 is an int, an int is a float, a
+    number of numpy is a number, a path is a str. Calls refuse(message) for any other value, and for
+    a number beyond RANGES. where: the source of the value, for the message.
     """
     kind, got = type(default), value
     with contextlib.suppress(ValueError, KeyError, OverflowError):
         if isinstance(value, str):
-            got = BOOLS[value.lower()] if kind is bool else whole(value) if kind is int else kind(value)
+            parse = {bool: lambda text: BOOLS[text.lower()], int: number}.get(kind, kind)
+            got = parse(value)
         elif isinstance(value, os.PathLike):
             got = os.fspath(value)
         elif hasattr(value, "item"):
@@ -172,51 +198,69 @@ def convert(key, value, default, where, refuse=fail):
             got = int(got)
         if kind is float and type(got) is int:
             got = float(got)
-    least, most, words = RANGES.get(kind, (0, 0, ""))
-    if type(got) is not kind or words and got and not least <= abs(got) <= most:
-        refuse(f"{short(where)}: {key} is {short(repr(value))}, expected {kind.__name__}{words}, such as {default!r}")
+    low, high, words = RANGES.get(kind, (0, 0, ""))
+    if type(got) is not kind or words and got and not low <= abs(got) <= high:
+        refuse(f"{short(where)}: {key} is {short(repr(value))}, expected {kind.__name__}{words}, "
+               f"such as {default!r}")
     return os.path.expanduser(got) if kind is str and got.startswith("~/") else got
 
 
+# ---- files of overrides --------------------------------------------------------------------------
+
 def run_config(text, path, known):
     """
-    Run a .py file of overrides as nanoGPT runs its own, and return {knob: value} of those it sets. The file may read the
-    knobs as they stand in `known`, import, define functions, and have names of its own which it reads. It is not run where
-    it sets no knob, or a name that is a slip or another program's (returned as {name: None}): it may be a program.
+    Run a .py file of overrides as nanoGPT does, and return {knob: value} of those that it sets.
+
+    The file may read the knobs in `known`, {knob: value}, import, define functions, and use names
+    of its own. It is not run if it sets a name that looks like a misspelled knob or another
+    program's, returned as {name: None}. Raises ValueError if it sets no knob: it may be a program.
     """
-    nodes, symbols = list(ast.walk(ast.parse(text, path))), symtable.symtable(text, path, "exec").get_symbols()
-    read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    star = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in nodes)
-    set_ = [symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()]
-    values = [symbol.get_name() for symbol in symbols if not symbol.is_namespace() and not symbol.is_imported()]
-    odd = [name for name in set_ if name in values and name not in known and not name.startswith("_")
-           and (name not in read or elsewhere(name, known) or slips(name, known))]
+    nodes = list(ast.walk(ast.parse(text, path)))
+    symbols = symtable.symtable(text, path, "exec").get_symbols()
+    read = {node.id for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assigned = {symbol.get_name() for symbol in symbols
+                if symbol.is_assigned() or symbol.is_imported()}
+    odd = []
+    for symbol in symbols:
+        name = symbol.get_name()
+        is_value = symbol.is_assigned() and not symbol.is_namespace() and not symbol.is_imported()
+        if is_value and name not in known and not name.startswith("_"):
+            if name not in read or translate(name, known) or misspelled(name, known):
+                odd.append(name)
     if odd:
         return dict.fromkeys(odd)
-    if symbols and not star and not any(name in known for name in set_):
+    imports_all = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
+                      for node in nodes)
+    if symbols and not imports_all and assigned.isdisjoint(known):
         raise ValueError("it sets no knob")
     space = {"__name__": "config", "__file__": path, "__builtins__": vars(builtins) | known}
     exec(compile(text, path, "exec"), space)
-    came = {name: space[name] for name in known if name in space}
-    return {name: value for name, value in came.items() if name in set_ or not callable(value)}  # of import *
+    # `from module import *` may bring functions under a knob's name.
+    return {name: space[name] for name in known if name in space
+            and (name in assigned or not callable(space[name]))}
 
 
 def read_yaml(text):
-    """The value in a YAML text. ValueError: with the aliases in it (*name) written out it has more than MAX_YAML values."""
-    import yaml  # comes with wandb
+    """
+    Return the value in a YAML text. Raises ValueError if it has more than MAX_YAML values when its
+    aliases (*name) are expanded.
+    """
+    import yaml  # a requirement of wandb
 
-    sizes = {}  # {name of an anchor: values in what it names}
+    sizes = {}  # {anchor: number of values in it}
 
     class Loader(yaml.SafeLoader):
         count = 0  # values so far
 
         def compose_node(self, parent, index):
             event, before = self.peek_event(), self.count
-            self.count += sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+            is_alias = isinstance(event, yaml.AliasEvent)
+            self.count += sizes.get(event.anchor, 0) if is_alias else 1
             if self.count > MAX_YAML:
                 raise ValueError(f"more than {MAX_YAML:,} values")
             node = super().compose_node(parent, index)
-            if event.anchor and not isinstance(event, yaml.AliasEvent):
+            if event.anchor and not is_alias:
                 sizes[event.anchor] = self.count - before
             return node
 
@@ -225,97 +269,142 @@ def read_yaml(text):
 
 def read_file(path, known=None, hint=""):
     """
-    {key: value} of a .py, .yaml or .json file of overrides. known: {knob: its value} for a .py file; None: all names that
-    it sets count. hint: what else the file may be, for the line that refuses it.
+    Return {key: value} of a .py, .yaml or .json file of overrides. Ends the program if it can't be
+    read.
+
+    known: {knob: value} for a .py file; None: return every name that it sets; hint: what else the
+    file may be, for the error message.
     """
     try:
         text = read_untrusted(path, MAX_SETTINGS).decode()
         if path.endswith(".py") and known is None:
-            return {k: v for k, v in runpy.run_path(path).items() if not k.startswith("_")}
+            names = runpy.run_path(path)
+            return {name: value for name, value in names.items() if not name.startswith("_")}
         if path.endswith(".py"):
             return run_config(text, path, known)
         return dict((parse_json(text) if path.endswith(".json") else read_yaml(text)) or {})
-    except (Exception, SystemExit) as e:  # whatever a user's file can do wrong ends in one line
-        fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); config/debug.py shows one{hint}")
+    except (Exception, SystemExit) as e:  # a user's file may raise anything
+        fail(f"{path}: cannot be read as a configuration ({type(e).__name__}: {e}); "
+             f"config/debug.py shows one{hint}")
 
 
-def print_help(g, known, common, positional):
-    def show(names):
+# ---- the command line ----------------------------------------------------------------------------
+
+def print_help(g, common, positional):
+    """Print a script's docstring and its knobs, those of `common` first."""
+    knobs = source_knobs(g["__file__"])
+
+    def show(title, names):
+        print(f"\n{title}:")
         for name in names:
-            value, _, comment = known[name]
+            value, _, comment = knobs[name]
             print(f"  {f'--{name}={value}':<34} {type(value).__name__:<5} {comment}")
 
-    print((g.get("__doc__") or "").strip() + "\n\nKnobs, as --key=value or --key value"
-          + (f"; a word by itself is {positional}" if isinstance(positional, str) else ""))
+    word = f"; a word by itself is {positional}" if isinstance(positional, str) else ""
+    print(f"{(g.get('__doc__') or '').strip()}\n\nKnobs, as --key=value or --key value{word}")
     if common:
-        print("\nthe most used:")
-        show(common)
-    for section in dict.fromkeys(section for _, section, _ in known.values()):
-        print(f"\n{section or 'all'}:")
-        show(name for name in known if known[name][1] == section)
+        show("the most used", common)
+    for section in dict.fromkeys(section for _, section, _ in knobs.values()):
+        show(section or "all", [name for name in knobs if knobs[name][1] == section])
 
 
 def options(argv, defaults):
-    """(as written, key, value) of each word of a command line; key is None where it is no option."""
+    """
+    Yield (the option as written, key, value) for each option of a command line, and (word, None,
+    word) for any other word. defaults: {key: value}, whose types decide whether a value follows.
+    """
     words = list(argv)
     while words:
         word = words.pop(0)
         key, equals, value = word[2:].partition("=")
-        key, follows = key.replace("-", "_"), bool(words) and not words[0].startswith("--")
+        key = key.replace("-", "_")
         if not word.startswith("--"):
             key, value = None, word
         elif key in defaults and not equals:
+            has_value = bool(words) and not words[0].startswith("--")
             if type(defaults[key]) is bool:
-                follows, value = follows and words[0].lower() in BOOLS, "True"
-            elif not follows:
+                has_value, value = has_value and words[0].lower() in BOOLS, "True"
+            elif not has_value:
                 fail(f"{word}: has no value, expected {word}={defaults[key]}")
-            if follows:
+            if has_value:
                 value = words.pop(0)
                 word = f"{word} {value}"
         yield word, key, value
 
 
-def configure(g, positional=None, argv=None, common=()):
+class Overrides:
     """
-    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line); return the Config.
-    positional: the knob that a word which is neither option nor configuration file is for, or a list that takes every
-    word which is no option. common: the knobs that --help shows first.
+    The knobs in `g`, a script's globals(), while a command line overrides them. positional: as of
+    configure; typed: {knob: option as written} where the command line came last.
     """
-    argv, known = sys.argv[1:] if argv is None else argv, source_knobs(g["__file__"])
-    defaults, typed, given = {name: g[name] for name in known}, {}, {}
-    if "--help" in argv or "-h" in argv:
-        print_help(g, known, common, positional)
-        sys.exit(0)
 
-    def meant(word):
-        return f"; if it is the {positional} itself: --{positional}={word}" * bool(positional and Path(word).exists())
+    def __init__(self, g, positional):
+        self.g, self.positional, self.defaults = g, positional, settings(g)
+        self.typed, self.given = {}, {}
 
-    def override(key, value, where, word=None):
-        if key not in defaults:
-            own = f"; a name of the file's own begins with an underscore: _{key}" * where.endswith(".py")
-            fail(f"{short(where)}: unknown key {short(repr(key))}; {advice(str(key), defaults)}{own}{meant(where)}")
-        value = convert(key, value, defaults[key], where)
-        if not word and key in typed and g[key] != value and os.environ.get("RANK", "0") == "0":
-            print(f"note: {where} sets {key}={value}, which overrides {typed[key]}; what comes last counts", file=sys.stderr)
-        given[key], g[key] = g[key], value
-        typed.pop(key, None)
-        typed.update({key: word} if word else {})
+    def hint(self, word):
+        """Return how to give a word that was taken for a configuration as the positional."""
+        if not self.positional or not Path(word).exists():
+            return ""
+        return f"; if it is the {self.positional} itself: --{self.positional}={word}"
 
-    for word, key, value in options(argv, defaults):
-        bare, is_file = word.lstrip("-"), word.endswith((".py", ".yaml", ".yml", ".json"))
-        if key is not None:
-            override(key, value, word, word)
-        elif bare.partition("=")[0] in defaults and not Path(word).exists():
-            fail(f"{word}: expected --{bare}")
-        elif word.startswith("-") or not (positional or is_file or isinstance(positional, list)):
+    def set(self, key, value, where, word=None):
+        """
+        Override one knob. where: the option or file it comes from; word: the option as written.
+        Ends the program if the key is unknown or the value is of another type.
+        """
+        if key not in self.defaults:
+            text = f"{short(where)}: unknown key {short(repr(key))}; "
+            text += advice(str(key), self.defaults)
+            if where.endswith(".py"):
+                text += f"; a name of the file's own begins with an underscore: _{key}"
+            fail(text + self.hint(where))
+        value = convert(key, value, self.defaults[key], where)
+        is_changed = key in self.typed and self.g[key] != value
+        if is_changed and not word and os.environ.get("RANK", "0") == "0":
+            print(f"note: {where} sets {key}={value}, which overrides {self.typed[key]}; what "
+                  f"comes last counts", file=sys.stderr)
+        self.given[key], self.g[key] = self.g[key], value
+        self.typed.pop(key, None)
+        if word:
+            self.typed[key] = word
+
+    def add_word(self, word):
+        """Use a word that is no option: a file of overrides, or the positional."""
+        name, positional = word.lstrip("-"), self.positional
+        is_file = word.endswith((".py", ".yaml", ".yml", ".json"))
+        if name.partition("=")[0] in self.defaults and not Path(word).exists():
+            fail(f"{word}: expected --{name}")
+        if word.startswith("-") or not (positional or is_file or isinstance(positional, list)):
             fail(f"{word}: expected --key=value or a configuration file")
-        elif isinstance(positional, list):
+        if isinstance(positional, list):
             positional.append(word)
         elif is_file:
-            for key, value in read_file(word, {name: g[name] for name in known}, meant(word)).items():
-                override(key, value, word)
-        elif positional and not typed.get(positional, "--").startswith("--"):
-            fail(f"{typed[positional]} and {word}: expected one {positional}")
+            for key, value in read_file(word, settings(self.g), self.hint(word)).items():
+                self.set(key, value, word)
+        elif not self.typed.get(positional, "--").startswith("--"):
+            fail(f"{self.typed[positional]} and {word}: expected one {positional}")
         else:
-            override(positional, word, word, word)
-    return freeze(g, given)
+            self.set(positional, word, word, word)
+
+
+def configure(g, positional=None, argv=None, common=()):
+    """
+    Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line), and
+    return the Config. Ends the program after --help, or with one line after a mistake.
+
+    positional: the knob that a word is for which is neither an option nor a file of overrides; or a
+    list, to which every word that is no option is appended. common: the knobs that --help shows
+    first.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print_help(g, common, positional)
+        sys.exit(0)
+    overrides = Overrides(g, positional)
+    for word, key, value in options(argv, overrides.defaults):
+        if key is None:
+            overrides.add_word(word)
+        else:
+            overrides.set(key, value, word, word)
+    return freeze(g, overrides.given)

@@ -7,7 +7,7 @@ from pathlib import Path
 # Rows of "our knob (a note): names in nanoGPT, llama2.c, transformers and others". The first row
 # whose knob the running program has is used: `input` is data in one program, source in another.
 ROW = r"(\w+)(?: \((.*)\))?: (.*)"
-ELSEWHERE = [(names, ours, note) for ours, note, names in re.findall(ROW, """
+OTHER_NAMES = [(names, ours, note) for ours, note, names in re.findall(ROW, """
 learning_rate: lr max_lr peak_lr rate
 table_rate (times learning_rate): embedding_lr unembedding_lr
 max_iters (which counts steps, not passes over the data): epochs num_epochs n_epochs
@@ -74,7 +74,7 @@ workers: num_workers num_proc dataloader_num_workers
 
 # Settings of other programs that have no counterpart here, a knob of those of our programs that
 # answer for them, and what to use instead.
-ABSENT = [
+NO_COUNTERPART = [
     ("lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft "
      "use_peft adapter",
      "init_from", "fine-tuning, --init_from=MODEL, trains all weights at a tenth of the learning "
@@ -101,21 +101,21 @@ ABSENT = [
 ]
 
 
-def elsewhere(key, known):
+def translate(key, known):
     """
     Return our counterpart of another program's setting, in words; "" if the key is unknown.
     known: names of the settings of the program that is running.
     """
-    for names, ours, note in ELSEWHERE:
+    for names, ours, note in OTHER_NAMES:
         if key in names.split() and ours in known:
             return f"here it is {ours!r}" + (f", {note}" if note else "")
-    for names, ours, note in ABSENT:
+    for names, ours, note in NO_COUNTERPART:
         if key in names.split() and ours in known:
             return f"there is no such setting here: {note}"
     return ""
 
 
-def slips(key, known):
+def misspelled(key, known):
     """
     Return [the known name that `key` misspells], or []. A slip omits, doubles or swaps letters. A
     wrong letter counts in long names only: top_k is no slip of top_p.
@@ -130,10 +130,10 @@ def slips(key, known):
 
 def advice(key, known):
     """Return what to write instead of the unknown `key`, as the end of an error message."""
-    if answer := elsewhere(key.lower(), known):
+    if answer := translate(key.lower(), known):
         return answer
     words = set(key.split("_"))
-    near = slips(key, known) or [name for name in known if words <= set(name.split("_"))]
+    near = misspelled(key, known) or [name for name in known if words <= set(name.split("_"))]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists all"
 
 

@@ -258,7 +258,7 @@ def test_a_part_of_names_is_answered_with_all_of_them():
 
 def test_the_table_of_other_programs_names_only_what_exists():
     everywhere = {name for path in ROOT.glob("*.py") for name in configurator.source_knobs(path)}
-    assert {ours for _, ours, _ in advice.ELSEWHERE + advice.ABSENT} <= everywhere
+    assert {ours for _, ours, _ in advice.OTHER_NAMES + advice.NO_COUNTERPART} <= everywhere
 
 
 @pytest.mark.parametrize("script, theirs, words", [

@@ -38,8 +38,8 @@ from configurator import fail
 from engine.advice import hub
 from engine.files import sha256, to_disk, why, write_atomic
 from engine.training import distributed, hardware
-from engine.untrusted import (MAX_SETTINGS, is_plain_name, load_torch, open_untrusted, parse_json,
-                              read_untrusted, reading)
+from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, open_untrusted,
+                              parse_json, read_json, read_untrusted, reading)
 
 VERSION = 2
 PARTS = re.compile(
