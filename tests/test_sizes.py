@@ -237,7 +237,7 @@ def test_the_limit_that_is_told():
 def test_the_rarest_characters_of_a_small_vocabulary_are_bytes(tmp_path):
     text = "".join(chr(0x4E00 + i) * (2000 // (i + 1) + 1) for i in range(2000)) + "\n天地玄黃宇宙洪荒\n"
     assert train_tokenizer([text], 400, tmp_path / "raised.model", exact=False).vocab_size > 2000
-    small = train_tokenizer([text], 400, tmp_path / "small.model", exact=False, most=True)
+    small = train_tokenizer([text], 400, tmp_path / "small.model", exact=False, is_maximum=True)
     assert 300 < small.vocab_size <= 400
     assert small.decode(small.encode(text[-200:])) == text[-200:]
     assert Tokenizer.load(tmp_path / "small.model").encode(chr(0x4E00)) == small.encode(chr(0x4E00))
