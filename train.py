@@ -30,7 +30,7 @@ from engine import ops
 from engine.debug import modes
 from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe,
                                       show, write_samples)
-from engine.debug.preflight import Ready, check_names, run_checks
+from engine.debug.preflight import CheckContext, check_names, run_checks
 from engine.formats.layout import refuse_leftovers
 from engine.spans import span
 from engine.streams import outlast
@@ -430,7 +430,7 @@ def main(config, steps=math.inf):
         is_sharded = distributed.is_sharded(model)
         refuse_leftovers(dict(model.named_parameters()) if is_sharded else model.state_dict(), args)
     if saves and not found.resuming:
-        run_checks(Ready(t, not found.start, train_step, make_optimizer, export_model))
+        run_checks(CheckContext(t, not found.start, train_step, make_optimizer, export_model))
 
     # ---- training, or a mode that calls train_step in a loop of its own --------------------------
     if saves:

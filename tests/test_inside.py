@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import track
-from engine.debug import instruments
-from engine.ops import rotate
+from engine.debug import activations, instruments
+from engine.ops import rotate, within_documents
 from model import ModelArgs, Transformer
 
 CPU, OFF = torch.device("cpu"), contextlib.nullcontext()
@@ -21,10 +21,10 @@ def small(**more):
 
 
 def look(model, tokens):
-    inside = instruments.Inside(model, tokens)
-    with torch.no_grad(), instruments.watching(inside.looks()):
+    stats = activations.ActivationStats(model, tokens)
+    with torch.no_grad(), activations.watch(stats.callbacks()):
         model(tokens, every=1)
-    return inside.read()
+    return stats.read()
 
 
 def test_inside_is_the_plain_formula():
@@ -36,7 +36,7 @@ def test_inside_is_the_plain_formula():
     tokens[:, 0] = tokens[:, 10] = 1
     row = look(model, tokens)
     x, rope = model.tok_embeddings(tokens), model.rope[:24]
-    mask = instruments.ops.within_documents(tokens, 1)
+    mask = within_documents(tokens, 1)
     for i, layer in enumerate(model.layers):
         h, a = layer.attention_norm(x), layer.attention
         shares = []
@@ -109,8 +109,8 @@ def test_the_gradient_noise_scale():
     torch.manual_seed(0)
     rows = 3 + 2 * torch.randn(4000, 50)
     dataset = SimpleNamespace(make_batch=lambda step: (rows[1000 * step:1000 * step + 1000], rows[:1000]))
-    found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, pieces=2000)["grad/noise_scale"]
+    found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, small_batches=2000)["grad/noise_scale"]
     assert found == pytest.approx(50 * 4 / (50 * 9) * 50, rel=0.05)  # a sequence of 50 tokens here
-    found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, pieces=2)["grad/noise_scale"]
+    found = instruments.gradient_noise(Linear(), dataset, CPU, OFF, small_batches=2)["grad/noise_scale"]
     a, b = rows.view(2, 2000, 50).mean(1)  # of two halves, without bias: the variance of one, the square of the mean
     assert found == pytest.approx(((a - b).square().sum() / 2 / (a @ b)).item() * 2000 * 50, rel=0.05)

@@ -18,7 +18,7 @@ import optim
 import train
 from configurator import freeze, settings
 from engine import ops
-from engine.debug import lr_find, modes, overfit, preflight, profiler
+from engine.debug import lr_find, modes, overfit, profiler
 from engine.training import hardware, plan, resume, signals
 from model import Transformer
 from tests import forked
@@ -124,11 +124,11 @@ def other_targets(monkeypatch):
 
 @pytest.mark.parametrize("bug, words", [
     (head_alone, "never changed"), (no_gradient, "stuck at the start, about ln V = 5."), (no_update, "stuck at the start"),
-    (shuffled_targets, "asked for twice, is not the same"), (cut_logits, "a limit on the logits"),
+    (shuffled_targets, "read twice, is not the same"), (cut_logits, "a limit on the logits"),
     (dropped_tokens, "no better than without seeing the text"), (blind_attention, "no better than from the last token alone"),
     (other_targets, "not that of these targets"), (wild_rate, "the rate")])
 def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monkeypatch, bug, words):
-    monkeypatch.setattr(overfit, "HOPELESS", 60)
+    monkeypatch.setattr(overfit, "PATIENCE", 60)
     code = trainer(overfit=1, **bug(monkeypatch) or {})
     last = capsys.readouterr().out.splitlines()[-1]
     assert code == 1 and last.startswith("FAIL: ") and words in last, last
@@ -137,12 +137,12 @@ def test_what_cannot_learn_fails_and_is_told_where_to_look(trainer, capsys, monk
 def test_the_least_loss_of_what_goes_on_in_several_ways():
     x = torch.tensor([[1, 5, 6, 1, 5, 6], [1, 5, 6, 2, 2, 2]])
     y = torch.tensor([[5, 6, 1, 5, 6, 7], [5, 6, 2, 2, 2, -1]])
-    after = overfit.least_loss(x, y, 1)  # 1 5 6 goes on with 1, 7, 2, all else is certain
+    after = overfit.memorized_loss(x, y, 1)  # 1 5 6 goes on with 1, 7, 2, all else is certain
     assert after == pytest.approx(3 * math.log(3) / 11)
-    assert overfit.least_loss(x, y, None) == pytest.approx(2 * math.log(2) / 11)  # the second 1 5 6 has another past
-    assert overfit.least_loss(x, y, 1, 1) == pytest.approx(3 * math.log(3) / 11)
+    assert overfit.memorized_loss(x, y, None) == pytest.approx(2 * math.log(2) / 11)  # the second 1 5 6 has another past
+    assert overfit.memorized_loss(x, y, 1, 1) == pytest.approx(3 * math.log(3) / 11)
     counts = [3, 3, 1, 3, 1]  # targets 5, 6, 1, 2, 7
-    assert overfit.least_loss(x, y, 1, 0) == pytest.approx(sum(n * math.log(11 / n) for n in counts) / 11)
+    assert overfit.memorized_loss(x, y, 1, 0) == pytest.approx(sum(n * math.log(11 / n) for n in counts) / 11)
 
 
 # ---- the rate --------------------------------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ def test_the_rates_of_a_sweep():
     assert lr_find.suggestion([(1e-3, 1.2), (2.5e-3, 1.0), (6.25e-3, 2.0)])[2] < high < lr_find.suggestion(
         [(1e-3, 2.0), (2.5e-3, 1.0), (6.25e-3, 1.2)])[2]
     lost = [(1e-4, 3.0, 3.0), (1e-3, 2.0, 2.0), (1e-2, 9.0, 9.0)]
-    assert lr_find.lost(lost) and not lr_find.lost(lost[:2]) and lr_find.lost([*lost[:2], (1e-2, math.nan, math.nan)])
+    assert lr_find.diverged(lost) and not lr_find.diverged(lost[:2])
+    assert lr_find.diverged([*lost[:2], (1e-2, math.nan, math.nan)])
 
 
 # ---- the profile -----------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
                        "--gradient_accumulation_steps=8"], folder, env)
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("dry run: all worked, 3 steps with everything around them: ")
+    assert last.startswith("dry run: all worked: two steps ")
     for what in ("two steps", "resumed", "third step"):
         assert re.search(rf"{what} \d+\.\d s[,;]", last), what
     assert ("./run " in last) == (ROOT / "run").exists() != ("./run is not built" in done.stdout)
@@ -276,7 +277,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
 def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypatch, folder):
     monkeypatch.setattr(resume, "restore", lambda s, start, now, opt: {"step": 2, "best": 1.0, "last": None, "clock": {"seconds": 0.0}})  # no optimizer
     assert trainer(dry_run=True) == 2
-    assert "the checkpoint gives back another optimizer's state " in capsys.readouterr().err
+    assert "the checkpoint does not restore the optimizer's state " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode, words", [("overfit", "PASS"), ("dry_run", "dry run: all worked"), ("lr_find", "to copy: --learning_rate="),
@@ -290,7 +291,7 @@ def test_modes_take_the_sizes_that_follow_from_the_minutes(trainer, capsys, fold
 def test_the_minutes_are_those_of_the_whole_program(trainer, monkeypatch):
     begun, plain, over = time.monotonic(), signals.Signals, []
     monkeypatch.setattr(plan, "STARTED", begun)
-    monkeypatch.setattr(preflight, "run_checks", lambda ready: time.sleep(1.5))
+    monkeypatch.setattr(train, "run_checks", lambda ctx: time.sleep(1.5))
     monkeypatch.setattr(train, "Signals", lambda seconds, end: over.append(time.monotonic() + end) or plain(seconds, end))
     assert trainer(minutes=1.0, out_dir="out/timed") == 0
     assert over[0] - begun == pytest.approx(60 * (1 - plan.RESERVE), abs=0.5)

@@ -725,8 +725,8 @@ def test_an_estimate_of_malformed_knobs_is_refused(page):
 def test_an_estimate_beyond_its_time_limit_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "PREVIEW_SECONDS", 0.1)
     monkeypatch.chdir(tmp_path)
-    wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine.debug import modes\n"
-            "modes.own_place(type('s', (), {'out_dir': 'out/x', 'dry_run': True, 'overfit': 0, 'lr_find': False, 'profile': False}))\n"
+    wait = ("import sys, pathlib; sys.path.insert(0, sys.argv[1])\nimport configurator, time\nfrom engine.training import mode\n"
+            "mode.make_folder(type('s', (), {'out_dir': 'out/x', 'dry_run': True, 'overfit': 0, 'lr_find': False, 'profile': False}))\n"
             "pathlib.Path('began').touch()\ntime.sleep(60)\n")
     communicate = subprocess.Popen.communicate
 

@@ -67,7 +67,7 @@ def test_attention_and_lens_equal_plain_formulas(made):
                 heads.append(torch.tensor(weights, dtype=torch.float32) @ v[:, theirs])
             x = x + torch.cat(heads, -1) @ layer.attention.wo.weight.T
             x = x + layer.feed_forward(layer.ffn_norm(x))
-        *_, last = inside.lens(model, found["residual"])
+        *_, last = inside.logit_lens(model, found["residual"])
         assert torch.allclose(last, found["logits"], atol=1e-4)
         assert torch.equal(found["logits"], model(torch.tensor([ids]), every=True)[0][0])
         assert not any(module._forward_hooks for module in model.modules())

@@ -413,7 +413,7 @@ def test_pieces_of_a_text_are_all_of_it_or_lie_at_equal_distances():
 
 def test_no_false_alarm_where_the_first_document_is_held_out(folder, start, monkeypatch):
     """It is larger than the part of the source that the check reads."""
-    monkeypatch.setattr(data_checks, "HEAD", 4096)
+    monkeypatch.setattr(data_checks, "HEAD_BYTES", 4096)
     order = next(order for order in (np.random.Generator(np.random.PCG64(SEED)).permutation(n) for n in range(12, 400)) if not order[0])
     (folder / "books").mkdir()
     for i in range(len(order)):
@@ -503,7 +503,7 @@ def test_a_check_that_cannot_be_made_is_a_warning(start, monkeypatch):
     monkeypatch.setattr(model.FeedForward, "__getattr__", hidden, raising=False)
     monkeypatch.setattr(model.FeedForward, "forward", lambda self, x: self.w2(ops.swiglu(self._modules["w1"](x), self.w3(x))))
     done = start(checks="-run")
-    assert warned(done, "norms") and "could not be made (AttributeError" in done.out, done.all
+    assert warned(done, "norms") and "could not run (AttributeError" in done.out, done.all
 
 
 @pytest.mark.parametrize("given", [{}, {"checks": "none"}, {"tied": False}])

@@ -1,53 +1,57 @@
 """
-Which rate? --lr_find=True: a ramp finds the neighbourhood, short trainings the rate. A ramp alone misleads on transformers:
-a step at a rate is over long before it shows what a training at that rate does.
+--lr_find=True: which learning rate? A ramp of the rate finds the region, short trainings the rate.
+A ramp alone misleads on transformers: a step does not show what a training at its rate would do.
 """
 import math
 
 import torch
 
-from engine.training import distributed
 from engine.debug.trial import trial_steps
+from engine.training import distributed
 from engine.training.distributed import say
 from engine.training.mode import artifact
 from optim import learning_rate_at
 
-LOW, HIGH, RAMP = 1e-5, 0.9, 100   # the ramp's ends and steps
-KNEE = 0.9                         # of its fall: the rate at which that is reached is the third of the sweep's four
-SWEEP, APART = 100, 2.5            # steps of each, the factor between their rates
-MORE = 3                           # rates that may be added where the best is the first or the last
-BELOW, ABOVE = 4.0, 2.0            # the range around the best of them: longer trainings want a rate that is rather lower
-DIVERGED = 1.5                     # nats that the loss rises above its least, or twice the least, until it counts as lost
+LOW, HIGH = 1e-5, 0.9    # learning rates at the ends of the ramp
+RAMP = 100               # steps of the ramp
+KNEE = 0.9               # part of the ramp's fall in loss that marks the third rate of the sweep
+SWEEP = 100              # steps of each training of the sweep
+FACTOR = 2.5             # ratio of neighbouring rates of the sweep
+MAX_ADDED = 3            # max rates added to the sweep while the best is its first or last
+BELOW, ABOVE = 4.0, 2.0  # suggested range: best / BELOW to best * ABOVE; long trainings need less
+MAX_RISE = 1.5           # nats above the lowest loss at which the ramp has diverged; or its double
 
 
 def lr_find(t, train_step):
     """
-    A ramp of the rate from LOW to HIGH, which shows where training becomes unstable; then four short trainings around what
-    it suggests, each from the same weights over the same batches. Weights, optimizer and random numbers end as they began.
+    Raise the learning rate from LOW to HIGH until training diverges; then run four short trainings
+    at rates around the knee of the loss, each from the same weights over the same batches. Print
+    the suggested range. Weights, optimizer and random numbers end as they began.
     """
     take, config, model, opt = trial_steps(t, train_step), t.config, t.model, t.opt
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
-    def train_shortly(rate):
-        begin_again(model, opt, weights)
+    def try_rate(rate):
+        reset(model, opt, weights)
         return rate, short_training(take, config, rate)
 
     before = [group["lr"] for group in opt.param_groups]
     with torch.random.fork_rng(devices=[t.device] if t.device.type == "cuda" else []):
-        say(f"lr_find: a ramp of {RAMP} steps from {LOW:g} to {HIGH:g}, then four rates over {SWEEP} steps each, and more where "
-            f"the best lies at an end; nothing is applied")
+        say(f"lr_find: a ramp of {RAMP} steps from {LOW:g} to {HIGH:g}, then four rates over "
+            f"{SWEEP} steps each, and more while the best is the first or last; nothing is applied")
         ramp = take_ramp(take)
-        sweep = [train_shortly(rate) for rate in around(knee(ramp))]
-        while (rate := beyond(sweep)) and len(sweep) < 4 + MORE:
-            sweep = sorted([*sweep, train_shortly(rate)])
-        begin_again(model, opt, weights)
+        third = knee(ramp)
+        sweep = [try_rate(rounded(min(third * FACTOR ** n, HIGH))) for n in (-2, -1, 0, 1)]
+        while (rate := beyond(sweep)) and len(sweep) < 4 + MAX_ADDED:
+            sweep = sorted([*sweep, try_rate(rate)])
+        reset(model, opt, weights)
     for group, rate in zip(opt.param_groups, before):
         group["lr"] = rate
     report_rates(config, ramp, sweep)
 
 
-def begin_again(model, opt, weights):
-    """The weights of the beginning, and an optimizer that has not taken a step."""
+def reset(model, opt, weights):
+    """Restore the weights, {name: tensor}, and the state of an optimizer before its first step."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights[name])
@@ -56,34 +60,32 @@ def begin_again(model, opt, weights):
 
 
 def take_ramp(take):
-    """[(rate, loss, smooth loss)] of steps whose rate grows by the same factor each time, until the loss is lost."""
+    """
+    Take steps whose rate grows by a constant factor, until the loss diverges. Return [(rate, loss,
+    smoothed loss)].
+    """
     ramp, mean = [], 0.0
     for step in range(RAMP):
         rate = LOW * (HIGH / LOW) ** (step / (RAMP - 1))
         loss = take(step, rate)
         mean = 0.8 * mean + 0.2 * loss
         ramp.append((rate, loss, mean / (1 - 0.8 ** (step + 1))))
-        if lost(ramp):
+        if diverged(ramp):
             break
     return ramp
 
 
-def lost(ramp):
-    """Whether the loss at the end of the ramp is no number or far above the least so far."""
-    smooth, least = ramp[-1][2], min(smooth for *_, smooth in ramp)
-    return not math.isfinite(smooth) or smooth > min(least + DIVERGED, 2 * least)
+def diverged(ramp):
+    """Return whether the smoothed loss ends not finite, or far above its lowest value."""
+    smooth, lowest = ramp[-1][2], min(smooth for *_, smooth in ramp)
+    return not math.isfinite(smooth) or smooth > min(lowest + MAX_RISE, 2 * lowest)
 
 
 def knee(ramp):
-    """The rate at which the smooth loss has fallen nearly as far as it ever does."""
+    """Return the rate at which the smoothed loss has made KNEE of its largest fall."""
     smooth = [loss for *_, loss in ramp if math.isfinite(loss)]
     enough = smooth[0] - KNEE * (smooth[0] - min(smooth))
     return next(rate for rate, _, loss in ramp if loss <= enough)
-
-
-def around(rate):
-    """Four rates, of which the best is likely to be one in the middle."""
-    return [rounded(min(rate * APART ** n, HIGH)) for n in (-2, -1, 0, 1)]
 
 
 def rounded(rate):
@@ -91,15 +93,23 @@ def rounded(rate):
 
 
 def beyond(sweep):
-    """The next rate below or above, where the best is the first or the last of [(rate, loss)]; None where it is neither."""
-    rates, best = [rate for rate, _ in sweep], min(sweep, key=lambda both: both[1])[0]
-    if best == rates[0]:
-        return rounded(best / APART)
-    return rounded(best * APART) if best == rates[-1] and best * APART < HIGH else None
+    """
+    Return the rate to add to a sweep, [(rate, loss)], whose best rate is its first or last; else
+    None.
+    """
+    best, _ = min(sweep, key=lambda pair: pair[1])
+    if best == sweep[0][0]:
+        return rounded(best / FACTOR)
+    if best == sweep[-1][0] and best * FACTOR < HIGH:
+        return rounded(best * FACTOR)
+    return None
 
 
 def short_training(take, config, rate):
-    """The mean loss of the last tenth of a training over SWEEP steps, with warm-up and decay; inf where it is lost."""
+    """
+    Train for SWEEP steps, with warm-up and decay. Return the mean loss of the last tenth, inf if a
+    loss is not finite.
+    """
     schedule = config.changed(learning_rate=rate, warmup_iters=SWEEP // 10)
     losses = []
     for step in range(SWEEP):
@@ -111,20 +121,26 @@ def short_training(take, config, rate):
 
 
 def suggestion(sweep):
-    """(lowest, middle, highest rate) by [(rate, loss)]: around the least of a parabola through the best and those beside it."""
+    """
+    Return the lowest, middle and highest suggested rate of a sweep, [(rate, loss)]: around the
+    minimum of a parabola through the best rate and its neighbours.
+    """
     at = min(range(len(sweep)), key=lambda i: sweep[i][1])
-    rate, shift = sweep[at][0], 0.0
-    if 0 < at < len(sweep) - 1 and all(math.isfinite(loss) for _, loss in sweep[at - 1:at + 2]):
-        (_, left), (_, least), (_, right) = sweep[at - 1:at + 2]
-        shift = (left - right) / (2 * (left - 2 * least + right) or 1)
-    rate *= APART ** shift
+    rate, losses = sweep[at][0], [loss for _, loss in sweep[max(0, at - 1):at + 2]]
+    if 0 < at < len(sweep) - 1 and all(map(math.isfinite, losses)):
+        left, lowest, right = losses
+        rate *= FACTOR ** ((left - right) / (2 * (left - 2 * lowest + right) or 1))
     return rounded(rate / BELOW), rounded(rate * (ABOVE / BELOW) ** 0.5), rounded(rate * ABOVE)
 
 
 def report_rates(config, ramp, sweep):
-    """The tables, the range and what to type; a file of both, and a picture where matplotlib is installed."""
-    end = f"diverged at {ramp[-1][0]:.2g}" if lost(ramp) else f"did not diverge up to {ramp[-1][0]:.2g}"
-    say(f"the ramp {end}; its loss had fallen by {KNEE:.0%} of all it fell at {knee(ramp):.2g}")
+    """
+    Print the results and the suggested range; write them to a .csv file, and to a .png file if
+    matplotlib is installed.
+    """
+    end = "diverged at" if diverged(ramp) else "did not diverge up to"
+    say(f"the ramp {end} {ramp[-1][0]:.2g}; at {knee(ramp):.2g} its loss had made {KNEE:.0%} of "
+        f"its fall")
     for rate, loss in sweep:
         say(f"  learning_rate {rate:<8g} loss {loss:.4f} after {SWEEP} steps")
     low, middle, high = suggestion(sweep)
@@ -133,13 +149,16 @@ def report_rates(config, ramp, sweep):
         lines = [f"ramp,{rate:.4g},{loss:.5f},{smooth:.5f}" for rate, loss, smooth in ramp]
         lines += [f"sweep,{rate:.4g},{loss:.5f}," for rate, loss in sweep]
         table.write_text("\n".join(["kind,rate,loss,smooth", *lines]) + "\n")
-        drawn = draw(ramp, sweep, low, high, picture)
-        say(f"wrote {table}" + (f" and {picture}" if drawn else "; a picture needs: pip install matplotlib"))
-    say(f"lr_find: the best rate is likely to lie between {low:g} and {high:g}; to copy: --learning_rate={middle:g}")
+        if draw(ramp, sweep, low, high, picture):
+            say(f"wrote {table} and {picture}")
+        else:
+            say(f"wrote {table}; a picture needs: pip install matplotlib")
+    say(f"lr_find: the best rate is likely to lie between {low:g} and {high:g}; to copy: "
+        f"--learning_rate={middle:g}")
 
 
 def draw(ramp, sweep, low, high, path):
-    """The ramp and the sweep as a picture; False where matplotlib is not installed."""
+    """Draw the ramp and the sweep. Return whether that was possible: False without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -147,10 +166,12 @@ def draw(ramp, sweep, low, high, path):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([rate for rate, *_ in ramp], [smooth for *_, smooth in ramp], label=f"a ramp over {len(ramp)} steps")
+    rates, _, smooth = zip(*ramp)
+    axes.plot(rates, smooth, label=f"a ramp over {len(ramp)} steps")
     axes.plot(*zip(*sweep), "o-", label=f"{SWEEP} steps each")
     axes.axvspan(low, high, alpha=0.15, color="green", label="suggested")
-    axes.set(xscale="log", xlabel="learning_rate", ylabel="loss", ylim=(None, 1.1 * ramp[0][1]))
+    top = 1.1 * ramp[0][1]
+    axes.set(xscale="log", xlabel="learning_rate", ylabel="loss", ylim=(None, top))
     axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -1,6 +1,6 @@
 """
-Checks of model, step and files before the first step. engine/debug/preflight.py makes them; each takes its Ready, and raises Bug,
-Suspicion or Skip.
+Checks of the model, the training step and the files before the first step.
+engine/debug/preflight.py runs them; each takes its CheckContext and raises Bug, Suspicion or Skip.
 """
 import contextlib
 import copy
@@ -14,311 +14,356 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.training import checkpoint, distributed
+from engine.debug.activations import block_outputs, capture
 from engine.debug.data_checks import Bug, Skip, Suspicion
-from engine.debug.instruments import outputs, watching
+from engine.training import checkpoint, distributed
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "run"
-TOKENS = 1024     # of a forward pass of a check, about
-TRIAL_STEPS = 6   # of the check `rate`, and how far the loss may rise in them, in nats, ...
-MOST_RISE = 1.4   # ... and the first of them may change a matrix, of its length. At a good rate 0.1, or 1 where it is bold, and 0.3
-MOST_CHANGE = 2
+TOKENS = 1024         # approximate number of tokens in a forward pass of a check
+READERS = (".attention.wq", ".attention.wk", ".attention.wv",  # matrices that read the residual
+           ".feed_forward.w1", ".feed_forward.w3")             # stream of a block
+MAX_LOGITS = 1 << 22  # max number of logits that the check `loss` holds
+
+# The check `rate`. At a good learning rate the loss rises by 0.1 nats, at a bold one by 1, and the
+# first step changes a matrix by 0.3 of its norm.
+TRIAL_STEPS = 6
+MAX_RISE = 1.4
+MAX_CHANGE = 2
 
 
-# ---- the model ----------------------------------------------------------------------------------------------------
+# ---- the model --------------------------------------------------------------------------------
 
-def future(r):
-    """A mask that is off by one, or missing, in any layer: a token changes, and one before it moves, or none behind it."""
-    T = min(r.s.max_seq_len, 64)
-    if T < 2 or r.args.vocab_size < 3:
+def movement(before, after, layer):
+    """Return how far each position of a layer's output, (1, T, D), has moved: (T,)."""
+    return (before[layer] - after[layer]).abs().amax(-1)[0]
+
+
+def future(ctx):
+    """
+    Find a causal mask that is off by one, or missing, in any layer: after a change of one token
+    earlier positions must stay, and some later one must move.
+    """
+    T = min(ctx.config.max_seq_len, 64)
+    if T < 2 or ctx.args.vocab_size < 3:
         raise Skip
-    tokens = r.line(T)
-    before = r.outputs(tokens)
+    tokens = ctx.document(T)
+    before = block_outputs(ctx.model, tokens, ctx.amp)
     for t in sorted({1, T // 2, T - 1}):
-        after = r.outputs(r.other(tokens, t))
+        after = block_outputs(ctx.model, ctx.with_other_token(tokens, t), ctx.amp)
         for layer in before:
-            moved = (before[layer] - after[layer]).abs().amax(-1)[0]  # (T,)
-            early = moved[:t].max().item()
-            if early > 1e-5 * moved.max().item():
-                raise Bug(f"{layer}: position {int(moved[:t].argmax())} moves when token {t} changes: it sees the future, so "
-                          f"the loss is none; look at the mask of the attention")
+            moved = movement(before, after, layer)
+            if moved[:t].max() > 1e-5 * moved.max():
+                raise Bug(f"{layer}: position {int(moved[:t].argmax())} moves when token {t} "
+                          f"changes: it sees the future, so the loss is meaningless; look at the "
+                          f"mask of the attention")
         if t < T - 1 and not moved[t + 1:].max():
-            raise Bug(f"no position behind {t} moves when token {t} changes: the past is not seen; look at the mask of the "
-                      f"attention")
+            raise Bug(f"no position after {t} moves when token {t} changes: the past is not seen; "
+                      f"look at the mask of the attention")
 
 
-def documents(r):
-    """within_documents is set, and attention reaches into the document before."""
-    few = r.s.max_seq_len < 8 or r.args.vocab_size < 3
-    if not r.s.within_documents or r.dataset.separator is None or few:
+def documents(ctx):
+    """Find attention that reaches into the document before, although within_documents is set."""
+    config, separator = ctx.config, ctx.dataset.separator
+    too_small = config.max_seq_len < 8 or ctx.args.vocab_size < 3
+    if not config.within_documents or separator is None or too_small:
         raise Skip
-    T = min(r.s.max_seq_len, 64)
-    tokens = r.line(T)
-    tokens[0, T // 2] = r.dataset.separator
-    before, after = r.outputs(tokens), r.outputs(r.other(tokens, T // 4))
+    T = min(config.max_seq_len, 64)
+    changed, second = T // 4, T // 2  # the token that changes, the begin of the second document
+    tokens = ctx.document(T)
+    tokens[0, second] = separator
+    before = block_outputs(ctx.model, tokens, ctx.amp)
+    after = block_outputs(ctx.model, ctx.with_other_token(tokens, changed), ctx.amp)
     for layer in before:
-        moved = (before[layer] - after[layer]).abs().amax(-1)[0]
-        if moved[T // 2:].max() > 1e-5 * moved.max():
-            raise Bug(f"{layer}: position {T // 2 + int(moved[T // 2:].argmax())} moves when token {T // 4} changes, which "
-                      f"stands in another document (it ends at {T // 2 - 1}); look at ops.within_documents and model.bos_id")
+        moved = movement(before, after, layer)
+        if moved[second:].max() > 1e-5 * moved.max():
+            raise Bug(f"{layer}: position {second + int(moved[second:].argmax())} moves when token "
+                      f"{changed} changes, which is in another document (it ends at {second - 1}); "
+                      f"look at ops.within_documents and model.bos_id")
 
 
-def norms(r):
+def norms(ctx):
     """
-    Find a forgotten normalization: compare what each matrix reads from the residual stream with
-    the root mean square that RMSNorm gives to that stream.
+    Find a missing normalization: compare the root mean square of what each matrix reads with that
+    of the normalized residual stream.
     """
-    if not r.fresh:
+    if not ctx.fresh:
         raise Skip
-    read, blocks, attended, looks = {}, [], [], []
-
-    def look(name, linear):
-        looks.append((linear, lambda given, out: read.update({name: given.float()})))
-
-    for i, layer in enumerate(r.model.layers):
-        for part in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
-            look(f"layers.{i}.{part}", layer.get_submodule(part))
-        looks.append((layer.attention, lambda given, out: attended.append(out.float())))
-        looks.append((layer, lambda given, out: blocks.append((given.float(), out.float()))))
-    look("output", r.model.output)
-    with watching(looks):
-        r.outputs(r.x[:1])
-    for name, x in read.items():
-        layer, part, *_ = name.removeprefix("layers.").split(".") + [""]
-        residual = blocks[-1][1] if name == "output" else blocks[int(layer)][0]
-        if part == "feed_forward":
-            residual = residual + attended[int(layer)]
-        square = residual.square().mean(-1)  # of each token; norm_eps may not be small beside it
-        expected = (square / (square + r.args.norm_eps)).mean().sqrt().item()
-        length = x.square().mean().sqrt().item()
-        if not 0.7 * expected < length < 1.4 * expected:
-            raise Bug(f"what {name} reads has a root mean square of {length:.3g}, expected "
+    model, layers = ctx.model, [f"layers.{i}" for i in range(ctx.args.n_layers)]
+    names = [layer + part for layer in layers for part in ("", ".attention", *READERS)]
+    with capture({name: model.get_submodule(name) for name in [*names, "output"]}) as calls:
+        block_outputs(model, ctx.x[:1], ctx.amp)
+    residuals = {"output": calls[layers[-1]][1]}  # what each matrix reads, not normalized
+    for layer in layers:
+        x, attended = calls[layer][0].float(), calls[layer + ".attention"][1].float()
+        for part in READERS:
+            residuals[layer + part] = x if part.startswith(".attention") else x + attended
+    for name, residual in residuals.items():
+        square = residual.float().square().mean(-1)  # of each token
+        # Next to the small squares of fresh embeddings norm_eps matters.
+        expected = (square / (square + ctx.args.norm_eps)).mean().sqrt().item()
+        rms = calls[name][0].float().square().mean().sqrt().item()
+        if not 0.7 * expected < rms < 1.4 * expected:
+            raise Bug(f"the input of {name} has a root mean square of {rms:.3g}, expected "
                       f"{expected:.3g}: an RMSNorm before it is missing or wrong")
 
 
-def attention(r):
-    """Swapped rotary halves, heads or scale: the attention of model.py beside plain loops of the formula."""
-    if r.sharded:
+def attention(ctx):
+    """
+    Find wrong rotations, heads or scale: compare the attention of model.py with plain loops over
+    the formula.
+    """
+    if ctx.sharded:
         raise Skip
-    T = min(r.s.max_seq_len, 6)
-    for i in sorted({0, r.args.n_layers - 1}):
-        module = copy.deepcopy(r.model.layers[i].attention).cpu().float().eval()
-        x = torch.randn(1, T, r.args.dim)
-        q, k = (x @ w.weight.detach().T for w in (module.wq, module.wk))
-        x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()  # scores with a deviation of 2, of fresh weights they are nearly alike
+    T = min(ctx.config.max_seq_len, 6)
+    for i in sorted({0, ctx.args.n_layers - 1}):
+        module = copy.deepcopy(ctx.model.layers[i].attention).cpu().float().eval()
+        x = torch.randn(1, T, ctx.args.dim)
+        q, k = (x @ linear.weight.detach().T for linear in (module.wq, module.wk))
+        # Scores with a deviation of 2: those of fresh weights are so small that errors don't show.
+        x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()
         with torch.no_grad():
-            ours = module(x, r.model.rope[:T].cpu())[0].double().numpy()
-        plain, halves = (plain_attention(module, x[0], r.args, swapped) for swapped in (False, True))
-        if far(ours, plain) < 1e-3:
+            ours = module(x, ctx.model.rope[:T].cpu())[0].double().numpy()
+        gap = difference(ours, plain_attention(module, x[0], ctx.args))
+        if gap < 1e-3:
             continue
-        where = f"attention of layers.{i} differs from the formula by {far(ours, plain):.2g}"
-        if far(ours, halves) < 1e-3:
-            raise Bug(f"{where}: it rotates the pairs (i, i + Q/2), expected (2i, 2i + 1), which every model file and ./run "
-                      f"have; look at ops.rotate")
-        raise Bug(f"{where}, so model.gguf will not compute what is trained; look at its positions, heads, scale and mask")
+        found = f"attention of layers.{i} differs from the formula by {gap:.2g}"
+        if difference(ours, plain_attention(module, x[0], ctx.args, halves=True)) < 1e-3:
+            raise Bug(f"{found}: it rotates the pairs (i, i + Q/2), but model files and ./run have "
+                      f"(2i, 2i + 1); look at ops.rotate")
+        raise Bug(f"{found}, so model.gguf will not compute what is trained; look at its "
+                  f"positions, heads, scale and mask")
 
 
-def far(a, b):
+def difference(a, b):
+    """Return the largest difference of two arrays, relative to the largest element of b."""
     return float(np.abs(a - b).max() / (np.abs(b).max() + 1e-12))
 
 
-def plain_attention(module, x, args, swapped):
-    """Attention by loops over heads, positions and pairs, in float64. x: (T, D) -> (T, D). swapped: the other pairs."""
-    w = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
+def plain_attention(module, x, args, halves=False):
+    """
+    Return the output (T, D) of attention on x (T, D), by loops over heads, positions and pairs in
+    float64; shares no code with model.py. halves: rotate the pairs (i, i + Q/2), not (2i, 2i + 1).
+    """
+    weights = {name: p.detach().double().numpy() for name, p in module.named_parameters()}
     T, Q, x = len(x), args.head_dim, x.double().numpy()
     out = np.zeros((T, args.n_heads * Q))
 
-    def projected(name, head, t):
+    def project(name, head, t):
         rows = slice(head * Q, (head + 1) * Q)
-        return w[f"{name}.weight"][rows] @ x[t] + (w[f"{name}.bias"][rows] if args.qkv_bias else 0)
+        bias = weights[f"{name}.bias"][rows] if args.qkv_bias else 0
+        return weights[f"{name}.weight"][rows] @ x[t] + bias
 
     def rotated(name, head, t):
-        vector = projected(f"w{name}", head, t)
+        vector = project(f"w{name}", head, t)
         if args.qk_norm:
-            vector = vector / math.sqrt((vector ** 2).mean() + args.norm_eps) * w[f"{name}_norm.weight"]
+            rms = math.sqrt((vector ** 2).mean() + args.norm_eps)
+            vector = vector / rms * weights[f"{name}_norm.weight"]
         turned = vector.copy()
         for i in range(Q // 2):
-            a, b = (i, i + Q // 2) if swapped else (2 * i, 2 * i + 1)
-            angle = t / args.rope_scaling * args.rope_theta ** (-2 * i / Q) / (args.rope_factors[i] if args.rope_factors else 1)
+            a, b = (i, i + Q // 2) if halves else (2 * i, 2 * i + 1)
+            factor = args.rope_factors[i] if args.rope_factors else 1
+            angle = t / args.rope_scaling * args.rope_theta ** (-2 * i / Q) / factor
             turned[a] = vector[a] * math.cos(angle) - vector[b] * math.sin(angle)
             turned[b] = vector[a] * math.sin(angle) + vector[b] * math.cos(angle)
         return args.rope_attention * turned
 
     for h in range(args.n_heads):
-        g = h // (args.n_heads // args.n_kv_heads)  # the key/value head of this one
-        q, k = ([rotated(name, head, t) for t in range(T)] for name, head in (("q", h), ("k", g)))
-        v = [projected("wv", g, t) for t in range(T)]
+        kv_head = h // (args.n_heads // args.n_kv_heads)
+        q = [rotated("q", h, t) for t in range(T)]
+        k = [rotated("k", kv_head, t) for t in range(T)]
+        v = [project("wv", kv_head, t) for t in range(T)]
         for t in range(T):
             scores = np.array([q[t] @ k[s] / math.sqrt(Q) for s in range(t + 1)])
             p = np.exp(scores - scores.max())
             out[t, h * Q:(h + 1) * Q] = sum(p[s] / p.sum() * v[s] for s in range(t + 1))
-    return out @ w["wo.weight"].T
+    return out @ weights["wo.weight"].T
 
 
-LOGITS = 1 << 22  # max logits that the check `loss` holds at a time
-
-
-def loss(r):
+def loss(ctx):
     """
-    Find wrong units of the loss, or a wrong initialization. The loss of the first batch must be the
-    mean cross entropy of the logits. A fresh model must find all tokens but the one it reads about
-    equally likely: with tied weights a token's own logit stands out, the more so the wider the
-    model, and in a text of few letters it decides the loss.
+    Find a loss that is not the mean cross entropy of the logits, and a wrong initialization: fresh
+    weights must find all tokens about equally likely, apart from the one they read. With tied
+    weights that one stands out, the more so the wider the model.
     """
-    V = r.args.vocab_size
-    r.model.eval()
-    T = min(r.x.shape[1], max(1, LOGITS // V))
-    x, y = r.x[:max(1, LOGITS // (V * T)), :T], r.y[:max(1, LOGITS // (V * T)), :T]
-    with torch.no_grad(), r.amp:
-        whole, found = (r.model(*both)[1].item() for both in ((r.x, r.y), (x, y)))
-        logits = r.model(x, every=True)[0].float()
+    V, model = ctx.args.vocab_size, ctx.model
+    model.eval()
+    T = min(ctx.x.shape[1], max(1, MAX_LOGITS // V))
+    rows = max(1, MAX_LOGITS // (V * T))
+    x, y = ctx.x[:rows, :T], ctx.y[:rows, :T]
+    with torch.no_grad(), ctx.amp:
+        whole = model(ctx.x, ctx.y)[1].item()
+        found = model(x, y)[1].item()
+        logits = model(x, every=1)[0].float()
     if not math.isfinite(whole):
-        raise Bug(f"the loss before the first step is {whole}; look at the initialisation, and at the data's ids")
-    count = max(1, (y >= 0).sum().item())
-    sums = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), y.flatten(), ignore_index=-1, reduction="sum").item()
-    if abs(found - sums / count) > 0.3:
-        raise Bug(f"the loss before the first step is {found:.2f}, the mean cross entropy of the model's logits "
-                  f"{sums / count:.2f}; look at the mean of the loss over tokens")
-    slack = 0.3 + 4e-4 * r.args.dim * (1 + 10 / V)  # logits of deviation d add d^2 / 2
-    if not r.fresh:
+        raise Bug(f"the loss before the first step is {whole}; look at the initialization, and at "
+                  f"the data's ids")
+    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1,
+                                              reduction="sum").item()
+    expected = total / max(1, (y >= 0).sum().item())
+    if abs(found - expected) > 0.3:
+        raise Bug(f"the loss before the first step is {found:.2f}, the mean cross entropy of the "
+                  f"model's logits {expected:.2f}; look at the mean of the loss over tokens")
+    slack = 0.3 + 4e-4 * ctx.args.dim * (1 + 10 / V)  # logits of deviation d add d^2 / 2
+    if not ctx.fresh:
         if whole > math.log(V) + slack:
-            raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = {math.log(V):.2f} of a "
-                            f"model that knows nothing; were these weights trained with this vocabulary?")
+            raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = "
+                            f"{math.log(V):.2f} of a model that knows nothing; were these weights "
+                            f"trained with this vocabulary?")
         return
     if V < 2:
         return
-    ids = torch.arange(min(V, max(1, LOGITS // V)), device=r.device)
-    with torch.no_grad(), r.amp:
-        logits = r.model(ids[:, None])[0][:, 0].float()  # (ids, V), of each token by itself
-    others = logits[torch.arange(V, device=r.device) != ids[:, None]].view(len(ids), V - 1)
+    ids = torch.arange(min(V, max(1, MAX_LOGITS // V)), device=ctx.device)
+    with torch.no_grad(), ctx.amp:
+        logits = model(ids[:, None])[0][:, 0].float()  # (ids, V), after each token by itself
+    is_other = torch.arange(V, device=ctx.device) != ids[:, None]
+    others = logits[is_other].view(len(ids), V - 1)
     likely = (others.logsumexp(1) - others.mean(1)).mean().item()
     if not abs(likely - math.log(V - 1)) < slack:
-        raise Bug(f"a fresh model finds some tokens much likelier than others: the loss before the first step is "
-                  f"{likely:.2f} where targets are drawn by chance, expected {math.log(V - 1):.2f}, as of equal "
-                  f"chances; look at the initialisation")
+        raise Bug(f"a fresh model finds some tokens much likelier than others: its loss on random "
+                  f"targets is {likely:.2f}, expected {math.log(V - 1):.2f} of equal chances; look "
+                  f"at the initialization")
 
 
-# ---- gradients ----------------------------------------------------------------------------------------------------
+# ---- gradients --------------------------------------------------------------------------------
 
-def gradients(r):
+def gradients(ctx):
     """
-    Find a frozen layer, a detached gradient and a parameter that no optimizer has: each must get a
-    finite gradient, not zero. The tokens are drawn: in a text of one letter attention has no choice.
+    Find frozen layers, detached gradients and parameters without an optimizer: each parameter must
+    get a finite gradient other than zero. Tokens are drawn at random: in a text of one letter
+    attention has no choice, and no gradient.
     """
-    r.model.train(not r.args.dropout)
-    x, y = drawn_tokens(r)
-    trained = {p for group in r.opt.param_groups for p in group["params"]}
-    # of a tied embedding lm_head's gradient would hide that its own is missing
-    with outputs({"embedding": r.model.tok_embeddings}) as found, r.amp:
-        value = r.model(x, y)[1]
-    if found["embedding"].requires_grad:
-        found["embedding"].retain_grad()
+    ctx.model.train(not ctx.args.dropout)
+    x, y = random_tokens(ctx)
+    with capture({"embedding": ctx.model.tok_embeddings}) as calls, ctx.amp:
+        value = ctx.model(x, y)[1]
+    _, embedded = calls["embedding"]
+    if embedded.requires_grad:
+        embedded.retain_grad()
     if value.requires_grad:
-        (value * r.scale.factor).backward()
-    lengths = {name: None if p.grad is None else distributed.unshard(p.grad.norm()).item() for name, p in
-               r.model.named_parameters()}
-    for name, p in r.model.named_parameters():
+        (value * ctx.scale.factor).backward()
+    trained = {p for group in ctx.opt.param_groups for p in group["params"]}
+    parameters = dict(ctx.model.named_parameters())
+    sizes = {name: distributed.unshard(p.grad.norm()).item()  # of all: every process takes part
+             for name, p in parameters.items() if p.grad is not None}
+    for name, p in parameters.items():
+        size = sizes.get(name)
         if not p.requires_grad:
             raise Bug(f"{name} is frozen (requires_grad is False), it will not learn")
-        if lengths[name] is None:
-            raise Bug(f"{name} gets no gradient: between it and the loss something is detached, or it is never used")
-        if not math.isfinite(lengths[name]):
-            raise Bug(f"the gradient of {name} is {lengths[name]}; look at what divides or takes logarithms behind it")
-        choosing = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
-        if not lengths[name] and not (choosing and x.shape[1] < 2):  # of one key no choice
+        if size is None:
+            raise Bug(f"{name} gets no gradient: between it and the loss something is detached, or "
+                      f"it is never used")
+        if not math.isfinite(size):
+            raise Bug(f"the gradient of {name} is {size}; look at divisions and logarithms "
+                      f"after it")
+        chooses = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
+        if not size and not (chooses and x.shape[1] < 2):  # a single key leaves no choice
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
-    if not r.sharded and (found["embedding"].grad is None or not found["embedding"].grad.norm()):
-        raise Bug("tok_embeddings gets no gradient from what it puts in: behind it something is detached")
+    # The gradient of the classifier hides a missing one of the embedding that is tied to it.
+    if not ctx.sharded and (embedded.grad is None or not embedded.grad.norm()):
+        raise Bug("the output of tok_embeddings gets no gradient: after it something is detached")
 
 
-def drawn_tokens(r):
-    """Inputs and targets drawn from the whole vocabulary, (B, T) each, as many as r.x has or more."""
-    T = r.x.shape[1]
-    shape = max(2, TOKENS // T), T
+def random_tokens(ctx):
+    """Return random inputs and targets on the device, (B, T) each, of about TOKENS tokens."""
+    T = ctx.x.shape[1]
+    shape = 2, max(2, TOKENS // T), T
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randint(r.args.vocab_size, shape, generator=generator) for _ in range(2))
-    return distributed.to_device(r.device, *drawn)
+    tokens = torch.randint(ctx.args.vocab_size, shape, generator=generator)
+    return distributed.to_device(ctx.device, *tokens)
 
 
-class Catcher:
-    """An optimizer that takes no step, but the gradients, by the names of the parameters."""
+class GradientRecorder:
+    """An optimizer that keeps the gradients, {name: gradient}, and changes no weight."""
 
     def __init__(self, model, scale):
-        self.names, self.found, self.scale = dict(model.named_parameters()), {}, scale
+        self.parameters, self.gradients, self.scale = dict(model.named_parameters()), {}, scale
+
+    def current(self):
+        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
 
     def step(self, observe=None):
-        self.found = {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
+        self.gradients = {name: grad.clone() for name, grad in self.current().items()}
 
     def zero_grad(self):
-        for p in self.names.values():
+        for p in self.parameters.values():
             p.grad = None
 
 
-def accumulation(r):
-    """A wrong divisor: the micro-batches of train_step have to give the gradient of their batch in one forward pass."""
-    r.model.train(not r.args.dropout)
-    x, y = r.small
-    # Where some targets of a sequence are left out, the mean of means is another one: predict all.
-    # A process may have rows without any target, to have as many as the others.
+def accumulation(ctx):
+    """
+    Find a wrong divisor: the micro-batches of train_step must give the gradient that one forward
+    pass of the whole batch gives.
+    """
+    ctx.model.train(not ctx.args.dropout)
+    x, y = ctx.small
+    # A sequence with masked targets has another weight in the mean over micro-batches than in that
+    # over the batch: predict every token, and only mask sequences without any target.
     y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
-    real, steps = (y >= 0).any(1).sum().item(), f"with gradient_accumulation_steps={r.s.gradient_accumulation_steps}"
-    opt = Catcher(r.model, copy.deepcopy(r.scale))
-    _, norm, _ = r.step(0, r.model, opt, (x, y))
-    r.model.train(not r.args.dropout)
-    xd, yd = distributed.to_device(r.device, x, y)
-    with r.amp:
-        value = r.model(xd, yd)[1] * (real * distributed.world / (r.s.batch_size * r.s.gradient_accumulation_steps))
-    (value * r.scale.factor).backward()
-    one = {name: p.grad for name, p in opt.names.items() if p.grad is not None}
-    length, clipped = total_norm(one.values()), total_norm(opt.found.values())
-    ratio = norm.item() / (length / r.scale.factor)
+    real = (y >= 0).any(1).sum().item()
+    recorder = GradientRecorder(ctx.model, copy.deepcopy(ctx.scale))
+    _, norm, _ = ctx.step(0, ctx.model, recorder, (x, y))
+    ctx.model.train(not ctx.args.dropout)
+    x, y = distributed.to_device(ctx.device, x, y)
+    accumulated = ctx.config.gradient_accumulation_steps
+    share = real * distributed.world / (ctx.config.batch_size * accumulated)
+    with ctx.amp:
+        value = ctx.model(x, y)[1] * share
+    (value * ctx.scale.factor).backward()
+    whole, stepped = recorder.current(), recorder.gradients
+    size, clipped = total_norm(whole.values()), total_norm(stepped.values())
+    setting = f"with gradient_accumulation_steps={accumulated}"
+    ratio = norm.item() / (size / ctx.scale.factor)
     if not abs(ratio - 1) < 0.05:
-        raise Bug(f"a step's gradient has {ratio:.3g} times the length of that of its batch in one pass, {steps}; look at what "
-                  f"divides a micro-batch's loss")
-    gap = total_norm([opt.found[name] / clipped - g / length for name, g in one.items()])
-    if not gap < (0.02 if r.config["compute_dtype"] == "float32" else 0.2):
-        raise Bug(f"a step's gradient is another one than its batch's in one pass (they differ by {gap:.2g} of their length), "
-                  f"{steps}; look at the weights of the micro-batches")
+        raise Bug(f"a step's gradient has {ratio:.3g} times the norm of its batch's gradient in "
+                  f"one pass, {setting}; look at what divides a micro-batch's loss")
+    gap = total_norm([stepped[name] / clipped - grad / size for name, grad in whole.items()])
+    if not gap < (0.02 if ctx.record["compute_dtype"] == "float32" else 0.2):
+        raise Bug(f"a step's gradient is not its batch's gradient in one pass (they differ by "
+                  f"{gap:.2g} of their norm), {setting}; look at the weights of the micro-batches")
 
 
 def total_norm(tensors):
+    """Return the norm of all tensors together, which may be sharded."""
     return math.sqrt(sum(distributed.unshard(t.float().norm()).item() ** 2 for t in tensors))
 
 
-def rate(r):
+def rate(ctx):
     """
-    A learning rate far too high: in a few steps of the real optimizer on one batch, at the peak of the rate, the loss rises
-    again, or the first step changes the matrices by more than they are.
+    Find a learning rate that is far too high: within TRIAL_STEPS steps on one batch, at the peak
+    rate, the loss rises again, or the first step changes the matrices by more than their norm.
     """
-    if r.sharded:
+    if ctx.sharded:
         raise Skip
-    model, s, losses = r.model, r.s, []
-    model.train(not r.args.dropout)
-    opt = r.make_optimizer(model, s.optimizer, s.learning_rate, s.weight_decay, s.beta1, s.beta2, s.table_rate, s.momentum)
-    opt.scale = copy.deepcopy(r.scale)
-    with put_back(model) as before:
+    model, config, losses = ctx.model, ctx.config, []
+    model.train(not ctx.args.dropout)
+    opt = ctx.make_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay,
+                             config.beta1, config.beta2, config.table_rate, config.momentum)
+    opt.scale = copy.deepcopy(ctx.scale)
+    with restored(model) as before:
         for step in range(TRIAL_STEPS):
-            taken = r.step(step, model, opt)
-            losses.append(taken[0].item())
-            if not step:
-                change = float(np.median([((p - old).norm() / old.norm()).item() for p, old in before.items() if p.dim() == 2]))
-    best = np.minimum.accumulate(losses)
-    at, advice = f"at learning_rate={s.learning_rate:g}", "it is too high, try a tenth or a hundredth"
-    if not max(losses - best) < MOST_RISE:
-        raise Suspicion(f"{at} the loss of one batch goes {' '.join(f'{x:.2f}' for x in losses)} in {TRIAL_STEPS} steps: "
-                        f"{advice}")
-    if change > MOST_CHANGE:
-        raise Suspicion(f"{at} the first step changes a matrix by {change:.1f} times its own length: {advice}")
+            losses.append(ctx.step(step, model, opt)[0].item())
+            if step == 0:
+                changes = [((p - old).norm() / old.norm()).item()
+                           for p, old in before.items() if p.dim() == 2]
+    change = float(np.median(changes))
+    setting = f"at learning_rate={config.learning_rate:g}"
+    advice = "it is too high, try a tenth or a hundredth"
+    if not max(losses - np.minimum.accumulate(losses)) < MAX_RISE:
+        shown = " ".join(f"{x:.2f}" for x in losses)
+        raise Suspicion(f"{setting} the loss of one batch goes {shown} in {TRIAL_STEPS} "
+                        f"steps: {advice}")
+    if change > MAX_CHANGE:
+        raise Suspicion(f"{setting} the first step changes a matrix by {change:.1f} times its own "
+                        f"norm: {advice}")
 
 
 @contextlib.contextmanager
-def put_back(model):
-    """{parameter: a copy of it}, from which they all are set again in the end."""
+def restored(model):
+    """Yield {parameter: a copy of it}, and copy them back at the end."""
     before = {p: p.detach().clone() for p in model.parameters()}
     try:
         yield before
@@ -327,69 +372,80 @@ def put_back(model):
             p.data.copy_(old)
 
 
-# ---- files --------------------------------------------------------------------------------------------------------
+# ---- files ------------------------------------------------------------------------------------
 
-def saved(r):
-    """A checkpoint that does not hold all: saved and loaded into a new model it has to give the same logits."""
-    if r.sharded:
+def saved(ctx):
+    """Find an incomplete checkpoint: a model loaded from it must compute the same logits."""
+    if ctx.sharded:
         raise Skip
-    tokens = r.line(min(r.s.max_seq_len, 32))
+    tokens = ctx.document(min(ctx.config.max_seq_len, 32))
     with tempfile.TemporaryDirectory(prefix="llamac-") as folder:
-        weights = checkpoint.snapshot(dict(r.model.named_parameters()))
-        path = checkpoint.save(folder, checkpoint.Contents(
-            0, {"args": asdict(r.args), "model": weights}, {}, {},
-            r.dataset.folder / r.dataset.meta["tokenizer"]))
-        stored = checkpoint.load(path)
-        again = Transformer(type(r.args)(**stored["args"])).to(r.device)
-        distributed.load_weights(again, stored["model"])
-    again.bos_id = r.model.bos_id
-    other = copy.copy(r)
-    other.model = again
-    a, b = (one.outputs(tokens)["the logits"] for one in (r, other))
-    if not torch.allclose(a, b, atol=1e-4 * a.abs().max().item()):
-        raise Bug(f"a checkpoint of this model, loaded again, gives other logits (by {(a - b).abs().max():.2g}); look at "
-                  f"buffers and settings that no parameter or ModelArgs holds")
+        weights = checkpoint.snapshot(dict(ctx.model.named_parameters()))
+        model = {"args": asdict(ctx.args), "model": weights}
+        tokenizer = ctx.dataset.folder / ctx.dataset.meta["tokenizer"]
+        contents = checkpoint.Contents(0, model, {}, {}, tokenizer)
+        stored = checkpoint.load(checkpoint.save(folder, contents))
+        loaded = Transformer(type(ctx.args)(**stored["args"])).to(ctx.device)
+        distributed.load_weights(loaded, stored["model"])
+    loaded.bos_id = ctx.model.bos_id
+    a, b = (block_outputs(model, tokens, ctx.amp)["the logits"] for model in (loaded, ctx.model))
+    if not torch.allclose(a, b, atol=1e-4 * b.abs().max().item()):
+        raise Bug(f"a checkpoint of this model computes other logits when it is loaded (by "
+                  f"{(a - b).abs().max():.2g}); look at buffers and settings that are neither "
+                  f"parameters nor in ModelArgs")
 
 
-def run(r):
-    """model.gguf in ./run has to give the model's own logits: what is exported is what was trained."""
-    if r.sharded or not is_built():
+def run(ctx):
+    """Find a wrong export: ./run must compute the model's own logits from model.gguf."""
+    if ctx.sharded or not is_built():
         raise Skip
-    prompt = r.s.sample_prompt.split("|")[0]
-    tokens = torch.tensor([r.dataset.tokenizer.encode_prompt(prompt)[:r.s.max_seq_len]], device=r.device)
-    if not 2 <= tokens.shape[1] < r.s.max_seq_len:
+    prompt, tokenizer = ctx.config.sample_prompt.split("|")[0], ctx.dataset.tokenizer
+    ids = tokenizer.encode_prompt(prompt)[:ctx.config.max_seq_len]
+    if not 2 <= len(ids) < ctx.config.max_seq_len:
         raise Skip
-    other = copy.copy(r)
-    other.model, other.amp = sharpened(r.model), contextlib.nullcontext()
+    model = sharpened(ctx.model)
     with tempfile.TemporaryDirectory(prefix="llamac-") as folder, contextlib.redirect_stdout(None):
-        r.export_model(other.model.state_dict(), r.args, r.dataset.tokenizer, Path(folder, "model.gguf"))
-        command = [PROGRAM, Path(folder, "model.gguf"), "--logits", "-i", prompt]
+        path = Path(folder, "model.gguf")
+        ctx.export_model(model.state_dict(), ctx.args, tokenizer, path)
+        command = [PROGRAM, path, "--logits", "-i", prompt]
         done = subprocess.run(command, capture_output=True, timeout=60)
     if done.returncode:
-        raise Suspicion(f"./run does not read the exported model: {done.stderr.decode(errors='replace').strip()[:200]}")
-    theirs = np.frombuffer(done.stdout, np.float32).reshape(-1, r.args.vocab_size)
-    ours = other.outputs(tokens)["the logits"][0].cpu().numpy()
+        error = done.stderr.decode(errors="replace").strip()[:200]
+        raise Suspicion(f"./run can't read the exported model: {error}")
+    theirs = np.frombuffer(done.stdout, np.float32).reshape(-1, ctx.args.vocab_size)
+    tokens = torch.tensor([ids], device=ctx.device)
+    outputs = block_outputs(model, tokens, contextlib.nullcontext())
+    ours = outputs["the logits"][0].cpu().numpy()
     if theirs.shape != ours.shape:
-        raise Bug(f"./run reads {len(theirs)} tokens where the tokenizer gives {len(ours)} for {prompt!r}")
-    gap = far(theirs - theirs.mean(), ours - ours.mean())
+        raise Bug(f"./run encodes {prompt!r} in {len(theirs)} tokens, the tokenizer in "
+                  f"{len(ours)}")
+    gap = difference(theirs - theirs.mean(), ours - ours.mean())
     if gap > 0.01:
-        raise Bug(f"./run computes other logits from the exported model (they differ by {gap:.2g} of the largest): model.py is "
-                  f"not what the file format says, or ./run is wrong")
+        raise Bug(f"./run computes other logits from the exported model (they differ by {gap:.2g} "
+                  f"of the largest): model.py is not what the file format describes, or ./run is "
+                  f"wrong")
 
 
 def sharpened(model):
-    """A copy whose attention looks somewhere, as that of fresh weights does not: else positions would hardly matter."""
+    """
+    Return a copy whose attention is far from uniform, unlike that of fresh weights: positions
+    would hardly change the logits otherwise.
+    """
     model = copy.deepcopy(model)
     for layer in model.layers:
         q, k = layer.attention.wq.weight.data, layer.attention.wk.weight.data
-        scores = (q.std() * k.std() * q.shape[1]).item()  # their deviation, about
-        if 0 < scores < 2:
-            q *= (2 / scores) ** 0.5
-            k *= (2 / scores) ** 0.5
+        deviation = (q.std() * k.std() * q.shape[1]).item()  # of the scores, about
+        if 0 < deviation < 2:
+            for weight in (q, k):
+                weight *= (2 / deviation) ** 0.5
     return model
 
 
 def is_built():
-    """Whether ./run is there and not older than its sources."""
-    sources = [path for pattern in ("run.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]") for path in ROOT.glob(pattern)]
-    return os.access(PROGRAM, os.X_OK) and all(PROGRAM.stat().st_mtime >= path.stat().st_mtime for path in sources)
+    """Return whether ./run exists and is newer than its sources."""
+    if not os.access(PROGRAM, os.X_OK):
+        return False
+    built = PROGRAM.stat().st_mtime
+    return all(path.stat().st_mtime <= built
+               for pattern in ("run.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]")
+               for path in ROOT.glob(pattern))

@@ -1,6 +1,7 @@
 """
-What each mode of train.py does. Each function of MODES takes a Training and train.py's train_step, and returns the exit
-code of the program or None. dry_run(config, main) takes train.py's main, and runs the real program.
+The modes of train.py. Each function of MODES takes a Training and train.py's train_step, and
+returns the exit code of the program or None for 0. dry_run(config, main) takes train.py's main
+instead, and runs the real program.
 """
 from engine.debug.dry_run import dry_run  # noqa: F401
 from engine.debug.lr_find import lr_find

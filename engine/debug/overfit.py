@@ -1,5 +1,6 @@
 """
---overfit=N: can the model learn at all? It trains on N windows until it has memorized them, or says what to look at.
+--overfit=N: can the model learn at all? Train on N windows until it has memorized them, or report
+what to look at.
 """
 import math
 from collections import Counter, defaultdict
@@ -10,114 +11,131 @@ from engine.debug.trial import trial_steps
 from engine.training import distributed
 from engine.training.distributed import say
 
-ENOUGH = 0.05        # nats above the lowest possible loss at which it passes
-HOPELESS = 400       # steps without a loss that is 1 % lower after which it fails ...
-LONGEST = 5000       # ... or so many steps in all
-WARM = 10            # steps of warm-up before the constant rate
+MARGIN = 0.05      # nats above the lowest possible loss at which the test passes
+PATIENCE = 400     # steps without a loss that is 1 % lower after which it fails
+MAX_STEPS = 5000   # steps after which it fails
+WARMUP_STEPS = 10
 
 
 def overfit(t, train_step):
     """
-    Take step 0 again and again: the same windows, the same randomness, a constant rate. A model that can learn anything
-    memorizes these. Return the exit code, 0 for PASS.
+    Repeat step 0: the same windows, the same random numbers, a constant learning rate. Return the
+    exit code, 0 for PASS and 1 for FAIL.
     """
-    take, model, dataset, config = trial_steps(t, train_step), t.model, t.dataset, t.config
-    rate, rows = config.learning_rate, config.batch_size
-    x, y = whole_batch(dataset)
-    least = {reach: least_loss(x, y, model.bos_id, reach) for reach in (0, 1, None)}
-    enough = least[None] + ENOUGH
+    take, model, rate = trial_steps(t, train_step), t.model, t.config.learning_rate
+    x, y = global_batch(t.dataset)
+    lowest = {context: memorized_loss(x, y, model.bos_id, context) for context in (0, 1, None)}
+    goal = lowest[None] + MARGIN
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    right = [p_right(t, rows)]
-    say(f"overfit: {len(x)} window{'s' * (len(x) > 1)} of {x.shape[1]} tokens, the same at every step, without dropout, at "
-        f"learning_rate={rate}; a model that has memorized them has a loss of {least[None]:.4f}, {enough:.4f} is enough")
-    losses, lowest, since = [], math.inf, 0
-    while len(losses) < LONGEST and len(losses) - since < HOPELESS:
-        losses.append(take(0, rate * min(1, (len(losses) + 1) / WARM)))
-        if losses[-1] < 0.99 * lowest:
-            lowest, since = losses[-1], len(losses)
-        if (n := len(losses) - 1) & (n - 1) == 0:  # 0, 1, 2, 4, 8 ...
-            say(f"step {n:>5} | loss {losses[-1]:.4f}")
-        if losses[-1] <= enough or not math.isfinite(losses[-1]):
+    p_before = target_probability(t)
+    say(f"overfit: {len(x)} window{'s' * (len(x) > 1)} of {x.shape[1]} tokens, the same at every "
+        f"step, without dropout, at learning_rate={rate}; a model that has memorized them has a "
+        f"loss of {lowest[None]:.4f}, {goal:.4f} is enough")
+    losses, best, improved = [], math.inf, 0  # improved: number of steps until the best loss
+    while len(losses) < MAX_STEPS and len(losses) - improved < PATIENCE:
+        step = len(losses)
+        losses.append(take(0, rate * min(1, (step + 1) / WARMUP_STEPS)))
+        if losses[-1] < 0.99 * best:
+            best, improved = losses[-1], len(losses)
+        if step & (step - 1) == 0:  # 0, 1, 2, 4, 8 ...
+            say(f"step {step:>5} | loss {losses[-1]:.4f}")
+        if losses[-1] <= goal or not math.isfinite(losses[-1]):
             break
-    right.append(p_right(t, rows))
-    still = [name for name, p in model.named_parameters() if not differs(p, before[name])]
-    reached = f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability {right[0]:.4f} -> {right[1]:.4f}"
-    moved = f"; {named(still)} never changed" if still else ""
-    if losses[-1] <= enough and right[1] > 0.5 * math.exp(-losses[-1]):
-        say(f"PASS: {reached}{moved}")
+    p_after = target_probability(t)
+    unchanged = [name for name, p in model.named_parameters() if not differs(p, before[name])]
+    result = (f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability "
+              f"{p_before:.4f} -> {p_after:.4f}")
+    note = f"; {listed(unchanged)} never changed" if unchanged else ""
+    if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
+        say(f"PASS: {result}{note}")
         return 0
-    say(f"FAIL: {reached}; {suspect(losses, right, least, enough, batch_changes(dataset))}{moved}")
+    say(f"FAIL: {result}; {advice(losses, lowest, goal, batch_changes(t.dataset))}{note}")
     return 1
 
 
-def suspect(losses, right, least, enough, changes):
-    """What to look at, by where the loss stands. least: what can be had from 0 tokens, the last one, all."""
+def advice(losses, lowest, goal, changes):
+    """
+    Return what to look at. losses: of each step; lowest: {0, 1, None: lowest possible loss from as
+    many tokens of context}; changes: whether the batch of a step changes.
+    """
     end, start = losses[-1], losses[0]
     if not math.isfinite(end):
-        return f"the loss is no number from step {len(losses)} on: lower --learning_rate, or look for a division by 0"
+        return (f"the loss is not finite after {len(losses)} steps: lower --learning_rate, or look "
+                f"for a division by 0")
     if changes:
-        return "the batch of a step, asked for twice, is not the same: look at the data's order, augmentation and targets"
-    if end <= enough:
-        return "the loss falls, but it is not that of these targets: look at what the model shifts or compares"
+        return ("the batch of a step, read twice, is not the same: look at the data's order, "
+                "augmentation and targets")
+    if end <= goal:
+        return ("the loss falls, but it is not that of these targets: look at what the model "
+                "shifts or compares")
     if end > 0.97 * start:
-        return (f"stuck at the start, about ln V = {start:.2f}: look at whether gradients reach the weights, whether the "
-                f"optimizer has these parameters, and at the rate")
-    if end > 0.95 * least[0]:
-        return (f"no better than without seeing the text ({least[0]:.2f}): look at whether the tokens reach the lm_head, at "
-                f"detached or frozen layers, a limit on the logits, and the rate, which may be too high")
-    if end > 0.95 * least[1]:
-        return f"no better than from the last token alone ({least[1]:.2f}): look at the attention, its mask and positions"
-    return ("it falls, but not to the end: look at the rate (too high or too low?), at capacity, a limit on the logits, a mask "
-            "that hides too much, a frozen layer")
+        return (f"stuck at the start, about ln V = {start:.2f}: look at whether gradients reach "
+                f"the weights, whether the optimizer has these parameters, and at the rate")
+    if end > 0.95 * lowest[0]:
+        return (f"no better than without seeing the text ({lowest[0]:.2f}): look at whether the "
+                f"tokens reach the lm_head, at detached or frozen layers, a limit on the logits, "
+                f"and the rate, which may be too high")
+    if end > 0.95 * lowest[1]:
+        return (f"no better than from the last token alone ({lowest[1]:.2f}): look at the "
+                f"attention, its mask and positions")
+    return ("the loss falls, but not to the end: look at the rate (too high or too low?), at "
+            "capacity, a limit on the logits, a mask that hides too much, a frozen layer")
 
 
-def whole_batch(dataset):
-    """The global batch of step 0, (x, y), in every process."""
+def global_batch(dataset):
+    """Return the global batch of step 0, (x, y), in every process."""
     return dataset.make_batch(0, whole=True)
 
 
-def least_loss(x, y, bos_id, reach=None):
+def memorized_loss(x, y, bos_id, context=None):
     """
-    The mean loss, in nats, of who knows x, y (N, T) by heart and sees of the text the last `reach` tokens (None: all in the
-    window, back to bos_id): the same tokens may go on in several ways.
+    Return the mean loss in nats of a model that has memorized x, y (N, T) and predicts from the
+    last `context` tokens; None: from all in the window, back to bos_id. It is above 0 where the
+    same context has several targets.
     """
-    after = defaultdict(Counter)  # {what is seen: {target: times}}
+    targets_after = defaultdict(Counter)  # {context: {target: count}}
     for tokens, targets in zip(x.tolist(), y.tolist()):
         seen = ()
         for token, target in zip(tokens, targets):
             seen = (token,) if token == bos_id else (hash(seen), token)
             if target >= 0:
-                after[seen if reach is None else seen[-1:] * reach][target] += 1
-    counts = [list(targets.values()) for targets in after.values()]
-    return sum(n * math.log(sum(row) / n) for row in counts for n in row) / max(1, sum(map(sum, counts)))
+                key = seen if context is None else seen[-1:] * context
+                targets_after[key][target] += 1
+    loss, predictions = 0.0, 0
+    for counts in targets_after.values():
+        total = counts.total()
+        predictions += total
+        loss += sum(n * math.log(total / n) for n in counts.values())
+    return loss / max(1, predictions)
 
 
 @torch.no_grad()
-def p_right(t, rows):
-    """The mean probability that a Training's model gives to the targets of step 0, over all processes."""
-    total = torch.zeros(2, device=t.device)  # sum of probabilities, predictions
+def target_probability(t):
+    """Return the mean probability of the targets of step 0, over all processes."""
+    total = torch.zeros(2, device=t.device)  # sum of probabilities, number of predictions
     t.model.eval()
-    for x, y in zip(*(both.split(rows) for both in t.dataset.batch(0))):
+    for x, y in zip(*(tokens.split(t.config.batch_size) for tokens in t.dataset.batch(0))):
         x, y = distributed.to_device(t.device, x, y)
         with t.amp:
             logits = t.model(x, every=1)[0]  # (B, T, V)
         p = logits.float().softmax(-1).gather(-1, y.clamp(min=0)[..., None])[..., 0]
         total += torch.stack(((p * (y >= 0)).sum(), (y >= 0).sum()))
     t.model.train()
-    right, predictions = distributed.mean(total).tolist()
-    return right / max(1, predictions)
+    probability, predictions = distributed.mean(total).tolist()
+    return probability / max(1, predictions)
 
 
 def batch_changes(dataset):
-    """Whether the batch of step 0 differs when it is asked for again."""
+    """Return whether the batch of step 0 differs when it is read again."""
     return any(not torch.equal(a, b) for a, b in zip(dataset.batch(0), dataset.batch(0)))
 
 
 def differs(a, b):
-    """Whether two tensors differ anywhere. All processes have to call it, as either may be sharded."""
-    a, b = (distributed.unshard(t.detach()).cpu() for t in (a, b))
+    """Return whether two tensors differ. All processes must call it: the tensors may be sharded."""
+    a, b = (distributed.unshard(tensor.detach()).cpu() for tensor in (a, b))
     return not torch.equal(a, b)
 
 
-def named(names, most=3):
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names, max_names=3):
+    more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
+    return ", ".join(names[:max_names]) + more

@@ -1,10 +1,10 @@
 """
-Checks before the first step: short experiments with the model, the data and train.py's own step, each of which finds one kind
-of bug and says so in a line. `--checks` chooses among them. Nothing of the training changes: weights, gradients, optimizer,
-random numbers and the batches to come stay as they are, bit for bit.
+Checks before the first step: short experiments with the model, the data and train.py's own step,
+each of which finds one kind of bug and reports it in a line. `--checks` selects them. They leave
+the training as it is, bit for bit: weights, gradients, optimizer, random numbers, later batches.
 
-A check (data_checks.py, model_checks.py beside this file) is a function of a Ready. It raises Bug, which ends the run; Suspicion,
-which is a warning; or Skip, where it does not apply.
+A check (data_checks.py, model_checks.py) is a function of a CheckContext. It raises Bug, which ends
+the run; Suspicion, which is a warning; or Skip, if it does not apply.
 """
 import contextlib
 import difflib
@@ -18,26 +18,34 @@ from types import SimpleNamespace
 import torch
 
 from configurator import fail
+from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
+from engine.debug.instruments import UpdateNorms
+from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future,
+                                       gradients, loss, norms, rate, run, saved)
+from engine.files import why
 from engine.training import distributed
 from engine.training.training import Training
-from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets, text, vocabulary
-from engine.files import why
-from engine.debug.instruments import UpdateNorms, outputs
-from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future, gradients, loss, norms, rate, run,
-                                 saved)
+from optim import LossScale
 
-SECONDS = 2.0  # what all checks together may take, or ...
-SHARE = 0.03   # ... this part of the run, where that is more; the costly ones are left out then, and named
+# Time budget of all checks: SECONDS, or SHARE of the run's expected time if that is more. Beyond it
+# the COSTLY ones are left out.
+SECONDS = 2.0
+SHARE = 0.03
 
-
-NEVER = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector that finds none
+CHECKS = {check.__name__: check for check in (
+    batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss,
+    accumulation, rate, saved, run, leak)}
+ON_MASTER = {"vocabulary", "saved", "run", "leak"}  # of files and text: the other processes wait
+COSTLY = {"rate", "saved", "run", "leak"}
 
 
 @dataclass
-class Ready:
+class CheckContext:
     """
-    All that exists just before the first step: a Training t, whose parts are attributes here too; fresh: whether the
-    weights are new ones; train.py's train_step, make_optimizer and export_model.
+    What exists just before the first step: the Training t, whose parts are attributes here too;
+    fresh: whether the weights are newly initialized; three functions of train.py. x, y: sequences
+    of the first batch, about TOKENS tokens of them, on the device; small: all of its sequences, cut
+    to few tokens.
     """
     t: Training
     fresh: bool
@@ -47,138 +55,163 @@ class Ready:
 
     def __post_init__(self):
         t = self.t
-        self.s, self.args, self.model, self.opt, self.dataset = t.config, t.args, t.model, t.opt, t.dataset
-        self.device, self.amp, self.config = t.device, t.amp, t.record
+        self.config, self.record, self.args, self.model, self.opt = (
+            t.config, t.record, t.args, t.model, t.opt)
+        self.dataset, self.device, self.amp = t.dataset, t.device, t.amp
         x, y = self.dataset.make_batch(0)
         rows = max(1, TOKENS // x.shape[1])
         self.x, self.y = distributed.to_device(self.device, x[:rows, :TOKENS], y[:rows, :TOKENS])
-        short = max(2, TOKENS // len(x))  # all sequences of a step, cut to few tokens
-        self.small = x[:, :short].contiguous(), y[:, :short].contiguous()
+        length = max(2, TOKENS // len(x))
+        self.small = x[:, :length].contiguous(), y[:, :length].contiguous()
         self.sharded = distributed.is_sharded(self.model)
-        self.scale = type(self.opt.scale)(self.config["compute_dtype"] == "float16", {"factor": 1024.0, "steps": 0})
+        is_float16 = self.record["compute_dtype"] == "float16"
+        self.scale = LossScale(is_float16, {"factor": 1024.0, "steps": 0})
 
     def step(self, step, model, opt, batch=None):
         """
-        Take train.py's step number `step` on a batch (x, y), the small one if none is given, with this model
-        and optimizer, whatever its loss. Return what train_step returns.
+        Take train.py's step number `step` with this model and optimizer on a batch (x, y), `small`
+        by default, even if its loss is a spike. Return what train_step returns.
         """
-        documents = SimpleNamespace(separator=self.model.bos_id)  # kept apart as the model keeps them
-        t = replace(self.t, model=model, network=model, opt=opt, dataset=documents)
-        return self.train_step(t, step, *(batch or self.small), NEVER, UpdateNorms(self.model))
+        dataset = SimpleNamespace(separator=self.model.bos_id)  # documents as the model sees them
+        accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector
+        t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset)
+        return self.train_step(t, step, *(batch or self.small), accept_all, UpdateNorms(self.model))
 
-    def line(self, T):
-        """(1, T) tokens of one document: BOS, and the batch's own behind it."""
-        bos = self.dataset.tokenizer.bos_id
-        tokens = self.x.flatten()[self.x.flatten() != bos]
-        tokens = tokens.repeat(math.ceil(T / max(1, len(tokens))))[:T] if len(tokens) else self.x.flatten()[:1].repeat(T)
-        tokens[0] = bos
+    def document(self, T):
+        """Return one document of T tokens, (1, T): BOS and tokens of the batch."""
+        bos_id, tokens = self.dataset.tokenizer.bos_id, self.x.flatten()
+        others = tokens[tokens != bos_id]
+        if not len(others):
+            others = tokens[:1]
+        tokens = others.repeat(math.ceil(T / len(others)))[:T]
+        tokens[0] = bos_id
         return tokens[None]
 
-    def other(self, tokens, t):
-        """The same but for token t, which is no BOS before nor after."""
-        tokens, bos = tokens.clone(), self.dataset.tokenizer.bos_id
-        old = int(tokens[0, t])
-        tokens[0, t] = next(i for i in range(self.args.vocab_size) if i not in (old, bos))
+    def with_other_token(self, tokens, t):
+        """Return a copy of tokens (1, T) with another token at t, which is not BOS either."""
+        tokens = tokens.clone()
+        avoided = int(tokens[0, t]), self.dataset.tokenizer.bos_id
+        tokens[0, t] = next(i for i in range(self.args.vocab_size) if i not in avoided)
         return tokens
-
-    @torch.no_grad()
-    def outputs(self, tokens):
-        """{layer: what it gives}, each (1, T, ...): the blocks and the logits, without dropout."""
-        self.model.eval()
-        with self.amp, outputs({f"layers.{i}": layer for i, layer in enumerate(self.model.layers)}) as found:
-            logits = self.model(tokens, every=True)[0]
-        return {name: out.float() for name, out in (found | {"the logits": logits}).items()}
-
-
-CHECKS = {check.__name__: check for check in (
-    batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss, accumulation, rate, saved, run,
-    leak)}
-BY_MASTER = {"vocabulary", "saved", "run", "leak"}  # files and text: one process looks at them, while the others wait
-LAST = {"rate", "saved", "run", "leak"}             # the costly ones, which are left out when the time is over
 
 
 def check_names(words):
-    """Refuse a --checks that names no check."""
+    """Exit with a message if --checks has an unknown name."""
     chosen(words)
 
 
 def chosen(words):
-    """The names that --checks means: all, none, some (a,b), all but some (-a,-b). One line for a name that is none."""
+    """
+    Return the names that --checks selects: all, none, some (a,b), or all but some (-a,-b). Exits
+    with a message if a name is unknown.
+    """
     names = [word.strip() for word in words.split(",") if word.strip()]
     if names in (["all"], ["none"]):
         return list(CHECKS) if names == ["all"] else []
-    for name in names:
-        if name.removeprefix("-") not in CHECKS:
-            near = difflib.get_close_matches(name.removeprefix("-"), CHECKS, 1, 0.5)
-            fail(f"--checks={words}: there is no check {name.removeprefix('-')!r}; "
-                 + (f"did you mean {near[0]!r}?" if near else f"expected all, none, or some of {', '.join(CHECKS)}"))
+    for name in (name.removeprefix("-") for name in names):
+        if name not in CHECKS:
+            near = difflib.get_close_matches(name, CHECKS, 1, 0.5)
+            advice = f"expected all, none, or some of {', '.join(CHECKS)}"
+            if near:
+                advice = f"did you mean {near[0]!r}?"
+            fail(f"--checks={words}: there is no check {name!r}; {advice}")
     left_out = [name[1:] for name in names if name.startswith("-")]
-    wanted = [name for name in names if not name.startswith("-")]
-    if left_out and wanted or not names:
-        fail(f"--checks={words}: expected names to make, or names to leave out, each with a - before it; or all or none")
-    return [name for name in CHECKS if (name in wanted if wanted else name not in left_out)]
+    if not names or 0 < len(left_out) < len(names):
+        fail(f"--checks={words}: expected names of checks, or names to leave out, each with a - "
+             f"before it; or all or none")
+    return [name for name in CHECKS if (name not in left_out if left_out else name in names)]
 
 
 @contextlib.contextmanager
 def untouched(model, device):
-    """What checks do in here leaves no trace in random numbers, gradients and modes."""
-    sources = [torch, *[getattr(torch, device.type)] * (device.type in ("cuda", "mps"))]
-    states = [source.get_rng_state() for source in sources]
-    modes = {module: module.training for module in model.modules()}
+    """Restore random numbers, gradients and train or eval mode at the end."""
+    generators = [torch]
+    if device.type in ("cuda", "mps"):
+        generators.append(getattr(torch, device.type))
+    states = [generator.get_rng_state() for generator in generators]
+    training = {module: module.training for module in model.modules()}
     try:
         yield
     finally:
-        for source, state in zip(sources, states):
-            source.set_rng_state(state)
-        for module, mode in modes.items():
-            module.training = mode
+        for generator, state in zip(generators, states):
+            generator.set_rng_state(state)
+        for module, was_training in training.items():
+            module.training = was_training
         if distributed.is_sharded(model):
-            model.reshard()  # else the parameters of the last forward pass would stand in for the slices
+            model.reshard()  # the last forward pass has gathered the parameters
         for p in model.parameters():
             p.grad = None
 
 
-def outcome(check, r):
-    """(kind, message): what a check says. That one can't be made, as in a model of other modules, is a suspicion too."""
+def outcome(check, ctx):
+    """
+    Run a check and return (Bug, Suspicion, Skip or None, its message). A check that can't run, as
+    with a model of other modules, is a Suspicion.
+    """
     try:
-        with untouched(r.model, r.device):
-            check(r)
+        with untouched(ctx.model, ctx.device):
+            check(ctx)
     except (Bug, Suspicion, Skip) as e:
         return type(e), str(e)
     except OSError as e:
-        return Suspicion, f"could not be made ({why(e)})"
+        return Suspicion, f"could not run ({why(e)})"
     except Exception as e:
-        return Suspicion, f"could not be made ({type(e).__name__}: {(str(e).splitlines() or [''])[0]})"
+        first_line = str(e).partition("\n")[0]
+        return Suspicion, f"could not run ({type(e).__name__}: {first_line})"
     return None, ""
 
 
-def run_checks(r):
-    """Make the checks that r.s.checks names, all processes together; say how it went, and end where a bug is found."""
-    names, config, start = chosen(r.s.checks), r.config, time.perf_counter()
+def agreed_outcome(name, ctx):
+    """Return the `outcome` of a check, the gravest of all processes."""
+    kind, message = None, ""
+    if distributed.master or name not in ON_MASTER:
+        kind, message = outcome(CHECKS[name], ctx)
+    if distributed.world > 1 and not (ctx.small[1] >= 0).any():
+        kind = None  # this process has only padding of this step, which shows nothing
+    kinds = Bug, Suspicion, Skip
+    flags = distributed.any_true([kind is one for one in kinds], ctx.device)
+    agreed = next((one for one, flag in zip(kinds, flags) if flag), None)
+    return agreed, message if kind is agreed else "found by another process"
+
+
+def time_budget(ctx):
+    """Return the seconds that all checks together may take."""
+    config, record = ctx.config, ctx.record
+    flops = config.max_iters * record["tokens_per_iter"] * record["flops_per_token"]
+    seconds = flops / (record["peak_flops"] * distributed.world)
+    limit = 60 * (config.minutes or config.max_minutes or math.inf)
+    return max(SECONDS, SHARE * min(seconds, limit))
+
+
+def run_checks(ctx):
+    """
+    Run the checks that config.checks selects, in all processes together. Print warnings and a
+    summary; exit with a message if a check finds a bug.
+    """
+    names, start = chosen(ctx.config.checks), time.perf_counter()
     if not names:
         return
-    seconds = r.s.max_iters * config["tokens_per_iter"] * config["flops_per_token"] / (config["peak_flops"] * distributed.world)
-    budget = max(SECONDS, SHARE * min(seconds, 60 * (r.s.minutes or r.s.max_minutes or math.inf)))
-    passed, bugs, late = 0, [], []
+    budget, passed, bugs, late = time_budget(ctx), 0, [], []
     for name in names:
-        if name in LAST and distributed.all_max([time.perf_counter() - start], r.device)[0] > budget:
+        elapsed = time.perf_counter() - start
+        if name in COSTLY and distributed.all_max([elapsed], ctx.device)[0] > budget:
             late.append(name)
             continue
-        kind, message = (None, "") if name in BY_MASTER and not distributed.master else outcome(CHECKS[name], r)
-        if distributed.world > 1 and not (r.small[1] >= 0).any():  # a process that has no sequence of this step
-            kind, message = None, ""
-        bug, doubt, skip = distributed.any_true([kind is Bug, kind is Suspicion, kind is Skip], r.device)
-        message = message or "found by another process"
-        if bug:
+        kind, message = agreed_outcome(name, ctx)
+        if kind is Bug:
             bugs.append((name, message))
-        elif doubt:
+        elif kind is Suspicion:
             distributed.say(f"warning: check {name}: {message}")
-        passed += not (bug or doubt or skip)
-    if bugs and not distributed.master:
-        sys.exit(2)
+        elif kind is None:
+            passed += 1
     if bugs:
-        (name, message), more = bugs[0], [name for name, _ in bugs[1:]]
-        more = f"; failed too: {', '.join(more)}" if more else ""
-        fail(f"check {name}: {message}{more} (--checks=-{name} goes on without this check)")
-    distributed.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s"
-                 + (f"; left out, since they take more than {budget:.0f} s: {', '.join(late)}" if late else ""))
+        if not distributed.master:
+            sys.exit(2)
+        name, message = bugs[0]
+        others = ", ".join(other for other, _ in bugs[1:])
+        more = f"; failed too: {others}" if others else ""
+        fail(f"check {name}: {message}{more} (--checks=-{name} skips this check)")
+    left_out = ""
+    if late:
+        left_out = f"; left out, since they take more than {budget:.0f} s: {', '.join(late)}"
+    distributed.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s{left_out}")

@@ -1,6 +1,7 @@
 """
---profile=True: where the time of a training step goes. train_step marks its spans; torch.profiler records some steps of a
-training after a warm-up. A table by span, the largest ops beside what the device could do, and a trace.
+--profile=True: where does the time of a training step go? train_step marks its spans;
+torch.profiler records some steps after a warm-up. The result is a table of the spans, a table of
+the largest ops with their share of the device's peak, and a trace.
 """
 import functools
 import math
@@ -19,32 +20,35 @@ from engine.training.distributed import say
 from engine.training.mode import artifact
 from optim import SpikeDetector, learning_rate_at
 
-WARM, STEPS = 4, 5  # steps before the profile, and in it
-WIDEST = 1 << 28    # bytes of the largest copy that is timed
+WARMUP_STEPS, STEPS = 4, 5  # steps before the profile, and in it
+MAX_COPY = 1 << 28          # bytes of the largest copy that is timed
 
 
 def profile(t, train_step):
-    """Take WARM + STEPS steps, STEPS of them recorded and with one row of the log; print the table, write the trace."""
-    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (t.device.type == "cuda")
-    schedule = torch.profiler.schedule(wait=WARM - 1, warmup=1, active=STEPS, repeat=1)
-    profiler = torch.profiler.profile(activities=kinds, schedule=schedule, record_shapes=True)
-    spike_detector, norms, clock = SpikeDetector(t.config.spike_z), UpdateNorms(t.model), []
-    if hasattr(t.network, "register_comm_hook"):
+    """Profile STEPS steps after WARMUP_STEPS others, with one row of the log; report the result."""
+    activities = [ProfilerActivity.CPU]
+    if t.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=STEPS, repeat=1)
+    profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
+    spike_detector, update_norms = SpikeDetector(t.config.spike_z), UpdateNorms(t.model)
+    clock = []  # seconds at the begin and at the end of each step
+    if hasattr(t.network, "register_comm_hook"):  # DDP
         t.network.register_comm_hook(None, distributed.average_at_once)
     measure(True)
     with silent_stderr():
         profiler.start()
-    for step in range(WARM + STEPS):
+    for step in range(WARMUP_STEPS + STEPS):
         clock.append(time.perf_counter())
-        norms.wanted = is_last = step == WARM + STEPS - 1
+        update_norms.wanted = is_last = step == WARMUP_STEPS + STEPS - 1
         t.opt.set_rate(learning_rate_at(t.config, step, t.config.max_iters))
         x, y = t.dataset.batch(step)
-        loss, norm, _ = train_step(t, step, x, y, spike_detector, norms)
+        loss, norm, _ = train_step(t, step, x, y, spike_detector, update_norms)
         if is_last:
             with span("logging"):
                 loss.item()
                 norm.item()
-                norms.take()
+                update_norms.take()
         clock.append(time.perf_counter())
         with silent_stderr():
             profiler.step()
@@ -54,69 +58,84 @@ def profile(t, train_step):
 
 
 def phase_seconds(events):
-    """{phase: seconds} of the profiler's events: what each span takes by itself, without those within it, in any thread."""
-    spans = sorted((e.time_range.start, -e.time_range.end, e.name) for e in events
-                    if e.name in PHASES and e.device_type == torch.autograd.DeviceType.CPU)
-    seconds, open_ = Counter(), []  # open_: (end, name) of the spans around the next one
-    for start, end, name in spans:
-        while open_ and open_[-1][0] <= start:
-            open_.pop()
-        took = (-end - start) / 1e6
-        seconds[name] += took
-        if open_:
-            seconds[open_[-1][1]] -= took
-        open_.append((-end, name))
+    """
+    Return {phase: seconds} of the profiler's events: the time of the spans of each phase, without
+    that of the spans nested in them, of all threads.
+    """
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in events
+             if e.name in PHASES and e.device_type == torch.autograd.DeviceType.CPU]
+    seconds, enclosing = Counter(), []  # enclosing: (end, name) of the spans around the current one
+    for start, end, name in sorted(spans, key=lambda span: (span[0], -span[1])):
+        while enclosing and enclosing[-1][0] <= start:
+            enclosing.pop()
+        duration = (end - start) / 1e6
+        seconds[name] += duration
+        if enclosing:
+            seconds[enclosing[-1][1]] -= duration
+        enclosing.append((end, name))
     return seconds
 
 
 def report(t, profiler, clock):
-    """Print the tables, and where the trace is. clock: seconds at the begin and the end of each step."""
-    events, record, config = profiler.events(), t.record, t.config
+    """
+    Print the tables and write the trace. clock: seconds at the begin and at the end of each step.
+    """
+    events, record = profiler.events(), t.record
     steps = [end - begin for begin, end in zip(clock[::2], clock[1::2])]
-    wall, plain = sum(steps[WARM:]), steps[WARM - 2]
+    wall = sum(steps[WARMUP_STEPS:])
+    unprofiled = steps[WARMUP_STEPS - 2]  # the one after it warms the profiler up
     seconds = phase_seconds(events)
     seconds["waiting"] = wall - sum(seconds.values())
-    say(f"profile: {STEPS} steps of {record['tokens_per_iter']:,} tokens with one row of the log in {1e3 * wall:.1f} ms by "
-        f"the clock, {1e3 * wall / STEPS:.2f} ms a step; without the profiler {1e3 * plain:.2f} ms")
+    say(f"profile: {STEPS} steps of {record['tokens_per_iter']:,} tokens with one row of the log "
+        f"in {1e3 * wall:.1f} ms by the clock, {1e3 * wall / STEPS:.2f} ms a step; without the "
+        f"profiler {1e3 * unprofiled:.2f} ms")
     for name in (*PHASES, "waiting"):
-        say(f"  {name:<14} {100 * seconds[name] / wall:6.2f} %  {1e3 * seconds[name] / STEPS:9.3f} ms a step")
+        say(f"  {name:<14} {100 * seconds[name] / wall:6.2f} %  "
+            f"{1e3 * seconds[name] / STEPS:9.3f} ms a step")
     say(f"  {'sum':<14} {100 * sum(seconds.values()) / wall:6.2f} %")
-    say(f"the ten largest ops, against {record['peak_flops'] / 1e12:.3g} TFLOP/s ({record['mfu_basis']}) and against a copy "
-        f"of as many bytes:")
+    say(f"the ten largest ops, against {record['peak_flops'] / 1e12:.3g} TFLOP/s "
+        f"({record['mfu_basis']}) and against a copy of as many bytes:")
     say(f"  {'op':<46} {'calls':>7} {'ms a step':>10} {'share':>8}   of the roofline")
     for op in largest_ops(events, record["peak_flops"], t.device, t.amp):
-        say(f"  {op.name[:46]:<46} {op.calls / STEPS:7.0f} {1e3 * op.seconds / STEPS:10.3f} {100 * op.seconds / wall:6.1f} %   "
-            f"{op.roofline}")
-    trace = artifact(config, "json.gz")
+        say(f"  {op.name[:46]:<46} {op.calls / STEPS:7.0f} {1e3 * op.seconds / STEPS:10.3f} "
+            f"{100 * op.seconds / wall:6.1f} %   {op.roofline}")
+    trace = artifact(t.config, "json.gz")
     profiler.export_chrome_trace(str(trace))
     say(f"wrote {trace}: open it at https://ui.perfetto.dev")
 
 
-def largest_ops(events, peak_flops, device, amp, most=10):
+def largest_ops(events, peak_flops, device, amp, max_ops=10):
     """
-    The ops that take the most time by themselves, as objects with name, calls, seconds and roofline: the share of the time
-    that their FLOPs, or their bytes if those take longer, need at the peak of this device.
+    Return the ops that take the most time, without the ops that they call, as objects with name,
+    calls, seconds and roofline: the share of that time that their FLOPs, or their bytes if those
+    take longer, need at the peak of this device.
     """
     ops = defaultdict(lambda: SimpleNamespace(name="", calls=0, seconds=0.0, ideal=Counter()))
     for e in events:
-        seconds = (e.self_cpu_time_total if device.type == "cpu" else e.self_device_time_total) / 1e6
-        if e.is_user_annotation or e.name in PHASES or e.name.startswith("ProfilerStep") or not seconds:
+        on_cpu = device.type == "cpu"
+        seconds = (e.self_cpu_time_total if on_cpu else e.self_device_time_total) / 1e6
+        is_span = e.is_user_annotation or e.name in PHASES or e.name.startswith("ProfilerStep")
+        if is_span or not seconds:
             continue
         op = ops[e.name]
         op.name, op.calls, op.seconds = e.name, op.calls + 1, op.seconds + seconds
-        flops, moved = work(e.name, e.input_shapes or [], 2 if amp._enabled and "mm" in e.name else 4)
-        computing, copying = flops / peak_flops, copy_seconds(moved, device)
+        itemsize = 2 if amp._enabled and "mm" in e.name else 4
+        flops, size = work(e.name, e.input_shapes or [], itemsize)
+        computing, copying = flops / peak_flops, copy_seconds(size, device)
         op.ideal["FLOPs" if computing > copying else "bytes"] += max(computing, copying)
-    found = sorted(ops.values(), key=lambda op: -op.seconds)[:most]
+    found = sorted(ops.values(), key=lambda op: -op.seconds)[:max_ops]
     for op in found:
-        kind, _ = max(op.ideal.items(), key=lambda item: item[1])
+        kind = max(op.ideal, key=op.ideal.get)
         share = sum(op.ideal.values()) / op.seconds
         op.roofline = f"{100 * share:.0f} % ({kind})" if share else "-"
     return found
 
 
 def work(name, shapes, itemsize=4):
-    """(FLOPs, bytes) of one call, about, by the shapes of its inputs: of products and attention; of all else the bytes."""
+    """
+    Estimate (FLOPs, bytes) of one call from the shapes of its inputs. Only matrix products and
+    attention count FLOPs.
+    """
     shapes = [shape for shape in shapes if shape and all(isinstance(n, int) for n in shape)]
     sizes = [math.prod(shape) for shape in shapes]
     if not shapes:
@@ -126,18 +145,19 @@ def work(name, shapes, itemsize=4):
         a, b = shapes[1:3] if "add" in name and len(shapes) > 2 else shapes[:2]
         flops, out = 2 * math.prod(a) * b[-1], math.prod(a) // a[-1] * b[-1]
     elif "scaled_dot_product" in name and len(shapes) > 2:
-        (*heads, q, width), k = shapes[1 if "backward" in name else 0], shapes[2 if "backward" in name else 1]
-        flops = (10 if "backward" in name else 4) * math.prod(heads) * q * k[-2] * width
+        backward = "backward" in name  # whose first input is the gradient of the output
+        (*heads, q, width), (*_, k, _) = shapes[backward:backward + 2]
+        flops = (10 if backward else 4) * math.prod(heads) * q * k * width
     return flops, itemsize * (sum(sizes) + out)
 
 
 @functools.cache
-def copied(size, device):
-    """Bytes a second, read and written, of a copy that reads and writes `size` bytes together."""
+def copy_speed(size, device):
+    """Measure the bytes a second of a copy that reads and writes `size` bytes in total."""
     a, b = (torch.empty(max(1, size // 8), device=device) for _ in range(2))
-    best, end, times = math.inf, time.perf_counter() + 0.01, 0
-    while time.perf_counter() < end or times < 5:
-        times += 1
+    best, end, repeats = math.inf, time.perf_counter() + 0.01, 0
+    while time.perf_counter() < end or repeats < 5:
+        repeats += 1
         start = time.perf_counter()
         b.copy_(a)
         if device.type != "cpu":
@@ -147,5 +167,5 @@ def copied(size, device):
 
 
 def copy_seconds(size, device):
-    """The time in which `size` bytes can be read and written, at the speed of a copy of about as many."""
-    return size / copied(1 << min(size, WIDEST).bit_length(), device) if size else 0.0
+    """Return the time to read and write `size` bytes at the speed of a copy of about as many."""
+    return size / copy_speed(1 << min(size, MAX_COPY).bit_length(), device) if size else 0.0
