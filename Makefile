@@ -1,11 +1,10 @@
-# make help lists the targets. CC, CFLAGS, NVCC, NVCCFLAGS, ARCH, HIPCC, PYTHON and PIP_FLAGS can be overridden on the
+# make help lists the targets. CC, CFLAGS, NVCC, NVCCFLAGS, ARCH, PYTHON and PIP_FLAGS can be overridden on the
 # command line.
 CC      ?= cc
 CFLAGS  ?= -O3
 WARN    := -std=c11 -Wall -Wextra
 NVCC    ?= nvcc
 NVCCFLAGS ?= -O3
-HIPCC   ?= hipcc
 OBJCOPY ?= objcopy
 # Compute capabilities without the dot: all that this nvcc knows, from Volta (70) on. ARCH=90 compiles for Hopper alone.
 ARCH    ?= $(shell $(NVCC) --list-gpu-arch | sed 's/compute_//' | awk '$$1 >= 70' | sort -n)
@@ -13,7 +12,7 @@ PYTHON  ?= python3
 LIBRARY := $(wildcard runtime/*.c runtime/cpu/*.c)
 SOURCES := run.c $(LIBRARY)
 FORMATTED = run.c $(wildcard runtime/*.[ch] runtime/cpu/*.[ch] runtime/cuda/* examples/*.c)
-HEADERS := $(wildcard runtime/*.h runtime/*/*.h)
+HEADERS := $(wildcard runtime/*.h runtime/*/*.h runtime/cuda/*.cuh)
 VENV    := .venv/bin/python
 TARGETS := v0 v1 v2 gguf gguf_tokenizer tokenizer_bin encode bpe
 RUNS    := 3000000
@@ -84,11 +83,6 @@ runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs 
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
 	    -o $@ runtime/cuda/cuda.cu $(patsubst %.c,cache/cuda/%.o,$(notdir $(SOURCES))) -lm -lpthread
 
-runhip: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for AMD GPUs (needs hipcc; never run on one yet)
-	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=../../%)
-	$(HIPCC) -std=c++17 -O3 -x hip -c -o cache/cuda/cuda.o runtime/cuda/cuda.cu
-	$(HIPCC) -o $@ $(patsubst %.c,cache/cuda/%.o,cuda.c $(notdir $(SOURCES))) -lm -lpthread
-
 debug: $(SOURCES) $(HEADERS) ## run with address and undefined-behaviour sanitizers
 	$(CC) $(WARN) -g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -o run-debug $(SOURCES) -lm -pthread
 
@@ -129,4 +123,4 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	@touch $@
 
 clean:               ## remove what was built; runs, caches and .venv stay
-	rm -f run run-debug runcuda runhip libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
+	rm -f run run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o

@@ -60,7 +60,7 @@ def test_only_the_interface_is_exported(libraries):
 
 def test_clean_removes_what_was_built(tmp_path):
     """And nothing else: runs, caches and sources stay."""
-    built = ["run", "run-debug", "runcuda", "runhip", "libllamac.a", "libllamac.so", "cache/lib/llamac.o", "cache/cuda/run.o"]
+    built = ["run", "run-debug", "runcuda", "libllamac.a", "libllamac.so", "cache/lib/llamac.o", "cache/cuda/run.o"]
     kept = ["run.c", "my.o", "runs", "out/my/model.gguf", "cache/stories/train.bin", ".venv/bin/python"]
     for name in built + kept:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
