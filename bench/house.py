@@ -81,7 +81,7 @@ def functions(name, text):
                 parameters = [a for a in node.args.args + node.args.kwonlyargs if a.arg != "self"]
                 lines = node.end_lineno - node.lineno + 1
                 found.append((lines, f"{name}: {node.name}", len(parameters)))
-    elif name.endswith((".c", ".h", ".cu")):
+    elif name.endswith((".c", ".h", ".cu", ".cuh")):
         for match in DEFINED.finditer(BOUNDS.sub("", text)):
             parameters = len(match[2].split(",")) * (match[2].strip() not in ("", "void"))
             found.append((match[0].count("\n") + 1, f"{name}: {match[1]}", parameters))

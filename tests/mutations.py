@@ -130,7 +130,7 @@ def c_changes(source):
     return found
 
 
-GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|meet_grid|arrive|__pipeline_\w+"
+GUARDS = re.compile(r"^[ \t]*(?:if \([^;{]*\) )?(?:__sync\w+|__threadfence|grid_barrier|add_release|__pipeline_\w+"
                     r"|CUDA\(cuda\w+Synchronize)\(.*;[^\n]*$|^[ \t]*if \([^;{]*\) (?:return|break|continue);[^\n]*$", re.M)
 
 
@@ -141,7 +141,7 @@ def guards(source):
 
 KINDS = {"py": (("*.py", "engine/*.py", "engine/*/*.py", "engine/*/*/*.py", "llamac/*.py", "page/*.py"), python_changes),
          "c": (("*.c", "runtime/*.[ch]", "runtime/cpu/*.[ch]"), c_changes),
-         "cuda": (("runtime/cuda/*.cu", "runtime/cuda/token.h"), guards)}
+         "cuda": (("runtime/cuda/*.cu*",), guards)}
 
 
 def copy_to(folder):

@@ -1,0 +1,294 @@
+// Attention without tensor cores, the KV cache, and what happens to queries, keys and values
+// before: biases, norms and rotary positions (RoPE).
+#pragma once
+#include "formats.cuh"
+
+// The KV cache of one layer. Its elements are __half, or float for float32 models (the template
+// parameter CacheType of the kernels). Elements between head_dim and width are zero.
+typedef struct {
+    void *keys, *values; // (n_kv_heads, positions, width) each
+    int positions;
+    int width; // head_dim rounded up to a multiple of 8
+    int n_heads, n_kv_heads, head_dim;
+    bool rope_halves;   // RoPE's pairs in a head are (i, i + head_dim / 2); else (2i, 2i + 1)
+    const Input *input; // its pos is the position of the first token of the call
+} Cache;
+
+// The keys and values that query head h attends to.
+template <typename CacheType> struct HeadCache {
+    const CacheType *keys, *values; // (positions, width)
+    int width;
+
+    __device__ HeadCache(const Cache &c, int h) : width(c.width) {
+        size_t head = (size_t)(h / (c.n_heads / c.n_kv_heads)) * c.positions * c.width;
+        keys = (const CacheType *)c.keys + head, values = (const CacheType *)c.values + head;
+    }
+};
+
+static __device__ float2 to_floats(float2 pair) { return pair; }
+static __device__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
+static __device__ void store_pair(float *p, float a, float b) { *(float2 *)p = make_float2(a, b); }
+static __device__ void store_pair(__half *p, float a, float b) { *(__half2 *)p = to_halves(a, b); }
+static __device__ void store_element(float *p, float a) { *p = a; }
+static __device__ void store_element(__half *p, float a) { *p = to_half(a); }
+
+template <typename CacheType> struct CacheFormat;
+template <> struct CacheFormat<float> : Format<F32> { typedef float2 Pair; };
+template <> struct CacheFormat<__half> : Format<F16> { typedef __half2 Pair; };
+
+// ----------------------------------------------------------------------------
+// A warp's attention
+
+// Softmax over the positions seen so far. With weights exp(score - max): their sum, and the
+// weighted sum of the values. Lane l has the dimensions 64 i + 2 l and 64 i + 2 l + 1 of it, as
+// out[2 i] and out[2 i + 1]. SLICES is the width of a head in units of 64, rounded up.
+template <int SLICES> struct OnlineSoftmax { float max, sum, out[2 * SLICES]; };
+
+// Attends with q (width,) to the first n positions: to tiles of 32 positions, of which the warp
+// takes first_tile, first_tile + tile_stride, and so on.
+// In one pass: the sums are scaled down whenever a larger score appears (Milakov 2018,
+// "Online normalizer calculation for softmax").
+template <typename CacheType, int SLICES>
+static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
+                                                    const HeadCache<CacheType> &head, int n,
+                                                    int first_tile, int tile_stride, float scale) {
+    typedef CacheFormat<CacheType> F;
+    const int N = F::N, lane = threadIdx.x % 32;
+    const int BATCH = 8, VALUES = 64 / sizeof(CacheType); // loads of keys, of values, in flight
+    const CacheType *keys = head.keys, *values = head.values;
+    int width = head.width;
+    OnlineSoftmax<SLICES> s = {-INFINITY, 0, {0}};
+    for (int p = 32 * first_tile; p < n; p += 32 * tile_stride) {
+        float score = -INFINITY;
+        typename F::Pair pairs[VALUES];
+        // Loads this lane's dimensions in slice i of the values at positions p + j and following.
+        // Positions from n on repeat the last; their weight is 0.
+        auto load_values = [&](int i, int j) {
+            int d = 64 * i + 2 * lane < width ? 64 * i + 2 * lane : 0;
+#pragma unroll
+            for (int b = 0; b < VALUES; b++)
+                pairs[b] =
+                    *(const typename F::Pair *)(values + (size_t)min(p + j + b, n - 1) * width + d);
+        };
+        load_values(0, 0); // requested before their weights are known
+        if (p + lane < n) {
+            const uint4 *key = (const uint4 *)(keys + (size_t)(p + lane) * width);
+            score = 0;
+            for (int u = 0; u < width / N; u += BATCH) {
+                typename F::Unit units[BATCH];
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) units[b] = {key[u + b < width / N ? u + b : 0]};
+#pragma unroll
+                for (int b = 0; b < BATCH; b++) {
+                    if (u + b >= width / N) break;
+                    float k[N];
+                    F::unpack(units[b], k);
+                    for (int i = 0; i < N; i++) score += k[i] * q[N * (u + b) + i];
+                }
+            }
+            score *= scale;
+        }
+        float max = fmaxf(s.max, warp_max(score));
+        float rescale = expf(s.max - max), weight = expf(score - max);
+        s.max = max;
+        s.sum = s.sum * rescale + warp_sum(weight);
+        for (int i = 0; i < 2 * SLICES; i++) s.out[i] *= rescale;
+        for (int j = 0; j < 32 && p + j < n; j += VALUES) {
+#pragma unroll
+            for (int i = 0; i < SLICES; i++) {
+                if (64 * i >= width) break;
+                if (i || j) load_values(i, j);
+#pragma unroll
+                for (int b = 0; b < VALUES; b++) {
+                    float w = __shfl_sync(ALL_LANES, weight, j + b);
+                    float2 pair = to_floats(pairs[b]);
+                    s.out[2 * i] += w * pair.x;
+                    s.out[2 * i + 1] += w * pair.y;
+                }
+            }
+        }
+    }
+    return s;
+}
+
+// Attends for many tokens of one head: a warp for each token, so that a block shares what it reads.
+// out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
+// Grid: (n_heads, groups of WARPS tokens); block: WARPS warps.
+template <typename CacheType, int SLICES>
+static __global__ void attention_many(Cache c, float *out, __half *half_copy, const float *q,
+                                      int T) {
+    __shared__ float queries[WARPS][MAX_HEAD_DIM];
+    int h = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int t = blockIdx.y * WARPS + warp;
+    if (t >= T) return;
+    size_t at = ((size_t)t * c.n_heads + h) * c.head_dim;
+    HeadCache<CacheType> head(c, h);
+    for (int i = lane; i < c.width; i += 32) queries[warp][i] = i < c.head_dim ? q[at + i] : 0;
+    __syncwarp();
+    int n = c.input->pos + t + 1;
+    float scale = 1 / sqrtf(c.head_dim);
+    OnlineSoftmax<SLICES> s = attend_warp<CacheType, SLICES>(queries[warp], head, n, 0, 1, scale);
+    for (int i = 0; i < 2 * SLICES; i++) {
+        int d = 64 * (i / 2) + 2 * lane + i % 2;
+        if (d < c.head_dim) store_with_copy(out, half_copy, at + d, s.out[i] / s.sum);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Attention of one token, whose positions several blocks may share
+
+// One dimension of an OnlineSoftmax.
+struct HeadPartial { float max, sum, out; };
+
+// Merges n partial softmaxes: max and sum (n,), out (n, MAX_HEAD_DIM). Returns dimension d.
+static __device__ HeadPartial merge(const float *max, const float *sum, const float *out, int n,
+                                    int d) {
+    HeadPartial all = {-INFINITY, 0, 0};
+    for (int i = 0; i < n; i++) all.max = fmaxf(all.max, max[i]);
+    for (int i = 0; i < n; i++) {
+        float weight = max[i] == -INFINITY ? 0 : expf(max[i] - all.max); // 0: it saw no positions
+        all.sum += weight * sum[i];
+        all.out += weight * out[i * MAX_HEAD_DIM + d];
+    }
+    return all;
+}
+
+// A block's part of a head's attention: split `split` of `splits`, among which the tiles of the
+// first n positions are dealt out.
+struct HeadSplit { int h, split, splits, n; };
+
+// Shared memory of attend_block: the query, and each warp's softmax.
+typedef struct {
+    float query[MAX_HEAD_DIM], max[WARPS], sum[WARPS], outs[WARPS * MAX_HEAD_DIM];
+} AttentionScratch;
+
+// Attends with head h of q (n_heads, head_dim). Thread d returns dimension d of the block's
+// partial softmax. All threads must call it; the first WARPS warps compute.
+template <typename CacheType, int SLICES>
+static __device__ HeadPartial attend_block(const Cache &c, const float *q, const HeadSplit &part,
+                                           AttentionScratch *scratch) {
+    int d = threadIdx.x, warp = d / 32, lane = d % 32;
+    HeadPartial partial = {};
+    HeadCache<CacheType> head(c, part.h);
+    if (d < c.width) scratch->query[d] = d < c.head_dim ? q[part.h * c.head_dim + d] : 0;
+    __syncthreads();
+    if (warp < WARPS) {
+        OnlineSoftmax<SLICES> s =
+            attend_warp<CacheType, SLICES>(scratch->query, head, part.n, part.split * WARPS + warp,
+                                           part.splits * WARPS, 1 / sqrtf(c.head_dim));
+        if (lane == 0) scratch->max[warp] = s.max, scratch->sum[warp] = s.sum;
+        for (int i = 0; i < 2 * SLICES; i++)
+            scratch->outs[warp * MAX_HEAD_DIM + 64 * (i / 2) + 2 * lane + i % 2] = s.out[i];
+    }
+    __syncthreads();
+    if (d < c.head_dim) partial = merge(scratch->max, scratch->sum, scratch->outs, WARPS, d);
+    return partial;
+}
+
+// Returns where the partial softmaxes of head h are: max and sum (splits,), out (splits,
+// MAX_HEAD_DIM), one after another.
+static __device__ size_t partials_at(int h, int splits) {
+    return (size_t)h * splits * (2 + MAX_HEAD_DIM);
+}
+
+// Stores dimension d of a block's partial softmax.
+static __device__ void store_partial(float *partials, const HeadSplit &part, int d,
+                                     const HeadPartial &partial) {
+    int splits = part.splits, split = part.split;
+    float *max = partials + partials_at(part.h, splits), *sum = max + splits, *out = sum + splits;
+    if (d == 0) max[split] = partial.max, sum[split] = partial.sum;
+    out[split * MAX_HEAD_DIM + d] = partial.out;
+}
+
+// Returns dimension d of head h's attention, merged from the partial softmaxes of all splits.
+static __device__ float merge_partials(const float *partials, int h, int splits, int d) {
+    const float *max = partials + partials_at(h, splits);
+    HeadPartial all = merge(max, max + splits, max + 2 * splits, splits, d);
+    return all.out / all.sum;
+}
+
+// Attends for one token. The last block of a head to finish merges the partial softmaxes.
+// out, q (n_heads, head_dim); partials: see partials_at; counters (n_heads,) zeros.
+// Grid: (n_heads, splits); block: WARPS warps.
+template <typename CacheType, int SLICES>
+static __global__ void attention_one(Cache c, float *out, const float *q, float *partials,
+                                     unsigned *counters) {
+    __shared__ AttentionScratch scratch;
+    int h = blockIdx.x, splits = gridDim.y, d = threadIdx.x;
+    HeadSplit part = {h, (int)blockIdx.y, splits, c.input->pos + 1};
+    HeadPartial mine = attend_block<CacheType, SLICES>(c, q, part, &scratch);
+    if (splits > 1) {
+        if (d < c.head_dim) store_partial(partials, part, d, mine);
+        if (!is_last_block(&counters[h], splits)) return;
+    }
+    if (d < c.head_dim)
+        out[h * c.head_dim + d] =
+            splits > 1 ? merge_partials(partials, h, splits, d) : mine.out / mine.sum;
+}
+
+// ----------------------------------------------------------------------------
+// Queries, keys and values before attention
+
+// Rotates the pair (a, b) by the angle whose cosine and sine are angle.x and angle.y.
+static __device__ void rotate_pair(float &a, float &b, float2 angle) {
+    float rotated = a * angle.x - b * angle.y;
+    b = a * angle.y + b * angle.x;
+    a = rotated;
+}
+
+// Returns where element i of all heads' keys, or values, (n_kv_heads * head_dim,) of position pos
+// is in the cache.
+static __device__ size_t cache_index(const Cache &c, int i, int pos) {
+    return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
+}
+
+// A layer's biases (q_dim,), (kv_dim,), (kv_dim,) and norm weights (head_dim,); NULL where the
+// layer has none.
+typedef struct { const float *bq, *bk, *bv, *q_norm, *k_norm; } HeadWeights;
+
+// Adds the biases, then normalizes each head of q and k (RMSNorm), in place.
+// q (T, n_heads, head_dim); k, v (T, n_kv_heads, head_dim).
+// Grid: (n_heads + 2 n_kv_heads, T); block: one warp.
+static __global__ void __launch_bounds__(32)
+    add_biases_and_norms(Cache c, HeadWeights w, float *q, float *k, float *v, float norm_eps) {
+    int head = blockIdx.x, t = blockIdx.y, lane = threadIdx.x;
+    bool is_q = head < c.n_heads, is_k = !is_q && head < c.n_heads + c.n_kv_heads;
+    if (!is_q) head -= is_k ? c.n_heads : c.n_heads + c.n_kv_heads;
+    float *all = is_q ? q : is_k ? k : v, sum = 0;
+    float *x = all + ((size_t)t * (is_q ? c.n_heads : c.n_kv_heads) + head) * c.head_dim;
+    const float *bias = is_q ? w.bq : is_k ? w.bk : w.bv;
+    const float *norm = is_q ? w.q_norm : is_k ? w.k_norm : NULL;
+    for (int i = lane; i < c.head_dim; i += 32) {
+        if (bias) x[i] += bias[head * c.head_dim + i];
+        sum += x[i] * x[i];
+    }
+    float scale = 1 / sqrtf(warp_sum(sum) / c.head_dim + norm_eps);
+    for (int i = lane; norm && i < c.head_dim; i += 32) x[i] *= scale * norm[i];
+}
+
+// Rotates q and k by their positions (RoPE), in place, and writes k and v to the cache. A thread
+// handles one pair.
+// q (T, n_heads, head_dim); k, v (T, n_kv_heads, head_dim); rotation (positions, head_dim / 2):
+// cosine and sine. Grid: (groups of pairs, T).
+template <typename CacheType>
+static __global__ void rotate_and_cache(Cache c, float *q, float *k, const float *v,
+                                        const float2 *rotation) {
+    int q_dim = c.n_heads * c.head_dim, kv_dim = c.n_kv_heads * c.head_dim, half = c.head_dim / 2;
+    int i = 2 * (blockIdx.x * blockDim.x + threadIdx.x), t = blockIdx.y, pos = c.input->pos + t;
+    bool is_q = i < q_dim, is_k = !is_q && i < q_dim + kv_dim;
+    if (i >= q_dim + 2 * kv_dim) return;
+    if (!is_q) i -= is_k ? q_dim : q_dim + kv_dim;
+    int pair = i % c.head_dim / 2, distance = 1; // the pair is elements i and i + distance
+    if (c.rope_halves && (is_q || is_k)) i -= pair, distance = half;
+    const float *from = is_q ? q + (size_t)t * q_dim + i : (is_k ? k : v) + (size_t)t * kv_dim + i;
+    float a = from[0], b = from[distance];
+    if (is_q || is_k) {
+        rotate_pair(a, b, rotation[(size_t)pos * half + pair]);
+        float *to = is_q ? q + (size_t)t * q_dim + i : k + (size_t)t * kv_dim + i;
+        to[0] = a, to[distance] = b;
+    }
+    if (is_q) return;
+    CacheType *cached = (CacheType *)(is_k ? c.keys : c.values) + cache_index(c, i, pos);
+    if (distance == 1) store_pair(cached, a, b);
+    else store_element(cached, a), store_element(cached + distance, b);
+}

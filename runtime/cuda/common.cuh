@@ -1,0 +1,74 @@
+// What all kernels share: limits, reductions within a warp, the last block to finish, prefetches.
+//
+// Shapes in comments: T is the number of tokens of a call; (rows, cols) is row-major.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_pipeline.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <mma.h>
+#include <string.h>
+#include "../backend.h"
+
+// Warps of a block of matvec and attention. At least 8, for a thread for each dimension of a head.
+#ifndef WARPS
+#define WARPS 8
+#endif
+
+enum {
+    CHUNK = 512,        // max tokens in one call of forward
+    MAX_HEAD_DIM = 256, // max width of an attention head
+};
+
+#define ALL_LANES 0xffffffffu
+
+// Declares `float *name`, the dynamic shared memory whose size is set at the launch.
+#ifndef LAUNCH_SHARED
+#define LAUNCH_SHARED(name) \
+    extern __shared__ __align__(128) float4 name##_[]; \
+    float *name = (float *)name##_
+#endif
+
+// The arguments of forward that change between calls with equally many tokens. Kernels read them
+// from device memory, so a recorded graph can be replayed with new ones.
+typedef struct {
+    int pos;           // position of the first token
+    int tokens[CHUNK]; // (T,)
+} Input;
+
+static __device__ float warp_sum(float x) {
+    for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(ALL_LANES, x, i);
+    return x;
+}
+
+static __device__ float warp_max(float x) {
+    for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, i));
+    return x;
+}
+
+// Returns whether this block is the last of n blocks to call it with this counter. The last block
+// sees what the others wrote before their calls. The counter must be 0 at first and is reset to 0.
+// All threads of the block must call it.
+static __device__ bool is_last_block(unsigned *counter, unsigned n) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) { // the fences of one thread order the writes of its whole block
+        __threadfence();
+        last = atomicAdd(counter, 1u) == n - 1;
+        __threadfence();
+        if (last) *counter = 0;
+    }
+    __syncthreads();
+    return last;
+}
+
+// Asks for the 128-byte line at `line` to be loaded into the L2 cache.
+static __device__ void prefetch_line(const void *line) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#else
+    (void)line;
+#endif
+}
+
+static __device__ float swiglu(float gate, float up) { return gate / (1 + expf(-gate)) * up; }

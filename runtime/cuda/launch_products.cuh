@@ -1,0 +1,171 @@
+// Which kernel computes a matrix product, and with which grid.
+#pragma once
+#include <algorithm>
+#include "session.cuh"
+#include "tensor_products.cuh"
+
+// Returns where a kernel that writes x (T, ...) must write a copy in half precision; NULL if no
+// product will read it.
+static __half *half_copy_for(Cuda *c, const float *x, int T) {
+    bool is_wanted =
+        c->in_pass && T > 1 && !c->float_cache; // outside a pass the caller may change x
+    c->half_x_source = is_wanted ? x : NULL;
+    if (!is_wanted) return NULL;
+    std::swap(c->half_x, c->spare_half_x); // the kernel may read the earlier copy
+    return c->half_x;
+}
+
+// Whether the kernels can load rows in 16-byte units. llama2.c's groups may have any length.
+static bool has_units(const Mat *m) { return m->cols % 32 == 0 && m->type != INT8_GROUPS; }
+
+// Whether products with w run on the tensor cores.
+static bool uses_tensor_cores(const Mat *w, int T) {
+    return has_units(w) && T > 1 && w->type != F32;
+}
+
+// Returns how many groups of `size` rows, the last of each matrix possibly smaller, there are.
+static unsigned count_groups(const Products &products, int size) {
+    unsigned n = 0;
+    for (int i = 0; i < products.n; i++) n += ceil_div(products.list[i].w.rows, size);
+    return n;
+}
+
+// ----------------------------------------------------------------------------
+// One token
+
+typedef void MatvecKernel(Products, const float *, int);
+
+static MatvecKernel *matvec_kernel(Type type) {
+    switch (type) {
+    case F32: return matvec<F32>;
+    case F16: return matvec<F16>;
+    case BF16: return matvec<BF16>;
+    case Q8_0: return matvec<Q8_0>;
+    default: return matvec<Q4_0>;
+    }
+}
+
+// Launches as many blocks as can run at the same time, or fewer if there is less work. Returns
+// false if x does not fit in shared memory.
+static bool launch_matvec(Cuda *c, const Products &products, const float *x) {
+    const Mat &w = products.list[0].w;
+    MatvecKernel *kernel = matvec_kernel(w.type);
+    size_t shared = sizeof(float) * padded(w.cols);
+    int resident = 0; // blocks on a multiprocessor
+    if (shared > c->max_shared) return false;
+    if (shared > DEFAULT_SHARED) raise_shared_limit(c, (const void *)kernel);
+    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, (const void *)kernel, 32 * WARPS,
+                                                       shared));
+    unsigned blocks = ceil_div(count_groups(products, WARP_ROWS), WARPS);
+    unsigned max_blocks = c->multiprocessors * std::max(resident, 1);
+    launch(c, kernel, std::min(blocks, max_blocks), 32 * WARPS, shared, products, x, w.cols);
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// Many tokens on the tensor cores
+
+typedef void TensorKernel(Products, const __half *, TilePlan);
+
+template <int R, int TOKENS> static TensorKernel *tensor_kernel(Type type) {
+    switch (type) {
+    case F16: return matmul_tensor<F16, R, TOKENS>;
+    case BF16: return matmul_tensor<BF16, R, TOKENS>;
+    case Q8_0: return matmul_tensor<Q8_0, R, TOKENS>;
+    default: return matmul_tensor<Q4_0, R, TOKENS>;
+    }
+}
+
+// The sizes of tiles that there are kernels for; the largest first.
+static const struct TileShape {
+    int rows, tokens;
+    TensorKernel *(*kernel)(Type);
+} TILE_SHAPES[] = {
+    {128, 256, tensor_kernel<128, 256>},
+    {128, 128, tensor_kernel<128, 128>},
+    {64, 128, tensor_kernel<64, 128>},
+};
+
+enum {
+    MAX_STAGES = 3,      // stages of x in shared memory, if they fit; at least 2 are needed
+    MAX_SHARERS = 3,     // max blocks that share a tile of 128 rows
+    MIN_BLOCK_STEPS = 4, // min steps of a block
+};
+
+// Returns the bytes of shared memory that a tile needs: its buffers, or later its sums.
+static size_t tile_bytes(const TileShape &shape, int stages) {
+    size_t rows = 2 * (size_t)shape.rows + (size_t)stages * shape.tokens;
+    return std::max(sizeof(__half) * PITCH * rows, sizeof(float) * (shape.rows + 4) * shape.tokens);
+}
+
+static int count_tiles(const Products &products, const TileShape &shape, int T, bool gated) {
+    int row_tiles = gated ? ceil_div(products.list[0].w.rows, shape.rows / 2)
+                          : count_groups(products, shape.rows);
+    return row_tiles * ceil_div(T, shape.tokens);
+}
+
+// Launches a block for each multiprocessor, or fewer so that each has MIN_BLOCK_STEPS steps. Tiles
+// are as large as fits in shared memory, unless too many blocks would share each: the last of them
+// adds up the partial sums of all. Returns false if no tile fits.
+// x (T, cols); gated: the first product's out becomes SwiGLU of both.
+static bool launch_tensor(Cuda *c, const Products &products, const float *x, int T, bool gated) {
+    int cols = products.list[0].w.cols, stages = MAX_STAGES;
+    size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // minus is_last_block's variable
+    const TileShape *shape = TILE_SHAPES, *smallest = std::end(TILE_SHAPES) - 1;
+    auto is_too_large = [&](const TileShape &s) {
+        return T <= s.tokens - 128 || tile_bytes(s, 2) > max_shared
+               || count_tiles(products, s, T, gated) * MAX_SHARERS < c->multiprocessors;
+    };
+    while (shape < smallest && is_too_large(*shape)) shape++;
+    while (stages > 2 && tile_bytes(*shape, stages) > max_shared) stages--;
+    size_t shared = tile_bytes(*shape, stages);
+    if (shared > max_shared) return false;
+    TensorKernel *kernel = shape->kernel(products.list[0].w.type);
+    if (c->half_x_source != x) launch(c, convert, ceil_div(n, 256), 256, 0, c->half_x, x, n);
+    const __half *half_x = c->half_x;
+    TilePlan plan = {};
+    plan.cols = cols, plan.T = T;
+    plan.token_tiles = ceil_div(T, shape->tokens);
+    plan.steps = ceil_div(cols, STEP_COLS);
+    plan.tiles = count_tiles(products, *shape, T, gated);
+    plan.stages = stages;
+    plan.gated = gated;
+    plan.half_copy = gated ? half_copy_for(c, products.list[0].out, T) : NULL;
+    plan.partials = c->partials, plan.counters = c->counters;
+    size_t max_blocks = std::max<size_t>(1, (size_t)plan.tiles * plan.steps / MIN_BLOCK_STEPS);
+    unsigned blocks = std::min<unsigned>((unsigned)max_blocks, c->multiprocessors);
+    if (shared > DEFAULT_SHARED) raise_shared_limit(c, (const void *)kernel);
+    launch(c, kernel, blocks, TENSOR_THREADS, shared, products, half_x, plan);
+    return true;
+}
+
+// ----------------------------------------------------------------------------
+// Any products
+
+static void launch_products(Cuda *c, const Products &products, const float *x, int T) {
+    const Mat *w = &products.list[0].w;
+    bool on_tensor_cores = uses_tensor_cores(w, T);
+    if (has_units(w) && T == 1 && launch_matvec(c, products, x)) return;
+    if (on_tensor_cores && launch_tensor(c, products, x, T, false)) return;
+    if (!has_units(w) || T == 1 || on_tensor_cores) {
+        dim3 grid(ceil_div(count_groups(products, 1), WARPS), T);
+        launch(c, matmul_any, grid, 32 * WARPS, 0, products, x, w->cols);
+        return;
+    }
+    dim3 grid(count_groups(products, TILE), ceil_div(T, TILE));
+    launch(c, matmul_tiles, grid, 256, 0, products, x, w->cols, T);
+}
+
+// Computes n products of the same x (T, cols), in as few launches as their types allow.
+static void matmul(Cuda *c, const Product *products, int n, const float *x, int T) {
+    for (int i = 0; i < n;) {
+        Products group = {};
+        const Mat &w = products[i].w;
+        for (group.n = 0; i < n && group.n < 3; i++) {
+            const Mat &other = products[i].w;
+            if (other.type != w.type || has_units(&other) != has_units(&w)) break;
+            group.list[group.n++] = products[i];
+        }
+        launch_products(c, group, x, T);
+    }
+}

@@ -1,0 +1,182 @@
+// The host's side of whole_token: whether the model and the GPU allow it, its plan, and its launch.
+#pragma once
+#include "ops.cuh"
+#include "upload.cuh"
+
+// FUSED=0 decodes op by op, to measure what whole_token is worth.
+#ifndef FUSED
+#define FUSED 1
+#endif
+
+// ----------------------------------------------------------------------------
+// The launch
+
+typedef void WholeTokenKernel(TokenPlan, int, int);
+
+// Returns the kernel for layers of one type and a last matrix of another; NULL if there is none.
+static WholeTokenKernel *whole_token_kernel(Type type, Type last) {
+    if (type == Q4_0 && last == Q8_0)
+        return whole_token<Q4_0, Q8_0, __half>; // export.py's --dtype=q4_0
+    if (type != last) return NULL;
+    switch (type) {
+    case F32: return whole_token<F32, F32, float>;
+    case F16: return whole_token<F16, F16, __half>;
+    case BF16: return whole_token<BF16, BF16, __half>;
+    case Q8_0: return whole_token<Q8_0, Q8_0, __half>;
+    case Q4_0: return whole_token<Q4_0, Q4_0, __half>;
+    default: return NULL;
+    }
+}
+
+static cudaError_t try_launch_token(Cuda *c, int token, int pos) {
+    cudaLaunchAttribute cooperative = {}; // all blocks are resident at the same time
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    const TokenPlan &t = c->token;
+    WholeTokenKernel *kernel =
+        whole_token_kernel(t.products[QKV].w.type, t.products[LOGITS].w.type);
+    return try_launch(c, &cooperative, kernel, c->multiprocessors, BLOCK_THREADS,
+                      token_shared_bytes(t), t, token, pos);
+}
+
+static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
+
+// Computes a token and copies its logits to c->out, unless that is NULL.
+static void launch_token(Cuda *c, int token, int pos) {
+    CUDA(try_launch_token(c, token, pos));
+    size_t bytes = sizeof(float) * c->config.vocab_size;
+    if (c->out) CUDA(cudaMemcpyAsync(c->out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
+}
+
+// ----------------------------------------------------------------------------
+// The plan
+
+// Whether each matrix of layer l is l strides behind that of layer 0.
+static bool is_at_stride(const Layer *first, size_t l, LayerStride stride) {
+    const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo,
+                        &first->ffn_norm,       &first->w1, &first->w3, &first->w2};
+    for (const Mat *m : all) {
+        size_t member = (const char *)m - (const char *)first;
+        const Mat *other = (const Mat *)((const char *)(first + l) + member);
+        const char *data = (const char *)m->data + l * stride.weights;
+        const char *scales = (const char *)m->scales + l * stride.scales;
+        if (other->type != m->type || (const char *)other->data != data) return false;
+        if (m->scales && (const char *)other->scales != scales) return false;
+    }
+    return true;
+}
+
+// Whether the layers' matrices are of one type, in whole units, and have the same layout in all
+// layers. Sets the stride from each to the next.
+static bool has_uniform_layers(const Weights *w, int n_layers, LayerStride *stride) {
+    const Layer *first = w->layers, *next = first + (n_layers > 1);
+    const Mat *all[] = {&first->wq, &first->wk, &first->wv, &first->wo,
+                        &first->w1, &first->w3, &first->w2};
+    for (const Mat *m : all)
+        if (m->type != first->wq.type || !has_units(m)) return false;
+    const char *data = (const char *)first->wq.data, *scales = (const char *)first->wq.scales;
+    stride->weights = (const char *)next->wq.data - data;
+    stride->scales = scales ? (const char *)next->wq.scales - scales : 0;
+    for (int l = 1; l < n_layers; l++)
+        if (!is_at_stride(first, l, *stride)) return false;
+    return true;
+}
+
+// Makes *a the matrix of its rows and those of b. Returns whether b follows a in memory, without
+// which *a cannot be used.
+static bool join_rows(Mat *a, const Mat &b) {
+    MatBytes bytes = bytes_of(a);
+    bool data_follows = (const char *)b.data == (const char *)a->data + bytes.values;
+    bool scales_follow =
+        !a->scales || (const char *)b.scales == (const char *)a->scales + bytes.scales;
+    a->rows += b.rows;
+    return data_follows && scales_follow;
+}
+
+// Plans a product for a grid of `blocks` blocks. norm: the RMSNorm before it, or NULL; gated: the
+// matrix is w1 and w3.
+static TokenProduct plan_product(const Mat &matrix, const Mat *norm, bool gated, int blocks) {
+    TokenProduct p = {};
+    int rows = gated ? matrix.rows / 2 : matrix.rows;
+    p.w = matrix;
+    p.row_bytes = (int)(bytes_of(&matrix).values / matrix.rows);
+    p.pieces = ceil_div(p.row_bytes, PIECE_BYTES);
+    p.group_stride = gated ? GROUP_ROWS / 2 : GROUP_ROWS;
+    p.second_half = gated ? rows : GROUP_ROWS / 2;
+    int groups = ceil_div(rows, p.group_stride);
+    p.groups_per_block = groups / blocks, p.extra_groups = groups % blocks;
+    for (int i = 0; i < WARPS; i++)
+        p.first[i] = {(unsigned char)(i / p.pieces), (unsigned char)(i % p.pieces)};
+    p.hop = {(unsigned char)(WARPS / p.pieces), (unsigned char)(WARPS % p.pieces)};
+    p.norm = norm ? (const float *)norm->data : NULL;
+    return p;
+}
+
+// Fills in t->products. Returns whether the model is one that whole_token can compute.
+static bool plan_products(const Cuda *c, const Weights *w, TokenPlan *t) {
+    const Config *config = &c->config;
+    const Layer *l = w->layers;
+    int blocks = c->multiprocessors;
+    Mat qkv = l->wq, gate_up = l->w1;
+    if (config->q_dim != config->dim || config->rope_halves) return false;
+    if (has_biases_or_norms(head_weights(l))) return false;
+    if (!whole_token_kernel(l->wq.type, w->output.type) || !has_units(&w->output)) return false;
+    if (!has_uniform_layers(w, config->n_layers, &t->stride)) return false;
+    if (!join_rows(&qkv, l->wk) || !join_rows(&qkv, l->wv)) return false;
+    if (!join_rows(&gate_up, l->w3)) return false;
+    t->products[QKV] = plan_product(qkv, &l->attention_norm, false, blocks);
+    t->products[ATTENTION_OUT] = plan_product(l->wo, NULL, false, blocks);
+    t->products[GATE_UP] = plan_product(gate_up, &l->ffn_norm, true, blocks);
+    t->products[DOWN] = plan_product(l->w2, NULL, false, blocks);
+    t->products[LOGITS] = plan_product(w->output, &w->norm, false, blocks);
+    return true;
+}
+
+// Plans how a block uses its shared memory. Returns whether there is room for at least two slots
+// for each warp.
+static bool plan_shared(const Cuda *c, TokenPlan *t) {
+    t->x_floats = sizeof(AttentionScratch) / sizeof(float);
+    for (const TokenProduct &p : t->products) {
+        int max_groups = p.groups_per_block + 1;
+        t->x_floats = std::max(t->x_floats, padded_cols(p.w.cols));
+        t->sums_floats = std::max(t->sums_floats, GROUP_ROWS * max_groups * p.pieces);
+    }
+    t->x_floats = (t->x_floats + 3) / 4 * 4;
+    size_t others = token_shared_bytes(*t), slots = 0; // t->slots is still 0
+    if (c->max_shared > others) slots = (c->max_shared - others) / (WARPS * SLOT_BYTES);
+    if (slots < 2) return false;
+    t->slots = (int)std::min<size_t>(slots, MAX_SLOTS);
+    return true;
+}
+
+// Prepares whole_token. Leaves token.slots at 0 if the model, the GPU or the driver does not allow
+// it.
+static void open_token(Cuda *c, const Weights *w) {
+    const Config *config = &c->config;
+    TokenPlan t = {};
+    if (!FUSED || !c->cooperative || !plan_products(c, w, &t) || !plan_shared(c, &t)) return;
+    size_t positions = (size_t)c->cache.n_kv_heads * c->cache.positions;
+    t.n_layers = config->n_layers, t.table = w->token_embedding;
+    t.cache = c->cache, t.max_splits = c->splits;
+    t.stride.cache = (c->float_cache ? sizeof(float) : sizeof(__half)) * positions * c->cache.width;
+    t.rotation = c->rotation, t.norm_eps = config->norm_eps;
+    t.partials = c->partials, t.logits = c->logits, t.best = c->best;
+
+    const void *kernel = (const void *)whole_token_kernel(w->layers->wq.type, w->output.type);
+    int resident = 0; // blocks on a multiprocessor
+    raise_shared_limit(c, kernel);
+    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, BLOCK_THREADS,
+                                                       token_shared_bytes(t)));
+    t.x = (float *)allocate(c, sizeof(float) * (3 * (size_t)config->dim + config->hidden_dim));
+    t.largest = (Largest *)allocate(c, sizeof(Largest) * c->multiprocessors);
+    t.arrived = (unsigned *)allocate(c, sizeof(unsigned));
+    if (!resident || !t.x || !t.largest || !t.arrived) return;
+    t.q = t.x + config->dim, t.attention_out = t.q + config->dim;
+    t.h = t.attention_out + config->dim;
+    CUDA(cudaMemset(t.arrived, 0, sizeof(unsigned)));
+    c->token = t;
+    // A trial run. What it writes to the cache is overwritten by the first token.
+    if (try_launch_token(c, 0, 0) == cudaSuccess) return;
+    (void)cudaGetLastError();
+    c->token.slots = 0;
+}

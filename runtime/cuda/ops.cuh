@@ -1,0 +1,184 @@
+// The ops of Backend, each as a sequence of kernels. backend.h says what each computes.
+#pragma once
+#include "flash.cuh"
+#include "launch_products.cuh"
+#include "small_ops.cuh"
+
+// ----------------------------------------------------------------------------
+// Embedding and RMSNorm
+
+static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int T) {
+    Cuda *c = (Cuda *)b;
+    if (!c->in_pass) send_input(c, tokens, T, 0);
+    launch(c, embed_rows, ceil_div((size_t)T * table->cols, 256), 256, 0, x, *table, c->input, T);
+}
+
+// out (T, weight->cols) = RMSNorm of x (T, weight->cols)
+static void rmsnorm(Cuda *c, float *out, const float *x, const Mat *weight, int T) {
+    launch(c, normalize, T, 512, 0, out, half_copy_for(c, out, T), x, (const float *)weight->data,
+           weight->cols, c->config.norm_eps);
+}
+
+// ----------------------------------------------------------------------------
+// Attention
+
+// Returns the cache of a layer.
+static Cache layer_cache(const Cuda *c, int layer) {
+    Cache cache = c->cache;
+    size_t elements = (size_t)cache.n_kv_heads * cache.positions * cache.width;
+    size_t offset = (c->float_cache ? sizeof(float) : sizeof(__half)) * elements * layer;
+    cache.keys = (char *)cache.keys + offset, cache.values = (char *)cache.values + offset;
+    return cache;
+}
+
+// In the following, out and q are (T, n_heads, head_dim).
+
+static void launch_plain(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    auto kernel = cache.width <= 64    ? attention_many<float, 1>
+                  : cache.width <= 128 ? attention_many<float, 2>
+                                       : attention_many<float, 4>;
+    dim3 grid(cache.n_heads, ceil_div(T, WARPS));
+    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, half_copy_for(c, out, T), q, T);
+}
+
+template <int D>
+static void launch_flash(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    dim3 grid(cache.n_heads, ceil_div(T, Flash<D>::QUERIES));
+    launch(c, attention_tiles<D>, grid, 32 * Flash<D>::N_WARPS, 0, cache, out,
+           half_copy_for(c, out, T), q, T);
+}
+
+template <typename CacheType>
+static void launch_one(Cuda *c, const Cache &cache, float *out, const float *q) {
+    auto kernel = cache.width <= 64    ? attention_one<CacheType, 1>
+                  : cache.width <= 128 ? attention_one<CacheType, 2>
+                                       : attention_one<CacheType, 4>;
+    dim3 grid(cache.n_heads, c->splits);
+    launch(c, kernel, grid, 32 * WARPS, 0, cache, out, q, c->partials, c->counters);
+}
+
+static void launch_attention(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
+    if (T == 1 && c->float_cache) return launch_one<float>(c, cache, out, q);
+    if (T == 1) return launch_one<__half>(c, cache, out, q);
+    if (c->float_cache) return launch_plain(c, cache, out, q, T);
+    auto flash = cache.width <= 64    ? launch_flash<64>
+                 : cache.width <= 128 ? launch_flash<128>
+                                      : launch_flash<256>;
+    flash(c, cache, out, q, T);
+}
+
+static HeadWeights head_weights(const Layer *w) {
+    return {(const float *)w->bq.data, (const float *)w->bk.data, (const float *)w->bv.data,
+            (const float *)w->q_norm.data, (const float *)w->k_norm.data};
+}
+
+// Whether queries, keys and values are changed before they are rotated.
+static bool has_biases_or_norms(const HeadWeights &w) {
+    return w.bq || w.bk || w.bv || w.q_norm || w.k_norm;
+}
+
+static void attention(Backend *b, int layer, const Layer *w, float *out, const float *x, int pos,
+                      int T) {
+    Cuda *c = (Cuda *)b;
+    Cache cache = layer_cache(c, layer);
+    Product qkv[] = {{c->q, w->wq, false}, {c->k, w->wk, false}, {c->v, w->wv, false}};
+    size_t pairs = (c->config.q_dim + 2 * (size_t)c->config.kv_dim) / 2;
+    if (!c->in_pass) send_input(c, NULL, 0, pos);
+    rmsnorm(c, c->y, x, &w->attention_norm, T);
+    matmul(c, qkv, 3, c->y, T);
+    HeadWeights heads = head_weights(w);
+    if (has_biases_or_norms(heads))
+        launch(c, add_biases_and_norms, dim3(cache.n_heads + 2 * cache.n_kv_heads, T), 32, 0, cache,
+               heads, c->q, c->k, c->v, c->config.norm_eps);
+    auto rotate = c->float_cache ? rotate_and_cache<float> : rotate_and_cache<__half>;
+    launch(c, rotate, dim3(ceil_div(pairs, 128), T), 128, 0, cache, c->q, c->k, c->v, c->rotation);
+    launch_attention(c, cache, out, c->q, T);
+}
+
+// ----------------------------------------------------------------------------
+// Products
+
+static void add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
+    Product product = {x, *w, true};
+    matmul((Cuda *)b, &product, 1, y, T);
+}
+
+static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
+    Cuda *c = (Cuda *)b;
+    Products gate_up = {{{c->h, w->w1, false}, {c->h2, w->w3, false}}, 2};
+    size_t n = (size_t)T * c->config.hidden_dim;
+    rmsnorm(c, c->y, x, &w->ffn_norm, T);
+    bool can_fuse = uses_tensor_cores(&w->w1, T) && w->w1.type == w->w3.type;
+    if (!can_fuse || !launch_tensor(c, gate_up, c->y, T, true)) {
+        matmul(c, gate_up.list, 2, c->y, T);
+        launch(c, apply_swiglu, ceil_div(n, 256), 256, 0, c->h, half_copy_for(c, c->h, T), c->h2,
+               n);
+    }
+    add_product(b, x, &w->w2, c->h, T);
+}
+
+// ----------------------------------------------------------------------------
+// Logits and the next token
+
+// Pins the caller's logits, so that they are copied in one transfer. If the system refuses, the
+// copy is slower.
+static void pin(Cuda *c, void *memory, size_t bytes) {
+    if (c->pinned == memory && bytes <= c->pinned_bytes) return;
+    if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
+    bool done = cudaHostRegister(memory, bytes, cudaHostRegisterDefault) == cudaSuccess;
+    if (!done) (void)cudaGetLastError();
+    c->pinned = done ? memory : NULL, c->pinned_bytes = done ? bytes : 0;
+}
+
+static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x,
+                   int T) {
+    Cuda *c = (Cuda *)b;
+    size_t bytes = sizeof(float) * T * output->rows;
+    Product product = {c->logits, *output, false};
+    c->out = out;
+    rmsnorm(c, c->y, x, norm, T);
+    matmul(c, &product, 1, c->y, T);
+    if (out) {
+        if (!c->recording) pin(c, out, bytes);
+        CUDA(cudaMemcpyAsync(out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
+    } else {
+        launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
+    }
+    if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream));
+}
+
+static int choose(Backend *b, float temperature, float topp, float coin) {
+    Cuda *c = (Cuda *)b;
+    int best = *c->best;
+    if (best < 0 || temperature == 0) return best;
+    Distribution distribution = {c->logits, c->config.vocab_size, 0, 1 / temperature};
+    launch(c, sample_token, 1, SAMPLER_THREADS, 0, c->best, distribution, best, topp, coin);
+    CUDA(cudaStreamSynchronize(c->stream));
+    int sampled = *c->best;
+    *c->best = best; // choose may be called again for the same logits
+    return sampled;
+}
+
+// ----------------------------------------------------------------------------
+// Bandwidth
+
+// Returns the fastest of several reads of the first n bytes of the weights, in bytes per second.
+static double bandwidth(Backend *b, const void *, size_t n) {
+    Cuda *c = (Cuda *)b;
+    cudaEvent_t start, stop;
+    CUDA(cudaEventCreate(&start));
+    CUDA(cudaEventCreate(&stop));
+    size_t words = std::min(n, c->weights_bytes) / 16;
+    float best = INFINITY, ms;
+    for (int pass = 0; pass < 20; pass++) {
+        CUDA(cudaEventRecord(start, c->stream));
+        launch(c, read_memory, 8 * c->multiprocessors, 256, 0, c->weights, words, c->best);
+        CUDA(cudaEventRecord(stop, c->stream));
+        CUDA(cudaEventSynchronize(stop));
+        CUDA(cudaEventElapsedTime(&ms, start, stop));
+        best = std::min(best, ms);
+    }
+    CUDA(cudaEventDestroy(start));
+    CUDA(cudaEventDestroy(stop));
+    return words * 16 / (best * 1e-3);
+}

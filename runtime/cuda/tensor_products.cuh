@@ -1,0 +1,501 @@
+// Matrix products of many tokens on the tensor cores, in half precision with float32 sums.
+//
+// A tile is R rows of the weights and TOKENS tokens. Its columns are processed in steps of
+// STEP_COLS. All steps of all tiles form one sequence, of which every block computes an equal
+// part, so a tile may be shared by several blocks. The last of them to finish adds up the partial
+// sums that the others wrote, in the order of the columns.
+//
+// Weights go from global memory through registers, where they become half precision, to shared
+// memory. x is copied to shared memory asynchronously, some steps ahead.
+#pragma once
+#include "products.cuh"
+
+enum {
+    STEP_COLS = 64,        // columns of a step: a multiple of 64
+    PITCH = STEP_COLS + 8, // halves between rows in shared memory; 8 unused against bank conflicts
+    PREFETCH_STEPS = 4,    // weights are prefetched to the L2 cache this many steps ahead
+    TENSOR_THREADS = 256,  // threads of a block
+    WARP_TILE = 64,        // rows, and tokens, of the part of a tile that a warp computes
+};
+
+// Writes x (n,) in half precision to out.
+static __global__ void convert(__half *out, const float *x, size_t n) {
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = to_half(x[i]);
+}
+
+// ----------------------------------------------------------------------------
+// Weights in half precision
+
+// Converts a unit to half precision, 8 elements in each uint4 of `out`.
+template <Type type>
+static __device__ void unit_to_halves(const typename Format<type>::Unit &u, uint4 *out) {
+    const int N = Format<type>::N;
+    float x[N];
+    Format<type>::unpack(u, x);
+    scale_to_halves<N>((__half2 *)out, x, Format<type>::scale(u));
+}
+
+template <> __device__ void unit_to_halves<F16>(const Format<F16>::Unit &u, uint4 *out) {
+    *out = u.bits;
+}
+
+template <> __device__ void unit_to_halves<BF16>(const Format<BF16>::Unit &u, uint4 *out) {
+    float x[8];
+    Format<BF16>::unpack(u, x);
+    bool may_overflow = (u.bits.x | u.bits.y | u.bits.z | u.bits.w) & 0x40004000u; // |x| >= 2
+    if (may_overflow) return scale_to_halves<8>((__half2 *)out, x, 1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) ((__half2 *)out)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+}
+
+// Returns scale * (byte - zero) for two bytes of `word`, which `selector` picks. A byte in the
+// lowest bits of the half 1024 makes it 1024 + byte.
+static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t selector, float zero,
+                                          __half2 scale) {
+    uint32_t bits = __byte_perm(word, 0x64646464u, selector);
+    __half2 shift = __floats2half2_rn(-1024 - zero, -1024 - zero);
+    return __hmul2(__hadd2(*(__half2 *)&bits, shift), scale);
+}
+
+// Whether products with this scale stay in the range of half precision. Then they can be computed
+// in half precision, with the same single rounding as in float32.
+static __device__ bool is_small(__half scale) { return fabsf(__half2float(scale)) <= 500; }
+
+template <> __device__ void unit_to_halves<Q8_0>(const Format<Q8_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t word = words[i / 2] ^ 0x80808080u, selector = i % 2 ? 0x4342 : 0x4140;
+            pairs[i] = bytes_to_halves(word, selector, 128, scale);
+        }
+    } else {
+        float x[16];
+        Format<Q8_0>::unpack(u, x);
+        scale_to_halves<16>(pairs, x, Format<Q8_0>::scale(u));
+    }
+}
+
+template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, uint4 *out) {
+    const uint32_t words[] = {u.bits.x, u.bits.y, u.bits.z, u.bits.w};
+    __half2 *pairs = (__half2 *)out, scale = __halves2half2(u.scale, u.scale);
+    if (is_small(u.scale)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            uint32_t word = words[i / 2], selector = i % 2 ? 0x4342 : 0x4140;
+            pairs[i] = bytes_to_halves(word & 0x0f0f0f0fu, selector, 8, scale);
+            pairs[8 + i] = bytes_to_halves(word >> 4 & 0x0f0f0f0fu, selector, 8, scale);
+        }
+    } else {
+        float x[32];
+        Format<Q4_0>::unpack(u, x);
+        scale_to_halves<32>(pairs, x, Format<Q4_0>::scale(u));
+    }
+}
+
+// ----------------------------------------------------------------------------
+// What a launch computes, and where a tile's rows are
+
+// Tiles are numbered by tokens first, then by rows, so that blocks that run at the same time read
+// the same weights.
+typedef struct {
+    int cols, T;        // of x
+    int token_tiles;    // tiles that a group of rows needs for all tokens
+    int steps, tiles;   // steps of a tile; all tiles
+    int stages;         // steps of x that shared memory holds: one in use, the others being copied
+    bool gated;         // out of product 0 = SwiGLU of products 0 and 1
+    __half *half_copy;  // with `gated`: the same in half precision; NULL if it is not needed
+    float *partials;    // (blocks, 2, TOKENS, R): partial sums of shared tiles
+    unsigned *counters; // (blocks,) zeros
+} TilePlan;
+
+// The rows of a tile. Its upper half follows the lower half; with `gated`, it has the same rows of
+// the second matrix instead.
+struct TileRows {
+    Mat lower, upper; // copies, so that they stay in registers
+    int product, row, upper_row;
+
+    template <int R>
+    static __device__ TileRows of(const Products &products, const TilePlan &p, int tile) {
+        RowGroup at = find_rows(products, tile / p.token_tiles, p.gated ? R / 2 : R);
+        const Mat &w = products.list[at.product].w;
+        if (p.gated) return {w, products.list[1].w, 0, at.row, at.row};
+        return {w, w, at.product, at.row, at.row + R / 2};
+    }
+
+    // Sets *m to the matrix of the tile's row r, and returns its row in it. Rows beyond the last
+    // repeat the last; their sums are not stored.
+    template <int R> __device__ size_t row_of(int r, Mat *m) const {
+        *m = lower;
+        if (r < R / 2) return min(row + r, lower.rows - 1);
+        m->data = upper.data, m->scales = upper.scales;
+        return min(upper_row + r - R / 2, lower.rows - 1);
+    }
+};
+
+static __device__ int first_step(const TilePlan &p, int block) {
+    return (int)((long long)p.tiles * p.steps * block / gridDim.x);
+}
+
+// Returns which block computes a step.
+static __device__ int block_of_step(const TilePlan &p, int step) {
+    return (int)((((long long)step + 1) * gridDim.x - 1) / ((long long)p.tiles * p.steps));
+}
+
+// ----------------------------------------------------------------------------
+// Loads
+
+// The weights of a step that a thread holds in registers: units TENSOR_THREADS apart.
+template <Type type, int R> struct WeightStage {
+    static const int N = Format<type>::N, UNITS_PER_ROW = STEP_COLS / N, TOTAL = R * UNITS_PER_ROW,
+                     UNITS = (TOTAL + TENSOR_THREADS - 1) / TENSOR_THREADS;
+    typename Format<type>::Unit units[UNITS];
+
+    static __device__ int row_of(int j) {
+        return (threadIdx.x + j * TENSOR_THREADS) / UNITS_PER_ROW;
+    }
+    static __device__ int col_of() { return threadIdx.x % UNITS_PER_ROW * N; }
+    static __device__ bool is_used(int j) {
+        return TOTAL % TENSOR_THREADS == 0 || threadIdx.x + j * TENSOR_THREADS < TOTAL;
+    }
+
+    // Loads unit j of the step that begins at column k. Columns beyond the last are zero.
+    __device__ void load(int j, const TileRows &rows, int cols, int k) {
+        if (!is_used(j)) return;
+        Mat m;
+        size_t row = rows.row_of<R>(row_of(j), &m);
+        if (k + col_of() < cols) units[j] = load_unit<type>(m, (row * cols + k + col_of()) / N);
+        else memset(&units[j], 0, sizeof units[j]);
+    }
+
+    // Stores unit j to ws (R, PITCH).
+    __device__ void store(int j, __half *ws) const {
+        uint4 halves[N / 8];
+        if (!is_used(j)) return;
+        unit_to_halves<type>(units[j], halves);
+        uint4 *to = (uint4 *)(ws + row_of(j) * PITCH + col_of());
+#pragma unroll
+        for (int i = 0; i < N / 8; i++) to[i] = halves[i];
+    }
+};
+
+// Starts the copy of one step of x (T, cols): tokens from t0 and columns from k, to xs (TOKENS,
+// PITCH). Tokens beyond the last repeat the last; columns beyond the last are zero.
+template <int TOKENS>
+static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, int cols, int k) {
+    const int UNITS_PER_ROW = STEP_COLS / 8;
+#pragma unroll
+    for (int j = 0; j < TOKENS * UNITS_PER_ROW / TENSOR_THREADS; j++) {
+        int i = threadIdx.x + j * TENSOR_THREADS, unit = i % UNITS_PER_ROW, col = k + unit * 8;
+        int t = i / UNITS_PER_ROW;
+        const __half *from = x + (size_t)min(t0 + t, T - 1) * cols + (col < cols ? col : 0);
+        __pipeline_memcpy_async(xs + t * PITCH + unit * 8, from, 16, col < cols ? 0 : 16);
+    }
+}
+
+// Prefetches a tile's weights to the L2 cache: each of threads 0 to R - 1 one row's elements, each
+// of the next R threads one row's scales.
+template <Type type, int R> struct WeightPrefetch {
+    const char *from; // step 0; NULL for the other threads
+    size_t stride;    // bytes between steps
+
+    __device__ WeightPrefetch(const TileRows &rows, int cols) {
+        const int N = Format<type>::N, part = threadIdx.x / R;
+        Mat m;
+        size_t i = rows.row_of<R>(threadIdx.x % R, &m) * cols;
+        from = part == 0 ? (const char *)m.data + i / N * sizeof(uint4) : NULL;
+        stride = STEP_COLS / N * sizeof(uint4);
+        if (part == 1 && m.scales) {
+            from = (const char *)m.scales + i / 32 * sizeof(__half);
+            stride = STEP_COLS / 32 * sizeof(__half);
+        }
+    }
+    __device__ void prefetch(int step, int end) const {
+        if (from && step < end) prefetch_line(from + step * stride);
+    }
+};
+
+// Prefetches the weights of the first steps of a block that begins at `step`.
+template <Type type, int R>
+static __device__ void prefetch_first(const Products &products, const TilePlan &p, int step) {
+    WeightPrefetch<type, R> weights(TileRows::of<R>(products, p, step / p.steps), p.cols);
+    for (int s = step % p.steps; s < step % p.steps + PREFETCH_STEPS; s++)
+        weights.prefetch(s, p.steps);
+}
+
+// ----------------------------------------------------------------------------
+// Multiplication
+
+// A tensor core's sums of 16 rows and 16 tokens. A warp holds 4 by 4 of them.
+typedef nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> Sums;
+
+// How the warps of a block share a tile: each computes WARP_TILE rows and tokens. If the tile needs
+// fewer warps than there are, several groups of warps each multiply a part of the columns.
+template <int R, int TOKENS> struct WarpLayout {
+    static const int GROUPS = TENSOR_THREADS / 32 * WARP_TILE * WARP_TILE / (R * TOKENS),
+                     SUM_PITCH = R + 4; // floats between the tokens of a tile of sums
+    static __device__ int row() { return threadIdx.x / 32 % (R / WARP_TILE) * WARP_TILE; }
+    static __device__ int token() {
+        return threadIdx.x / 32 / (R / WARP_TILE) % (TOKENS / WARP_TILE) * WARP_TILE;
+    }
+    static __device__ int group() { return threadIdx.x / (TENSOR_THREADS / GROUPS); }
+
+    // Adds the product of 16 columns of ws (R, PITCH) and xs (TOKENS, PITCH).
+    static __device__ void multiply(Sums sums[4][4], const __half *ws, const __half *xs) {
+        using namespace nvcuda::wmma;
+        fragment<matrix_a, 16, 16, 16, __half, row_major> a[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) load_matrix_sync(a[i], ws + (row() + 16 * i) * PITCH, PITCH);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            fragment<matrix_b, 16, 16, 16, __half, col_major> b;
+            load_matrix_sync(b, xs + (token() + 16 * j) * PITCH, PITCH);
+#pragma unroll
+            for (int i = 0; i < 4; i++) mma_sync(sums[i][j], a[i], b, sums[i][j]);
+        }
+    }
+
+    // Writes the sums of all groups, added in the order of the groups, to tile (TOKENS, SUM_PITCH).
+    static __device__ void add_groups(Sums sums[4][4], float *tile) {
+        using namespace nvcuda::wmma;
+        for (int turn = 0; turn < GROUPS; turn++) {
+            if (group() == turn) {
+#pragma unroll
+                for (int i = 0; i < 16; i++) {
+                    float *at = tile + (token() + i / 4 * 16) * SUM_PITCH + row() + i % 4 * 16;
+                    Sums &mine = sums[i % 4][i / 4];
+                    if (turn > 0) {
+                        Sums other;
+                        load_matrix_sync(other, at, SUM_PITCH, mem_col_major);
+                        for (int e = 0; e < other.num_elements; e++) mine.x[e] += other.x[e];
+                    }
+                    store_matrix_sync(at, mine, SUM_PITCH, mem_col_major);
+                }
+            }
+            __syncthreads();
+        }
+    }
+};
+
+// The steps first to end - 1 of a tile that begins at token t0.
+struct TileSteps {
+    TileRows rows;
+    int t0, first, end;
+};
+
+// Shared memory of a tile: ws (2, R, PITCH), the weights of two steps; xs (stages, TOKENS, PITCH).
+struct TileBuffers { __half *ws, *xs; };
+
+// Computes `sums` of some steps of a tile. Weights are loaded into registers two steps before they
+// are multiplied, and stored to shared memory one step before.
+// x (T, cols) in half precision.
+template <Type type, int R, int TOKENS>
+static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, const __half *x,
+                                      const TilePlan &p, const TileBuffers &buffers) {
+    typedef WarpLayout<R, TOKENS> Warps;
+    typedef WeightStage<type, R> Weights;
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS, W = R * PITCH, X = TOKENS * PITCH;
+    const TileRows &rows = tile.rows;
+    int t0 = tile.t0, first = tile.first, end = tile.end;
+    __half *ws = buffers.ws, *xs = buffers.xs;
+    bool has_tokens = t0 + Warps::token() < p.T;
+    WeightPrefetch<type, R> ahead(rows, p.cols);
+    Weights stage;
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) stage.load(j, rows, p.cols, first * STEP_COLS);
+    for (int s = first + 1; s < first + PREFETCH_STEPS; s++) ahead.prefetch(s, end);
+    for (int i = 0; i < p.stages - 1; i++) {
+        if (first + i < end)
+            copy_x_async<TOKENS>(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP_COLS);
+        __pipeline_commit();
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) nvcuda::wmma::fill_fragment(sums[i / 4][i % 4], 0.0f);
+#pragma unroll
+    for (int j = 0; j < Weights::UNITS; j++) {
+        stage.store(j, ws);
+        if (first + 1 < end) stage.load(j, rows, p.cols, (first + 1) * STEP_COLS);
+    }
+    int now = 0,
+        next = p.stages - 1; // stages of x: multiplied in this step, copied to in this step
+    for (int s = first; s < end; s++) {
+        __pipeline_wait_prior(p.stages - 2);
+        __syncthreads(); // this step's weights and x are visible; the step before is finished
+        if (s + p.stages - 1 < end)
+            copy_x_async<TOKENS>(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP_COLS);
+        __pipeline_commit();
+        ahead.prefetch(s + PREFETCH_STEPS, end);
+        const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
+        __half *w_next = ws + (s + 1 - first) % 2 * W;
+        auto renew_weights = [&](int slice) {
+#pragma unroll
+            for (int j = slice; j < Weights::UNITS; j += SLICES) {
+                if (s + 1 < end) stage.store(j, w_next);
+                if (s + 2 < end) stage.load(j, rows, p.cols, (s + 2) * STEP_COLS);
+            }
+        };
+#pragma unroll
+        for (int i = 0; i < SLICES; i++) {
+            int k = (i * Warps::GROUPS + Warps::group()) * 16;
+            // Half of the warps store weights while the other half use the tensor cores.
+            if (threadIdx.x < TENSOR_THREADS / 2) renew_weights(i);
+            if (has_tokens) Warps::multiply(sums, w_now + k, x_now + k);
+            if (threadIdx.x >= TENSOR_THREADS / 2) renew_weights(i);
+        }
+        now = now + 1 < p.stages ? now + 1 : 0, next = next + 1 < p.stages ? next + 1 : 0;
+    }
+    __syncthreads(); // the buffers may be overwritten
+}
+
+// ----------------------------------------------------------------------------
+// Results
+
+// What a thread holds of a tile's finished sums: quads, which are the sums of 4 rows for one token,
+// TENSOR_THREADS apart. The quads of a tile are handled in PARTS rounds of EACH quads a thread.
+template <int R, int TOKENS> struct SumQuads {
+    static const int ALL = TOKENS * R / 4 / TENSOR_THREADS, EACH = ALL < 16 ? ALL : 16,
+                     PARTS = ALL / EACH;
+    float4 y[EACH];
+    int first;
+
+    __device__ SumQuads(int part) : first(threadIdx.x + part * EACH * TENSOR_THREADS) {}
+    __device__ int index(int j) const { return first + j * TENSOR_THREADS; }
+    __device__ int token(int j) const { return index(j) / (R / 4); }
+    __device__ int first_row(int j) const { return index(j) % (R / 4) * 4; }
+
+    // tile (TOKENS, SUM_PITCH)
+    __device__ void read(const float *tile) {
+        const int PITCH_OF_SUMS = WarpLayout<R, TOKENS>::SUM_PITCH;
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            y[j] = *(const float4 *)(tile + token(j) * PITCH_OF_SUMS + first_row(j));
+    }
+    __device__ void write_partial(float4 *partial) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) partial[index(j)] = y[j];
+    }
+    __device__ void clear() {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) y[j] = make_float4(0, 0, 0, 0);
+    }
+    __device__ void add(const float4 other[EACH]) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            y[j].x += other[j].x, y[j].y += other[j].y;
+            y[j].z += other[j].z, y[j].w += other[j].w;
+        }
+    }
+    __device__ void add_partial(const float4 *partial) {
+        float4 other[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) other[j] = partial[index(j)];
+        add(other);
+    }
+
+    // Stores the tile whose first row and token are `row` and t0 to p.out (T, p.w.rows).
+    __device__ void store(const Product &p, int row, int t0, int T) {
+        const int rows = p.w.rows;
+        float *out = p.out + (size_t)t0 * rows + row;
+        if (rows % 4) return store_unaligned(p, row, t0, T);
+        float4 before[EACH]; // all are loaded before the first is stored
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            bool needed = p.accumulate && t0 + token(j) < T && row + first_row(j) < rows;
+            before[j] = needed ? *(const float4 *)(out + (size_t)token(j) * rows + first_row(j))
+                               : make_float4(0, 0, 0, 0);
+        }
+        add(before);
+#pragma unroll
+        for (int j = 0; j < EACH; j++)
+            if (t0 + token(j) < T && row + first_row(j) < rows)
+                *(float4 *)(out + (size_t)token(j) * rows + first_row(j)) = y[j];
+    }
+
+    // Does the same where a quad may cross the end of a row or is not aligned.
+    __device__ void store_unaligned(const Product &p, int row, int t0, int T) const {
+        for (int j = 0; j < EACH; j++) {
+            const float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+            for (int i = 0; i < 4 && t < T && r + i < p.w.rows; i++)
+                store_sum(p.out + (size_t)t * p.w.rows + r + i, four[i], p.accumulate);
+        }
+    }
+
+    // Stores SwiGLU of the tile's lower half, the gate, and its upper half.
+    __device__ void store_gated(const Product &p, int row, int t0, const TilePlan &plan) const {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            float four[4] = {y[j].x, y[j].y, y[j].z, y[j].w};
+            int t = t0 + token(j), r = row + first_row(j);
+            size_t at = (size_t)t * p.w.rows + r;
+#pragma unroll
+            for (int i = 0; i < 4; i++) // row + R / 2 is in the lane R / 8 further on
+                four[i] = swiglu(four[i], __shfl_xor_sync(ALL_LANES, four[i], R / 8));
+            if (first_row(j) >= R / 2 || t >= plan.T || r >= p.w.rows) continue;
+            if (p.w.rows % 4 == 0) store_four_with_copy(p.out, plan.half_copy, at, four);
+            else
+                for (int i = 0; i < 4 && r + i < p.w.rows; i++)
+                    store_with_copy(p.out, plan.half_copy, at + i, four[i]);
+        }
+    }
+};
+
+// Returns where a block writes its partial sums (SIZE,) of a tile. A block shares at most two tiles
+// with others: one whose first step it computes, and one that an earlier block began.
+template <int SIZE>
+static __device__ float4 *partial_of(const TilePlan &p, int block, bool has_first_step) {
+    return (float4 *)(p.partials + (2 * (size_t)block + has_first_step) * SIZE);
+}
+
+// Writes this block's partial sums of a tile that the blocks from `from` to `to` share. Returns
+// whether it is the last of them to do so.
+template <int R, int TOKENS>
+static __device__ bool is_last_of_tile(const float *tile, const TilePlan &p, bool has_first_step,
+                                       int from, int to) {
+    typedef SumQuads<R, TOKENS> Quads;
+    for (int i = 0; i < Quads::PARTS; i++) {
+        Quads y(i);
+        y.read(tile);
+        y.write_partial(partial_of<R * TOKENS>(p, blockIdx.x, has_first_step));
+    }
+    return is_last_block(&p.counters[from], to - from + 1);
+}
+
+// Computes the products of many tokens.
+// x (T, cols) in half precision; cols is a multiple of 32. Dynamic shared memory: TileBuffers;
+// after a tile's last step the same memory holds its sums (TOKENS, SUM_PITCH).
+// Grid: at most as many blocks as there are steps; block: TENSOR_THREADS threads.
+template <Type type, int R, int TOKENS>
+static __global__ void __launch_bounds__(TENSOR_THREADS, 1)
+    matmul_tensor(const __grid_constant__ Products products, const __half *x,
+                  const __grid_constant__ TilePlan p) {
+    LAUNCH_SHARED(shared);
+    __half *ws = (__half *)shared;
+    TileBuffers buffers = {ws, ws + 2 * R * PITCH};
+    int step = first_step(p, blockIdx.x), end = first_step(p, blockIdx.x + 1);
+    prefetch_first<type, R>(products, p, step);
+    for (int n; step < end; step += n) {
+        int tile = step / p.steps, first = step % p.steps, t0 = tile % p.token_tiles * TOKENS;
+        n = min(p.steps - first, end - step);
+        TileSteps steps = {TileRows::of<R>(products, p, tile), t0, first, first + n};
+        Sums sums[4][4];
+        multiply_steps<type, R, TOKENS>(sums, steps, x, p, buffers);
+        WarpLayout<R, TOKENS>::add_groups(sums, shared);
+        int from = block_of_step(p, tile * p.steps);
+        int to = block_of_step(p, (tile + 1) * p.steps - 1);
+        if (from < to && !is_last_of_tile<R, TOKENS>(shared, p, first == 0, from, to)) continue;
+        for (int i = 0; i < SumQuads<R, TOKENS>::PARTS; i++) {
+            SumQuads<R, TOKENS> y(i);
+            if (from == to) y.read(shared);
+            else y.clear();
+            for (int b = from; from < to && b <= to; b++)
+                y.add_partial(partial_of<R * TOKENS>(p, b, b == from));
+            const TileRows &rows = steps.rows;
+            if (p.gated) y.store_gated(products.list[0], rows.row, t0, p);
+            else y.store(products.list[rows.product], rows.row, t0, p.T);
+        }
+        __syncthreads(); // all threads have read the sums
+    }
+}

@@ -1,0 +1,161 @@
+// How the weights get to the device.
+#pragma once
+#include <vector>
+#include "session.cuh"
+
+// ----------------------------------------------------------------------------
+// Layout: first the values of all matrices, then the scales of all
+
+// Bytes of a matrix on the device.
+typedef struct { size_t values, scales; } MatBytes;
+
+static MatBytes bytes_of(const Mat *m) {
+    size_t n = (size_t)m->rows * m->cols;
+    switch (m->type) {
+    case F32: return {4 * n, 0};
+    case F16:
+    case BF16: return {2 * n, 0};
+    case Q8_0: return {n, n / 32 * 2};
+    case Q4_0: return {n / 2, n / 32 * 2};
+    default: return {n, (n + m->group - 1) / m->group * 4};
+    }
+}
+
+// Returns the same, rounded up so that the next matrix is aligned. Matrices whose rows are whole
+// units follow each other without a gap.
+static MatBytes aligned_bytes_of(const Mat *m) {
+    MatBytes bytes = bytes_of(m);
+    auto round_up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
+    return {round_up(bytes.values, sizeof(uint4)), round_up(bytes.scales, sizeof(float))};
+}
+
+static bool is_supported(Type type) {
+    return type == F32 || type == F16 || type == BF16 || type == Q8_0 || type == Q4_0
+           || type == INT8_GROUPS;
+}
+
+// Returns every matrix once, in the order of their layout. An output that is tied to the embedding
+// is left out.
+static std::vector<Mat *> matrices(Weights *w, int n_layers) {
+    std::vector<Mat *> all = {&w->token_embedding, &w->norm};
+    if (w->output.data != w->token_embedding.data) all.push_back(&w->output);
+    for (Layer *l = w->layers; l < w->layers + n_layers; l++)
+        all.insert(all.end(), {&l->attention_norm, &l->wq, &l->wk, &l->wv, &l->wo, &l->ffn_norm,
+                               &l->w1, &l->w3, &l->w2});
+    for (Layer *l = w->layers; l < w->layers + n_layers; l++)
+        for (Mat *m : {&l->bq, &l->bk, &l->bv, &l->q_norm, &l->k_norm})
+            if (m->data) all.push_back(m);
+    return all;
+}
+
+// ----------------------------------------------------------------------------
+// Copies by way of two pinned buffers: one is filled from the file while the other is copied
+
+static const size_t BUFFER_BYTES = 32 << 20;
+
+typedef struct {
+    cudaStream_t stream;
+    char *buffers[2];
+    cudaEvent_t copied[2]; // the buffer may be filled again
+    int current;
+} Upload;
+
+// Returns the buffer whose turn it is, after its last copy has finished.
+static char *next_buffer(Upload *u) {
+    u->current = !u->current;
+    CUDA(cudaEventSynchronize(u->copied[u->current]));
+    return u->buffers[u->current];
+}
+
+// Starts the copy of n bytes of the current buffer.
+static void send(Upload *u, void *to, const char *from, size_t n) {
+    CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->stream));
+    CUDA(cudaEventRecord(u->copied[u->current], u->stream));
+}
+
+static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
+    for (size_t at = 0, some; at < n; at += some) {
+        some = n - at < BUFFER_BYTES ? n - at : BUFFER_BYTES;
+        char *buffer = next_buffer(u);
+        memcpy(buffer, (const char *)from + at, some);
+        send(u, to + at, buffer, some);
+    }
+}
+
+// Uploads n blocks, each a scale of 2 bytes followed by WIDTH bytes of values. Values and scales go
+// to different places.
+template <size_t WIDTH>
+static void upload_blocks(Upload *u, char *values, char *scales, const void *from, size_t n) {
+    const char *block = (const char *)from;
+    size_t max = BUFFER_BYTES / (2 + WIDTH);
+    for (size_t at = 0, some; at < n; at += some) {
+        some = n - at < max ? n - at : max;
+        char *buffer = next_buffer(u);
+        for (size_t i = 0; i < some; i++, block += 2 + WIDTH) {
+            memcpy(buffer + i * WIDTH, block + 2, WIDTH);
+            memcpy(buffer + some * WIDTH + 2 * i, block, 2);
+        }
+        send(u, values + at * WIDTH, buffer, some * WIDTH);
+        send(u, scales + 2 * at, buffer + some * WIDTH, 2 * some);
+    }
+}
+
+// Uploads a matrix and points it to its new place.
+static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
+    MatBytes bytes = bytes_of(m);
+    size_t blocks = (size_t)m->rows * m->cols / 32;
+    if (m->type == Q8_0) upload_blocks<32>(u, values, scales, m->data, blocks);
+    else if (m->type == Q4_0) upload_blocks<16>(u, values, scales, m->data, blocks);
+    else {
+        upload_bytes(u, values, m->data, bytes.values);
+        if (bytes.scales) upload_bytes(u, scales, m->scales, bytes.scales);
+    }
+    m->data = values;
+    m->scales = bytes.scales ? scales : NULL;
+}
+
+// Uploads all weights to c->weights. Returns NULL or an error message.
+static const char *upload(Cuda *c, Weights *w) {
+    Upload u = {};
+    u.stream = c->stream;
+    char *values = (char *)c->weights, *scales = values + c->values_bytes;
+    bool is_tied = w->output.data == w->token_embedding.data;
+    for (int i = 0; i < 2; i++) {
+        u.buffers[i] = (char *)allocate_pinned(BUFFER_BYTES);
+        CUDA(cudaEventCreateWithFlags(&u.copied[i], cudaEventDisableTiming));
+    }
+    bool ok = u.buffers[0] && u.buffers[1];
+    for (Mat *m : ok ? matrices(w, c->config.n_layers) : std::vector<Mat *>()) {
+        MatBytes bytes = aligned_bytes_of(m);
+        c->uploaded->push_back({m, *m});
+        upload_matrix(&u, values, scales, m);
+        values += bytes.values, scales += bytes.scales;
+    }
+    if (ok && is_tied) {
+        c->uploaded->push_back({&w->output, w->output});
+        w->output = w->token_embedding;
+    }
+    CUDA(cudaStreamSynchronize(c->stream));
+    for (int i = 0; i < 2; i++) {
+        if (u.buffers[i]) CUDA(cudaFreeHost(u.buffers[i]));
+        CUDA(cudaEventDestroy(u.copied[i]));
+    }
+    return ok ? NULL : NOT_PINNED;
+}
+
+// Computes c->rotation from frequencies (head_dim / 2,) in radians per position, in double
+// precision as on the CPU.
+static void upload_rotation(Cuda *c, const double *frequencies) {
+    int positions = c->cache.positions, half = c->config.head_dim / 2;
+    std::vector<float> table(2 * (size_t)positions * half);
+    for (int i = 0; i < half; i++) {
+        for (int pos = 0; pos < positions; pos++) {
+            double angle = pos * frequencies[i];
+            float *cos_sin = &table[2 * ((size_t)pos * half + i)];
+            cos_sin[0] = (float)(c->config.rope_scale * cos(angle));
+            cos_sin[1] = (float)(c->config.rope_scale * sin(angle));
+        }
+    }
+    size_t bytes = sizeof(float) * table.size();
+    CUDA(cudaMemcpy(c->rotation, table.data(), bytes, cudaMemcpyHostToDevice));
+}

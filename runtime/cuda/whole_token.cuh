@@ -1,0 +1,748 @@
+// Decoding in one kernel: its blocks run for a whole token and synchronize at barriers of the grid.
+// It computes what the ops compute one by one.
+//
+// A token needs every weight once, in an order that is known from the start; only the vectors that
+// they multiply have to be waited for. So each warp keeps `slots` pieces of weights on their way
+// into its part of shared memory, across the ends of products, attention and barriers, and memory
+// is never idle (compare Spector et al. 2025, "Look ma, no bubbles").
+#pragma once
+#include "attention.cuh"
+#include "products.cuh"
+#include "sampling.cuh"
+
+enum {
+    BLOCK_WARPS = WARPS + 1, // WARPS multiply; the last copies no weights and waits at the barriers
+    BLOCK_THREADS = 32 * BLOCK_WARPS,
+    GROUP_ROWS = 8,                        // rows that a warp multiplies together
+    PIECE_STEPS = 8,                       // in a step, lane 4 r + q multiplies 16 bytes of row r
+    PIECE_BYTES = 64 * PIECE_STEPS,        // bytes of each row in a piece; fewer at a row's end
+    SLOT_BYTES = GROUP_ROWS * PIECE_BYTES, // a piece in shared memory
+    MAX_SLOTS = 8,                         // of a warp
+};
+
+// ----------------------------------------------------------------------------
+// The plan of a token
+
+// The matrix products of a layer in their order, and the model's last one.
+enum { QKV, ATTENTION_OUT, GATE_UP, DOWN, LOGITS, N_ROLES };
+
+typedef struct { unsigned char group, piece; } PieceIndex;
+
+// One of these products. Its rows are multiplied in groups of 8; a group of GATE_UP is 4 rows of w1
+// and the same 4 rows of w3. Each block computes a range of groups. Their pieces are dealt to the
+// block's warps in turns. Pointers are those of layer 0.
+typedef struct {
+    Mat w;                   // QKV: wq, wk and wv as one matrix; GATE_UP: w1 and w3 as one matrix
+    int row_bytes;           // of the weights without scales
+    int pieces;              // of a row
+    int group_stride;        // rows from a group's first to the next group's first
+    int second_half;         // rows from a group's first to its fifth
+    int groups_per_block;    // groups that every block computes
+    int extra_groups;        // blocks that compute one more
+    PieceIndex first[WARPS]; // each warp's first piece of a block's range
+    PieceIndex hop;          // from a warp's piece to its next
+    const float *norm;       // (cols,) weights of the RMSNorm before it, or NULL
+} TokenProduct;
+
+typedef struct { size_t weights, scales, cache; } LayerStride; // bytes from a layer to the next
+
+typedef struct {
+    TokenProduct products[N_ROLES];
+    int n_layers;
+    int slots; // of each warp; 0: whole_token cannot run
+    LayerStride stride;
+    Mat table;              // token embedding
+    Cache cache;            // of layer 0
+    int max_splits;         // max blocks that share a head's positions
+    const float2 *rotation; // (positions, head_dim / 2): cosine and sine
+    float norm_eps;
+    float *x, *q, *attention_out, *h; // (dim,), (dim,), (dim,), (hidden_dim,)
+    float *partials;                  // of attention, if blocks share a head
+    float *logits;                    // (vocab_size,)
+    Largest *largest;                 // (gridDim.x,) each block's largest logit
+    int *best;         // in host memory: index of the largest logit, -1 if one is not finite
+    unsigned *arrived; // the grid barrier's counter; 0 at first
+    int x_floats;      // size of TokenShared.xs
+    int sums_floats;   // size of TokenShared.row_sums
+} TokenPlan;
+
+// A block's shared memory, one array after another.
+typedef struct {
+    char *slots;     // (WARPS, slots, SLOT_BYTES)
+    float *xs;       // what a product multiplies, padded; an AttentionScratch during attention
+    float *row_sums; // (groups, pieces, GROUP_ROWS) of a product
+    float *squares;  // (BLOCK_WARPS,) sums of the squares of x; at the end each warp's Largest
+} TokenShared;
+
+// Returns the bytes of TokenShared.
+static size_t token_shared_bytes(const TokenPlan &t) {
+    size_t floats = t.x_floats + t.sums_floats + 2 * BLOCK_WARPS;
+    return (size_t)t.slots * WARPS * SLOT_BYTES + sizeof(float) * floats;
+}
+
+// ----------------------------------------------------------------------------
+// The grid's barrier
+
+// Adds n to *counter. A thread that reads the sum with load_acquire sees what this thread wrote, or
+// saw, before.
+static __device__ void add_release(unsigned *counter, unsigned n) {
+#ifdef __CUDA_ARCH__
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
+#else
+    __threadfence();
+    atomicAdd(counter, n);
+#endif
+}
+
+static __device__ unsigned load_acquire(unsigned *counter) {
+    unsigned n;
+#ifdef __CUDA_ARCH__
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(counter) : "memory");
+#else
+    __nanosleep(20);
+    n = *(volatile unsigned *)counter;
+    __threadfence();
+#endif
+    return n;
+}
+
+enum { PHASE_BIT = 0x80000000u }; // flips whenever all blocks have arrived
+
+// Waits until all blocks have called it. What a block wrote before is visible to all after. Block 0
+// adds a number such that the sum of all flips the top bit (as CUDA's cooperative groups do).
+// `phase` is that bit before the barrier, in the thread that waits. All blocks of the grid must be
+// resident on the GPU.
+static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
+    __syncthreads();
+    if (threadIdx.x == 32 * WARPS) {
+        add_release(arrived, blockIdx.x ? 1u : PHASE_BIT - (gridDim.x - 1));
+        while (((phase ^ load_acquire(arrived)) & PHASE_BIT) == 0) {}
+        phase ^= PHASE_BIT;
+    }
+    __syncthreads();
+}
+
+// ----------------------------------------------------------------------------
+// The block's part of each product, and the weights on their way
+
+// The groups of one product that this block computes. Which blocks compute one group more than the
+// others rotates from product to product.
+struct BlockShare {
+    int step;        // 4 * layer + role
+    int role, layer; // layer is 0 for LOGITS
+    int first, n;    // groups
+    int first_extra; // first block that computes an extra group of the next product
+
+    __device__ bool is_past_end(const TokenPlan &t) const { return step > 4 * t.n_layers; }
+
+    __device__ void enter(const TokenPlan &t, int next) {
+        bool is_last = next >= 4 * t.n_layers;
+        step = next, role = is_last ? LOGITS : next % 4, layer = is_last ? 0 : next / 4;
+        const TokenProduct &product = t.products[role];
+        int place = (int)blockIdx.x - first_extra, blocks = gridDim.x;
+        if (place < 0) place += blocks;
+        first = place * product.groups_per_block + min(place, product.extra_groups);
+        n = product.groups_per_block + (place < product.extra_groups);
+        first_extra += product.extra_groups;
+        if (first_extra >= blocks) first_extra -= blocks;
+    }
+};
+
+// The next piece of weights that a warp will copy. It goes through the block's shares of all
+// products, and takes every WARPS-th piece.
+struct PieceCursor : BlockShare {
+    int group, piece; // of the share, and of its rows
+    const char *data; // the product's weights in its layer
+    // copies of the TokenProduct's fields; last_row = w.rows - 1
+    int group_stride, row_bytes, pieces, hop_groups, hop_pieces, last_row, second_half;
+
+    __device__ void begin(const TokenPlan &t, int next) {
+        do {
+            enter(t, next++);
+            PieceIndex start = t.products[role].first[threadIdx.x / 32];
+            group = start.group, piece = start.piece;
+        } while (!is_past_end(t) && group >= n);
+        const TokenProduct &product = t.products[role];
+        data = (const char *)product.w.data + layer * t.stride.weights;
+        group_stride = product.group_stride, row_bytes = product.row_bytes;
+        pieces = product.pieces, hop_groups = product.hop.group, hop_pieces = product.hop.piece;
+        last_row = product.w.rows - 1, second_half = product.second_half;
+    }
+
+    __device__ void advance(const TokenPlan &t) {
+        group += hop_groups, piece += hop_pieces;
+        if (piece >= pieces) piece -= pieces, group++;
+        if (group >= n) begin(t, step + 1);
+    }
+};
+
+// Starts the copy of 16 bytes to shared memory, or of zeros if `exists` is false. Copies finish in
+// the order of their commits.
+static __device__ void copy_16_async(char *to, const char *from, bool exists) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to)),
+                 "l"(from), "r"(exists ? 16 : 0)
+                 : "memory");
+#else
+    __pipeline_memcpy_async(to, from, sizeof(uint4), exists ? 0 : sizeof(uint4));
+#endif
+}
+
+// Returns where in a slot the 16 bytes of row r are that lane 4 r + q multiplies in step j. Rows
+// swap places in every other step: the 128 bytes of a row that eight lanes copy, and what eight
+// lanes read, then go to different banks.
+static __device__ int slot_offset(int j, int r, int q) {
+    return 64 * GROUP_ROWS * j + 64 * (r ^ j % 2) + 16 * q;
+}
+
+// Starts the copy of the cursor's piece to a slot, and advances the cursor. Eight lanes copy 128
+// bytes of a row at a time. Rows beyond the matrix's last repeat it; their sums are not used.
+static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, char *slot) {
+    __syncwarp(); // all lanes have read the slot
+    if (!at.is_past_end(t)) {
+        int lane = threadIdx.x % 32, row = at.group_stride * (at.first + at.group) + lane / 8;
+        int begin = at.piece * PIECE_BYTES + lane % 8 * 16;
+        const char *rows[] = {
+            at.data + (size_t)min(row, at.last_row) * at.row_bytes + begin,
+            at.data + (size_t)min(row + at.second_half, at.last_row) * at.row_bytes + begin};
+        char *to = slot + slot_offset(lane % 8 / 4, lane / 8, lane % 4);
+        if (at.row_bytes - at.piece * PIECE_BYTES >= PIECE_BYTES) {
+#pragma unroll
+            for (int i = 0; i < PIECE_STEPS; i++)
+                copy_16_async(to + slot_offset(i / 2 * 2, i % 2 * 4, 0), rows[i % 2] + i / 2 * 128,
+                              true);
+        } else {
+#pragma unroll
+            for (int i = 0; i < PIECE_STEPS; i++) {
+                bool exists = begin + i / 2 * 128 < at.row_bytes;
+                copy_16_async(to + slot_offset(i / 2 * 2, i % 2 * 4, 0),
+                              exists ? rows[i % 2] + i / 2 * 128 : at.data, exists);
+            }
+        }
+        at.advance(t);
+    }
+    __pipeline_commit();
+}
+
+// ----------------------------------------------------------------------------
+// Multiplying a piece on the tensor cores
+
+// d += a b, where a is 16 by 16, b 16 by 8 and d 16 by 8 (PTX: mma.m16n8k16). Lane 4 i + q holds:
+//   a[0], a[2]   elements 2 q, 2 q + 1 and 2 q + 8, 2 q + 9 of row i of a
+//   a[1], a[3]   the same of row i + 8
+//   b.x, b.y     the same elements of column i of b
+//   d[0], d[1]   columns 2 q and 2 q + 1 of row i of d; d[2], d[3] the same of row i + 8
+// A row of weights fills rows i and i + 8 of a: of eight elements that follow each other, pairs 0
+// and 2 are in row i, pairs 1 and 3 in row i + 8. The x that belong to the two rows are in
+// different columns of b, and of each row of d only the columns that belong to it are used.
+template <bool bf16>
+static __device__ void multiply_eight(float d[4], const uint32_t a[4], const uint2 &b) {
+#ifdef CUDA_ON_CPU
+    tensor_product<bf16>(d, a, b.x, b.y);
+#elif __CUDA_ARCH__ >= 800
+    if (bf16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+#endif
+}
+
+static __device__ uint32_t bits_of(__half2 pair) { return *(uint32_t *)&pair; }
+static __device__ __half2 halves_of(uint32_t bits) { return *(__half2 *)&bits; }
+
+// Rounds two numbers to bfloat16, to nearest. The first is the lower half of the result.
+static __device__ uint32_t to_bfloats(float a, float b) {
+    uint32_t pair = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+#elif defined(CUDA_ON_CPU)
+    pair = to_bfloat(a) | to_bfloat(b) << 16;
+#endif
+    return pair;
+}
+
+// A float as the sum of two 16-bit floats, the second of which is the first's rounding error.
+// Together they have 16 significant bits in bfloat16, and 22 in half precision, where |x| may be up
+// to 4 million.
+//   split(a, b, parts)    writes the first parts of a and b to parts[0], the second to parts[1]
+//   join(first, second)   returns the product with x from the products with its parts
+template <bool bf16> struct SplitFloat;
+
+template <> struct SplitFloat<true> {
+    static __device__ void split(float a, float b, uint32_t *parts) {
+        parts[0] = to_bfloats(a, b);
+        parts[1] = to_bfloats(a - __uint_as_float(parts[0] << 16),
+                              b - __uint_as_float(parts[0] & 0xffff0000u));
+    }
+    static __device__ float join(float first, float second) { return first + second; }
+};
+
+template <> struct SplitFloat<false> { // scaled, since half precision has few exponents
+    static __device__ void split(float a, float b, uint32_t *parts) {
+        a /= 64, b /= 64;
+        __half2 first = to_halves(a, b);
+        float2 rounded = __half22float2(first);
+        parts[0] = bits_of(first);
+        parts[1] = bits_of(to_halves((a - rounded.x) * 2048, (b - rounded.y) * 2048));
+    }
+    static __device__ float join(float first, float second) {
+        return 64 * first + 64 / 2048.0f * second;
+    }
+};
+
+// Converts the four bytes of `word` to two pairs in half precision and subtracts `zero`. A byte in
+// the lowest bits of the half 1024 makes it 1024 + byte.
+static __device__ void bytes_to_half_pairs(uint32_t word, float zero, uint32_t *pairs) {
+    __half2 offset = __floats2half2_rn(1024 + zero, 1024 + zero);
+    pairs[0] = bits_of(__hsub2(halves_of(__byte_perm(word, 0x64646464u, 0x4140)), offset));
+    pairs[1] = bits_of(__hsub2(halves_of(__byte_perm(word, 0x64646464u, 0x4342)), offset));
+}
+
+// LaneProduct<type> is a lane's part of a row's product with x.
+//   N        weights that the lane multiplies in a step: 16 bytes
+//   SCALES   words of two scales each that the lane holds of a piece
+//   multiply(w, x, j, scales)   adds step j; x is where the N numbers are that w multiplies
+//   sum()    returns the lane's part; the four lanes 4 r to 4 r + 3 add up to row r's product
+//
+// Of each eight x, the lane loads column lane / 4 % 4 of b in multiply_eight: the first parts of
+// the x for row i, their second parts, and both for row i + 8. So lanes 4 r and 4 r + 1 get the
+// sums of row r. If weights have scales, the sums of different blocks must stay apart: lanes
+// 4 r + 2 b and 4 r + 2 b + 1 get those of block b = 0, 1, and the x of the other block are 0.
+template <Type type> struct LaneProduct;
+
+// Returns this lane's column of the eight numbers x[8 eight] and following, or zeros.
+static __device__ uint2 load_column(const float *x, int eight, bool is_needed) {
+    uint2 zeros = {0, 0};
+    return is_needed ? *(const uint2 *)(x + 8 * eight + threadIdx.x % 16 / 4 * 2) : zeros;
+}
+
+// Returns this lane's part of row r's sum.
+template <typename Parts> static __device__ float lane_sum(const float d[4]) {
+    return threadIdx.x % 2 ? Parts::join(d[2], d[3]) : Parts::join(d[0], d[1]);
+}
+
+template <bool bf16> struct SixteenBitProduct {
+    enum { N = 8, SCALES = 0 };
+    typedef SplitFloat<bf16> Parts;
+    float sums[2][4]; // of even and odd steps, which do not wait for each other
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *) {
+        const uint32_t words[] = {w.x, w.y, w.z, w.w};
+        multiply_eight<bf16>(sums[j % 2], words, load_column(x, 0, threadIdx.x % 32 < 16));
+    }
+    __device__ float sum() const {
+        return threadIdx.x % 4 < 2 ? lane_sum<Parts>(sums[0]) + lane_sum<Parts>(sums[1]) : 0;
+    }
+};
+template <> struct LaneProduct<BF16> : SixteenBitProduct<true> {};
+template <> struct LaneProduct<F16> : SixteenBitProduct<false> {};
+
+// Returns this lane's one of the two blocks' scales that lane `from` holds in `pair`.
+static __device__ float scale_from_lane(uint32_t pair, int from) {
+    float2 both = __half22float2(halves_of(__shfl_sync(ALL_LANES, pair, from)));
+    return threadIdx.x % 4 < 2 ? both.x : both.y;
+}
+
+template <> struct LaneProduct<Q8_0> {
+    enum { N = 16, SCALES = 2 * PIECE_STEPS / 8 };
+    typedef SplitFloat<false> Parts;
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
+        bool is_mine = threadIdx.x % 32 / 16 == threadIdx.x % 4 / 2; // of two blocks
+        uint32_t a[8];
+        float d[4] = {0};
+        bytes_to_half_pairs(w.x ^ 0x80808080u, 128, a),
+            bytes_to_half_pairs(w.y ^ 0x80808080u, 128, a + 2);
+        bytes_to_half_pairs(w.z ^ 0x80808080u, 128, a + 4);
+        bytes_to_half_pairs(w.w ^ 0x80808080u, 128, a + 6);
+        multiply_eight<false>(d, a, load_column(x, 0, is_mine));
+        multiply_eight<false>(d, a + 4, load_column(x, 1, is_mine));
+        float scale = scale_from_lane(scales[j % 2], threadIdx.x % 32 / 4 * 4 + j / 2);
+        total += scale * lane_sum<Parts>(d);
+    }
+    __device__ float sum() const { return total; }
+};
+
+template <> struct LaneProduct<Q4_0> {
+    enum { N = 32, SCALES = 4 * PIECE_STEPS / 8 };
+    typedef SplitFloat<false> Parts;
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
+        const uint32_t words[] = {w.x, w.y, w.z, w.w};
+        uint32_t a[2][8]; // of the low nibbles, elements 0 to 15 of a block, and of the high ones
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            bytes_to_half_pairs(words[i] & 0x0f0f0f0fu, 8, a[0] + 2 * i);
+            bytes_to_half_pairs(words[i] >> 4 & 0x0f0f0f0fu, 8, a[1] + 2 * i);
+        }
+#pragma unroll
+        for (int p = 0; p < 2; p++) { // two of the four lanes' blocks at a time
+            bool is_mine = threadIdx.x % 4 == 2 * p + threadIdx.x % 32 / 16;
+            float d[4] = {0};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                multiply_eight<false>(d, a[i / 2] + i % 2 * 4, load_column(x, i, is_mine));
+            int from = threadIdx.x % 32 / 4 * 4 + j / 2;
+            total += scale_from_lane(scales[j % 2 * 2 + p], from) * lane_sum<Parts>(d);
+        }
+    }
+    __device__ float sum() const { return total; }
+};
+
+template <> struct LaneProduct<F32> { // without tensor cores
+    enum { N = 4, SCALES = 0 };
+    float total;
+    __device__ void multiply(const uint4 &w, const float *x, int, const uint32_t *) {
+        const float *four = (const float *)&w;
+        float4 y = *(const float4 *)x;
+        total += four[0] * y.x + four[1] * y.y + four[2] * y.z + four[3] * y.w;
+    }
+    __device__ float sum() const { return total; }
+};
+
+// Loads this lane's scales of a piece, two in each word of `pairs`: lane 4 r + q holds those of a
+// quarter of row r's blocks. Scales are too small for asynchronous copies; they are loaded one
+// piece ahead instead.
+template <Type type>
+static __device__ void load_scales(const TokenPlan &t, const BlockShare &at, int group, int piece,
+                                   uint32_t *pairs) {
+    const int EACH = 2 * LaneProduct<type>::SCALES; // scales of a lane
+    if (EACH == 0 || group >= at.n) return;
+    const TokenProduct &product = t.products[at.role];
+    int r = threadIdx.x % 32 / 4, blocks = product.w.cols / 32;
+    int block = piece * 4 * EACH + threadIdx.x % 4 * EACH;
+    const uint16_t *scales =
+        (const uint16_t *)((const char *)product.w.scales + at.layer * t.stride.scales);
+    int row = product.group_stride * (at.first + group) + r % 4 + (r < 4 ? 0 : product.second_half);
+    scales += (size_t)min(row, product.w.rows - 1) * blocks;
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) {
+        uint32_t a = block + i < blocks ? __ldg(scales + block + i) : 0;
+        uint32_t b = block + i + 1 < blocks ? __ldg(scales + block + i + 1) : 0;
+        pairs[i / 2] = a | b << 16;
+    }
+}
+
+// Multiplies the first `steps` steps of the piece in `slot` by x. Writes the products to y (8,).
+template <Type type>
+static __device__ void multiply_piece(const char *slot, const float *x, int steps,
+                                      const uint32_t *scales, float *y) {
+    int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    LaneProduct<type> lane = {};
+    auto step = [&](int j) {
+        const uint4 &w = *(const uint4 *)(slot + slot_offset(j, r, q));
+        lane.multiply(w, x + (4 * j + q) * LaneProduct<type>::N, j, scales);
+    };
+    if (steps == PIECE_STEPS) {
+#pragma unroll
+        for (int j = 0; j < PIECE_STEPS; j++) step(j);
+    } else {
+#pragma unroll
+        for (int j = 0; j < PIECE_STEPS; j++)
+            if (j < steps) step(j);
+    }
+    float sum = lane.sum();
+    for (int i = 1; i < 4; i *= 2) sum += __shfl_xor_sync(ALL_LANES, sum, i);
+    if (q == 0) y[r] = sum;
+}
+
+// ----------------------------------------------------------------------------
+// The steps of a product
+
+// Stores x (8,) to xs[i] and following, in the form that LaneProduct<type> reads: floats, or the
+// columns of their parts.
+template <Type type> static __device__ void store_x(float *xs, int i, const float x[8]) {
+    if constexpr (type == F32) memcpy(xs + i, x, 8 * sizeof(float));
+    else {
+        uint32_t parts[4][2];
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            LaneProduct<type>::Parts::split(x[2 * k], x[2 * k + 1], parts[k]);
+        *(uint4 *)(xs + i) = {parts[0][0], parts[2][0], parts[0][1], parts[2][1]};
+        *(uint4 *)(xs + i + 4) = {parts[1][0], parts[3][0], parts[1][1], parts[3][1]};
+    }
+}
+
+enum { MAX_STEP_COLS = 128 }; // columns of a step, of the type with the most
+
+// Returns the length of x with the zeros that follow it, up to a whole number of steps.
+static __host__ __device__ int padded_cols(int cols) {
+    return (cols + MAX_STEP_COLS - 1) / MAX_STEP_COLS * MAX_STEP_COLS;
+}
+
+// Loads what the product multiplies to s.xs. An RMSNorm before the product is computed in two
+// parts: here x is multiplied by its weights, and the warps' sums of squares are stored to
+// s.squares; finish_products applies the factor that follows from them.
+template <Type type>
+static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int splits,
+                              const TokenShared &s) {
+    const float4 zeros = {0, 0, 0, 0}, ones = {1, 1, 1, 1};
+    const TokenProduct &product = t.products[at.role];
+    int cols = product.w.cols, head_dim = t.cache.head_dim, end = padded_cols(cols);
+    const float *source = at.role == ATTENTION_OUT ? t.attention_out : at.role == DOWN ? t.h : t.x;
+    const float4 *from = (const float4 *)source, *norm = NULL;
+    if (product.norm)
+        norm = (const float4 *)((const char *)product.norm + at.layer * t.stride.weights);
+    float sum = 0;
+    for (int i = 8 * threadIdx.x; i < end; i += 8 * BLOCK_THREADS) {
+        float4 x[2] = {zeros, zeros}, w[2] = {ones, ones};
+        if (i < cols && at.role == ATTENTION_OUT && splits > 1)
+            for (int j = 0; j < 8; j++) { // two heads may meet within eight numbers
+                int head = (i + j) / head_dim;
+                float merged = merge_partials(t.partials, head, splits, (i + j) % head_dim);
+#pragma unroll
+                for (int k = 0; k < 8; k++) // constant indices keep x in registers
+                    ((float *)x)[k] = k == j ? merged : ((float *)x)[k];
+            }
+        else if (i < cols) x[0] = from[i / 4], x[1] = from[i / 4 + 1];
+        if (i < cols && norm) w[0] = norm[i / 4], w[1] = norm[i / 4 + 1];
+        float y[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float number = ((float *)x)[j];
+            sum += number * number, y[j] = number * ((float *)w)[j];
+        }
+        store_x<type>(s.xs, i, y);
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) s.squares[threadIdx.x / 32] = sum;
+}
+
+// Multiplies the block's share of a product, for weights of this type. As each slot becomes free,
+// the next piece of weights is copied to it, whichever product that belongs to.
+// slot: the warp's next slot, which is advanced.
+template <Type type>
+static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
+                                      const TokenShared &s, PieceCursor &ahead, int &slot) {
+    const TokenProduct &product = t.products[at.role];
+    int warp = threadIdx.x / 32;
+    int group = product.first[warp].group, piece = product.first[warp].piece;
+    int pieces = product.pieces, row_bytes = product.row_bytes;
+    int hop_groups = product.hop.group, hop_pieces = product.hop.piece;
+    int end = at.n * pieces, slots = t.slots;
+    char *warp_slots = s.slots + (size_t)warp * slots * SLOT_BYTES;
+    uint32_t scales[LaneProduct<type>::SCALES + 1], next_scales[LaneProduct<type>::SCALES + 1];
+    load_scales<type>(t, at, group, piece, scales);
+    for (int i = warp; i < end; i += WARPS) {
+        char *from = warp_slots + slot * SLOT_BYTES;
+        int steps = min((int)PIECE_STEPS, (row_bytes - piece * PIECE_BYTES + 63) / 64);
+        const float *x = s.xs + piece * (4 * PIECE_STEPS * LaneProduct<type>::N);
+        group += hop_groups, piece += hop_pieces;
+        if (piece >= pieces) piece -= pieces, group++;
+        load_scales<type>(t, at, group, piece, next_scales);
+        __pipeline_wait_prior(slots - 1);
+        __syncwarp(); // what other lanes copied is visible
+        multiply_piece<type>(from, x, steps, scales, s.row_sums + i * GROUP_ROWS);
+        copy_piece_async(t, ahead, from);
+        for (int k = 0; k < LaneProduct<type>::SCALES; k++) scales[k] = next_scales[k];
+        if (++slot == slots) slot = 0;
+    }
+}
+
+// Prefetches to the L2 cache what the step after this one needs besides weights: an RMSNorm's
+// weights, and the first n keys and values of the head that this block attends with first.
+static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &at,
+                                         const Cache &cache, int n) {
+    bool logits_follow = at.role == DOWN && at.layer + 1 == t.n_layers;
+    const TokenProduct &next = t.products[logits_follow ? LOGITS : (at.role + 1) % 4];
+    size_t bytes = sizeof(float) * t.products[LOGITS].w.cols; // of a norm's weights
+    size_t line = threadIdx.x * gridDim.x + blockIdx.x;       // the blocks share the lines
+    if (next.norm && at.role != LOGITS && 128 * line < bytes) {
+        const char *norm = (const char *)next.norm;
+        int layer = logits_follow ? 0 : at.layer + at.role / DOWN;
+        prefetch_line(norm + layer * t.stride.weights + 128 * line);
+    }
+    int h = blockIdx.x;
+    if (at.role != QKV || h >= cache.n_heads) return;
+    size_t head = (size_t)(h / (cache.n_heads / cache.n_kv_heads)) * cache.positions;
+    size_t width = t.stride.cache / ((size_t)cache.n_kv_heads * cache.positions); // bytes
+    for (size_t i = 128 * threadIdx.x; i < n * width; i += 128 * BLOCK_THREADS) {
+        prefetch_line((const char *)cache.keys + head * width + i);
+        prefetch_line((const char *)cache.values + head * width + i);
+    }
+}
+
+// Products are finished in pairs of rows: a row of w1 and the same row of w3 for GATE_UP, two rows
+// that follow each other otherwise.
+struct RowPair {
+    float a, b;     // the two products
+    float2 operand; // what they are rotated by or added to
+};
+
+// Returns the first row of the block's pair i; for GATE_UP, of w1.
+static __device__ int first_row_of_pair(const BlockShare &at, int i) {
+    return at.role == GATE_UP ? GROUP_ROWS / 2 * at.first + i : GROUP_ROWS * at.first + 2 * i;
+}
+
+// Loads the operand of the block's pair i: the cosine and sine of its rotation, or the elements of
+// x that it is added to.
+static __device__ float2 load_operand(const TokenPlan &t, const BlockShare &at, int pos, int i) {
+    int row = first_row_of_pair(at, i), half = t.cache.head_dim / 2;
+    if (i >= GROUP_ROWS / 2 * at.n || row >= t.products[at.role].w.rows) return {0, 0};
+    if (at.role == GATE_UP || at.role == LOGITS) return {0, 0};
+    return at.role == QKV ? t.rotation[(size_t)pos * half + row / 2 % half]
+                          : *(const float2 *)(t.x + row);
+}
+
+// The cache of a layer, and the position of the token.
+struct CacheSlot {
+    Cache cache;
+    int pos;
+};
+
+// Stores the result of the pair whose first row is i. Returns the larger one if they are logits.
+template <typename CacheType>
+static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheSlot &slot, int i,
+                                      const RowPair &pair) {
+    const Cache &cache = slot.cache;
+    Largest found = {-INFINITY, 0x7fffffff};
+    int head_dim = cache.head_dim, dim = cache.n_heads * head_dim;
+    int kv_dim = cache.n_kv_heads * head_dim;
+    float a = pair.a, b = pair.b;
+    if (role == QKV) {
+        bool is_q = i < dim, is_k = !is_q && i < dim + kv_dim;
+        if (!is_q) i -= is_k ? dim : dim + kv_dim;
+        if (is_q || is_k) rotate_pair(a, b, pair.operand);
+        if (is_q) store_pair(t.q + i, a, b);
+        else {
+            CacheType *cached = (CacheType *)(is_k ? cache.keys : cache.values);
+            store_pair(cached + cache_index(cache, i, slot.pos), a, b);
+        }
+    } else if (role == GATE_UP) {
+        t.h[i] = swiglu(a, b);
+    } else if (role == LOGITS) {
+        bool has_second = i + 1 < t.products[LOGITS].w.rows;
+        t.logits[i] = a;
+        if (has_second) t.logits[i + 1] = b;
+        found = checked_logit(a, i);
+        if (has_second) found = larger_of(found, checked_logit(b, i + 1));
+    } else { // dim is even, since head_dim is
+        store_pair(t.x + i, pair.operand.x + a, pair.operand.y + b);
+    }
+    return found;
+}
+
+// Stores the results of the block's products, each multiplied by `scale`. Returns the largest one
+// that this thread stored, if they are logits. `operand` is that of the thread's first pair.
+template <typename CacheType>
+static __device__ Largest finish_products(const TokenPlan &t, const BlockShare &at,
+                                          const CacheSlot &slot, const float *row_sums, float scale,
+                                          float2 operand) {
+    const TokenProduct &product = t.products[at.role];
+    bool gated = at.role == GATE_UP;
+    Largest largest = {-INFINITY, 0x7fffffff};
+    int rows = gated ? product.w.rows / 2 : product.w.rows, distance = gated ? GROUP_ROWS / 2 : 1;
+    for (int i = threadIdx.x; i < GROUP_ROWS / 2 * at.n; i += BLOCK_THREADS) {
+        const float *y = row_sums + (i / 4 * product.pieces) * GROUP_ROWS;
+        y += gated ? i % 4 : 2 * (i % 4);
+        float a = 0, b = 0;
+#pragma unroll 4
+        for (int j = 0; j < product.pieces; j++)
+            a += y[j * GROUP_ROWS], b += y[j * GROUP_ROWS + distance];
+        int row = first_row_of_pair(at, i);
+        if (row < rows) {
+            RowPair pair = {scale * a, scale * b, operand};
+            largest = larger_of(largest, finish_pair<CacheType>(t, at.role, slot, row, pair));
+        }
+        operand = load_operand(t, at, slot.pos, i + BLOCK_THREADS);
+    }
+    return largest;
+}
+
+// Returns the factor of an RMSNorm of dim numbers from the warps' sums of squares.
+static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squares) {
+    float sum = 0;
+    for (int i = 0; i < BLOCK_WARPS; i++) sum += squares[i];
+    return 1 / sqrtf(sum / dim + t.norm_eps);
+}
+
+// Attends with all heads to the first n positions; the blocks share heads and splits.
+template <typename CacheType>
+static __device__ void attend_heads(const TokenPlan &t, const Cache &cache, int splits, int n,
+                                    AttentionScratch *scratch) {
+    for (int i = blockIdx.x; i < cache.n_heads * splits; i += gridDim.x) {
+        int h = i / splits, d = threadIdx.x;
+        HeadSplit part = {h, i % splits, splits, n};
+        HeadPartial mine = attend_block<CacheType, 4>(cache, t.q, part, scratch);
+        if (d < cache.head_dim && splits > 1) store_partial(t.partials, part, d, mine);
+        if (d < cache.head_dim && splits == 1)
+            t.attention_out[h * cache.head_dim + d] = mine.out / mine.sum;
+    }
+}
+
+// Computes one token, from its embedding to its logits and the largest of them. The layers'
+// matrices are of one type and have the same layout in all layers; the last matrix is of type
+// `last`. Grid: a block for each multiprocessor, launched cooperatively; block: BLOCK_WARPS warps.
+template <Type type, Type last, typename CacheType>
+static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
+    whole_token(const __grid_constant__ TokenPlan t, int token, int pos) {
+    LAUNCH_SHARED(start);
+    TokenShared s;
+    s.slots = (char *)start;
+    s.xs = start + (size_t)t.slots * WARPS * SLOT_BYTES / sizeof(float);
+    s.row_sums = s.xs + t.x_floats;
+    s.squares = s.row_sums + t.sums_floats;
+    int warp = threadIdx.x / 32, slot = 0;
+    unsigned phase = *(volatile unsigned *)t.arrived; // read before all blocks can have arrived
+
+    // Blocks share a head only if there are more positions than one block's warps have tiles.
+    int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
+    int tiles_per_block = (n + 32 * WARPS - 1) / (32 * WARPS);
+    splits = max(1, min(min(splits, tiles_per_block), t.max_splits));
+
+    PieceCursor ahead = {};
+    if (warp < WARPS) {
+        ahead.begin(t, 0);
+        for (int i = 0; i < t.slots; i++)
+            copy_piece_async(t, ahead, s.slots + ((size_t)warp * t.slots + i) * SLOT_BYTES);
+    }
+    // Every block writes the same embedding, so none has to wait for another.
+    for (int i = threadIdx.x; i < t.table.cols; i += BLOCK_THREADS)
+        *(volatile float *)&t.x[i] = element_at(t.table, (size_t)token * t.table.cols + i);
+    __syncthreads();
+
+    Largest largest = {-INFINITY, 0x7fffffff};
+    BlockShare at = {};
+    for (at.enter(t, 0); !at.is_past_end(t); at.enter(t, at.step + 1)) {
+        const TokenProduct &product = t.products[at.role];
+        size_t offset = at.layer * t.stride.cache;
+        CacheSlot cached = {t.cache, pos};
+        cached.cache.keys = (char *)cached.cache.keys + offset;
+        cached.cache.values = (char *)cached.cache.values + offset;
+        if (at.role == ATTENTION_OUT) {
+            attend_heads<CacheType>(t, cached.cache, splits, n, (AttentionScratch *)s.xs);
+            grid_barrier(t.arrived, phase);
+        }
+        bool is_other_type = type != last && at.role == LOGITS;
+        is_other_type ? load_x<last>(t, at, splits, s) : load_x<type>(t, at, splits, s);
+        float2 operand = load_operand(t, at, pos, threadIdx.x);
+        prefetch_for_next(t, at, cached.cache, n);
+        __syncthreads();
+        if (warp < WARPS)
+            is_other_type ? multiply_share<last>(t, at, s, ahead, slot)
+                          : multiply_share<type>(t, at, s, ahead, slot);
+        __syncthreads();
+        float scale = product.norm ? norm_scale(t, product.w.cols, s.squares) : 1;
+        largest = larger_of(largest,
+                            finish_products<CacheType>(t, at, cached, s.row_sums, scale, operand));
+        if (at.role != LOGITS) grid_barrier(t.arrived, phase);
+    }
+
+    // The largest logit of each block, then of all blocks.
+    __syncthreads();
+    largest = block_largest(largest, (Largest *)s.squares);
+    if (threadIdx.x == 0) t.largest[blockIdx.x] = largest;
+    grid_barrier(t.arrived, phase);
+    if (blockIdx.x) return;
+    largest = {-INFINITY, 0x7fffffff};
+    for (int i = threadIdx.x; i < (int)gridDim.x; i += BLOCK_THREADS)
+        largest = larger_of(largest, t.largest[i]);
+    largest = block_largest(largest, (Largest *)s.squares);
+    if (threadIdx.x == 0) *t.best = largest.index;
+}
