@@ -1,7 +1,10 @@
-// Compares every op of runtime/cuda/cuda.cu with the CPU's on random models, whose sizes leave remainders everywhere.
-// The CPU gets the very numbers that the GPU's weights stand for, in float32. Prints one line for each model and type:
-// the largest difference of each op, relative to the largest number expected. Exit code 1 if one is too large.
-// Usage: cuda_ops SEED MODELS, or cuda_ops SHAPES: whole tokens of the first so many of a list of shapes
+// Compares every op of the GPU's Backend with the CPU's on random models whose sizes leave
+// remainders in every kernel. The CPU's weights are the same numbers in float32. Prints one line
+// for each model and type: the largest difference of each op, relative to the largest number
+// expected. The exit code is 1 if a difference is too large.
+//
+// Usage: cuda_ops SEED MODELS   ops and whole tokens of MODELS random models of each type
+//        cuda_ops N             whole tokens of the first N of SHAPES, in each type
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdio.h>
@@ -14,24 +17,29 @@
 
 static uint32_t state;
 
-static uint32_t random_bits() { return state = state * 1664525 + 1013904223, state >> 8 ^ state << 20; }
+static uint32_t random_bits() {
+    return state = state * 1664525 + 1013904223, state >> 8 ^ state << 20;
+}
 static int random_below(int n) { return (int)(random_bits() % n); }
 static float random_float() { return (int32_t)random_bits() / 2147483648.0f; }
 
-// ---- matrices: random bytes of a type, and the float32 they stand for
+// ---- matrices: random bytes of a type, and the same numbers in float32
 
 struct Matrix {
     std::vector<uint8_t> bytes, scales;
     std::vector<float> floats;
-    Mat mat, plain;
+    Mat mat, float_mat;
 };
 
 static float power_of_two(int e) { return ldexpf(1, e); }
 
-static void add_number(Matrix &m, Type type) { // F32, F16, BF16: numbers that all of them can hold, but for their precision
-    int mantissa = random_below(1 << (type == BF16 ? 7 : 10)), exponent = random_below(8), sign = random_below(2);
-    float f = power_of_two(exponent - 8) * (1 + mantissa / (type == BF16 ? 128.0f : 1024.0f)) * (sign ? -1 : 1);
-    if (type == F32) f = random_float() / 8; // else attention's scores are in the hundreds, and rounding shows
+// Appends a number in F32, F16 or BF16, with random bits in the whole of its mantissa.
+static void add_number(Matrix &m, Type type) {
+    int mantissa = random_below(1 << (type == BF16 ? 7 : 10)), exponent = random_below(8),
+        sign = random_below(2);
+    float f = power_of_two(exponent - 8) * (1 + mantissa / (type == BF16 ? 128.0f : 1024.0f))
+              * (sign ? -1 : 1);
+    if (type == F32) f = random_float() / 8; // keeps attention's scores, and their rounding, small
     uint32_t bits;
     memcpy(&bits, &f, 4);
     if (type == BF16) bits >>= 16;
@@ -40,7 +48,8 @@ static void add_number(Matrix &m, Type type) { // F32, F16, BF16: numbers that a
     m.floats.push_back(f);
 }
 
-static void add_block(Matrix &m, Type type) { // Q8_0, Q4_0
+// Appends a block of 32 numbers in Q8_0 or Q4_0.
+static void add_block(Matrix &m, Type type) {
     int exponent = random_below(4), mantissa = random_below(1024);
     float scale = power_of_two(exponent - 9) * (1 + mantissa / 1024.0f) / (type == Q8_0 ? 16 : 1);
     uint16_t half = (exponent - 9 - (type == Q8_0 ? 4 : 0) + 15) << 10 | mantissa;
@@ -55,6 +64,7 @@ static void add_block(Matrix &m, Type type) { // Q8_0, Q4_0
     }
 }
 
+// Appends n numbers in INT8_GROUPS.
 static void add_groups(Matrix &m, size_t n, int group) {
     for (size_t i = 0; i < n; i++) {
         if (i % group == 0) {
@@ -70,14 +80,18 @@ static void add_groups(Matrix &m, size_t n, int group) {
 
 static void make(Matrix &m, Type type, int rows, int cols, int group) {
     size_t n = (size_t)rows * cols;
-    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = F16; // as export.py does with such rows
+    if ((type == Q8_0 || type == Q4_0) && cols % 32) type = F16; // as export.py does
     if (type == INT8_GROUPS) add_groups(m, n, group);
-    while (m.floats.size() < n) type == Q8_0 || type == Q4_0 ? add_block(m, type) : add_number(m, type);
-    m.mat = {type, rows, cols, m.bytes.data(), type == INT8_GROUPS ? m.scales.data() : NULL, type == INT8_GROUPS ? group : 0, NULL};
-    m.plain = {F32, rows, cols, m.floats.data(), NULL, 0, NULL};
+    bool blocks = type == Q8_0 || type == Q4_0;
+    while (m.floats.size() < n) blocks ? add_block(m, type) : add_number(m, type);
+    bool grouped = type == INT8_GROUPS;
+    m.mat = {
+        type, rows, cols, m.bytes.data(), grouped ? m.scales.data() : NULL, grouped ? group : 0,
+        NULL};
+    m.float_mat = {F32, rows, cols, m.floats.data(), NULL, 0, NULL};
 }
 
-// ---- one model twice: in its type for the GPU, in float32 for the CPU
+// ---- a model for both backends: in its type for the GPU, in float32 for the CPU
 
 struct Pair {
     std::vector<Matrix> matrices;
@@ -86,30 +100,42 @@ struct Pair {
     Model model[2]; // GPU, CPU
 };
 
-static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed, bool biases = false, bool norms = false) {
+struct Weighting {
+    Type type;
+    int group;          // of INT8_GROUPS
+    bool mixed;         // wv of all layers but the first is in BF16
+    bool biases, norms; // of queries, keys and values
+};
+
+static void make_pair(Pair &p, const Config &c, const Weighting &weighting) {
+    Type type = weighting.type;
+    bool biases = weighting.biases, norms = weighting.norms;
     p.matrices.resize(3 + 14 * c.n_layers);
     p.frequencies.resize(c.head_dim / 2);
     for (int i = 0; i < c.head_dim / 2; i++) p.frequencies[i] = pow(10000, -2.0 * i / c.head_dim);
     size_t used = 0;
     auto add = [&](Type t, int rows, int cols, auto place) {
         Matrix &m = p.matrices[used++];
-        make(m, t, rows, cols, group);
+        make(m, t, rows, cols, weighting.group);
         place(p.model[0].weights) = m.mat;
-        place(p.model[1].weights) = m.plain;
+        place(p.model[1].weights) = m.float_mat;
     };
     for (int i = 0; i < 2; i++) {
         p.layers[i].resize(c.n_layers);
         p.model[i] = {};
-        p.model[i].config = c, p.model[i].weights.layers = p.layers[i].data(), p.model[i].weights.frequencies = p.frequencies.data();
+        p.model[i].config = c, p.model[i].weights.layers = p.layers[i].data(),
+        p.model[i].weights.frequencies = p.frequencies.data();
     }
     add(type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.token_embedding; });
     add(F32, 1, c.dim, [](Weights &w) -> Mat & { return w.norm; });
-    add(type == Q4_0 ? Q8_0 : type, c.vocab_size, c.dim, [](Weights &w) -> Mat & { return w.output; }); // as in our files
+    add(type == Q4_0 ? Q8_0 : type, c.vocab_size, c.dim,
+        [](Weights &w) -> Mat & { return w.output; }); // as export.py writes it
     for (int l = 0; l < c.n_layers; l++) {
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].attention_norm; });
         add(type, c.q_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wq; });
         add(type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wk; });
-        add(l && mixed ? BF16 : type, c.kv_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].wv; });
+        add(l && weighting.mixed ? BF16 : type, c.kv_dim, c.dim,
+            [=](Weights &w) -> Mat & { return w.layers[l].wv; });
         add(type, c.dim, c.q_dim, [=](Weights &w) -> Mat & { return w.layers[l].wo; });
         add(F32, 1, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].ffn_norm; });
         add(type, c.hidden_dim, c.dim, [=](Weights &w) -> Mat & { return w.layers[l].w1; });
@@ -123,7 +149,7 @@ static void make_pair(Pair &p, const Config &c, Type type, int group, bool mixed
     }
 }
 
-// ---- arrays that both backends have
+// ---- arrays with the same numbers in both backends
 
 struct Array {
     Backend *gpu, *cpu;
@@ -156,47 +182,54 @@ struct Array {
     }
 };
 
-static float found[160 * 150]; // logits of the GPU; stays, since the backend pins it
+static float found[160 * 150]; // logits of the GPU; static, since the backend pins them
 
 static int failures;
-static std::map<std::string, double> worst; // of a model's ops
+static std::map<std::string, double> worst; // largest difference of each op of a model
 
-static void report(const char *op, double difference, double most) {
+static void report(const char *op, double difference, double max) {
     worst[op] = fmax(worst[op], difference);
-    if (!(difference <= most)) failures++, printf(" [%s: more than %.0e]", op, most);
+    if (!(difference <= max)) failures++, printf(" [%s: more than %.0e]", op, max);
 }
 
-// The CPU's ops, which take fewer tokens in a call than the GPU's: x (T, dim), y (T, q_dim).
+// The CPU's ops in calls of at most MAX_T tokens: x (T, dim), y (T, q_dim).
 struct Cpu {
     Backend *b;
     const Config &config;
-    static const int MOST = 100;
+    static const int MAX_T = 100;
 
-    template <typename F> static void in_pieces(int T, F call) {
-        for (int t = 0; t < T; t += MOST) call(t, T - t < MOST ? T - t : MOST);
+    template <typename F> static void in_chunks(int T, F call) {
+        for (int t = 0; t < T; t += MAX_T) call(t, T - t < MAX_T ? T - t : MAX_T);
     }
     void embed(float *x, const Mat *table, const int *tokens, int T) {
-        in_pieces(T, [&](int t, int n) { b->embed(b, x + (size_t)t * config.dim, table, tokens + t, n); });
+        in_chunks(T, [&](int t, int n) {
+            b->embed(b, x + (size_t)t * config.dim, table, tokens + t, n);
+        });
     }
     void add_product(float *x, const Mat *w, const float *y, int T) {
-        in_pieces(T, [&](int t, int n) { b->add_product(b, x + (size_t)t * w->rows, w, y + (size_t)t * w->cols, n); });
+        in_chunks(T, [&](int t, int n) {
+            b->add_product(b, x + (size_t)t * w->rows, w, y + (size_t)t * w->cols, n);
+        });
     }
     void feed_forward(const Layer *l, float *x, int T) {
-        in_pieces(T, [&](int t, int n) { b->feed_forward(b, l, x + (size_t)t * config.dim, n); });
+        in_chunks(T, [&](int t, int n) { b->feed_forward(b, l, x + (size_t)t * config.dim, n); });
     }
     void attention(int layer, const Layer *l, float *y, const float *x, int pos, int T) {
-        in_pieces(T, [&](int t, int n) {
-            b->attention(b, layer, l, y + (size_t)t * config.q_dim, x + (size_t)t * config.dim, pos + t, n);
+        in_chunks(T, [&](int t, int n) {
+            b->attention(b, layer, l, y + (size_t)t * config.q_dim, x + (size_t)t * config.dim,
+                         pos + t, n);
         });
     }
     void logits(float *out, const Mat *norm, const Mat *output, const float *x, int T) {
-        in_pieces(T, [&](int t, int n) {
-            b->logits(b, out + (size_t)t * output->rows, norm, output, x + (size_t)t * config.dim, n);
+        in_chunks(T, [&](int t, int n) {
+            b->logits(b, out + (size_t)t * output->rows, norm, output, x + (size_t)t * config.dim,
+                      n);
         });
     }
 };
 
-// The ops on the last layer's weights, in a random order, as calls of their own, for T tokens from pos on.
+// Compares the ops on the last layer's weights, called outside begin and end in a random order, for
+// T tokens from position pos on.
 static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
@@ -204,7 +237,7 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     Cpu cpu = {c, cf};
     Layer &gl = gw.layers[l], &cl = cw.layers[l];
     Array x(g, c, (size_t)T * cf.dim), y(g, c, (size_t)T * cf.q_dim);
-    double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // the tensor cores take x in half precision
+    double exact = 1e-5, product = T == 1 ? 1e-5 : 2e-3; // tensor cores round x to half precision
     std::vector<int> tokens(T);
     printf(" T=%d@%d", T, pos);
     for (int &token : tokens) token = random_below(cf.vocab_size);
@@ -224,8 +257,9 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
         } else {
             g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T);
             cpu.attention(l, &cl, y.on_cpu, x.on_cpu, pos, T);
-            bool plain = gl.wk.type == F32 && gl.wv.type == F32; // else keys and values, or what makes them, in half precision
-            report("attention", y.difference(), plain ? exact : 3e-3); // 2e-3 of its products, 1e-3 of its own
+            // Half precision costs 2e-3 in the products before attention, 1e-3 in attention itself.
+            bool in_float = gl.wk.type == F32 && gl.wv.type == F32;
+            report("attention", y.difference(), in_float ? exact : 3e-3);
         }
     }
     x.fill();
@@ -245,10 +279,11 @@ static void compare_ops(Pair &p, Backend *g, Backend *c, int T, int pos) {
     cudaMemcpy(x.on_gpu + random_below(cf.dim), &bad, sizeof bad, cudaMemcpyHostToDevice);
     cudaDeviceSynchronize();
     g->logits(g, NULL, &gw.norm, &gw.output, x.on_gpu, 1);
-    if (g->choose(g, 0, 0, 0) != -1) failures++, printf(" choose does not see what is not finite");
+    if (g->choose(g, 0, 0, 0) != -1)
+        failures++, printf(" choose misses a logit that is not finite");
 }
 
-// Keys and values at positions 0..n-1.
+// Fills the caches of all layers at positions 0 to n - 1.
 static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
     const Config &cf = p.model[0].config;
     for (int l = 0; l < cf.n_layers; l++)
@@ -260,7 +295,8 @@ static void fill_cache(Pair &p, Backend *g, Backend *c, int n) {
         }
 }
 
-// A random program: an embedding, then any op after any other, on what the ones before left in x and y.
+// Compares a random program: an embedding, then ops in any order on the x and y that earlier ones
+// computed.
 static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
     const Config &cf = p.model[0].config;
     const Weights &gw = p.model[0].weights, &cw = p.model[1].weights;
@@ -273,12 +309,19 @@ static void compare_program(Pair &p, Backend *g, Backend *c, int T, int pos) {
     for (int n = 2 + random_below(5); n > 0; n--) {
         int op = random_below(4), l = random_below(cf.n_layers);
         Layer &gl = gw.layers[l], &cl = cw.layers[l];
-        if (op == 0) g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T), cpu.attention(l, &cl, y.on_cpu, x.on_cpu, pos, T);
-        if (op == 1) g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T), cpu.add_product(x.on_cpu, &cl.wo, y.on_cpu, T);
-        if (op == 2) g->add_product(g, y.on_gpu, &gl.wq, x.on_gpu, T), cpu.add_product(y.on_cpu, &cl.wq, x.on_cpu, T);
+        if (op == 0)
+            g->attention(g, l, &gl, y.on_gpu, x.on_gpu, pos, T),
+                cpu.attention(l, &cl, y.on_cpu, x.on_cpu, pos, T);
+        if (op == 1)
+            g->add_product(g, x.on_gpu, &gl.wo, y.on_gpu, T),
+                cpu.add_product(x.on_cpu, &cl.wo, y.on_cpu, T);
+        if (op == 2)
+            g->add_product(g, y.on_gpu, &gl.wq, x.on_gpu, T),
+                cpu.add_product(y.on_cpu, &cl.wq, x.on_cpu, T);
         if (op == 3) g->feed_forward(g, &gl, x.on_gpu, T), cpu.feed_forward(&cl, x.on_cpu, T);
     }
-    report("program", fmax(x.difference(), y.difference()), 1e-2); // half precision, carried on by up to six ops
+    report("program", fmax(x.difference(), y.difference()),
+           1e-2); // half precision's rounding over up to six ops
 }
 
 struct Activations {
@@ -286,8 +329,10 @@ struct Activations {
     Activations(Backend *b, const Config &c) { x = b->alloc(b, c.dim), y = b->alloc(b, c.q_dim); }
 };
 
-// One token through the model; the logits go to `out`, the same in all calls. Returns whether the ops were called.
-static bool forward(Backend *b, const Model &m, const Activations &a, int token, int pos, float *out) {
+// Computes one token; the logits are written to `out`, which must be the same in all calls. Returns
+// whether the backend asked for its ops to be called.
+static bool forward(Backend *b, const Model &m, const Activations &a, int token, int pos,
+                    float *out) {
     const Weights &w = m.weights;
     bool by_ops = !b->begin || b->begin(b, &token, 1, pos, false);
     if (by_ops) {
@@ -304,31 +349,35 @@ static bool forward(Backend *b, const Model &m, const Activations &a, int token,
     return by_ops;
 }
 
-static int in_one_kernel; // models whose tokens took one
+static int in_one_kernel; // models whose tokens were computed by whole_token
 
-// Whole tokens: the first op by op, then the same one again and some after it as the GPU does it, each beside the CPU.
+// Compares n tokens from position pos on with the CPU's. The GPU computes the first one op by op,
+// then again by whole_token or a recording, and the two are compared as well.
 static void compare_tokens(Pair &p, Backend *g, Backend *c, int pos, int n) {
     const Config &cf = p.model[0].config;
     std::vector<float> expected(cf.vocab_size), ops;
     Activations on_gpu(g, cf), on_cpu(c, cf);
     const Layer &last = p.model[0].weights.layers[cf.n_layers - 1];
-    double most = last.wk.type == F32 && last.wv.type == F32 ? 1e-4 : 5e-3; // else keys and values, or products, in half precision
+    bool in_float = last.wk.type == F32 && last.wv.type == F32; // else in half precision
+    double max = in_float ? 1e-4 : 5e-3;
     fill_cache(p, g, c, pos);
     printf(" token@%d", pos);
     for (int i = 0, token; i < n; i++) {
         token = random_below(cf.vocab_size);
-        if (i == 0) forward(g, p.model[0], on_gpu, token, pos, found), ops.assign(found, found + cf.vocab_size);
+        if (i == 0)
+            forward(g, p.model[0], on_gpu, token, pos, found),
+                ops.assign(found, found + cf.vocab_size);
         bool by_ops = forward(g, p.model[0], on_gpu, token, pos + i, found);
         in_one_kernel += i == 0 && !by_ops;
         forward(c, p.model[1], on_cpu, token, pos + i, expected.data());
-        report("token", Array::compare(found, expected.data(), expected.size()), most);
+        report("token", Array::compare(found, expected.data(), expected.size()), max);
         if (i == 0) report("token beside ops", Array::compare(found, ops.data(), ops.size()), 1e-4);
     }
 }
 
 static void open_both(Pair &p, int positions, Backend **gpu, Backend **cpu) {
-    llamac_error told;
-    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions, &told);
+    llamac_error error;
+    const char *wrong = llamac_cuda_open(gpu, &p.model[0], positions, &error);
     if (!wrong) wrong = llamac_cpu_open(cpu, &p.model[1], positions, 1);
     if (wrong) printf("%s\n", wrong), exit(2);
 }
@@ -342,24 +391,30 @@ static void close_both(Backend *gpu, Backend *cpu) {
 }
 
 static void compare_models(Type type) {
-    int head = 2 * (1 + random_below(40)), heads = 1 + random_below(2), groups = 1 + random_below(2);
-    if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8)); // else the rows have remainders
+    int head = 2 * (1 + random_below(40)), heads = 1 + random_below(2),
+        groups = 1 + random_below(2);
+    // One model in four has rows that are not a multiple of 32.
+    if (random_below(4)) head = 32 * (1 + random_below(random_below(4) ? 3 : 8));
     Config c = {};
-    bool other = random_below(2); // than Llama: heads of any width, pairs that lie apart, biases, norms
+    bool other = random_below(2); // unlike Llama: q_dim != dim, RoPE in halves, biases, norms
     c.n_kv_heads = heads, c.n_heads = heads * groups, c.head_dim = head;
-    c.q_dim = c.n_heads * head, c.kv_dim = heads * head, c.dim = other && random_below(2) ? 32 * (1 + random_below(5)) : c.q_dim;
+    c.q_dim = c.n_heads * head, c.kv_dim = heads * head,
+    c.dim = other && random_below(2) ? 32 * (1 + random_below(5)) : c.q_dim;
     c.rope_halves = other, c.rope_scale = other && random_below(2) ? 1.2f : 1;
     c.hidden_dim = random_below(4) ? 32 * (1 + random_below(10)) : 1 + random_below(200);
     c.n_layers = 1 + random_below(2), c.vocab_size = 1 + random_below(150), c.seq_len = 600;
     c.norm_eps = 1e-5f;
     int group = random_below(3) ? 16 << random_below(4) : 1 + random_below(100);
-    int longest = type == INT8_GROUPS ? 80 : 600; // its products go by the slow kernel, and attention knows no types
-    int positions = 1 + random_below(random_below(4) ? 80 : longest), T = 1 + random_below(positions < 160 ? positions : 160);
-    if (positions >= 160 && random_below(2)) T = 129 + random_below(32); // more than a tile's tokens
+    int longest = type == INT8_GROUPS ? 80 : 600; // matmul_any is slow
+    int positions = 1 + random_below(random_below(4) ? 80 : longest),
+        T = 1 + random_below(positions < 160 ? positions : 160);
+    if (positions >= 160 && random_below(2))
+        T = 129 + random_below(32); // more than a tile's tokens
     Pair p;
-    make_pair(p, c, type, group, random_below(3) == 0, other && random_below(2), other && random_below(2));
-    printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group, c.dim, c.n_heads,
-           c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
+    bool norms = other && random_below(2), biases = other && random_below(2);
+    make_pair(p, c, {type, group, random_below(3) == 0, biases, norms});
+    printf("type %d group %d dim %d heads %d/%d hidden %d vocab %d positions %d", type, group,
+           c.dim, c.n_heads, c.n_kv_heads, c.hidden_dim, c.vocab_size, positions);
     Backend *gpu, *cpu;
     open_both(p, positions, &gpu, &cpu);
     int last = random_below(positions - T + 1);
@@ -374,19 +429,26 @@ static void compare_models(Type type) {
     close_both(gpu, cpu);
 }
 
-// Models from tiny to wide, whose warps have from no piece of a product's weights to many: how many follows from the number
-// of multiprocessors. The second is the trainer's default.
-static const struct { int dim, heads, kv_heads, hidden, layers, vocab; } SHAPES[] = {
-    {32, 1, 1, 32, 1, 5}, {64, 2, 2, 192, 2, 1536}, {96, 3, 1, 256, 1, 3000}, {288, 6, 6, 768, 1, 700}, {512, 8, 4, 1376, 1, 300}};
+// Models from tiny to wide, so that a warp of whole_token multiplies from zero to many pieces of a
+// product; the number depends on the number of multiprocessors. The second is train.py's default.
+static const struct {
+    int dim, heads, kv_heads, hidden, layers, vocab;
+} SHAPES[] = {{32, 1, 1, 32, 1, 5},
+              {64, 2, 2, 192, 2, 1536},
+              {96, 3, 1, 256, 1, 3000},
+              {288, 6, 6, 768, 1, 700},
+              {512, 8, 4, 1376, 1, 300}};
 
 static void compare_shape(Type type, int number) {
     auto shape = SHAPES[number];
     Config c = {};
-    c.dim = shape.dim, c.n_heads = shape.heads, c.n_kv_heads = shape.kv_heads, c.head_dim = c.dim / c.n_heads;
-    c.q_dim = c.dim, c.kv_dim = c.n_kv_heads * c.head_dim, c.rope_scale = 1, c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
+    c.dim = shape.dim, c.n_heads = shape.heads, c.n_kv_heads = shape.kv_heads,
+    c.head_dim = c.dim / c.n_heads;
+    c.q_dim = c.dim, c.kv_dim = c.n_kv_heads * c.head_dim, c.rope_scale = 1,
+    c.hidden_dim = shape.hidden, c.n_layers = shape.layers;
     c.vocab_size = shape.vocab, c.seq_len = 40, c.norm_eps = 1e-5f;
     Pair p;
-    make_pair(p, c, type, 32, false);
+    make_pair(p, c, {type, 32, false, false, false});
     printf("type %d dim %d layers %d vocab %d", type, c.dim, c.n_layers, c.vocab_size);
     Backend *gpu, *cpu;
     open_both(p, c.seq_len, &gpu, &cpu);
@@ -402,7 +464,8 @@ static void start_random(int number) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 2 && argc != 3) return fprintf(stderr, "Usage: cuda_ops SEED MODELS, or cuda_ops SHAPES\n"), 2;
+    if (argc != 2 && argc != 3)
+        return fprintf(stderr, "Usage: cuda_ops SEED MODELS, or cuda_ops N\n"), 2;
     bool shapes = argc == 2;
     int models = atoi(argv[argc - 1]), seed = shapes ? 1 : atoi(argv[1]);
     for (int i = 0; i < models; i++)

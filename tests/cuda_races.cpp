@@ -1,12 +1,24 @@
-// What cuda_on_cpu/fibers.cpp has to tell from races: two kernels that are right, and wrong when one thing is missing.
-// Usage: cuda_races MISSING, the number of that thing in the enum
+// Tests that cuda_on_cpu/fibers.cpp finds races: two kernels that have none, unless one barrier,
+// fence or wait is left out.
+//
+// Usage: cuda_races MISSING, the number of what is left out in the enum
 #include <cuda_pipeline.h>
 #include <cuda_runtime.h>
 
-enum { NOTHING, BLOCK_BEFORE_READ, BLOCK_BEFORE_WRITE, WARP, FENCE_BEFORE, FENCE_AFTER, WARP_AFTER_COPY,
-       LAST_FENCE_BEFORE, LAST_FENCE_AFTER };
+enum {
+    NOTHING,
+    BLOCK_BEFORE_READ,
+    BLOCK_BEFORE_WRITE,
+    WARP,
+    FENCE_BEFORE,
+    FENCE_AFTER,
+    WARP_AFTER_COPY,
+    LAST_FENCE_BEFORE,
+    LAST_FENCE_AFTER
+};
 
-static __device__ void meet(unsigned *arrived, int missing) { // of blocks that are there together
+// A barrier of the grid, whose blocks are all resident.
+static __device__ void grid_barrier(unsigned *arrived, int missing) {
     __syncthreads();
     if (threadIdx.x == 0) {
         if (missing != FENCE_BEFORE) __threadfence();
@@ -17,7 +29,7 @@ static __device__ void meet(unsigned *arrived, int missing) { // of blocks that 
     __syncthreads();
 }
 
-// Blocks of 64 threads; x (64 floats for each block), copied (4 times as many).
+// Two resident blocks of 64 threads. x (blocks, 64), copied (blocks, 256).
 static __global__ void together(float *x, const float *copied, unsigned *arrived, int missing) {
     LAUNCH_SHARED(shared);
     int i = threadIdx.x, other = 64 * (gridDim.x - 1 - blockIdx.x) + i;
@@ -29,10 +41,11 @@ static __global__ void together(float *x, const float *copied, unsigned *arrived
     if (missing != WARP) __syncwarp();
     sum += shared[i ^ 1];
     x[64 * blockIdx.x + i] = sum;
-    meet(arrived, missing);
+    grid_barrier(arrived, missing);
     sum += x[other];
-    meet(arrived, NOTHING);
-    __pipeline_memcpy_async(shared + 4 * i, copied + 4 * i, 16); // each thread for itself
+    grid_barrier(arrived, NOTHING);
+    __pipeline_memcpy_async(shared + 4 * i, copied + 4 * i,
+                            16); // a thread waits for its own copies
     __pipeline_commit();
     __pipeline_wait_prior(0);
     if (missing != WARP_AFTER_COPY) __syncwarp();
@@ -40,7 +53,8 @@ static __global__ void together(float *x, const float *copied, unsigned *arrived
     x[64 * blockIdx.x + i] = sum;
 }
 
-// Blocks one after another, whose __shared__ variables are not the same. The last adds up what all have left.
+// Two blocks that need not be resident together, each with its own __shared__ variables. The last
+// to finish adds up what both have written.
 static __global__ void apart(float *x, const float *copied, unsigned *counter, int missing) {
     __shared__ float shared;
     __shared__ bool last;

@@ -1,9 +1,15 @@
-// As much of CUDA as runtime/cuda/cuda.cu uses, on the CPU: the very same kernels run under sanitizers, without a GPU.
-// Threads are fibers that take turns (fibers.cpp), so a race can't crash, but the order of the turns can be changed
-// (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled), and results must not change. One block at a time, but all of
-// them together where a launch is cooperative; such kernels can't have __shared__ variables, only LAUNCH_SHARED.
-// Memory is filled with NaN where CUDA leaves it uninitialised. What a stream has to do is done as late as can be.
-// What it can't show: timing, caches.
+// The part of CUDA that runtime/cuda/ uses, on the CPU: the same kernels run under sanitizers,
+// without a GPU.
+//
+// Threads are fibers that take turns (fibers.cpp). Results must not depend on the order of the
+// turns (CUDA_ON_CPU_ORDER=0, 1, 2: forward, backward, shuffled). Blocks run one after another;
+// those of a cooperative launch run together, so its kernel must use LAUNCH_SHARED instead of
+// __shared__. Memory that CUDA leaves uninitialized is filled with NaN. The work of a stream is
+// done when the host waits for it, and not before. Timing and caches are not emulated.
+//
+// Other environment variables: CUDA_ON_CPU_MULTIPROCESSORS, CUDA_ON_CPU_SHARED (bytes of shared
+// memory of a block), CUDA_ON_CPU_MEMORY (free bytes), CUDA_ON_CPU_ALLOCATIONS (how many succeed),
+// CUDA_ON_CPU_NO_DEVICE, CUDA_ON_CPU_REFUSES ("together": cooperative launches, "recording").
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -17,7 +23,6 @@
 #include <tuple>
 #include <vector>
 
-#define CUDART_VERSION 13000
 #define CUDA_ON_CPU
 #define __global__
 #define __device__
@@ -26,10 +31,14 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#define UNWATCHED __attribute__((no_sanitize("address"), no_sanitize("undefined"))) // what touches no memory of a kernel
+// For code that accesses no memory of kernels: sanitizers would only cost time.
+#define UNWATCHED __attribute__((no_sanitize("address"), no_sanitize("undefined")))
 #define LAUNCH_SHARED(name) float *name = (float *)cuda_on_cpu::launch_shared
 
-struct dim3 { unsigned x, y, z; dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {} };
+struct dim3 {
+    unsigned x, y, z;
+    dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
 struct uint4 { uint32_t x, y, z, w; };
 struct alignas(8) uint2 { uint32_t x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
@@ -42,14 +51,15 @@ extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace cuda_on_cpu { // fibers.cpp
 
 extern void *launch_shared;
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &body);
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together,
+              const std::function<void()> &body);
 void fail(const char *what);
 void rest();
 void meet_block();
 void meet_warp();
 void fence();
-void note_atomic(void *p, uint32_t before);      // that a number was added to *p, which was `before`
-uint64_t exchange_bits(uint64_t bits, int lane); // what that lane brings to the same call
+void note_atomic(void *p, uint32_t before);      // notes an atomicAdd to *p, which was `before`
+uint64_t exchange_bits(uint64_t bits, int lane); // returns that lane's bits
 void copy_async(void *to, const void *from, size_t n);
 void commit_copies();
 void wait_for_copies(size_t groups);
@@ -67,7 +77,9 @@ template <typename T> UNWATCHED T exchange(T value, int lane) {
 template <typename T> T __shfl_xor_sync(unsigned, T value, int mask, int = 32) {
     return cuda_on_cpu::exchange(value, (threadIdx.x % 32) ^ mask);
 }
-template <typename T> T __shfl_sync(unsigned, T value, int lane, int = 32) { return cuda_on_cpu::exchange(value, lane); }
+template <typename T> T __shfl_sync(unsigned, T value, int lane, int = 32) {
+    return cuda_on_cpu::exchange(value, lane);
+}
 static inline void __syncwarp(unsigned = 0xffffffff) { cuda_on_cpu::meet_warp(); }
 static inline void __syncthreads() { cuda_on_cpu::meet_block(); }
 static inline void __nanosleep(unsigned) { cuda_on_cpu::rest(); }
@@ -82,12 +94,21 @@ template <typename T> T __ldg(const T *p) {
     if ((uintptr_t)p % sizeof(T)) cuda_on_cpu::fail("a load that is not aligned");
     return *p;
 }
-static inline uint32_t __float_as_uint(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
-static inline float __uint_as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+static inline uint32_t __float_as_uint(float f) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    return bits;
+}
+static inline float __uint_as_float(uint32_t bits) {
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
 static inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
     uint64_t bytes = (uint64_t)y << 32 | x;
     uint32_t out = 0;
-    for (int i = 0; i < 4; i++) out |= (uint32_t)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+    for (int i = 0; i < 4; i++)
+        out |= (uint32_t)(bytes >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
     return out;
 }
 
@@ -99,7 +120,8 @@ struct alignas(4) __half2 { __half x, y; };
 static inline float __half2float(__half h) {
     int sign = h.bits >> 15, exponent = h.bits >> 10 & 31, mantissa = h.bits & 1023;
     float f = exponent == 31 ? (mantissa ? NAN : INFINITY)
-            : exponent ? __uint_as_float((exponent + 112) << 23 | mantissa << 13) : mantissa * 0x1p-24f;
+              : exponent     ? __uint_as_float((exponent + 112) << 23 | mantissa << 13)
+                             : mantissa * 0x1p-24f;
     return sign ? -f : f;
 }
 
@@ -108,54 +130,103 @@ static inline __half __float2half(float f) { // to nearest, ties to even
     f = fabsf(f);
     if (isnan(f)) return {0x7fff};
     if (f >= 65520) return {(uint16_t)(sign | 0x7c00)};
-    int exponent = f < 0x1p-14f ? -14 : ilogbf(f), units = (int)rintf(ldexpf(f, 10 - exponent)); // units of 2^(exponent-10)
-    return {(uint16_t)(sign | ((exponent + 14) * 1024 + units))}; // a carry of the mantissa goes to the exponent
+    int exponent = f < 0x1p-14f ? -14 : ilogbf(f);
+    int units = (int)rintf(ldexpf(f, 10 - exponent)); // of 2^(exponent - 10)
+    // If rounding carries out of the mantissa, the sum increments the exponent.
+    return {(uint16_t)(sign | ((exponent + 14) * 1024 + units))};
 }
 
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 static inline __half2 __halves2half2(__half x, __half y) { return {x, y}; }
-static inline __half2 __floats2half2_rn(float x, float y) { return {__float2half(x), __float2half(y)}; }
-static inline __half2 __hsub2(__half2 a, __half2 b) {
-    return __floats2half2_rn(__half2float(a.x) - __half2float(b.x), __half2float(a.y) - __half2float(b.y));
+static inline __half2 __floats2half2_rn(float x, float y) {
+    return {__float2half(x), __float2half(y)};
 }
-static inline __half __hadd(__half x, __half y) { return __float2half(__half2float(x) + __half2float(y)); }
-static inline __half __hmul(__half x, __half y) { return __float2half(__half2float(x) * __half2float(y)); }
+static inline __half2 __hsub2(__half2 a, __half2 b) {
+    return __floats2half2_rn(__half2float(a.x) - __half2float(b.x),
+                             __half2float(a.y) - __half2float(b.y));
+}
+static inline __half __hadd(__half x, __half y) {
+    return __float2half(__half2float(x) + __half2float(y));
+}
+static inline __half __hmul(__half x, __half y) {
+    return __float2half(__half2float(x) * __half2float(y));
+}
 static inline __half2 __hadd2(__half2 a, __half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }
 static inline __half2 __hmul2(__half2 a, __half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }
 
 // ---- the runtime
 
-enum cudaError_t { cudaSuccess, cudaErrorNotSupported, cudaErrorMemoryAllocation, cudaErrorInsufficientDriver, cudaErrorNoDevice,
-                   cudaErrorNotReady };
+enum cudaError_t {
+    cudaSuccess,
+    cudaErrorNotSupported,
+    cudaErrorMemoryAllocation,
+    cudaErrorInsufficientDriver,
+    cudaErrorNoDevice,
+    cudaErrorNotReady
+};
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
-enum { cudaStreamNonBlocking, cudaEventDisableTiming, cudaHostRegisterDefault, cudaStreamCaptureModeThreadLocal,
-       cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeCooperative };
+enum {
+    cudaStreamNonBlocking,
+    cudaEventDisableTiming,
+    cudaHostRegisterDefault,
+    cudaStreamCaptureModeThreadLocal,
+    cudaFuncAttributeMaxDynamicSharedMemorySize,
+    cudaLaunchAttributeCooperative
+};
 
 typedef std::vector<std::function<void()>> *cudaGraph_t, *cudaGraphExec_t;
 typedef int cudaStream_t, cudaEvent_t;
-struct cudaLaunchAttribute { int id; struct { int cooperative; } val; };
-struct cudaLaunchConfig_t { dim3 gridDim, blockDim; size_t dynamicSmemBytes; cudaStream_t stream; cudaLaunchAttribute *attrs; unsigned numAttrs; };
-struct cudaDeviceProp { char name[32]; int major, minor, multiProcessorCount, cooperativeLaunch; size_t sharedMemPerBlockOptin; };
+struct cudaLaunchAttribute {
+    int id;
+    struct { int cooperative; } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+};
+struct cudaDeviceProp {
+    char name[32];
+    int major, minor, multiProcessorCount, cooperativeLaunch;
+    size_t sharedMemPerBlockOptin;
+};
 struct cudaFuncAttributes { size_t sharedSizeBytes; };
 
 namespace cuda_on_cpu {
 inline cudaGraph_t capture;
-inline int multiprocessors() { const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS"); return s ? atoi(s) : 12; }
-inline size_t shared_memory() { const char *s = getenv("CUDA_ON_CPU_SHARED"); return s ? strtoull(s, NULL, 10) : 227 << 10; }
-inline size_t free_memory() { const char *s = getenv("CUDA_ON_CPU_MEMORY"); return s ? strtoull(s, NULL, 10) : (size_t)1 << 30; }
+inline int multiprocessors() {
+    const char *s = getenv("CUDA_ON_CPU_MULTIPROCESSORS");
+    return s ? atoi(s) : 12;
+}
+inline size_t shared_memory() {
+    const char *s = getenv("CUDA_ON_CPU_SHARED");
+    return s ? strtoull(s, NULL, 10) : 227 << 10;
+}
+inline size_t free_memory() {
+    const char *s = getenv("CUDA_ON_CPU_MEMORY");
+    return s ? strtoull(s, NULL, 10) : (size_t)1 << 30;
+}
 
-inline bool refuses(const char *what) { const char *s = getenv("CUDA_ON_CPU_REFUSES"); return s && strstr(s, what); } // as MPS may
-inline bool allocates() { // the first so many times
+// Whether the driver refuses something, as it may if processes share a GPU (MPS).
+inline bool refuses(const char *what) {
+    const char *s = getenv("CUDA_ON_CPU_REFUSES");
+    return s && strstr(s, what);
+}
+// Whether an allocation succeeds: the first CUDA_ON_CPU_ALLOCATIONS ones do.
+inline bool allocates() {
     static int times;
     const char *s = getenv("CUDA_ON_CPU_ALLOCATIONS");
     return !s || times++ < atoi(s);
 }
 
-// What is submitted to the stream is done when the host waits for it, and not before; the default stream's at once
+// Submitted work runs when the host waits for it. The default stream's work runs at once
 inline std::deque<std::function<void()>> stream;
 inline size_t submitted, done;
-inline std::vector<size_t> events; // how much was submitted before each
-inline std::map<const void *, size_t> shared_limits; // bytes that a launch of each kernel may ask for, where it was set
+inline std::vector<size_t> events; // `submitted` when each was recorded
+// Each kernel's limit of dynamic shared memory, in bytes.
+inline std::map<const void *, size_t> shared_limits;
 
 inline cudaError_t submit(std::function<void()> work) {
     if (capture) capture->push_back(work);
@@ -168,49 +239,130 @@ inline cudaError_t wait(size_t until) {
     for (; done < until; stream.pop_front()) done++, stream.front()();
     return cudaSuccess;
 }
-}
+} // namespace cuda_on_cpu
 
-static inline const char *cudaGetErrorString(cudaError_t e) { return e == cudaErrorNotSupported ? "operation not supported" : e == cudaErrorMemoryAllocation ? "out of memory" : "no CUDA-capable device is detected"; }
+static inline const char *cudaGetErrorString(cudaError_t e) {
+    return e == cudaErrorNotSupported       ? "operation not supported"
+           : e == cudaErrorMemoryAllocation ? "out of memory"
+                                            : "no CUDA-capable device is detected";
+}
 static inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-static inline cudaError_t cudaGetDeviceCount(int *n) { *n = !getenv("CUDA_ON_CPU_NO_DEVICE"); return *n ? cudaSuccess : cudaErrorNoDevice; }
+static inline cudaError_t cudaGetDeviceCount(int *n) {
+    *n = !getenv("CUDA_ON_CPU_NO_DEVICE");
+    return *n ? cudaSuccess : cudaErrorNoDevice;
+}
 static inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-static inline cudaError_t cudaDeviceSynchronize() { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
-static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) { *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, cuda_on_cpu::shared_memory()}; return cudaSuccess; }
-static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = cuda_on_cpu::free_memory(); return cudaSuccess; }
-template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F) { *a = {0}; return cudaSuccess; }
-template <typename F> cudaError_t cudaFuncSetAttribute(F kernel, int, int n) { cuda_on_cpu::shared_limits[(const void *)kernel] = (size_t)n; return cudaSuccess; }
-template <typename F> cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) { *n = 1; return cudaSuccess; }
+static inline cudaError_t cudaDeviceSynchronize() {
+    return cuda_on_cpu::wait(cuda_on_cpu::submitted);
+}
+static inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int) {
+    *p = {"CPU", 9, 0, cuda_on_cpu::multiprocessors(), 1, cuda_on_cpu::shared_memory()};
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemGetInfo(size_t *free, size_t *total) {
+    *free = *total = cuda_on_cpu::free_memory();
+    return cudaSuccess;
+}
+template <typename F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *a, F) {
+    *a = {0};
+    return cudaSuccess;
+}
+template <typename F> cudaError_t cudaFuncSetAttribute(F kernel, int, int n) {
+    cuda_on_cpu::shared_limits[(const void *)kernel] = (size_t)n;
+    return cudaSuccess;
+}
+template <typename F>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, F, int, size_t) {
+    *n = 1;
+    return cudaSuccess;
+}
 
 template <typename T> cudaError_t cudaMalloc(T **p, size_t n) {
     *p = cuda_on_cpu::allocates() ? (T *)malloc(n) : NULL;
     return *p ? memset(*p, 0xff, n), cudaSuccess : cudaErrorMemoryAllocation;
 }
 static inline cudaError_t cudaMallocHost(void **p, size_t n) { return cudaMalloc(p, n); }
-static inline cudaError_t cudaFree(void *p) { cuda_on_cpu::wait(cuda_on_cpu::submitted); free(p); return cudaSuccess; }
-static inline cudaError_t cudaFreeHost(void *p) { free(p); return cudaSuccess; }
-static inline cudaError_t cudaHostRegister(void *, size_t, int) { if (cuda_on_cpu::capture) cuda_on_cpu::fail("registering in a capture"); return cudaSuccess; }
+static inline cudaError_t cudaFree(void *p) {
+    cuda_on_cpu::wait(cuda_on_cpu::submitted);
+    free(p);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaFreeHost(void *p) {
+    free(p);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaHostRegister(void *, size_t, int) {
+    if (cuda_on_cpu::capture) cuda_on_cpu::fail("registering in a capture");
+    return cudaSuccess;
+}
 static inline cudaError_t cudaHostUnregister(void *) { return cudaSuccess; }
-static inline cudaError_t cudaMemset(void *p, int value, size_t n) { memset(p, value, n); return cudaSuccess; }
-static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) { memcpy(to, from, n); return cudaSuccess; }
-static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind, cudaStream_t) {
+static inline cudaError_t cudaMemset(void *p, int value, size_t n) {
+    memset(p, value, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpy(void *to, const void *from, size_t n, cudaMemcpyKind) {
+    memcpy(to, from, n);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t n, cudaMemcpyKind,
+                                          cudaStream_t) {
     return cuda_on_cpu::submit([=] { memcpy(to, from, n); });
 }
-static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) { *s = 1; return cudaSuccess; }
+static inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t *s, int) {
+    *s = 1;
+    return cudaSuccess;
+}
 static inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-static inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cuda_on_cpu::wait(cuda_on_cpu::submitted); }
-static inline cudaError_t cudaEventCreate(cudaEvent_t *e) { *e = (int)cuda_on_cpu::events.size(); cuda_on_cpu::events.push_back(0); return cudaSuccess; }
-static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, int) { return cudaEventCreate(e); }
-static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) { cuda_on_cpu::events.at(e) = cuda_on_cpu::submitted; return cudaSuccess; }
-static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) { return cuda_on_cpu::wait(cuda_on_cpu::events.at(e)); }
-static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t e) { *ms = 1; return cuda_on_cpu::events.at(e) > cuda_on_cpu::done ? cudaErrorNotReady : cudaSuccess; }
+static inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+    return cuda_on_cpu::wait(cuda_on_cpu::submitted);
+}
+static inline cudaError_t cudaEventCreate(cudaEvent_t *e) {
+    *e = (int)cuda_on_cpu::events.size();
+    cuda_on_cpu::events.push_back(0);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, int) {
+    return cudaEventCreate(e);
+}
+static inline cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+    cuda_on_cpu::events.at(e) = cuda_on_cpu::submitted;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+    return cuda_on_cpu::wait(cuda_on_cpu::events.at(e));
+}
+static inline cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t, cudaEvent_t e) {
+    *ms = 1;
+    return cuda_on_cpu::events.at(e) > cuda_on_cpu::done ? cudaErrorNotReady : cudaSuccess;
+}
 static inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
-static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) { if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported; cuda_on_cpu::capture = new std::vector<std::function<void()>>; return cudaSuccess; }
-static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) { *g = cuda_on_cpu::capture, cuda_on_cpu::capture = NULL; return cudaSuccess; }
-static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long) { *e = new std::vector<std::function<void()>>(*g); return cudaSuccess; }
-static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) { delete g; return cudaSuccess; }
-static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { delete e; return cudaSuccess; }
-static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) { for (auto &work : *e) cuda_on_cpu::submit(work); return cudaSuccess; }
+static inline cudaError_t cudaStreamBeginCapture(cudaStream_t, int) {
+    if (cuda_on_cpu::refuses("recording")) return cudaErrorNotSupported;
+    cuda_on_cpu::capture = new std::vector<std::function<void()>>;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t *g) {
+    *g = cuda_on_cpu::capture, cuda_on_cpu::capture = NULL;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g,
+                                               unsigned long long) {
+    *e = new std::vector<std::function<void()>>(*g);
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphDestroy(cudaGraph_t g) {
+    delete g;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) {
+    delete e;
+    return cudaSuccess;
+}
+static inline cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t) {
+    for (auto &work : *e) cuda_on_cpu::submit(work);
+    return cudaSuccess;
+}
 
 template <typename... P, typename... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(P...), A... args) {
@@ -220,7 +372,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config, void (*kernel)(
     bool together = config->numAttrs && config->attrs->id == cudaLaunchAttributeCooperative;
     if (together && cuda_on_cpu::refuses("together")) return cudaErrorNotSupported;
     auto limit = cuda_on_cpu::shared_limits.find((const void *)kernel);
-    if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second)) cuda_on_cpu::fail("more shared memory than the kernel may have");
+    if (shared > (limit == cuda_on_cpu::shared_limits.end() ? 48 << 10 : limit->second))
+        cuda_on_cpu::fail("more shared memory than the kernel may have");
     return cuda_on_cpu::submit([=] {
         cuda_on_cpu::run_grid(grid, threads, shared, together, [=] { std::apply(kernel, values); });
     });

@@ -1,8 +1,13 @@
-// The threads of a GPU as fibers that take turns at barriers and shuffles. With RACES, ThreadSanitizer, under which the
-// kernels are then compiled but not this file, is told what CUDA orders by barriers, by fences around atomics and by waiting
-// for copies, and of nothing else: neither a shuffle nor the lanes' going in step orders memory (CUDA C++ Programming Guide).
-// So it finds two accesses that a GPU might do in the other order, in whatever order they come here. This file is compiled
-// without sanitizers, for speed; what it copies for the kernels it asks AddressSanitizer about, where the program has that.
+// The threads of a GPU as fibers that take turns at barriers and shuffles.
+//
+// With RACES, the kernels are compiled with ThreadSanitizer, and this file tells it what CUDA
+// orders: accesses before and after a barrier, a fence around an atomic, or a wait for copies. It
+// reports no other order, since neither shuffles nor lanes in lockstep order memory (CUDA C++
+// Programming Guide). So ThreadSanitizer finds any two accesses that a GPU might do in the other
+// order.
+//
+// This file itself is compiled without sanitizers, for speed. It asks AddressSanitizer about
+// the memory that it copies for kernels, if the program is compiled with it.
 #include "cuda_runtime.h"
 #include <ucontext.h>
 #include <memory>
@@ -17,13 +22,15 @@ extern "C" void __tsan_java_init(unsigned long from, unsigned long size);
 extern "C" void __tsan_java_alloc(unsigned long from, unsigned long size);
 extern "C" char __bss_start, _end;
 
-// Another block's __shared__ variables lie in other memory, but here they are the same statics. So they are made anew.
+// __shared__ variables are the same statics in every block here. This tells ThreadSanitizer that a
+// new block's are other memory.
 static void renew_shared() {
-    static unsigned long from = ((unsigned long)&__bss_start + 7) & ~7ul, size = ((unsigned long)&_end & ~7ul) - from;
-    static bool known = (__tsan_java_init(from, size), true); // the only memory of which ThreadSanitizer can be told that
+    static unsigned long from = ((unsigned long)&__bss_start + 7) & ~7ul,
+                         size = ((unsigned long)&_end & ~7ul) - from;
+    static bool known = (__tsan_java_init(from, size), true);
     if (known) __tsan_java_alloc(from, size);
 }
-#else // nobody wants to know
+#else // without ThreadSanitizer
 enum { __tsan_switch_to_fiber_no_sync };
 static inline void *__tsan_create_fiber(unsigned) { return NULL; }
 static inline void *__tsan_get_current_fiber() { return NULL; }
@@ -41,19 +48,20 @@ namespace cuda_on_cpu {
 
 void *launch_shared;
 
-// ---- stacks that take turns. ucontext would do, were it not for two system calls at every turn
+// ---- stacks that take turns. ucontext would do the same with two system calls a turn
 
 #ifdef __x86_64__
 typedef void *Context;
 
-__attribute__((naked, noinline)) static void turn_to(Context *, Context *) { // this one's registers out, the other's in
+// Saves this stack's registers and restores the other's.
+__attribute__((naked, noinline)) static void turn_to(Context *, Context *) {
     __asm__("push %rbp; push %rbx; push %r12; push %r13; push %r14; push %r15; mov %rsp, (%rdi);"
             "mov (%rsi), %rsp; pop %r15; pop %r14; pop %r13; pop %r12; pop %rbx; pop %rbp; ret");
 }
 
 static void prepare(Context *c, char *stack, size_t size, void (*start)()) {
     void **top = (void **)((uintptr_t)(stack + size) / 16 * 16);
-    top[-2] = (void *)start; // where the `ret` goes
+    top[-2] = (void *)start; // the return address
     *c = top - 8;
 }
 #else
@@ -70,22 +78,37 @@ static void prepare(Context *c, char *stack, size_t size, void (*start)()) {
 
 // ---- threads, warps, blocks
 
-struct Barrier { unsigned members = 0, arrived = 0, generation = 0; char order[2]; }; // order: of even generations, of odd
-struct Warp { Barrier barrier, shuffle; uint64_t slots[2][32]; };
-struct Block { dim3 index; Barrier barrier; std::vector<Warp> warps; void *shared; };
-struct Copy { void *to; const void *from; size_t n; };
+struct Barrier {
+    unsigned members = 0, arrived = 0, generation = 0;
+    char order[2]; // ThreadSanitizer's handles, for even and odd generations
+};
+struct Warp {
+    Barrier barrier, shuffle;
+    uint64_t slots[2][32];
+};
+struct Block {
+    dim3 index;
+    Barrier barrier;
+    std::vector<Warp> warps;
+    void *shared;
+};
+struct Copy {
+    void *to;
+    const void *from;
+    size_t n;
+};
 struct Fiber {
     Context context;
     std::unique_ptr<char[]> memory; // its stack
-    void *watched = NULL;           // what ThreadSanitizer knows it by
+    void *watched = NULL;           // ThreadSanitizer's handle
     Block *block;
     int thread;
     bool done;
-    Barrier *waits;        // NULL when ready
-    unsigned generation;   // of the barrier when it came
-    std::vector<std::vector<Copy>> copies; // groups under way; the last is still open
-    std::vector<void *> seen; // what atomics have found, until a fence makes it count
-    bool fenced;              // since its last atomic
+    Barrier *waits;                        // NULL if it can run
+    unsigned generation;                   // of that barrier when it arrived
+    std::vector<std::vector<Copy>> copies; // unfinished groups; the last is not yet committed
+    std::vector<void *> seen;              // rounds of the atomics since the last fence
+    bool fenced;                           // since its last atomic
 };
 
 static std::vector<Fiber> fibers;
@@ -98,7 +121,8 @@ static Fiber &me() { return fibers[current]; }
 static Warp &warp() { return me().block->warps[me().thread / 32]; }
 
 void fail(const char *what) {
-    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y, me().thread);
+    fprintf(stderr, "cuda_on_cpu: %s (block %u,%u thread %d)\n", what, blockIdx.x, blockIdx.y,
+            me().thread);
     abort();
 }
 
@@ -114,7 +138,7 @@ static void open_if_all_came(Barrier &b) {
 static void meet(Barrier &b, bool orders) {
     unsigned generation = me().generation = b.generation;
     me().waits = &b;
-    if (orders) __tsan_release(&b.order[generation % 2]); // nobody is two generations ahead
+    if (orders) __tsan_release(&b.order[generation % 2]); // no fiber is two generations ahead
     b.arrived++;
     open_if_all_came(b);
     if (b.generation != generation) me().waits = NULL;
@@ -133,8 +157,9 @@ uint64_t exchange_bits(uint64_t bits, int lane) {
     return w.slots[turn][lane];
 }
 
-// ---- atomics and fences: what was done before a fence and an atomic comes before what is done after an atomic that found
-// it, and a fence. What a round of a grid's barrier has in common is the top bit of the number that atomics find
+// ---- atomics and fences
+// Accesses before a fence and an atomic come before those after an atomic that reads its result and
+// a fence. Atomics of one round of a grid's barrier read the same top bit.
 
 static char *round_of(void *p, uint32_t found) { return (char *)p + (found >> 31); }
 
@@ -151,31 +176,36 @@ void fence() {
 }
 
 #ifdef RACES
-// GCC calls these for volatile reads where it is asked to tell them from others. One that is waiting for a number's top bit
-// to turn has found all of the round before.
-extern "C" void __tsan_volatile_read4(void *p) { me().seen.assign(1, round_of(p, ~*(uint32_t *)p)); }
-extern "C" void __tsan_volatile_write4(void *) {} // many may write the same
+// GCC calls these for volatile accesses (--param=tsan-distinguish-volatile=1). A thread that waits
+// for the top bit to flip has seen all of the round before.
+extern "C" void __tsan_volatile_read4(void *p) {
+    me().seen.assign(1, round_of(p, ~*(uint32_t *)p));
+}
+extern "C" void __tsan_volatile_write4(void *) {} // several threads may write the same value
 #endif
 
-// ---- copies that are done when they are waited for, and not before
+// ---- asynchronous copies, which are done only when they are waited for
 
-static void do_copy(const Copy &c) { // such that ThreadSanitizer does not see it: for it they were done when sent for
+static void do_copy(const Copy &c) { // ThreadSanitizer was told of the copy when it was started
     for (size_t i = 0; i < c.n; i++) ((volatile char *)c.to)[i] = ((const char *)c.from)[i];
 }
 
-static void check_room(const void *p, size_t n) {
-    if (__asan_region_is_poisoned && __asan_region_is_poisoned((void *)p, n)) fail("a copy beyond the end of its memory");
+static void check_range(const void *p, size_t n) {
+    if (__asan_region_is_poisoned && __asan_region_is_poisoned((void *)p, n))
+        fail("a copy beyond the end of its memory");
 }
 
-static Copy send_for(void *to, const void *from, size_t n, size_t alignment) {
+static Copy start_copy(void *to, const void *from, size_t n, size_t alignment) {
     if (((uintptr_t)to | (uintptr_t)from | n) % alignment) fail("a copy that is not aligned");
-    check_room(to, n), check_room(from, n);
+    check_range(to, n), check_range(from, n);
     __tsan_read_range((void *)from, n);
     __tsan_write_range(to, n);
     return {to, from, n};
 }
 
-void copy_async(void *to, const void *from, size_t n) { me().copies.back().push_back(send_for(to, from, n, n)); }
+void copy_async(void *to, const void *from, size_t n) {
+    me().copies.back().push_back(start_copy(to, from, n, n));
+}
 void commit_copies() { me().copies.emplace_back(); }
 
 void wait_for_copies(size_t groups) {
@@ -186,14 +216,17 @@ void wait_for_copies(size_t groups) {
 
 // ---- grids
 
-static char begun, ended; // what was done before a launch comes before it; what it does, before all that follows
+// ThreadSanitizer's handles: what the host did before a launch comes before the kernel, and the
+// kernel before what the host does next.
+static char begun, ended;
 
 static void enter() {
     __tsan_acquire(&begun);
     (*body)();
     __tsan_release(&ended);
     me().done = true;
-    for (Barrier *b : {&me().block->barrier, &warp().barrier, &warp().shuffle}) b->members--, open_if_all_came(*b);
+    for (Barrier *b : {&me().block->barrier, &warp().barrier, &warp().shuffle})
+        b->members--, open_if_all_came(*b);
     rest();
 }
 
@@ -203,7 +236,8 @@ static std::vector<int> turns(int n) {
     static uint32_t state = 1;
     std::vector<int> all(n);
     for (int i = 0; i < n; i++) all[i] = backward ? n - 1 - i : i;
-    for (int i = n - 1; i > 0 && shuffled; i--) std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
+    for (int i = n - 1; i > 0 && shuffled; i--)
+        std::swap(all[i], all[(state = state * 1664525 + 1013904223) % (i + 1)]);
     return all;
 }
 
@@ -211,7 +245,7 @@ static const size_t STACK = 64 << 10;
 
 static void prepare_fiber(Fiber &f, Block *block, int thread) {
     if (!f.memory) f.memory.reset(new char[STACK]);
-    if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, and so kept
+    if (!f.watched) f.watched = __tsan_create_fiber(0); // expensive, so it is kept
     f.block = block, f.thread = thread, f.done = false, f.waits = NULL, f.fenced = false;
     f.copies.assign(1, {});
     f.seen.clear();
@@ -220,12 +254,13 @@ static void prepare_fiber(Fiber &f, Block *block, int thread) {
     block->warps[thread / 32].shuffle.members++;
 }
 
-// Blocks with the fibers from `first` on.
+// Runs blocks, in the fibers from `first` on.
 static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
     int n = (int)blocks.size() * threads;
     if ((int)fibers.size() < first + n) fibers.resize(first + n);
     renew_shared();
-    for (Block &b : blocks) b.barrier.members = threads, b.warps.assign((threads + 31) / 32, Warp());
+    for (Block &b : blocks)
+        b.barrier.members = threads, b.warps.assign((threads + 31) / 32, Warp());
     for (int i = 0; i < n; i++) prepare_fiber(fibers[first + i], &blocks[i / threads], i % threads);
     __tsan_release(&begun);
     for (int left = n; left > 0;) {
@@ -234,7 +269,8 @@ static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
             Fiber &f = fibers[first + i];
             if (f.done || (f.waits && f.waits->generation == f.generation)) continue;
             f.waits = NULL;
-            current = first + i, threadIdx = dim3(f.thread), blockIdx = f.block->index, launch_shared = f.block->shared;
+            current = first + i, threadIdx = dim3(f.thread), blockIdx = f.block->index,
+            launch_shared = f.block->shared;
             __tsan_switch_to_fiber(f.watched, __tsan_switch_to_fiber_no_sync);
             turn_to(&scheduler, &f.context);
             left -= f.done;
@@ -244,11 +280,13 @@ static void run_blocks(std::vector<Block> &blocks, int threads, int first) {
     }
 }
 
-void run_grid(dim3 grid, dim3 threads, size_t shared, bool together, const std::function<void()> &kernel) {
+void run_grid(dim3 grid, dim3 threads, size_t shared, bool together,
+              const std::function<void()> &kernel) {
     unsigned n = grid.x * grid.y * grid.z, at_once = together ? n : 1;
-    unsigned sets = std::max(2u, 1024 / threads.x); // of fibers: so many blocks one after another are in no order
+    unsigned sets = std::max(2u, 1024 / threads.x); // blocks that do not share fibers
     if (n == 0 || threads.x == 0 || threads.x > 1024) fail("an impossible launch");
-    gridDim = grid, blockDim = threads, body = &kernel, scheduler_watched = __tsan_get_current_fiber();
+    gridDim = grid, blockDim = threads, body = &kernel,
+    scheduler_watched = __tsan_get_current_fiber();
     std::vector<int> order = turns(n);
     std::vector<void *> memory;
     for (unsigned first = 0; first < n; first += at_once) {
