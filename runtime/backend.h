@@ -163,9 +163,6 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
 // Asks the system to keep n bytes, of its own memory or a mapped file's, in large pages, where it has them.
 void llamac_use_large_pages(const void *p, size_t n);
 
-// Seconds on a clock that only goes forward.
-double llamac_seconds(void);
-
 // Opens the GPU with a KV cache for `positions` tokens, and moves the weights to its memory. Returns NULL, or what is
 // wrong, as a constant or in the last argument; the weights are then where they were.
 const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *);

@@ -171,7 +171,8 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
     s->all = o->logits == LLAMAC_ALL_LOGITS, s->told = o->logits != LLAMAC_SAMPLE_ONLY;
-    s->kernels = llamac_cpu_kernels();
+    const Kernels *kernels = llamac_choose_kernels();
+    s->kernels = kernels ? kernels : &llamac_reference;
     s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
     s->probabilities = resize(NULL, c->vocab_size, sizeof(float));
     CHECK(s->candidates && s->probabilities, no_memory);
@@ -185,11 +186,14 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
 }
 
 // What bench.c asks.
-double llamac_bandwidth(const llamac_session *s, const uint8_t *bytes, size_t n) {
-    return s->backend->bandwidth(s->backend, bytes, n);
+double llamac_bandwidth(const llamac_session *s) {
+    const uint8_t *first;
+    if (!s) return 0;
+    uint64_t n = llamac_weights_read(&s->model, &first);
+    return s->backend->bandwidth(s->backend, first, n);
 }
 
-int llamac_threads(const llamac_session *s) { return s->n_threads; }
+int llamac_threads(const llamac_session *s) { return s ? s->n_threads : 0; }
 
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
     if (!model) return fail(e, no_model), NULL;

@@ -150,20 +150,18 @@ typedef struct {
 // Llama2.c's sampler: a seed gives the same text.
 LLAMAC_API int llamac_sample(llamac_session *, llamac_sampler *, llamac_error *);
 
-typedef struct {
-    int n_threads, prompt, decoded;    // the last two in tokens
-    double first;                      // seconds from `began` to the first token behind BOS
-    double prompt_speed, decode_speed; // tokens/s, medians
-    double bytes;                      // of weights that one token reads
-    double bandwidth;                  // bytes/s at which the threads read the same weights, doing nothing else
-    double share;                      // of it while decoding: the median of runs, each beside a reading of its own
-    double peak;                       // bytes of memory that the process had at most
-} llamac_speed;
+// ----------------------------------------------------------------------------
+// Speed
 
-// How fast a model runs here: a prompt of up to 128 tokens, and up to `decoded` tokens one by one from an empty cache.
-// began: a time by CLOCK_MONOTONIC, in seconds, from which the first token is timed.
-LLAMAC_API bool llamac_bench(const llamac_model *, const llamac_options *, int decoded, double began, llamac_speed *,
-                             llamac_error *);
+// Threads of the CPU that compute.
+LLAMAC_API int llamac_threads(const llamac_session *);
+
+// Bytes of weights that one token reads.
+LLAMAC_API double llamac_bytes_per_token(const llamac_model *);
+
+// Measures, in bytes per second, how fast the session reads its weights if it does nothing else: an upper
+// bound of bytes per token times tokens per second.
+LLAMAC_API double llamac_bandwidth(const llamac_session *);
 
 #ifdef __cplusplus
 }

@@ -635,3 +635,8 @@ uint64_t llamac_weights_read(const Model *m, const uint8_t **first) {
         }
     return n;
 }
+
+double llamac_bytes_per_token(const llamac_model *m) {
+    const uint8_t *first;
+    return m ? llamac_weights_read(&m->weights, &first) : 0;
+}

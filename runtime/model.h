@@ -182,15 +182,7 @@ bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, E
 // Puts the path before the message, unless it is "". Returns false.
 bool llamac_name_file(const char *path, Error *);
 
-// Bytes of the matrices that one token goes through; *first is where the first of them lies.
+// Bytes of the matrices that one token reads. *first is the lowest address of them.
 uint64_t llamac_weights_read(const Model *, const uint8_t **first);
-
-// ----------------------------------------------------------------------------
-// Sessions (llama.c)
-
-// Bytes per second at which the session's backend reads memory: n bytes over and over.
-double llamac_bandwidth(const llamac_session *, const uint8_t *bytes, size_t n);
-
-int llamac_threads(const llamac_session *); // of the CPU
 
 #endif

@@ -19,7 +19,8 @@ LIBRARY = sorted(str(f.relative_to(ROOT)) for f in ROOT.glob("runtime/**/*.c"))
 PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
 ISAS = [f for f in LIBRARY if Path(f).stem in ("avx2", "avx512", "neon", "neondot")]  # most of the compiling
-KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).name != "cpu.c"]  # of tests that include cpu.c
+BACKEND = ("cpu", "products", "attention")  # the files of runtime/cpu that tests of the backend include
+KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).stem not in BACKEND]  # and compile beside them
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 SLOWEST = ["test_train", "test_hostile", "test_docs", "test_track_online", "test_kernels", "test_cuda", "test_page", "test_track"]
 WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()

@@ -2,6 +2,8 @@
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
 // kernels panels: compares the time of a panel of four tokens with that of the next larger panel.
 #include "../runtime/cpu/cpu.c"
+#include "../runtime/cpu/products.c"
+#include "../runtime/cpu/attention.c"
 #include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 #include <time.h>
@@ -133,7 +135,7 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
         Cpu cpu = {.kernels = used, .panels = malloc((size_t)(T + used->tokens) * cols * sizeof(float)),
                    .pairs = malloc((size_t)(T + used->tokens) * (cols + 1) * sizeof(uint16_t))};
         int panels = (T + used->tokens - 1) / used->tokens;
-        Member me = {.cpu = &cpu, .scratch = scratch};
+        Worker me = {.cpu = &cpu, .scratch = scratch};
         Activations a = {.x = x, .panels = T > 1 ? cpu.panels : x, .blocks = b, .cols = cols, .T = T};
         pack_panels(&me, &a, 0, panels);
         float *out = floats((size_t)T * rows), *first = malloc((size_t)T * rows * sizeof *out);
@@ -143,9 +145,9 @@ static void matrix_products(const Kernels *k, const Kernels *s, Type type) {
         for (int r = 0; kept && r < rows; r += TILE) llamac_pack(used, tiles + r / TILE * tiles_size(&m), &m, r);
         m.tiles = kept ? tiles : NULL;
         Product p = {out, &m, true};
-        bool pairs = used->bf16s && T >= LEAST_PAIRS && below(2);
+        bool pairs = used->bf16s && T >= MIN_PAIRS && below(2);
         if (pairs) pack_pairs(&me, &a, 0, panels), a.pairs = cpu.pairs;
-        multiply_some(&me, &p, &a, 0, rows);
+        llamac_multiply_rows(&me, &p, &a, 0, rows);
         for (int r = 0; r < rows; r++) {
             llamac_floats(s, row, &m, r, 0, cols);
             for (int t = 0; t < T; t++) {
@@ -176,25 +178,25 @@ static void gated_of(const Kernels *k, Type type) {
     Cpu cpu = {.kernels = k, .config = {.dim = cols, .hidden_dim = rows, .norm_eps = 1e-5f}, .panels = calloc(room, 4),
                .blocks = calloc(room, sizeof(Block)), .gated_blocks = calloc(room, sizeof(Block)),
                .pairs = calloc(room, 2), .gated_pairs = calloc(room, 2)};
-    Member me = {.cpu = &cpu, .scratch = calloc(2 * ROWS * (most + 1 + k->tokens), sizeof(float))};
+    Worker me = {.cpu = &cpu, .scratch = calloc(2 * ROWS * (most + 1 + k->tokens), sizeof(float))};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
     Activations apart = {.x = xb, .panels = cpu.panels, .blocks = cpu.blocks, .cols = cols, .T = T};
     if (pairs) apart.pairs = cpu.pairs;
     MatmulArgs a = {.products = {{joined, &w, false}, {h2, &w2, false}}, .n = 2, .in = apart};
     a.in.x = x, a.in.norm = weight, cpu.h = h, cpu.h2 = h2;
-    a.to_pairs = pairs, a.to_blocks = !pairs && rows % 32 == 0 && below(2);
+    a.writes = pairs ? PAIRS : rows % 32 == 0 && below(2) ? BLOCKS : 0;
     Task *make = quantised ? quantize_tokens : pairs ? pack_pairs : pack_panels;
     make(&me, &a.in, 0, quantised ? T : panels);
     swiglu_rows(&me, &a, 0, (rows + ROWS - 1) / ROWS);
     for (int t = 0; t < T; t++) normalize(&cpu, xb + (size_t)t * cols, x + (size_t)t * cols, weight, cols);
     make(&me, &apart, 0, quantised ? T : panels);
-    multiply_some(&me, &(Product){h, &w, false}, &apart, 0, rows), multiply_some(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
+    llamac_multiply_rows(&me, &(Product){h, &w, false}, &apart, 0, rows), llamac_multiply_rows(&me, &(Product){h2, &w2, false}, &apart, 0, rows);
     swiglu_tokens(&me, NULL, 0, T);
     Activations next = {.x = h, .cols = rows, .T = T};
-    if (a.to_pairs) {
+    if (a.writes == PAIRS) {
         pack_pairs(&me, &next, 0, panels);
         compare_bytes(k, "pairs of swiglu", cpu.gated_pairs, cpu.pairs, n / T / 2 * 2 * T * 2);
-    } else if (a.to_blocks) {
+    } else if (a.writes == BLOCKS) {
         quantize_tokens(&me, &next, 0, T);
         compare_bytes(k, "blocks of swiglu", cpu.gated_blocks, cpu.blocks, n / 32 * sizeof(Block));
     } else compare_bytes(k, "swiglu of products", joined, h, n * sizeof *h);
@@ -209,9 +211,9 @@ static void gated_of_one(const Kernels *k, Type type) {
     int rows = 32 * (1 + below(9));
     float *x = floats(cols), *weight = floats(cols), *h = floats(rows), *h2 = floats(rows);
     Cpu cpu = {.kernels = k, .config = {.dim = cols, .norm_eps = 1e-5f}, .gated_blocks = malloc(rows / 32 * sizeof(Block))};
-    Member me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)), .scratch = floats(cols)};
+    Worker me = {.cpu = &cpu, .x = floats(cols), .blocks = malloc((cols / 32 + 1) * sizeof(Block)), .scratch = floats(cols)};
     Mat w = matrix(type, rows, cols), w2 = matrix(type, rows, cols);
-    MatmulArgs a = {.products = {{h, &w, false}, {h2, &w2, false}}, .n = 2, .needs_blocks = quantised, .to_blocks = true,
+    MatmulArgs a = {.products = {{h, &w, false}, {h2, &w2, false}}, .n = 2, .reads = quantised ? BLOCKS : PANELS, .writes = BLOCKS,
                     .in = {.x = x, .norm = weight, .cols = cols, .T = 1}};
     for (int i = 0; i < (rows + ROWS - 1) / ROWS; i++) swiglu_rows(&me, &a, i, i + 1);
     Block *expected = malloc(rows / 32 * sizeof *expected);
@@ -229,7 +231,7 @@ static void *numbers(Type type, size_t n) { // of a cache
 }
 
 static void attention_ops(const Kernels *k, const Kernels *s, Type type) {
-    int n = 1 + below(70), head_dim = 2 * (1 + below(40)), width = round_up(head_dim), Q = 1 + below(4), room = round_up(n);
+    int n = 1 + below(70), head_dim = 2 * (1 + below(40)), width = round_up_to_tile(head_dim), Q = 1 + below(4), room = round_up_to_tile(n);
     float *q = floats(4 * head_dim), *p = floats(4 * room), *p2 = floats(4 * room);
     float *y = floats(4 * width), *z = floats(4 * width);
     void *keys = numbers(type, (size_t)room * head_dim), *values = numbers(type, (size_t)n * width);
@@ -281,8 +283,8 @@ static void panels_of(const Kernels *k, const Kernels *s) {
 static double kept_number(const Cpu *cpu, bool key, int pos, int d) {
     size_t at = key ? pos / TILE * TILE * cpu->config.head_dim + d * TILE + pos % TILE : pos * cpu->value_width + d;
     const void *w = key ? cpu->keys : cpu->values;
-    if (cpu->kv == F16) return half_to_float(((const uint16_t *)w)[at]);
-    if (cpu->kv == F32) return ((const float *)w)[at];
+    if (cpu->kv_type == F16) return half_to_float(((const uint16_t *)w)[at]);
+    if (cpu->kv_type == F32) return ((const float *)w)[at];
     return (key ? cpu->key_scales : cpu->value_scales)[pos] * (double)((const int8_t *)w)[at];
 }
 
@@ -305,18 +307,18 @@ static void attention_of(const Cpu *cpu, double *out, const float *q, int n, boo
 // is off by `unit` at most; so a score by unit |q|_1 / sqrt(head_dim), and its weight by twice that, about.
 static void kept(const Kernels *k, Type type) {
     int n = 1 + below(below(4) ? 70 : 700), T = n < 9 || below(2) ? 1 : 2 + below(8);
-    int dim = 2 * (1 + below(40)), width = round_up(dim);
+    int dim = 2 * (1 + below(40)), width = round_up_to_tile(dim);
     double unit = type == F32 ? 0 : type == F16 ? 0x1p-11 : 0.5001 / 127, exact[80], whole[80];
     float *out = floats((size_t)T * 2 * dim), *q = floats((size_t)n * 2 * dim);
-    Team team = {.n_threads = 1};
-    Cpu cpu = {.kernels = k, .positions = n, .kv = type, .value_width = width, .team = team, .k = floats((size_t)n * dim),
+    ThreadPool pool = {.n_threads = 1};
+    Cpu cpu = {.kernels = k, .positions = n, .kv_type = type, .value_width = width, .pool = pool, .k = floats((size_t)n * dim),
                .config = {.n_layers = 1, .n_heads = 2, .n_kv_heads = 1, .head_dim = dim, .q_dim = 2 * dim, .kv_dim = dim},
-               .v = floats((size_t)n * dim), .keys = numbers(type, (size_t)round_up(n) * dim),
+               .v = floats((size_t)n * dim), .keys = numbers(type, (size_t)round_up_to_tile(n) * dim),
                .values = numbers(type, (size_t)n * width),
                .key_scales = type == INT8_GROUPS ? floats(n) : NULL, .value_scales = type == INT8_GROUPS ? floats(n) : NULL};
-    Member me = {.cpu = &cpu, .scratch = malloc(scratch_size(&cpu, dim) * sizeof(float))};
+    Worker me = {.cpu = &cpu, .scratch = malloc(scratch_size(&cpu, dim) * sizeof(float))};
     for (int i = 0; i < n * 2 * dim; i++) q[i] *= 4; // few positions have most of the weight
-    for (int t = 0; t < n; t++) cache(&cpu, 0, 0, t, me.scratch);
+    for (int t = 0; t < n; t++) store_in_cache(&cpu, 0, 0, t, me.scratch);
     AttentionArgs a = {out, NULL, 0, T, SPAN, true};
     cpu.pos = n - T, cpu.q = q;
     if (T == 1) attention_groups(&me, &a, 0, 1);
@@ -369,8 +371,8 @@ static double panel_seconds(const Kernels *k, Type type, int T) {
 
 // Prints for each instruction set how long a panel of four tokens takes, compared with the next larger one, in F32 and BF16.
 static void compare_panels(void) {
-    const Kernels *found[MOST_KERNELS];
-    int n = find_kernels(found);
+    const Kernels *found[MAX_KERNELS];
+    int n = llamac_find_kernels(found);
     for (int i = 0; i < n; i++) {
         int next = found[i]->tokens < 8 ? found[i]->tokens : 8;
         if (!has_tiles(found[i])) continue;
@@ -388,10 +390,10 @@ int main(int argc, char **argv) {
         compare_panels();
         return 0;
     }
-    const Kernels *found[MOST_KERNELS];
+    const Kernels *found[MAX_KERNELS];
     Type types[] = {F32, F16, BF16, Q8_0, Q4_0, INT8_GROUPS, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K};
     enum { TYPES = sizeof types / sizeof *types };
-    int n = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1;
+    int n = llamac_find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int i = 0; i < n; i++)
         for (int round = 0; round < rounds; round++) {

@@ -111,8 +111,9 @@ static int wrong(const char *path) {
     if (none.vocab_size || none.has_tokenizer || none.bos != -1 || llamac_decode(NULL, 1, 1, out, 8) || llamac_ends(NULL, 1)) return 1;
     if (llamac_decode(m, 1, 70, NULL, 8) != llamac_decode(m, 1, 70, out, 8) || llamac_utf8(NULL, 4)) return 1;
     if (llamac_chunk(NULL) || llamac_positions(NULL) || *llamac_note(NULL) || llamac_logits(NULL)) return 1;
+    if (llamac_threads(NULL) || llamac_bytes_per_token(NULL) != 0 || llamac_bandwidth(NULL) != 0) return 1;
+    if (llamac_threads(s) < 1 || llamac_bytes_per_token(m) < 1) return 1;
     llamac_close(NULL), llamac_stop(NULL), llamac_free(NULL);
-    llamac_speed speed;
     REFUSED(llamac_open(NULL, 0, &e));
     REFUSED(llamac_open("", 0, &e));
     REFUSED(llamac_open(path, 2, &e));
@@ -150,12 +151,6 @@ static int wrong(const char *path) {
     REFUSED(llamac_sample(s, &(llamac_sampler){.temperature = 1, .topp = 1.5f}, &e) >= 0);
     REFUSED(llamac_nll(NULL, 0, 0, &nll, &e));
     REFUSED(llamac_nll(s, 0, 0, NULL, &e));
-    REFUSED(llamac_bench(NULL, NULL, 1, 0, &speed, &e));
-    REFUSED(llamac_bench(m, NULL, 1, 0, NULL, &e));
-    REFUSED(llamac_bench(m, NULL, 0, 0, &speed, &e));
-    REFUSED(llamac_bench(m, NULL, 1, NAN, &speed, &e));
-    REFUSED(llamac_bench(m, &(llamac_options){.positions = -1}, 1, 0, &speed, &e));
-    REFUSED(llamac_bench(m, &(llamac_options){.n_threads = -1}, 1, 0, &speed, &e));
     n = 7;
     if (llamac_encode(m, NULL, 1, true, &n, NULL) || n) return fprintf(stderr, "%d tokens of a failure\n", n), 1;
     if (!(tokens = llamac_encode(m, NULL, 0, true, &n, &e)) || n != 1) return fprintf(stderr, "%d tokens of no text\n", n), 1;

@@ -4,6 +4,8 @@
 // has such programs for GPUs.
 //   programs SEED ROUNDS; exit code 1 if one differs.
 #include "../runtime/cpu/cpu.c"
+#include "../runtime/cpu/products.c"
+#include "../runtime/cpu/attention.c"
 #include "../runtime/cpu/blocks.h"
 #include <stdio.h>
 
@@ -152,8 +154,8 @@ static bool differ(const char *what, const float *found, const float *expected, 
 }
 
 int main(int argc, char **argv) {
-    const Kernels *found[MOST_KERNELS];
-    int kinds = find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
+    const Kernels *found[MAX_KERNELS];
+    int kinds = llamac_find_kernels(found), rounds = argc > 2 ? atoi(argv[2]) : 1, failed = 0;
     state = argc > 1 ? (uint32_t)atoi(argv[1]) : 1;
     for (int round = 0; round < rounds; round++) {
         static const int kv_bits[] = {0, 32, 16, 8};

@@ -584,8 +584,8 @@ def test_same_text_as_llama2c(run_bin, small_model, flags):
 # ---- threads
 
 @pytest.mark.parametrize("threads", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_the_team_does_every_item_once(tmp_path, threads):
-    """Tasks follow each other so fast that members still look at the last one while the next is made ready."""
-    team = compile_c(tmp_path / "team", "-O3", "tests/team.c", *KERNELS)
-    done = subprocess.run([team, str(threads), "200000"], capture_output=True, text=True, timeout=120)
+def test_the_thread_pool_does_every_item_once(tmp_path, threads):
+    """Steps follow each other so fast that workers still look at the last one while the next is prepared."""
+    program = compile_c(tmp_path / "thread_pool", "-O3", "tests/thread_pool.c", *KERNELS)
+    done = subprocess.run([program, str(threads), "200000"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "every item once\n")

@@ -1,20 +1,26 @@
-// AVX2 with FMA and half precision, on x86-64: simd.h in vectors of 8 floats.
+// AVX2 with FMA and half-precision conversion, for x86-64: the kernels of simd.h in vectors of 8
+// floats.
 #include "kernels.h"
 
 #if defined(__x86_64__)
+#define TARGET __attribute__((target("avx2,fma,f16c")))
+// maddubs adds pairs of products in 16 bits: at most 2 * 128 * 127, which is below 2^15
+#define DOT_256(c, w, x) \
+    _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #include "x86.h"
 
-#define TARGET AVX2
 #define LANES 8
 #define TILE_ROWS 1
 #define TOKENS 6
-#define TOKENS_Q 3
+#define BLOCK_TOKENS 3
 #define Q8_OFFSET 0
 
 typedef __m256 Floats;
 #define LOAD(p) _mm256_loadu_ps(p)
 #define LOAD_F16(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-#define LOAD_BF16(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define LOAD_BF16(p) \
+    _mm256_castsi256_ps( \
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
 #define LOAD_8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
 #define STORE(p, v) _mm256_storeu_ps(p, v)
 #define STORE_F16(p, v) _mm_storeu_si128((__m128i *)(p), _mm256_cvtps_ph(v, 0))
@@ -29,7 +35,9 @@ typedef __m256 Floats;
 #define LARGEST(v) largest_of_8(v)
 #define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 #define SWAP(v) _mm256_permute_ps(v, 0xb1)
-#define POW2(n) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
+#define POW2(n) \
+    _mm256_castsi256_ps( \
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23))
 
 typedef __m256i Ints;
 #define LOAD_I(p) _mm256_loadu_si256((const __m256i *)(p))
@@ -45,8 +53,7 @@ typedef __m256i Ints;
 #define MAGNITUDE(v) _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff))
 #define STORE_8(p, i) store_8_bytes(p, i)
 #define DOT(c, w, x) DOT_SMALL(c, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
-// Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
-#define DOT_SMALL(c, w, x) _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
+#define DOT_SMALL(c, w, x) DOT_256(c, w, x)
 #define AND_15(w) _mm256_and_si256(w, _mm256_set1_epi8(15))
 #define SHIFT_4(w) AND_15(_mm256_srli_epi16(w, 4))
 
@@ -71,23 +78,11 @@ TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
     return FLOATS(DOT(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q)));
 }
 
-TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
-    return FLOATS(DOT_SMALL(minus_offset(8, x), nibbles(q), LOAD_I(x->q)));
-}
-
-TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
-    Partial scales = _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a));
-    return _mm256_fmadd_ps(FLOATS(DOT_SMALL(_mm256_setzero_si256(), LOAD_I(q), LOAD_I(x->q))), scales, sum);
-}
-
-TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
-    __m256i w = _mm256_or_si256(nibbles(q), fifth_bits(fifth));
-    return _mm256_fmadd_ps(FLOATS(DOT_SMALL(_mm256_setzero_si256(), w, LOAD_I(x->q))), _mm256_set1_ps(a), sum);
-}
-
 #include "simd.h"
 
-static bool supported(void) { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); } // all such have f16c
+static bool supported(void) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+} // these machines also have F16C
 
 const Kernels llamac_avx2 = {.name = "avx2", .supported = supported, SIMD_KERNELS};
 #else

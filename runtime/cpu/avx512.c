@@ -1,21 +1,25 @@
-// AVX-512 with VNNI, on x86-64: simd.h in vectors of 16 floats. The instruction for bytes wants one side unsigned. Then the
-// same with products of BF16.
+// AVX-512 with VNNI, for x86-64: the kernels of simd.h in vectors of 16 floats. The instruction
+// that multiplies bytes needs one unsigned operand. A second table adds products of BF16.
 #include "kernels.h"
 
 #if defined(__x86_64__)
+#define TARGET \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+#define DOT_256(c, w, x) _mm256_dpbusd_epi32(c, w, x)
 #include "x86.h"
 
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #define LANES 16
 #define TILE_ROWS 2
 #define TOKENS 12
-#define TOKENS_Q 6
+#define BLOCK_TOKENS 6
 #define Q8_OFFSET 128
 
 typedef __m512 Floats;
 #define LOAD(p) _mm512_loadu_ps(p)
 #define LOAD_F16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define LOAD_BF16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define LOAD_BF16(p) \
+    _mm512_castsi512_ps( \
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define LOAD_8(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
 #define STORE(p, v) _mm512_storeu_ps(p, v)
 #define STORE_F16(p, v) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtps_ph(v, 0))
@@ -41,7 +45,8 @@ typedef __m512i Ints;
 #define INTS(v) _mm512_cvtps_epi32(v)
 #define ADD_I(a, b) _mm512_add_epi32(a, b)
 #define MAX_I(a, b) _mm512_max_epi32(a, b)
-#define SUM_I(i) sum_of_8_ints(_mm256_add_epi32(_mm512_castsi512_si256(i), _mm512_extracti64x4_epi64(i, 1)))
+#define SUM_I(i) \
+    sum_of_8_ints(_mm256_add_epi32(_mm512_castsi512_si256(i), _mm512_extracti64x4_epi64(i, 1)))
 #define LARGEST_I(i) _mm512_reduce_max_epi32(i)
 #define MAGNITUDE(v) _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fffffff))
 #define STORE_8(p, i) _mm_storeu_si128((__m128i *)(p), _mm512_cvtepi32_epi8(i))
@@ -52,31 +57,16 @@ typedef __m512i Ints;
 
 TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
     __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)q), _mm256_set1_epi8(-128));
-    return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(minus_offset(128, x), w, _mm256_loadu_si256((const __m256i *)x->q)));
-}
-
-TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
-    __m256i activations = _mm256_loadu_si256((const __m256i *)x->q);
-    return _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(minus_offset(8, x), nibbles(q), activations));
-}
-
-TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
-    __m256i w = _mm256_loadu_si256((const __m256i *)q), activations = _mm256_loadu_si256((const __m256i *)x->q);
-    Partial products = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(_mm256_setzero_si256(), w, activations));
-    return _mm256_fmadd_ps(products, _mm256_set_m128(_mm_set1_ps(b), _mm_set1_ps(a)), sum);
-}
-
-TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
-    __m256i w = _mm256_or_si256(nibbles(q), fifth_bits(fifth)), activations = _mm256_loadu_si256((const __m256i *)x->q);
-    Partial products = _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(_mm256_setzero_si256(), w, activations));
-    return _mm256_fmadd_ps(products, _mm256_set1_ps(a), sum);
+    return _mm256_cvtepi32_ps(
+        _mm256_dpbusd_epi32(minus_offset(128, x), w, _mm256_loadu_si256((const __m256i *)x->q)));
 }
 
 #include "simd.h"
 
 static bool supported(void) {
-    return llamac_avx2.supported() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
-           && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    return llamac_avx2.supported() && __builtin_cpu_supports("avx512f")
+           && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")
+           && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
 const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KERNELS};
@@ -84,7 +74,8 @@ const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KE
 const Kernels llamac_avx512 = {.name = "avx512"};
 #endif
 
-// Products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not know them.
+// Products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not
+// support them.
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define BF16_INLINE BF16_TARGET __attribute__((always_inline)) static inline
@@ -92,14 +83,15 @@ const Kernels llamac_avx512 = {.name = "avx512"};
 BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i += 16) {
         __mmask16 some = n - i < 16 ? (__mmask16)((1u << (n - i)) - 1) : 0xffff;
-        _mm256_mask_storeu_epi16(out + i, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i)));
+        _mm256_mask_storeu_epi16(out + i, some,
+                                 (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i)));
     }
 }
 
-// T is at least 4, so that an addition need not wait for the one before.
+// T is at least 4, so an addition does not wait for the one before.
 BF16_INLINE void pair_tiles(const TileProduct *p, const int T, const int tile_rows) {
     const int pairs = (p->cols + 1) / 2;
-    const size_t next = (size_t)pairs * 4 * TILE; // bytes from one row of tiles to the other
+    const size_t next = (size_t)pairs * 4 * TILE; // bytes between rows of tiles
     const uint8_t *tiles = p->tiles;
     const uint16_t *x = p->x;
     Prefetch ahead = p->prefetch;
@@ -108,7 +100,8 @@ BF16_INLINE void pair_tiles(const TileProduct *p, const int T, const int tile_ro
         for (int t = 0; t < T; t++) sums[r][t] = _mm512_setzero_ps();
     for (int c = 0; c < pairs; c++, tiles += 4 * TILE, x += 2 * T) {
         prefetch(&ahead, c);
-        __m512bh w = (__m512bh)LOAD_I(tiles), w2 = tile_rows == 2 ? (__m512bh)LOAD_I(tiles + next) : w;
+        __m512bh w = (__m512bh)LOAD_I(tiles),
+                 w2 = tile_rows == 2 ? (__m512bh)LOAD_I(tiles + next) : w;
         UNROLL for (int t = 0; t < T; t++) {
             int32_t pair;
             memcpy(&pair, x + 2 * t, 4);
@@ -128,10 +121,15 @@ BF16_TARGET static void pairs_product(const TileProduct *p) {
     else two ? pair_tiles(p, 4, 2) : pair_tiles(p, 4, 1);
 }
 
-static bool supported_with_bf16(void) { return supported() && __builtin_cpu_supports("avx512bf16"); }
+static bool supported_with_bf16(void) {
+    return supported() && __builtin_cpu_supports("avx512bf16");
+}
 
-const Kernels llamac_avx512bf16 = {
-    .name = "avx512bf16", .supported = supported_with_bf16, SIMD_KERNELS, .bf16s = bf16s, .pairs_product = pairs_product};
+const Kernels llamac_avx512bf16 = {.name = "avx512bf16",
+                                   .supported = supported_with_bf16,
+                                   SIMD_KERNELS,
+                                   .bf16s = bf16s,
+                                   .pairs_product = pairs_product};
 #else
 const Kernels llamac_avx512bf16 = {.name = "avx512bf16"};
 #endif

@@ -1,5 +1,5 @@
-// What the blocks of quantised types hold (ggml's layouts), in plain C: all of it is inlined with a constant type, so that what
-// stands here is compiled for the instruction set of whoever includes it.
+// Reading of quantised blocks (ggml's layouts) in plain C. All functions are inlined with a
+// constant type, so they are compiled for the instruction set of the file that includes them.
 #ifndef BLOCKS_H
 #define BLOCKS_H
 
@@ -7,17 +7,23 @@
 
 #define ALWAYS __attribute__((always_inline)) static inline
 
-// Number i of a block is scale[i / n] * (q[i] - zero_of(type)) - min[i / n] with n = numbers_per_scale(type).
+// A block as plain numbers. Number i is scale[i / n] * (q[i] - zero_of(type)) - min[i / n], with
+// n = numbers_per_scale(type).
 typedef struct {
     uint8_t q[256];
-    float scale[16], min[8]; // min: of types with has_minima
+    float scale[16], min[8]; // min is set only if has_minima(type)
 } Numbers;
 
-ALWAYS int zero_of(Type type) { return type == Q8_0 ? 128 : type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0; }
-ALWAYS bool has_minima(Type type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
+ALWAYS int zero_of(Type type) {
+    return type == Q8_0 ? 128 : type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
+}
+ALWAYS bool is_k(Type type) { return type == Q4_K || type == Q5_K; }
+ALWAYS bool has_fifth_bits(Type type) { return type == Q5_0 || type == Q5_1; }
+ALWAYS bool has_minima(Type type) { return type == Q4_1 || type == Q5_1 || is_k(type); }
 ALWAYS int numbers_per_scale(Type type) { return type == Q6_K ? 16 : 32; }
 
-// Half-precision numbers of a block, scale and unit of the minima, and where they stand; the rest of it are words of 4 bytes.
+// A block consists of one or two half-precision numbers (the scale, and the unit of the minima) and
+// words of 4 bytes. How many there are of each, and at which byte of the block they begin:
 ALWAYS int halves_of(Type type) { return has_minima(type) ? 2 : 1; }
 ALWAYS int halves_at(Type type) { return type == Q6_K ? 208 : 0; }
 ALWAYS int words_at(Type type) { return type == Q6_K ? 0 : 2 * halves_of(type); }
@@ -29,15 +35,16 @@ ALWAYS float half_at(const uint8_t *p) {
     return half_to_float(half);
 }
 
-// The low nibbles of n bytes, then the high ones.
-ALWAYS void take_nibbles(uint8_t *q, const uint8_t *bytes, int n) {
+// q (2 n,) = the low nibbles of n bytes, then the high nibbles.
+ALWAYS void read_nibbles(uint8_t *q, const uint8_t *bytes, int n) {
     for (int i = 0; i < n; i++) q[i] = bytes[i] & 15;
     for (int i = 0; i < n; i++) q[n + i] = bytes[i] >> 4;
 }
 
-// The eight scales, and the eight minima, of 6 bits in the 12 bytes of Q4_K and Q5_K: of the first four the low bits of bytes 0..3
-// and 4..7, whose upper two bits belong to the last four, whose lower four are the nibbles of bytes 8..11.
-ALWAYS void take_k_scales(Numbers *n, const uint8_t *bytes, float scale, float min) {
+// Reads the eight scales and eight minima, of 6 bits each, from the 12 bytes of Q4_K and Q5_K.
+// Bytes 0..3 hold scales 0..3 in their low 6 bits, bytes 4..7 minima 0..3. Bytes 8..11 hold the low
+// 4 bits of scales 4..7 and of minima 4..7, whose upper 2 bits are those of bytes 0..3 and 4..7.
+ALWAYS void read_k_scales(Numbers *n, const uint8_t *bytes, float scale, float min) {
     uint32_t a, b, c;
     memcpy(&a, bytes, 4), memcpy(&b, bytes + 4, 4), memcpy(&c, bytes + 8, 4);
     uint32_t scale_words[2] = {a & 0x3f3f3f3f, (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)};
@@ -47,41 +54,39 @@ ALWAYS void take_k_scales(Numbers *n, const uint8_t *bytes, float scale, float m
     for (int i = 0; i < 8; i++) n->scale[i] = scale * scales[i], n->min[i] = min * mins[i];
 }
 
-// Blocks of 256 hold 64 numbers after the other: the low nibbles of 32 bytes, then the high ones.
-ALWAYS void take_k(Numbers *n, const uint8_t *block, const uint8_t *nibbles, const uint8_t *fifth) {
-    take_k_scales(n, block + 4, half_at(block), half_at(block + 2));
-    for (int i = 0; i < 4; i++) take_nibbles(n->q + 64 * i, nibbles + 32 * i, 32);
-    for (int i = 0; fifth && i < 8; i++) // of 32 bytes, bit i belongs to the numbers from 32 i on
+// Q4_K and Q5_K hold 64 numbers at a time: the low nibbles of 32 bytes, then the high nibbles.
+ALWAYS void read_k(Numbers *n, const uint8_t *block, const uint8_t *nibbles, const uint8_t *fifth) {
+    read_k_scales(n, block + 4, half_at(block), half_at(block + 2));
+    for (int i = 0; i < 4; i++) read_nibbles(n->q + 64 * i, nibbles + 32 * i, 32);
+    for (int i = 0; fifth && i < 8; i++) // bit i of byte j belongs to number 32 i + j
         for (int j = 0; j < 32; j++) n->q[32 * i + j] |= (fifth[j] >> i & 1) << 4;
 }
 
-// Both halves of a block: the low nibbles of 64 bytes, then the high ones, and 32 bytes with two more bits of each.
-ALWAYS void take_q6_k(Numbers *n, const uint8_t *block) {
+// Each half of a block has the low nibbles of 64 bytes, then the high nibbles, and 32 bytes with
+// the two upper bits of each number.
+ALWAYS void read_q6_k(Numbers *n, const uint8_t *block) {
     for (int half = 0; half < 2; half++) {
         uint8_t *q = n->q + 128 * half;
-        take_nibbles(q, block + 64 * half, 64);
+        read_nibbles(q, block + 64 * half, 64);
         for (int i = 0; i < 4; i++)
-            for (int j = 0; j < 32; j++) q[32 * i + j] |= (block[128 + 32 * half + j] >> 2 * i & 3) << 4;
+            for (int j = 0; j < 32; j++)
+                q[32 * i + j] |= (block[128 + 32 * half + j] >> 2 * i & 3) << 4;
     }
     float scale = half_at(block + 208);
     for (int i = 0; i < 16; i++) n->scale[i] = scale * (int8_t)block[192 + i];
 }
 
-ALWAYS void take_block(Type type, Numbers *n, const uint8_t *block) {
-    if (type == Q6_K) {
-        take_q6_k(n, block);
-        return;
-    }
-    if (type == Q4_K || type == Q5_K) {
-        take_k(n, block, type == Q4_K ? block + 16 : block + 48, type == Q4_K ? NULL : block + 16);
-        return;
-    }
+ALWAYS void read_block(Type type, Numbers *n, const uint8_t *block) {
+    if (type == Q6_K) read_q6_k(n, block);
+    else if (type == Q4_K) read_k(n, block, block + 16, NULL);
+    else if (type == Q5_K) read_k(n, block, block + 48, block + 16);
+    if (block_size(type).numbers == 256) return;
     n->scale[0] = half_at(block);
     if (has_minima(type)) n->min[0] = -half_at(block + 2);
     if (type == Q8_0)
         for (int i = 0; i < 32; i++) n->q[i] = block[2 + i] ^ 0x80;
-    else take_nibbles(n->q, block + block_size(type).bytes - 16, 16);
-    if (type != Q5_0 && type != Q5_1) return;
+    else read_nibbles(n->q, block + block_size(type).bytes - 16, 16);
+    if (!has_fifth_bits(type)) return;
     uint32_t fifth;
     memcpy(&fifth, block + words_at(type), 4);
     for (int i = 0; i < 32; i++) n->q[i] |= (fifth >> i & 1) << 4;

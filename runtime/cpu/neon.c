@@ -1,11 +1,12 @@
-// NEON, on 64-bit ARM, where every processor has it.
+// NEON, which every 64-bit ARM processor has.
 #include "kernels.h"
 
 #if defined(__aarch64__)
 #define TARGET
 // Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
 #define DOT(c, w, x) \
-    vpadalq_s16(c, vpaddq_s16(vmull_s8(vget_low_s8(vreinterpretq_s8_s32(w)), vget_low_s8(vreinterpretq_s8_s32(x))), \
+    vpadalq_s16(c, vpaddq_s16(vmull_s8(vget_low_s8(vreinterpretq_s8_s32(w)), \
+                                       vget_low_s8(vreinterpretq_s8_s32(x))), \
                               vmull_high_s8(vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))))
 #include "neon.h"
 

@@ -1,10 +1,11 @@
-// What neon.c and neondot.c share: vectors of 4 floats, in the terms of simd.h. They define TARGET and DOT before.
+// The kernels of simd.h in vectors of 4 floats, for neon.c and neondot.c. They define TARGET and
+// DOT before including this file.
 #include <arm_neon.h>
 
 #define LANES 4
 #define TILE_ROWS 1
 #define TOKENS 6
-#define TOKENS_Q 3
+#define BLOCK_TOKENS 3
 #define Q8_OFFSET 0
 
 typedef float32x4_t Floats;
@@ -25,7 +26,8 @@ typedef float32x4_t Floats;
 #define LARGEST(v) vmaxvq_f32(v)
 #define ROUND(v) vrndnq_f32(v)
 #define SWAP(v) vrev64q_f32(v)
-#define POW2(n) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
+#define POW2(n) \
+    vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23))
 
 typedef int32x4_t Ints;
 #define LOAD_I(p) vreinterpretq_s32_u8(vld1q_u8((const uint8_t *)(p)))
@@ -74,27 +76,31 @@ TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
     return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I(x->q + 16)));
 }
 
-// The offset's correction stands in one lane, as all are summed in the end.
+// One lane has the correction for the offset, because all lanes are summed in the end.
 TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     int32x4_t w = LOAD_I(q), sum = vsetq_lane_s32(-8 * x->sum, vdupq_n_s32(0), 0);
     sum = DOT(sum, AND_15(w), LOAD_I(x->q));
     return vcvtq_f32_s32(DOT(sum, SHIFT_4(w), LOAD_I(x->q + 16)));
 }
 
-TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a, float b) {
-    int32x4_t low = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I(x->q)), high = DOT(vdupq_n_s32(0), LOAD_I(q + 16), LOAD_I(x->q + 16));
+TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Block *x, float a,
+                                       float b) {
+    int32x4_t low = DOT(vdupq_n_s32(0), LOAD_I(q), LOAD_I(x->q));
+    int32x4_t high = DOT(vdupq_n_s32(0), LOAD_I(q + 16), LOAD_I(x->q + 16));
     return vfmaq_n_f32(vfmaq_n_f32(sum, vcvtq_f32_s32(low), a), vcvtq_f32_s32(high), b);
 }
 
-// 16 in each byte whose bit is set.
+// Byte i is 16 if bit i is set, else 0.
 TARGET static inline int32x4_t fifth_bits(uint32_t bits) {
     uint8x16_t own = vcombine_u8(vdup_n_u8((uint8_t)bits), vdup_n_u8((uint8_t)(bits >> 8)));
     uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));
     return vreinterpretq_s32_u8(vandq_u8(vtstq_u8(own, mask), vdupq_n_u8(16)));
 }
 
-TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth, const Block *x, float a) {
-    int32x4_t w = LOAD_I(q), products = DOT(vdupq_n_s32(0), vorrq_s32(AND_15(w), fifth_bits(fifth)), LOAD_I(x->q));
+TARGET static inline Partial add_nibbles(Partial sum, const uint8_t *q, uint32_t fifth,
+                                         const Block *x, float a) {
+    int32x4_t w = LOAD_I(q), products = vdupq_n_s32(0);
+    products = DOT(products, vorrq_s32(AND_15(w), fifth_bits(fifth)), LOAD_I(x->q));
     products = DOT(products, vorrq_s32(SHIFT_4(w), fifth_bits(fifth >> 16)), LOAD_I(x->q + 16));
     return vfmaq_n_f32(sum, vcvtq_f32_s32(products), a);
 }

@@ -1,14 +1,14 @@
-// NEON with the instruction for the dot product of bytes, which most 64-bit ARM processors since 2018 have.
+// NEON with the dot product of bytes (dotprod), which most 64-bit ARM processors since 2018 have.
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
 #include "kernels.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) // the compiler takes it for granted, as on Apple's
+#if defined(__ARM_FEATURE_DOTPROD) // the compiler may use it everywhere, as on Apple's
 #define TARGET
 static bool supported(void) { return true; }
 #elif defined(__aarch64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 16)
-#ifdef __clang__ // older ones know the instruction only where it may be used everywhere
+#ifdef __clang__ // before 16, clang has no target attribute for it
 #define TARGET __attribute__((target("dotprod")))
 #else
 #define TARGET __attribute__((target("arch=armv8.2-a+dotprod")))

@@ -1,8 +1,8 @@
-// Each kernel in plain C: what is computed, one number after the other.
+// Each kernel in plain C, one number after the other.
 #include <math.h>
 #include "blocks.h"
 
-// To the nearest half, ties to even; infinity beyond the largest.
+// Rounds to the nearest half, ties to even; to infinity beyond the largest half.
 static uint16_t float_to_half(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
@@ -11,7 +11,7 @@ static uint16_t float_to_half(float f) {
     memcpy(&f, &bits, 4);
     if (bits > 0x7f800000) return sign | 0x7e00; // NaN
     if (f >= 65520) return sign | 0x7c00;
-    if (f < 0x1p-14f) { // subnormal: a sum with 0.5 rounds at 2^-24
+    if (f < 0x1p-14f) { // subnormal: adding 0.5 rounds at 2^-24
         f += 0.5f;
         memcpy(&bits, &f, 4);
         return sign | (uint16_t)(bits - 0x3f000000);
@@ -35,7 +35,8 @@ static void halves(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i++) out[i] = float_to_half(x[i]);
 }
 
-// Eight sums side by side, so that an addition need not wait for the one before, and a compiler may make vectors of them.
+// Eight independent sums, so that an addition does not wait for the one before, and the compiler
+// can use vectors.
 static float dot_f32(const void *row, const void *x, int n) {
     const float *w = row, *y = x;
     float sums[8] = {0}, sum = 0;
@@ -47,8 +48,9 @@ static float dot_f32(const void *row, const void *x, int n) {
     return sum;
 }
 
-// 64 numbers at a time, as floats.
-static float dot_halves(void (*floats)(float *, const void *, int), const uint16_t *w, const float *x, int n) {
+// Converts 64 numbers at a time to floats.
+static float dot_halves(void (*floats)(float *, const void *, int), const uint16_t *w,
+                        const float *x, int n) {
     float part[64], sum = 0;
     for (int i = 0; i < n; i += 64) {
         int m = n - i < 64 ? n - i : 64;
@@ -58,11 +60,16 @@ static float dot_halves(void (*floats)(float *, const void *, int), const uint16
     return sum;
 }
 
-static float dot_f16(const void *row, const void *x, int n) { return dot_halves(floats_f16, row, x, n); }
+static float dot_f16(const void *row, const void *x, int n) {
+    return dot_halves(floats_f16, row, x, n);
+}
 
-static float dot_bf16(const void *row, const void *x, int n) { return dot_halves(floats_bf16, row, x, n); }
+static float dot_bf16(const void *row, const void *x, int n) {
+    return dot_halves(floats_bf16, row, x, n);
+}
 
-// A NaN or infinity stays one in the scale: magnitudes are compared as bits, in which order NaN is the largest.
+// The scale of a block with NaN or infinity is not finite: magnitudes are compared as bits, and
+// those of NaN are the largest.
 static void quantize(Block *out, const float *x, int n_blocks) {
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
         uint32_t largest = 0, bits;
@@ -71,18 +78,19 @@ static void quantize(Block *out, const float *x, int n_blocks) {
             bits &= 0x7fffffff;
             largest = bits > largest ? bits : largest;
         }
-        float most, rounded;
-        memcpy(&most, &largest, 4);
-        float inverse = most > 1e-30f ? 127 / most : 0;
+        float max, rounded;
+        memcpy(&max, &largest, 4);
+        float inverse = max > 1e-30f ? 127 / max : 0;
         int32_t sum = 0;
         for (int i = 0; i < 32; i++) {
-            rounded = x[i] * inverse + 0x1.8p23f; // so large that the last bits of the mantissa are the integer
+            // the addend is so large that the last bits of the sum are the rounded integer
+            rounded = x[i] * inverse + 0x1.8p23f;
             memcpy(&bits, &rounded, 4);
             out->q[i] = (int8_t)bits;
             sum += (int8_t)bits;
             if (i == 15) out->half = (int16_t)sum;
         }
-        out->scale = most / 127;
+        out->scale = max / 127;
         out->sum = (int16_t)sum;
     }
 }
@@ -107,19 +115,20 @@ static float dot_q4(const void *row, const void *x, int cols) {
         int32_t product = -8 * b->sum;
         uint16_t scale;
         memcpy(&scale, w, 2);
-        for (int c = 0; c < 16; c++) product += (w[2 + c] & 15) * b->q[c] + (w[2 + c] >> 4) * b->q[16 + c];
+        for (int c = 0; c < 16; c++)
+            product += (w[2 + c] & 15) * b->q[c] + (w[2 + c] >> 4) * b->q[16 + c];
         sum += half_to_float(scale) * b->scale * product;
     }
     return sum;
 }
 
-// The part of a block's numbers that is multiplied with x, from number `at` on.
-static float dot_part(Type type, const Numbers *n, int at, const Block *x) {
+// The product of 32 numbers of a block, from number `at` on, with x.
+static float dot_32(Type type, const Numbers *n, int at, const Block *x) {
     float sum = 0;
-    for (int c = 0, scale = numbers_per_scale(type); c < 32; c += scale) {
+    for (int c = 0, per = numbers_per_scale(type); c < 32; c += per) {
         int32_t product = 0;
-        for (int i = c; i < c + scale; i++) product += (n->q[at + i] - zero_of(type)) * x->q[i];
-        sum += n->scale[(at + c) / scale] * product;
+        for (int i = c; i < c + per; i++) product += (n->q[at + i] - zero_of(type)) * x->q[i];
+        sum += n->scale[(at + c) / per] * product;
     }
     return x->scale * (has_minima(type) ? sum - n->min[at / 32] * x->sum : sum);
 }
@@ -129,22 +138,27 @@ ALWAYS float dot_blocks(Type type, const uint8_t *row, const Block *x, int cols)
     float sum = 0;
     Numbers n;
     for (const Block *end = x + cols / 32; x < end; row += block_size(type).bytes) {
-        take_block(type, &n, row);
-        for (int at = 0; at < width; at += 32) sum += dot_part(type, &n, at, x++);
+        read_block(type, &n, row);
+        for (int at = 0; at < width; at += 32) sum += dot_32(type, &n, at, x++);
     }
     return sum;
 }
 
-static float dot_q4_1(const void *row, const void *x, int cols) { return dot_blocks(Q4_1, row, x, cols); }
-static float dot_q5_0(const void *row, const void *x, int cols) { return dot_blocks(Q5_0, row, x, cols); }
-static float dot_q5_1(const void *row, const void *x, int cols) { return dot_blocks(Q5_1, row, x, cols); }
-static float dot_q4_k(const void *row, const void *x, int cols) { return dot_blocks(Q4_K, row, x, cols); }
-static float dot_q5_k(const void *row, const void *x, int cols) { return dot_blocks(Q5_K, row, x, cols); }
-static float dot_q6_k(const void *row, const void *x, int cols) { return dot_blocks(Q6_K, row, x, cols); }
+#define DOT_BLOCKS(name, type) \
+    static float name(const void *row, const void *x, int cols) { \
+        return dot_blocks(type, row, x, cols); \
+    }
+DOT_BLOCKS(dot_q4_1, Q4_1)
+DOT_BLOCKS(dot_q5_0, Q5_0)
+DOT_BLOCKS(dot_q5_1, Q5_1)
+DOT_BLOCKS(dot_q4_k, Q4_K)
+DOT_BLOCKS(dot_q5_k, Q5_K)
+DOT_BLOCKS(dot_q6_k, Q6_K)
 
 static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
     for (int i = 0; i < n; i++)
-        for (int r = 0; r < rows; r++) memcpy(out + 4 * ((size_t)i * rows + r), in + r * stride + 4 * i, 4);
+        for (int r = 0; r < rows; r++)
+            memcpy(out + 4 * ((size_t)i * rows + r), in + r * stride + 4 * i, 4);
 }
 
 static void swiglu(float *h, const float *h2, int n) {
@@ -168,14 +182,14 @@ static void rotate_halves(float *x, const float *rotation, int head_dim) {
 }
 
 static float largest(const float *x, int n) {
-    float most = -INFINITY, poison = 0; // 0 times NaN or infinity is NaN
-    for (int i = 0; i < n; i++) most = x[i] > most ? x[i] : most, poison += 0 * x[i];
-    return most + poison;
+    float max = -INFINITY, poison = 0; // 0 times NaN or infinity is NaN
+    for (int i = 0; i < n; i++) max = x[i] > max ? x[i] : max, poison += 0 * x[i];
+    return max + poison;
 }
 
-static float exponentials(float *x, float most, float scale, int n) {
+static float exponentials(float *x, float max, float scale, int n) {
     float sum = 0;
-    for (int i = 0; i < n; i++) sum += x[i] = expf((x[i] - most) * scale);
+    for (int i = 0; i < n; i++) sum += x[i] = expf((x[i] - max) * scale);
     return sum;
 }
 
@@ -205,7 +219,8 @@ static void mix(const Attention *a) {
         for (int d = 0; d < a->width; d++) {
             float sum = 0;
             for (int i = 0; i < a->n; i++)
-                sum += a->p[query * a->p_stride + i] * number(a->type, a->values, (size_t)i * a->width + d);
+                sum += a->p[query * a->p_stride + i]
+                       * number(a->type, a->values, (size_t)i * a->width + d);
             a->out[query * a->width + d] = sum;
         }
 }
@@ -214,7 +229,8 @@ static void panel_product(const PanelProduct *p) {
     for (int row = 0; row < p->tiles * TILE; row++) {
         size_t at = row / TILE * p->next + row % TILE;
         float sum = p->add ? p->y[row] : 0;
-        for (int c = 0; c < p->cols; c++) sum += number(p->type, p->w, at + c * p->column) * p->x[c];
+        for (int c = 0; c < p->cols; c++)
+            sum += number(p->type, p->w, at + c * p->column) * p->x[c];
         p->y[row] = sum;
     }
 }

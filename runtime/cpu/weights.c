@@ -1,23 +1,24 @@
+// Conversion of matrices to floats and to tiles.
 #include "blocks.h"
 #include "weights.h"
 
 static void floats_of_blocks(Type type, float *out, const uint8_t *row, int n) {
     const int width = block_size(type).numbers;
     for (Numbers b; n > 0; n -= width, row += block_size(type).bytes, out += width) {
-        take_block(type, &b, row);
+        read_block(type, &b, row);
         for (int i = 0; i < width; i++) {
-            int part = i / numbers_per_scale(type);
-            out[i] = b.scale[part] * (b.q[i] - zero_of(type)) - (has_minima(type) ? b.min[part] : 0);
+            int sub = i / numbers_per_scale(type); // sub-block
+            out[i] = b.scale[sub] * (b.q[i] - zero_of(type)) - (has_minima(type) ? b.min[sub] : 0);
         }
     }
 }
 
-// Groups run over the matrix as a whole: a row may begin and end inside one.
+// Groups run across rows, so a row may begin and end inside a group.
 static void floats_int8_groups(float *out, const Mat *m, int64_t first, int n) {
     const int8_t *q = (const int8_t *)m->data + first;
     for (int i = 0; i < n;) {
         int64_t group = (first + i) / m->group;
-        int64_t left = (group + 1) * m->group - (first + i); // numbers of the row's part in this group
+        int64_t left = (group + 1) * m->group - (first + i); // numbers left in the group
         int end = left < n - i ? i + (int)left : n;
         float scale;
         memcpy(&scale, (const char *)m->scales + 4 * group, 4);
@@ -38,31 +39,34 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
     }
 }
 
-// n units of row r, from unit u on.
+// Copies n units of row r, from unit u on.
 static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
     const uint8_t *data = m->data;
     size_t size = unit_size(m), bytes = n * size;
     if (m->type == BF16) {
-        size_t left = 2 * ((size_t)m->cols - 2 * u); // of the row; an odd number of columns ends in half a unit
+        // bytes of the row; if the number of columns is odd, the last unit is half full
+        size_t left = 2 * ((size_t)m->cols - 2 * u);
         memset(out, 0, bytes);
         memcpy(out, data + 2 * ((size_t)r * m->cols + 2 * u), bytes < left ? bytes : left);
-    } else if (m->type == F32 || is_quantised(m)) memcpy(out, data + ((size_t)r * units(m) + u) * size, bytes);
+    } else if (m->type == F32 || is_quantised(m))
+        memcpy(out, data + ((size_t)r * units(m) + u) * size, bytes);
     else llamac_floats(k, (float *)out, m, r, u, n);
 }
 
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    enum { STRIP = 2176 }; // bytes of each row at once: 64 units of Q8_0
+    enum { STRIP = 2176 }; // bytes of each row that are copied at once: 64 units of Q8_0
     const TypeKernels *type = tile_kernels(k, m);
     int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
     size_t size = unit_size(m), stride = n * size;
-    if (rows == TILE && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
+    if (rows == TILE
+        && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
         type->pack(tiles, (const uint8_t *)m->data + r * stride, stride, n);
         return;
     }
     _Alignas(64) uint8_t strip[TILE * STRIP] = {0};
-    for (int u = 0, part; u < n; u += part, tiles += TILE * part * size) {
-        part = n - u < (int)(STRIP / size) ? n - u : (int)(STRIP / size);
-        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP, m, r + i, u, part);
-        type->pack(tiles, strip, STRIP, part);
+    for (int u = 0, copied; u < n; u += copied, tiles += TILE * copied * size) {
+        copied = n - u < (int)(STRIP / size) ? n - u : (int)(STRIP / size);
+        for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP, m, r + i, u, copied);
+        type->pack(tiles, strip, STRIP, copied);
     }
 }

@@ -20,7 +20,6 @@ static void *limited_realloc(void *p, size_t size) {
 #include "../../runtime/bpe.c"
 #include "../../runtime/chat.c"
 #include "../../runtime/llama.c"
-#include "../../runtime/bench.c"
 #undef realloc
 
 void print_bytes_of_model(const char *s, size_t n); // printer.c

@@ -1,7 +1,10 @@
-// Gives the team of runtime/cpu/team.h many lists of steps, one right after the other, and counts how often each item is done; and
-// whether all items of a step are, before one of the next begins. Then waits until the members sleep, and has all of them help again.
-//   team THREADS ROUNDS
+// Gives the thread pool of runtime/cpu/thread_pool.h many lists of steps, one right after the other.
+// Counts how often each item is done, and checks that all items of a step are done before one of the
+// next step begins. Then waits until the workers sleep, and has all of them help again.
+//   thread_pool THREADS ROUNDS
 #include "../runtime/cpu/cpu.c"
+#include "../runtime/cpu/products.c"
+#include "../runtime/cpu/attention.c"
 #include <stdio.h>
 
 enum { STEPS = 5, ITEMS = 4096 };
@@ -10,7 +13,7 @@ typedef struct { int step, before; } Args; // before: items of the step before
 
 static int counts[STEPS][ITEMS], done[STEPS], early, helped;
 
-static void count(Member *self, const void *args, int begin, int end) {
+static void count(Worker *self, const void *args, int begin, int end) {
     const Args *a = args;
     (void)self;
     if (a->step && __atomic_load_n(&done[a->step - 1], __ATOMIC_RELAXED) != a->before)
@@ -19,37 +22,39 @@ static void count(Member *self, const void *args, int begin, int end) {
     __atomic_fetch_add(&done[a->step], end - begin, __ATOMIC_RELAXED);
 }
 
-// The first of a member's items counts it.
-static void help(Member *self, const void *args, int begin, int end) {
+// The first of a worker's items counts it.
+static void help(Worker *self, const void *args, int begin, int end) {
     (void)args;
-    if (!counts[0][self - self->team->members]++) __atomic_fetch_add(&helped, 1, __ATOMIC_RELAXED);
+    if (!counts[0][self - self->pool->workers]++) __atomic_fetch_add(&helped, 1, __ATOMIC_RELAXED);
     usleep(100 * (end - begin));
 }
 
-// A member that does not sleep, or is not woken, ends the program by a signal.
+// A worker that does not sleep, or is not woken, ends the program by a signal.
 static void sleep_and_wake(Cpu *cpu) {
-    Team *team = &cpu->team;
+    ThreadPool *pool = &cpu->pool;
     alarm(30);
-    for (int seen = 0; seen < 10; usleep(1000)) seen = atomic_load(&team->sleepers) < team->n_threads - 1 ? 0 : seen + 1;
-    while (helped < team->n_threads) add(cpu, help, "", 1, 16 * team->n_threads, 1 << 20);
+    for (int seen = 0; seen < 10; usleep(1000)) seen = atomic_load(&pool->sleepers) < pool->n_threads - 1 ? 0 : seen + 1;
+    while (helped < pool->n_threads) llamac_add_step(cpu, help, "", 1, 16 * pool->n_threads, 1 << 20);
 }
 
 int main(int argc, char **argv) {
     if (argc != 3) return 2;
     Cpu *cpu = calloc(1, sizeof *cpu);
-    if (!cpu || !(cpu->team.steps = allocate(cpu, STEPS, sizeof(Step), 64)) || !make_members(cpu, atoi(argv[1]), 32, 16)) return 2;
-    llamac_team_start(&cpu->team, atoi(argv[1]));
+    if (!cpu || !(cpu->pool.steps = allocate(cpu, STEPS, sizeof(Step), 64))) return 2;
+    make_workers(cpu, atoi(argv[1]), 32, 16);
+    if (cpu->out_of_memory) return 2;
+    llamac_thread_pool_start(&cpu->pool, atoi(argv[1]));
     unsigned random = 1;
     for (int round = 0; round < atoi(argv[2]); round++) {
         int n[STEPS], steps = 1 + round % STEPS;
-        cpu->collecting = true, cpu->team.n_steps = 0;
+        cpu->collecting = true, cpu->pool.n_steps = 0;
         for (int s = 0; s < steps; s++) {
             random = random * 1664525 + 1013904223;
             n[s] = 1 + (random >> 16) % (random & 1 << 12 ? 40 : ITEMS - 1); // large steps among small ones
-            add(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
+            llamac_add_step(cpu, count, &(Args){s, s ? n[s - 1] : 0}, sizeof(Args), n[s], 1 << 20);
         }
         cpu->collecting = false;
-        llamac_team_run(&cpu->team);
+        llamac_thread_pool_run(&cpu->pool);
         if (early) return puts("a step began before the one before was finished"), 1;
         for (int s = 0; s < steps; s++, done[s - 1] = 0)
             for (int i = 0; i < n[s]; i++) {

@@ -1,0 +1,416 @@
+// Attention: RoPE, the KV cache, and attention of one token or of many.
+#include "cpu.h"
+
+// ----------------------------------------------------------------------------
+// RoPE
+
+// The indices of the numbers of pair i of a head.
+static int first_of_pair(const Config *c, int i) { return c->rope_halves ? i : 2 * i; }
+static int second_of_pair(const Config *c, int i) {
+    return c->rope_halves ? i + c->head_dim / 2 : 2 * i + 1;
+}
+
+// The angle is position * frequency in double precision: at position 2000, a float angle would be
+// off by 1e-4.
+void llamac_extend_rotations(Cpu *cpu, int positions) {
+    const Config *c = &cpu->config;
+    for (; cpu->n_rotations < positions; cpu->n_rotations++) {
+        float *cosines = cpu->rotation + (size_t)cpu->n_rotations * 2 * c->head_dim;
+        float *sines = cosines + c->head_dim;
+        for (int i = 0; i < c->head_dim / 2; i++) {
+            int first = first_of_pair(c, i), second = second_of_pair(c, i);
+            double angle = cpu->n_rotations * cpu->model->weights.frequencies[i];
+            float sine = (float)(c->rope_scale * sin(angle));
+            cosines[first] = cosines[second] = (float)(c->rope_scale * cos(angle));
+            sines[first] = -sine, sines[second] = sine;
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// The KV cache
+
+// The keys and values of one KV head, from some position on.
+typedef struct {
+    char *keys, *values;
+    float *key_scales, *value_scales; // NULL if the cache has no scales
+} CachedHead;
+
+// The cache of a KV head of a layer from position `pos` on, a multiple of TILE.
+static CachedHead cache_at(const Cpu *cpu, int layer, int head, int pos) {
+    size_t size = number_size(cpu->kv_type), index = layer * (size_t)cpu->config.n_kv_heads + head;
+    size_t row = index * cpu->positions + pos, width = cpu->value_width;
+    size_t key_row = index * round_up_to_tile(cpu->positions) + pos;
+    CachedHead c = {cpu->keys + key_row * cpu->config.head_dim * size,
+                    cpu->values + row * width * size, NULL, NULL};
+    if (cpu->key_scales)
+        c.key_scales = cpu->key_scales + row, c.value_scales = cpu->value_scales + row;
+    return c;
+}
+
+// Quantises x (n,) to 8 bits. Returns the scale, which is NaN if a number of x is not finite.
+static float to_bytes(int8_t *out, const float *x, int n) {
+    float max = 0, poison = 0, rounded; // 0 times NaN or infinity is NaN
+    for (int i = 0; i < n; i++) max = fabsf(x[i]) > max ? fabsf(x[i]) : max, poison += 0 * x[i];
+    float inverse = max > 1e-30f ? 127 / max : 0;
+    for (int i = 0; i < n; i++) {
+        int32_t bits;
+        rounded =
+            x[i] * inverse + 0x1.8p23f; // so large that its lowest bits are the rounded integer
+        memcpy(&bits, &rounded, 4);
+        out[i] = (int8_t)bits;
+    }
+    return max / 127 + poison;
+}
+
+// Writes the key and the value of a KV head of token t to the cache.
+static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
+    const Config *c = &cpu->config;
+    const Kernels *kernels = cpu->kernels;
+    int n = c->head_dim, pos = cpu->pos + t, row = pos % TILE; // of the tile of keys
+    size_t from = (size_t)t * c->kv_dim + head * n;
+    const float *k = cpu->k + from, *v = cpu->v + from;
+    CachedHead to = cache_at(cpu, layer, head, pos - row);
+    void *key = scratch,
+         *value = to.values + (size_t)row * cpu->value_width * number_size(cpu->kv_type);
+    if (cpu->kv_type == INT8_GROUPS) {
+        to.key_scales[row] = to_bytes(key, k, n), to.value_scales[row] = to_bytes(value, v, n);
+        for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + row] = ((int8_t *)key)[i];
+    } else if (cpu->kv_type == F16) {
+        kernels->halves(key, k, n), kernels->halves(value, v, n);
+        for (int i = 0; i < n; i++) ((uint16_t *)to.keys)[i * TILE + row] = ((uint16_t *)key)[i];
+    } else {
+        memcpy(value, v, n * sizeof(float));
+        for (int i = 0; i < n; i++) ((float *)to.keys)[i * TILE + row] = k[i];
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Queries, keys and values after their products: bias, RMSNorm, RoPE, cache
+
+typedef struct {
+    float *out; // (T, q_dim)
+    const Layer *w;
+    int layer, T;
+    int span;    // tokens of a query head that share loaded keys and values
+    bool cached; // an earlier step has finished the queries and keys, and filled the cache
+} AttentionArgs;
+
+static void add_bias(const Cpu *cpu, float *x, const Mat *bias, int head) {
+    int n = cpu->config.head_dim;
+    if (bias->data) put_row(x, (const float *)bias->data + head * n, n, true);
+}
+
+// Bias, RMSNorm and RoPE of the query or key x (head_dim,) of a head at a position.
+static void finish_head(const Cpu *cpu, float *x, const Mat *bias, const Mat *norm, int head,
+                        int pos) {
+    int n = cpu->config.head_dim;
+    const float *rotation = cpu->rotation + (size_t)pos * 2 * n;
+    add_bias(cpu, x, bias, head);
+    if (norm->data) normalize(cpu, x, x, norm->data, n);
+    if (cpu->config.rope_halves) cpu->kernels->rotate_halves(x, rotation, n);
+    else cpu->kernels->rotate(x, rotation, n);
+}
+
+// Finishes the key, the value and the queries of a KV head of token t. Stores key and value.
+static void finish_token(Cpu *cpu, const AttentionArgs *a, int head, int t, float *scratch) {
+    const Config *c = &cpu->config;
+    const Layer *w = a->w;
+    int shared = c->n_heads / c->n_kv_heads, pos = cpu->pos + t;
+    float *q = cpu->q + (size_t)t * c->q_dim;
+    size_t at = (size_t)t * c->kv_dim + head * c->head_dim;
+    for (int i = head * shared; i < (head + 1) * shared; i++)
+        finish_head(cpu, q + i * c->head_dim, &w->bq, &w->q_norm, i, pos);
+    finish_head(cpu, cpu->k + at, &w->bk, &w->k_norm, head, pos);
+    add_bias(cpu, cpu->v + at, &w->bv, head);
+    store_in_cache(cpu, a->layer, head, t, scratch);
+}
+
+// Items are tokens. The outer loop is over heads, because the keys of TILE tokens of a head share
+// cache lines.
+static void finish_tokens(Worker *self, const void *args, int begin, int end) {
+    for (int head = 0; head < self->cpu->config.n_kv_heads; head++)
+        for (int t = begin; t < end; t++) finish_token(self->cpu, args, head, t, self->scratch);
+}
+
+// The first position that the token at `pos` attends to: 0 unless there is a sliding window.
+static int first_visible(const Cpu *cpu, int pos) {
+    int window = cpu->config.window;
+    return window && pos >= window ? pos - window + 1 : 0;
+}
+
+// ----------------------------------------------------------------------------
+// Attention of groups of queries: of one token, or of a few positions of a model without shared KV
+// heads. The queries of a group share loaded keys and values. They are heads of one token or, if
+// each head has its own keys, tokens
+
+// The positions that the queries of a group attend to, counted from the first of their tile: query
+// i attends to positions hidden..visible + i * more - 1.
+typedef struct { int hidden, visible, more; } Visible;
+
+// The results go to `out`, q_stride numbers apart like the queries.
+static void attend(const Kernels *k, const Attention *a, Visible v, float *out) {
+    float sums[QUERIES];
+    k->scores(a);
+    for (int i = 0; i < a->n_queries; i++) {
+        float *p = a->p + i * a->p_stride, *scores = p + v.hidden;
+        int end = v.visible + i * v.more, n = end - v.hidden;
+        if (a->key_scales) k->multiply(scores, a->key_scales + v.hidden, n);
+        sums[i] = k->exponentials(scores, k->largest(scores, n), 1 / sqrtf(a->head_dim), n);
+        if (a->value_scales) k->multiply(scores, a->value_scales + v.hidden, n);
+        memset(p, 0, v.hidden * sizeof *p);
+        memset(p + end, 0, (a->n - end) * sizeof *p);
+    }
+    k->mix(a);
+    for (int i = 0; i < a->n_queries; i++)
+        for (int j = 0; j < a->head_dim; j++)
+            out[i * a->q_stride + j] = a->out[i * a->width + j] / sums[i];
+}
+
+// How many groups of QUERIES queries a KV head has.
+static int query_groups(const Cpu *cpu, int T) {
+    return (cpu->config.n_heads / cpu->config.n_kv_heads * T + QUERIES - 1) / QUERIES;
+}
+
+// Items are groups of queries, one KV head after the other.
+static void attention_groups(Worker *self, const void *args, int begin, int end) {
+    const AttentionArgs *a = args;
+    Cpu *cpu = self->cpu;
+    const Config *c = &cpu->config;
+    int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), more = a->T > 1;
+    size_t p_stride = round_up_to_tile(cpu->positions);
+    int start = first_visible(cpu, cpu->pos), from = start / TILE * TILE;
+    for (int item = begin; item < end; item++) {
+        int head = item / groups, first = item % groups * QUERIES; // query of the head
+        int left = shared * a->T - first, n = left < QUERIES ? left : QUERIES;
+        int t = more ? first : 0, visible = cpu->pos + t + 1 - from;
+        size_t at = (size_t)t * c->q_dim + (size_t)(head * shared + first - t) * c->head_dim;
+        if (!a->cached) finish_token(cpu, a, head, 0, self->scratch);
+        CachedHead kv = cache_at(cpu, a->layer, head, from);
+        Attention queries = {.q = cpu->q + at,
+                             .q_stride = more ? c->q_dim : c->head_dim,
+                             .n_queries = n,
+                             .p = self->scratch,
+                             .p_stride = p_stride,
+                             .out = self->scratch + QUERIES * p_stride,
+                             .keys = kv.keys,
+                             .values = kv.values,
+                             .key_scales = kv.key_scales,
+                             .value_scales = kv.value_scales,
+                             .type = cpu->kv_type,
+                             .head_dim = c->head_dim,
+                             .width = cpu->value_width,
+                             .n = visible + more * (n - 1)};
+        attend(cpu->kernels, &queries, (Visible){start - from, visible, more}, a->out + at);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Attention of spans: up to SPAN tokens of a query head go over the positions in ranges of
+// KV_RANGE, whose keys and values are loaded once for all of them. When a larger score appears, the
+// sums of a token so far are scaled down (online softmax, Milakov 2018)
+
+enum { SPAN = CHUNK, KV_RANGE = 512 };
+
+// The length of spans: each thread has at least two, if enough tokens remain to share loads.
+static int span_of(const Cpu *cpu, int T) {
+    int span = SPAN, heads = cpu->config.n_heads, min_items = 2 * cpu->pool.n_threads;
+    while (span > SPAN / 4 && heads * ((T + span - 1) / span) < min_items) span /= 2;
+    return span;
+}
+
+typedef struct {
+    float *q;          // (panels, head_dim, queries of a panel)
+    float *out;        // (SPAN, value_width) sum of values, weighted with exp(score - max)
+    float *max, *sum;  // (SPAN,) largest score, sum of the weights
+    float *scores, *p; // (queries, KV_RANGE) and, after exp, (KV_RANGE, queries)
+} Span;
+
+// Lays a span out in scratch. Stores the number of floats to *size unless that is NULL.
+static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
+    int queries = cpu->kernels->queries, tokens = SPAN + queries;
+    Span s = {.q = scratch};
+    s.out = s.q + tokens * cpu->config.head_dim;
+    s.scores = s.out + tokens * cpu->value_width;
+    s.p = s.scores + KV_RANGE * queries;
+    s.max = s.p + KV_RANGE * queries;
+    s.sum = s.max + tokens;
+    if (size) *size = s.sum + tokens - scratch;
+    return s;
+}
+
+// Copies n queries of a head, from token t on, to a panel. Missing queries are zero.
+static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
+    const Config *c = &cpu->config;
+    size_t stride = c->q_dim;
+    const float *q = cpu->q + t * stride + (size_t)head * c->head_dim;
+    int queries = cpu->kernels->queries;
+    if (n == queries) {
+        cpu->kernels->transpose((uint8_t *)panel, (const uint8_t *)q, 4 * stride, queries,
+                                c->head_dim);
+        return;
+    }
+    for (int d = 0; d < c->head_dim; d++)
+        for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * stride + d] : 0;
+}
+
+// Turns the scores of token t of the span with a range of n positions into weights. The token
+// attends to the first `visible` of them, except those before its window.
+static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible, int n) {
+    const Kernels *k = cpu->kernels;
+    float *scores = s->scores + t % k->queries * KV_RANGE;
+    int end = visible < 0 ? 0 : visible < n ? visible : n;
+    int hidden = first_visible(cpu, visible - 1), count = end - hidden;
+    if (count <= 0) hidden = end = 0;
+    memset(scores, 0, hidden * sizeof *scores);
+    memset(scores + end, 0, (n - end) * sizeof *scores);
+    if (count <= 0) return;
+    scores += hidden;
+    if (kv->key_scales) k->multiply(scores, kv->key_scales + hidden, count);
+    float largest = k->largest(scores, count), scale = 1 / sqrtf(cpu->config.head_dim);
+    if (!(largest <= s->max[t])) { // it is larger, or NaN
+        float shrink = expf((s->max[t] - largest) * scale);
+        float *out = s->out + (size_t)t * cpu->value_width;
+        s->max[t] = largest, s->sum[t] *= shrink;
+        for (int d = 0; d < cpu->value_width; d++) out[d] *= shrink;
+    }
+    s->sum[t] += k->exponentials(scores, s->max[t], scale, count);
+    if (kv->value_scales) k->multiply(scores, kv->value_scales + hidden, count);
+}
+
+// One panel of the span, from token t on, attends to a range of n positions. Token t attends to the
+// first `visible` of them, each next token to one more.
+static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible,
+                         int n) {
+    const Kernels *k = cpu->kernels;
+    size_t dim = cpu->config.head_dim, width = cpu->value_width;
+    int queries = k->queries, last = visible + queries - 1;
+    n = last < n ? last : n;
+    if (n <= 0) return;
+    PanelProduct scores = {.y = s->scores,
+                           .w = kv->keys,
+                           .x = s->q + t * dim,
+                           .y_stride = KV_RANGE,
+                           .next = dim * TILE,
+                           .column = TILE,
+                           .tiles = round_up_to_tile(n) / TILE,
+                           .cols = (int)dim,
+                           .type = cpu->kv_type};
+    k->panel_product(&scores);
+    for (int i = 0; i < queries; i++) weigh(cpu, s, t + i, kv, visible + i, n);
+    if (queries > 1)
+        k->transpose((uint8_t *)s->p, (const uint8_t *)s->scores, KV_RANGE * sizeof(float), queries,
+                     n);
+    PanelProduct mix = {.y = s->out + t * width,
+                        .w = kv->values,
+                        .x = queries > 1 ? s->p : s->scores,
+                        .y_stride = width,
+                        .next = TILE,
+                        .column = width,
+                        .tiles = (int)width / TILE,
+                        .cols = n,
+                        .add = true,
+                        .type = cpu->kv_type};
+    k->panel_product(&mix);
+}
+
+// Tokens t..t+tokens-1 of a query head.
+static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, int head, int t,
+                        int tokens) {
+    const Config *c = &cpu->config;
+    size_t width = cpu->value_width;
+    int queries = cpu->kernels->queries, kv_head = head / (c->n_heads / c->n_kv_heads);
+    int first = cpu->pos + t, end = first + tokens; // positions
+    for (int i = 0; i < tokens; i += queries) {
+        int n = tokens - i < queries ? tokens - i : queries;
+        load_queries(cpu, s->q + i * c->head_dim, head, t + i, n);
+    }
+    memset(s->out, 0, (SPAN + queries) * width * sizeof *s->out);
+    for (int i = 0; i < SPAN + queries; i++) s->max[i] = -INFINITY, s->sum[i] = 0;
+    for (int from = first_visible(cpu, first) / KV_RANGE * KV_RANGE; from < end; from += KV_RANGE) {
+        int n = end - from < KV_RANGE ? end - from : KV_RANGE;
+        CachedHead kv = cache_at(cpu, a->layer, kv_head, from);
+        for (int i = 0; i < tokens; i += queries)
+            attend_panel(cpu, s, i, &kv, first + i + 1 - from, n);
+    }
+    for (int i = 0; i < tokens; i++) {
+        float *out = a->out + (size_t)(t + i) * c->q_dim + (size_t)head * c->head_dim;
+        for (int d = 0; d < c->head_dim; d++) out[d] = s->out[i * width + d] / s->sum[i];
+    }
+}
+
+// Items are spans of tokens, one query head after the other.
+static void attention_spans(Worker *self, const void *args, int begin, int end) {
+    const AttentionArgs *a = args;
+    int spans = (a->T + a->span - 1) / a->span;
+    Span s = span_in(self->cpu, self->scratch, NULL);
+    for (int item = begin; item < end; item++) {
+        int t = item % spans * a->span, left = a->T - t;
+        attend_span(self->cpu, a, &s, item / spans, t, left < a->span ? left : a->span);
+    }
+}
+
+size_t llamac_attention_scratch(const Cpu *cpu) {
+    size_t groups = QUERIES * ((size_t)round_up_to_tile(cpu->positions) + cpu->value_width), span;
+    span_in(cpu, cpu->rotation, &span);
+    return groups > span ? groups : span;
+}
+
+// ----------------------------------------------------------------------------
+// Fused QKV and attention of one token
+
+typedef struct {
+    MatmulArgs qkv;
+    AttentionArgs attention;
+} FusedArgs;
+_Static_assert(sizeof(FusedArgs) <= MAX_ARGS, "FusedArgs must fit in a step");
+
+// Items are KV heads. One thread computes query, key, value and attention of its KV heads, so no
+// barrier is needed between the products and attention.
+static void qkv_attention_heads(Worker *self, const void *args, int begin, int end) {
+    const FusedArgs *a = args;
+    Activations in = llamac_activations(self, &a->qkv);
+    for (const Product *p = a->qkv.products; p < a->qkv.products + 3; p++) {
+        int rows = p->w->rows / self->cpu->config.n_kv_heads; // of a KV head
+        llamac_multiply_rows(self, p, &in, begin * rows, end * rows);
+    }
+    attention_groups(self, &a->attention, begin, end);
+}
+
+// Whether to fuse: only if that saves a barrier and every thread has the same number of KV heads.
+static bool can_fuse(const Cpu *cpu) {
+    const Config *c = &cpu->config;
+    int threads = cpu->pool.n_threads;
+    return c->head_dim % TILE == 0 && threads > 1 && c->n_kv_heads % threads == 0;
+}
+
+void llamac_cpu_attention(Backend *b, int layer, const Layer *w, float *out, const float *x,
+                          int pos, int T) {
+    Cpu *cpu = (Cpu *)b;
+    const Config *c = &cpu->config;
+    Product products[] = {
+        {cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
+    MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, T);
+    // Groups are faster than spans for few positions if each head has its own keys: 3 % of a prompt
+    // of 128 tokens
+    bool own_keys = c->n_heads == c->n_kv_heads;
+    bool spans = T > 1 && (!own_keys || c->window || pos + T > KV_RANGE);
+    int groups = query_groups(cpu, spans ? 1 : T), span = span_of(cpu, T);
+    int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * (spans ? span : QUERIES);
+    AttentionArgs a = {out, w, layer, T, span, .cached = T > 1 || groups > 1};
+    cpu->pos = pos;
+    llamac_extend_rotations(cpu, pos + T);
+    llamac_prepare(cpu, &qkv);
+    if (!a.cached && can_fuse(cpu)) {
+        FusedArgs fused = {qkv, a};
+        int items = 0;
+        for (int i = 0; i < 3; i++) items += items_of(&products[i]);
+        cost += items * cost_of_item(&qkv) / c->n_kv_heads;
+        llamac_add_step(cpu, qkv_attention_heads, &fused, sizeof fused, c->n_kv_heads, cost);
+        return;
+    }
+    llamac_multiply(cpu, &qkv);
+    if (a.cached) llamac_add_step(cpu, finish_tokens, &a, sizeof a, T, 4 * c->q_dim);
+    int items = spans ? c->n_heads * ((T + span - 1) / span) : c->n_kv_heads * groups;
+    llamac_add_step(cpu, spans ? attention_spans : attention_groups, &a, sizeof a, items, cost);
+}

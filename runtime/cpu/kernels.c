@@ -1,0 +1,22 @@
+// Choice of the instruction set.
+#include <stdlib.h>
+#include "kernels.h"
+
+int llamac_find_kernels(const Kernels *found[MAX_KERNELS]) {
+    static const Kernels *const known[MAX_KERNELS] = {&llamac_avx512bf16, &llamac_avx512,
+                                                      &llamac_avx2,       &llamac_neondot,
+                                                      &llamac_neon,       &llamac_reference};
+    int n = 0;
+    for (int i = 0; i < MAX_KERNELS; i++)
+        if (known[i]->supported && known[i]->supported()) found[n++] = known[i];
+    return n;
+}
+
+const Kernels *llamac_choose_kernels(void) {
+    const Kernels *found[MAX_KERNELS];
+    const char *name = getenv("LLAMAC_ISA");
+    int n = llamac_find_kernels(found);
+    for (int i = 0; i < n; i++)
+        if (!name || !*name || !strcmp(name, found[i]->name)) return found[i];
+    return NULL;
+}

@@ -1,0 +1,386 @@
+// Matrix products: the conversion of activations to the form that each type of weights reads, the
+// products themselves, and the feed-forward network.
+#include "cpu.h"
+
+enum {
+    MIN_UNPACKED = 24, // tokens from which tiles of blocks of 256 are unpacked once for all of them
+    MIN_PAIRS = 16, // tokens from which BF16 weights are multiplied with activations in BF16
+};
+
+// ----------------------------------------------------------------------------
+// Panels: the tokens of a prompt that a kernel multiplies at once
+
+// Tokens t..t+width-1, of which only the first `left` exist.
+typedef struct { int t, width, left; } Panel;
+
+// The panel that begins with token t of T. Its width is Kernels.tokens or a smaller power of two;
+// of pairs at least 4.
+static Panel panel_at(const Kernels *k, int t, int T, bool pairs) {
+    int left = T - t, width = pairs ? 4 : 1;
+    while (width < left && width < k->tokens) width *= 2;
+    width = width < k->tokens ? width : k->tokens;
+    return (Panel){t, width, left < width ? left : width};
+}
+
+// Tokens t..t+n-1 of many: rows of x, or their RMSNorm in `normed` (n, cols).
+static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *normed) {
+    size_t cols = a->cols;
+    if (!a->norm) return a->x + t * cols;
+    for (int i = 0; i < n; i++)
+        normalize(cpu, normed + i * cols, a->x + (t + i) * cols, a->norm, a->cols);
+    return normed;
+}
+
+// Makes the blocks of tokens. Items are tokens.
+static void quantize_tokens(Worker *self, const void *args, int begin, int end) {
+    const Activations *a = args;
+    Cpu *cpu = self->cpu;
+    for (int t = begin, n = a->cols / 32; t < end; t++) {
+        const float *x = read_tokens(cpu, a, t, 1, self->scratch);
+        cpu->kernels->quantize(cpu->blocks + (size_t)t * n, x, n);
+    }
+}
+
+// Makes panels of floats. Items are panels. Missing tokens of the last panel are zero.
+static void pack_panels(Worker *self, const void *args, int begin, int end) {
+    const Activations *a = args;
+    const Kernels *k = self->cpu->kernels;
+    size_t cols = a->cols;
+    for (int i = begin; i < end; i++) {
+        Panel p = panel_at(k, i * k->tokens, a->T, false);
+        float *panel = self->cpu->panels + p.t * cols; // (cols, width)
+        const float *x = read_tokens(self->cpu, a, p.t, p.left, self->scratch);
+        if (p.left == p.width) {
+            k->transpose((uint8_t *)panel, (const uint8_t *)x, 4 * cols, p.width, a->cols);
+            continue;
+        }
+        for (size_t c = 0; c < cols; c++)
+            for (int j = 0; j < p.width; j++)
+                panel[c * p.width + j] = j < p.left ? x[j * cols + c] : 0;
+    }
+}
+
+// Makes panels of pairs of columns in BF16. Items are panels.
+static void pack_pairs(Worker *self, const void *args, int begin, int end) {
+    const Activations *a = args;
+    const Kernels *k = self->cpu->kernels;
+    int pairs = (a->cols + 1) / 2;
+    float *normed = self->scratch; // (cols,)
+    uint16_t *rows = (uint16_t *)(normed + a->cols); // (width, 2 pairs)
+    for (int i = begin; i < end; i++) {
+        Panel p = panel_at(k, i * k->tokens, a->T, true);
+        memset(rows, 0, (size_t)p.width * pairs * 4);
+        for (int j = 0; j < p.left; j++) {
+            const float *x = read_tokens(self->cpu, a, p.t + j, 1, normed);
+            k->bf16s(rows + (size_t)j * 2 * pairs, x, a->cols);
+        }
+        uint16_t *panel = self->cpu->pairs + (size_t)p.t * 2 * pairs; // (pairs, width, 2)
+        k->transpose((uint8_t *)panel, (const uint8_t *)rows, 4 * pairs, p.width, pairs);
+    }
+}
+
+MatmulArgs llamac_matmul_args(const Cpu *cpu, const Product *products, int n, const Mat *norm,
+                              const float *x, int T) {
+    bool pairs = cpu->kernels->bf16s && !cpu->all_logits && T >= MIN_PAIRS;
+    MatmulArgs a = {.n = n,
+                    .in = {.x = x,
+                           .norm = norm ? norm->data : NULL,
+                           .panels = T > 1 ? cpu->panels : x,
+                           .blocks = cpu->blocks,
+                           .cols = products->w->cols,
+                           .T = T}};
+    for (int i = 0; i < n; i++) {
+        const Mat *w = products[i].w;
+        a.products[i] = products[i];
+        a.reads |= is_quantised(w) ? BLOCKS : pairs && w->type == BF16 ? PAIRS : PANELS;
+    }
+    if (a.reads & PAIRS) a.in.pairs = cpu->pairs;
+    return a;
+}
+
+void llamac_prepare(Cpu *cpu, const MatmulArgs *a) {
+    const Activations *in = &a->in;
+    int tokens = cpu->kernels->tokens, panels = (in->T + tokens - 1) / tokens;
+    int64_t cost = (int64_t)tokens * in->cols; // of a panel
+    if (in->T == 1) return; // llamac_activations does it
+    if (a->reads & BLOCKS) llamac_add_step(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
+    if (a->reads & PANELS) llamac_add_step(cpu, pack_panels, in, sizeof *in, panels, cost);
+    if (a->reads & PAIRS) llamac_add_step(cpu, pack_pairs, in, sizeof *in, panels, cost);
+}
+
+Activations llamac_activations(Worker *self, const MatmulArgs *a) {
+    Activations in = a->in;
+    if (in.T > 1 || a->ready) return in;
+    if (in.norm) in.x = in.panels = self->x;
+    in.blocks = self->blocks;
+    if (self->prepared) return in;
+    if (in.norm) normalize(self->cpu, self->x, a->in.x, in.norm, in.cols);
+    if (a->reads & BLOCKS) self->cpu->kernels->quantize(self->blocks, in.x, in.cols / 32);
+    self->prepared = true;
+    return in;
+}
+
+// ----------------------------------------------------------------------------
+// Products without tiles: with one token before the weights are packed, or with kernels that have
+// no tiles, whose panels are rows of x
+
+static void multiply_plain(const Kernels *k, const Product *p, const Activations *a, int r, int end,
+                           float *scratch) {
+    const Mat *w = p->w;
+    const bool direct = has_dot(k, w);
+    const TypeKernels *kernels = &k->types[direct ? w->type : F32];
+    for (; r < end; r++) {
+        const void *row = direct ? (const void *)row_of(w, r) : scratch;
+        if (!direct) llamac_floats(k, scratch, w, r, 0, w->cols);
+        for (int t = 0; t < a->T; t++) {
+            const void *x = a->panels + (size_t)t * a->cols;
+            if (is_quantised(w)) x = a->blocks + (size_t)t * (a->cols / 32);
+            put_row(p->out + (size_t)t * w->rows + r, &(float){kernels->dot(row, x, a->cols)}, 1,
+                    p->add);
+        }
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Products with tiles
+
+// Some rows of tiles of a matrix.
+typedef struct {
+    const Mat *w;
+    const uint8_t *tiles;
+    int n;
+    bool unpacked;
+} TileRows;
+
+// The tiles of rows r..end-1: those that are kept, or else tiles made in `buffer`.
+static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *buffer) {
+    TileRows rows = {w, buffer, (end - r + TILE - 1) / TILE, false};
+    if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
+    else
+        for (int i = 0; i < rows.n; i++)
+            llamac_pack(k, buffer + i * tiles_size(w), w, r + i * TILE);
+    return rows;
+}
+
+// Unpacks rows of tiles into `buffer` if there are enough tokens to gain from it.
+static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
+    const Mat *w = rows->w;
+    if (T < MIN_UNPACKED || !tile_kernels(k, w)->unpack) return;
+    tile_kernels(k, w)->unpack(buffer, rows->tiles, rows->n * (w->cols / 256));
+    rows->tiles = buffer, rows->unpacked = true;
+}
+
+// Where the results of a panel will be written, `stride` bytes from token to token.
+typedef struct {
+    const float *out;
+    size_t stride;
+} Output;
+
+// The prefetches of a panel's product. If tiles are kept, each panel prefetches its share of the
+// tiles that follow, which the next products read; and every panel prefetches its output.
+static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output output) {
+    size_t size = rows->n * tiles_size(rows->w);
+    int steps = (rows->w->cols + 1) / 2;
+    Prefetch prefetch = {rows->tiles, 0, (const char *)output.out, (int64_t)output.stride - 128, 0};
+    if (rows->w->tiles) {
+        prefetch.weights = rows->tiles + size + size / T * panel.t;
+        prefetch.step = (int)(size * panel.width / T / steps);
+    }
+    while (2 * panel.width * 2 * (prefetch.mask + 1) <= steps)
+        prefetch.mask = 2 * prefetch.mask + 1;
+    return prefetch;
+}
+
+// y (width, ROWS) = a panel times one or two rows of tiles. With one token, y is (rows->n TILE,)
+// and rows->n may be any number.
+static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a,
+                           Panel panel, Output output) {
+    const Mat *w = rows->w;
+    TileProduct p = {.y = y,
+                     .tiles = rows->tiles,
+                     .tile_rows = rows->n,
+                     .cols = w->cols,
+                     .T = panel.width,
+                     .unpacked = rows->unpacked};
+    if (is_quantised(w)) {
+        p.x = a->blocks + (size_t)panel.t * (w->cols / 32), p.T = panel.left;
+        tile_kernels(k, w)->product(&p);
+        return;
+    }
+    bool pairs = w->type == BF16 && a->pairs;
+    if (pairs) p.x = a->pairs + (size_t)panel.t * 2 * ((w->cols + 1) / 2);
+    else p.x = a->panels + (size_t)panel.t * w->cols;
+    if (panel.width > 1) p.prefetch = prefetch_of(rows, a->T, panel, output);
+    pairs ? k->pairs_product(&p) : tile_kernels(k, w)->product(&p);
+}
+
+// Up to ROWS rows with many tokens.
+static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
+                           float *scratch) {
+    const Mat *w = p->w;
+    float *y = scratch; // (tokens of a panel, ROWS)
+    uint8_t *buffer = (uint8_t *)(y + k->tokens * ROWS);
+    TileRows rows = tile_rows(k, w, r, end, buffer);
+    unpack(k, &rows, a->T, buffer + 2 * ROWS * w->cols);
+    for (int t = 0; t < a->T;) {
+        Panel panel = panel_at(k, t, a->T, w->type == BF16 && a->pairs);
+        float *out = p->out + (size_t)t * w->rows + r;
+        for (int i = 0; i < panel.left && is_quantised(w); i++)
+            for (int j = 0; j < end - r; j += TILE)
+                __builtin_prefetch(out + (size_t)i * w->rows + j, 1);
+        multiply_panel(k, y, &rows, a, panel, (Output){out, w->rows * sizeof(float)});
+        for (int i = 0; i < panel.left; i++)
+            put_row(out + (size_t)i * w->rows, y + i * ROWS, end - r, p->add);
+        t += panel.width;
+    }
+}
+
+// Rows r..end-1 in kept tiles with one token: one long stream from memory. Full tiles are written
+// in place, the rest through scratch.
+static void stream_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
+                         float *scratch) {
+    const Panel token = {0, 1, 1};
+    TileRows rows = tile_rows(k, p->w, r, end, NULL), full = rows;
+    full.n = p->add ? 0 : (end - r) / TILE;
+    if (full.n) multiply_panel(k, p->out + r, &full, a, token, (Output){0});
+    if (full.n == rows.n) return;
+    rows.tiles += full.n * tiles_size(p->w), rows.n -= full.n;
+    multiply_panel(k, scratch, &rows, a, token, (Output){0});
+    put_row(p->out + r + full.n * TILE, scratch, end - r - full.n * TILE, p->add);
+}
+
+void llamac_multiply_rows(Worker *self, const Product *p, const Activations *in, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    if (in->T == 1 && p->w->tiles) stream_tiles(k, p, in, r, end, self->scratch);
+    else if (in->T == 1 || !has_tiles(k)) multiply_plain(k, p, in, r, end, self->scratch);
+    else
+        for (; r < end; r += ROWS)
+            multiply_tiles(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
+}
+
+// Items are the rows of all products, ROWS at a time, one product after the other.
+static void matmul_rows(Worker *self, const void *args, int begin, int end) {
+    const MatmulArgs *a = args;
+    Activations in = llamac_activations(self, a);
+    for (const Product *p = a->products; p < a->products + a->n; p++) {
+        int items = items_of(p);
+        int first = begin > 0 ? begin * ROWS : 0, last = end < items ? end * ROWS : p->w->rows;
+        if (first < last) llamac_multiply_rows(self, p, &in, first, last);
+        begin -= items, end -= items;
+    }
+}
+
+void llamac_multiply(Cpu *cpu, const MatmulArgs *a) {
+    int items = 0;
+    for (int i = 0; i < a->n; i++) items += items_of(&a->products[i]);
+    llamac_add_step(cpu, matmul_rows, a, sizeof *a, items, cost_of_item(a));
+}
+
+void llamac_cpu_add_product(Backend *b, float *x, const Mat *w, const float *y, int T) {
+    Cpu *cpu = (Cpu *)b;
+    MatmulArgs a = llamac_matmul_args(cpu, &(Product){x, w, true}, 1, NULL, y, T);
+    llamac_prepare(cpu, &a);
+    llamac_multiply(cpu, &a);
+}
+
+void llamac_cpu_logits(Backend *b, float *out, const Mat *norm, const Mat *output, const float *x,
+                       int T) {
+    Cpu *cpu = (Cpu *)b;
+    MatmulArgs a = llamac_matmul_args(cpu, &(Product){out, output, false}, 1, norm, x, T);
+    llamac_prepare(cpu, &a);
+    llamac_multiply(cpu, &a);
+}
+
+// ----------------------------------------------------------------------------
+// The feed-forward network. Product 0 is the gate, product 1 is up, and one step computes both and
+// h = silu(gate) * up
+
+// One token: rows r..end-1.
+static void swiglu_token(Worker *self, const MatmulArgs *a, const Activations *in, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
+    for (int i = 0; i < 2; i++) llamac_multiply_rows(self, &a->products[i], in, r, end);
+    k->swiglu(h, h2, end - r);
+    if (a->writes == BLOCKS) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
+}
+
+// Turns columns r..end-1 of gate and up (tokens of a panel, ROWS) into those of h, and writes h in
+// the form that the next product reads.
+static void put_swiglu(Worker *self, const MatmulArgs *a, float *gate, Panel panel, int r,
+                       int end) {
+    Cpu *cpu = self->cpu;
+    const Kernels *k = cpu->kernels;
+    int rows = a->products->w->rows, n = end - r;
+    uint16_t bf16[16][ROWS] = {0}; // (tokens of a panel, ROWS)
+    for (int i = 0; i < panel.left; i++) {
+        float *h = gate + i * ROWS, *up = h + k->tokens * ROWS;
+        size_t at = (size_t)(panel.t + i) * rows + r;
+        k->swiglu(h, up, n);
+        if (a->writes == PAIRS) k->bf16s(bf16[i], h, n);
+        else if (a->writes == BLOCKS) k->quantize(cpu->gated_blocks + at / 32, h, n / 32);
+        else put_row(a->products->out + at, h, n, false);
+    }
+    if (a->writes != PAIRS) return;
+    uint16_t *out = cpu->gated_pairs + (size_t)panel.t * 2 * ((rows + 1) / 2) + r * panel.width;
+    k->transpose((uint8_t *)out, (uint8_t *)bf16, sizeof *bf16, panel.width, (n + 1) / 2);
+}
+
+// Many tokens, up to ROWS rows: gate and up exist in scratch only.
+static void swiglu_tiles(Worker *self, const MatmulArgs *a, int r, int end) {
+    const Kernels *k = self->cpu->kernels;
+    const Mat *w = a->products[0].w;
+    float *gate = self->scratch, *up = gate + k->tokens * ROWS; // (tokens of a panel, ROWS)
+    uint8_t *buffer = (uint8_t *)(up + k->tokens * ROWS);
+    TileRows gates = tile_rows(k, w, r, end, buffer);
+    TileRows ups = tile_rows(k, a->products[1].w, r, end, buffer + gates.n * tiles_size(w));
+    unpack(k, &gates, a->in.T, buffer + 2 * ROWS * w->cols);
+    unpack(k, &ups, a->in.T, buffer + 4 * ROWS * w->cols);
+    for (int t = 0; t < a->in.T;) {
+        Panel panel = panel_at(k, t, a->in.T, w->type == BF16 && a->in.pairs);
+        multiply_panel(k, gate, &gates, &a->in, panel, (Output){gate, ROWS * sizeof(float)});
+        multiply_panel(k, up, &ups, &a->in, panel, (Output){up, ROWS * sizeof(float)});
+        put_swiglu(self, a, gate, panel, r, end);
+        t += panel.width;
+    }
+}
+
+// Items are ROWS rows of both matrices.
+static void swiglu_rows(Worker *self, const void *args, int begin, int end) {
+    const MatmulArgs *a = args;
+    Activations in = llamac_activations(self, a);
+    int rows = a->products->w->rows, last = end * ROWS < rows ? end * ROWS : rows, r = begin * ROWS;
+    if (in.T == 1) swiglu_token(self, a, &in, r, last);
+    else
+        for (; r < last; r += ROWS) swiglu_tiles(self, a, r, r + ROWS < last ? r + ROWS : last);
+}
+
+// SwiGLU of gate and up in memory. Items are tokens.
+static void swiglu_tokens(Worker *self, const void *args, int begin, int end) {
+    Cpu *cpu = self->cpu;
+    size_t n = cpu->config.hidden_dim;
+    (void)args;
+    for (int t = begin; t < end; t++) cpu->kernels->swiglu(cpu->h + t * n, cpu->h2 + t * n, (int)n);
+}
+
+void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
+    Cpu *cpu = (Cpu *)b;
+    Product gate_up[] = {{cpu->h, &w->w1, false}, {cpu->h2, &w->w3, false}};
+    MatmulArgs gated = llamac_matmul_args(cpu, gate_up, 2, &w->ffn_norm, x, T);
+    MatmulArgs down = llamac_matmul_args(cpu, &(Product){x, &w->w2, true}, 1, NULL, cpu->h, T);
+    llamac_prepare(cpu, &gated);
+    if (w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels))) {
+        // one step for gate, up and SwiGLU, which writes h in the form that down reads
+        if (down.reads == BLOCKS || (down.reads == PAIRS && w->w1.type == BF16)) {
+            gated.writes = down.reads, down.ready = true;
+            down.in.blocks = cpu->gated_blocks;
+            if (down.in.pairs) down.in.pairs = cpu->gated_pairs;
+        }
+        int items = items_of(gate_up);
+        llamac_add_step(cpu, swiglu_rows, &gated, sizeof gated, items, 2 * cost_of_item(&gated));
+    } else {
+        llamac_multiply(cpu, &gated);
+        llamac_add_step(cpu, swiglu_tokens, "", 1, T, 4 * cpu->config.hidden_dim);
+    }
+    if (!down.ready) llamac_prepare(cpu, &down);
+    llamac_multiply(cpu, &down);
+}

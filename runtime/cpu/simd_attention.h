@@ -1,0 +1,106 @@
+// Part of simd.h: attention.
+
+// Calls a function with a constant for the type of the cache; and with one for the number of
+// queries.
+#define BY_TYPE(function, a) \
+    if (a->type == F16) function(F16, a); \
+    else if (a->type == INT8_GROUPS) function(INT8_GROUPS, a); \
+    else function(F32, a)
+#define BY_QUERIES(function, type, a) \
+    if (a->n_queries == 1) function(type, a, 1); \
+    else if (a->n_queries == 2) function(type, a, 2); \
+    else if (a->n_queries == 3) function(type, a, 3); \
+    else function(type, a, QUERIES)
+
+// Scores of n queries, one tile of keys after the other. Even and odd d have separate sums, so that
+// an addition does not wait for the one before.
+INLINE void score_queries(Type type, const Attention *a, const int n) {
+    const char *keys = a->keys;
+    const size_t size = number_size(type) * TILE; // bytes of one d in a tile
+    for (int i = 0; i < a->n; i += TILE, keys += size * a->head_dim)
+        for (int v = 0; v < VECTORS; v++) {
+            Floats even[QUERIES], odd[QUERIES];
+            UNROLL for (int q = 0; q < n; q++) even[q] = odd[q] = SET(0);
+            for (int d = 0; d < a->head_dim; d += 2) {
+                Floats key = load(type, keys + d * size, v * LANES);
+                Floats key2 = load(type, keys + (d + 1) * size, v * LANES);
+                UNROLL for (int q = 0; q < n; q++) {
+                    const float *query = a->q + q * a->q_stride + d;
+                    even[q] = FMA(key, SET(query[0]), even[q]);
+                    odd[q] = FMA(key2, SET(query[1]), odd[q]);
+                }
+            }
+            UNROLL for (int q = 0; q < n; q++)
+                STORE(a->p + q * a->p_stride + i + v * LANES, ADD(even[q], odd[q]));
+        }
+}
+
+INLINE void scores_of(Type type, const Attention *a) { BY_QUERIES(score_queries, type, a); }
+
+TARGET static void scores(const Attention *a) { BY_TYPE(scores_of, a); }
+
+// Computes `vectors` vectors of the output from column d on. The sums of n queries stay in
+// registers during the loop over positions. A single query has separate sums for even and odd
+// positions, so that an addition does not wait for the one before.
+INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const int vectors) {
+    const int chains = n == 1 ? 2 : 1;
+    const char *values = (const char *)a->values + d * number_size(type);
+    Floats sums[QUERIES + 1][4];
+    UNROLL for (int i = 0; i < n * chains; i++) UNROLL for (int v = 0; v < vectors; v++)
+        sums[i][v] = SET(0);
+    for (int i = 0; i < a->n; i++) {
+        UNROLL for (int v = 0; v < vectors; v++) {
+            Floats value = load(type, values, (size_t)i * a->width + v * LANES);
+            UNROLL for (int q = 0; q < n; q++) sums[q][v] =
+                FMA(value, SET(a->p[q * a->p_stride + i]), sums[q][v]);
+        }
+        if (chains == 1 || ++i == a->n) continue;
+        UNROLL for (int v = 0; v < vectors; v++) {
+            Floats value = load(type, values, (size_t)i * a->width + v * LANES);
+            sums[1][v] = FMA(value, SET(a->p[i]), sums[1][v]);
+        }
+    }
+    UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++) {
+        Floats sum = chains == 2 ? ADD(sums[0][v], sums[1][v]) : sums[q][v];
+        STORE(a->out + (size_t)q * a->width + d + v * LANES, sum);
+    }
+}
+
+INLINE void mix_queries(Type type, const Attention *a, const int n) {
+    enum { MANY = LANES == 16 ? 4 : 2 }; // vectors at once
+    int d = 0;
+    for (; d + MANY * LANES <= a->width; d += MANY * LANES) mix_columns(type, a, d, n, MANY);
+    for (; MANY > 3 && d + 3 * LANES <= a->width; d += 3 * LANES) mix_columns(type, a, d, n, 3);
+    for (; d < a->width; d += LANES) mix_columns(type, a, d, n, 1);
+}
+
+INLINE void mix_of(Type type, const Attention *a) { BY_QUERIES(mix_queries, type, a); }
+
+TARGET static void mix(const Attention *a) { BY_TYPE(mix_of, a); }
+
+enum { PANEL = TOKENS < 8 ? 4 : 8 }; // queries; a divisor of the tokens of a span
+
+INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int tiles) {
+    const char *w = (const char *)p->w + first * p->next * number_size(type);
+    float *y = p->y + first * TILE;
+    Floats sums[SUMS][TOKENS], column[SUMS];
+    const float *x = p->x;
+    UNROLL for (int v = 0; v < tiles * VECTORS; v++) UNROLL for (int t = 0; t < PANEL; t++)
+        sums[v][t] = p->add ? LOAD(y + t * p->y_stride + v * LANES) : SET(0);
+    for (int c = 0; c < p->cols; c++, w += p->column * number_size(type), x += PANEL) {
+        UNROLL for (int v = 0; v < tiles * VECTORS; v++) column[v] =
+            load(type, w, v / VECTORS * p->next + v % VECTORS * LANES);
+        add_column(sums, column, x, PANEL, tiles);
+    }
+    UNROLL for (int v = 0; v < tiles * VECTORS; v++) UNROLL for (int t = 0; t < PANEL; t++)
+        STORE(y + t * p->y_stride + v * LANES, sums[v][t]);
+}
+
+INLINE void panel_of(Type type, const PanelProduct *p) {
+    for (int i = 0; i < p->tiles; i += TILE_ROWS) {
+        if (i + TILE_ROWS <= p->tiles) panel_tiles(type, p, i, TILE_ROWS);
+        else panel_tiles(type, p, i, 1);
+    }
+}
+
+TARGET static void panel_product(const PanelProduct *p) { BY_TYPE(panel_of, p); }

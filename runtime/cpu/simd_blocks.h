@@ -1,0 +1,232 @@
+// Part of simd.h: products of tiles with blocks.
+//
+// The columns of a tile that share a scale are a sub-block, and are multiplied at once. The types
+// of 32 columns have one sub-block, Q4_K and Q5_K eight, Q6_K sixteen. Sub-blocks that are stored
+// in the low and the high nibbles of the same bytes form a step; the index i within a step is a
+// constant.
+
+INLINE Ints four_bytes(const int8_t *q) {
+    int32_t bytes;
+    memcpy(&bytes, q, 4);
+    return SET_I(bytes);
+}
+
+// The bits of each word, shifted down (up if `shift` is negative) and masked.
+INLINE Ints bits(Ints v, int shift, uint32_t mask) {
+    return (Ints)((shift < 0 ? (Words)v << -shift : (Words)v >> shift) & mask);
+}
+
+INLINE Ints either(Ints a, Ints b) { return (Ints)((Words)a | (Words)b); }
+
+INLINE Ints nibbles_of(Ints v, int high) { return high ? SHIFT_4(v) : AND_15(v); }
+
+INLINE int subs_of_step(Type type) { return type == Q6_K ? 4 : is_k(type) ? 2 : 1; }
+INLINE int steps_of(Type type) {
+    return block_size(type).numbers / numbers_per_scale(type) / subs_of_step(type);
+}
+
+// The number of sub-block i of a step.
+INLINE int sub_of(Type type, int step, int i) {
+    return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i;
+}
+
+INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
+
+// Four columns of LANES rows as bytes, each too large by zero_of(type): of sub-block i of a step,
+// from column 4g + 16h on. h is 1 only for types of 32 columns, which store columns 16.. in high
+// nibbles.
+INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, int h) {
+    if (type == Q8_0) return word_at(words, g);
+    if (type == Q4_0 || type == Q4_1) return nibbles_of(word_at(words, g), h);
+    if (has_fifth_bits(type)) {
+        Ints fifth = bits(word_at(words, 0), g + 4 * h - 4, 0x10101010);
+        return either(nibbles_of(word_at(words, 1 + g), h), fifth);
+    }
+    if (type == Q4_K) return nibbles_of(word_at(words, 3 + 8 * step + g), i);
+    if (type == Q5_K) {
+        Ints fifth = bits(bits(word_at(words, 3 + g), 2 * step, ~0u), i - 4, 0x10101010);
+        return either(nibbles_of(word_at(words, 11 + 8 * step + g), i), fifth);
+    }
+    // Q6_K
+    Ints upper = bits(word_at(words, 32 + step / 2 * 8 + i % 2 * 4 + g), step % 2 * 2, ~0u);
+    Ints low = nibbles_of(word_at(words, step * 8 + i % 2 * 4 + g), i / 2);
+    return either(low, bits(upper, i / 2 * 4 - 4, 0x30303030));
+}
+
+// The scales (or minima) of sub-block s of Q4_K and Q5_K, 6 bits each: see read_k_scales in
+// blocks.h.
+INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
+    if (s < 4) return bits(word_at(words, minima), 8 * s, 63);
+    int at = 8 * (s - 4);
+    Ints low = bits(word_at(words, 2), at + 4 * minima, 15);
+    return either(low, bits(word_at(words, minima), at + 2, 0x30));
+}
+
+INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
+    Floats scales = LOAD_F16((const void *)halves);
+    if (is_k(type)) return MUL(scales, FLOATS(k_scales(words, s, 0)));
+    if (type != Q6_K) return scales;
+    Words bytes = (Words)word_at(words, 48 + s / 4) << (24 - s % 4 * 8);
+    return MUL(scales, FLOATS((Ints)((SignedWords)bytes >> 24)));
+}
+
+INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
+    Floats minima = LOAD_F16((const void *)(halves + 2 * TILE));
+    return MUL(minima, is_k(type) ? FLOATS(k_scales(words, s, 1)) : SET(-1));
+}
+
+// Bytes of an unpacked sub-block: of its scales and minima, and of all.
+INLINE int unpacked_head(Type type) { return (has_minima(type) ? 8 : 4) * TILE; }
+INLINE int unpacked_size(Type type) { return unpacked_head(type) + numbers_per_scale(type) * TILE; }
+
+INLINE void unpack_sub(Type type, uint8_t *out, const uint8_t *tile, int step, const int i) {
+    const int s = sub_of(type, step, i);
+    out += s * unpacked_size(type);
+    UNROLL for (int v = 0; v < VECTORS; v++, out += 4 * LANES) {
+        const uint8_t *halves = tile + 2 * v * LANES;
+        const uint8_t *words = tile + 2 * halves_of(type) * TILE + 4 * v * LANES;
+        STORE((float *)out, scales_at(type, halves, words, s));
+        if (has_minima(type)) STORE((float *)out + TILE, minima_at(type, halves, words, s));
+        for (int g = 0; g < numbers_per_scale(type) / 4; g++) {
+            Ints numbers = numbers_at(type, words, step, i, g, 0);
+            STORE((float *)(out + unpacked_head(type)) + g * TILE, (Floats)numbers);
+        }
+    }
+}
+
+INLINE void unpack_tiles(Type type, uint8_t *out, const uint8_t *tiles, int n) {
+    for (; n > 0; n--, out += UNPACKED, tiles += block_size(type).bytes * TILE)
+        for (int step = 0; step < steps_of(type); step++)
+            UNROLL for (int i = 0; i < subs_of_step(type); i++)
+                unpack_sub(type, out, tiles, step, i);
+}
+
+// The constants that a product is compiled for: T tokens, tile_rows rows of tiles.
+typedef struct {
+    Type type;
+    bool unpacked;
+    int T, tile_rows;
+} Shape;
+
+INLINE size_t tile_bytes(Type type, bool unpacked) {
+    return unpacked ? UNPACKED : block_size(type).bytes * TILE;
+}
+
+// The operands of a product at one tile of each row of tiles.
+typedef struct {
+    const uint8_t *tile;
+    size_t next;    // bytes from one row of tiles to the other
+    const Block *x; // of the tile's first columns; the next token's are n_blocks behind
+    size_t n_blocks;
+} Operands;
+
+// Adds the products of sub-block i of a step. They are summed as integers, then multiplied with the
+// scales of weights and activations.
+INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands at, int step,
+                    const int i) {
+    const Type type = shape.type;
+    const int T = shape.T, vectors = shape.tile_rows * VECTORS;
+    const int per = numbers_per_scale(type), s = sub_of(type, step, i);
+    const int first = type == Q6_K ? 16 * (i % 2) : 0; // of the 32 activations of a Block
+    const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
+    const int nibbles = type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1; // in a byte
+    const Block *x = at.x + s * per / 32;
+    const uint8_t *halves[SUMS], *words[SUMS];
+    UNROLL for (int v = 0; v < vectors; v++) {
+        const uint8_t *tile = at.tile + v / VECTORS * at.next;
+        const uint8_t *sub = tile + s * unpacked_size(type) + 4 * (v % VECTORS) * LANES;
+        halves[v] = shape.unpacked ? sub : tile + 2 * (v % VECTORS) * LANES;
+        words[v] = tile + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
+        if (shape.unpacked) words[v] = sub + unpacked_head(type);
+    }
+    Ints products[SUMS][BLOCK_TOKENS];
+    UNROLL for (int t = 0; t < T; t++) {
+        const Block *b = x + t * at.n_blocks;
+        int sum = per == 32 ? b->sum : first ? b->sum - b->half : b->half;
+        UNROLL for (int v = 0; v < vectors; v++) products[v][t] = SET_I(zero ? -zero * sum : 0);
+    }
+    for (int g = 0; g < per / 4 / nibbles; g++) UNROLL for (int h = 0; h < nibbles; h++) {
+            Ints w[SUMS];
+            UNROLL for (int v = 0; v < vectors; v++) w[v] =
+                shape.unpacked ? word_at(words[v], g) : numbers_at(type, words[v], step, i, g, h);
+            UNROLL for (int t = 0; t < T; t++) {
+                Ints q = four_bytes(x[t * at.n_blocks].q + first + 4 * g + 16 * h);
+                UNROLL for (int v = 0; v < vectors; v++) products[v][t] =
+                    type == Q8_0 ? DOT(products[v][t], w[v], q)
+                                 : DOT_SMALL(products[v][t], w[v], q);
+            }
+        }
+    UNROLL for (int v = 0; v < vectors; v++) {
+        Floats scales = shape.unpacked ? LOAD((const float *)halves[v])
+                                       : scales_at(type, halves[v], words[v], s);
+        UNROLL for (int t = 0; t < T; t++) {
+            Floats scale = MUL(scales, SET(x[t * at.n_blocks].scale));
+            sums[v][t] = FMA(FLOATS(products[v][t]), scale, sums[v][t]);
+        }
+        if (!has_minima(type)) continue;
+        Floats minima = shape.unpacked ? LOAD((const float *)halves[v] + TILE)
+                                       : minima_at(type, halves[v], words[v], s);
+        UNROLL for (int t = 0; t < T; t++) {
+            const Block *b = x + t * at.n_blocks;
+            sums[v][t] = FMA(minima, SET(-b->scale * b->sum), sums[v][t]);
+        }
+    }
+}
+
+// The sub-blocks of a tile of 256 columns are not read in the order of memory, so the processor
+// does not recognise a stream. Prefetches the share of one step.
+INLINE void prefetch_share(const uint8_t *tile, size_t share, int step) {
+    for (size_t i = 0; i < share; i += 64) __builtin_prefetch(tile + step * share + i);
+}
+
+INLINE void block_tiles(const Shape shape, const TileProduct *p) {
+    const Type type = shape.type;
+    const int width = block_size(type).numbers, steps = steps_of(type), T = shape.T;
+    const int vectors = shape.tile_rows * VECTORS;
+    const size_t size = tile_bytes(type, shape.unpacked);
+    Operands at = {p->tiles, p->cols / width * size, p->x, p->cols / 32};
+    Floats sums[SUMS][BLOCK_TOKENS];
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
+    for (; at.tile != p->tiles + at.next; at.tile += size, at.x += width / 32)
+        for (int step = 0; step < steps; step++) {
+            if (T == 1 && width == 256) prefetch_share(at.tile + 2 * size, size / steps, step);
+            UNROLL for (int i = 0; i < subs_of_step(type); i++) {
+                add_sub(shape, sums, at, step, i);
+                // stops the compiler from sharing values between sub-blocks, which would not fit in
+                // registers
+                if (T == BLOCK_TOKENS && subs_of_step(type) > 1 && !shape.unpacked)
+                    __asm__ volatile("" ::: "memory");
+            }
+        }
+    UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++)
+        STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
+}
+
+// T tokens with each row of tiles.
+INLINE void block_rows(Type type, bool unpacked, TileProduct p, const int T) {
+    const size_t row = p.cols / block_size(type).numbers * tile_bytes(type, unpacked);
+    if (TILE_ROWS == 2 && T == BLOCK_TOKENS && p.tile_rows == 2) {
+        block_tiles((Shape){type, unpacked, T, TILE_ROWS}, &p);
+        return;
+    }
+    for (int r = 0; r < p.tile_rows; r++, p.y += TILE, p.tiles += row)
+        block_tiles((Shape){type, unpacked, T, 1}, &p);
+}
+
+// The product without its first T tokens.
+INLINE TileProduct skip(TileProduct p, const int T) {
+    p.T -= T, p.y += T * 2 * TILE, p.x = (const Block *)p.x + T * (p.cols / 32);
+    return p;
+}
+
+INLINE void product_of_tokens(Type type, bool unpacked, TileProduct p) {
+    for (; p.T >= BLOCK_TOKENS; p = skip(p, BLOCK_TOKENS))
+        block_rows(type, unpacked, p, BLOCK_TOKENS);
+    for (; p.T >= 2; p = skip(p, 2)) block_rows(type, unpacked, p, 2);
+    if (p.T) block_rows(type, unpacked, p, 1);
+}
+
+INLINE void product_of_blocks(Type type, TileProduct p) {
+    if (block_size(type).numbers == 256 && p.unpacked) product_of_tokens(type, true, p);
+    else product_of_tokens(type, false, p);
+}

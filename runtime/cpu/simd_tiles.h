@@ -1,0 +1,154 @@
+// Part of simd.h: tiles. Packing, and products with floats.
+
+// Transposes a 4 by 4 matrix of words of four bytes. Its rows are `stride` bytes apart, those of
+// the result `out_stride`. Each word is XORed with `flip`.
+INLINE void transpose_4x4(uint8_t *out, size_t out_stride, const uint8_t *rows, size_t stride,
+                          Quad flip) {
+    Quad a = LOAD_QUAD(rows), b = LOAD_QUAD(rows + stride);
+    Quad c = LOAD_QUAD(rows + 2 * stride), d = LOAD_QUAD(rows + 3 * stride);
+    Quad ac = LOW_32(a, c), bd = LOW_32(b, d), ac2 = HIGH_32(a, c), bd2 = HIGH_32(b, d);
+    STORE_QUAD(out, XOR_QUAD(LOW_32(ac, bd), flip));
+    STORE_QUAD(out + out_stride, XOR_QUAD(HIGH_32(ac, bd), flip));
+    STORE_QUAD(out + 2 * out_stride, XOR_QUAD(LOW_32(ac2, bd2), flip));
+    STORE_QUAD(out + 3 * out_stride, XOR_QUAD(HIGH_32(ac2, bd2), flip));
+}
+
+// Reads one cache line of four rows at a time: the lines of more rows may compete for the same
+// places in the first-level cache.
+TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
+    int i = 0, end;
+    for (; rows % 4 == 0 && i + 4 <= n; i = end) {
+        end = i + 16 <= n ? i + 16 : n / 4 * 4;
+        for (int r = 0; r < rows; r += 4)
+            for (int c = i; c < end; c += 4) {
+                uint8_t *to = out + 4 * ((size_t)c * rows + r);
+                transpose_4x4(to, 4 * rows, in + r * stride + 4 * c, stride, SET_QUAD(0));
+            }
+    }
+    uint8_t *rest = out + (size_t)4 * i * rows;
+    if (i < n) llamac_reference.transpose(rest, in + 4 * i, stride, rows, n - i);
+}
+
+// F32, or pairs of BF16.
+TARGET static void pack_words(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
+    transpose(tiles, rows, stride, TILE, units);
+}
+
+// Reorders the fifth bits of 32 columns: bit i of byte k becomes that of column 4i + k, so that a
+// product can spread 4 bits over 4 bytes.
+ALWAYS uint32_t order_bits(uint32_t bits) {
+    uint32_t ordered = 0;
+    for (int i = 0; i < 8; i++) ordered |= ((bits >> 4 * i & 15) * 0x00204081 & 0x01010101) << i;
+    return ordered;
+}
+
+INLINE void order_fifth_bits(uint8_t *words) { // of TILE rows
+    uint32_t bits[TILE];
+    memcpy(bits, words, sizeof bits);
+    for (int r = 0; r < TILE; r++) bits[r] = order_bits(bits[r]);
+    memcpy(words, bits, sizeof bits);
+}
+
+INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t stride,
+                        int n_blocks) {
+    const int size = block_size(type).bytes, halves = halves_of(type), n = words_of(type);
+    Quad flip = SET_QUAD(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0); // adds 128 to each byte
+    for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
+        uint8_t *words = tiles + 2 * halves * TILE;
+        for (int i = 0; i < halves; i++)
+            for (int r = 0; r < TILE; r++)
+                memcpy(tiles + 2 * (i * TILE + r), rows + r * stride + halves_at(type) + 2 * i, 2);
+        for (int r = 0; r < TILE; r += 4)
+            for (int c = 0, first; c < n; c += 4) {
+                first = c + 4 <= n ? c : n - 4; // the last four again if n is no multiple of 4
+                const uint8_t *from = rows + r * stride + words_at(type) + 4 * first;
+                transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, from, stride, flip);
+            }
+        if (has_fifth_bits(type)) order_fifth_bits(words);
+    }
+}
+
+// ----------------------------------------------------------------------------
+// Products of tiles with floats. The sums of TILE rows are side by side in the lanes
+
+// Adds the products of one column of weights with the activations x (T,) to the sums of T tokens.
+INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const float *x, const int T,
+                       const int tile_rows) {
+    UNROLL for (int t = 0; t < T; t++) {
+        Floats xs = SET(x[t]);
+        UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) sums[v][t] = FMA(w[v], xs, sums[v][t]);
+    }
+}
+
+// Loads one or two columns of weights. Rows of tiles are `next` bytes apart.
+INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next,
+                         const int tile_rows, const bool two) {
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
+        const uint8_t *from = tiles + v / VECTORS * next + v % VECTORS * 4 * LANES;
+        if (type == F32) {
+            w[0][v] = LOAD((const float *)from);
+            w[1][v] = two ? LOAD((const float *)from + TILE) : w[0][v];
+        } else {
+            w[0][v] = BF16_LOW(LOAD_I(from));
+            w[1][v] = BF16_HIGH(LOAD_I(from));
+        }
+    }
+}
+
+// With few tokens, columns alternate between several sums, so that an addition does not wait for
+// the one before.
+INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
+    const int chains = T == 1 ? 4 : T == 2 ? 2 : 1;
+    const int cols = p->cols;
+    const size_t column = (type == F32 ? 4 : 2) * TILE; // bytes
+    const size_t next = (cols + (type != F32 && cols % 2)) * column;
+    const uint8_t *tiles = p->tiles;
+    const float *x = p->x;
+    Prefetch ahead = p->prefetch;
+    Floats w[2][SUMS], sums[4][SUMS][TOKENS];
+    UNROLL for (int i = 0; i < chains; i++) UNROLL for (int v = 0; v < tile_rows * VECTORS; v++)
+        UNROLL for (int t = 0; t < T; t++) sums[i][v][t] = SET(0);
+    int c = 0;
+    for (; chains == 4 && c + 4 <= cols; c += 4, x += 4 * T) UNROLL for (int i = 0; i < 4; i += 2) {
+            load_columns(type, w, tiles + (c + i) * column, next, tile_rows, true);
+            add_column(sums[i], w[0], x + i * T, T, tile_rows);
+            add_column(sums[i + 1], w[1], x + (i + 1) * T, T, tile_rows);
+        }
+    for (; c + 2 <= cols; c += 2, x += 2 * T) {
+        if (T > 2) prefetch(&ahead, c / 2);
+        load_columns(type, w, tiles + c * column, next, tile_rows, true);
+        add_column(sums[0], w[0], x, T, tile_rows);
+        add_column(sums[chains > 1], w[1], x + T, T, tile_rows);
+    }
+    if (c < cols) {
+        load_columns(type, w, tiles + c * column, next, tile_rows, false);
+        add_column(sums[0], w[0], x, T, tile_rows);
+    }
+    UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) UNROLL for (int t = 0; t < T; t++) {
+        Floats sum = chains > 1 ? ADD(sums[0][v][t], sums[1][v][t]) : sums[0][v][t];
+        if (chains == 4) sum = ADD(sum, ADD(sums[2][v][t], sums[3][v][t]));
+        STORE(p->y + t * 2 * TILE + v * LANES, sum);
+    }
+}
+
+// Few tokens take one row of tiles after the other, because memory is read fastest as one stream.
+// Many tokens take two rows at once, because these share the loaded activations.
+INLINE void product_of_floats(Type type, TileProduct p) {
+    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
+    const size_t units = type == F32 ? p.cols : (p.cols + 1) / 2;
+    const size_t size = units * 4 * TILE; // bytes of a row of tiles
+    for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {
+        rows = TILE_ROWS == 2 && p.T >= 4 && r + 1 < p.tile_rows ? 2 : 1;
+        if (p.T == 1) float_tiles(type, &p, 1, 1);
+        else if (p.T == 2) float_tiles(type, &p, 2, 1);
+        else if (p.T == 4 && rows == 1) float_tiles(type, &p, 4, 1);
+        else if (p.T == 4) float_tiles(type, &p, 4, TILE_ROWS);
+        else if (TOKENS > 8 && p.T == 8 && rows == 1) float_tiles(type, &p, EIGHT, 1);
+        else if (TOKENS > 8 && p.T == 8) float_tiles(type, &p, EIGHT, TILE_ROWS);
+        else if (TILE_ROWS == 1 || rows == 1) float_tiles(type, &p, TOKENS, 1);
+        else float_tiles(type, &p, TOKENS, TILE_ROWS);
+    }
+}
+
+TARGET static void product_f32(const TileProduct *p) { product_of_floats(F32, *p); }
+TARGET static void product_bf16(const TileProduct *p) { product_of_floats(BF16, *p); }
