@@ -9,7 +9,8 @@ int main(int argc, char **argv) {
     llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
     llamac_session *session = model ? llamac_start(model, NULL, &error) : NULL;
     bool bos = model && (llamac_describe(model).add_bos || !*argv[2]); // something must come first
-    int n, *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error) : NULL;
+    int n,
+        *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error) : NULL;
     if (!tokens) return fprintf(stderr, "embed MODEL TEXT: %s\n", error.text), 1;
 
     llamac_sampler sampler = {.temperature = 0}; // the likeliest token each time

@@ -1,40 +1,54 @@
-// Byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM have it: a text is cut into words, and the bytes of each word are merged pair by
-// pair, the pair that stands first in the list of merges first. Tokens are spelled in GPT-2's letters, one for each byte.
+// Byte-level BPE, as in GPT-2, Llama 3, Qwen and SmolLM: a text is split into words, and the bytes
+// of each word are merged pair by pair in the order of the list of merges. Tokens are spelled in
+// GPT-2's letters, one for each byte.
 #include <math.h>
+#include "heap.h"
 #include "model.h"
 #include "unicode.h"
 
-enum { MOST_MERGES = 1 << 24, MOST_STEPS = 1000 };
+enum { MAX_MERGES = 1 << 24, MAX_STEPS = 1000 };
 
 typedef struct {
-    int left, right, merged, rank; // left: -1 where the slot is empty
+    int left, right, merged, rank; // left is -1 if the slot is empty
 } Pair;
 
 typedef enum { PRE_GPT_2, PRE_LLAMA_BPE, PRE_QWEN2, PRE_SMOLLM, N_PRE_TOKENIZERS } PreTokenizer;
-static const char *const pre_tokenizers[N_PRE_TOKENIZERS] = {"gpt-2", "llama-bpe", "qwen2", "smollm"};
+static const char *const pre_tokenizers[N_PRE_TOKENIZERS] = {"gpt-2", "llama-bpe", "qwen2",
+                                                             "smollm"};
 
 struct BytePairs {
     PreTokenizer pre;
     Pair *pairs; // hash table of 1 << bits slots
     int bits;
-    int steps; // that a pair is away from its slot at most
-    int longest; // bytes of a token
+    int steps; // max distance of a pair from its slot
+    int longest; // max bytes of a token
 };
 
 // ----------------------------------------------------------------------------
-// Letters: a byte that is visible in Latin-1 is its own; the 68 others have U+0100 to U+0143, in order
+// Letters: a byte that is visible in Latin-1 stands for itself; the 68 others are U+0100 to U+0143,
+// in order
 
 static int letter_of(int byte) {
-    return byte <= 0x20 ? 0x100 + byte : byte >= 0x7f && byte <= 0xa0 ? 0x121 + byte - 0x7f : byte == 0xad ? 0x143 : byte;
+    return byte <= 0x20                   ? 0x100 + byte
+           : byte >= 0x7f && byte <= 0xa0 ? 0x121 + byte - 0x7f
+           : byte == 0xad                 ? 0x143
+                                          : byte;
 }
 
-// The byte whose letter s (n bytes) begins with, and the letter's length; -1 if it is none.
+// Returns the byte whose letter is at the beginning of s (n bytes), and the length of the letter;
+// -1 if it is no letter.
 static int byte_of_letter(const char *s, int n, int *length) {
     const unsigned char *u = (const unsigned char *)s;
     int letter = u[0];
     *length = u[0] < 0x80 ? 1 : 2;
-    if (u[0] >= 0x80) letter = u[0] >= 0xc2 && u[0] <= 0xc5 && n > 1 && (u[1] & 0xc0) == 0x80 ? (u[0] & 31) << 6 | (u[1] & 63) : 0;
-    int byte = letter < 0x100 ? letter : letter <= 0x120 ? letter - 0x100 : letter <= 0x142 ? letter - 0x121 + 0x7f : 0xad;
+    if (u[0] >= 0x80)
+        letter = u[0] >= 0xc2 && u[0] <= 0xc5 && n > 1 && (u[1] & 0xc0) == 0x80
+                     ? (u[0] & 31) << 6 | (u[1] & 63)
+                     : 0;
+    int byte = letter < 0x100    ? letter
+               : letter <= 0x120 ? letter - 0x100
+               : letter <= 0x142 ? letter - 0x121 + 0x7f
+                                 : 0xad;
     return letter <= 0x143 && letter_of(byte) == letter ? byte : -1;
 }
 
@@ -58,10 +72,11 @@ size_t llamac_decode_letters(const Piece *p, char *out, size_t room) {
 // The list of merges
 
 static uint32_t slot_of_pair(const BytePairs *b, int left, int right) {
-    return (uint32_t)(((uint64_t)left << 32 | (uint32_t)right) * 0x9e3779b97f4a7c15 >> (64 - b->bits));
+    return (uint32_t)(((uint64_t)left << 32 | (uint32_t)right) * 0x9e3779b97f4a7c15
+                      >> (64 - b->bits));
 }
 
-// The slot of two tokens that merge, or NULL.
+// Returns the slot of two tokens that merge, or NULL.
 static const Pair *find_pair(const BytePairs *b, int left, int right) {
     uint32_t slot = slot_of_pair(b, left, right), last = (1u << b->bits) - 1;
     for (int step = 0; step <= b->steps; step++, slot++) {
@@ -77,20 +92,20 @@ static bool add_pair(BytePairs *b, Pair pair, Error *e) {
     int step = 0;
     const Pair *same = find_pair(b, pair.left, pair.right);
     CHECK(!same, "merges %d and %d are the same", same->rank, pair.rank);
-    while (b->pairs[(slot + step) & last].left >= 0 && step < MOST_STEPS) step++;
-    CHECK(step < MOST_STEPS, "merge %d is one of too many with the same hash", pair.rank);
+    while (b->pairs[(slot + step) & last].left >= 0 && step < MAX_STEPS) step++;
+    CHECK(step < MAX_STEPS, "merge %d is one of too many with the same hash", pair.rank);
     b->pairs[(slot + step) & last] = pair;
     if (step > b->steps) b->steps = step;
     return true;
 }
 
 static bool find_space(String s, int rank, const char **space, Error *e) {
-    *space = s.n > 2 && s.n <= LONGEST_TEXT ? memchr(s.s + 1, ' ', s.n - 2) : NULL;
+    *space = s.n > 2 && s.n <= MAX_TEXT ? memchr(s.s + 1, ' ', s.n - 2) : NULL;
     CHECK(*space, "merge %d is not two tokens with a space between", rank);
     return true;
 }
 
-// "left right", of which the two and what they make together are tokens.
+// Reads the merge "left right". Both, and their concatenation, must be tokens.
 static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error *e) {
     const char *space;
     TRY(find_space(s, rank, &space, e));
@@ -101,8 +116,8 @@ static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error
     CHECK(!text->failed, no_memory);
     Pair pair = {llamac_token_of(t, s.s, (int)left), llamac_token_of(t, space + 1, (int)right),
                  llamac_token_of(t, text->s, (int)text->n), rank};
-    CHECK(pair.left >= 0 && pair.right >= 0 && pair.merged >= 0, "merge %d, '%.*s': %s is no token", rank,
-          (int)(s.n < 80 ? s.n : 80), s.s,
+    CHECK(pair.left >= 0 && pair.right >= 0 && pair.merged >= 0, "merge %d, '%.*s': %s is no token",
+          rank, (int)(s.n < 80 ? s.n : 80), s.s,
           pair.left < 0    ? "the first"
           : pair.right < 0 ? "the second"
                            : "the whole");
@@ -111,8 +126,10 @@ static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error
 
 static bool read_merges(Tokenizer *t, Value merges, Error *e) {
     BytePairs *b = t->byte_pairs;
-    CHECK(merges.count <= MOST_MERGES, "%llu merges, expected at most %d", (unsigned long long)merges.count, MOST_MERGES);
-    Reader list = merges.data; // each is 11 bytes of the file at least, and gets 43 of the table at most
+    CHECK(merges.count <= MAX_MERGES, "%llu merges, expected at most %d",
+          (unsigned long long)merges.count, MAX_MERGES);
+    // each merge has at least 11 bytes in the file and needs at most 43 bytes of the table
+    Reader list = merges.data;
     const char *space;
     for (int i = 0; i < (int)merges.count; i++) TRY(find_space(take_string(&list), i, &space, e));
     for (b->bits = 4; 3ull << b->bits < 4 * merges.count; b->bits++) {}
@@ -120,7 +137,8 @@ static bool read_merges(Tokenizer *t, Value merges, Error *e) {
     for (uint32_t i = 0; i < 1u << b->bits; i++) b->pairs[i].left = -1;
     Text text = {0};
     bool ok = true;
-    for (int i = 0; i < (int)merges.count && ok; i++) ok = read_merge(t, take_string(&merges.data), i, &text, e);
+    for (int i = 0; i < (int)merges.count && ok; i++)
+        ok = read_merge(t, take_string(&merges.data), i, &text, e);
     free(text.s);
     return ok;
 }
@@ -129,33 +147,39 @@ bool llamac_byte_level(Tokenizer *t, const Value *v, Error *e) {
     String pre = llamac_get_string(v, PRE_TOKENIZER);
     int kind = 0;
     while (kind < N_PRE_TOKENIZERS && !equals(pre, pre_tokenizers[kind])) kind++;
-    CHECK(kind < N_PRE_TOKENIZERS, "the pre-tokenizer is '%.*s', expected gpt-2, llama-bpe, qwen2 or smollm",
+    CHECK(kind < N_PRE_TOKENIZERS,
+          "the pre-tokenizer is '%.*s', expected gpt-2, llama-bpe, qwen2 or smollm",
           (int)(pre.n < 40 ? pre.n : 40), pre.s);
     TRY(llamac_get_int(v, EOS_ID, NAN, &t->eos, e));
-    TRY(llamac_get_int(v, BOS_ID, t->eos, &t->bos, e)); // Qwen's texts begin with nothing: what ends one stands between two
+    TRY(llamac_get_int(v, BOS_ID, t->eos, &t->bos,
+                       e)); // Qwen has no BOS: its EOS separates texts
     int add_bos;
     TRY(llamac_get_int(v, ADD_BOS, kind == PRE_LLAMA_BPE, &add_bos, e));
-    t->add_bos = add_bos, t->unk = -1, t->space = " ", t->space_prefix = t->extra_spaces_removed = false;
+    t->add_bos = add_bos, t->unk = -1, t->space = " ",
+    t->space_prefix = t->extra_spaces_removed = false;
     CHECK((t->byte_pairs = calloc(1, sizeof *t->byte_pairs)), no_memory);
     t->byte_pairs->pre = kind;
     for (int i = 0; i < t->vocab_size; i++) {
         const Piece *p = &t->pieces[i];
-        CHECK(p->type != UNKNOWN && p->type != BYTE, "token %d has type %d, which byte-level BPE has not", i, p->type);
+        CHECK(p->type != UNKNOWN && p->type != BYTE,
+              "token %d has type %d, which byte-level BPE has not", i, p->type);
         if (p->n > t->byte_pairs->longest) t->byte_pairs->longest = p->n;
         for (int at = 0, length = 1; p->type == NORMAL && at < p->n; at += length)
-            CHECK(byte_of_letter(p->s + at, p->n - at, &length) >= 0, "token %d is not spelled in GPT-2's letters of bytes", i);
+            CHECK(byte_of_letter(p->s + at, p->n - at, &length) >= 0,
+                  "token %d is not spelled in GPT-2's letters of bytes", i);
     }
     Value merges = v[MERGES];
-    CHECK(merges.present && merges.is_array && merges.kind == STRING, "metadata key %s is missing or of another type",
-          llamac_key(v, MERGES).s);
+    CHECK(merges.present && merges.is_array && merges.kind == STRING,
+          "metadata key %s is missing or of another type", llamac_key(v, MERGES).s);
     TRY(llamac_index_pieces(t, e));
     return read_merges(t, merges, e);
 }
 
-// Where a vocabulary has no token for a byte, the byte is left out, as in Hugging Face's tokenizers.
+// Fills in byte_ids. A byte without a token is dropped from texts, as in Hugging Face's tokenizers.
 void llamac_find_bytes(Tokenizer *t) {
     char letter[2];
-    for (int byte = 0; byte < 256; byte++) t->byte_ids[byte] = llamac_token_of(t, letter, write_letter(byte, letter));
+    for (int byte = 0; byte < 256; byte++)
+        t->byte_ids[byte] = llamac_token_of(t, letter, write_letter(byte, letter));
 }
 
 void llamac_free_byte_pairs(BytePairs *b) {
@@ -164,7 +188,7 @@ void llamac_free_byte_pairs(BytePairs *b) {
 }
 
 // ----------------------------------------------------------------------------
-// Words, as the regular expressions of the models' pre-tokenizers cut them
+// Words, split like the regular expressions of the models' pre-tokenizers
 
 static const uint8_t ascii_classes[128] = {
     ['\t'] = WHITE_SPACE, ['\n'] = WHITE_SPACE, ['\v'] = WHITE_SPACE, ['\f'] = WHITE_SPACE,
@@ -173,7 +197,7 @@ static const uint8_t ascii_classes[128] = {
     ['6'] = NUMBER,       ['7'] = NUMBER,       ['8'] = NUMBER,       ['9'] = NUMBER,
 };
 
-// The class of the character that s (n bytes, at least 1) begins with, and its length.
+// Returns the class of the character at the beginning of s (n bytes, at least 1), and its length.
 static int class_of(const char *s, size_t n, int *length) {
     const unsigned char *u = (const unsigned char *)s;
     *length = 1;
@@ -181,21 +205,23 @@ static int class_of(const char *s, size_t n, int *length) {
     *length = llamac_utf8(s, n);
     uint32_t c = *length == 2   ? (u[0] & 31u) << 6 | (u[1] & 63)
                  : *length == 3 ? (u[0] & 15u) << 12 | (u[1] & 63u) << 6 | (u[2] & 63)
-                 : *length == 4 ? (u[0] & 7u) << 18 | (u[1] & 63u) << 12 | (u[2] & 63u) << 6 | (u[3] & 63)
-                                : 0;
+                 : *length == 4
+                     ? (u[0] & 7u) << 18 | (u[1] & 63u) << 12 | (u[2] & 63u) << 6 | (u[3] & 63)
+                     : 0;
     if (!*length) *length = 1;
     size_t lo = 0, count = sizeof unicode_runs / sizeof *unicode_runs;
-    for (size_t half; (half = count / 2); count -= half) lo += unicode_runs[lo + half] >> 2 <= c ? half : 0;
+    for (size_t half; (half = count / 2); count -= half)
+        lo += unicode_runs[lo + half] >> 2 <= c ? half : 0;
     return unicode_runs[lo] & 3;
 }
 
-// Bytes of the characters of one class from s[at] on, `most` of them at most; where they end.
-static size_t run_of(int class, const char *s, size_t at, size_t n, size_t most) {
-    for (int length; at < n && most-- && class_of(s + at, n - at, &length) == class;) at += length;
+// Returns the end of the run of up to `max` characters of one class from s[at] on.
+static size_t run_of(int class, const char *s, size_t at, size_t n, size_t max) {
+    for (int length; at < n && max-- && class_of(s + at, n - at, &length) == class;) at += length;
     return at;
 }
 
-// 's 't 're 've 'm 'll 'd; `capitals` as well, and then the long s is one.
+// Length of a contraction: 's 't 're 've 'm 'll 'd. `capitals`: in any case, and with the long s.
 static size_t contraction(const char *s, size_t n, bool capitals) {
     if (*s != '\'' || n < 2) return 0;
     int more = capitals ? 32 : 0, a = s[1] | more, b = n > 2 ? s[2] | more : 0;
@@ -204,17 +230,19 @@ static size_t contraction(const char *s, size_t n, bool capitals) {
     return capitals && n > 2 && !memcmp(s + 1, "\xc5\xbf", 2) ? 3 : 0;
 }
 
-// White space: all of it at the end of a text; else all but the last character, which the next word may begin with.
+// Length of white space: all of it at the end of a text; else all but the last character, with
+// which the next word may begin.
 static size_t word_of_spaces(const char *s, size_t n, bool ends_at_number) {
     size_t end = 0, last = 0;
     int length, class = WHITE_SPACE;
-    while (end < n && (class = class_of(s + end, n - end, &length)) == WHITE_SPACE) last = end, end += length;
+    while (end < n && (class = class_of(s + end, n - end, &length)) == WHITE_SPACE)
+        last = end, end += length;
     bool ends = end == n || (ends_at_number && class == NUMBER);
     return ends || !last ? end : last;
 }
 
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// digits_apart: each number is cut out before that.
+// digits_apart: each digit is a word of its own.
 static size_t word_of_gpt2(const char *s, size_t n, bool digits_apart) {
     int length;
     size_t word = contraction(s, n, false), space = *s == ' ' && n > 1;
@@ -225,7 +253,8 @@ static size_t word_of_gpt2(const char *s, size_t n, bool digits_apart) {
     return run_of(class, s, space, n, SIZE_MAX);
 }
 
-// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|
+// //    ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
 // with `digits` in place of 3.
 static size_t word_of_llama3(const char *s, size_t n, int digits) {
     int length, second;
@@ -238,7 +267,9 @@ static size_t word_of_llama3(const char *s, size_t n, int digits) {
     if (!newline && (size_t)length < n && class_of(s + length, n - length, &second) == LETTER)
         return run_of(LETTER, s, length, n, SIZE_MAX);
     if (class_of(s + space, n - space, &second) == OTHER) {
-        for (word = run_of(OTHER, s, space, n, SIZE_MAX); word < n && (s[word] == '\r' || s[word] == '\n');) word++;
+        for (word = run_of(OTHER, s, space, n, SIZE_MAX);
+             word < n && (s[word] == '\r' || s[word] == '\n');)
+            word++;
         return word;
     }
     size_t end = run_of(WHITE_SPACE, s, 0, n, SIZE_MAX);
@@ -246,7 +277,7 @@ static size_t word_of_llama3(const char *s, size_t n, int digits) {
     return word ? word : word_of_spaces(s, n, false);
 }
 
-// Bytes of the first word of s, n at least 1.
+// Returns the length of the first word of s, n at least 1.
 static size_t first_word(PreTokenizer pre, const char *s, size_t n) {
     switch (pre) {
     case PRE_LLAMA_BPE: return word_of_llama3(s, n, 3);
@@ -258,65 +289,46 @@ static size_t first_word(PreTokenizer pre, const char *s, size_t n) {
 // ----------------------------------------------------------------------------
 // Encoding
 
+// A token of a word, in a linked list.
 typedef struct {
-    int id, previous, next;
-    int rank, merged; // of the merge with the next, and the token that it makes; rank -1: there is none
+    int id, previous, next; // -1: there is none
+    int rank, merged;       // merge with the next link: its rank (-1: none) and its token
 } Link;
 
 typedef struct {
     const Tokenizer *t;
     Link *links;
-    uint64_t *heap; // merges to come, the least first: the rank, and behind it the place of the left of the two
-    size_t capacity; // links; the heap has three times as many
-    int n_heap;
-    char *letters; // of a word; twice as many as there are links
+    size_t capacity;
+    Heap merges;
+    char *letters; // (2 capacity,) of a word
     int *tokens, n_tokens;
-} Words;
+} Encoder;
 
-static bool make_room(Words *w, size_t n) {
+static bool make_room(Encoder *w, size_t n) {
     if (n <= w->capacity) return true;
     n += n / 2 + 64;
     void *links = resize(w->links, n, sizeof *w->links);
     if (links) w->links = links;
-    void *heap = resize(w->heap, 3 * n, sizeof *w->heap);
-    if (heap) w->heap = heap;
     void *letters = resize(w->letters, 2 * n, 1);
     if (letters) w->letters = letters;
-    if (links && heap && letters) w->capacity = n;
-    return links && heap && letters;
+    if (links && letters) w->capacity = n;
+    return links && letters;
 }
 
-static void push_merge(Words *w, uint64_t merge) {
-    int i = w->n_heap++;
-    for (; i > 0 && merge < w->heap[(i - 1) / 2]; i = (i - 1) / 2) w->heap[i] = w->heap[(i - 1) / 2];
-    w->heap[i] = merge;
-}
-
-static uint64_t pop_merge(Words *w) {
-    uint64_t *heap = w->heap, top = heap[0], last = heap[--w->n_heap];
-    int i = 0;
-    for (int child; (child = 2 * i + 1) < w->n_heap; i = child) {
-        if (child + 1 < w->n_heap && heap[child + 1] < heap[child]) child++;
-        if (heap[child] >= last) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = last;
-    return top;
-}
-
-// Notes the merge of a link with the next one, if they merge.
-static void note_merge(Words *w, int left) {
+// Adds the merge of a link with the next one to the heap, if they merge.
+static void note_merge(Encoder *w, int left) {
     Link *link = &w->links[left];
-    const Pair *pair = link->next < 0 ? NULL : find_pair(w->t->byte_pairs, link->id, w->links[link->next].id);
+    const Pair *pair =
+        link->next < 0 ? NULL : find_pair(w->t->byte_pairs, link->id, w->links[link->next].id);
     link->rank = pair ? pair->rank : -1;
     if (!pair) return;
     link->merged = pair->merged;
-    push_merge(w, (uint64_t)pair->rank << 32 | (uint32_t)left);
+    push(&w->merges, (uint64_t)pair->rank << 32 | (uint32_t)left);
 }
 
-static void merge_links(Words *w) {
-    while (w->n_heap) {
-        uint64_t merge = pop_merge(w);
+static void merge_links(Encoder *w) {
+    while (w->merges.n) {
+        uint64_t merge = pop(&w->merges);
         int left = (int)(uint32_t)merge;
         Link *link = &w->links[left];
         if (link->rank != (int)(merge >> 32)) continue; // one of the two has been merged since
@@ -329,8 +341,8 @@ static void merge_links(Words *w) {
     }
 }
 
-// The token that a word is as a whole, or -1.
-static int whole_word(Words *w, const char *s, size_t n) {
+// The token of a whole word, or -1.
+static int whole_word(Encoder *w, const char *s, size_t n) {
     int length = 0;
     if (n > (size_t)w->t->byte_pairs->longest) return -1;
     for (size_t i = 0; i < n; i++) length += write_letter((unsigned char)s[i], w->letters + length);
@@ -338,30 +350,31 @@ static int whole_word(Words *w, const char *s, size_t n) {
     return id >= 0 && w->t->pieces[id].type == NORMAL ? id : -1;
 }
 
-// Appends the tokens of a word; false if memory was missing. Time is O(n log n).
-static bool encode_word(Words *w, const char *s, size_t n) {
+// Appends the tokens of a word. Returns false if there is not enough memory. Takes time O(n log n).
+static bool encode_word(Encoder *w, const char *s, size_t n) {
     if (!make_room(w, n)) return false;
     int count = 0, whole = w->t->byte_pairs->pre == PRE_LLAMA_BPE ? whole_word(w, s, n) : -1;
     if (whole >= 0) return w->tokens[w->n_tokens++] = whole, true;
     for (size_t i = 0; i < n; i++) {
         int id = w->t->byte_ids[(unsigned char)s[i]];
-        if (id >= 0) w->links[count] = (Link){.id = id, .previous = count - 1, .next = count + 1}, count++;
+        if (id >= 0)
+            w->links[count] = (Link){.id = id, .previous = count - 1, .next = count + 1}, count++;
     }
     if (!count) return true;
     w->links[count - 1].next = -1;
     for (int i = 0; i < count; i++) note_merge(w, i);
     merge_links(w);
     for (int i = 0; i >= 0; i = w->links[i].next) w->tokens[w->n_tokens++] = w->links[i].id;
-    return true;
+    return !w->merges.failed;
 }
 
-// The text with U+FFFD in place of each byte that begins no character.
+// Returns the text with U+FFFD in place of each byte that is not part of a character.
 static Text clean(const char *s, size_t n) {
     Text out = {0};
     for (size_t at = 0, from = 0; at <= n;) {
         int length = at < n ? llamac_utf8(s + at, n - at) : 0;
         if (!length) {
-            if (at > from) append(&out, s + from, at - from); // s may be NULL where n is 0
+            if (at > from) append(&out, s + from, at - from); // s may be NULL if n is 0
             if (at < n) append_string(&out, "\xef\xbf\xbd");
             from = ++at;
         } else at += length;
@@ -369,8 +382,8 @@ static Text clean(const char *s, size_t n) {
     return out;
 }
 
-// Tokens that text may name stand as they are; what lies between them is cut into words.
-static bool encode_words(Words *w, const char *s, size_t n) {
+// Encodes user-defined tokens as they are, and splits the text between them into words.
+static bool encode_words(Encoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     for (size_t start = 0, end = 0; start < n;) {
         int symbol = -1;
@@ -390,14 +403,14 @@ static bool encode_words(Words *w, const char *s, size_t n) {
 
 int *llamac_encode_bytes(const Tokenizer *t, const char *s, size_t n, bool bos, int *n_tokens) {
     Text text = clean(s, n);
-    Words w = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
+    Encoder w = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     bool ok = !text.failed && w.tokens;
     if (ok && bos) w.tokens[w.n_tokens++] = t->bos;
     ok = ok && encode_words(&w, text.s, text.n);
     if (!ok) free(w.tokens), w.tokens = NULL;
     free(text.s);
     free(w.links);
-    free(w.heap);
+    free(w.merges.keys);
     free(w.letters);
     *n_tokens = w.tokens ? w.n_tokens : 0;
     return w.tokens;

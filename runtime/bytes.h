@@ -1,4 +1,5 @@
-// What the units of the library share: errors, memory that may be missing, texts that grow, and a reader of bytes.
+// Shared by all files of the library: errors, allocation that may fail, growing texts, and a reader
+// of bytes.
 #ifndef LLAMAC_BYTES_H
 #define LLAMAC_BYTES_H
 
@@ -10,11 +11,11 @@
 
 typedef llamac_error Error;
 
-// Writes the message to e (if it is not NULL) and returns false. Text may come from a stranger's file, so whatever a terminal
-// could take for a command becomes a question mark.
+// Writes the message to e (unless it is NULL) and returns false. The message may quote an untrusted
+// file, so characters that a terminal could take for a command become question marks.
 __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const char *format, ...) {
     if (!e) return false;
-    char text[sizeof e->text]; // apart, because an argument may be an earlier message
+    char text[sizeof e->text]; // separate, because an argument may be the earlier message in e
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
@@ -25,7 +26,7 @@ __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const ch
     return false;
 }
 
-// In functions that return whether all is well and have an Error *e
+// For functions that return whether they succeeded and have an Error *e.
 #define CHECK(condition, ...) \
     do { \
         if (!(condition)) return fail(e, __VA_ARGS__); \
@@ -38,23 +39,25 @@ __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const ch
 static const char no_memory[] = "not enough memory";
 static const char no_model[] = "the model is NULL";
 
-// Room for n items, or NULL; what p held stays in it.
+// Resizes p to n items. Returns NULL if there is not enough memory; p is unchanged then.
 static inline void *resize(void *p, size_t n, size_t size) {
-    return n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // one more than asked, so that none is not zero bytes
+    return n < SIZE_MAX / size ? realloc(p, (n + 1) * size) : NULL; // + 1: never 0 bytes
 }
 
 typedef struct {
     char *s;
     size_t n, capacity;
     bool failed;
-} Text; // a string that grows; may hold zero bytes
+} Text; // a growing string, which may contain zero bytes
 
-// The longest text that is encoded, in bytes, and what becomes of it: three for a space or a broken byte, and one space in front
-enum { LONGEST_TEXT = 1 << 27, MOST_BYTES = 3 * LONGEST_TEXT + 3 };
+// The longest text that is encoded, in bytes; and the longest text that it can become: three bytes
+// for each space or broken byte, and one space in front.
+enum { MAX_TEXT = 1 << 27, MAX_BYTES = 3 * MAX_TEXT + 3 };
 
-// Adds n bytes. Where they do not fit, or make more than MOST_BYTES, the text has failed, and stays as it is.
+// Appends n bytes. If memory is missing, or the text would have more than MAX_BYTES, sets `failed`
+// and leaves the text unchanged.
 static inline void append(Text *text, const char *s, size_t n) {
-    text->failed |= n > MOST_BYTES - text->n;
+    text->failed |= n > MAX_BYTES - text->n;
     if (!text->failed && text->n + n > text->capacity) {
         size_t capacity = 2 * text->capacity + n;
         char *larger = resize(text->s, capacity, 1);
@@ -78,7 +81,7 @@ typedef struct {
     size_t n;
 } String;
 
-// The next n bytes, or NULL past the end; the reader remembers that it failed.
+// Returns the next n bytes. Past the end, returns NULL and sets `failed`.
 static inline const uint8_t *take(Reader *r, uint64_t n) {
     if (n > r->size - r->at) {
         r->failed = true;
@@ -101,13 +104,15 @@ static inline uint64_t take_u64(Reader *r) {
     return high << 32 | low;
 }
 
-// GGUF's: a length of 8 bytes, then the text.
+// Reads a string of GGUF: a length of 8 bytes, then the text.
 static inline String take_string(Reader *r) {
     uint64_t n = take_u64(r);
     const uint8_t *p = take(r, n);
     return (String){p ? (const char *)p : "", p ? n : 0};
 }
 
-static inline bool equals(String a, const char *b) { return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0; }
+static inline bool equals(String a, const char *b) {
+    return a.n == strlen(b) && memcmp(a.s, b, a.n) == 0;
+}
 
 #endif

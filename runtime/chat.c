@@ -1,45 +1,55 @@
-// Chats: the templates that are known, which of them a model file's template is by its marks, and the tokens of a turn.
+// Chats: the known templates, the recognition of the template of a model file, and the tokens of a
+// turn.
 #include "model.h"
 
-// What stands around the words of a chat. BOS and EOS are the vocabulary's own, whatever their text.
+// A template: the text around the words of a chat. BOS and EOS stand for the tokens of the
+// vocabulary, whatever their text is.
 #define BOS "\2"
 #define EOS "\3"
 
 struct Template {
     const char *name;
-    const char *marks[3];   // texts that are one token each, where the vocabulary has them
-    const char *signs[4];   // what each Jinja source of this template contains
-    const char *others[4];  // what none of its sources contains: the marks of similar templates
-    const char *stop;       // the mark that ends an answer, or NULL: EOS alone
-    const char *begin;      // before the first turn, or NULL: BOS where the vocabulary wants it
-    const char *open, *system_open, *system_close, *user_open, *user_close; // the system prompt stands in the first turn
-    const char *answer_open, *answer_end; // around the words of an answer
-    const char *answer_close; // before every other turn
-    bool strip;             // space around the words goes
-    bool system_apart;      // the system prompt and the user's words are stripped each by itself; else as one text
-    bool eos_after_user;    // EOS follows the user's words
+    const char *marks[3]; // markers: texts that are one token each if the vocabulary has them
+    const char *signs[4]; // every Jinja source of this template contains all of these
+    const char *others[4]; // and none of these, which are markers of similar templates
+    const char *stop; // the marker that ends an answer, or NULL: only EOS does
+    const char *begin; // before the first turn, or NULL: BOS if the vocabulary wants it
+    const char *open;                        // of every turn
+    const char *system_open, *system_close;  // around the system prompt, in the first turn only
+    const char *user_open, *user_close;      // around the words of the user
+    const char *answer_open, *answer_end;    // around the words of an answer
+    const char *answer_close; // before every turn but the first
+    bool strip; // remove white space around the words
+    bool system_apart; // strip system prompt and words separately, else as one text
+    bool eos_after_user; // EOS follows the user's words
 };
 
 // clang-format off
 static const Template templates[] = {
     {.name = "chatml", .marks = {"<|im_start|>", "<|im_end|>"}, .stop = "<|im_end|>",
-     .signs = {"<|im_start|>", "<|im_end|>"}, .others = {"<|im_sep|>", "<|im_user|>", "<|im_middle|>"},
-     .answer_open = "", .answer_end = "", .open = "", .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",
-     .user_open = "<|im_start|>user\n", .user_close = "<|im_end|>\n<|im_start|>assistant\n", .answer_close = "<|im_end|>\n"},
-    {.name = "llama3", .marks = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, .stop = "<|eot_id|>",
-     .signs = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, .others = {"<|im_start|>"},
+     .signs = {"<|im_start|>", "<|im_end|>"},
+     .others = {"<|im_sep|>", "<|im_user|>", "<|im_middle|>"},
+     .system_open = "<|im_start|>system\n", .system_close = "<|im_end|>\n",
+     .user_open = "<|im_start|>user\n",
+     .user_close = "<|im_end|>\n<|im_start|>assistant\n", .answer_close = "<|im_end|>\n"},
+    {.name = "llama3", .marks = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+     .signs = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+     .others = {"<|im_start|>"}, .stop = "<|eot_id|>",
      .begin = BOS, .strip = true, .system_apart = true,
-     .answer_open = "", .answer_end = "", .open = "", .system_open = "<|start_header_id|>system<|end_header_id|>\n\n",
-     .system_close = "<|eot_id|>", .user_open = "<|start_header_id|>user<|end_header_id|>\n\n",
-     .user_close = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n", .answer_close = "<|eot_id|>"},
+     .system_open = "<|start_header_id|>system<|end_header_id|>\n\n", .system_close = "<|eot_id|>",
+     .user_open = "<|start_header_id|>user<|end_header_id|>\n\n",
+     .user_close = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+     .answer_close = "<|eot_id|>"},
     {.name = "zephyr", .marks = {"<|system|>", "<|user|>", "<|assistant|>"}, .eos_after_user = true,
-     .signs = {"<|user|>", "<|assistant|>"}, .others = {"<|end|>", "<|endoftext|>", "<|im_start|>", "[gMASK]"},
-     .answer_open = "", .answer_end = "", .open = "", .system_open = "<|system|>\n", .system_close = EOS "\n",
+     .signs = {"<|user|>", "<|assistant|>"},
+     .others = {"<|end|>", "<|endoftext|>", "<|im_start|>", "[gMASK]"},
+     .system_open = "<|system|>\n", .system_close = EOS "\n",
      .user_open = "<|user|>\n", .user_close = EOS "\n<|assistant|>\n", .answer_close = EOS "\n"},
     {.name = "llama2", .strip = true, .begin = "",
-     .signs = {"[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"}, .others = {"[SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "<|im_start|>"},
+     .signs = {"[INST]", "[/INST]", "<<SYS>>", "<</SYS>>"},
+     .others = {"[SYSTEM_PROMPT]", "[AVAILABLE_TOOLS]", "<|im_start|>"},
      .open = BOS "[INST] ", .system_open = "<<SYS>>\n", .system_close = "\n<</SYS>>\n\n",
-     .user_open = "", .user_close = " [/INST]", .answer_open = " ", .answer_end = " ", .answer_close = EOS},
+     .user_close = " [/INST]", .answer_open = " ", .answer_end = " ", .answer_close = EOS},
 };
 // clang-format on
 enum { N_TEMPLATES = sizeof templates / sizeof *templates };
@@ -62,7 +72,8 @@ static String strip(String s) {
     return strip_end(s);
 }
 
-// The first place of `sign` in a Jinja source from `at` on, outside of comments; n where there is none.
+// Returns the first position >= at of `sign` in a Jinja source, outside comments; n if there is
+// none.
 static size_t find_sign(String source, size_t at, const char *sign) {
     size_t n = source.n, length = strlen(sign);
     for (; at < n; at++) {
@@ -74,9 +85,12 @@ static size_t find_sign(String source, size_t at, const char *sign) {
     return n;
 }
 
-static bool contains(String source, const char *sign) { return find_sign(source, 0, sign) < source.n; }
+static bool contains(String source, const char *sign) {
+    return find_sign(source, 0, sign) < source.n;
+}
 
-// How many of the template's signs a source contains. *all: they are all there, and no sign of another template.
+// Counts the signs of a template in a source. Sets *all if all signs are there, and none of another
+// template.
 static int count_signs(const Template *f, String source, bool *all) {
     int found = 0, expected = 0;
     for (int i = 0; i < 4 && f->signs[i]; i++, expected++) found += contains(source, f->signs[i]);
@@ -88,16 +102,17 @@ static int count_signs(const Template *f, String source, bool *all) {
     return found;
 }
 
-// The template whose marks a model file's Jinja source has, or NULL. Spaces, names of variables, loops and conditions differ
-// from file to file. *nearest: the template of which it has some marks, or NULL.
+// Returns the template that a Jinja source matches, or NULL. Only markers are compared, because
+// spaces, names of variables, loops and conditions differ between files. *nearest: the template
+// with most signs in the source, or NULL.
 static const Template *find_template(String source, const Template **nearest) {
-    int most = 0;
+    int max = 0;
     *nearest = NULL;
     for (int i = 0; i < N_TEMPLATES; i++) {
         bool all;
         int found = count_signs(&templates[i], source, &all);
         if (all) return *nearest = &templates[i];
-        if (found > most) most = found, *nearest = &templates[i];
+        if (found > max) max = found, *nearest = &templates[i];
     }
     return NULL;
 }
@@ -105,7 +120,8 @@ static const Template *find_template(String source, const Template **nearest) {
 // The control token with this text, or -1.
 static int control_token(const Tokenizer *t, const char *text) {
     for (int i = 0; i < t->vocab_size; i++)
-        if (t->pieces[i].type == CONTROL && equals((String){t->pieces[i].s, t->pieces[i].n}, text)) return i;
+        if (t->pieces[i].type == CONTROL && equals((String){t->pieces[i].s, t->pieces[i].n}, text))
+            return i;
     return -1;
 }
 
@@ -116,8 +132,8 @@ static bool has_token(const Tokenizer *t, const char *text) {
     return control_token(t, text) >= 0;
 }
 
-// Makes the template's marks control tokens, where the vocabulary has them as user-defined pieces: nobody's words may
-// become them.
+// Makes the markers of the template control tokens if the vocabulary has them as user-defined
+// pieces, so that text cannot contain them.
 static bool claim_marks(Tokenizer *t, const Template *f, Error *e) {
     bool changed = false;
     for (int i = 0; i < t->n_symbols; i++)
@@ -132,27 +148,31 @@ static bool claim_marks(Tokenizer *t, const Template *f, Error *e) {
 typedef struct {
     const Tokenizer *t;
     const Template *f;
-    Text text;    // yet to be encoded
+    Text text; // not yet encoded
     int *ids, n;
-    bool begun;   // something but BOS stands before the text
+    bool begun; // something other than BOS is before the text
     bool failed;
     Error *error;
 } Turn;
 
-// Appends n tokens, and leaves room for one more.
+// Appends n tokens, and keeps room for one more.
 static void add_tokens(Turn *turn, const int *tokens, int n) {
     int *larger = tokens ? resize(turn->ids, (size_t)turn->n + n + 1, sizeof(int)) : NULL;
-    if (!larger) turn->failed = true;
-    if (tokens && !larger) fail(turn->error, no_memory); // else the encoder's own message stands there
-    if (!larger) return;
+    if (!larger) {
+        if (tokens) fail(turn->error, no_memory); // else the encoder has written its own message
+        turn->failed = true;
+        return;
+    }
     turn->ids = larger;
     memcpy(turn->ids + turn->n, tokens, n * sizeof(int));
     turn->n += n;
 }
 
-// Encodes the text so far. It begins with a space only where nothing but BOS stands before it, as in transformers.
+// Encodes the pending text. It gets a leading space only at the beginning, after BOS, as in
+// transformers.
 static void end_text(Turn *turn) {
-    int n, *tokens = llamac_encode_text(turn->t, turn->text.s, turn->text.n, false, !turn->begun, &n, turn->error);
+    int n, how = turn->begun ? 0 : WITH_PREFIX;
+    int *tokens = llamac_encode_text(turn->t, turn->text.s, turn->text.n, how, &n, turn->error);
     add_tokens(turn, tokens, n);
     turn->begun |= turn->text.n > 0;
     turn->text.n = 0;
@@ -165,14 +185,16 @@ static void add_token(Turn *turn, int token) {
     turn->begun = token != turn->t->bos;
 }
 
-// Adds a part of the template, in which marks, BOS and EOS are tokens.
-static void add_part(Turn *turn, const char *s) {
-    while (*s) {
+// Adds a string of the template, or nothing for NULL. Markers, BOS and EOS in it are tokens.
+static void add_markup(Turn *turn, const char *s) {
+    while (s && *s) {
         int token = *s == *BOS ? turn->t->bos : *s == *EOS ? turn->t->eos : -1;
         size_t length = 1;
         for (int m = 0; m < 3 && token < 0; m++) {
             const char *mark = turn->f->marks[m];
-            if (mark && !strncmp(s, mark, strlen(mark)) && (token = control_token(turn->t, mark)) >= 0) length = strlen(mark);
+            if (!mark || strncmp(s, mark, strlen(mark))) continue;
+            token = control_token(turn->t, mark);
+            if (token >= 0) length = strlen(mark);
         }
         if (token >= 0) add_token(turn, token);
         else append(&turn->text, s, 1);
@@ -180,7 +202,24 @@ static void add_part(Turn *turn, const char *s) {
     }
 }
 
-// The turn's tokens, all of its text encoded; NULL with the error told.
+// Adds words, which are encoded as text whatever they contain, between two strings of the template.
+static void add_words(Turn *turn, const char *before, String words, const char *after) {
+    add_markup(turn, before);
+    append(&turn->text, words.s, words.n);
+    add_markup(turn, after);
+}
+
+// Checks the arguments of a turn of n bytes, and prepares it.
+static bool begin_turn(Turn *turn, const llamac_model *m, const char *words, size_t n,
+                       int *n_tokens) {
+    Error *e = turn->error;
+    TRY(llamac_takes_text(m, words, n, n_tokens, e));
+    CHECK(m->chat, "no chat template is in use");
+    turn->t = &m->tokenizer, turn->f = m->chat;
+    return true;
+}
+
+// Returns the tokens of the turn, or NULL with a message.
 static int *finish_turn(Turn *turn, int *n_tokens) {
     end_text(turn);
     if (turn->text.failed) fail(turn->error, no_memory);
@@ -190,54 +229,46 @@ static int *finish_turn(Turn *turn, int *n_tokens) {
     return turn->ids;
 }
 
-// What is the user's is text, whatever it says.
-int *llamac_encode_turn(const llamac_model *model, bool first, const char *system, const char *words, size_t n, int *n_tokens,
-                        Error *e) {
-    if (!llamac_takes_text(model, words, n, n_tokens, e)) return NULL;
-    const Template *f = model->chat;
-    if (!f) return fail(e, "no chat template is in use"), NULL;
-    Turn turn = {.t = &model->tokenizer, .f = f, .begun = !first, .error = e};
-    if (!first) add_part(&turn, f->answer_close);
-    else if (f->begin) add_part(&turn, f->begin);
-    else if (turn.t->add_bos) add_token(&turn, turn.t->bos);
-    add_part(&turn, f->open);
+int *llamac_encode_turn(const llamac_model *m, bool first, const char *system, const char *words,
+                        size_t n, int *n_tokens, Error *e) {
+    Turn turn = {.begun = !first, .error = e};
+    if (!begin_turn(&turn, m, words, n, n_tokens)) return NULL;
+    const Template *f = turn.f;
+    String said = {words, n};
     bool has_system = first && system && *system;
+    if (!first) add_markup(&turn, f->answer_close);
+    else if (f->begin) add_markup(&turn, f->begin);
+    else if (turn.t->add_bos) add_token(&turn, turn.t->bos);
+    add_markup(&turn, f->open);
     if (has_system) {
         String prompt = {system, strlen(system)};
-        if (f->system_apart) prompt = strip(prompt);
-        add_part(&turn, f->system_open);
-        append(&turn.text, prompt.s, prompt.n);
-        add_part(&turn, f->system_close);
+        add_words(&turn, f->system_open, f->system_apart ? strip(prompt) : prompt, f->system_close);
     }
-    String said = {words, n};
     if (f->strip) said = has_system && !f->system_apart ? strip_end(said) : strip(said);
-    add_part(&turn, f->user_open);
-    append(&turn.text, said.s, said.n);
-    add_part(&turn, f->user_close);
+    add_words(&turn, f->user_open, said, f->user_close);
     return finish_turn(&turn, n_tokens);
 }
 
-int *llamac_encode_answer(const llamac_model *model, const char *words, size_t n, int *n_tokens, Error *e) {
-    if (!llamac_takes_text(model, words, n, n_tokens, e)) return NULL;
-    const Template *f = model->chat;
-    if (!f) return fail(e, "no chat template is in use"), NULL;
-    Turn turn = {.t = &model->tokenizer, .f = f, .begun = true, .error = e};
+int *llamac_encode_answer(const llamac_model *m, const char *words, size_t n, int *n_tokens,
+                          Error *e) {
+    Turn turn = {.begun = true, .error = e};
+    if (!begin_turn(&turn, m, words, n, n_tokens)) return NULL;
     String said = {words, n};
-    if (f->strip) said = strip(said);
-    append_string(&turn.text, f->answer_open);
-    append(&turn.text, said.s, said.n);
-    append_string(&turn.text, f->answer_end);
+    if (turn.f->strip) said = strip(said);
+    add_words(&turn, turn.f->answer_open, said, turn.f->answer_end);
     return finish_turn(&turn, n_tokens);
 }
 
-// The template with most marks among the vocabulary's tokens: what a file without a known template may mean.
+// The template with most markers among the tokens of the vocabulary: a suggestion for files without
+// a known template.
 static const Template *template_of_vocabulary(const Tokenizer *t) {
     const Template *best = NULL;
-    int most = 0;
+    int max = 0;
     for (int i = 0; i < N_TEMPLATES; i++) {
         int found = 0;
-        for (int m = 0; m < 3; m++) found += templates[i].marks[m] && has_token(t, templates[i].marks[m]);
-        if (found > most) most = found, best = &templates[i];
+        for (int m = 0; m < 3; m++)
+            found += templates[i].marks[m] && has_token(t, templates[i].marks[m]);
+        if (found > max) max = found, best = &templates[i];
     }
     return best;
 }
@@ -246,12 +277,18 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
     String text = m->tokenizer.chat_template;
     CHECK(m->tokenizer.pieces, "it has no tokenizer");
     const Template *nearest = NULL;
-    const Template *f = name ? template_named(name) : !m->weights.data ? template_named("llama2") : find_template(text, &nearest);
+    const Template *f;
+    if (name) f = template_named(name);
+    else if (!m->weights.data) f = template_named("llama2"); // llama2.c's formats
+    else f = find_template(text, &nearest);
     CHECK(f || !name, "'%.40s' is no template, expected chatml, llama3, zephyr or llama2", name);
     if (!nearest) nearest = template_of_vocabulary(&m->tokenizer);
-    CHECK(f, "%s%.*s%s; known are chatml, llama3, zephyr and llama2: name the one it was trained with, such as --template=%s",
-          text.n ? "its chat template '" : "it has no chat template", (int)(text.n < 60 ? text.n : 60), text.s,
-          text.n ? "...' is unknown" : "", nearest ? nearest->name : "chatml");
+    CHECK(f,
+          "%s%.*s%s; known are chatml, llama3, zephyr and llama2: name the one it was trained "
+          "with, such as --template=%s",
+          text.n ? "its chat template '" : "it has no chat template",
+          (int)(text.n < 60 ? text.n : 60), text.s, text.n ? "...' is unknown" : "",
+          nearest ? nearest->name : "chatml");
     TRY(claim_marks(&m->tokenizer, f, e));
     m->chat = f;
     m->stop = f->stop ? control_token(&m->tokenizer, f->stop) : -1;

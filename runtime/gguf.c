@@ -1,13 +1,14 @@
-// GGUF's metadata: keys, types and values, in front of the list of tensors.
+// The metadata of GGUF: keys, types and values, stored before the list of tensors.
 #include <limits.h>
 #include <math.h>
 #include "model.h"
 
 static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
-const char *const llamac_architectures[N_ARCHITECTURES] = {[LLAMA] = "llama", [QWEN2] = "qwen2", [QWEN3] = "qwen3"};
+const char *const llamac_architectures[N_ARCHITECTURES] = {
+    [LLAMA] = "llama", [QWEN2] = "qwen2", [QWEN3] = "qwen3"};
 
-// A key that begins with a dot follows the name of the architecture.
+// Names of the keys. A leading dot stands for the name of the architecture.
 static const char *const keys[N_KEYS] = {
     [ARCHITECTURE] = "general.architecture",
     [ALIGNMENT] = "general.alignment",
@@ -49,8 +50,9 @@ static const char *const keys[N_KEYS] = {
     [LIST_CHECKSUM] = "llamac.tensor_list.sha256",
 };
 
-// More of the architecture's: keys that are fine with the one value that says what forward computes, and those that change
-// nothing that it computes. All others are refused, since they may.
+// More keys of an architecture: those that are accepted with one value, for which forward is right,
+// and those that do not change the computation. All other keys are refused, because they may change
+// it.
 static const struct {
     const char *key;
     double value;
@@ -71,10 +73,12 @@ static const char *const idle_keys[] = {
     ".tensor_data_layout",
 };
 
-// Whether a file's key is the one known, behind the architecture's name if that begins with a dot.
+// Whether a key of the file is the known key, prefixed by the architecture if that begins with a
+// dot.
 static bool is_key(String key, const char *known, const char *architecture) {
     size_t n = *known == '.' ? strlen(architecture) : 0;
-    return key.n > n && !memcmp(key.s, architecture, n) && equals((String){key.s + n, key.n - n}, known);
+    return key.n > n && !memcmp(key.s, architecture, n)
+           && equals((String){key.s + n, key.n - n}, known);
 }
 
 int llamac_architecture(const Value *values) {
@@ -88,7 +92,8 @@ KeyName llamac_key(const Value *values, int key) {
     int architecture = llamac_architecture(values);
     KeyName name;
     bool prefixed = *keys[key] == '.' && architecture < N_ARCHITECTURES;
-    snprintf(name.s, sizeof name.s, "%s%s", prefixed ? llamac_architectures[architecture] : "", keys[key]);
+    snprintf(name.s, sizeof name.s, "%s%s", prefixed ? llamac_architectures[architecture] : "",
+             keys[key]);
     return name;
 }
 
@@ -99,7 +104,8 @@ static bool take_value(Reader *r, Value *v, Error *e) {
         v->kind = take_u32(r);
         v->count = take_u64(r);
     }
-    CHECK(!r->failed && v->kind < N_KINDS && v->kind != ARRAY, "metadata is cut off or of unknown type %u", v->kind);
+    CHECK(!r->failed && v->kind < N_KINDS && v->kind != ARRAY,
+          "metadata is cut off or of unknown type %u", v->kind);
     v->data = *r;
     if (v->kind == STRING)
         for (uint64_t i = 0; i < v->count && !r->failed; i++) take_string(r);
@@ -129,7 +135,8 @@ static bool number_of(Value v, const char *key, double *out, Error *e) {
     return true;
 }
 
-// Refuses a key of the architecture that is none of `keys`, unless it is known to change nothing.
+// Checks a key that is not one of `keys`. Refuses a key of the architecture unless it does not
+// change the computation.
 static bool check_other_key(String key, Value v, const char *architecture, Error *e) {
     double value;
     size_t n = strlen(architecture);
@@ -141,10 +148,12 @@ static bool check_other_key(String key, Value v, const char *architecture, Error
             char name[64];
             snprintf(name, sizeof name, "%.*s", (int)key.n, key.s);
             TRY(number_of(v, name, &value, e));
-            CHECK(value == fixed_keys[i].value, "metadata key %s is %g, expected %g", name, value, fixed_keys[i].value);
+            CHECK(value == fixed_keys[i].value, "metadata key %s is %g, expected %g", name, value,
+                  fixed_keys[i].value);
             return true;
         }
-    return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes", (int)(key.n < 80 ? key.n : 80), key.s);
+    return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes",
+                (int)(key.n < 80 ? key.n : 80), key.s);
 }
 
 static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
@@ -152,17 +161,20 @@ static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
     return take_value(r, v, e);
 }
 
-// Refuses a file that holds a part of a model, as llama-gguf-split writes them. Only the first part has the model's metadata.
+// Refuses a part of a split model, as llama-gguf-split writes them. Only the first part has the
+// metadata of the model.
 static bool refuse_split(const Value *values, Error *e) {
     int part, parts;
     TRY(llamac_get_int(values, SPLIT_COUNT, 1, &parts, e));
     TRY(llamac_get_int(values, SPLIT_NO, 0, &part, e));
-    CHECK(parts < 2, "it is part %d of %d of a split model; join them: llama-gguf-split --merge NAME-00001-of-%05d.gguf NAME.gguf",
+    CHECK(parts < 2,
+          "it is part %d of %d of a split model; join them: llama-gguf-split --merge "
+          "NAME-00001-of-%05d.gguf NAME.gguf",
           part + 1, parts, parts);
     return true;
 }
 
-// The architecture, without which other keys mean nothing; the reader stays where it is.
+// Finds the architecture, which other keys depend on. Does not move the caller's reader.
 static bool find_architecture(Reader r, uint64_t count, const char **name, Error *e) {
     static const int wanted[] = {ARCHITECTURE, SPLIT_NO, SPLIT_COUNT};
     Value values[N_KEYS] = {0}, v;
@@ -175,7 +187,8 @@ static bool find_architecture(Reader r, uint64_t count, const char **name, Error
     if (!values[ARCHITECTURE].present) TRY(refuse_split(values, e));
     int architecture = llamac_architecture(values);
     found = llamac_get_string(values, ARCHITECTURE);
-    CHECK(architecture < N_ARCHITECTURES, "the architecture is '%.*s', expected llama, qwen2 or qwen3",
+    CHECK(architecture < N_ARCHITECTURES,
+          "the architecture is '%.*s', expected llama, qwen2 or qwen3",
           (int)(found.n < 40 ? found.n : 40), found.s);
     *name = llamac_architectures[architecture];
     return true;
@@ -210,8 +223,8 @@ bool llamac_get_number(const Value *values, int key, double fallback, double *ou
 bool llamac_get_int(const Value *values, int key, double fallback, int *out, Error *e) {
     double number;
     TRY(llamac_get_number(values, key, fallback, &number, e));
-    CHECK(number >= 0 && number <= INT_MAX && number == floor(number), "metadata key %s is %g, expected a whole number",
-          llamac_key(values, key).s, number);
+    CHECK(number >= 0 && number <= INT_MAX && number == floor(number),
+          "metadata key %s is %g, expected a whole number", llamac_key(values, key).s, number);
     *out = (int)number;
     return true;
 }

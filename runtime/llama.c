@@ -1,5 +1,5 @@
-// Sessions: the transformer's forward over a backend, and the sampler.
-#define _GNU_SOURCE 1 // which processors may be used
+// Sessions: the forward pass over a backend, and the sampler.
+#define _GNU_SOURCE 1 // for sched_getaffinity
 #include <math.h>
 #include <sched.h>
 #include <unistd.h>
@@ -12,21 +12,22 @@ typedef struct {
 } Candidate;
 
 struct llamac_session {
-    Model model;             // as the file has it, or where the backend moved its weights
+    Model model; // weights as in the file, or as moved by the backend
     Backend *backend;
-    const Kernels *kernels;  // of the CPU, for logits in the host's memory
-    int chunk;               // most tokens of one call of the backend
-    int positions;           // length of the KV cache
+    const Kernels *kernels; // of the CPU, for logits in host memory
+    int chunk; // max tokens of one call of the backend
+    int positions; // room of the KV cache
     int n_threads;
-    bool all;                // logits of all tokens are kept
-    bool told;               // the logits are for the caller too, not for the sampler alone
-    float *x;                // (chunk, dim) residual stream, in the backend's memory
-    float *y;                // (chunk, q_dim) what attention found
-    float *logits;           // (1 or chunk, vocab_size) in the host's; NULL when they stay with the backend, which chooses
-    int rows;                // of the logits that the last call left
-    int filled;              // positions that have keys and values
-    float *probabilities;    // (vocab_size,) the sampler's
-    Candidate *candidates;   // (vocab_size,) likewise
+    bool all; // keep the logits of all tokens
+    bool told; // the caller may read the logits, not only the sampler
+    float *x; // (chunk, dim) residual stream, in the backend's memory
+    float *y; // (chunk, q_dim) output of attention, likewise
+    // (1 or chunk, vocab_size) in host memory; NULL: they stay with the backend, which samples
+    float *logits;
+    int rows; // of the logits of the last call
+    int filled; // positions that have keys and values
+    float *probabilities; // (vocab_size,) for the sampler
+    Candidate *candidates; // (vocab_size,) for the sampler
     Error note;
 };
 
@@ -35,7 +36,7 @@ static const char no_session[] = "the session is NULL";
 // ----------------------------------------------------------------------------
 // The transformer
 
-// The ops of one call: T tokens at positions pos..pos+T-1.
+// Calls the ops for T tokens at positions pos..pos+T-1.
 static void compute(const llamac_session *s, const int *tokens, int T, int pos) {
     const Model *m = &s->model;
     const Weights *w = &m->weights;
@@ -63,14 +64,17 @@ static void forward(llamac_session *s, const int *tokens, int T, int pos) {
 bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
     CHECK(s, no_session);
     int vocab_size = s->model.config.vocab_size;
-    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos, "%d tokens at position %d, but there is room for %d", n, pos,
-          s->positions);
-    CHECK(pos <= s->filled, "tokens at position %d, but only %d positions are filled; expected position 0 to %d", pos, s->filled,
-          s->filled);
+    CHECK(n >= 1 && pos >= 0 && n <= s->positions - pos,
+          "%d tokens at position %d, but there is room for %d", n, pos, s->positions);
+    CHECK(pos <= s->filled,
+          "tokens at position %d, but only %d positions are filled; expected position 0 to %d", pos,
+          s->filled, s->filled);
     CHECK(tokens, "%d tokens at NULL, expected an array", n);
-    CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
+    CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n,
+          s->chunk);
     for (int i = 0; i < n; i++)
-        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d", tokens[i], vocab_size);
+        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d",
+              tokens[i], vocab_size);
     int end = pos + n;
     for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(s, tokens, T, pos);
     forward(s, tokens, n, pos);
@@ -78,7 +82,9 @@ bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error 
     return true;
 }
 
-const float *llamac_logits(const llamac_session *s) { return s && s->told && s->rows ? s->logits : NULL; }
+const float *llamac_logits(const llamac_session *s) {
+    return s && s->told && s->rows ? s->logits : NULL;
+}
 
 // ----------------------------------------------------------------------------
 // Sessions
@@ -94,22 +100,24 @@ const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
 #endif
 
 #ifdef __linux__
-// Whether a processor shares its core with one of a smaller number that may be used as well.
+// Whether a processor shares its core with a usable processor of a smaller number.
 static bool shares_core(int processor, const cpu_set_t *allowed) {
     char path[80];
     int first, last, n;
     bool shares = false;
-    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", processor);
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+             processor);
     FILE *file = fopen(path, "r"); // such as 0-1 or 0,64
     while (file && (n = fscanf(file, "%d-%d", &first, &last)) > 0) {
-        for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++) shares |= CPU_ISSET(i, allowed) != 0;
+        for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++)
+            shares |= CPU_ISSET(i, allowed) != 0;
         if (getc(file) != ',') break;
     }
     if (file) fclose(file);
     return shares;
 }
 
-// The cores that the process may use: of two processors that share one, the second only waits for the same units.
+// Cores that the process may use. A second processor of a core would only wait for the same units.
 static long usable_cores(void) {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return sysconf(_SC_NPROCESSORS_ONLN);
@@ -117,36 +125,42 @@ static long usable_cores(void) {
     FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
     bool shared = file && getc(file) == '1';
     if (file) fclose(file);
-    for (int i = 0; shared && i < CPU_SETSIZE; i++) cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
+    for (int i = 0; shared && i < CPU_SETSIZE; i++)
+        cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
     return cores;
 }
 #else
 static long usable_cores(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 #endif
 
-// One for each of these cores, 64 at most. A container's share of time may be smaller than its processors are many.
+// One thread for each usable core, at most 64. The CPU quota of a container may be smaller than its
+// number of processors.
 static int default_threads(void) {
     long processors = usable_cores(), quota = 0, period = 0;
     FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
-    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0 && quota / period < processors)
+    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0
+        && quota / period < processors)
         processors = quota / period;
     if (file) fclose(file);
     return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
 }
 
-// The backend, and what forward works on; nothing of it is left open where that fails.
+// Opens the backend and allocates the activations. On failure, nothing is left open.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
     Error told;
-    CHECK(!gpu || !m->kv_bits, "GPUs choose the KV cache's type themselves: 16 bits, or 32 of float32 models; leave --kv out");
-    const char *wrong =
-        gpu ? llamac_cuda_open(&s->backend, m, s->positions, &told) : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
+    CHECK(!gpu || !m->kv_bits, "GPUs choose the KV cache's type themselves: 16 bits, or 32 of "
+                               "float32 models; leave --kv out");
+    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &told)
+                            : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
     bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose;
-    bool ok = (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.q_dim))
-              && (!here || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
+    bool ok =
+        (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.q_dim))
+        && (!here
+            || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
     if (!ok) b->close(b), s->backend = NULL;
     CHECK(ok, "not enough memory for the activations");
     return true;
@@ -158,15 +172,19 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     const Config *c = &s->model.config;
     const char *device = o->device ? o->device : default_device;
     bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
-    CHECK(cpu || automatic || !strcmp(device, "cuda"), "'%.40s' is no device, expected cpu, cuda or auto", device);
+    CHECK(cpu || automatic || !strcmp(device, "cuda"),
+          "'%.40s' is no device, expected cpu, cuda or auto", device);
     CHECK(cpu || automatic || !strcmp(default_device, "cuda"),
           "this program computes on the CPU; make runcuda builds the one for GPUs");
-    CHECK(o->positions >= 0 && o->positions <= c->seq_len, "%d positions, but the model's context is %d", o->positions, c->seq_len);
+    CHECK(o->positions >= 0 && o->positions <= c->seq_len,
+          "%d positions, but the model's context is %d", o->positions, c->seq_len);
     bool kv = !o->kv_bits || o->kv_bits == 32 || o->kv_bits == 16 || o->kv_bits == 8;
-    CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS, "%d threads, expected 1 to %d, or 0 for one a core", o->n_threads,
-          MAX_THREADS);
-    CHECK(o->logits == LLAMAC_SAMPLE_ONLY || o->logits == LLAMAC_LAST_LOGITS || o->logits == LLAMAC_ALL_LOGITS,
-          "logits is %d, expected LLAMAC_SAMPLE_ONLY, LLAMAC_LAST_LOGITS or LLAMAC_ALL_LOGITS", (int)o->logits);
+    CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS,
+          "%d threads, expected 1 to %d, or 0 for one a core", o->n_threads, MAX_THREADS);
+    CHECK(o->logits == LLAMAC_SAMPLE_ONLY || o->logits == LLAMAC_LAST_LOGITS
+              || o->logits == LLAMAC_ALL_LOGITS,
+          "logits is %d, expected LLAMAC_SAMPLE_ONLY, LLAMAC_LAST_LOGITS or LLAMAC_ALL_LOGITS",
+          (int)o->logits);
     CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
@@ -185,7 +203,7 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     return open_backend(s, false, o->logits, e);
 }
 
-// What bench.c asks.
+// For benchmarks
 double llamac_bandwidth(const llamac_session *s) {
     const uint8_t *first;
     if (!s) return 0;
@@ -198,7 +216,8 @@ int llamac_threads(const llamac_session *s) { return s ? s->n_threads : 0; }
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
     if (!model) return fail(e, no_model), NULL;
     llamac_session *s = calloc(1, sizeof *s);
-    Layer *layers = resize(NULL, model->weights.config.n_layers, sizeof *layers); // its own, since backends move weights
+    Layer *layers = resize(NULL, model->weights.config.n_layers,
+                           sizeof *layers); // a copy, because backends move weights
     if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
     memcpy(layers, model->weights.weights.layers, model->weights.config.n_layers * sizeof *layers);
     s->model = model->weights;
@@ -228,7 +247,8 @@ int llamac_positions(const llamac_session *s) { return s ? s->positions : 0; }
 // ----------------------------------------------------------------------------
 // The sampler: llama2.c's, so a seed gives the same text
 
-// Uniform in [0, 1), 24 bits (Marsaglia 2003, Vigna 2014). From 0 the generator would never come away.
+// Returns a uniform number in [0, 1), 24 bits (xorshift*: Marsaglia 2003, Vigna 2014). State 0
+// would stay 0, so it is replaced.
 static float random_float(llamac_sampler *s) {
     if (!s->state) s->state = 0x9e3779b97f4a7c15;
     s->state ^= s->state >> 12;
@@ -237,7 +257,8 @@ static float random_float(llamac_sampler *s) {
     return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
 }
 
-// The first of the largest; -1 if one is not finite. Only the part that it stands in is searched for its place.
+// Returns the index of the first of the largest numbers; -1 if one is not finite. Finds the part
+// with the largest number first, so only that part is searched again.
 static int argmax(const Kernels *k, const float *x, int n) {
     enum { PART = 1024 };
     float most = -INFINITY;
@@ -251,9 +272,11 @@ static int argmax(const Kernels *k, const float *x, int n) {
     return best;
 }
 
-static bool likelier(const Candidate *a, const Candidate *b) { return a->p > b->p || (a->p == b->p && a->token < b->token); }
+static bool likelier(const Candidate *a, const Candidate *b) {
+    return a->p > b->p || (a->p == b->p && a->token < b->token);
+}
 
-// Moves candidate i of a heap, whose first is the likeliest, down to its place.
+// Moves candidate i of a heap with the most likely token on top down to its place.
 static void sink(Candidate *c, int n, int i) {
     Candidate moved = c[i];
     for (int child; (child = 2 * i + 1) < n; i = child) {
@@ -264,14 +287,16 @@ static void sink(Candidate *c, int n, int i) {
     c[i] = moved;
 }
 
-// From the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
+// Samples from the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
 static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
     int n = 0, vocab_size = s->model.config.vocab_size;
-    const float cutoff = (1.0f - topp) / (vocab_size - 1); // what is less likely cannot be in the set
+    // less likely tokens cannot be in the set
+    const float cutoff = (1.0f - topp) / (vocab_size - 1);
     for (int i = 0; i < vocab_size; i++)
         if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
     if (n == 0) return argmax(s->kernels, p, vocab_size);
-    Candidate *c = s->candidates; // a heap; what is taken from it stands behind it, the likeliest last
+    // a heap, followed by the candidates taken from it, the most likely last
+    Candidate *c = s->candidates;
     for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
     int left = n;
     float total = 0, cdf = 0;
@@ -291,9 +316,11 @@ static int sample_topp(const llamac_session *s, const float *p, float topp, floa
 
 static const char not_finite[] = "its logits are not finite; the weights are broken";
 
-static bool is_greedy(const llamac_sampler *s) { return s->temperature == 0 || isinf(1 / s->temperature); }
+static bool is_greedy(const llamac_sampler *s) {
+    return s->temperature == 0 || isinf(1 / s->temperature);
+}
 
-// By the logits (vocab_size,) in the host's memory.
+// Samples from logits (vocab_size,) in host memory.
 static int sample(const llamac_session *s, llamac_sampler *how, const float *logits) {
     int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
     if (best < 0 || is_greedy(how)) return best;
@@ -315,9 +342,12 @@ int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
     Backend *b = s->backend;
     int next;
     if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
-    if (!(how->temperature >= 0)) return fail(e, "the temperature is %g, expected 0 or more", how->temperature), -1;
-    if (!(how->topp >= 0 && how->topp <= 1)) return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
-    if (s->logits) next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
+    if (!(how->temperature >= 0))
+        return fail(e, "the temperature is %g, expected 0 or more", how->temperature), -1;
+    if (!(how->topp >= 0 && how->topp <= 1))
+        return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
+    if (s->logits)
+        next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
     else if (is_greedy(how)) next = b->choose(b, 0, 0, 0);
     else next = b->choose(b, how->temperature, how->topp, random_float(how));
     if (next < 0) fail(e, not_finite);
@@ -328,7 +358,8 @@ bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
     CHECK(s, no_session);
     CHECK(nll, "the place for the result is NULL");
     int n = s->model.config.vocab_size;
-    CHECK(s->told && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d", row, s->told ? s->rows : 0);
+    CHECK(s->told && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d",
+          row, s->told ? s->rows : 0);
     CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
     const float *logits = s->logits + (size_t)row * n;
     float largest = s->kernels->largest(logits, n);

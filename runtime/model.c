@@ -1,5 +1,6 @@
-// Model files: GGUF and llama2.c's formats. A loader is a pure function of bytes: it fills a struct that points into them, or says
-// what is wrong. It reads nothing it has not checked, and allocates only after the size of everything is known.
+// Model files: GGUF and llama2.c's formats. A loader is a pure function of the bytes of a file: it
+// fills a struct that points into them, or returns an error. It checks everything before it uses
+// it, and allocates only after all sizes are known.
 #define _DEFAULT_SOURCE 1 // POSIX beside C11
 #include <errno.h>
 #include <fcntl.h>
@@ -23,7 +24,7 @@ enum {
     W3,
     NORM,
     OUTPUT,
-    N_LLAMA2C, // those of llama2.c's formats
+    N_LLAMA2C, // number of tensors of llama2.c's formats
     BQ = N_LLAMA2C,
     BK,
     BV,
@@ -33,8 +34,9 @@ enum {
     N_TENSORS
 };
 
-// The name in GGUF (per layer behind "blk.<layer>."), the place in Layer or Weights, and the shape:
-// V vocab_size, D dim, Q q_dim, K kv_dim, H head_dim, P its pairs, F hidden_dim; vectors have one row.
+// For each tensor: its name in GGUF (per layer after "blk.<layer>."), its field in Layer or
+// Weights, and its shape: V vocab_size, D dim, Q q_dim, K kv_dim, H head_dim, P pairs of a head, F
+// hidden_dim. Vectors have one row.
 static const struct {
     const char *name;
     bool per_layer;
@@ -65,8 +67,10 @@ static bool is_vector(int tensor) { return tensors[tensor].rows == '1'; }
 
 static bool is_head_norm(int tensor) { return tensor == Q_NORM || tensor == K_NORM; }
 
-// Whether a model of the architecture cannot be without the tensor; may have it.
-static bool is_needed(int tensor, int architecture) { return tensor < OUTPUT || (is_head_norm(tensor) && architecture == QWEN3); }
+// Whether a model of an architecture must have a tensor; whether it may have it.
+static bool is_needed(int tensor, int architecture) {
+    return tensor < OUTPUT || (is_head_norm(tensor) && architecture == QWEN3);
+}
 static bool is_known(int tensor, int architecture) {
     return tensor < N_TENSORS && (!is_head_norm(tensor) || architecture == QWEN3);
 }
@@ -76,11 +80,14 @@ static Mat *place_of(Weights *w, int tensor, int layer) {
     return (Mat *)(base + tensors[tensor].place);
 }
 
-// The tensor's shape, without data.
+// The shape of a tensor, without data.
 static Mat shape_of(const Config *c, int tensor, Type type) {
-    const int size[] = {['1'] = 1,         ['V'] = c->vocab_size, ['D'] = c->dim,          ['Q'] = c->q_dim,
-                        ['K'] = c->kv_dim, ['H'] = c->head_dim,   ['P'] = c->head_dim / 2, ['F'] = c->hidden_dim};
-    return (Mat){.type = type, .rows = size[(int)tensors[tensor].rows], .cols = size[(int)tensors[tensor].cols]};
+    const int size[] = {
+        ['1'] = 1,         ['V'] = c->vocab_size, ['D'] = c->dim,          ['Q'] = c->q_dim,
+        ['K'] = c->kv_dim, ['H'] = c->head_dim,   ['P'] = c->head_dim / 2, ['F'] = c->hidden_dim};
+    return (Mat){.type = type,
+                 .rows = size[(int)tensors[tensor].rows],
+                 .cols = size[(int)tensors[tensor].cols]};
 }
 
 static uint64_t bytes_of(const Mat *m) {
@@ -92,59 +99,70 @@ static uint64_t bytes_of(const Mat *m) {
 
 enum { MOST_LAYERS = 1 << 12, MOST_HEAD_DIM = 1 << 13, MOST_Q_DIM = 1 << 22 };
 
-// The limits keep every product of sizes below 2^63, with room for a factor of the largest number of layers. A head_dim of 0 is
-// dim / n_heads.
+// The limits keep every product of sizes below 2^63, with room for a factor of the max number of
+// layers. A head_dim of 0 means dim / n_heads.
 static bool check_config(Config *c, Error *e) {
     const struct {
         const char *name;
         int value, most;
     } sizes[] = {
-        {"dim", c->dim, 1 << 20},         {"hidden_dim", c->hidden_dim, 1 << 22},    {"n_layers", c->n_layers, MOST_LAYERS},
-        {"n_heads", c->n_heads, c->dim},  {"n_kv_heads", c->n_kv_heads, c->n_heads}, {"vocab_size", c->vocab_size, 1 << 24},
+        {"dim", c->dim, 1 << 20},
+        {"hidden_dim", c->hidden_dim, 1 << 22},
+        {"n_layers", c->n_layers, MOST_LAYERS},
+        {"n_heads", c->n_heads, c->dim},
+        {"n_kv_heads", c->n_kv_heads, c->n_heads},
+        {"vocab_size", c->vocab_size, 1 << 24},
         {"seq_len", c->seq_len, 1 << 24},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most, "%s is %d, expected 1 to %d", sizes[i].name, sizes[i].value,
-              sizes[i].most);
-    CHECK(c->head_dim || c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim, c->n_heads);
+        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most, "%s is %d, expected 1 to %d",
+              sizes[i].name, sizes[i].value, sizes[i].most);
+    CHECK(c->head_dim || c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim,
+          c->n_heads);
     if (!c->head_dim) c->head_dim = c->dim / c->n_heads;
     CHECK(c->head_dim % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->head_dim);
     CHECK(c->head_dim <= MOST_HEAD_DIM && c->n_heads <= MOST_Q_DIM / c->head_dim,
-          "%d heads of %d numbers are too wide, expected up to %d numbers a head and %d in all", c->n_heads, c->head_dim,
-          MOST_HEAD_DIM, MOST_Q_DIM);
-    CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d", c->n_heads, c->n_kv_heads);
+          "%d heads of %d numbers are too wide, expected up to %d numbers a head and %d in all",
+          c->n_heads, c->head_dim, MOST_HEAD_DIM, MOST_Q_DIM);
+    CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d",
+          c->n_heads, c->n_kv_heads);
     CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
     c->q_dim = c->n_heads * c->head_dim;
     c->kv_dim = c->n_kv_heads * c->head_dim;
     return true;
 }
 
-// What RoPE's frequencies are made of.
+// The parameters of RoPE's frequencies.
 typedef struct {
-    double theta;  // pair i turns by theta^(-2i / head_dim) radians
-    double factor; // positions are divided by it
-    int context;   // YaRN: of the training before the context was stretched by the factor; 0: no YaRN
+    double theta; // pair i turns by theta^(-2i / head_dim) radians for each position
+    double factor; // divisor of positions
+    // YaRN: context of the training, before it was stretched by the factor; 0: not YaRN
+    int context;
 } Rope;
 
-// How much of the stretching pair i gets, by YaRN (Peng 2023): a pair that turns 32 times in the context of training gets none, one
-// that turns once or less all of it, those between the more the slower they turn.
+// YaRN (Peng 2023): the share of the stretching that pair i gets. Pairs that turn 32 times or more
+// in the context of the training get 0, pairs that turn once or less get 1, and the share of pairs
+// between falls linearly with their index.
 static double stretch_of(const Rope *r, int head_dim, int i) {
     double turns = head_dim / (2 * log(r->theta)), once = log(r->context / (2 * acos(-1)));
-    double first = fmax(0, floor(turns * (once - log(32)))), last = fmin(head_dim - 1, ceil(turns * once));
+    double first = fmax(0, floor(turns * (once - log(32)))),
+           last = fmin(head_dim - 1, ceil(turns * once));
     return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
 }
 
-// Fills in the frequencies, once all else of the model is there.
+// Computes the frequencies, after everything else of the model is loaded.
 static bool set_rope(Model *m, const Rope *r, Error *e) {
     Config *c = &m->config;
     const float *factors = m->weights.rope_factors.data;
     double *f = m->weights.frequencies = resize(NULL, c->head_dim / 2, sizeof *f);
     CHECK(f, no_memory);
     CHECK(r->theta > 0 && isfinite(r->theta), "rope_theta is %g, expected more than 0", r->theta);
-    CHECK(r->factor > 0 && isfinite(r->factor), "rope_scaling is %g, expected more than 0", r->factor);
+    CHECK(r->factor > 0 && isfinite(r->factor), "rope_scaling is %g, expected more than 0",
+          r->factor);
     for (int i = 0; i < c->head_dim / 2; i++) {
         double stretch = stretch_of(r, c->head_dim, i), factor = factors ? factors[i] : 1;
-        CHECK(factor > 0 && isfinite(factor), "factor %d of RoPE's frequencies is %g, expected more than 0", i, factor);
+        CHECK(factor > 0 && isfinite(factor),
+              "factor %d of RoPE's frequencies is %g, expected more than 0", i, factor);
         f[i] = pow(r->theta, -2.0 * i / c->head_dim) / factor * (stretch / r->factor + 1 - stretch);
         CHECK(isfinite(f[i]), "RoPE's frequency %d is %g, expected a number", i, f[i]);
     }
@@ -154,20 +172,27 @@ static bool set_rope(Model *m, const Rope *r, Error *e) {
 
 // ----------------------------------------------------------------------------
 // llama2.c's formats
-// v0: 7 ints, float32 tensors. v1, v2: "ak42", version, 7 ints, flag of a tied classifier, in v2 the group size,
-// zeros up to byte 256, tensors; v2's matrices are int8 groups, each followed by its scales.
+//
+// v0: 7 ints, float32 tensors.
+// v1, v2: "ak42", version, 7 ints, flag of a tied classifier, group size (v2), zeros up to byte
+// 256, tensors. The matrices of v2 are int8 groups, each matrix followed by its scales.
 
-// v0's order is that of the enum, the others' this:
-static const int order_v1[] = {ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
+// Order of the tensors in v1 and v2. v0 has the order of the enum.
+static const int order_v1[] = {
+    ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
 
-// Lays the tensors out one after the other from bytes + at; returns where they end. With layers NULL it only measures.
-static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group, bool tied) {
+// Assigns the tensors, one after the other from bytes + at on. Returns the offset of their end.
+// With layers NULL it only measures.
+static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group,
+                        bool tied) {
     for (int i = 0; i < N_LLAMA2C; i++) {
         int tensor = version ? order_v1[i] : i;
-        Mat mat = shape_of(&m->config, tensor, version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32);
+        Mat mat =
+            shape_of(&m->config, tensor, version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32);
         mat.group = mat.type == INT8_GROUPS ? group : 0;
+        // skip tables of cosines and sines
         if (tensor == OUTPUT && version == 0)
-            at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim; // tables of cosines and sines, not needed
+            at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim;
         if (tensor == OUTPUT && tied) continue;
         for (int layer = 0; layer < (tensors[tensor].per_layer ? m->config.n_layers : 1); layer++) {
             if (m->weights.layers) {
@@ -181,7 +206,7 @@ static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version
     return at;
 }
 
-// Layers without tensors.
+// Allocates the layers, without tensors.
 static bool take_layers(Model *m, Error *e) {
     size_t n = m->config.n_layers;
     CHECK((m->weights.layers = resize(NULL, n, sizeof(Layer))), no_memory);
@@ -196,12 +221,14 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
     size_t at = magic == 0x616b3432 ? 8 : 0, start = at ? 256 : sizeof header;
     CHECK(size >= start, "%zu bytes are too few for a header", size);
     if (at) memcpy(&version, bytes + 4, 4);
-    CHECK(!at || version == 1 || version == 2, "version %d of llama2.c's format, expected 1 or 2", version);
+    CHECK(!at || version == 1 || version == 2, "version %d of llama2.c's format, expected 1 or 2",
+          version);
     memcpy(header, bytes + at, sizeof header);
     bool tied = header[5] > 0; // v0 marks an untied classifier by a negative vocabulary
     if (version == 0 && header[5] < 0 && header[5] > INT_MIN) header[5] = -header[5];
     if (version) tied = bytes[36];
-    CHECK(!version || bytes[36] <= 1, "the flag of a tied classifier is %d, expected 0 or 1", bytes[36]);
+    CHECK(!version || bytes[36] <= 1, "the flag of a tied classifier is %d, expected 0 or 1",
+          bytes[36]);
     if (version == 2) memcpy(&group, bytes + 37, 4);
     CHECK(version != 2 || group > 0, "the group size is %d, expected 1 or more", group);
 
@@ -214,10 +241,11 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
                          .seq_len = header[6],
                          .norm_eps = 1e-5f};
     Error wrong;
-    CHECK(check_config(&m->config, &wrong), "%s%s", version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ",
-          wrong.text);
+    CHECK(check_config(&m->config, &wrong), "%s%s",
+          version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ", wrong.text);
     uint64_t end = lay_out(m, bytes, start, version, group, tied);
-    CHECK(end == size, "the file has %zu bytes, its header makes %llu", size, (unsigned long long)end);
+    CHECK(end == size, "the file has %zu bytes, its header makes %llu", size,
+          (unsigned long long)end);
     TRY(take_layers(m, e));
     lay_out(m, bytes, start, version, group, tied);
     if (tied) m->weights.output = m->weights.token_embedding;
@@ -225,7 +253,8 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
 }
 
 // ----------------------------------------------------------------------------
-// GGUF: "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset), padding, data
+// GGUF: "GGUF", version, counts, metadata (key, type, value), tensors (name, shape, type, offset),
+// padding, data
 
 static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
     String scaling = llamac_get_string(values, SCALING_TYPE);
@@ -234,30 +263,34 @@ static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
     TRY(llamac_get_number(values, ROPE_BASE, 10000, &theta, e));
     TRY(llamac_get_number(values, SCALE_LINEAR, 1, &scale, e));
     TRY(llamac_get_number(values, SCALING_FACTOR, scale, &factor, e));
-    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g", llamac_key(values, SCALING_FACTOR).s, factor,
-          llamac_key(values, SCALE_LINEAR).s, scale);
+    CHECK(!values[SCALE_LINEAR].present || scale == factor, "%s is %g, but %s is %g",
+          llamac_key(values, SCALING_FACTOR).s, factor, llamac_key(values, SCALE_LINEAR).s, scale);
     bool none = equals(scaling, "none"), yarn = equals(scaling, "yarn");
     CHECK(!scaling.n || none || yarn || equals(scaling, "linear"),
-          "RoPE scaling '%.*s' is not supported, only linear and yarn (%s)", (int)(scaling.n < 40 ? scaling.n : 40), scaling.s,
-          llamac_key(values, SCALING_TYPE).s);
+          "RoPE scaling '%.*s' is not supported, only linear and yarn (%s)",
+          (int)(scaling.n < 40 ? scaling.n : 40), scaling.s, llamac_key(values, SCALING_TYPE).s);
     TRY(llamac_get_int(values, SCALING_CONTEXT, seq_len, &context, e));
-    CHECK(!yarn || context > 0, "%s is %d, expected 1 or more", llamac_key(values, SCALING_CONTEXT).s, context);
+    CHECK(!yarn || context > 0, "%s is %d, expected 1 or more",
+          llamac_key(values, SCALING_CONTEXT).s, context);
     *rope = (Rope){(float)theta, none ? 1 : (float)factor, yarn ? context : 0};
     return true;
 }
 
-// Head widths, given or derived: one for queries, keys and values, and all of it rotated.
+// Reads the width of heads, given or derived. Queries, keys and values must have the same width,
+// and RoPE must rotate all of it.
 static bool gguf_heads(const Value *values, Config *c, Error *e) {
     int values_width, rotated;
     TRY(llamac_get_int(values, KEY_LENGTH, 0, &c->head_dim, e));
-    CHECK(!values[KEY_LENGTH].present || c->head_dim, "%s is 0, expected 2 or more", llamac_key(values, KEY_LENGTH).s);
+    CHECK(!values[KEY_LENGTH].present || c->head_dim, "%s is 0, expected 2 or more",
+          llamac_key(values, KEY_LENGTH).s);
     TRY(check_config(c, e));
     TRY(llamac_get_int(values, VALUE_LENGTH, c->dim / c->n_heads, &values_width, e));
     CHECK(values_width == c->head_dim, "%s is %d, but %s is %d: keys and values have to be as wide",
-          llamac_key(values, KEY_LENGTH).s, c->head_dim, llamac_key(values, VALUE_LENGTH).s, values_width);
+          llamac_key(values, KEY_LENGTH).s, c->head_dim, llamac_key(values, VALUE_LENGTH).s,
+          values_width);
     TRY(llamac_get_int(values, ROPE_DIMENSION, c->head_dim, &rotated, e));
-    CHECK(rotated == c->head_dim, "%s is %d, expected the head size %d", llamac_key(values, ROPE_DIMENSION).s, rotated,
-          c->head_dim);
+    CHECK(rotated == c->head_dim, "%s is %d, expected the head size %d",
+          llamac_key(values, ROPE_DIMENSION).s, rotated, c->head_dim);
     return true;
 }
 
@@ -270,49 +303,61 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
     TRY(llamac_get_int(values, FEED_FORWARD_LENGTH, NAN, &c->hidden_dim, e));
     TRY(llamac_get_int(values, HEAD_COUNT, NAN, &c->n_heads, e));
     TRY(llamac_get_int(values, HEAD_COUNT_KV, c->n_heads, &c->n_kv_heads, e));
-    TRY(llamac_get_int(values, VOCAB_SIZE, values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size, e));
+    TRY(llamac_get_int(values, VOCAB_SIZE,
+                       values[TOKENS].present ? (double)values[TOKENS].count : NAN, &c->vocab_size,
+                       e));
     TRY(llamac_get_number(values, NORM_EPS, NAN, &eps, e));
     c->norm_eps = (float)eps;
-    c->rope_halves = llamac_architecture(values) != LLAMA; // whose files have each head's rows in another order
+    // llama files have the rows of each head reordered
+    c->rope_halves = llamac_architecture(values) != LLAMA;
     TRY(gguf_heads(values, c, e));
     TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &c->window, e));
     if (c->window >= c->seq_len) c->window = 0;
-    CHECK(!c->window || llamac_architecture(values) == LLAMA, "%s is %d, expected none, or the whole context of %d",
-          llamac_key(values, SLIDING_WINDOW).s, c->window, c->seq_len); // elsewhere only some layers have it
+    CHECK(!c->window || llamac_architecture(values) == LLAMA,
+          "%s is %d, expected none, or the whole context of %d",
+          llamac_key(values, SLIDING_WINDOW).s, c->window,
+          c->seq_len); // in other architectures only some layers have a window
     TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
-    CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s, version);
+    CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s,
+          version);
     return true;
 }
 
-// Which tensor a name means, and of which layer; N_TENSORS when the name is none of ours.
+// Returns the tensor with a name, and its layer; N_TENSORS if the name is unknown.
 static int find_tensor(String name, const Config *c, int *layer) {
     *layer = 0;
     size_t at = 0;
     bool per_layer = name.n > 4 && memcmp(name.s, "blk.", 4) == 0;
     if (per_layer) {
-        for (at = 4; at < name.n && name.s[at] >= '0' && name.s[at] <= '9' && *layer < c->n_layers; at++)
+        for (at = 4; at < name.n && name.s[at] >= '0' && name.s[at] <= '9' && *layer < c->n_layers;
+             at++)
             *layer = 10 * *layer + name.s[at] - '0';
-        if (at == 4 || at == name.n || name.s[at++] != '.' || *layer >= c->n_layers) return N_TENSORS;
+        if (at == 4 || at == name.n || name.s[at++] != '.' || *layer >= c->n_layers)
+            return N_TENSORS;
     }
     int tensor = 0;
     while (tensor < N_TENSORS
-           && (tensors[tensor].per_layer != per_layer || !equals((String){name.s + at, name.n - at}, tensors[tensor].name)))
+           && (tensors[tensor].per_layer != per_layer
+               || !equals((String){name.s + at, name.n - at}, tensors[tensor].name)))
         tensor++;
     return tensor;
 }
 
 const char *llamac_type_name(uint32_t type, char text[12]) {
     static const char *const names[] = {
-        "F32",  "F16",  "Q4_0", "Q4_1",    [6] = "Q5_0", "Q5_1",    "Q8_0",  "Q8_1",         "Q2_K",  "Q3_K",         "Q4_K",
-        "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS",     "IQ3_XXS", "IQ1_S", "IQ4_NL",       "IQ3_S", "IQ2_S",        "IQ4_XS",
-        "I8",   "I16",  "I32",  "I64",     "F64",        "IQ1_M",   "BF16",  [34] = "TQ1_0", "TQ2_0", [39] = "MXFP4",
+        "F32",     "F16",          "Q4_0",    "Q4_1",         [6] = "Q5_0", "Q5_1",  "Q8_0",
+        "Q8_1",    "Q2_K",         "Q3_K",    "Q4_K",         "Q5_K",       "Q6_K",  "Q8_K",
+        "IQ2_XXS", "IQ2_XS",       "IQ3_XXS", "IQ1_S",        "IQ4_NL",     "IQ3_S", "IQ2_S",
+        "IQ4_XS",  "I8",           "I16",     "I32",          "I64",        "F64",   "IQ1_M",
+        "BF16",    [34] = "TQ1_0", "TQ2_0",   [39] = "MXFP4",
     };
     bool known = type < sizeof names / sizeof *names && names[type];
     snprintf(text, 12, "%u", type);
     return known ? names[type] : text;
 }
 
-// Reads the list of tensors over to its end: each must be known and appear once, and none that is needed may be missing.
+// Reads the list of tensors. Each must be known and appear once, and no required tensor may be
+// missing.
 static bool check_list(Reader *r, const Config *c, int architecture, uint64_t count, Error *e) {
     bool seen[MOST_LAYERS][N_TENSORS] = {0};
     char text[32];
@@ -320,28 +365,32 @@ static bool check_list(Reader *r, const Config *c, int architecture, uint64_t co
         String name = take_string(r);
         uint32_t n_dims = take_u32(r);
         int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, c, &layer);
-        CHECK(r->failed || (n_dims >= 1 && n_dims <= 4), "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
+        CHECK(r->failed || (n_dims >= 1 && n_dims <= 4),
+              "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
         take(r, 8 * (uint64_t)n_dims);
         const char *type = llamac_type_name(take_u32(r), text);
         take_u64(r);
         CHECK(!r->failed, "the list of tensors is cut off");
-        CHECK(is_known(tensor, architecture), "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
+        CHECK(is_known(tensor, architecture),
+              "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
         CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", shown, name.s, type);
         seen[layer][tensor] = true;
     }
     for (int layer = 0; layer < c->n_layers; layer++)
         for (int i = 0; i < N_TENSORS; i++) {
-            if (seen[layer][i] || !is_needed(i, architecture) || (layer && !tensors[i].per_layer)) continue;
+            if (seen[layer][i] || !is_needed(i, architecture) || (layer && !tensors[i].per_layer))
+                continue;
             Mat mat = shape_of(c, i, F32);
             if (tensors[i].per_layer) snprintf(text, sizeof text, "blk.%d.", layer);
-            return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "", tensors[i].name, mat.rows,
-                        mat.cols);
+            return fail(e, "tensor %s%s (%d x %d) is missing", tensors[i].per_layer ? text : "",
+                        tensors[i].name, mat.rows, mat.cols);
         }
     return true;
 }
 
-// Reads one entry of the list of tensors. Offsets count from the start of the data and must follow each other without
-// gaps but for alignment (as the format's writers do), so tensors cannot overlap. `end` is where the last one ended.
+// Reads one entry of the list of tensors. Offsets count from the start of the data, and tensors
+// must follow each other without gaps except for alignment, so they cannot overlap. `end` is the
+// end of the last tensor.
 static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, Error *e) {
     String name = take_string(r);
     uint32_t n_dims = take_u32(r);
@@ -350,19 +399,22 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     uint32_t type = take_u32(r);
     uint64_t offset = take_u64(r);
     char text[12];
-    int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, &m->config, &layer);
+    int shown = name.n < 64 ? (int)name.n : 64, layer,
+        tensor = find_tensor(name, &m->config, &layer);
     BlockSize block = block_size(type);
-    CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s", shown, name.s,
-          llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
+    CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s",
+          shown, name.s, llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
-    CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1 && dims[3] == 1,
-          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s, (unsigned long long)dims[1], (unsigned long long)dims[0],
-          mat.rows, mat.cols);
-    CHECK(mat.cols % block.numbers == 0, "tensor %.*s: rows of %d numbers do not split into blocks of %d", shown, name.s, mat.cols,
+    CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1
+              && dims[3] == 1,
+          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s,
+          (unsigned long long)dims[1], (unsigned long long)dims[0], mat.rows, mat.cols);
+    CHECK(mat.cols % block.numbers == 0,
+          "tensor %.*s: rows of %d numbers do not split into blocks of %d", shown, name.s, mat.cols,
           block.numbers);
     uint64_t expected = (*end + alignment - 1) / alignment * alignment;
-    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s, (unsigned long long)offset,
-          (unsigned long long)expected);
+    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s,
+          (unsigned long long)offset, (unsigned long long)expected);
     *end = offset + bytes_of(&mat);
     CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", shown, name.s);
     mat.data = m->data + offset;
@@ -370,7 +422,8 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     return true;
 }
 
-static bool gguf_tensors(Reader *r, Model *m, int architecture, uint64_t count, uint32_t alignment, Error *e) {
+static bool gguf_tensors(Reader *r, Model *m, int architecture, uint64_t count, uint32_t alignment,
+                         Error *e) {
     Reader list = *r;
     uint64_t end = 0;
     TRY(check_list(&list, &m->config, architecture, count, e));
@@ -387,15 +440,16 @@ static bool gguf_tensors(Reader *r, Model *m, int architecture, uint64_t count, 
     return true;
 }
 
-// A GGUF file: the model, and its tokenizer if it has one and it is wanted (t not NULL).
+// Loads a GGUF file: the model, and its tokenizer if there is one and t is not NULL.
 static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size, Error *e) {
     Reader r = {.bytes = bytes, .size = size};
     Value values[N_KEYS] = {0};
-    take(&r, 4); // "GGUF", by which the caller knew it
+    take(&r, 4); // "GGUF", checked by the caller
     uint32_t version = take_u32(&r);
     uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
     CHECK(!r.failed, "%zu bytes are too few for a header", size);
-    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3", version); // 3 allows other orders of bytes
+    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3",
+          version); // only 3 allows other byte orders
     TRY(llamac_take_metadata(&r, n_values, values, e));
     int alignment;
     TRY(llamac_get_int(values, ALIGNMENT, 32, &alignment, e));
@@ -409,32 +463,37 @@ static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size,
     const char **places[] = {&m->sha256, &m->list_sha256};
     for (int i = 0; i < 2; i++) {
         String checksum = llamac_get_string(values, CHECKSUM + i);
-        CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64", checksum.n);
+        CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64",
+              checksum.n);
         *places[i] = checksum.n ? checksum.s : NULL;
     }
-    return !t || !values[TOKENIZER].present || llamac_gguf_tokenizer(t, values, m->config.vocab_size, e);
+    return !t || !values[TOKENIZER].present
+           || llamac_gguf_tokenizer(t, values, m->config.vocab_size, e);
 }
 
-// Any model file, told apart by its first bytes.
+// Loads any model file. The first bytes tell the format.
 bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, Error *e) {
     Tokenizer *t = flags & LLAMAC_NO_TOKENIZER ? NULL : &m->tokenizer;
     bool gguf = size >= 4 && memcmp(bytes, "GGUF", 4) == 0;
     m->stop = -1;
-    return gguf ? load_gguf(&m->weights, t, bytes, size, e) : load_llama2c(&m->weights, bytes, size, e);
+    return gguf ? load_gguf(&m->weights, t, bytes, size, e)
+                : load_llama2c(&m->weights, bytes, size, e);
 }
 
 // ----------------------------------------------------------------------------
 // Checksums
 
-// Round constants of SHA-256: the first 32 bits of the fractions of the first 64 primes' cube roots.
+// Round constants of SHA-256: the first 32 bits of the fractional parts of the cube roots of the
+// first 64 primes.
 static const uint32_t sha256_rounds[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01,
-    0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc,
-    0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147,
-    0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
-    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08,
-    0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208,
-    0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 };
 
 static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n); }
@@ -442,16 +501,19 @@ static uint32_t rotate_right(uint32_t x, int n) { return x >> n | x << (32 - n);
 static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
     uint32_t w[64], h[8];
     for (int i = 0; i < 16; i++)
-        w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8 | block[4 * i + 3];
+        w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8
+               | block[4 * i + 3];
     for (int i = 16; i < 64; i++)
-        w[i] = w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3) + w[i - 7]
-               + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
+        w[i] =
+            w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3)
+            + w[i - 7] + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
     memcpy(h, state, sizeof h);
     for (int i = 0; i < 64; i++) {
         uint32_t a = h[0], e = h[4];
-        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25)) + ((e & h[5]) ^ (~e & h[6]))
-                       + sha256_rounds[i] + w[i];
-        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22)) + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
+        uint32_t one = h[7] + (rotate_right(e, 6) ^ rotate_right(e, 11) ^ rotate_right(e, 25))
+                       + ((e & h[5]) ^ (~e & h[6])) + sha256_rounds[i] + w[i];
+        uint32_t two = (rotate_right(a, 2) ^ rotate_right(a, 13) ^ rotate_right(a, 22))
+                       + ((a & h[1]) ^ (a & h[2]) ^ (h[1] & h[2]));
         for (int k = 7; k > 0; k--) h[k] = h[k - 1];
         h[4] += one;
         h[0] = one + two;
@@ -461,7 +523,8 @@ static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
 
 // SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
 static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
-    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                         0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
     size_t whole = n / 64 * 64, rest = n - whole, padded = rest < 56 ? 64 : 128;
     uint8_t last[128] = {0};
     for (size_t at = 0; at < whole; at += 64) sha256_block(state, bytes + at);
@@ -472,8 +535,9 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
     for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
 }
 
-// Programs that write other tensors keep metadata that they don't know, so the list of tensors has a checksum too: if it is another
-// list, the weights' checksum is not about this file.
+// Whether the checksum of the list of tensors fits. Programs that write other tensors copy metadata
+// that they do not know, so if the list has changed, the checksum of the weights is that of another
+// file.
 static bool has_own_list(const Model *m) {
     char found[65];
     if (m->list_sha256) sha256(m->list, m->list_size, found);
@@ -483,8 +547,9 @@ static bool has_own_list(const Model *m) {
 static bool verify(const Model *m, Error *e) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
-    CHECK(!m->list_sha256 || has_own_list(m), "its checksum is another file's: a program that wrote its "
-                                              "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
+    CHECK(!m->list_sha256 || has_own_list(m),
+          "its checksum is another file's: a program that wrote its "
+          "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
     sha256(m->data, m->data_size, found);
     CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
           m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
@@ -497,11 +562,15 @@ bool llamac_verify(const llamac_model *m, Error *e) {
 }
 
 // ----------------------------------------------------------------------------
-// Zeros: a file whose download broke off may have its full size, with zeros in place of what is missing
+// Zeros. The file of an interrupted download may have its full size, with zeros in place of the
+// missing data
 
-static bool all_zeros(const uint8_t *bytes, size_t n) { return n && !*bytes && !memcmp(bytes, bytes + 1, n - 1); }
+static bool all_zeros(const uint8_t *bytes, size_t n) {
+    return n && !*bytes && !memcmp(bytes, bytes + 1, n - 1);
+}
 
-// Samples, since reading all would take a good part of a load: 256 bytes of every 64 KiB, and the last ones.
+// Samples 256 bytes of every 64 KiB, and the last bytes, because reading everything would make
+// loading slow.
 static bool has_zeros(const Model *m) {
     const size_t sample = 256, every = 1 << 16;
     for (size_t at = 0; at + sample <= m->data_size; at += every)
@@ -509,21 +578,24 @@ static bool has_zeros(const Model *m) {
     return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
 }
 
-// Whether a tensor of a model that computes anything has a number other than 0. Biases may begin as zeros, and so may matrices that
-// add to the residual stream, and the classifier.
+// Whether a tensor of a trained model always has a number other than 0. Biases may be initialised
+// with zeros, and so may matrices that add to the residual stream, and the classifier.
 static bool is_never_zero(int tensor) {
     return tensor < BQ ? tensor != WO && tensor != W2 && tensor != OUTPUT : is_head_norm(tensor);
 }
 
-// In a file with a checksum any stretch of zeros is refused unless the checksum fits, since a model may have rows of zeros.
+// Refuses a model with a tensor of zeros. If the file has a checksum, any sample of zeros makes it
+// verify all weights, because a model may have rows of zeros.
 static bool refuse_zeros(const Model *m, Error *e) {
     if (m->sha256 && has_own_list(m) && has_zeros(m)) return verify(m, e);
     for (int i = 0; i < N_TENSORS; i++)
-        for (int layer = 0; is_never_zero(i) && layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
+        for (int layer = 0;
+             is_never_zero(i) && layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
             const Mat *mat = place_of((Weights *)&m->weights, i, layer);
             CHECK(!mat->data || !all_zeros(mat->data, bytes_of(mat)),
-                  "%s of layer %d holds nothing but zeros: the file is damaged, as by a download that broke off", tensors[i].name,
-                  layer);
+                  "%s of layer %d holds nothing but zeros: the file is damaged, as by a download "
+                  "that broke off",
+                  tensors[i].name, layer);
         }
     return true;
 }
@@ -531,12 +603,14 @@ static bool refuse_zeros(const Model *m, Error *e) {
 // ----------------------------------------------------------------------------
 // Opening and closing
 
-bool llamac_name_file(const char *path, Error *e) { return e && *path ? fail(e, "%.*s: %s", LONGEST_PATH, path, e->text) : false; }
+bool llamac_name_file(const char *path, Error *e) {
+    return e && *path ? fail(e, "%.*s: %s", MAX_PATH, path, e->text) : false;
+}
 
 static bool map_file(const char *path, File *mapped, Error *e) {
     CHECK(path, "the path is NULL");
     CHECK(*path, "the path is empty");
-    int file = open(path, O_RDONLY | O_NONBLOCK); // so that a pipe is refused rather than waited for
+    int file = open(path, O_RDONLY | O_NONBLOCK); // a pipe is refused instead of waited for
     struct stat info;
     CHECK(file >= 0 || errno != ENOENT, "no such file");
     CHECK(file >= 0, "%s", strerror(errno));
@@ -549,7 +623,9 @@ static bool map_file(const char *path, File *mapped, Error *e) {
     close(file);
     if (!ok) return false;
     *mapped = (File){bytes, info.st_size};
-    llamac_use_large_pages(bytes, info.st_size); // who reads it from disk first keeps it in large pages for those after
+    llamac_use_large_pages(
+        bytes,
+        info.st_size); // pages read from disk stay in large pages for later processes
     return true;
 }
 
@@ -560,11 +636,16 @@ static void unmap(File *file) {
 
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
     if (!bytes) return fail(e, "the file's bytes are NULL"), NULL;
-    if ((uintptr_t)bytes % 8) return fail(e, "the file's bytes are not aligned, expected an address such as malloc returns"), NULL;
-    if (flags & ~LLAMAC_NO_TOKENIZER) return fail(e, "flags are %d, expected 0 or LLAMAC_NO_TOKENIZER", flags), NULL;
+    if ((uintptr_t)bytes % 8)
+        return fail(e,
+                    "the file's bytes are not aligned, expected an address such as malloc returns"),
+               NULL;
+    if (flags & ~LLAMAC_NO_TOKENIZER)
+        return fail(e, "flags are %d, expected 0 or LLAMAC_NO_TOKENIZER", flags), NULL;
     llamac_model *m = calloc(1, sizeof *m);
     if (!m) fail(e, no_memory);
-    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->weights, e)) llamac_close(m), m = NULL;
+    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->weights, e))
+        llamac_close(m), m = NULL;
     return m;
 }
 
@@ -619,7 +700,8 @@ llamac_info llamac_describe(const llamac_model *m) {
                         .bos = -1,
                         .eos = -1,
                         .eot = -1};
-    if (t->pieces) info.add_bos = t->add_bos, info.bos = t->bos, info.eos = t->eos, info.eot = t->eot;
+    if (t->pieces)
+        info.add_bos = t->add_bos, info.bos = t->bos, info.eos = t->eos, info.eot = t->eot;
     return info;
 }
 

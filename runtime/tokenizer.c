@@ -1,9 +1,10 @@
 // The tokenizer: the vocabulary, and sentencepiece's BPE. Byte-level BPE is in bpe.c.
 #include <math.h>
+#include "heap.h"
 #include "model.h"
 
-// A user-defined piece is looked for at every place of a text, so its length is limited.
-enum { LONGEST_PIECE = (1 << 27) - 1, LONGEST_SYMBOL = 256, MOST_PROBES = 1000 };
+// User-defined pieces are searched at every position of a text, so their length is limited.
+enum { MAX_PIECE = (1 << 27) - 1, MAX_SYMBOL = 256, MAX_PROBES = 1000 };
 
 static const char LOWER_BLOCK[] = "\xe2\x96\x81"; // U+2581, sentencepiece's space
 
@@ -13,11 +14,11 @@ static uint32_t hash(const char *s, int n) { // FNV-1a
     return h;
 }
 
-// The slot of the table that holds the piece with this text, or the empty one where it would go; NULL when it is not
-// found soon, because the vocabulary was built to make the search long.
+// Returns the slot of the table with the piece of this text, or the empty slot where it belongs.
+// Returns NULL after MAX_PROBES: a malicious vocabulary may have many pieces with the same hash.
 static int *slot_of(const Tokenizer *t, const char *s, int n) {
     uint32_t i = hash(s, n);
-    for (int probes = 0; probes < MOST_PROBES; probes++, i++) {
+    for (int probes = 0; probes < MAX_PROBES; probes++, i++) {
         int *slot = &t->table[i & (t->table_size - 1)];
         if (*slot < 0) return slot;
         const Piece *p = &t->pieces[*slot];
@@ -26,7 +27,7 @@ static int *slot_of(const Tokenizer *t, const char *s, int n) {
     return NULL;
 }
 
-// The piece with this text that merges can make, or -1.
+// The piece with this text that merges can produce, or -1.
 static int lookup(const Tokenizer *t, const char *s, int n) {
     const int *slot = slot_of(t, s, n);
     int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
@@ -52,35 +53,40 @@ static int compare_symbols(const void *a, const void *b) {
     return order ? order : x->n - y->n;
 }
 
-// Whether a space stands at s[at], and none before it.
+// Whether there is a space at s[at], and none before it.
 static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) {
     size_t space = strlen(t->space);
     return at + space <= n && memcmp(s + at, t->space, space) == 0
            && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
 }
 
-// A vocabulary has no byte pieces, and what is not in it is unknown; or it has one for each byte that text may have to fall
-// back to: sentencepiece wants all 256, but a character of one byte that is a piece itself does without.
+// Checks the byte pieces. A vocabulary has either none, and unknown characters become `unk`; or one
+// for each byte that a text may need. sentencepiece has all 256, but ASCII characters that are
+// pieces themselves need none.
 static bool check_bytes(const Tokenizer *t, Error *e) {
     for (int byte = 0; t->byte_fallback && byte < 256; byte++) {
         const char *s = byte == ' ' ? t->space : &(char){(char)byte};
         bool character = byte < 128 && lookup(t, s, byte == ' ' ? (int)strlen(t->space) : 1) >= 0;
-        CHECK(t->byte_ids[byte] >= 0 || character, "it has byte pieces, but none for the byte 0x%02X", byte);
+        CHECK(t->byte_ids[byte] >= 0 || character,
+              "it has byte pieces, but none for the byte 0x%02X", byte);
     }
     return true;
 }
 
-// What begins or ends texts and answers is nobody's words, even where a file calls it user-defined.
+// Makes the tokens that begin or end texts and answers control tokens, even if the file calls them
+// user-defined, so that text cannot contain them.
 static void claim_ends(Tokenizer *t) {
     const int ends[] = {t->bos, t->eos, t->eot};
     for (int i = 0; i < 3; i++)
-        if (ends[i] >= 0 && t->pieces[ends[i]].type == USER_DEFINED) t->pieces[ends[i]].type = CONTROL;
+        if (ends[i] >= 0 && t->pieces[ends[i]].type == USER_DEFINED)
+            t->pieces[ends[i]].type = CONTROL;
 }
 
-// Builds the tables over pieces that a loader has filled in.
+// Builds the tables of the pieces that a loader has filled in.
 bool llamac_index_pieces(Tokenizer *t, Error *e) {
     int n = t->vocab_size;
-    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n, "a special token is beyond the vocabulary of %d", n);
+    CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n,
+          "a special token is beyond the vocabulary of %d", n);
     claim_ends(t);
     for (t->table_size = 16; t->table_size < 2u * n; t->table_size *= 2) {}
     free(t->table);
@@ -98,13 +104,18 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
         CHECK(isfinite(p->score), "token %d has no finite number as score", i);
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
         CHECK(slot, "token %d is one of too many with the same hash", i);
-        CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant", *slot, i);
-        CHECK(p->type != BYTE || byte >= 0, "token %d is a byte but is not written <0x00> to <0xFF>", i);
-        CHECK(p->type != USER_DEFINED || p->n <= LONGEST_SYMBOL, "token %d is user-defined and has %d bytes, expected at most %d",
-              i, p->n, LONGEST_SYMBOL);
+        CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant",
+              *slot, i);
+        CHECK(p->type != BYTE || byte >= 0,
+              "token %d is a byte but is not written <0x00> to <0xFF>", i);
+        CHECK(p->type != USER_DEFINED || p->n <= MAX_SYMBOL,
+              "token %d is user-defined and has %d bytes, expected at most %d", i, p->n,
+              MAX_SYMBOL);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
-        if (p->type == UNUSED) t->has_unused = t->words_join = true; // how they fall apart depends on the whole text
-        for (int at = 1; at < p->n && !t->words_join; at++) t->words_join = begins_word(t, p->s, at, p->n);
+        // how unused pieces are split again depends on the whole text
+        if (p->type == UNUSED) t->has_unused = t->words_join = true;
+        for (int at = 1; at < p->n && !t->words_join; at++)
+            t->words_join = begins_word(t, p->s, at, p->n);
         if (p->type == USER_DEFINED) t->symbols[t->n_symbols++] = p;
         *slot = i;
     }
@@ -114,24 +125,34 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
     return true;
 }
 
-// llama2.c's tokenizer.bin: longest length, then score, length and text of each piece, spaces written as spaces.
-// It keeps no types: 0 is unknown, 1 begins and 2 ends a text, <0xNN> are bytes.
-bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size, Error *e) {
+// llama2.c's tokenizer.bin: the max length, then score, length and text of each piece. Spaces are
+// written as spaces. It has no types: token 0 is unknown, 1 begins and 2 ends a text, <0xNN> are
+// bytes.
+bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size,
+                          Error *e) {
     Reader r = {.bytes = bytes, .size = size}, start;
     uint32_t longest = take_u32(&r), found = 0, n = 0;
     for (start = r; !r.failed && r.at < size; n++) {
         take(&r, 4);
         uint32_t length = take_u32(&r);
-        CHECK(length <= longest && length <= LONGEST_PIECE, "token %u has %u bytes, the longest should have %u", n, length,
-              longest);
+        CHECK(length <= longest && length <= MAX_PIECE,
+              "token %u has %u bytes, the longest should have %u", n, length, longest);
         take(&r, length);
         found = length > found ? length : found;
     }
     CHECK(!r.failed, "the file ends inside a token");
-    CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found, longest);
-    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n, vocab_size);
-    *t = (Tokenizer){
-        .vocab_size = vocab_size, .space = " ", .space_prefix = true, .add_bos = true, .bos = 1, .eos = 2, .unk = 0, .eot = -1};
+    CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found,
+          longest);
+    CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n,
+          vocab_size);
+    *t = (Tokenizer){.vocab_size = vocab_size,
+                     .space = " ",
+                     .space_prefix = true,
+                     .add_bos = true,
+                     .bos = 1,
+                     .eos = 2,
+                     .unk = 0,
+                     .eot = -1};
     CHECK(vocab_size > 2, "%d tokens, expected at least 3", vocab_size);
     CHECK((t->pieces = resize(NULL, n, sizeof *t->pieces)), no_memory);
     for (uint32_t i = 0; i < n; i++) {
@@ -144,20 +165,21 @@ bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int v
     return llamac_index_pieces(t, e);
 }
 
-static bool is_character(const char *s, size_t n) { // of a piece, which is UTF-8
+static bool is_character(const char *s, size_t n) { // of a piece, which is valid UTF-8
     size_t first_bytes = 0;
     for (size_t i = 0; i < n; i++) first_bytes += (s[i] & 0xc0) != 0x80;
     return first_bytes == 1;
 }
 
-// The tokenizer inside a GGUF file.
+// The tokenizer in a GGUF file.
 bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *e) {
     String kind = llamac_get_string(v, TOKENIZER);
     bool byte_level = equals(kind, "gpt2");
-    bool characters = equals(kind, "t5"); // what is written for llama.cpp where no piece is longer and none is a byte
+    // written for llama.cpp for vocabularies of single characters
+    bool characters = equals(kind, "t5");
     CHECK(byte_level || characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
-          "the tokenizer is '%.*s', expected 'llama' (sentencepiece) or 'gpt2' (byte-level BPE)", (int)(kind.n < 40 ? kind.n : 40),
-          kind.s);
+          "the tokenizer is '%.*s', expected 'llama' (sentencepiece) or 'gpt2' (byte-level BPE)",
+          (int)(kind.n < 40 ? kind.n : 40), kind.s);
     const struct {
         int key;
         uint32_t kind;
@@ -165,13 +187,15 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     for (int i = 0; i < 3; i++) {
         const Value *a = &v[arrays[i].key];
         if (byte_level && arrays[i].key == SCORES) continue;
-        CHECK(a->present && a->is_array && a->kind == arrays[i].kind, "metadata key %s is missing or of another type",
-              llamac_key(v, arrays[i].key).s);
-        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens", llamac_key(v, arrays[i].key).s,
-              (unsigned long long)a->count, vocab_size);
+        CHECK(a->present && a->is_array && a->kind == arrays[i].kind,
+              "metadata key %s is missing or of another type", llamac_key(v, arrays[i].key).s);
+        CHECK(a->count == (uint64_t)vocab_size, "%s has %llu entries, but the model has %d tokens",
+              llamac_key(v, arrays[i].key).s, (unsigned long long)a->count, vocab_size);
     }
     int space_prefix, extra_spaces_removed, add_bos;
-    *t = (Tokenizer){.vocab_size = vocab_size, .space = LOWER_BLOCK, .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
+    *t = (Tokenizer){.vocab_size = vocab_size,
+                     .space = LOWER_BLOCK,
+                     .chat_template = llamac_get_string(v, CHAT_TEMPLATE)};
     t->eot = -1;
     if (v[EOT_ID].present) TRY(llamac_get_int(v, EOT_ID, NAN, &t->eot, e));
     TRY(llamac_get_int(v, BOS_ID, 1, &t->bos, e));
@@ -180,18 +204,22 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     TRY(llamac_get_int(v, ADD_BOS, 1, &add_bos, e));
     TRY(llamac_get_int(v, SPACE_PREFIX, 1, &space_prefix, e));
     TRY(llamac_get_int(v, EXTRA_SPACES, 0, &extra_spaces_removed, e));
-    t->add_bos = add_bos, t->space_prefix = space_prefix, t->extra_spaces_removed = extra_spaces_removed;
+    t->add_bos = add_bos, t->space_prefix = space_prefix,
+    t->extra_spaces_removed = extra_spaces_removed;
     CHECK((t->pieces = resize(NULL, vocab_size, sizeof *t->pieces)), no_memory);
     Reader texts = v[TOKENS].data, scores = v[SCORES].data, types = v[TOKEN_TYPES].data;
     for (int i = 0; i < vocab_size; i++) {
         String s = take_string(&texts);
         uint32_t score = byte_level ? 0 : take_u32(&scores), type = take_u32(&types);
-        CHECK(s.n <= LONGEST_PIECE, "token %d is too long", i);
+        CHECK(s.n <= MAX_PIECE, "token %d is too long", i);
         CHECK(type >= NORMAL && type <= BYTE, "token %d has type %u, expected 1 to 6", i, type);
         t->pieces[i] = (Piece){.s = s.s, .n = (int)s.n, .type = (int)type};
         memcpy(&t->pieces[i].score, &score, 4);
-        CHECK(!characters || type == UNKNOWN || type == CONTROL || (type == NORMAL && is_character(s.s, s.n)),
-              "the tokenizer is 't5' and token %d is no single character, expected 'llama' (sentencepiece)", i);
+        CHECK(!characters || type == UNKNOWN || type == CONTROL
+                  || (type == NORMAL && is_character(s.s, s.n)),
+              "the tokenizer is 't5' and token %d is no single character, expected 'llama' "
+              "(sentencepiece)",
+              i);
     }
     return byte_level ? llamac_byte_level(t, v, e) : llamac_index_pieces(t, e);
 }
@@ -199,20 +227,27 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
 // ----------------------------------------------------------------------------
 // Encoding
 
-// Length of the UTF-8 character that s (n bytes) begins with; 0 if it is none.
+// Returns the length of the UTF-8 character at the beginning of s (n bytes); 0 if it is invalid.
 int llamac_utf8(const char *s, size_t n) {
     const unsigned char *u = (const unsigned char *)s;
     if (!s || !n) return 0;
-    int length = u[0] < 0x80 ? 1 : u[0] < 0xc2 ? 0 : u[0] < 0xe0 ? 2 : u[0] < 0xf0 ? 3 : u[0] < 0xf5 ? 4 : 0;
+    int length = u[0] < 0x80   ? 1
+                 : u[0] < 0xc2 ? 0
+                 : u[0] < 0xe0 ? 2
+                 : u[0] < 0xf0 ? 3
+                 : u[0] < 0xf5 ? 4
+                               : 0;
     if ((size_t)length > n) return 0;
     for (int i = 1; i < length; i++)
         if ((u[i] & 0xc0) != 0x80) return 0;
     bool overlong = (u[0] == 0xe0 && u[1] < 0xa0) || (u[0] == 0xf0 && u[1] < 0x90);
-    bool outside = (u[0] == 0xed && u[1] >= 0xa0) || (u[0] == 0xf4 && u[1] >= 0x90); // surrogates, above U+10FFFF
+    // surrogates, above U+10FFFF
+    bool outside = (u[0] == 0xed && u[1] >= 0xa0) || (u[0] == 0xf4 && u[1] >= 0x90);
     return overlong || outside ? 0 : length;
 }
 
-// The first of symbols lo..hi-1 (which agree in their first d bytes) whose byte d is at least `byte`.
+// Returns the first of symbols lo..hi-1, which have the same first d bytes, whose byte d is at
+// least `byte`.
 static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
     while (lo < hi) {
         int middle = lo + (hi - lo) / 2;
@@ -227,7 +262,8 @@ int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     int best = -1, lo = 0, hi = t->n_symbols;
     for (int d = 0; (size_t)d < n && lo < hi; d++) {
         const Piece *first = t->symbols[lo], *last = t->symbols[hi - 1];
-        bool all = first->n > d && first->s[d] == s[d] && last->s[d] == s[d]; // they are sorted, so those between agree too
+        // symbols are sorted, so those between match too
+        bool all = first->n > d && first->s[d] == s[d] && last->s[d] == s[d];
         if (!all) {
             lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
             hi = first_symbol(t, lo, hi, d, (unsigned char)s[d] + 1);
@@ -237,8 +273,9 @@ int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     return best;
 }
 
-// What sentencepiece does before it cuts: bytes that are no UTF-8 become U+FFFD, spaces take the form they have in
-// pieces, with `prefix` a space goes in front, extra spaces are removed. User-defined pieces pass as they are.
+// Normalises a text like sentencepiece: bytes that are not UTF-8 become U+FFFD, spaces take the
+// form that they have in pieces, `prefix` puts a space in front, extra spaces are removed.
+// User-defined pieces are not changed.
 static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) {
     Text out = {0};
     size_t space = strlen(t->space);
@@ -248,7 +285,8 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
         int symbol = llamac_match_symbol(t, s, n), valid = llamac_utf8(s, n);
         length = symbol >= 0 ? (size_t)t->pieces[symbol].n : valid ? (size_t)valid : 1;
         if (symbol < 0 && !valid) append_string(&out, "\xef\xbf\xbd");
-        else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0) append(&out, t->space, space);
+        else if (symbol < 0 && length == 3 && memcmp(s, LOWER_BLOCK, 3) == 0)
+            append(&out, t->space, space);
         else
             for (size_t i = 0; i < length; i++) {
                 if (s[i] != ' ') append(&out, &s[i], 1);
@@ -257,88 +295,73 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
             }
         after_space = remove && (s[length - 1] == ' ');
     }
-    while (remove && out.n >= space && memcmp(out.s + out.n - space, t->space, space) == 0) out.n -= space;
+    while (remove && out.n >= space && memcmp(out.s + out.n - space, t->space, space) == 0)
+        out.n -= space;
     return out;
 }
 
+// A part of the text, in a linked list.
 typedef struct {
     const char *s;
-    int n, previous, next, symbol;
-} Part; // of the text; symbol: a fixed piece, or -1
-typedef struct {
-    float score;
-    int left, right, n;
-} Merge;             // of two parts into one of n bytes
-typedef struct {
-    Merge *merges;
-    int n, capacity;
-    bool failed;
-} Heap;  // the best first
+    int n; // bytes; 0: it has been merged into the part before
+    int previous, next;
+    int symbol;        // a user-defined piece, which is not merged; or -1
+    uint32_t priority; // of the merge with the next part
+} Part;
 
-static bool better(const Merge *a, const Merge *b) { return a->score > b->score || (a->score == b->score && a->left < b->left); }
-
-static void push(Heap *h, Merge merge) {
-    if (h->n == h->capacity) {
-        Merge *larger = resize(h->merges, 2 * h->capacity + 64, sizeof(Merge));
-        if (!larger) {
-            h->failed = true;
-            return;
-        }
-        h->merges = larger, h->capacity = 2 * h->capacity + 64;
-    }
-    int i = h->n++;
-    for (; i > 0 && better(&merge, &h->merges[(i - 1) / 2]); i = (i - 1) / 2) h->merges[i] = h->merges[(i - 1) / 2];
-    h->merges[i] = merge;
-}
-
-static Merge pop(Heap *h) {
-    Merge top = h->merges[0], last = h->merges[--h->n];
-    int i = 0;
-    for (int child; (child = 2 * i + 1) < h->n; i = child) {
-        if (child + 1 < h->n && better(&h->merges[child + 1], &h->merges[child])) child++;
-        if (!better(&h->merges[child], &last)) break;
-        h->merges[i] = h->merges[child];
-    }
-    h->merges[i] = last;
-    return top;
-}
+#define NO_MERGE UINT32_MAX // a priority
 
 typedef struct {
     const Tokenizer *t;
     Part *parts;
     int capacity;
-    Heap heap;
-    int *split;  // (vocab_size,) how many bytes of an unused piece are the left part of its latest merge; 0: never made
+    Heap merges;
+    // (vocab_size,) for unused pieces: bytes of the left part of the latest merge; 0: never merged
+    int *split;
     int *tokens;
     int n_tokens;
     bool after_unknown;
 } Encoder;
 
-static void try_merge(Encoder *e, int left, int right) {
-    if (left < 0 || right < 0) return;
-    const Part *a = &e->parts[left], *b = &e->parts[right];
-    if (a->symbol >= 0 || b->symbol >= 0) return;
+// A number that is lower for higher scores, which are finite.
+static uint32_t priority_of(float score) {
+    uint32_t bits;
+    score += 0.0f; // -0 becomes 0
+    memcpy(&bits, &score, 4);
+    return bits >> 31 ? bits : ~bits & 0x7fffffff;
+}
+
+// Adds the merge of a part with the next one to the heap, if the two make a piece.
+static void note_merge(Encoder *e, int left) {
+    if (left < 0) return;
+    Part *a = &e->parts[left];
+    const Part *b = a->next < 0 ? NULL : &e->parts[a->next];
+    a->priority = NO_MERGE;
+    if (!b || a->symbol >= 0 || b->symbol >= 0) return;
     int id = lookup(e->t, a->s, a->n + b->n);
     if (id < 0) return;
-    push(&e->heap, (Merge){e->t->pieces[id].score, left, right, a->n + b->n});
+    a->priority = priority_of(e->t->pieces[id].score);
+    push(&e->merges, (uint64_t)a->priority << 32 | (uint32_t)left);
     if (e->t->pieces[id].type == UNUSED) e->split[id] = a->n;
 }
 
 static void merge_parts(Encoder *e) {
-    while (e->heap.n) {
-        Merge m = pop(&e->heap);
-        Part *a = &e->parts[m.left], *b = &e->parts[m.right];
-        if (!a->n || !b->n || a->n + b->n != m.n) continue; // one of them has been merged since
-        a->n = m.n;
-        a->next = b->next;
-        if (b->next >= 0) e->parts[b->next].previous = m.left;
-        b->n = 0;
-        try_merge(e, a->previous, m.left);
-        try_merge(e, m.left, a->next);
+    while (e->merges.n) {
+        uint64_t merge = pop(&e->merges);
+        int left = (int)(uint32_t)merge;
+        Part *a = &e->parts[left];
+        if (a->priority != merge >> 32) continue; // one of the two has been merged since
+        Part *b = &e->parts[a->next];
+        a->n += b->n, a->next = b->next;
+        if (b->next >= 0) e->parts[b->next].previous = left;
+        b->n = 0, b->priority = NO_MERGE;
+        note_merge(e, a->previous);
+        note_merge(e, left);
     }
 }
 
-// Appends the tokens of one part: its piece; an unused piece's parts; bytes, or one <unk> for a run of unknown ones.
+// Appends the tokens of one part of the text: its piece; the parts of an unused piece; its bytes;
+// or one `unk` for consecutive unknown parts.
 static void emit(Encoder *e, const char *s, int n, int id) {
     if (id < 0) id = lookup(e->t, s, n);
     if (id >= 0 && e->t->pieces[id].type == UNUSED && e->split[id]) {
@@ -353,7 +376,7 @@ static void emit(Encoder *e, const char *s, int n, int id) {
     e->after_unknown = id < 0;
 }
 
-// Appends the tokens of a stretch of text; false if memory was missing.
+// Appends the tokens of n bytes of text. Returns false if there is not enough memory.
 static bool encode_stretch(Encoder *e, const char *s, size_t n) {
     int n_parts = 0;
     for (; n; n_parts++) {
@@ -364,24 +387,29 @@ static bool encode_stretch(Encoder *e, const char *s, size_t n) {
             if (!larger) return false;
             e->parts = larger, e->capacity = 2 * e->capacity + 64;
         }
-        e->parts[n_parts] = (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol};
+        e->parts[n_parts] =
+            (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol, NO_MERGE};
         s += length, n -= length;
     }
-    for (int i = 1; i < n_parts; i++) try_merge(e, i - 1, i);
+    for (int i = 0; i < n_parts; i++) note_merge(e, i);
     merge_parts(e);
-    for (int i = 0; i >= 0; i = e->parts[i].next) emit(e, e->parts[i].s, e->parts[i].n, e->parts[i].symbol);
-    return !e->heap.failed;
+    for (int i = 0; i >= 0; i = e->parts[i].next)
+        emit(e, e->parts[i].s, e->parts[i].n, e->parts[i].symbol);
+    return !e->merges.failed;
 }
 
 static int *no_tokens(size_t n, Error *error) {
-    fail(error, "a text of %zu bytes is longer than %d, or there is not enough memory for it", n, LONGEST_TEXT);
+    fail(error, "a text of %zu bytes is longer than %d, or there is not enough memory for it", n,
+         MAX_TEXT);
     return NULL;
 }
 
-// Time is O(n log n).
-int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, bool prefix, int *n_tokens, Error *error) {
+// Takes time O(n log n).
+int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, int *n_tokens,
+                        Error *error) {
+    bool bos = how & WITH_BOS, prefix = how & WITH_PREFIX;
     *n_tokens = 0;
-    if (n > LONGEST_TEXT) return no_tokens(n, error);
+    if (n > MAX_TEXT) return no_tokens(n, error);
     if (t->byte_pairs) {
         int *tokens = llamac_encode_bytes(t, s, n, bos, n_tokens);
         return tokens ? tokens : no_tokens(n, error);
@@ -399,12 +427,12 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, bool bos, b
     free(text.s);
     free(e.parts);
     free(e.split);
-    free(e.heap.merges);
+    free(e.merges.keys);
     *n_tokens = e.tokens ? e.n_tokens : 0;
     return e.tokens;
 }
 
-// Whether the arguments that all encoders share are usable; *n_tokens is 0 then and otherwise.
+// Checks the arguments that all encoding functions share. Sets *n_tokens to 0.
 bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n_tokens, Error *e) {
     CHECK(n_tokens, "the place for the number of tokens is NULL");
     *n_tokens = 0;
@@ -413,10 +441,12 @@ bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n
     return true;
 }
 
-int *llamac_encode(const llamac_model *m, const char *text, size_t n, bool bos, int *n_tokens, Error *e) {
+int *llamac_encode(const llamac_model *m, const char *text, size_t n, bool bos, int *n_tokens,
+                   Error *e) {
     if (!llamac_takes_text(m, text, n, n_tokens, e)) return NULL;
     if (!m->tokenizer.pieces) return fail(e, "it has no tokenizer"), NULL;
-    return llamac_encode_text(&m->tokenizer, text, n, bos, true, n_tokens, e);
+    int how = WITH_PREFIX + (bos ? WITH_BOS : 0);
+    return llamac_encode_text(&m->tokenizer, text, n, how, n_tokens, e);
 }
 
 void llamac_free_tokenizer(Tokenizer *t) {
@@ -441,7 +471,7 @@ size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, 
     const char *s = piece->s;
     size_t n = piece->n, space = strlen(t->space), length = 0;
     if (piece->type == CONTROL) return 0;
-    if (t->byte_pairs && piece->type == UNUSED) return 0; // a row of the model that no token has
+    if (t->byte_pairs && piece->type == UNUSED) return 0; // a row of the model without a token
     if (t->byte_pairs && piece->type == NORMAL) return llamac_decode_letters(piece, out, room);
     if (piece->type == BYTE) {
         if (room) *out = (char)byte_of(piece);

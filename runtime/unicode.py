@@ -5,6 +5,8 @@ Writes runtime/unicode.h, the classes of characters that byte-level BPE cuts wor
 
 Unicode 16.0 is what the regular expressions of `tokenizers` 0.23 know; Python's own unicodedata has that of its version.
 """
+import textwrap
+
 try:
     import unicodedata2 as unicodedata
 except ImportError:
@@ -22,7 +24,7 @@ def class_of(c):
 def main():
     runs = [c << 2 | class_of(c) for c in range(0x110000) if c == 0 or class_of(c) != class_of(c - 1)]
     words = [f"0x{run:x}," for run in runs]
-    lines = [" ".join(words[i:i + 13]) for i in range(0, len(words), 13)]
+    lines = textwrap.wrap(" ".join(words), 96)
     print(f"""// Characters by class, from Unicode {unicodedata.unidata_version}. Written by runtime/unicode.py.
 #ifndef LLAMAC_UNICODE_H
 #define LLAMAC_UNICODE_H
@@ -31,7 +33,7 @@ def main():
 
 enum {{ OTHER, LETTER, NUMBER, WHITE_SPACE }}; // general categories L and N, property White_Space
 
-// Where each run of characters of one class begins: the first one, times 4, plus the class.
+// Runs of characters of one class: the first character of each run, times 4, plus the class.
 // clang-format off
 static const uint32_t unicode_runs[{len(runs)}] = {{""")
     print(*("    " + line for line in lines), sep="\n")

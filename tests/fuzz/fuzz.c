@@ -54,7 +54,7 @@ static void use_model(const llamac_model *model) {
 static void use_tokenizer(const llamac_model *m, const char *s, size_t n) {
     const Tokenizer *t = &m->tokenizer;
     for (int prefix = 0; prefix < 2; prefix++) {
-        int n_tokens, *tokens = llamac_encode_text(t, s, n, true, prefix, &n_tokens, NULL);
+        int n_tokens, *tokens = llamac_encode_text(t, s, n, WITH_BOS + (prefix ? WITH_PREFIX : 0), &n_tokens, NULL);
         for (int i = 0; i < n_tokens; i++) {
             if (tokens[i] < 0 || tokens[i] >= t->vocab_size) abort();
             char text[64];
