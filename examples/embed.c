@@ -1,5 +1,6 @@
 // Continues a text: the library inside another program.
-//     make lib && cc -O3 -Iruntime examples/embed.c libllamac.a -lm -pthread -o embed && ./embed model.gguf "Once upon a time"
+//     make lib && cc -O3 -Iruntime examples/embed.c libllamac.a -lm -pthread -o embed
+//     ./embed model.gguf "Once upon a time"
 #include <stdio.h>
 #include <string.h>
 #include "llamac.h"
@@ -8,12 +9,12 @@ int main(int argc, char **argv) {
     llamac_error error = {""};
     llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
     llamac_session *session = model ? llamac_start(model, NULL, &error) : NULL;
-    bool bos = model && (llamac_describe(model).add_bos || !*argv[2]); // something must come first
-    int n,
-        *tokens = session ? llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error) : NULL;
+    bool bos = model && (llamac_describe(model).add_bos || !*argv[2]); // there must be a first token
+    int n = 0, *tokens = NULL;
+    if (session) tokens = llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error);
     if (!tokens) return fprintf(stderr, "embed MODEL TEXT: %s\n", error.text), 1;
 
-    llamac_sampler sampler = {.temperature = 0}; // the likeliest token each time
+    llamac_sampler sampler = {.temperature = 0}; // greedy
     bool ok = llamac_forward(session, tokens, n, 0, &error);
     for (int last = tokens[n - 1]; ok; n++) {
         char text[4096];
@@ -21,7 +22,7 @@ int main(int argc, char **argv) {
         if (!(ok = next >= 0) || llamac_ends(model, next)) break;
         size_t length = llamac_decode(model, last, next, text, sizeof text);
         fwrite(text, 1, length < sizeof text ? length : sizeof text, stdout);
-        if (n == llamac_positions(session)) break; // the model has seen all that it can
+        if (n == llamac_positions(session)) break; // the context is full
         ok = llamac_forward(session, &next, 1, n, &error);
         last = next;
     }

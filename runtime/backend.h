@@ -75,47 +75,47 @@ typedef struct {
     const void *data; // (rows, cols) in `type`: in the mapped file, or in the backend's memory
     // INT8_GROUPS: (ceil(rows * cols / group),) float32, perhaps unaligned; else NULL
     const void *scales;
-    int group; // INT8_GROUPS: numbers that share a scale
+    int group;   // INT8_GROUPS: numbers that share a scale
     void *tiles; // the same numbers packed in tiles by the CPU backend, or NULL
 } Mat;
 
 typedef struct {
-    int dim; // width of the residual stream
+    int dim;        // width of the residual stream
     int hidden_dim; // width inside the feed-forward network
     int n_layers;
-    int n_heads; // query heads
+    int n_heads;    // query heads
     int n_kv_heads; // key and value heads; each is shared by n_heads / n_kv_heads query heads
     int vocab_size;
-    int seq_len; // max context
+    int seq_len;  // max context
     int head_dim; // width of a head, even
-    int q_dim; // n_heads * head_dim
-    int kv_dim; // n_kv_heads * head_dim
+    int q_dim;    // n_heads * head_dim
+    int kv_dim;   // n_kv_heads * head_dim
     // sliding window: max positions that a token attends to, its own included; 0: no limit
     int window;
-    float norm_eps; // added to the mean square in RMSNorm
+    float norm_eps;   // added to the mean square in RMSNorm
     bool rope_halves; // pairs of RoPE in a head are (i, i + head_dim / 2), else (2i, 2i + 1)
     float rope_scale; // factor of queries and keys after RoPE (YaRN), else 1
 } Config;
 
 typedef struct {
     Mat attention_norm; // (1, dim) F32
-    Mat wq; // (q_dim, dim)
-    Mat wk, wv; // (kv_dim, dim)
+    Mat wq;             // (q_dim, dim)
+    Mat wk, wv;         // (kv_dim, dim)
     // (1, q_dim), (1, kv_dim), (1, kv_dim) F32; data is NULL if the model has no biases
     Mat bq, bk, bv;
     // (1, head_dim) F32; data is NULL if the model has no norms of queries and keys
     Mat q_norm, k_norm;
-    Mat wo; // (dim, q_dim)
+    Mat wo;       // (dim, q_dim)
     Mat ffn_norm; // (1, dim) F32
-    Mat w1, w3; // (hidden_dim, dim): gate, up
-    Mat w2; // (dim, hidden_dim): down
+    Mat w1, w3;   // (hidden_dim, dim): gate, up
+    Mat w2;       // (dim, hidden_dim): down
 } Layer;
 
 typedef struct {
     Mat token_embedding; // (vocab_size, dim)
-    Layer *layers; // (n_layers,)
-    Mat norm; // (1, dim) F32
-    Mat output; // (vocab_size, dim); the same as token_embedding if the two are tied
+    Layer *layers;       // (n_layers,)
+    Mat norm;            // (1, dim) F32
+    Mat output;          // (vocab_size, dim); the same as token_embedding if the two are tied
     // (1, head_dim / 2) F32: divisors of the frequencies; data is NULL if the file has none
     Mat rope_factors;
     // (head_dim / 2,) of RoPE: radians that a pair turns from one position to the next
@@ -126,10 +126,10 @@ typedef struct {
     Config config;
     Weights weights;
     const uint8_t *data; // GGUF: the data of all tensors, up to the end of the file
-    size_t data_size; // bytes
+    size_t data_size;    // bytes
     const uint8_t *list; // GGUF: the list of names, shapes, types and offsets of the tensors
-    size_t list_size; // bytes
-    bool mapped; // the weights are in a mapped file, so pages that are dropped are read again
+    size_t list_size;    // bytes
+    bool mapped;  // the weights are in a mapped file, so pages that are dropped are read again
     bool no_copy; // the CPU backend must not copy weights: processes share the pages of the file
     // bits of a number in the KV cache of the CPU: 32, 16 or 8; 0: 16 if the weights are quantised,
     // else 32
@@ -184,10 +184,6 @@ struct Backend {
 // Opens the CPU backend with a KV cache for `positions` tokens and n_threads threads. Returns NULL,
 // or the error.
 const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
-
-// Asks the system to keep n bytes, allocated or mapped from a file, in large pages if it supports
-// them.
-void llamac_use_large_pages(const void *p, size_t n);
 
 // Opens the GPU backend with a KV cache for `positions` tokens, and moves the weights to its
 // memory. Returns NULL, or the error: a constant, or the text in the last argument. The weights are

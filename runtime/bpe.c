@@ -20,7 +20,7 @@ struct BytePairs {
     PreTokenizer pre;
     Pair *pairs; // hash table of 1 << bits slots
     int bits;
-    int steps; // max distance of a pair from its slot
+    int steps;   // max distance of a pair from its slot
     int longest; // max bytes of a token
 };
 
@@ -41,10 +41,8 @@ static int byte_of_letter(const char *s, int n, int *length) {
     const unsigned char *u = (const unsigned char *)s;
     int letter = u[0];
     *length = u[0] < 0x80 ? 1 : 2;
-    if (u[0] >= 0x80)
-        letter = u[0] >= 0xc2 && u[0] <= 0xc5 && n > 1 && (u[1] & 0xc0) == 0x80
-                     ? (u[0] & 31) << 6 | (u[1] & 63)
-                     : 0;
+    bool two = u[0] >= 0xc2 && u[0] <= 0xc5 && n > 1 && (u[1] & 0xc0) == 0x80;
+    if (u[0] >= 0x80) letter = two ? (u[0] & 31) << 6 | (u[1] & 63) : 0;
     int byte = letter < 0x100    ? letter
                : letter <= 0x120 ? letter - 0x100
                : letter <= 0x142 ? letter - 0x121 + 0x7f
@@ -117,7 +115,7 @@ static bool read_merge(const Tokenizer *t, String s, int rank, Text *text, Error
     Pair pair = {llamac_token_of(t, s.s, (int)left), llamac_token_of(t, space + 1, (int)right),
                  llamac_token_of(t, text->s, (int)text->n), rank};
     CHECK(pair.left >= 0 && pair.right >= 0 && pair.merged >= 0, "merge %d, '%.*s': %s is no token",
-          rank, (int)(s.n < 80 ? s.n : 80), s.s,
+          rank, SHOWN(s, 80),
           pair.left < 0    ? "the first"
           : pair.right < 0 ? "the second"
                            : "the whole");
@@ -149,7 +147,7 @@ bool llamac_byte_level(Tokenizer *t, const Value *v, Error *e) {
     while (kind < N_PRE_TOKENIZERS && !equals(pre, pre_tokenizers[kind])) kind++;
     CHECK(kind < N_PRE_TOKENIZERS,
           "the pre-tokenizer is '%.*s', expected gpt-2, llama-bpe, qwen2 or smollm",
-          (int)(pre.n < 40 ? pre.n : 40), pre.s);
+          SHOWN(pre, 40));
     TRY(llamac_get_int(v, EOS_ID, NAN, &t->eos, e));
     TRY(llamac_get_int(v, BOS_ID, t->eos, &t->bos,
                        e)); // Qwen has no BOS: its EOS separates texts
@@ -302,9 +300,9 @@ typedef struct {
     Heap merges;
     char *letters; // (2 capacity,) of a word
     int *tokens, n_tokens;
-} Encoder;
+} WordEncoder;
 
-static bool make_room(Encoder *w, size_t n) {
+static bool make_room(WordEncoder *w, size_t n) {
     if (n <= w->capacity) return true;
     n += n / 2 + 64;
     void *links = resize(w->links, n, sizeof *w->links);
@@ -316,7 +314,7 @@ static bool make_room(Encoder *w, size_t n) {
 }
 
 // Adds the merge of a link with the next one to the heap, if they merge.
-static void note_merge(Encoder *w, int left) {
+static void note_pair(WordEncoder *w, int left) {
     Link *link = &w->links[left];
     const Pair *pair =
         link->next < 0 ? NULL : find_pair(w->t->byte_pairs, link->id, w->links[link->next].id);
@@ -326,7 +324,7 @@ static void note_merge(Encoder *w, int left) {
     push(&w->merges, (uint64_t)pair->rank << 32 | (uint32_t)left);
 }
 
-static void merge_links(Encoder *w) {
+static void merge_links(WordEncoder *w) {
     while (w->merges.n) {
         uint64_t merge = pop(&w->merges);
         int left = (int)(uint32_t)merge;
@@ -336,13 +334,13 @@ static void merge_links(Encoder *w) {
         gone->rank = -1;
         link->id = link->merged, link->next = gone->next;
         if (link->next >= 0) w->links[link->next].previous = left;
-        note_merge(w, left);
-        if (link->previous >= 0) note_merge(w, link->previous);
+        note_pair(w, left);
+        if (link->previous >= 0) note_pair(w, link->previous);
     }
 }
 
 // The token of a whole word, or -1.
-static int whole_word(Encoder *w, const char *s, size_t n) {
+static int whole_word(WordEncoder *w, const char *s, size_t n) {
     int length = 0;
     if (n > (size_t)w->t->byte_pairs->longest) return -1;
     for (size_t i = 0; i < n; i++) length += write_letter((unsigned char)s[i], w->letters + length);
@@ -351,7 +349,7 @@ static int whole_word(Encoder *w, const char *s, size_t n) {
 }
 
 // Appends the tokens of a word. Returns false if there is not enough memory. Takes time O(n log n).
-static bool encode_word(Encoder *w, const char *s, size_t n) {
+static bool encode_word(WordEncoder *w, const char *s, size_t n) {
     if (!make_room(w, n)) return false;
     int count = 0, whole = w->t->byte_pairs->pre == PRE_LLAMA_BPE ? whole_word(w, s, n) : -1;
     if (whole >= 0) return w->tokens[w->n_tokens++] = whole, true;
@@ -362,7 +360,7 @@ static bool encode_word(Encoder *w, const char *s, size_t n) {
     }
     if (!count) return true;
     w->links[count - 1].next = -1;
-    for (int i = 0; i < count; i++) note_merge(w, i);
+    for (int i = 0; i < count; i++) note_pair(w, i);
     merge_links(w);
     for (int i = 0; i >= 0; i = w->links[i].next) w->tokens[w->n_tokens++] = w->links[i].id;
     return !w->merges.failed;
@@ -383,7 +381,7 @@ static Text clean(const char *s, size_t n) {
 }
 
 // Encodes user-defined tokens as they are, and splits the text between them into words.
-static bool encode_words(Encoder *w, const char *s, size_t n) {
+static bool encode_words(WordEncoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     for (size_t start = 0, end = 0; start < n;) {
         int symbol = -1;
@@ -403,7 +401,7 @@ static bool encode_words(Encoder *w, const char *s, size_t n) {
 
 int *llamac_encode_bytes(const Tokenizer *t, const char *s, size_t n, bool bos, int *n_tokens) {
     Text text = clean(s, n);
-    Encoder w = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
+    WordEncoder w = {.t = t, .tokens = resize(NULL, text.n + 1, sizeof(int))};
     bool ok = !text.failed && w.tokens;
     if (ok && bos) w.tokens[w.n_tokens++] = t->bos;
     ok = ok && encode_words(&w, text.s, text.n);

@@ -81,6 +81,9 @@ typedef struct {
     size_t n;
 } String;
 
+// The first `max` bytes of a string, for %.*s.
+#define SHOWN(string, max) (int)((string).n < (max) ? (string).n : (max)), (string).s
+
 // Returns the next n bytes. Past the end, returns NULL and sets `failed`.
 static inline const uint8_t *take(Reader *r, uint64_t n) {
     if (n > r->size - r->at) {

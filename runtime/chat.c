@@ -9,18 +9,18 @@
 
 struct Template {
     const char *name;
-    const char *marks[3]; // markers: texts that are one token each if the vocabulary has them
-    const char *signs[4]; // every Jinja source of this template contains all of these
+    const char *marks[3];  // markers: texts that are one token each if the vocabulary has them
+    const char *signs[4];  // every Jinja source of this template contains all of these
     const char *others[4]; // and none of these, which are markers of similar templates
-    const char *stop; // the marker that ends an answer, or NULL: only EOS does
-    const char *begin; // before the first turn, or NULL: BOS if the vocabulary wants it
-    const char *open;                        // of every turn
-    const char *system_open, *system_close;  // around the system prompt, in the first turn only
-    const char *user_open, *user_close;      // around the words of the user
-    const char *answer_open, *answer_end;    // around the words of an answer
-    const char *answer_close; // before every turn but the first
-    bool strip; // remove white space around the words
-    bool system_apart; // strip system prompt and words separately, else as one text
+    const char *stop;      // the marker that ends an answer, or NULL: only EOS does
+    const char *begin;     // before the first turn, or NULL: BOS if the vocabulary wants it
+    const char *open;      // of every turn
+    const char *system_open, *system_close; // around the system prompt, in the first turn only
+    const char *user_open, *user_close;     // around the words of the user
+    const char *answer_open, *answer_end;   // around the words of an answer
+    const char *answer_close;               // before every turn but the first
+    bool strip;                             // remove white space around the words
+    bool system_apart;   // strip system prompt and words separately, else as one text
     bool eos_after_user; // EOS follows the user's words
 };
 
@@ -286,9 +286,8 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
     CHECK(f,
           "%s%.*s%s; known are chatml, llama3, zephyr and llama2: name the one it was trained "
           "with, such as --template=%s",
-          text.n ? "its chat template '" : "it has no chat template",
-          (int)(text.n < 60 ? text.n : 60), text.s, text.n ? "...' is unknown" : "",
-          nearest ? nearest->name : "chatml");
+          text.n ? "its chat template '" : "it has no chat template", SHOWN(text, 60),
+          text.n ? "...' is unknown" : "", nearest ? nearest->name : "chatml");
     TRY(claim_marks(&m->tokenizer, f, e));
     m->chat = f;
     m->stop = f->stop ? control_token(&m->tokenizer, f->stop) : -1;

@@ -153,7 +153,7 @@ static bool check_other_key(String key, Value v, const char *architecture, Error
             return true;
         }
     return fail(e, "metadata key '%.*s' is unknown, and may change what the model computes",
-                (int)(key.n < 80 ? key.n : 80), key.s);
+                SHOWN(key, 80));
 }
 
 static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
@@ -188,8 +188,7 @@ static bool find_architecture(Reader r, uint64_t count, const char **name, Error
     int architecture = llamac_architecture(values);
     found = llamac_get_string(values, ARCHITECTURE);
     CHECK(architecture < N_ARCHITECTURES,
-          "the architecture is '%.*s', expected llama, qwen2 or qwen3",
-          (int)(found.n < 40 ? found.n : 40), found.s);
+          "the architecture is '%.*s', expected llama, qwen2 or qwen3", SHOWN(found, 40));
     *name = llamac_architectures[architecture];
     return true;
 }

@@ -1,8 +1,5 @@
 // Sessions: the forward pass over a backend, and the sampler.
-#define _GNU_SOURCE 1 // for sched_getaffinity
 #include <math.h>
-#include <sched.h>
-#include <unistd.h>
 #include "cpu/kernels.h"
 #include "model.h"
 
@@ -15,18 +12,18 @@ struct llamac_session {
     Model model; // weights as in the file, or as moved by the backend
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
-    int chunk; // max tokens of one call of the backend
-    int positions; // room of the KV cache
+    int chunk;              // max tokens of one call of the backend
+    int positions;          // room of the KV cache
     int n_threads;
-    bool all; // keep the logits of all tokens
-    bool told; // the caller may read the logits, not only the sampler
-    float *x; // (chunk, dim) residual stream, in the backend's memory
-    float *y; // (chunk, q_dim) output of attention, likewise
+    bool all_logits;      // keep the logits of all tokens
+    bool logits_visible;  // the caller may read the logits, not only the sampler
+    float *x;             // (chunk, dim) residual stream, in the backend's memory
+    float *attention_out; // (chunk, q_dim) output of attention, likewise
     // (1 or chunk, vocab_size) in host memory; NULL: they stay with the backend, which samples
     float *logits;
-    int rows; // of the logits of the last call
-    int filled; // positions that have keys and values
-    float *probabilities; // (vocab_size,) for the sampler
+    int rows;              // of the logits of the last call
+    int filled;            // positions that have keys and values
+    float *probabilities;  // (vocab_size,) for the sampler
     Candidate *candidates; // (vocab_size,) for the sampler
     Error note;
 };
@@ -46,19 +43,19 @@ static void compute(const llamac_session *s, const int *tokens, int T, int pos) 
     for (int l = 0; l < m->config.n_layers; l++) {
         const Layer *layer = &w->layers[l];
 
-        b->attention(b, l, layer, s->y, s->x, pos, T);
-        b->add_product(b, s->x, &layer->wo, s->y, T);
+        b->attention(b, l, layer, s->attention_out, s->x, pos, T);
+        b->add_product(b, s->x, &layer->wo, s->attention_out, T);
         b->feed_forward(b, layer, s->x, T);
     }
-    const float *last = s->all ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
-    b->logits(b, s->logits, &w->norm, &w->output, last, s->all ? T : 1);
+    const float *last = s->all_logits ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
+    b->logits(b, s->logits, &w->norm, &w->output, last, s->all_logits ? T : 1);
 }
 
 static void forward(llamac_session *s, const int *tokens, int T, int pos) {
     Backend *b = s->backend;
-    if (!b->begin || b->begin(b, tokens, T, pos, s->all)) compute(s, tokens, T, pos);
+    if (!b->begin || b->begin(b, tokens, T, pos, s->all_logits)) compute(s, tokens, T, pos);
     if (b->end) b->end(b);
-    s->rows = s->all ? T : 1;
+    s->rows = s->all_logits ? T : 1;
 }
 
 bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error *e) {
@@ -70,8 +67,8 @@ bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error 
           "tokens at position %d, but only %d positions are filled; expected position 0 to %d", pos,
           s->filled, s->filled);
     CHECK(tokens, "%d tokens at NULL, expected an array", n);
-    CHECK(!s->all || n <= s->chunk, "%d tokens, but one call leaves the logits of %d at most", n,
-          s->chunk);
+    CHECK(!s->all_logits || n <= s->chunk,
+          "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
     for (int i = 0; i < n; i++)
         CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d",
               tokens[i], vocab_size);
@@ -83,7 +80,7 @@ bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error 
 }
 
 const float *llamac_logits(const llamac_session *s) {
-    return s && s->told && s->rows ? s->logits : NULL;
+    return s && s->logits_visible && s->rows ? s->logits : NULL;
 }
 
 // ----------------------------------------------------------------------------
@@ -99,69 +96,24 @@ const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
 }
 #endif
 
-#ifdef __linux__
-// Whether a processor shares its core with a usable processor of a smaller number.
-static bool shares_core(int processor, const cpu_set_t *allowed) {
-    char path[80];
-    int first, last, n;
-    bool shares = false;
-    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
-             processor);
-    FILE *file = fopen(path, "r"); // such as 0-1 or 0,64
-    while (file && (n = fscanf(file, "%d-%d", &first, &last)) > 0) {
-        for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++)
-            shares |= CPU_ISSET(i, allowed) != 0;
-        if (getc(file) != ',') break;
-    }
-    if (file) fclose(file);
-    return shares;
-}
-
-// Cores that the process may use. A second processor of a core would only wait for the same units.
-static long usable_cores(void) {
-    cpu_set_t allowed;
-    if (sched_getaffinity(0, sizeof allowed, &allowed)) return sysconf(_SC_NPROCESSORS_ONLN);
-    long cores = CPU_COUNT(&allowed);
-    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
-    bool shared = file && getc(file) == '1';
-    if (file) fclose(file);
-    for (int i = 0; shared && i < CPU_SETSIZE; i++)
-        cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
-    return cores;
-}
-#else
-static long usable_cores(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
-#endif
-
-// One thread for each usable core, at most 64. The CPU quota of a container may be smaller than its
-// number of processors.
-static int default_threads(void) {
-    long processors = usable_cores(), quota = 0, period = 0;
-    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
-    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0
-        && quota / period < processors)
-        processors = quota / period;
-    if (file) fclose(file);
-    return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
-}
-
 // Opens the backend and allocates the activations. On failure, nothing is left open.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
-    Error told;
+    Error gpu_error;
     CHECK(!gpu || !m->kv_bits, "GPUs choose the KV cache's type themselves: 16 bits, or 32 of "
                                "float32 models; leave --kv out");
-    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &told)
+    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &gpu_error)
                             : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
-    bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose;
-    bool ok =
-        (s->x = b->alloc(b, T * m->config.dim)) && (s->y = b->alloc(b, T * m->config.q_dim))
-        && (!here
-            || (s->logits = resize(NULL, (s->all ? T : 1) * m->config.vocab_size, sizeof(float))));
-    if (!ok) b->close(b), s->backend = NULL;
+    bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose; // logits are needed in host memory
+    s->x = b->alloc(b, T * m->config.dim);
+    s->attention_out = b->alloc(b, T * m->config.q_dim);
+    if (here)
+        s->logits = resize(NULL, (s->all_logits ? T : 1) * m->config.vocab_size, sizeof(float));
+    bool ok = s->x && s->attention_out && (s->logits || !here);
+    if (!ok) b->close(b), free(s->logits), s->backend = NULL, s->logits = NULL;
     CHECK(ok, "not enough memory for the activations");
     return true;
 }
@@ -187,8 +139,9 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
           (int)o->logits);
     CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
     s->positions = o->positions ? o->positions : c->seq_len;
-    s->n_threads = o->n_threads > 0 ? o->n_threads : default_threads();
-    s->all = o->logits == LLAMAC_ALL_LOGITS, s->told = o->logits != LLAMAC_SAMPLE_ONLY;
+    s->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
+    s->all_logits = o->logits == LLAMAC_ALL_LOGITS,
+    s->logits_visible = o->logits != LLAMAC_SAMPLE_ONLY;
     const Kernels *kernels = llamac_choose_kernels();
     s->kernels = kernels ? kernels : &llamac_reference;
     s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
@@ -216,8 +169,8 @@ int llamac_threads(const llamac_session *s) { return s ? s->n_threads : 0; }
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
     if (!model) return fail(e, no_model), NULL;
     llamac_session *s = calloc(1, sizeof *s);
-    Layer *layers = resize(NULL, model->weights.config.n_layers,
-                           sizeof *layers); // a copy, because backends move weights
+    // a copy, because backends move weights
+    Layer *layers = resize(NULL, model->weights.config.n_layers, sizeof *layers);
     if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
     memcpy(layers, model->weights.weights.layers, model->weights.config.n_layers * sizeof *layers);
     s->model = model->weights;
@@ -261,14 +214,14 @@ static float random_float(llamac_sampler *s) {
 // with the largest number first, so only that part is searched again.
 static int argmax(const Kernels *k, const float *x, int n) {
     enum { PART = 1024 };
-    float most = -INFINITY;
+    float max = -INFINITY;
     int best = 0;
     for (int i = 0; i < n; i += PART) {
         float largest = k->largest(x + i, n - i < PART ? n - i : PART);
         if (isnan(largest)) return -1;
-        if (largest > most) most = largest, best = i;
+        if (largest > max) max = largest, best = i;
     }
-    while (x[best] != most) best++;
+    while (x[best] != max) best++;
     return best;
 }
 
@@ -321,15 +274,15 @@ static bool is_greedy(const llamac_sampler *s) {
 }
 
 // Samples from logits (vocab_size,) in host memory.
-static int sample(const llamac_session *s, llamac_sampler *how, const float *logits) {
+static int sample(const llamac_session *s, llamac_sampler *sampler, const float *logits) {
     int n = s->model.config.vocab_size, best = argmax(s->kernels, logits, n);
-    if (best < 0 || is_greedy(how)) return best;
+    if (best < 0 || is_greedy(sampler)) return best;
     float *p = s->probabilities, cdf = 0;
     memcpy(p, logits, n * sizeof *p);
-    float sum = s->kernels->exponentials(p, logits[best], 1 / how->temperature, n);
+    float sum = s->kernels->exponentials(p, logits[best], 1 / sampler->temperature, n);
     for (int i = 0; i < n; i++) p[i] /= sum;
-    float coin = random_float(how);
-    if (how->topp > 0 && how->topp < 1) return sample_topp(s, p, how->topp, coin);
+    float coin = random_float(sampler);
+    if (sampler->topp > 0 && sampler->topp < 1) return sample_topp(s, p, sampler->topp, coin);
     for (int i = 0; i < n; i++) {
         cdf += p[i];
         if (coin < cdf) return i;
@@ -337,19 +290,19 @@ static int sample(const llamac_session *s, llamac_sampler *how, const float *log
     return n - 1;
 }
 
-int llamac_sample(llamac_session *s, llamac_sampler *how, Error *e) {
-    if (!s || !how) return fail(e, s ? "the sampler is NULL" : no_session), -1;
+int llamac_sample(llamac_session *s, llamac_sampler *sampler, Error *e) {
+    if (!s || !sampler) return fail(e, s ? "the sampler is NULL" : no_session), -1;
     Backend *b = s->backend;
     int next;
     if (!s->rows) return fail(e, "nothing has gone through llamac_forward"), -1;
-    if (!(how->temperature >= 0))
-        return fail(e, "the temperature is %g, expected 0 or more", how->temperature), -1;
-    if (!(how->topp >= 0 && how->topp <= 1))
-        return fail(e, "top-p is %g, expected 0 to 1", how->topp), -1;
+    if (!(sampler->temperature >= 0))
+        return fail(e, "the temperature is %g, expected 0 or more", sampler->temperature), -1;
+    if (!(sampler->topp >= 0 && sampler->topp <= 1))
+        return fail(e, "top-p is %g, expected 0 to 1", sampler->topp), -1;
     if (s->logits)
-        next = sample(s, how, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
-    else if (is_greedy(how)) next = b->choose(b, 0, 0, 0);
-    else next = b->choose(b, how->temperature, how->topp, random_float(how));
+        next = sample(s, sampler, s->logits + (size_t)(s->rows - 1) * s->model.config.vocab_size);
+    else if (is_greedy(sampler)) next = b->choose(b, 0, 0, 0);
+    else next = b->choose(b, sampler->temperature, sampler->topp, random_float(sampler));
     if (next < 0) fail(e, not_finite);
     return next;
 }
@@ -358,8 +311,8 @@ bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
     CHECK(s, no_session);
     CHECK(nll, "the place for the result is NULL");
     int n = s->model.config.vocab_size;
-    CHECK(s->told && row >= 0 && row < s->rows, "there are no logits %d: the last call left %d",
-          row, s->told ? s->rows : 0);
+    CHECK(s->logits_visible && row >= 0 && row < s->rows,
+          "there are no logits %d: the last call left %d", row, s->logits_visible ? s->rows : 0);
     CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
     const float *logits = s->logits + (size_t)row * n;
     float largest = s->kernels->largest(logits, n);

@@ -66,7 +66,7 @@ typedef struct {
     bool has_tokenizer;
     bool add_bos; // texts begin with the token `bos`
     int bos, eos; // tokens that begin and end a text; -1: the tokenizer has none
-    int eot; // token that ends an answer; -1: the tokenizer has none
+    int eot;      // token that ends an answer; -1: the tokenizer has none
 } llamac_info;
 
 LLAMAC_API llamac_info llamac_describe(const llamac_model *);
@@ -115,7 +115,7 @@ LLAMAC_API void llamac_free(void *);
 typedef enum {
     LLAMAC_SAMPLE_ONLY, // for llamac_sample only; a GPU keeps the logits in its memory
     LLAMAC_LAST_LOGITS, // llamac_logits has those of the last token of a call
-    LLAMAC_ALL_LOGITS, // of all tokens of a call, which has at most llamac_chunk tokens then
+    LLAMAC_ALL_LOGITS,  // of all tokens of a call, which has at most llamac_chunk tokens then
 } llamac_logits_kept;
 
 typedef struct {

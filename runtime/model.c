@@ -1,14 +1,8 @@
 // Model files: GGUF and llama2.c's formats. A loader is a pure function of the bytes of a file: it
 // fills a struct that points into them, or returns an error. It checks everything before it uses
 // it, and allocates only after all sizes are known.
-#define _DEFAULT_SOURCE 1 // POSIX beside C11
-#include <errno.h>
-#include <fcntl.h>
 #include <limits.h>
 #include <math.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 #include "model.h"
 
 enum {
@@ -97,33 +91,33 @@ static uint64_t bytes_of(const Mat *m) {
     return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
 }
 
-enum { MOST_LAYERS = 1 << 12, MOST_HEAD_DIM = 1 << 13, MOST_Q_DIM = 1 << 22 };
+enum { MAX_LAYERS = 1 << 12, MAX_HEAD_DIM = 1 << 13, MAX_Q_DIM = 1 << 22 };
 
 // The limits keep every product of sizes below 2^63, with room for a factor of the max number of
 // layers. A head_dim of 0 means dim / n_heads.
 static bool check_config(Config *c, Error *e) {
     const struct {
         const char *name;
-        int value, most;
+        int value, max;
     } sizes[] = {
         {"dim", c->dim, 1 << 20},
         {"hidden_dim", c->hidden_dim, 1 << 22},
-        {"n_layers", c->n_layers, MOST_LAYERS},
+        {"n_layers", c->n_layers, MAX_LAYERS},
         {"n_heads", c->n_heads, c->dim},
         {"n_kv_heads", c->n_kv_heads, c->n_heads},
         {"vocab_size", c->vocab_size, 1 << 24},
         {"seq_len", c->seq_len, 1 << 24},
     };
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].most, "%s is %d, expected 1 to %d",
-              sizes[i].name, sizes[i].value, sizes[i].most);
+        CHECK(sizes[i].value >= 1 && sizes[i].value <= sizes[i].max, "%s is %d, expected 1 to %d",
+              sizes[i].name, sizes[i].value, sizes[i].max);
     CHECK(c->head_dim || c->dim % c->n_heads == 0, "dim %d is not a multiple of n_heads %d", c->dim,
           c->n_heads);
     if (!c->head_dim) c->head_dim = c->dim / c->n_heads;
     CHECK(c->head_dim % 2 == 0, "the head size %d is odd, RoPE needs pairs", c->head_dim);
-    CHECK(c->head_dim <= MOST_HEAD_DIM && c->n_heads <= MOST_Q_DIM / c->head_dim,
+    CHECK(c->head_dim <= MAX_HEAD_DIM && c->n_heads <= MAX_Q_DIM / c->head_dim,
           "%d heads of %d numbers are too wide, expected up to %d numbers a head and %d in all",
-          c->n_heads, c->head_dim, MOST_HEAD_DIM, MOST_Q_DIM);
+          c->n_heads, c->head_dim, MAX_HEAD_DIM, MAX_Q_DIM);
     CHECK(c->n_heads % c->n_kv_heads == 0, "n_heads %d is not a multiple of n_kv_heads %d",
           c->n_heads, c->n_kv_heads);
     CHECK(c->norm_eps >= 0 && c->norm_eps < 1, "norm_eps is %g, expected 0 to 1", c->norm_eps);
@@ -134,7 +128,7 @@ static bool check_config(Config *c, Error *e) {
 
 // The parameters of RoPE's frequencies.
 typedef struct {
-    double theta; // pair i turns by theta^(-2i / head_dim) radians for each position
+    double theta;  // pair i turns by theta^(-2i / head_dim) radians for each position
     double factor; // divisor of positions
     // YaRN: context of the training, before it was stretched by the factor; 0: not YaRN
     int context;
@@ -145,8 +139,8 @@ typedef struct {
 // between falls linearly with their index.
 static double stretch_of(const Rope *r, int head_dim, int i) {
     double turns = head_dim / (2 * log(r->theta)), once = log(r->context / (2 * acos(-1)));
-    double first = fmax(0, floor(turns * (once - log(32)))),
-           last = fmin(head_dim - 1, ceil(turns * once));
+    double first = fmax(0, floor(turns * (once - log(32))));
+    double last = fmin(head_dim - 1, ceil(turns * once));
     return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
 }
 
@@ -187,8 +181,8 @@ static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version
                         bool tied) {
     for (int i = 0; i < N_LLAMA2C; i++) {
         int tensor = version ? order_v1[i] : i;
-        Mat mat =
-            shape_of(&m->config, tensor, version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32);
+        Type type = version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32;
+        Mat mat = shape_of(&m->config, tensor, type);
         mat.group = mat.type == INT8_GROUPS ? group : 0;
         // skip tables of cosines and sines
         if (tensor == OUTPUT && version == 0)
@@ -267,8 +261,8 @@ static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
           llamac_key(values, SCALING_FACTOR).s, factor, llamac_key(values, SCALE_LINEAR).s, scale);
     bool none = equals(scaling, "none"), yarn = equals(scaling, "yarn");
     CHECK(!scaling.n || none || yarn || equals(scaling, "linear"),
-          "RoPE scaling '%.*s' is not supported, only linear and yarn (%s)",
-          (int)(scaling.n < 40 ? scaling.n : 40), scaling.s, llamac_key(values, SCALING_TYPE).s);
+          "RoPE scaling '%.*s' is not supported, only linear and yarn (%s)", SHOWN(scaling, 40),
+          llamac_key(values, SCALING_TYPE).s);
     TRY(llamac_get_int(values, SCALING_CONTEXT, seq_len, &context, e));
     CHECK(!yarn || context > 0, "%s is %d, expected 1 or more",
           llamac_key(values, SCALING_CONTEXT).s, context);
@@ -359,21 +353,21 @@ const char *llamac_type_name(uint32_t type, char text[12]) {
 // Reads the list of tensors. Each must be known and appear once, and no required tensor may be
 // missing.
 static bool check_list(Reader *r, const Config *c, int architecture, uint64_t count, Error *e) {
-    bool seen[MOST_LAYERS][N_TENSORS] = {0};
+    bool seen[MAX_LAYERS][N_TENSORS] = {0};
     char text[32];
     for (uint64_t i = 0; i < count; i++) {
         String name = take_string(r);
         uint32_t n_dims = take_u32(r);
-        int shown = name.n < 64 ? (int)name.n : 64, layer, tensor = find_tensor(name, c, &layer);
+        int layer, tensor = find_tensor(name, c, &layer);
         CHECK(r->failed || (n_dims >= 1 && n_dims <= 4),
-              "tensor '%.*s' has %u dimensions, expected 1 to 4", shown, name.s, n_dims);
+              "tensor '%.*s' has %u dimensions, expected 1 to 4", SHOWN(name, 64), n_dims);
         take(r, 8 * (uint64_t)n_dims);
         const char *type = llamac_type_name(take_u32(r), text);
         take_u64(r);
         CHECK(!r->failed, "the list of tensors is cut off");
         CHECK(is_known(tensor, architecture),
-              "tensor '%.*s' (%s) is no part of the model described", shown, name.s, type);
-        CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", shown, name.s, type);
+              "tensor '%.*s' (%s) is no part of the model described", SHOWN(name, 64), type);
+        CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", SHOWN(name, 64), type);
         seen[layer][tensor] = true;
     }
     for (int layer = 0; layer < c->n_layers; layer++)
@@ -399,24 +393,23 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     uint32_t type = take_u32(r);
     uint64_t offset = take_u64(r);
     char text[12];
-    int shown = name.n < 64 ? (int)name.n : 64, layer,
-        tensor = find_tensor(name, &m->config, &layer);
+    int layer, tensor = find_tensor(name, &m->config, &layer);
     BlockSize block = block_size(type);
     CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s",
-          shown, name.s, llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
+          SHOWN(name, 64), llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
     Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1
               && dims[3] == 1,
-          "tensor %.*s is %llu x %llu, expected %d x %d", shown, name.s,
+          "tensor %.*s is %llu x %llu, expected %d x %d", SHOWN(name, 64),
           (unsigned long long)dims[1], (unsigned long long)dims[0], mat.rows, mat.cols);
     CHECK(mat.cols % block.numbers == 0,
-          "tensor %.*s: rows of %d numbers do not split into blocks of %d", shown, name.s, mat.cols,
-          block.numbers);
+          "tensor %.*s: rows of %d numbers do not split into blocks of %d", SHOWN(name, 64),
+          mat.cols, block.numbers);
     uint64_t expected = (*end + alignment - 1) / alignment * alignment;
-    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", shown, name.s,
+    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", SHOWN(name, 64),
           (unsigned long long)offset, (unsigned long long)expected);
     *end = offset + bytes_of(&mat);
-    CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", shown, name.s);
+    CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", SHOWN(name, 64));
     mat.data = m->data + offset;
     *place = mat;
     return true;
@@ -503,10 +496,11 @@ static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
     for (int i = 0; i < 16; i++)
         w[i] = (uint32_t)block[4 * i] << 24 | block[4 * i + 1] << 16 | block[4 * i + 2] << 8
                | block[4 * i + 3];
-    for (int i = 16; i < 64; i++)
-        w[i] =
-            w[i - 16] + (rotate_right(w[i - 15], 7) ^ rotate_right(w[i - 15], 18) ^ w[i - 15] >> 3)
-            + w[i - 7] + (rotate_right(w[i - 2], 17) ^ rotate_right(w[i - 2], 19) ^ w[i - 2] >> 10);
+    for (int i = 16; i < 64; i++) {
+        uint32_t a = w[i - 15], b = w[i - 2];
+        w[i] = w[i - 16] + (rotate_right(a, 7) ^ rotate_right(a, 18) ^ a >> 3) + w[i - 7]
+               + (rotate_right(b, 17) ^ rotate_right(b, 19) ^ b >> 10);
+    }
     memcpy(h, state, sizeof h);
     for (int i = 0; i < 64; i++) {
         uint32_t a = h[0], e = h[4];
@@ -604,34 +598,7 @@ static bool refuse_zeros(const Model *m, Error *e) {
 // Opening and closing
 
 bool llamac_name_file(const char *path, Error *e) {
-    return e && *path ? fail(e, "%.*s: %s", MAX_PATH, path, e->text) : false;
-}
-
-static bool map_file(const char *path, File *mapped, Error *e) {
-    CHECK(path, "the path is NULL");
-    CHECK(*path, "the path is empty");
-    int file = open(path, O_RDONLY | O_NONBLOCK); // a pipe is refused instead of waited for
-    struct stat info;
-    CHECK(file >= 0 || errno != ENOENT, "no such file");
-    CHECK(file >= 0, "%s", strerror(errno));
-    bool ok = fstat(file, &info) == 0;
-    if (!ok) fail(e, "%s", strerror(errno));
-    else if (!(ok = S_ISREG(info.st_mode))) fail(e, "not a regular file");
-    else if (!(ok = info.st_size > 0)) fail(e, "the file is empty");
-    void *bytes = ok ? mmap(NULL, info.st_size, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
-    if (bytes == MAP_FAILED) ok = fail(e, "%s", strerror(errno));
-    close(file);
-    if (!ok) return false;
-    *mapped = (File){bytes, info.st_size};
-    llamac_use_large_pages(
-        bytes,
-        info.st_size); // pages read from disk stay in large pages for later processes
-    return true;
-}
-
-static void unmap(File *file) {
-    if (file->bytes) munmap((void *)file->bytes, file->size);
-    *file = (File){0};
+    return e && *path ? fail(e, "%.*s: %s", MAX_SHOWN_PATH, path, e->text) : false;
 }
 
 llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Error *e) {
@@ -651,9 +618,9 @@ llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Erro
 
 llamac_model *llamac_open(const char *path, int flags, Error *e) {
     File file;
-    if (!map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
+    if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
     llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
-    if (!m) return unmap(&file), llamac_name_file(path, e), NULL;
+    if (!m) return llamac_unmap(&file), llamac_name_file(path, e), NULL;
     m->file = file, m->weights.mapped = true;
     snprintf(m->path, sizeof m->path, "%s", path);
     return m;
@@ -663,14 +630,14 @@ bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
     File file;
     Tokenizer t = {0};
     CHECK(m, no_model);
-    if (!map_file(path, &file, e)) return llamac_name_file(path ? path : "", e);
+    if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e);
     if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->weights.config.vocab_size, e)) {
         llamac_free_tokenizer(&t);
-        unmap(&file);
+        llamac_unmap(&file);
         return llamac_name_file(path, e);
     }
     llamac_free_tokenizer(&m->tokenizer);
-    unmap(&m->tokenizer_file);
+    llamac_unmap(&m->tokenizer_file);
     m->tokenizer = t, m->tokenizer_file = file, m->chat = NULL, m->stop = -1;
     return true;
 }
@@ -680,8 +647,8 @@ void llamac_close(llamac_model *m) {
     llamac_free_tokenizer(&m->tokenizer);
     free(m->weights.weights.layers);
     free(m->weights.weights.frequencies);
-    unmap(&m->tokenizer_file);
-    unmap(&m->file);
+    llamac_unmap(&m->tokenizer_file);
+    llamac_unmap(&m->file);
     free(m);
 }
 

@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "bytes.h"
+#include "os.h"
 
 _Static_assert(sizeof(size_t) == 8,
                "sizes of models are counted in 64 bits; 32-bit systems cannot run them");
@@ -64,9 +65,9 @@ enum {
 
 typedef struct {
     bool present, is_array;
-    uint32_t kind; // type of the value, or of the elements of an array
+    uint32_t kind;  // type of the value, or of the elements of an array
     uint64_t count; // 1, or the length of the array
-    Reader data; // positioned at the value
+    Reader data;    // positioned at the value
 } Value;
 
 // The architecture in the metadata; N_ARCHITECTURES if it is missing or unknown.
@@ -109,22 +110,22 @@ typedef struct BytePairs BytePairs; // bpe.c
 typedef struct {
     Piece *pieces; // (vocab_size,); their texts are in the file
     int vocab_size;
-    int *table; // (table_size,) hash table of ids of pieces, -1: empty
-    uint32_t table_size;          // a power of two
+    int *table;            // (table_size,) hash table of ids of pieces, -1: empty
+    uint32_t table_size;   // a power of two
     const Piece **symbols; // (n_symbols,) user-defined pieces, sorted by text
     int n_symbols;
-    int byte_ids[256]; // id of the piece of each byte, or -1
-    bool has_unused; // some pieces are UNUSED: intermediate results of merges, never tokens
-    bool words_join; // some piece may span two words, so a text cannot be split into words
+    int byte_ids[256];  // id of the piece of each byte, or -1
+    bool has_unused;    // some pieces are UNUSED: intermediate results of merges, never tokens
+    bool words_join;    // some piece may span two words, so a text cannot be split into words
     bool byte_fallback; // unknown characters are encoded as bytes instead of as `unk`
-    bool space_prefix; // put a space before the text
+    bool space_prefix;  // put a space before the text
     bool extra_spaces_removed; // shrink runs of spaces to one, remove spaces at both ends
     bool add_bos;
     const char *space; // how pieces write a space
     int bos, eos, unk;
-    int eot; // ends an answer; -1: the vocabulary has no such token
+    int eot;               // ends an answer; -1: the vocabulary has no such token
     BytePairs *byte_pairs; // byte-level BPE; NULL: sentencepiece's BPE
-    String chat_template; // Jinja source
+    String chat_template;  // Jinja source
 } Tokenizer;
 
 // Load a tokenizer. Free it with llamac_free_tokenizer, also after a failure.
@@ -171,22 +172,17 @@ void llamac_free_byte_pairs(BytePairs *);
 // ----------------------------------------------------------------------------
 // Models (model.c)
 
-typedef struct {
-    const uint8_t *bytes;
-    size_t size;
-} File; // mapped; bytes is NULL if there is none
-
 typedef struct Template Template; // of a chat (chat.c)
 
-enum { MAX_PATH = 200 }; // max bytes of a path in a message
+enum { MAX_SHOWN_PATH = 200 }; // max bytes of a path in a message
 
 struct llamac_model {
     Model weights;
     Tokenizer tokenizer;
     File file, tokenizer_file;
-    const Template *chat; // NULL: not set
-    int stop; // token that ends an answer in the chat template, -1: none
-    char path[MAX_PATH + 1]; // of the file, for messages; "": opened from memory
+    const Template *chat;          // NULL: not set
+    int stop;                      // token that ends an answer in the chat template, -1: none
+    char path[MAX_SHOWN_PATH + 1]; // of the file, for messages; "": opened from memory
 };
 
 bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, Error *);

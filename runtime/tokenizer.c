@@ -179,7 +179,7 @@ bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *
     bool characters = equals(kind, "t5");
     CHECK(byte_level || characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
           "the tokenizer is '%.*s', expected 'llama' (sentencepiece) or 'gpt2' (byte-level BPE)",
-          (int)(kind.n < 40 ? kind.n : 40), kind.s);
+          SHOWN(kind, 40));
     const struct {
         int key;
         uint32_t kind;
@@ -387,8 +387,8 @@ static bool encode_stretch(Encoder *e, const char *s, size_t n) {
             if (!larger) return false;
             e->parts = larger, e->capacity = 2 * e->capacity + 64;
         }
-        e->parts[n_parts] =
-            (Part){s, length, n_parts - 1, n > (size_t)length ? n_parts + 1 : -1, symbol, NO_MERGE};
+        int next = n > (size_t)length ? n_parts + 1 : -1;
+        e->parts[n_parts] = (Part){s, length, n_parts - 1, next, symbol, NO_MERGE};
         s += length, n -= length;
     }
     for (int i = 0; i < n_parts; i++) note_merge(e, i);

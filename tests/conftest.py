@@ -20,7 +20,7 @@ PROGRAM = ["run.c", *LIBRARY]
 FUZZED = [FUZZ / "fuzz.c", FUZZ / "printer.c", *(f for f in LIBRARY if Path(f).parent.name == "cpu")]  # fuzz.c has the others
 ISAS = [f for f in LIBRARY if Path(f).stem in ("avx2", "avx512", "neon", "neondot")]  # most of the compiling
 BACKEND = ("cpu", "products", "attention")  # the files of runtime/cpu that tests of the backend include
-KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).stem not in BACKEND]  # and compile beside them
+KERNELS = [f for f in LIBRARY if Path(f).parent.name == "cpu" and Path(f).stem not in BACKEND] + ["runtime/os.c"]  # beside them
 COVERAGE = os.environ.get("COVERAGE")  # `make coverage`: a folder for what gcov needs
 SLOWEST = ["test_train", "test_hostile", "test_docs", "test_track_online", "test_kernels", "test_cuda", "test_page", "test_track"]
 WARN = os.environ.get("WARN", "-Wall -Wextra -Werror").split()

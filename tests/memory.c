@@ -1,7 +1,7 @@
-// Prints how many bytes runtime/cpu/memory.c finds free, with the system's files below a folder.
+// Prints how many bytes runtime/os.c finds free, with the system's files below a folder.
 //   memory FOLDER
 #include <stdio.h>
-#include "../runtime/cpu/memory.h"
+#include "../runtime/os.h"
 
 int main(int argc, char **argv) {
     printf("%llu\n", (unsigned long long)llamac_free_memory(argc > 1 ? argv[1] : ""));

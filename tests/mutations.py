@@ -55,7 +55,7 @@ FIRST = {"model.c": f"{RUN} or {LOADERS}", "gguf.c": f"{RUN} or {LOADERS}", "byt
          "backend.h": RUN, "llama.c": f"{RUN} or test_library", "run.c": f"{RUN} or test_chat or test_bench",
          "chat.c": "test_chat", "bpe.c": "test_bpe_run", "tokenizer.c": "test_encode or spaces or utf8 or made_of_byte",
          "llamac.h": "test_library",
-         "thread_pool.c": "pool or on_threads", "thread_pool.h": "pool or on_threads", "memory.c": "memory", "memory.h": "memory"}
+         "thread_pool.c": "pool or on_threads", "thread_pool.h": "pool or on_threads", "os.c": f"memory or thread_for_each_core or {RUN}"}
 KERNEL_TESTS = "plain_c"  # first of all other files of runtime/cpu
 # What can see no change of a file that compiles: of any, of those outside of runtime/cpu, and of those inside.
 BLIND = "compiles_where or hides_nan or 32_bits or interface_is_exported or static_state"

@@ -657,7 +657,7 @@ def faults(faults_bin, *args, stdin=None):
 
 
 def memory_files():
-    """How many runtime/cpu/memory.c reads at most: two, and five of each control group around this process."""
+    """How many runtime/os.c reads at most: two, and five of each control group around this process."""
     paths = [line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()]
     return 2 + 5 * sum(1 + path.count("/") for path in paths)
 

@@ -173,7 +173,7 @@ def group(folder, version, limit=None, used=0, files=0, high="max"):
 
 def test_memory_that_is_free(tmp_path):
     """What the system and the control groups leave, in files as Linux writes them."""
-    program = compile_c(tmp_path / "memory", *SANITIZE, "tests/memory.c", "runtime/cpu/memory.c")
+    program = compile_c(tmp_path / "memory", *SANITIZE, "tests/memory.c", "runtime/os.c")
     cgroup, groups = tmp_path / "proc/self/cgroup", tmp_path / "sys/fs/cgroup"
     cgroup.parent.mkdir(parents=True)
 

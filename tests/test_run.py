@@ -333,7 +333,7 @@ def test_no_more_threads_than_processors(run_bin, tmp_path):
 
 def test_a_thread_for_each_core_that_may_be_used(tmp_path):
     """Of processors that share a core one counts, whatever numbers they have; no more than a container's share of time, and 64."""
-    others = [source for source in LIBRARY if source != "runtime/llama.c"]
+    others = [source for source in LIBRARY if source != "runtime/os.c"]
     program = compile_c(tmp_path / "threads", "-O3", "tests/threads.c", *others)  # run's objects
     far, near = " ".join(["0,4", "1,5", "2,6", "3,7"] * 2), "0-1 0-1 2-3 2-3 4-5 4-5 6-7 6-7"
     wide = " ".join(f"{n},{n + 96}" for n in range(96))

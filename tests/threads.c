@@ -1,6 +1,6 @@
-// How many threads a session has of its own accord: runtime/llama.c over made-up processors.
+// How many threads a session has of its own accord: runtime/os.c over made-up processors.
 //   threads CORES ALLOWED ACTIVE QUOTA     CORES: the siblings of each processor, such as "0,2 1,3 0,2 1,3"; ALLOWED: "0 1"
-#define _GNU_SOURCE 1 // as llama.c does, before the first header
+#define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
@@ -33,9 +33,9 @@ static int made_up_affinity(int process, size_t size, cpu_set_t *set) {
 
 #define fopen made_up_file
 #define sched_getaffinity(process, size, set) made_up_affinity(process, size, set)
-#include "../runtime/llama.c"
+#include "../runtime/os.c"
 
 int main(int argc, char **argv) {
     given = argv;
-    return argc == 5 ? !printf("%d\n", default_threads()) : 2;
+    return argc == 5 ? !printf("%d\n", llamac_default_threads()) : 2;
 }

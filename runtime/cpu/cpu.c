@@ -1,12 +1,8 @@
 // The Backend of the CPU: opening and closing, the list of steps, and the packing of weights in
 // tiles.
-#define _DEFAULT_SOURCE // POSIX beside C11
 #include <stdlib.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
+#include "../os.h"
 #include "cpu.h"
-#include "memory.h"
 
 enum {
     TOKENS_BEFORE_PACKING = 16, // decoded before the weights are packed in tiles
@@ -93,15 +89,12 @@ static void pack_rows(Worker *self, const void *args, int begin, int end) {
         llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
-// Returns to the system the memory of whole pages of a mapped file from `begin` to `end`, and of
-// the PACKED_AT_ONCE bytes before, which the system may have read again together with the last
-// pages. Does not touch pages below `lowest`.
-static void drop_pages(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
+// Drops the pages of a mapped file that have been packed, from `begin` to `end`, and the
+// PACKED_AT_ONCE bytes before, which the system may have read again together with the last pages.
+// Does not touch pages below `lowest`.
+static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
     begin = begin - lowest > PACKED_AT_ONCE ? begin - PACKED_AT_ONCE : lowest;
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
-    uintptr_t first = ((uintptr_t)begin + page - 1) / page * page,
-              last = (uintptr_t)end / page * page;
-    if (first < last) madvise((void *)first, last - first, MADV_DONTNEED);
+    llamac_drop_pages(begin, end);
 }
 
 // Packs a matrix at `tiles`, and returns the bytes of the tiles. With tiles NULL it only measures.
@@ -114,7 +107,7 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
         count = n - i < at_once ? n - i : at_once;
         llamac_add_step(cpu, pack_rows, &args, sizeof args, count, TILE * m->cols);
         if (cpu->model->mapped)
-            drop_pages(lowest, row_of(m, i * TILE), row_of(m, (i + count) * TILE));
+            drop_packed(lowest, row_of(m, i * TILE), row_of(m, (i + count) * TILE));
     }
     if (tiles) m->tiles = tiles;
     return n * tiles_size(m);
@@ -168,23 +161,17 @@ static void read_memory(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-static double seconds(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec + now.tv_nsec * 1e-9;
-}
-
 // Returns the best of many passes.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
     if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
     int items = (int)(n / READ_AT_ONCE);
-    double best = 0, start = seconds();
-    for (int pass = 0; items && (pass < 5 || seconds() - start < 0.1); pass++) {
-        double begin = seconds();
+    double best = 0, start = llamac_seconds();
+    for (int pass = 0; items && (pass < 5 || llamac_seconds() - start < 0.1); pass++) {
+        double begin = llamac_seconds();
         llamac_add_step(cpu, read_memory, &(ReadArgs){bytes}, sizeof(ReadArgs), items,
                         READ_AT_ONCE);
-        double speed = (double)items * READ_AT_ONCE / (seconds() - begin);
+        double speed = (double)items * READ_AT_ONCE / (llamac_seconds() - begin);
         best = speed > best ? speed : best;
     }
     return best;

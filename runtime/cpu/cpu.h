@@ -29,21 +29,21 @@ struct Cpu {
     char *values;    // (n_layers, n_kv_heads, positions, value_width)
     float *key_scales,
         *value_scales; // (n_layers, n_kv_heads, positions) for INT8_GROUPS, else NULL
-    float *rotation; // (positions, 2, head_dim) cosines and sines for Kernels.rotate
-    int n_rotations; // positions of it computed so far
+    float *rotation;   // (positions, 2, head_dim) cosines and sines for Kernels.rotate
+    int n_rotations;   // positions of it computed so far
 
     // Activations of a chunk of tokens
-    float *q, *k, *v; // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
-    float *h, *h2; // (chunk, hidden_dim) gate, up
-    float *panels; // (columns, tokens of a panel) for one panel after the other
+    float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
+    float *h, *h2;                 // (chunk, hidden_dim) gate, up
+    float *panels;                 // (columns, tokens of a panel) for one panel after the other
     uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2) in BF16, likewise
-    Block *blocks, *gated_blocks; // (chunk, columns / 32) in 8 bits
-    bool all_logits; // logits of all tokens are requested: no activations in BF16
+    Block *blocks, *gated_blocks;  // (chunk, columns / 32) in 8 bits
+    bool all_logits;               // logits of all tokens are requested: no activations in BF16
 
     // Weights in tiles (cpu.c)
     const void *tiles; // NULL until the weights are packed
     size_t tiles_size; // bytes
-    int decoded; // calls with one token so far
+    int decoded;       // calls with one token so far
 
     void **memory; // allocations, freed at the end
     int n_memory;
@@ -51,11 +51,11 @@ struct Cpu {
 
     // The steps of one call of forward. Those for one token stay for the next token
     ThreadPool pool;
-    bool collecting; // between begin and end: steps are added, and run at the end
-    bool recorded; // the steps are those for one token
+    bool collecting;  // between begin and end: steps are added, and run at the end
+    bool recorded;    // the steps are those for one token
     const Mat *table; // embedding table of that token
-    float *embedded; // where its row was written
-    int pos; // position of the first token of the call
+    float *embedded;  // where its row was written
+    int pos;          // position of the first token of the call
 };
 
 // Adds a step of n items to the list; outside begin and end, runs it at once. `cost` is the
@@ -90,7 +90,7 @@ enum { PANELS = 1, PAIRS = 2, BLOCKS = 4 };
 // The input of products: x (T, cols), or RMSNorm of x, in the forms that the weights need.
 typedef struct {
     const float *x, *norm; // norm: (cols,) weights of the RMSNorm, or NULL
-    const float *panels; // with one token, x itself
+    const float *panels;   // with one token, x itself
     const uint16_t *pairs; // NULL: BF16 is multiplied in float32
     const Block *blocks;
     int cols, T;
@@ -101,7 +101,7 @@ typedef struct {
     Product products[3];
     int n;
     Activations in;
-    int reads; // forms that the products read
+    int reads;  // forms that the products read
     int writes; // of a SwiGLU step: the form of h that the next product reads; 0: floats
     bool ready; // an earlier step has made the form that the products read
 } MatmulArgs;

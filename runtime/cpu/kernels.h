@@ -108,12 +108,12 @@ typedef struct {
 // queries with keys, whose rows have head_dim columns, then probabilities with values, whose rows
 // have one column for each position.
 typedef struct {
-    float *y; // (queries, y_stride): the product with row r of tile i is in column TILE i + r
-    const void *w; // number c of row r of tile i is w[next i + column c + r]
+    float *y;       // (queries, y_stride): the product with row r of tile i is in column TILE i + r
+    const void *w;  // number c of row r of tile i is w[next i + column c + r]
     const float *x; // (cols, queries)
     size_t y_stride, next, column;
     int tiles, cols;
-    bool add; // add to y instead of replacing it
+    bool add;  // add to y instead of replacing it
     Type type; // of w: F32, F16 or INT8_GROUPS, without its scales
 } PanelProduct;
 
@@ -161,7 +161,7 @@ typedef struct {
     float (*exponentials)(float *x, float max, float scale, int n);
     void (*multiply)(float *x, const float *y, int n); // x (n,) *= y
     void (*scores)(const Attention *); // p = q keys^T, for n rounded up to a multiple of TILE
-    void (*mix)(const Attention *); // out = p values
+    void (*mix)(const Attention *);    // out = p values
     void (*panel_product)(const PanelProduct *);
     // NULL unless the machine multiplies BF16 natively: x in BF16; product of BF16 weights with
     // pairs

@@ -4,7 +4,7 @@
 
 enum {
     MIN_UNPACKED = 24, // tokens from which tiles of blocks of 256 are unpacked once for all of them
-    MIN_PAIRS = 16, // tokens from which BF16 weights are multiplied with activations in BF16
+    MIN_PAIRS = 16,    // tokens from which BF16 weights are multiplied with activations in BF16
 };
 
 // ----------------------------------------------------------------------------
@@ -65,7 +65,7 @@ static void pack_pairs(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
     int pairs = (a->cols + 1) / 2;
-    float *normed = self->scratch; // (cols,)
+    float *normed = self->scratch;                   // (cols,)
     uint16_t *rows = (uint16_t *)(normed + a->cols); // (width, 2 pairs)
     for (int i = begin; i < end; i++) {
         Panel p = panel_at(k, i * k->tokens, a->T, true);
@@ -102,7 +102,7 @@ void llamac_prepare(Cpu *cpu, const MatmulArgs *a) {
     const Activations *in = &a->in;
     int tokens = cpu->kernels->tokens, panels = (in->T + tokens - 1) / tokens;
     int64_t cost = (int64_t)tokens * in->cols; // of a panel
-    if (in->T == 1) return; // llamac_activations does it
+    if (in->T == 1) return;                    // llamac_activations does it
     if (a->reads & BLOCKS) llamac_add_step(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
     if (a->reads & PANELS) llamac_add_step(cpu, pack_panels, in, sizeof *in, panels, cost);
     if (a->reads & PAIRS) llamac_add_step(cpu, pack_pairs, in, sizeof *in, panels, cost);

@@ -23,7 +23,7 @@ enum { MAX_ARGS = 224 }; // bytes of a task's arguments
 
 typedef struct {
     Task *task;
-    int n; // items
+    int n;        // items
     int64_t cost; // approximate multiplications of one item
     _Alignas(8) char args[MAX_ARGS];
 } Step;
@@ -31,25 +31,25 @@ typedef struct {
 // Fields that one worker writes and another reads have a cache line of their own. Numbers of steps
 // and counts of slices keep growing from list to list, and wrap around to zero.
 struct Worker {
-    _Alignas(64) atomic_uint taken; // slices taken so far from this worker's share
+    _Alignas(64) atomic_uint taken;    // slices taken so far from this worker's share
     _Alignas(64) atomic_uint finished; // slices of any share that this worker has finished so far
     _Alignas(64) ThreadPool *pool;
     pthread_t thread;
-    unsigned step; // number of the step that this worker is in
-    Cpu *cpu; // the backend that tasks work on; below is what tasks keep for each worker:
-    bool prepared; // x and blocks hold the activations of the present step
-    float *x; // (cols,) normalised activations of one token
-    Block *blocks; // (cols / 32,) the same in 8 bits
+    unsigned step;  // number of the step that this worker is in
+    Cpu *cpu;       // the backend that tasks work on; below is what tasks keep for each worker:
+    bool prepared;  // x and blocks hold the activations of the present step
+    float *x;       // (cols,) normalised activations of one token
+    Block *blocks;  // (cols / 32,) the same in 8 bits
     float *scratch; // (scratch_size,)
 };
 
 struct ThreadPool {
     Step *steps;
     int n_steps, n_threads;
-    Worker *workers; // (n_threads,); the first is the caller
-    unsigned first; // number of steps[0]
-    atomic_uint goal; // number of the last step, plus 1
-    atomic_int sleepers; // workers that sleep
+    Worker *workers;      // (n_threads,); the first is the caller
+    unsigned first;       // number of steps[0]
+    atomic_uint goal;     // number of the last step, plus 1
+    atomic_int sleepers;  // workers that sleep
     atomic_bool stopping; // asks the workers to end
     pthread_mutex_t lock; // guards falling asleep
     pthread_cond_t wake;

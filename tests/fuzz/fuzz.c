@@ -1,7 +1,7 @@
 // Fuzz targets over the library's loaders, encoder and chat templates, and run's printing: LLVMFuzzerTestOneInput for libFuzzer, or for mutate.c.
 // The environment variable TARGET chooses: v0, v1, v2, gguf, gguf_tokenizer, tokenizer_bin, encode or bpe.
 // A loader that accepts a file must have checked all of it: every tensor is then read and, in small models, used.
-#define _GNU_SOURCE 1 // as llama.c does, before the first header
+#define _GNU_SOURCE 1 // as os.c does, before the first header
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -14,6 +14,7 @@ static void *limited_realloc(void *p, size_t size) {
 }
 
 #define realloc limited_realloc
+#include "../../runtime/os.c"
 #include "../../runtime/gguf.c"
 #include "../../runtime/model.c"
 #include "../../runtime/tokenizer.c"

@@ -1,0 +1,185 @@
+// The operating system: files, memory, processors and the clock. All other files need only C and
+// POSIX threads.
+#define _GNU_SOURCE 1 // POSIX beside C11, and sched_getaffinity
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#include "backend.h" // for its check of the compiler's flags
+#include "os.h"
+
+double llamac_seconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+// ----------------------------------------------------------------------------
+// Files
+
+bool llamac_map_file(const char *path, File *mapped, Error *e) {
+    CHECK(path, "the path is NULL");
+    CHECK(*path, "the path is empty");
+    int file = open(path, O_RDONLY | O_NONBLOCK); // a pipe is refused instead of waited for
+    struct stat info;
+    CHECK(file >= 0 || errno != ENOENT, "no such file");
+    CHECK(file >= 0, "%s", strerror(errno));
+    bool ok = fstat(file, &info) == 0;
+    if (!ok) fail(e, "%s", strerror(errno));
+    else if (!(ok = S_ISREG(info.st_mode))) fail(e, "not a regular file");
+    else if (!(ok = info.st_size > 0)) fail(e, "the file is empty");
+    void *bytes = ok ? mmap(NULL, info.st_size, PROT_READ, MAP_PRIVATE, file, 0) : NULL;
+    if (bytes == MAP_FAILED) ok = fail(e, "%s", strerror(errno));
+    close(file);
+    if (!ok) return false;
+    *mapped = (File){bytes, info.st_size};
+    llamac_use_large_pages(bytes, info.st_size); // in the page cache, for later processes too
+    return true;
+}
+
+void llamac_unmap(File *file) {
+    if (file->bytes) munmap((void *)file->bytes, file->size);
+    *file = (File){0};
+}
+
+void llamac_use_large_pages(const void *p, size_t n) {
+#ifdef MADV_HUGEPAGE // Linux
+    madvise((void *)p, n, MADV_HUGEPAGE);
+#else
+    (void)p, (void)n;
+#endif
+}
+
+void llamac_drop_pages(const uint8_t *begin, const uint8_t *end) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    uintptr_t first = ((uintptr_t)begin + page - 1) / page * page;
+    uintptr_t last = (uintptr_t)end / page * page;
+    if (first < last) madvise((void *)first, last - first, MADV_DONTNEED);
+}
+
+// ----------------------------------------------------------------------------
+// Processors
+
+#ifdef __linux__
+// Whether a processor shares its core with a usable processor of a smaller number.
+static bool shares_core(int processor, const cpu_set_t *allowed) {
+    char path[80];
+    int first, last, n;
+    bool shares = false;
+    snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
+             processor);
+    FILE *file = fopen(path, "r"); // such as 0-1 or 0,64
+    while (file && (n = fscanf(file, "%d-%d", &first, &last)) > 0) {
+        for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++)
+            shares |= CPU_ISSET(i, allowed) != 0;
+        if (getc(file) != ',') break;
+    }
+    if (file) fclose(file);
+    return shares;
+}
+
+// Cores that the process may use. A second processor of a core would only wait for the same units.
+static long usable_cores(void) {
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof allowed, &allowed)) return sysconf(_SC_NPROCESSORS_ONLN);
+    long cores = CPU_COUNT(&allowed);
+    FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
+    bool shared = file && getc(file) == '1';
+    if (file) fclose(file);
+    for (int i = 0; shared && i < CPU_SETSIZE; i++)
+        cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
+    return cores;
+}
+#else
+static long usable_cores(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
+#endif
+
+// The CPU quota of a container may be smaller than its number of processors.
+int llamac_default_threads(void) {
+    long processors = usable_cores(), quota = 0, period = 0;
+    FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
+    if (file && fscanf(file, "%ld %ld", &quota, &period) == 2 && quota > 0 && period > 0
+        && quota / period < processors)
+        processors = quota / period;
+    if (file) fclose(file);
+    return processors < 1 ? 1 : processors > 64 ? 64 : (int)processors;
+}
+
+// ----------------------------------------------------------------------------
+// Free memory. Linux reports it in files; elsewhere it is taken to be all memory of the machine
+
+enum { MAX_SYSTEM_PATH = 4096 }; // bytes, as in Linux, with the zero at the end
+
+// Reads the number that follows `word` at the beginning of a line of the file folder/name. With
+// word NULL, reads the number at the beginning of the file. Returns `otherwise` if there is no such
+// number: a limit may be "max".
+static uint64_t number_in(const char *folder, const char *name, const char *word,
+                          uint64_t otherwise) {
+    char path[MAX_SYSTEM_PATH + 64], line[256];
+    unsigned long long number = otherwise;
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *file = fopen(path, "r");
+    for (size_t n = word ? strlen(word) : 0; file && fgets(line, sizeof line, file);)
+        if (!word || !strncmp(line, word, n)) {
+            sscanf(line + n, "%llu", &number);
+            break;
+        }
+    if (file) fclose(file);
+    return number;
+}
+
+// Bytes left in a control group. Pages of files do not count as used, because the system drops them
+// when it needs memory.
+static uint64_t left_by_group(const char *folder, bool v2) {
+    const char *limit_name = v2 ? "memory.max" : "memory.limit_in_bytes";
+    uint64_t limit = number_in(folder, limit_name, NULL, UINT64_MAX);
+    // beyond the soft limit, processes are slowed down
+    uint64_t soft = v2 ? number_in(folder, "memory.high", NULL, UINT64_MAX) : limit;
+    uint64_t used = number_in(folder, v2 ? "memory.current" : "memory.usage_in_bytes", NULL, 0);
+    const char *inactive = v2 ? "inactive_file " : "total_inactive_file ";
+    const char *active = v2 ? "active_file " : "total_active_file ";
+    uint64_t files =
+        number_in(folder, "memory.stat", inactive, 0) + number_in(folder, "memory.stat", active, 0);
+    limit = soft < limit ? soft : limit, used -= files < used ? files : used;
+    return limit > used ? limit - used : 0;
+}
+
+// Bytes left in a control group and all groups around it. `line` is a line of /proc/self/cgroup:
+// number, controllers (none in version 2), path.
+static uint64_t left_by_groups(const char *root, const char *line) {
+    char folder[MAX_SYSTEM_PATH + 64];
+    const char *controllers = strchr(line, ':');
+    const char *path = controllers ? strchr(controllers + 1, ':') : NULL;
+    uint64_t min = UINT64_MAX;
+    bool v2 = path && path == controllers + 1;
+    if (!path || (!v2 && strncmp(controllers, ":memory:", 8))) return min;
+    const char *mount = v2 ? "" : "/memory";
+    size_t top = (size_t)snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s", root, mount);
+    snprintf(folder + top, sizeof folder - top, "%.*s", (int)strcspn(path + 1, "\n"), path + 1);
+    // from the group up to the root; in a container, the path may be that outside the container
+    for (char *end = folder + strlen(folder);; end = strrchr(folder, '/')) {
+        *end = 0;
+        uint64_t left = left_by_group(folder, v2);
+        min = left < min ? left : min;
+        if (strlen(folder) <= top) return min;
+    }
+}
+
+uint64_t llamac_free_memory(const char *root) {
+    char path[MAX_SYSTEM_PATH], line[MAX_SYSTEM_PATH];
+    uint64_t whole = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    snprintf(path, sizeof path, "%s/proc", root);
+    uint64_t min = number_in(path, "meminfo", "MemAvailable:", whole / 1024);
+    min = min < whole / 1024 ? 1024 * min : whole; // the file is in KiB
+    snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
+    FILE *file = fopen(path, "r");
+    while (file && fgets(line, sizeof line, file)) {
+        uint64_t left = left_by_groups(root, line);
+        min = left < min ? left : min;
+    }
+    if (file) fclose(file);
+    return min;
+}
