@@ -331,8 +331,8 @@ static double nll_of(Run *r, int row, int token) {
 // empty cache.
 static void perplexity(Run *r, Text text) {
     int n, *tokens = encode(r, text, true, &n);
-    int inputs = n - 1, context = r->options.positions,
-        window = inputs < context ? inputs : context;
+    int inputs = n - 1, context = r->options.positions;
+    int window = inputs < context ? inputs : context;
     if (inputs < 1) die("perplexity", "the text has no tokens");
     start(r, window, LLAMAC_ALL_LOGITS);
     double nll = 0;
@@ -511,9 +511,8 @@ static const char default_device[] = "cpu";
 #endif
 
 typedef struct {
-    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system, *template, *perplexity,
-        *device;
-    const char *kv;
+    const char *model, *prompt, *prompt_file, *tokenizer, *mode, *system;
+    const char *template, *perplexity, *device, *kv;
     double temperature, topp, seed, steps, context, threads;
     bool raw, no_copy, tokenize, logits, verify, bench, json;
 } Options;

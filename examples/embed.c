@@ -9,7 +9,8 @@ int main(int argc, char **argv) {
     llamac_error error = {""};
     llamac_model *model = argc == 3 ? llamac_open(argv[1], 0, &error) : NULL;
     llamac_session *session = model ? llamac_start(model, NULL, &error) : NULL;
-    bool bos = model && (llamac_describe(model).add_bos || !*argv[2]); // there must be a first token
+    // an empty text needs BOS as its first token
+    bool bos = model && (llamac_describe(model).add_bos || !*argv[2]);
     int n = 0, *tokens = NULL;
     if (session) tokens = llamac_encode(model, argv[2], strlen(argv[2]), bos, &n, &error);
     if (!tokens) return fprintf(stderr, "embed MODEL TEXT: %s\n", error.text), 1;

@@ -1,8 +1,13 @@
-// The parts that the files of the CPU backend share: cpu.c opens it and records its steps,
-// products.c multiplies, attention.c has the KV cache.
+// Shared by the files of the CPU backend: cpu.c opens it and records steps, products.c has matrix
+// products and the feed-forward network, attention.c has RoPE, the KV cache and attention.
 //
-// An op of the backend adds steps to a list; the thread pool runs the list. Every number is
+// An op of the backend (backend.h) adds steps to a list. A step is a loop over independent items,
+// such as some rows of a matrix, which the thread pool shares among its workers. Every number is
 // computed by one thread in one order, so results do not depend on the number of threads.
+//
+// Three forms of activations, one for each kind of weights: a panel is the activations of a few
+// tokens, transposed, so that a kernel multiplies all of them with one weight; pairs are a panel in
+// BF16 with two columns side by side; blocks are 32 activations of a token in 8 bits (kernels.h).
 #ifndef CPU_H
 #define CPU_H
 
@@ -12,7 +17,7 @@
 
 enum {
     CHUNK = 128,     // max tokens of one call: more tokens do not make a product faster
-    ROWS = 2 * TILE, // rows of an item of a product
+    ROWS = 2 * TILE, // rows of a matrix that are one item of a product's step
 };
 
 struct Cpu {
@@ -22,23 +27,24 @@ struct Cpu {
     Model *model;
 
     // The KV cache (attention.c)
-    int positions;   // that the cache has room for
+    int positions;   // max tokens in the cache
     Type kv_type;    // F32, F16, or INT8_GROUPS with a scale for each key and each value
     int value_width; // head_dim rounded up to a multiple of TILE
     char *keys;      // (n_layers, n_kv_heads, ceil(positions / TILE), head_dim, TILE)
     char *values;    // (n_layers, n_kv_heads, positions, value_width)
-    float *key_scales,
-        *value_scales; // (n_layers, n_kv_heads, positions) for INT8_GROUPS, else NULL
-    float *rotation;   // (positions, 2, head_dim) cosines and sines for Kernels.rotate
-    int n_rotations;   // positions of it computed so far
+    // (n_layers, n_kv_heads, positions) for INT8_GROUPS, else NULL
+    float *key_scales, *value_scales;
+    float *rotation; // (positions, 2, head_dim) cosines and sines for Kernels.rotate
+    int n_rotations; // positions of it that are computed so far
 
-    // Activations of a chunk of tokens
+    // Activations of a chunk of tokens. gated_ are those of the feed-forward network after SwiGLU
     float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
     float *h, *h2;                 // (chunk, hidden_dim) gate, up
-    float *panels;                 // (columns, tokens of a panel) for one panel after the other
-    uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2) in BF16, likewise
-    Block *blocks, *gated_blocks;  // (chunk, columns / 32) in 8 bits
-    bool all_logits;               // logits of all tokens are requested: no activations in BF16
+    float *panels;                 // (columns, tokens of a panel), one panel after the other
+    uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2), likewise
+    Block *blocks, *gated_blocks;  // (chunk, columns / 32)
+    // Logits of all tokens are requested, perhaps for comparison: no activations in BF16
+    bool all_logits;
 
     // Weights in tiles (cpu.c)
     const void *tiles; // NULL until the weights are packed
