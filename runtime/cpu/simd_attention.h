@@ -15,6 +15,7 @@
 // Scores of n queries, one tile of keys after the other. Even and odd d have separate sums, so that
 // an addition does not wait for the one before.
 INLINE void score_queries(Type type, const Attention *a, const int n) {
+    const float *queries = a->q;
     const char *keys = a->keys;
     const size_t size = number_size(type) * TILE; // bytes of one d in a tile
     for (int i = 0; i < a->n; i += TILE, keys += size * a->head_dim)
@@ -25,7 +26,7 @@ INLINE void score_queries(Type type, const Attention *a, const int n) {
                 Floats key = load(type, keys + d * size, v * LANES);
                 Floats key2 = load(type, keys + (d + 1) * size, v * LANES);
                 UNROLL for (int q = 0; q < n; q++) {
-                    const float *query = a->q + q * a->q_stride + d;
+                    const float *query = queries + q * a->q_stride + d;
                     even[q] = FMA(key, SET(query[0]), even[q]);
                     odd[q] = FMA(key2, SET(query[1]), odd[q]);
                 }
@@ -44,6 +45,7 @@ TARGET static void scores(const Attention *a) { BY_TYPE(scores_of, a); }
 // positions, so that an addition does not wait for the one before.
 INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const int vectors) {
     const int chains = n == 1 ? 2 : 1;
+    const float *p = a->p;
     const char *values = (const char *)a->values + d * number_size(type);
     Floats sums[QUERIES + 1][4];
     UNROLL for (int i = 0; i < n * chains; i++) UNROLL for (int v = 0; v < vectors; v++)
@@ -52,12 +54,12 @@ INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const
         UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
             UNROLL for (int q = 0; q < n; q++) sums[q][v] =
-                FMA(value, SET(a->p[q * a->p_stride + i]), sums[q][v]);
+                FMA(value, SET(p[q * a->p_stride + i]), sums[q][v]);
         }
         if (chains == 1 || ++i == a->n) continue;
         UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
-            sums[1][v] = FMA(value, SET(a->p[i]), sums[1][v]);
+            sums[1][v] = FMA(value, SET(p[i]), sums[1][v]);
         }
     }
     UNROLL for (int q = 0; q < n; q++) UNROLL for (int v = 0; v < vectors; v++) {

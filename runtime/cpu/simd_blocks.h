@@ -185,9 +185,10 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
     const int vectors = shape.tile_rows * VECTORS;
     const size_t size = tile_bytes(type, shape.unpacked);
     Operands at = {p->tiles, p->cols / width * size, p->x, p->cols / 32};
+    const uint8_t *end = at.tile + at.next;
     Floats sums[SUMS][BLOCK_TOKENS];
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
-    for (; at.tile != p->tiles + at.next; at.tile += size, at.x += width / 32)
+    for (; at.tile != end; at.tile += size, at.x += width / 32)
         for (int step = 0; step < steps; step++) {
             if (T == 1 && width == 256) prefetch_share(at.tile + 2 * size, size / steps, step);
             UNROLL for (int i = 0; i < subs_of_step(type); i++) {
