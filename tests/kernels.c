@@ -1,6 +1,7 @@
 // Compares the kernels of each instruction set that this machine has with the reference, op by op, on random sizes that
 // leave remainders everywhere. Usage: kernels SEED ROUNDS. Prints the largest differences; exit code 1 if one is too large.
 // kernels panels: compares the time of a panel of four tokens with that of the next larger panel.
+#define _DEFAULT_SOURCE 1 // POSIX beside C11
 #include "../runtime/cpu/cpu.c"
 #include "../runtime/cpu/products.c"
 #include "../runtime/cpu/attention.c"

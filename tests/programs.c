@@ -3,6 +3,7 @@
 // scalar one on one thread. Whatever an op leaves in x, y and the logits has to be the same, but for rounding. tests/cuda_ops.cpp
 // has such programs for GPUs.
 //   programs SEED ROUNDS; exit code 1 if one differs.
+#define _DEFAULT_SOURCE 1 // POSIX beside C11
 #include "../runtime/cpu/cpu.c"
 #include "../runtime/cpu/products.c"
 #include "../runtime/cpu/attention.c"

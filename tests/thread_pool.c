@@ -2,6 +2,7 @@
 // Counts how often each item is done, and checks that all items of a step are done before one of the
 // next step begins. Then waits until the workers sleep, and has all of them help again.
 //   thread_pool THREADS ROUNDS
+#define _DEFAULT_SOURCE 1 // POSIX beside C11
 #include "../runtime/cpu/cpu.c"
 #include "../runtime/cpu/products.c"
 #include "../runtime/cpu/attention.c"

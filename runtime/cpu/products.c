@@ -127,16 +127,16 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
 static void multiply_plain(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
-    const bool direct = has_dot(k, w);
+    const bool direct = has_dot(k, w), blocks = is_quantised(w);
     const TypeKernels *kernels = &k->types[direct ? w->type : F32];
     for (; r < end; r++) {
         const void *row = direct ? (const void *)row_of(w, r) : scratch;
         if (!direct) llamac_floats(k, scratch, w, r, 0, w->cols);
         for (int t = 0; t < a->T; t++) {
             const void *x = a->panels + (size_t)t * a->cols;
-            if (is_quantised(w)) x = a->blocks + (size_t)t * (a->cols / 32);
-            put_row(p->out + (size_t)t * w->rows + r, &(float){kernels->dot(row, x, a->cols)}, 1,
-                    p->add);
+            if (blocks) x = a->blocks + (size_t)t * (a->cols / 32);
+            float product = kernels->dot(row, x, a->cols), *out = p->out + (size_t)t * w->rows + r;
+            *out = p->add ? *out + product : product;
         }
     }
 }

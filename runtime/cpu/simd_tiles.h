@@ -135,8 +135,8 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
 // Many tokens take two rows at once, because these share the loaded activations.
 INLINE void product_of_floats(Type type, TileProduct p) {
     enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
-    const size_t units = type == F32 ? p.cols : (p.cols + 1) / 2;
-    const size_t size = units * 4 * TILE; // bytes of a row of tiles
+    // bytes of a row of tiles
+    const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE;
     for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {
         rows = TILE_ROWS == 2 && p.T >= 4 && r + 1 < p.tile_rows ? 2 : 1;
         if (p.T == 1) float_tiles(type, &p, 1, 1);

@@ -24,8 +24,8 @@ static inline size_t tiles_size(const Mat *m) { return (size_t)units(m) * unit_s
 // Row r in the order of the file, of a type with has_dot. Returns the end of the matrix if r is
 // beyond the last row.
 static inline const uint8_t *row_of(const Mat *m, int r) {
-    size_t size = (size_t)m->cols * number_size(m->type);
-    if (is_quantised(m)) size = (size_t)units(m) * unit_size(m);
+    size_t size = is_quantised(m) ? (size_t)units(m) * unit_size(m)
+                                  : (m->type == F32 ? 4 : 2) * (size_t)m->cols;
     return (const uint8_t *)m->data + (r < m->rows ? r : m->rows) * size;
 }
 
