@@ -7,6 +7,7 @@
 #include "../runtime/cpu/products.c"
 #include "../runtime/cpu/attention.c"
 #include <stdio.h>
+#include <unistd.h>
 
 enum { STEPS = 5, ITEMS = 4096 };
 
