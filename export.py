@@ -1,16 +1,18 @@
 """
-Checkpoint ⇄ model file.
+Write a model file: GGUF, llama2.c's formats or a Hugging Face folder, from any model that
+engine/training/load.py reads.
 
     python export.py out/my                      the best checkpoint of a run as out/my/model.gguf
     python export.py out/my --dtype=q8_0         ... in 8 bits
-    python export.py out/my --format=v2          out/my/model.bin and tokenizer.bin, for llama2.c and its ports
+    python export.py out/my --format=v2          out/my/model.bin and tokenizer.bin, for llama2.c
     python export.py out/my --format=hf          out/my/hf, a Hugging Face folder
     python export.py model.gguf --dtype=q4_0 --path=small.gguf
     python export.py stories15M.bin --tokenizer=tokenizer.bin    a llama2.c model as GGUF
     python export.py TinyLlama-1.1B --dtype=bf16                 a Hugging Face folder, or Meta's
 
-The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, https://huggingface.co/docs/safetensors, and
-export.py of https://github.com/karpathy/llama2.c. A file is written tensor by tensor under a temporary name, then renamed.
+The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
+https://huggingface.co/docs/safetensors, and export.py of https://github.com/karpathy/llama2.c.
+A file is written tensor by tensor under a temporary name, then renamed.
 """
 import hashlib
 import json
@@ -19,109 +21,189 @@ import mmap
 import struct
 from pathlib import Path
 
-from configurator import configure, fail  # first: it answers for packages that are missing
+from configurator import configure, fail  # first: it reports missing packages
 
 import numpy as np
 import torch
 
-from engine.formats import rope
-from engine.training import checkpoint, run_folder
 from engine.files import replacing, write_atomic
-from engine.formats.layout import (ALIGNMENT, CHECKSUM, END_OF_MESSAGE, END_OF_TURN, FILE_TYPES, ITER, LIST_CHECKSUM,
-                                   LLAMA2C_HEADER, LLAMA2C_MAGIC, LLAMA2C_V0, LLAMA2C_V1, NO_BYTES, PADDING, ROPE_FACTORS, SINGLE,
-                                   TEMPLATE, TYPES,
-                            architecture, gap, gguf_string, gguf_type, heads_in, interleaved_to_halves, of_characters,
-                            refuse_leftovers, tensors)
-from engine.formats.hf_vocabulary import is_vocabulary_of_ours
-from engine.formats.hf_vocabulary import MADE_BY, is_folder_of_ours
+from engine.formats import rope
 from engine.formats.gguf_file import is_gguf_of_ours
+from engine.formats.hf_tokenizer import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
+from engine.formats.layout import (
+    ALIGNMENT,
+    CHECKSUM,
+    END_OF_MESSAGE,
+    END_OF_TURN,
+    FILE_TYPES,
+    ITER,
+    LIST_CHECKSUM,
+    LLAMA2C_HEADER,
+    LLAMA2C_MAGIC,
+    LLAMA2C_V0,
+    LLAMA2C_V1,
+    NO_BYTES,
+    PADDING,
+    ROPE_FACTORS,
+    SINGLE,
+    TEMPLATE,
+    TYPES,
+    architecture,
+    gguf_string,
+    gguf_type,
+    heads_in,
+    interleaved_to_halves,
+    is_character_level,
+    padding_to,
+    refuse_leftovers,
+    tensors,
+)
+from engine.training import checkpoint, run_folder
 from engine.training.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
-out_dir = "out"    # what to export: a run, runs (the newest), a step, a Hugging Face or Meta folder, a GGUF or llama2.c file
-format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a Hugging Face folder)
-dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; in hf: f32, f16 or bf16
+out_dir = "out"    # what to export: a run, a folder of runs (the newest), a step, a Hugging Face or
+                   # Meta folder, a GGUF or llama2.c file
+format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a
+                   # Hugging Face folder)
+dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0;
+                   # in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
-tokenizer = ""     # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or tokenizer.bin
+tokenizer = ""     # the vocabulary of a llama2.c file: a tokenizer.model, tokenizer.json or
+                   # tokenizer.bin
 path = ""          # where to write; empty: beside what is exported
 
 
+# ---- GGUF
+
 def floats(name, tensor, largest=SINGLE):
-    """Yields a tensor (any shape), some rows at a time, as flat float32 arrays that hold nothing beyond `largest`."""
+    """
+    Yield the values of a tensor of any shape, some rows at a time, as flat float32 arrays. End in
+    one line at NaN or a magnitude beyond `largest`.
+    """
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
     for part in rows.split(max(1, (1 << 20) // rows.shape[1])):
         x = part.to("cpu", torch.float32).reshape(-1).numpy()
-        if not np.abs(x).max() <= largest:  # NaN is not, either
-            fail(f"{name} holds {np.abs(x).max()}, expected finite weights of at most {largest:.6g}; "
-                 f"the run has diverged, or --dtype=f32 is needed")
+        found = np.abs(x).max()
+        if not found <= largest:  # also true of NaN
+            fail(f"{name} holds {found}, expected finite weights of at most {largest:.6g}; the run "
+                 "has diverged, or --dtype=f32 is needed")
         yield x
 
 
 def encoded(name, tensor, dtype):
-    """Yields the bytes of a tensor as `dtype`, some rows at a time."""
+    """Yield the bytes of a tensor stored as `dtype`, some rows at a time."""
     for x in floats(name, tensor, TYPES[dtype].largest):
         yield TYPES[dtype].encode(x).tobytes()
 
 
 def gguf_value(value, in_list=False):
-    """(GGUF's number of the type, bytes) of a bool, int, float, str or bytes, or a list of one of them."""
+    """
+    Return (GGUF's number of the type, bytes) of a bool, int, float, str or bytes, or of a list of
+    one of them.
+    """
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
-    if isinstance(value, int):  # counts are unsigned; token types, the one list of ints, are signed by convention
+    if isinstance(value, int):
+        # By convention the only list of ints, the types of pieces, is signed, and a count is not.
         return (5, struct.pack("<i", value)) if in_list else (4, struct.pack("<I", value))
     if isinstance(value, float):
         return 6, struct.pack("<f", value)
     if isinstance(value, list):
-        parts = [gguf_value(v, in_list=True) for v in value]
-        return 9, struct.pack("<IQ", parts[0][0] if parts else 8, len(parts)) + b"".join(data for _, data in parts)
+        entries = [gguf_value(entry, in_list=True) for entry in value]
+        kind = entries[0][0] if entries else 8
+        data = b"".join(data for _, data in entries)
+        return 9, struct.pack("<IQ", kind, len(entries)) + data
     return 8, gguf_string(value)
 
 
-def gguf_tokenizer(vocabulary):
+def gguf_tokenizer_model(vocabulary):
     """
-    The name of the encoder that llama.cpp shall use. "llama", its sentencepiece BPE, ends the program at a character
-    that is no piece where no byte pieces are; "t5", its unigram encoder, gives <unk> for a run of those, and for pieces
-    of one character, which nothing merges, it is the same otherwise. NO_BYTES is a name that llama.cpp refuses.
+    Return tokenizer.ggml.model, the encoder that llama.cpp uses, of a vocabulary other than
+    byte-level BPE. "llama", its sentencepiece BPE, aborts at a character that is neither a piece
+    nor has byte pieces. "t5", its unigram encoder, encodes such characters as <unk>, and equals BPE
+    if every piece is one character. llama.cpp refuses NO_BYTES.
     """
     if any(kind == BYTE for _, _, kind in vocabulary.pieces()):
         return "llama"
-    return "t5" if of_characters(vocabulary) else NO_BYTES
+    return "t5" if is_character_level(vocabulary) else NO_BYTES
 
 
 def vocabulary_metadata(vocabulary):
-    """The keys tokenizer.ggml.* of a GGUF file. Byte-level BPE, there "gpt2", is spelled in GPT-2's letters of bytes."""
-    pieces, scores, types = (list(column) for column in zip(*vocabulary.pieces()))
+    """
+    Return the keys tokenizer.ggml.* of a GGUF file. Byte-level BPE, there "gpt2", is spelled in
+    GPT-2's letters of bytes.
+    """
+    pieces, scores, types = map(list, zip(*vocabulary.pieces()))
     if vocabulary.kind == "bpe":
-        letters = ["".join(LETTERS[b] for b in piece) if kind == NORMAL else piece for piece, kind in zip(pieces, types)]
-        own = {"model": "gpt2", "pre": vocabulary.pre, "tokens": letters, "token_type": types, "merges": vocabulary.merges()}
+        spelled = ["".join(LETTERS[byte] for byte in piece) if kind == NORMAL else piece
+                   for piece, kind in zip(pieces, types)]
+        found = {
+            "model": "gpt2",
+            "pre": vocabulary.pre,
+            "tokens": spelled,
+            "token_type": types,
+            "merges": vocabulary.merges(),
+        }
     else:
-        own = {"model": gguf_tokenizer(vocabulary), "tokens": pieces, "scores": [float(score) for score in scores],
-               "token_type": types, "unknown_token_id": vocabulary.unk_id}
-    own |= {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id, "add_bos_token": vocabulary.add_bos,
-            "add_eos_token": False, "add_space_prefix": vocabulary.add_dummy_prefix,
-            "remove_extra_whitespaces": vocabulary.remove_extra_whitespaces}
-    return {f"tokenizer.ggml.{key}": value for key, value in own.items()}
+        found = {
+            "model": gguf_tokenizer_model(vocabulary),
+            "tokens": pieces,
+            "scores": [float(score) for score in scores],
+            "token_type": types,
+            "unknown_token_id": vocabulary.unk_id,
+        }
+    found |= {
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "add_bos_token": vocabulary.add_bos,
+        "add_eos_token": False,
+        "add_space_prefix": vocabulary.add_dummy_prefix,
+        "remove_extra_whitespaces": vocabulary.remove_extra_whitespaces,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()}
 
 
 def gguf_rope(args):
     """
-    (keys after the architecture's name, ROPE_FACTORS where there is such a tensor). YaRN is named, since programs compute it
-    themselves; other factors are a tensor, which llama.cpp has for llama alone.
+    Return ({key after the architecture's name: value}, factors of the tensor ROPE_FACTORS, () if
+    there is none) of rotary positions. YaRN is named, since programs compute it themselves; other
+    factors are a tensor, which llama.cpp reads for llama alone.
     """
     rule, kind = rope.rule(args), architecture(args)
-    found = {f"rope.scaling.{key}": value for key, value in (("type", rule.get("rope_type")), ("factor", rule.get("factor")))}
-    if not rule or rule["rope_type"] == "linear":
-        return found if rule else {}, ()
+    if not rule:
+        return {}, ()
+    keys = {"rope.scaling.type": rule["rope_type"], "rope.scaling.factor": rule["factor"]}
+    if rule["rope_type"] == "linear":
+        return keys, ()
     if rule["rope_type"] == "yarn" and "attention_factor" not in rule:
-        return found | {"rope.scaling.original_context_length": rule["original_max_position_embeddings"]}, ()
+        keys["rope.scaling.original_context_length"] = rule["original_max_position_embeddings"]
+        return keys, ()
     if args.rope_attention != 1 or kind != "llama":
         fail(f"GGUF can't say how {kind} slows its rotary positions, by {rule['rope_type']} with "
              f"rope_attention={args.rope_attention:g}; use --format=hf")
-    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": float(args.rope_scaling)}
-    return linear if args.rope_scaling != 1 else {}, args.rope_factors
+    if args.rope_scaling == 1:
+        return {}, args.rope_factors
+    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": float(args.rope_scaling)}
+    return keys, args.rope_factors
+
+
+def gguf_layout(args, dtype):
+    """
+    Return ([(name in model.py, name in GGUF, shape, type)] of the tensors of a GGUF file, and the
+    tensor ROPE_FACTORS, empty if the file has none).
+    """
+    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype, args.n_layers))
+              for ours, gguf, _, shape in tensors(args)]
+    factors = torch.tensor(gguf_rope(args)[1])
+    if len(factors):
+        layout.append((ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32"))
+    return layout, factors
 
 
 def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
+    """Return {key: value} of a GGUF file; infos: the bytes of its list of tensors."""
+    kind = architecture(args)
     sizes = {
         "vocab_size": args.vocab_size,
         "context_length": args.max_seq_len,
@@ -130,125 +212,158 @@ def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
         "feed_forward_length": args.hidden_dim,
         "attention.head_count": args.n_heads,
         "attention.head_count_kv": args.n_kv_heads,
-        **({f"attention.{each}_length": args.head_dim for each in ("key", "value")} if args.head_width or args.qk_norm else {}),
+    }
+    if args.head_width or args.qk_norm:
+        sizes |= {"attention.key_length": args.head_dim, "attention.value_length": args.head_dim}
+    sizes |= {
         "attention.layer_norm_rms_epsilon": float(args.norm_eps),
         "rope.dimension_count": args.head_dim,
         "rope.freq_base": float(args.rope_theta),
         **gguf_rope(args)[0],
     }
     return {
-        CHECKSUM: "0" * 64,  # first, so that its place in the file is known when the sum is
+        CHECKSUM: "0" * 64,  # overwritten once the tensors are written; first, to be found easily
         LIST_CHECKSUM: hashlib.sha256(infos).hexdigest(),
-        "general.architecture": architecture(args),
+        "general.architecture": kind,
         "general.name": name,
         "general.alignment": ALIGNMENT,
         "general.file_type": FILE_TYPES[dtype],
         **({"general.quantization_version": 2} if dtype[0] == "q" else {}),
-        **{f"{architecture(args)}.{key}": value for key, value in sizes.items()},
+        **{f"{kind}.{key}": value for key, value in sizes.items()},
         **vocabulary_metadata(vocabulary),
         **extra,
     }
 
 
-def gguf_header(args, vocabulary, dtype, name, layout, extra):
-    """GGUF version 3: counts, metadata, names, shapes, types and places of the tensors, padding."""
+def gguf_header(args, vocabulary, dtype, name, extra):
+    """
+    Return the header of a GGUF file, version 3: counts, metadata, the list of tensors (name, shape,
+    type, offset of each), padding.
+    """
     infos, offset = b"", 0
+    layout, _ = gguf_layout(args, dtype)
     for _, gguf, shape, kind in layout:
+        stored = TYPES[kind]
         infos += gguf_string(gguf) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        infos += struct.pack("<IQ", TYPES[kind].number, offset)
-        offset += math.prod(shape) // TYPES[kind].block * TYPES[kind].size
-        offset += gap(offset, ALIGNMENT)
+        infos += struct.pack("<IQ", stored.number, offset)
+        offset += math.prod(shape) // stored.block * stored.size
+        offset += padding_to(offset, ALIGNMENT)
     metadata = gguf_metadata(args, vocabulary, dtype, name, infos, extra)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(layout), len(metadata))
     for key, value in metadata.items():
         number, data = gguf_value(value)
         header += gguf_string(key) + struct.pack("<I", number) + data
     header += infos
-    return header + bytes(gap(len(header), ALIGNMENT))
-
-
-def gguf_layout(args, dtype):
-    """[(our name, GGUF's name, shape, type)] of the tensors of a GGUF file, and the tensor ROPE_FACTORS, which may be empty."""
-    layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype, args.n_layers)) for ours, gguf, _, shape in tensors(args)]
-    factors = torch.tensor(gguf_rope(args)[1])
-    return layout + ([(ROPE_FACTORS, ROPE_FACTORS, factors.shape, "f32")] if len(factors) else []), factors
+    return header + bytes(padding_to(len(header), ALIGNMENT))
 
 
 def refuse_unexportable(args, vocabulary, extra):
-    """End in one line where a model with these settings can't be written as GGUF, whatever its weights are."""
+    """End in one line if GGUF cannot hold a model with these settings, whatever its weights are."""
     try:
-        gguf_header(args, vocabulary, "f32", "", gguf_layout(args, "f32")[0], extra)
+        gguf_header(args, vocabulary, "f32", "", extra)
     except (OverflowError, struct.error):
-        numbers = {k: v for k, v in vars(args).items() if type(v) in (int, float)} | {"max_iters": extra[ITER]}
-        large = {k: v for k, v in numbers.items() if abs(v) > (SINGLE if isinstance(v, float) else 2 ** 32 - 1)}
-        fail(f"GGUF can't hold {', '.join(f'{k}={v:g}' for k, v in large.items()) or 'these settings'}: expected at most "
+        limits = {int: 2 ** 32 - 1, float: SINGLE}
+        numbers = vars(args) | {"max_iters": extra[ITER]}
+        large = [f"{key}={value:g}" for key, value in numbers.items()
+                 if type(value) in limits and abs(value) > limits[type(value)]]
+        fail(f"GGUF can't hold {', '.join(large) or 'these settings'}: expected at most "
              f"{SINGLE:.3g}, and {2 ** 32 - 1} of whole numbers")
 
 
-def write_gguf(path, state, args, vocabulary, dtype, name, extra):
-    """The header, then the tensors, each padded to the alignment."""
+def write_gguf(path, state, args, dtype, header):
+    """Write the header, then the tensors, each padded to the alignment, then their checksum."""
     layout, factors = gguf_layout(args, dtype)
-    header = gguf_header(args, vocabulary, dtype, name, layout, extra)
-    digest, halves = hashlib.sha256(), architecture(args) != "llama"
+    halves = architecture(args) != "llama"  # the order of rows in heads, as Hugging Face's
+    digest = hashlib.sha256()
     with replacing(path) as f:
         f.write(header)
-        for ours, _, _, kind in layout:
-            w = factors if ours == ROPE_FACTORS else state[ours]
-            for data in encoded(ours, interleaved_to_halves(w, heads_in(ours, args) if halves else 0), kind):
+        for name, _, _, kind in layout:
+            w = factors if name == ROPE_FACTORS else state[name]
+            w = interleaved_to_halves(w, heads_in(name, args) if halves else 0)
+            for data in encoded(name, w, kind):
                 f.write(data)
                 digest.update(data)
-            padding = bytes(gap(f.tell(), ALIGNMENT))
+            padding = bytes(padding_to(f.tell(), ALIGNMENT))
             f.write(padding)
             digest.update(padding)
         f.seek(header.index(b"0" * 64))
         f.write(digest.hexdigest().encode())
 
 
-def check_llama2c(args, vocabulary, version, group_size):
-    """The group size that fits dim; says, in one line each, what these formats can't."""
-    for key, standard in (("norm_eps", 1e-5), ("rope_theta", 10000.0), ("rope_scaling", 1.0), ("rope_attention", 1.0),
-                          ("rope_factors", ()), ("head_width", 0), ("qkv_bias", False), ("qk_norm", False)):
-        if getattr(args, key) != standard:
-            found = f"{getattr(args, key)}"
-            fail(f"the model has {key}={found[:40]}, llama2.c's formats imply {standard}; use --format=gguf")
+def exported_step(path):
+    """Return the training step of the model in a GGUF file, None if there is no file or no step."""
+    try:
+        with (open(path, "rb") as f,
+              mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data):
+            key = gguf_string(ITER)
+            at = data.find(key)
+            return struct.unpack_from("<I", data, at + len(key) + 4)[0] if at >= 0 else None
+    except (OSError, ValueError, struct.error):  # ValueError: the file is empty
+        return None
+
+
+# ---- llama2.c
+
+def refuse_beyond_llama2c(args):
+    """End in one line if llama2.c's formats, which store no such settings, imply other ones."""
+    implied = {"norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": 1.0, "rope_attention": 1.0,
+               "rope_factors": (), "head_width": 0, "qkv_bias": False, "qk_norm": False}
+    for key, value in implied.items():
+        found = getattr(args, key)
+        if found != value:
+            fail(f"the model has {key}={str(found)[:40]}, llama2.c's formats imply {value}; use "
+                 "--format=gguf")
+
+
+def fitting_group_size(args, group_size):
+    """Return the group size of v2, halved until it divides dim; print what a user must know."""
     if group_size < 1:
         fail(f"--group_size={group_size}: expected at least 1, such as 64")
     asked = group_size
     while args.dim % group_size:
         group_size //= 2
-    if version == 2 and group_size != asked:
+    if group_size != asked:
         print(f"groups of {group_size}: {asked} does not divide dim={args.dim}")
-    if version == 2 and args.hidden_dim % group_size:
-        print(f"groups of {group_size} run across the rows of w2, hidden_dim={args.hidden_dim}: run reads that, "
-              f"llama2.c's runq does not; for it choose a --group_size that divides {args.dim} and {args.hidden_dim}")
-    if vocabulary and not vocabulary.add_dummy_prefix:
-        print("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has none; "
-              "--format=gguf can say so")
+    if args.hidden_dim % group_size:
+        print(f"groups of {group_size} run across the rows of w2, hidden_dim={args.hidden_dim}: "
+              "run reads that, llama2.c's runq does not; for it choose a --group_size that divides "
+              f"{args.dim} and {args.hidden_dim}")
     return group_size
 
 
 def frequency_tables(args):
-    """cos and sin (max_seq_len, Q/2) as v0 stores them, in float32 throughout like llama2.c; readers skip them."""
+    """
+    Return cos and sin (max_seq_len, Q/2) as v0 stores them, in float32 throughout, as llama2.c's
+    export.py does. Readers skip them.
+    """
     i = torch.arange(0, args.head_dim, 2).float()
-    angle = torch.outer(torch.arange(args.max_seq_len), 1.0 / (args.rope_theta ** (i / args.head_dim))).float()
+    frequency = 1.0 / (args.rope_theta ** (i / args.head_dim))
+    angle = torch.outer(torch.arange(args.max_seq_len), frequency).float()
     return angle.cos(), angle.sin()
 
 
 def to_groups(x, group_size):
-    """float32 -> int8 (n, group_size) and float32 scales (n,), rounded as llama2.c does: ties to even."""
+    """
+    Quantise float32 to int8 (n, group_size) and float32 scales (n,), rounded as by llama2.c: ties
+    to even.
+    """
     groups = x.reshape(-1, group_size)
     scale = np.abs(groups).max(axis=1) / np.float32(127)
     return np.rint(groups / np.where(scale == 0, 1, scale)[:, None]).astype(np.int8), scale
 
 
 def llama2c_sizes(args, version):
-    """The header's seven ints; the first version says by a negative vocabulary that there is a classifier of its own."""
-    return struct.pack("<7i", args.dim, args.hidden_dim, args.n_layers, args.n_heads, args.n_kv_heads,
-                       args.vocab_size if version or args.tied else -args.vocab_size, args.max_seq_len)
+    """
+    Return the header's seven ints. In version 0 a negative vocabulary size means that there is a
+    separate classifier.
+    """
+    vocab_size = args.vocab_size if version or args.tied else -args.vocab_size
+    return struct.pack("<7i", args.dim, args.hidden_dim, args.n_layers, args.n_heads,
+                       args.n_kv_heads, vocab_size, args.max_seq_len)
 
 
 def write_llama2c(path, state, args, version, group_size):
-    """llama2.c version 0, 1 or 2: a header of ints, then the tensors, each for all layers in turn."""
+    """Write version 0, 1 or 2: a header of ints, then the tensors, each for all layers in turn."""
     header = llama2c_sizes(args, version)
     if version:
         header = struct.pack("<Ii", LLAMA2C_MAGIC, version) + header + struct.pack("<B", args.tied)
@@ -258,7 +373,8 @@ def write_llama2c(path, state, args, version, group_size):
         f.write(header)
         for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
             if version == 2 and len(shape) == 2:
-                q, scale = to_groups(np.concatenate(list(floats(name, state[name]))), group_size)
+                x = np.concatenate(list(floats(name, state[name])))
+                q, scale = to_groups(x, group_size)
                 f.write(q.tobytes() + scale.tobytes())
             else:
                 f.writelines(encoded(name, state[name], "f32"))
@@ -266,136 +382,193 @@ def write_llama2c(path, state, args, version, group_size):
                 f.writelines(table.numpy().tobytes() for table in frequency_tables(args))
 
 
+# ---- Hugging Face
+
 def write_safetensors(path, state, args, dtype):
-    """The tensors under Hugging Face's names: uint64 length of a JSON header, the header, the data."""
+    """
+    Write the tensors under Hugging Face's names: uint64 length of a JSON header, the header, the
+    data. Written here because the safetensors library needs all tensors in memory at once.
+    """
     header, offset = {"__metadata__": {"format": "pt"} | MADE_BY}, 0
-    for _, _, hf, shape in tensors(args):
-        size = math.prod(shape) * TYPES[dtype].size
-        header[hf] = {"dtype": dtype.upper(), "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
+    for _, _, name, shape in tensors(args):
+        end = offset + math.prod(shape) * TYPES[dtype].size
+        header[name] = {"dtype": dtype.upper(), "shape": shape, "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
-    text += b" " * gap(len(text), 8)
+    text += b" " * padding_to(len(text), 8)
     with replacing(path) as f:
         f.write(struct.pack("<Q", len(text)) + text)
-        for name, _, _, _ in tensors(args):
-            f.writelines(encoded(name, interleaved_to_halves(state[name], heads_in(name, args)), dtype))
+        for name, *_ in tensors(args):
+            w = interleaved_to_halves(state[name], heads_in(name, args))
+            f.writelines(encoded(name, w, dtype))
+
+
+def hf_config(args, vocabulary, dtype):
+    """Return the content of config.json."""
+    kind = architecture(args)
+    return {
+        "architectures": [f"{kind.capitalize()}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "hidden_size": args.dim,
+        "intermediate_size": args.hidden_dim,
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "head_dim": args.head_dim,
+        "vocab_size": args.vocab_size,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "tie_word_embeddings": args.tied,
+        "rope_scaling": rope.rule(args) or None,
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": vocabulary.eos_id,
+        "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
+    }
+
+
+def hf_generation_config(args, vocabulary, extra):
+    """Return generation_config.json: an answer ends as in sample.py, and at the ids in `extra`."""
+    ends = [extra[key] for key in (END_OF_TURN, END_OF_MESSAGE) if key in extra]
+    return {
+        "bos_token_id": vocabulary.bos_id,
+        "eos_token_id": [vocabulary.eos_id, vocabulary.bos_id, *ends],
+        "pad_token_id": extra.get(PADDING, vocabulary.eos_id),
+        "max_length": args.max_seq_len,
+    }
+
+
+def hf_tokenizer_config(args, vocabulary, extra):
+    """
+    Return the content of tokenizer_config.json. split_special_tokens: a text that contains "<s>"
+    contains three characters, as everywhere in this program.
+    """
+    pieces = vocabulary.pieces()
+    ids = {"unk": vocabulary.unk_id, "bos": vocabulary.bos_id, "eos": vocabulary.eos_id}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len}
+    config |= {f"{name}_token": pieces[i][0].decode() for name, i in ids.items() if i is not None}
+    if not vocabulary.add_bos:
+        config["add_bos_token"] = False  # for llama.cpp's converter
+    config |= {"split_special_tokens": True, "clean_up_tokenization_spaces": False,
+               "model_input_names": ["input_ids", "attention_mask"]}
+    template = extra.get(TEMPLATE)
+    if isinstance(template, bytes):
+        template = template.decode(errors="replace")
+    return config | ({"chat_template": template} if isinstance(template, str) else {})
 
 
 def write_hf(path, state, args, vocabulary, dtype, extra):
     """
-    A Hugging Face folder: model.safetensors, config.json, generation_config.json and the tokenizer. A text that holds
-    "<s>" holds three letters, as everywhere here (split_special_tokens); generation ends where sample.py's does, and where
-    the GGUF metadata `extra` says so; its chat template comes along.
+    Write a Hugging Face folder: model.safetensors, the configs and the tokenizer. extra: GGUF
+    metadata, of which the ids that end an answer and the chat template are kept.
     """
-    folder, kind = Path(path), architecture(args)
+    folder = Path(path)
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
     folder.mkdir(exist_ok=True)
-    earlier = is_vocabulary_of_ours(folder)
+    replaceable = is_vocabulary_of_ours(folder)
     write_safetensors(folder / "model.safetensors", state, args, dtype)
-    config = {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu", "attention_bias": False,
-        "hidden_size": args.dim, "intermediate_size": args.hidden_dim, "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads, "num_key_value_heads": args.n_kv_heads, "head_dim": args.head_dim,
-        "vocab_size": args.vocab_size, "max_position_embeddings": args.max_seq_len, "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_theta, "tie_word_embeddings": args.tied,
-        "rope_scaling": rope.rule(args) or None,
-        "bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id,
-        "torch_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[dtype],
+    contents = {
+        "config": hf_config(args, vocabulary, dtype),
+        "generation_config": hf_generation_config(args, vocabulary, extra),
+        "tokenizer_config": hf_tokenizer_config(args, vocabulary, extra),
+        "tokenizer": vocabulary.hugging_face(),
     }
-    ends = [extra[key] for key in (END_OF_TURN, END_OF_MESSAGE) if key in extra]
-    stop = {"eos_token_id": [vocabulary.eos_id, vocabulary.bos_id, *ends], "pad_token_id": extra.get(PADDING, vocabulary.eos_id)}
-    template = extra.get(TEMPLATE)
-    template = template.decode(errors="replace") if isinstance(template, bytes) else template
-    generation = {"bos_token_id": vocabulary.bos_id, **stop, "max_length": args.max_seq_len}
-    special = {f"{kind}_token": vocabulary.pieces()[i][0].decode() for kind, i in
-               (("unk", vocabulary.unk_id), ("bos", vocabulary.bos_id), ("eos", vocabulary.eos_id)) if i is not None}
-    tokenizer = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": args.max_seq_len,
-        **special, **({} if vocabulary.add_bos else {"add_bos_token": False}),  # for llama.cpp's converter
-        "split_special_tokens": True, "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"], **({"chat_template": template} if isinstance(template, str) else {}),
-    }
-    for file, values in (("config", config), ("generation_config", generation), ("tokenizer_config", tokenizer),
-                         ("tokenizer", vocabulary.hugging_face())):
-        write_atomic(folder / f"{file}.json", json.dumps(values, indent=1))
+    for name, content in contents.items():
+        write_atomic(folder / f"{name}.json", json.dumps(content, indent=1))
     if vocabulary.kind == "sentencepiece":
         vocabulary.save(folder / "tokenizer.model")
-    elif earlier:  # an earlier export's would be read instead
+    elif replaceable:  # a reader would take an earlier export's
         (folder / "tokenizer.model").unlink(missing_ok=True)
 
 
+# ---- any format
+
+FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
+           "v2": ("f32",)}  # format: its values of --dtype
+
+
 def differences(vocabulary, format):
-    """Yields, a line each, where the readers of a format will not encode a text as this vocabulary does."""
+    """Yield a line for each way in which readers of a format encode a text differently."""
     kinds = {kind for _, _, kind in vocabulary.pieces()}
+    other = "llama.cpp" if format == "gguf" else "transformers"
     if vocabulary.normalizer != "identity" and (format, vocabulary.kind) != ("hf", "bpe"):
-        problem = "transformers combines accents otherwise" if format == "hf" else "model files can't say that"
-        yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: "
-               "unusual characters of a prompt may be encoded otherwise")
+        problem = ("transformers combines accents differently" if format == "hf"
+                   else "model files can't say that")
+        yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: unusual "
+               "characters of a prompt may be encoded differently")
     if vocabulary.kind == "bpe":
         return
-    if format == "gguf" and gguf_tokenizer(vocabulary) == NO_BYTES:
-        yield "the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this file, run reads it"
+    if format == "gguf" and gguf_tokenizer_model(vocabulary) == NO_BYTES:
+        yield ("the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this "
+               "file, run reads it")
     elif format == "gguf" and vocabulary.remove_extra_whitespaces:
-        yield "the vocabulary removes extra spaces, llama.cpp keeps them: it will encode such texts otherwise than run"
+        yield ("the vocabulary removes extra spaces, llama.cpp keeps them: it will encode such "
+               "texts differently from run")
     if format == "gguf" and USER_DEFINED in kinds and vocabulary.add_dummy_prefix:
-        yield "llama.cpp puts a space after each user-defined piece: it will encode texts with them otherwise than run"
+        yield ("llama.cpp puts a space after each user-defined piece: it will encode texts with "
+               "them differently from run")
     if format in ("gguf", "hf") and UNUSED in kinds:
-        reader = "llama.cpp" if format == "gguf" else "transformers"
-        yield f"the vocabulary has unused pieces, which {reader} does not take apart: it may encode texts otherwise than run"
+        yield (f"the vocabulary has unused pieces, which {other} does not split: it may encode "
+               "texts differently from run")
+    if format not in ("gguf", "hf") and not vocabulary.add_dummy_prefix:
+        yield ("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has "
+               "none; --format=gguf can say so")
 
 
-FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",), "v2": ("f32",)}  # dtypes
-
-
-def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64, name="llamac",
-                 extra=None):
+def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64,
+                 name="llamac", extra=None):
     """
-    Write a model file. model_state: state_dict of a Transformer, args: its ModelArgs, vocabulary: its Tokenizer (None
-    will do for v0, v1, v2), name: general.name, extra: more GGUF metadata, of which a Hugging Face folder gets what belongs
-    to chats. Raises OSError when the disk fails; what stood at `path` before is then untouched.
+    Write a model file, or the folder of a Hugging Face model. Raises OSError if the disk fails;
+    what was at `path` before is then untouched.
+
+    model_state: state_dict of a Transformer; args: its ModelArgs; vocabulary: its Tokenizer, for
+    v0, v1 and v2 possibly None; name: general.name; extra: more GGUF metadata.
     """
     if format not in FORMATS:
         fail(f"--format={format}: expected {' or '.join(FORMATS)}")
     if dtype not in FORMATS[format]:
         fail(f"--dtype={dtype}: expected {' or '.join(FORMATS[format])} with --format={format}")
-    if vocabulary and vocabulary.vocab_size != args.vocab_size:
-        fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model {args.vocab_size}, expected the same")
-    if vocabulary and vocabulary.kind == "bpe" and format not in ("gguf", "hf"):
-        fail(f"--format={format}: llama2.c's tokenizer.bin can't hold byte-level BPE; use gguf or hf")
     if not vocabulary and format in ("gguf", "hf"):
-        fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, or llama2.c's .bin)")
+        fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, "
+             "or llama2.c's .bin)")
     refuse_leftovers(model_state, args)
-    for line in differences(vocabulary, format) if vocabulary else ():
-        print(line)
-    if format == "gguf":
-        return write_gguf(path, model_state, args, vocabulary, dtype, name, extra or {})
-    if format == "hf":
-        return write_hf(path, model_state, args, vocabulary, dtype, extra or {})
-    group_size = check_llama2c(args, vocabulary, int(format[1]), group_size)
-    write_llama2c(path, model_state, args, int(format[1]), group_size)
     if vocabulary:
-        with replacing(Path(path).with_name("tokenizer.bin")) as f:
-            f.write(vocabulary.tokenizer_bin())
+        if vocabulary.vocab_size != args.vocab_size:
+            fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model "
+                 f"{args.vocab_size}, expected the same")
+        for line in differences(vocabulary, format):
+            print(line)
+    extra = extra or {}
+    if format == "gguf":
+        header = gguf_header(args, vocabulary, dtype, name, extra)
+        write_gguf(path, model_state, args, dtype, header)
+    elif format == "hf":
+        write_hf(path, model_state, args, vocabulary, dtype, extra)
+    else:
+        refuse_beyond_llama2c(args)
+        version = int(format[1])
+        group_size = fitting_group_size(args, group_size) if version == 2 else 1
+        tokenizer_bin = vocabulary.tokenizer_bin() if vocabulary else None
+        write_llama2c(path, model_state, args, version, group_size)
+        if tokenizer_bin:
+            with replacing(Path(path).with_name("tokenizer.bin")) as f:
+                f.write(tokenizer_bin)
 
 
-def exported_step(path):
-    """The iteration of the model that a GGUF file holds; None where there is no file, or one that doesn't say."""
-    try:
-        with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            key = gguf_string(ITER)
-            at = data.find(key)
-            return struct.unpack_from("<I", data, at + len(key) + 4)[0] if at >= 0 else None
-    except (OSError, ValueError, struct.error):  # ValueError: empty
-        return None
+# ---- the command
 
-
-HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
-            "tokenizer.model")
+HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "tokenizer_config.json",
+            "tokenizer.json", "tokenizer.model")
 
 
 def is_bin_of_run(path, args):
-    """Whether a llama2.c file, which bears no mark, is known by its place in a run's folder and its sizes."""
+    """
+    Return whether a llama2.c file, which has no mark of its writer, is an export of this model, by
+    its place in a run's folder and its sizes.
+    """
     if path.name != "model.bin" or not run_folder.is_run(path.absolute().parent):
         return False
     with open(path, "rb") as f:
@@ -404,7 +577,7 @@ def is_bin_of_run(path, args):
 
 
 def refuse_foreign(target, format, args, vocabulary):
-    """One line where an export to `target` would replace a file that is not known to be an earlier one."""
+    """End in one line if an export to `target` would replace a file that is no earlier export."""
     if format == "gguf":
         known = {target: is_gguf_of_ours}
     elif format == "hf":
@@ -413,25 +586,35 @@ def refuse_foreign(target, format, args, vocabulary):
     else:
         known = {target: lambda path: is_bin_of_run(path, args)}
         if vocabulary:
-            known[target.with_name("tokenizer.bin")] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
+            tokenizer_bin = target.with_name("tokenizer.bin")
+            known[tokenizer_bin] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
     for path, is_ours in known.items():
         if path.is_file() and not is_ours(path):
             fail(f"{path}: is there and not known to be an export; move it, or give another --path")
 
 
 def main():
+    """Export what --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
-    source, name = Path(origin), "model.gguf" if format == "gguf" else "hf" if format == "hf" else "model.bin"
-    beside = source / name if source.is_dir() else source.with_name(name.replace("model", source.stem))
-    target = Path(path or beside)
+    source = Path(origin)
+    if path:
+        target = Path(path)
+    elif format == "hf":
+        target = source / "hf" if source.is_dir() else source.with_name("hf")
+    else:
+        name = "model" if source.is_dir() else source.stem
+        folder = source if source.is_dir() else source.parent
+        target = folder / f"{name}.{'gguf' if format == 'gguf' else 'bin'}"
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
     state, args, vocabulary, extra = read_model(origin, tokenizer)
-    called = source.resolve().stem if source.is_file() else source.resolve().name  # a folder may be called Qwen2.5-0.5B
+    resolved = source.resolve()
+    # A folder's name may have a dot, such as Qwen2.5-0.5B.
+    model_name = resolved.stem if source.is_file() else resolved.name
     try:
         if format in FORMATS:
             refuse_foreign(target, format, args, vocabulary)
-        export_model(state, args, vocabulary, target, format, dtype, group_size, called, extra)
+        export_model(state, args, vocabulary, target, format, dtype, group_size, model_name, extra)
     except OSError as e:
         fail(f"{target}: cannot be written ({e.strerror or e}); nothing was changed")
     print(f"wrote {target}")

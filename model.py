@@ -67,7 +67,8 @@ class ModelArgs:
 
     def problem(self):
         """Return what is wrong with these sizes as one line, None if they are possible."""
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "max_seq_len"):
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim",
+                     "max_seq_len"):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}, expected at least 1"
         if self.head_width < 0 or self.head_width % 2:
@@ -84,8 +85,8 @@ class ModelArgs:
         pairs = self.head_dim // 2
         factors = self.rope_factors
         if factors and (len(factors) != pairs or not all(0 < f < math.inf for f in factors)):
-            return (f"rope_factors are {len(factors)}, expected {pairs} positive numbers, one a pair "
-                    f"of a head")
+            return (f"rope_factors are {len(factors)}, expected {pairs} positive numbers, one a "
+                    "pair of a head")
         return None
 
 
@@ -219,8 +220,8 @@ class Transformer(nn.Module):
 
         With targets (B, T), -1 where there is none: (None, mean cross entropy in nats). Without:
         (logits (B, 1, V) of the last position, None); with every=n, of every n-th position. cache:
-        a dict of new_cache, extended by T; documents: ops.documents_of(tokens), which attends within
-        documents without a mask.
+        a dict of new_cache, extended by T; documents: ops.documents_of(tokens), which attends
+        within documents without a mask.
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]

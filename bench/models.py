@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import export
 from configurator import configure, fail
 from engine.formats.layout import FILE_TYPES, tensors
-from engine.formats.vocabularies import vocabulary_of
+from engine.formats.gguf_tokenizer import tokenizer_of_pieces
 from model import ModelArgs
 from tokenizer import BYTE, NORMAL, SPACE, SPECIALS
 
@@ -67,8 +67,8 @@ def vocabulary(size):
     words = [SPACE] + [space + "".join(letters) for n in (1, 2, 3) for space in (SPACE, "")
                        for letters in itertools.product(string.ascii_lowercase, repeat=n)]
     pieces = [*SPECIALS, *((f"<0x{b:02X}>", BYTE) for b in range(256)), *((word, NORMAL) for word in words)][:size]
-    return vocabulary_of([(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)],
-                         0, 1, 2, True, False, "the synthetic vocabulary")
+    pieces = [(piece.encode(), -float(i), kind) for i, (piece, kind) in enumerate(pieces)]
+    return tokenizer_of_pieces(pieces, (0, 1, 2), True, False, "the synthetic vocabulary")
 
 
 def path_of(shape, form):

@@ -23,7 +23,7 @@ import zipfile
 from pathlib import Path
 
 MAX_SETTINGS = 1 << 20  # bytes of a file of settings: config.json, meta.json, a sweep
-MAX_JSON = 100 << 20    # bytes of other JSON: a tokenizer.json, the header of a .safetensors file
+MAX_JSON = 100 << 20    # bytes of other JSON, such as a tokenizer.json
 MAX_VALUES = 5_000_000  # values in a JSON text, twice Gemma's tokenizer.json; at worst 1 GB
 MAX_PICKLE = 1 << 24    # bytes of the pickle inside a torch.save file; at worst 1 GB of memory
 SMALL_JSON = 1 << 20    # bytes of JSON that need no count of values: at worst 100 MB of memory

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import export
-from engine.formats import vocabularies
+from engine.formats import gguf_tokenizer
 from engine.text import prepare
 from model import ModelArgs, Transformer
 from tokenizer import BYTE, CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED, Tokenizer, spell, train_byte_level
@@ -242,15 +242,15 @@ def as_read(made):
 def test_a_damaged_vocabulary_in_gguf_is_refused_in_one_line(key, tmp_path, capfd):
     made = train_byte_level(TEXT, 300, tmp_path / "t.json")
     metadata = as_read(made)
-    assert vocabularies.gguf_vocabulary(metadata, "m.gguf").pieces() == made.pieces()
-    assert "m.gguf" in refused(capfd, vocabularies.gguf_vocabulary, metadata | {f"tokenizer.ggml.{key}": GGUF_CHANGES[key]}, "m.gguf")
+    assert gguf_tokenizer.read_gguf_tokenizer(metadata, "m.gguf").pieces() == made.pieces()
+    assert "m.gguf" in refused(capfd, gguf_tokenizer.read_gguf_tokenizer, metadata | {f"tokenizer.ggml.{key}": GGUF_CHANGES[key]}, "m.gguf")
 
 
 @pytest.mark.parametrize("token, kind", [("日", NORMAL), ("zz", BYTE)])
 def test_a_token_in_gguf_of_other_letters_or_of_a_type_that_bpe_lacks_is_refused(token, kind, tmp_path, capfd):
     metadata = as_read(train_byte_level(TEXT, 300, tmp_path / "t.json"))
     metadata["tokenizer.ggml.tokens"][299], metadata["tokenizer.ggml.token_type"][299] = token.encode(), kind
-    assert f"token 299 is {token!r} of type {kind}" in refused(capfd, vocabularies.gguf_vocabulary, metadata, "m.gguf")
+    assert f"token 299 is {token!r} of type {kind}" in refused(capfd, gguf_tokenizer.read_gguf_tokenizer, metadata, "m.gguf")
 
 
 def test_without_the_package_a_line_says_so(tmp_path, capfd, monkeypatch):

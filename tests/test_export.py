@@ -203,7 +203,7 @@ def test_what_no_format_has_a_name_for_is_refused(format, tmp_path, vocabulary, 
             (lambda m: m.layers[1].register_buffer("scale", torch.ones(3)), "model's layers.1.scale would be lost"),
             (lambda m: setattr(m.layers[0].attention.wo, "bias", torch.nn.Parameter(torch.zeros(64))), "layers.0.attention.wo.bias would"),
             (lambda m: [another(m, "a"), another(m, "b")], "layers.0.attention.a.weight and 1 more would be lost"),
-            (lambda m: delattr(m.layers[1], "ffn_norm"), "model has no layers.1.ffn_norm.weight"),
+            (lambda m: delattr(m.layers[1], "ffn_norm"), "tensor layers.1.ffn_norm.weight (64,) is missing"),
             (lambda m: another(m, "wk") or setattr(m.layers[0].attention.wk, "weight", torch.nn.Parameter(torch.ones(9, 64))),
              "layers.0.attention.wk.weight has shape (9, 64), expected (64, 64)"),
             (untie, "output.weight is not tok_embeddings.weight")):
@@ -683,18 +683,18 @@ def with_metadata(path, changed, tensors=None):
 @pytest.mark.parametrize("changed, said", [
     ({"general.architecture": "gpt2"}, "architecture 'gpt2'"), ({"llama.block_count": None}, "block_count is None"),
     ({"llama.block_count": 2}, "tensor blk.1.attn_norm.weight (8,) is missing"),
-    ({"llama.block_count": 4294967295}, "too few for 4294967295 layers"),
+    ({"llama.block_count": 4294967295}, "tensor blk.1.attn_norm.weight (8,) is missing"),
     ({"llama.embedding_length": "8"}, "embedding_length is '8'"), ({"llama.embedding_length": 0}, "positive int"),
     ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
     ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
     ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
     ({"llama.rope.scaling.factor": 0.0}, "scaling.factor is 0.0"),  # linear is what a file means that names no type
-    ({"llama.rope.dimension_count": 2}, "head width 4"), ({"llama.attention.value_length": 2}, "value_length is 2"),
-    ({"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}, "scale_linear is 2.0, but"),
-    ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5, expected 1"), ({"llama.expert_count": 8}, "expert_count is 8"),
-    ({"llama.attention.causal": False}, "causal is False, expected 1"), ({"llama.logit_scale": 2.0}, "'llama.logit_scale' is unknown"),
-    ({"llama.attention.sliding_window": 4}, "sliding_window is 4"), ({"general.quantization_version": 1}, "version is 1, expected 2"),
+    ({"llama.rope.dimension_count": 2}, "dimension_count' is 2, expected 4"), ({"llama.attention.value_length": 2}, "value_length' is 2, expected 4"),
+    ({"llama.rope.scale_linear": 2.0, "llama.rope.scaling.factor": 4.0}, "scale_linear' is 2.0, expected 4.0"),
+    ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor' is 1.5, expected 1"), ({"llama.expert_count": 8}, "expert_count' is 8"),
+    ({"llama.attention.causal": False}, "causal' is False, expected 1"), ({"llama.logit_scale": 2.0}, "'llama.logit_scale' is 2.0, expected no such key"),
+    ({"llama.attention.sliding_window": 4}, "sliding_window is 4"), ({"general.quantization_version": 1}, "version' is 1, expected 2"),
     ({"tokenizer.ggml.tokens": None}, "tokens is None"), ({"tokenizer.ggml.model": "gpt2"}, "pre-tokenizer is None"),
     ({"tokenizer.ggml.scores": [0.0]}, "shorter than argument"), ({"tokenizer.ggml.token_type": ["a"] * 4}, "TypeError"),
     ({"tokenizer.ggml.bos_token_id": 4}, "KeyError: 4"), ({"tokenizer.ggml.bos_token_id": True}, "TypeError"),
@@ -735,7 +735,7 @@ def test_numbers_of_every_type_in_metadata_are_read(tmp_path):
 
 @pytest.mark.parametrize("tensors, said", [
     ({"blk.0.attn_q.weight": None}, "tensor blk.0.attn_q.weight (8, 8) is missing"),
-    ({"rope_freqs.weight": (4,)}, "rope_freqs.weight has shape (4,)"), ({"blk.0.attn_q.scale": (4,)}, "tensor 'blk.0.attn_q.scale' (f32) is no part of"),
+    ({"rope_freqs.weight": (4,)}, "rope_freqs.weight has shape (4,)"), ({"blk.0.attn_q.scale": (4,)}, "tensor 'blk.0.attn_q.scale' is not part of"),
     ({"blk.0.attn_q.weight": (8, 16)}, "has shape (8, 16)"),
     ({"blk.0.attn_q.weight": (2, 8, 8)}, "has shape (2, 8, 8)")])
 def test_tensors_that_cannot_be(tensors, said, tmp_path, capsys):
@@ -746,9 +746,9 @@ def test_impossible_llama2c_headers(files, tmp_path, capsys):
     data, path = files["v2"].read_bytes(), tmp_path / "m"
     most = 2 ** 31 - 1
     for at, value, said in [
-            (4, 3, "version 3"), (8, 0, "neither GGUF"), (8, -64, "neither GGUF"), (12, most, "damaged"),
+            (4, 3, "version 3"), (8, 0, "dim is 0"), (8, -64, "dim is -64"), (12, most, "damaged"),
             (16, most, "damaged"), (20, 5, "no even head width"), (28, most, "damaged"), (32, most, "a context of"),
-            (37, 0, "neither GGUF"), (37, 7, "groups of 7 do not fill")]:
+            (37, 0, "groups of 0 do not fill"), (37, -1, "groups of -1"), (37, 7, "groups of 7 do not fill")]:
         path.write_bytes(data[:at] + struct.pack("<i", value) + data[at + 4:])
         assert said in refused(capsys, read, path)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mistr
 
 import export
 from configurator import source_knobs
-from engine.formats import gguf_file, hf_vocabulary, rope
+from engine.formats import gguf_file, hf_tokenizer, rope
 from engine.text import prepare
 from engine.text.vocabulary import keep_vocabulary
 from engine.training import load
@@ -184,7 +184,7 @@ def test_of_several_files_of_weights_those_that_transformers_loads(tmp_path, voc
     assert "weights are in model-00001-of" in refused(capsys, load.read_model, folder / "other.safetensors")
     where = json.loads((folder / index).read_text())["weight_map"]
     change_json(folder / index, weight_map=where | {"model.norm.weight": "other.safetensors"})
-    assert "stands in model-00001-of-00001.safetensors and in other.safetensors" in refused(capsys, load.read_model, folder)
+    assert "is in model-00001-of-00001.safetensors and in other.safetensors" in refused(capsys, load.read_model, folder)
     (folder / "adapter_config.json").write_text("{}")
     assert "an adapter" in refused(capsys, load.read_model, folder)
 
@@ -277,7 +277,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
             config["added_tokens_decoder"] = {str(t["id"]): {k: v for k, v in t.items() if k != "id"} for t in stored["added_tokens"]} | {str(n): token}
         (tmp_path / "hf/tokenizer.json").write_text(json.dumps(stored))
         (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(config))
-        return hf_vocabulary.read_hf_vocabulary(tmp_path / "hf", rows)
+        return hf_tokenizer.read_hf_tokenizer(tmp_path / "hf", rows)
 
     token = FLAGS | {"content": "<tool>"}
     found, oracle = read(token), AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -292,7 +292,7 @@ def test_added_tokens_that_reach_beyond_themselves_are_refused(flag, file, kind,
         change_json(tmp_path / "hf/tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
         oracle = AutoTokenizer.from_pretrained(tmp_path / "hf")
         assert oracle("a<tool>c", add_special_tokens=False)["input_ids"] != found.encode("a<tool>c")
-        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, hf_vocabulary.read_hf_vocabulary, tmp_path / "hf", n + 1)
+        assert "differ: 'a <tool> b<tool>c' is" in refused(capsys, hf_tokenizer.read_hf_tokenizer, tmp_path / "hf", n + 1)
 
 
 def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_path, capsys):
@@ -306,9 +306,9 @@ def test_added_tokens_that_overlap_and_are_looked_for_one_after_the_other(tmp_pa
         new = [FLAGS | {"id": n, "content": late, "normalized": True}, FLAGS | {"id": n + 1, "content": early}]
         change_json(folder / "tokenizer.json", added_tokens=[*added, *new])
         if overlap:
-            assert "overlap" in refused(capsys, hf_vocabulary.read_hf_vocabulary, folder)
+            assert "overlap" in refused(capsys, hf_tokenizer.read_hf_tokenizer, folder)
             continue
-        oracle, found = AutoTokenizer.from_pretrained(folder), hf_vocabulary.read_hf_vocabulary(folder)
+        oracle, found = AutoTokenizer.from_pretrained(folder), hf_tokenizer.read_hf_tokenizer(folder)
         texts = [f"once {late}{early} {early}{late}", "<<aab>>aab>x>a<y><x>"]
         assert [found.encode(text) for text in texts] == [oracle(text, add_special_tokens=False)["input_ids"] for text in texts]
 
@@ -406,7 +406,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
     model.normalizer_spec.add_dummy_prefix = before
     (tmp_path / "tokenizer.model").write_bytes(model.SerializeToString())
     oracle = tokenizer_config(tmp_path, add_prefix_space=prefix, bos_token="<s>", eos_token="</s>")
-    found = hf_vocabulary.read_hf_vocabulary(tmp_path, vocabulary.vocab_size)
+    found = hf_tokenizer.read_hf_tokenizer(tmp_path, vocabulary.vocab_size)
     assert found.add_dummy_prefix == prefix
     for text in ["once upon", "the\nonce", " once"][:2 if prefix else 3]:  # where a space is put before one, they put none
         ids = oracle(text, add_special_tokens=False)["input_ids"]
@@ -417,7 +417,7 @@ def test_the_space_before_a_text_is_what_a_folder_says(before, prefix, tmp_path,
 def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     vocabulary.save(tmp_path / "tokenizer.model")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": name, "bos_token": name, "add_prefix_space": name}))
-    assert hf_vocabulary.read_hf_vocabulary(tmp_path, vocabulary.vocab_size).data == vocabulary.data
+    assert hf_tokenizer.read_hf_tokenizer(tmp_path, vocabulary.vocab_size).data == vocabulary.data
 
 
 @pytest.mark.parametrize("changed, said", [
@@ -432,9 +432,9 @@ def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"), ({"rope_scaling": 3}, "rope_scaling is 3"),
     ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not supported"), ({"rope_scaling": YARN | {"beta_fast": 1e-300}}, "beta_fast is 1e-300"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0"), ({"rope_scaling": LONG | {"long_factor": [1.0] * 8}}, "another long_factor"),
-    ({"rope_scaling": LONG | {"short_factor": [1.0], "long_factor": [1.0]}}, "no list of 8"), ({"rope_theta": 0.5}, "rope_theta is 0.5"),
+    ({"rope_scaling": LONG | {"short_factor": [2.0], "long_factor": [2.0]}}, "rope_factors are 1, expected 8"), ({"rope_scaling": YARN | {"rope_theta": 0.5}}, "rope_theta is 0.5"),
     ({"rope_scaling": YARN | {"factor": 1e300}}, "rope_factors"), ({"head_dim": 15}, "head_width is 15"), ({"hidden_size": 10 ** 400}, "expected"),
-    ({"hidden_size": "64"}, "hidden_size is '64'"), ({"num_hidden_layers": 3}, "is missing"), ({"num_hidden_layers": 1}, "is no part"),
+    ({"hidden_size": "64"}, "hidden_size is '64'"), ({"num_hidden_layers": 3}, "is missing"), ({"num_hidden_layers": 1}, "is not part"),
     ({"head_dim": 1 << 40}, "expected at most 8192"), ({"vocab_size": 331}, "has shape"), ({"intermediate_size": 95}, "has shape"),
     ({"max_position_embeddings": 1 << 40}, "a context of"), ({"num_key_value_heads": 3}, "not a multiple"), ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"), ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
@@ -531,13 +531,15 @@ def entry(**values):
 
 
 @pytest.mark.parametrize("change, said", [
-    (entry(dtype="F8_E4M3"), "is F8_E4M3, expected F32"), (entry(shape=[65]), "has shape (65,)"), (entry(shape=[-64]), "damaged"),
-    (entry(shape="64"), "damaged"), (entry(data_offsets=[0, 1 << 60]), "damaged"), (entry(data_offsets=[256, 0]), "damaged"),
-    (entry(data_offsets=[0, 128]), "and 128 bytes"), (entry(data_offsets=[-256, 0]), "damaged"), (entry(data_offsets=[0]), "damaged"),
-    (lambda header: header.pop("model.norm.weight") and None, "model.norm.weight (64,) is missing"),
-    (lambda header: header.update(more=header["model.norm.weight"]), "'more' is no part"), (lambda header: b"[1]", "expected a safetensors file"),
-    (lambda header: b"\xff", "expected a safetensors file"), (lambda header: header.update(a=3), "expected a safetensors file"),
-    (lambda header: b"[" * 50_000, "expected a safetensors file")])
+    (entry(dtype="I32"), "is I32, expected F32"), (entry(shape=[32, 2]), "has shape (32, 2)"),
+    *((entry(**wrong), "model.safetensors: cannot be read (SafetensorError") for wrong in (
+        dict(dtype="F8_E4M3"), dict(shape=[65]), dict(shape=[-64]), dict(shape="64"), dict(data_offsets=[0, 1 << 60]),
+        dict(data_offsets=[256, 0]), dict(data_offsets=[0, 128]), dict(data_offsets=[-256, 0]), dict(data_offsets=[0]))),
+    (lambda header: header.update(more=header.pop("model.norm.weight")), "model.norm.weight (64,) is missing"),
+    (lambda header: header.update(more={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "'more' is not part"),
+    *((change, "expected a safetensors file") for change in (
+        lambda header: header.pop("model.norm.weight") and None, lambda header: header.update(more=header["model.norm.weight"]),
+        lambda header: b"[1]", lambda header: b"\xff", lambda header: header.update(a=3), lambda header: b"[" * 50_000))])
 def test_damaged_safetensors(change, said, tmp_path, vocabulary, capsys):
     make(tmp_path / "m", LlamaConfig, dict(num_hidden_layers=1), vocabulary)
     with_header(tmp_path / "m/model.safetensors", change)
@@ -549,12 +551,12 @@ def test_damaged_folders(tmp_path, vocabulary, capsys):
     make(folder, LlamaConfig, {}, vocabulary, max_shard_size="100KB")
     data = json.loads(index.read_text())
     first = sorted(folder.glob("*.safetensors"))[0]
-    for weight_map, said in ((3, "no list"), ({"a": "../x.safetensors"}, "no list"), (data["weight_map"] | {"a": first.name}, "'a' is missing"),
+    for weight_map, said in ((3, "expected an index"), ({"a": "../x.safetensors"}, "leads out of this folder"),
                              (data["weight_map"] | {"a": "none.safetensors"}, "No such file")):
         index.write_text(json.dumps({"weight_map": weight_map}))
         assert said in refused(capsys, load.read_model, folder)
     index.write_text("{")
-    assert "expected JSON" in refused(capsys, load.read_model, folder)
+    assert "expected an index of .safetensors files" in refused(capsys, load.read_model, folder)
     index.write_text(json.dumps(data))
     for size in (0, 3, 8, 20, first.stat().st_size - 1):
         whole = first.read_bytes()
@@ -691,7 +693,7 @@ def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
     knobs = {name: knob[0] for name, knob in source_knobs(ROOT / "train.py").items()} | {"cache": str(tmp_path / "cache")}
 
     def adopt(path, **given):
-        return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}), given.keys())
+        return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}, defaults=knobs), given.keys())
 
     found = adopt(tmp_path / "m")
     args = ModelArgs.of(SimpleNamespace(**knobs | found), vocabulary.vocab_size)

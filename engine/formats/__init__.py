@@ -1,5 +1,6 @@
 """
-Model files in and out: names, shapes and types of tensors, readers of GGUF, llama2.c, Hugging Face and Meta files.
+Model files: names, shapes and types of their tensors, and readers of GGUF, llama2.c, Hugging Face
+and Meta files.
 
 May import engine.ops, engine.files, model.py and tokenizer.py; never text, training or debug.
 """

@@ -48,8 +48,8 @@ def vocabulary_file(vocab_source, cache):
     if is_prepared(path):
         path /= load(path).meta["tokenizer"]
     elif (path / "tokenizer.model").is_file():  # of a Hugging Face folder; other files add to it
-        from engine.formats import hf_vocabulary  # here: it imports torch, which takes a second
-        path = keep_vocabulary(hf_vocabulary.read_hf_vocabulary(path), cache)
+        from engine.formats import hf_tokenizer  # here: it imports torch, which takes a second
+        path = keep_vocabulary(hf_tokenizer.read_hf_tokenizer(path), cache)
     elif (path / "tokenizer.json").is_file():
         path /= "tokenizer.json"
     if not path.is_file():

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from engine.formats.vocabularies import vocabulary_of
+from engine.formats.gguf_tokenizer import tokenizer_of_pieces
 from export import export_model
 from model import ModelArgs, Transformer
 from tokenizer import PRE_TOKENIZERS, BosEos, byte_level
@@ -29,7 +29,7 @@ def vocabulary(byte_fallback, prefix=True, remove=False):
     pieces += [(f"<0x{b:02X}>", 0, 6) for b in (range(256) if byte_fallback else ())]
     pieces += [("<|user|>", 0, 4), ("a  ", 0, 4), (SPACE + "o", -1, 1), ("nc", -2, 5), (SPACE + "on", -3, 1),
                ("once", -4, 1), (SPACE, -5, 1), ("o", -6, 1), ("n", -7, 1), ("c", -8, 1), ("e", -9, 1), ("é", -10, 1)]
-    return vocabulary_of([(p.encode(), float(s), t) for p, s, t in pieces], 0, 1, 2, prefix, remove, "seed")
+    return tokenizer_of_pieces([(p.encode(), float(s), t) for p, s, t in pieces], (0, 1, 2), prefix, remove, "seed")
 
 
 def byte_level_vocabulary(pre):

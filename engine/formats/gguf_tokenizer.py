@@ -1,0 +1,120 @@
+"""
+Make a Tokenizer of the vocabulary in a GGUF file. A vocabulary is a list of pieces, (bytes, score,
+type), with the types of sentencepiece; sentencepiece calls tokens pieces.
+"""
+import math
+
+from sentencepiece import sentencepiece_model_pb2
+
+from configurator import fail
+from engine.formats.layout import (
+    END_OF_MESSAGE,
+    END_OF_TURN,
+    NO_BYTES,
+    PADDING,
+    is_character_level,
+)
+from engine.untrusted import reading
+from tokenizer import (
+    BYTE,
+    BYTE_OF,
+    CONTROL,
+    NORMAL,
+    PRE_TOKENIZERS,
+    UNUSED,
+    USER_DEFINED,
+    BosEos,
+    Bytes,
+    SentencePiece,
+    byte_level,
+)
+
+
+def read_gguf_tokenizer(metadata, where):
+    """Return the Tokenizer in the metadata of a GGUF file; where: the file, for messages."""
+    def get(key, default=None):
+        return metadata.get(f"tokenizer.ggml.{key}", default)
+
+    with reading(where, "a GGUF file's vocabulary", fail):
+        read = byte_level_tokenizer if get("model") == "gpt2" else llama_tokenizer
+        return read(get, metadata.get(END_OF_TURN), where)
+
+
+def byte_level_tokenizer(get, end_of_turn, where):
+    """Return the ByteLevel of tokenizer.ggml.model "gpt2". get: returns the value of a key."""
+    eos, pre = get("eos_token_id"), get("pre")
+    bos = get("bos_token_id", eos)
+    if pre not in PRE_TOKENIZERS:
+        fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
+    pieces = []
+    for i, (token, kind) in enumerate(zip(get("tokens"), get("token_type"), strict=True)):
+        text = token.decode(errors="replace")
+        in_letters = kind == NORMAL and all(letter in BYTE_OF for letter in text)
+        if not in_letters and kind not in (CONTROL, USER_DEFINED, UNUSED):
+            fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of "
+                 "bytes, or type 3, 4 or 5")
+        spelled = b"".join(map(BYTE_OF.get, text)) if in_letters else token
+        pieces.append((spelled, 0.0, kind))
+    pieces = with_control(pieces, (bos, eos, end_of_turn))
+    merges = [merge.decode(errors="replace") for merge in get("merges")]
+    add_bos = bool(get("add_bos_token", pre == "llama-bpe"))
+    return byte_level(pieces, merges, pre, BosEos(bos, eos, add_bos), where)
+
+
+def llama_tokenizer(get, end_of_turn, where):
+    """Return the Tokenizer of tokenizer.ggml.model "llama", "t5" or NO_BYTES."""
+    model = get("model")
+    if model not in ("llama", "t5", NO_BYTES):
+        fail(f"{where}: tokenizer {repr(model)[:80]}, expected 'gpt2' or 'llama'")
+    unk, bos, eos = (get(f"{key}_token_id", i) for i, key in enumerate(("unknown", "bos", "eos")))
+    pieces = zip(get("tokens"), get("scores"), get("token_type"), strict=True)
+    vocabulary = tokenizer_of_pieces(
+        with_control(pieces, (bos, eos, end_of_turn)), (unk, bos, eos),
+        get("add_space_prefix", True), get("remove_extra_whitespaces", False), where)
+    if model == "t5" and not is_character_level(vocabulary):
+        fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or "
+             "'llama'")
+    if vocabulary.kind != "sentencepiece":
+        return vocabulary
+    return vocabulary.with_bos(bool(get("add_bos_token", True)), where)
+
+
+def with_control(pieces, ids):
+    """
+    Return the pieces with those of `ids`, which begin or end texts and answers, as control pieces
+    rather than user-defined ones, so that a text cannot name them; as runtime/tokenizer.c does.
+    """
+    return [(piece, score, CONTROL if i in ids and kind == USER_DEFINED else kind)
+            for i, (piece, score, kind) in enumerate(pieces)]
+
+
+def tokenizer_of_pieces(pieces, ids, add_dummy_prefix, remove_extra_whitespaces, where):
+    """
+    Return the Tokenizer with these pieces, by rebuilding the sentencepiece model they come from.
+    ids: of <unk>, BOS and EOS.
+    """
+    if pieces == Bytes().pieces():
+        return Bytes()
+    proto = sentencepiece_model_pb2.ModelProto()
+    for i, (piece, score, kind) in enumerate(pieces):
+        if not math.isfinite(score):
+            fail(f"{where}: piece {i}, {piece!r}, has score {score}, expected a finite number")
+        proto.pieces.add(piece=piece.decode(), score=score, type=kind)
+    names = dict(enumerate(piece.piece for piece in proto.pieces))
+    trainer, rules = proto.trainer_spec, proto.normalizer_spec
+    trainer.model_type = trainer.BPE
+    trainer.byte_fallback = any(kind == BYTE for _, _, kind in pieces)
+    trainer.unk_id, trainer.bos_id, trainer.eos_id = ids
+    trainer.unk_piece, trainer.bos_piece, trainer.eos_piece = (names[i] for i in ids)
+    rules.name, rules.add_dummy_prefix = "identity", add_dummy_prefix
+    rules.remove_extra_whitespaces = remove_extra_whitespaces
+    return SentencePiece(proto.SerializeToString(), where)
+
+
+def chat_ids(metadata, vocab_size):
+    """
+    Return {GGUF's key: id} of the tokens that end an answer besides EOS, and of padding. Values
+    that are not ids of this vocabulary are left out.
+    """
+    found = {key: metadata.get(key) for key in (END_OF_TURN, END_OF_MESSAGE, PADDING)}
+    return {key: i for key, i in found.items() if type(i) is int and 0 <= i < vocab_size}
