@@ -597,14 +597,10 @@ def main():
     """Export what --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
     source = Path(origin)
-    if path:
-        target = Path(path)
-    elif format == "hf":
-        target = source / "hf" if source.is_dir() else source.with_name("hf")
-    else:
-        name = "model" if source.is_dir() else source.stem
-        folder = source if source.is_dir() else source.parent
-        target = folder / f"{name}.{'gguf' if format == 'gguf' else 'bin'}"
+    name = {"gguf": "model.gguf", "hf": "hf"}.get(format, "model.bin")
+    target = Path(path or source / name)
+    if not path and not source.is_dir():
+        target = source.with_name(name.replace("model", source.stem))
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
     state, args, vocabulary, extra = read_model(origin, tokenizer)

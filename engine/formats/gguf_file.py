@@ -33,13 +33,12 @@ from model import ModelArgs
 ARCHITECTURES = "llama", "qwen2", "qwen3"
 # Keys of metadata, after the architecture's name. Any other key may change what the model computes
 # and is refused, as by ./run; so is another value of the FIXED_KEYS.
-KNOWN_KEYS = {
-    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length",
-    "attention.head_count", "attention.head_count_kv", "attention.key_length",
-    "attention.sliding_window", "attention.layer_norm_rms_epsilon", "rope.freq_base",
-    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.finetuned",
-    "rope.scaling.original_context_length", "pooling_type", "tensor_data_layout",
-}
+KNOWN_KEYS = set("""
+    vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
+    attention.head_count_kv attention.key_length attention.sliding_window
+    attention.layer_norm_rms_epsilon rope.freq_base rope.scaling.type rope.scaling.factor
+    rope.scaling.finetuned rope.scaling.original_context_length pooling_type tensor_data_layout
+    """.split())
 FIXED_KEYS = {
     "attention.causal": 1, "attention.clamp_kqv": 0, "attention.max_alibi_bias": 0,
     "expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1,

@@ -42,12 +42,10 @@ TENSORS = [
 BY_NAME = {row[0].split(".")[-1]: row for row in TENSORS}
 
 # llama2.c's files hold no names: the order of the tensors in version 0, and in versions 1 and 2
-LLAMA2C_V0 = [BY_NAME[name] for name in (
-    "tok_embeddings", "attention_norm", "wq", "wk", "wv", "wo", "ffn_norm", "w1", "w2", "w3",
-    "norm", "output")]
-LLAMA2C_V1 = [BY_NAME[name] for name in (
-    "attention_norm", "ffn_norm", "norm", "tok_embeddings", "wq", "wk", "wv", "wo", "w1", "w2",
-    "w3", "output")]
+V0_ORDER = "tok_embeddings attention_norm wq wk wv wo ffn_norm w1 w2 w3 norm output"
+V1_ORDER = "attention_norm ffn_norm norm tok_embeddings wq wk wv wo w1 w2 w3 output"
+LLAMA2C_V0, LLAMA2C_V1 = ([BY_NAME[name] for name in order.split()]
+                          for order in (V0_ORDER, V1_ORDER))
 LLAMA2C_MAGIC = 0x616b3432
 LLAMA2C_HEADER = 256  # bytes
 
