@@ -16,7 +16,9 @@ import atexit
 import builtins
 import contextlib
 import functools
+import itertools
 import os
+import re
 import runpy
 import symtable
 import sys
@@ -115,7 +117,11 @@ def source_knobs(path):
             if type(value) in (int, float, bool, str):
                 above = [number for number in sections if number < node.lineno]
                 section = sections[max(above)] if above else ""
-                comment = lines[node.end_lineno - 1][node.end_col_offset:].strip(" #")
+                comments = [lines[node.end_lineno - 1][node.end_col_offset:]]
+                # An indented comment on the lines below continues it.
+                below = lines[node.end_lineno:]
+                comments += itertools.takewhile(re.compile(" +#").match, below)
+                comment = " ".join(line.strip(" #") for line in comments)
                 knobs[name] = value, section, comment
     return knobs
 
