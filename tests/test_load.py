@@ -5,6 +5,7 @@ import random
 import shutil
 import struct
 import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from configurator import source_knobs
 from engine.formats import gguf_file, hf_tokenizer, rope
 from engine.text import prepare
 from engine.text.vocabulary import keep_vocabulary
-from engine.training import load
+from engine.training import checkpoint, load
 from engine.formats.layout import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
@@ -544,6 +545,15 @@ def test_damaged_safetensors(change, said, tmp_path, vocabulary, capsys):
     make(tmp_path / "m", LlamaConfig, dict(num_hidden_layers=1), vocabulary)
     with_header(tmp_path / "m/model.safetensors", change)
     assert said in refused(capsys, load.read_model, tmp_path / "m")
+
+
+def test_without_safetensors_a_line_names_the_package(tmp_path, vocabulary, capsys, monkeypatch):
+    make(tmp_path / "m", LlamaConfig, {}, vocabulary)
+    (tmp_path / "run").mkdir()
+    save_file({"model.w": torch.ones(2)}, tmp_path / "run/shard-00001.safetensors")
+    monkeypatch.setitem(sys.modules, "safetensors", None)  # as if it were not installed
+    for read, folder in (load.read_model, "m"), (lambda path: checkpoint.Shards(path, "model"), "run"):
+        assert "pip install safetensors" in refused(capsys, read, tmp_path / folder)
 
 
 def test_damaged_folders(tmp_path, vocabulary, capsys):

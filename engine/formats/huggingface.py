@@ -8,7 +8,6 @@ import contextlib
 from functools import partial
 
 import torch
-from safetensors import safe_open
 
 from configurator import fail
 from engine.formats import rope
@@ -22,12 +21,11 @@ from engine.formats.layout import (
     heads_in,
     tensors,
 )
-from engine.formats.reader import Tensors, checked, getter, plausible
+from engine.formats.reader import Tensors, checked, getter, open_safetensors, plausible
 from engine.untrusted import (
     MAX_JSON,
     is_plain_name,
     load_torch,
-    open_untrusted,
     read_json,
     reading,
 )
@@ -249,10 +247,9 @@ def hf_tensors(folder, args):
 
 @contextlib.contextmanager
 def open_weights(path):
-    """Open a .safetensors file, of which the library checks every number of the header."""
+    """Open a .safetensors file; end in one line if it is damaged."""
     with reading(path, "a safetensors file", fail):
-        open_untrusted(path).close()  # refuses a pipe or a device, which the library would wait for
-        with safe_open(path, framework="pt") as weights:
+        with open_safetensors(path) as weights:
             yield weights
 
 

@@ -60,6 +60,19 @@ def plausible(name, w, where):
     return w
 
 
+def open_safetensors(path):
+    """
+    Open a .safetensors file; the library checks every number of its header. Return its safe_open,
+    a context manager. Ends in one line if the package is not installed.
+    """
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        fail(f"{path}: reading .safetensors files needs: pip install safetensors")
+    open_untrusted(path).close()  # refuses a pipe or a device, which the library would wait for
+    return safe_open(path, framework="pt")
+
+
 class Reader:
     """The bytes of a file, read front to back. `at` is the offset of the next byte to read."""
 

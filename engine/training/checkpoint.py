@@ -37,9 +37,10 @@ import torch
 from configurator import fail
 from engine.advice import hub
 from engine.files import sha256, to_disk, why, write_atomic
+from engine.formats.reader import open_safetensors
 from engine.training import distributed, hardware
-from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, open_untrusted,
-                              parse_json, read_json, read_untrusted, reading)
+from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, parse_json,
+                              read_json, read_untrusted, reading)
 
 VERSION = 2
 PARTS = re.compile(
@@ -282,16 +283,10 @@ class Shards(Mapping):
     """
 
     def __init__(self, folder, part):
-        try:
-            from safetensors import safe_open
-        except ImportError:
-            fail(f"{folder}: was saved by processes that share a model; reading it needs: pip "
-                 f"install safetensors")
         self.folder, self.part = folder, part
         self.slices = {}  # {name: {first row: file}}
         for path in sorted(Path(folder).glob("shard-*.safetensors")):
-            open_untrusted(path).close()
-            file = safe_open(path, framework="pt")
+            file = open_safetensors(path)
             sharding = parse_json(file.metadata()["DCP_SHARDING_INFO"].encode())
             for name in file.keys():
                 if name.startswith(f"{part}."):
