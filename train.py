@@ -467,7 +467,7 @@ def train(t, steps=math.inf):
         is_last, is_new = step >= last_step, step > first_step
         stop, save_now, seconds = False, False, clock["seconds"]
         if is_new:
-            stop, save_now, seconds = signals.read(t.device)
+            stop, save_now, seconds = signals.read()
         stop = stop or step >= first_step + steps
         state["clock"] = clock | {"seconds": seconds}
         epoch = state["sequences"] * max_seq_len / t.dataset.meta["train_tokens"]

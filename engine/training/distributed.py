@@ -36,6 +36,7 @@ if world > 1:
 else:
     FSDPModule = DTensor = ()  # a single process saves 0.5 s and 45 MB of imports
 writers = None  # of sharded runs: the process group of the threads that write checkpoints
+hosts = None    # the process group of messages between the processes' CPUs, while GPUs compute
 store, waits = None, itertools.count()  # the processes' key-value store; number of the next wait
 TIMEOUT = timedelta(minutes=60)  # of messages; torchrun notices a dead process sooner
 MIN_SPLIT = 1 << 20  # elements from which splitting the work saves more than exchanging the results
@@ -76,13 +77,14 @@ def setup(device="auto", deterministic=False):
         fail(f"--device={device}: not usable here ({str(e).splitlines()[0]}); expected auto, cpu, "
              f"cuda or mps")
     if world > 1 and not dist.is_initialized():
-        global store
+        global store, hosts
         store = rendezvous()
         is_gpu = device.type == "cuda"
         # Without device_id NCCL guesses it at the first message.
         dist.init_process_group("nccl" if is_gpu else "gloo", store=store, rank=rank,
                                 world_size=world, timeout=TIMEOUT,
                                 device_id=device if is_gpu else None)
+        hosts = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return device
 
 
@@ -269,6 +271,22 @@ def all_max(values, device):
         values = torch.tensor(values, dtype=torch.float32, device=device)
         dist.all_reduce(values, dist.ReduceOp.MAX)
         return values.tolist()
+
+
+def start_max(values):
+    """
+    Begin to find the max of each number over all processes, and return a function that waits for it
+    and returns the list. Neither waits for a device.
+    """
+    if world == 1:
+        return lambda: values
+    found = torch.tensor(values, dtype=torch.float64)
+    work = dist.all_reduce(found, dist.ReduceOp.MAX, group=hosts, async_op=True)
+
+    def finish():
+        work.wait()
+        return found.tolist()
+    return finish
 
 
 def any_true(flags, device):

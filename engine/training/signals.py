@@ -26,6 +26,7 @@ class Signals:
     def __init__(self, seconds, end):
         """seconds: the run's clock now; end: the clock at which the time is over."""
         self.stop = self.save = False
+        self.agreed = None  # a function that returns the answer of the call of `read` before
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
         on_stops(self.on_stop)
@@ -38,12 +39,14 @@ class Signals:
     def on_save(self, signum, frame):
         self.save = True
 
-    def read(self, device):
+    def read(self):
         """
-        Return (stop, save, seconds): whether any process was asked to, and the run's clock. The
-        processes agree on them.
+        Return (stop, save, seconds): whether any process was asked to, and the run's clock. All
+        processes return the same. Where there are several, it is what they knew at the call before,
+        so that no step waits for the exchange.
         """
-        seconds = time.monotonic() - self.start
-        stop, save, seconds = distributed.all_max([self.stop, self.save, seconds], device)
+        asked = distributed.start_max([self.stop, self.save, time.monotonic() - self.start])
         self.save = False
+        agreed, self.agreed = self.agreed if distributed.world > 1 else asked, asked
+        stop, save, seconds = (agreed or asked)()
         return bool(stop) or seconds >= self.end, bool(save), seconds
