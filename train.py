@@ -297,7 +297,7 @@ def save(t, writer, metric, unlogged=()):
         # named_parameters() has a parameter that two modules share once.
         weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
-    except (MemoryError, RuntimeError) as e:  # the weights of a GPU don't fit into the host's memory
+    except (MemoryError, RuntimeError) as e:  # a GPU's weights don't fit into the host's memory
         if sharded or not checkpoint.is_retryable(e):
             raise
         progress.warn_of(e)

@@ -1,9 +1,10 @@
 """
-Writes runtime/unicode.h, the classes of characters that byte-level BPE cuts words by:
+Write runtime/unicode.h: the classes of characters that byte-level BPE uses to split words.
 
     pip install unicodedata2==16.0.0 && python runtime/unicode.py > runtime/unicode.h
 
-Unicode 16.0 is what the regular expressions of `tokenizers` 0.23 know; Python's own unicodedata has that of its version.
+The regular expressions of `tokenizers` 0.23 have Unicode 16.0; Python's own unicodedata may have
+another version.
 """
 import textwrap
 
@@ -12,8 +13,9 @@ try:
 except ImportError:
     import unicodedata
 
-# Unicode's property White_Space, which unicodedata has not; it has not changed since version 6.3.
-SPACES = {*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F, 0x205F, 0x3000}
+# Unicode's property White_Space, unchanged since version 6.3; unicodedata does not have it.
+SPACES = {*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F,
+          0x205F, 0x3000}
 CLASSES = {"L": 1, "N": 2}  # by the first letter of the general category
 
 
@@ -22,10 +24,12 @@ def class_of(c):
 
 
 def main():
-    runs = [c << 2 | class_of(c) for c in range(0x110000) if c == 0 or class_of(c) != class_of(c - 1)]
+    runs = [c << 2 | class_of(c) for c in range(0x110000)
+            if c == 0 or class_of(c) != class_of(c - 1)]
     words = [f"0x{run:x}," for run in runs]
     lines = textwrap.wrap(" ".join(words), 96)
-    print(f"""// Characters by class, from Unicode {unicodedata.unidata_version}. Written by runtime/unicode.py.
+    version = unicodedata.unidata_version
+    print(f"""// Characters by class, from Unicode {version}. Written by runtime/unicode.py.
 #ifndef LLAMAC_UNICODE_H
 #define LLAMAC_UNICODE_H
 

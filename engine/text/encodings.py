@@ -66,7 +66,7 @@ def decoded(sample, name):
 
 
 def is_plausible(text):
-    """Return whether all characters are assigned and none is a control character foreign to text."""
+    """Return whether all characters are assigned and none is a control character no text has."""
     def is_odd(c):
         is_control = c < " " and c not in "\t\n\r\f\v\x1b"
         return is_control or unicodedata.category(c) in ("Cn", "Co", "Cs")
