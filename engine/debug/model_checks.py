@@ -352,7 +352,8 @@ def rate(ctx):
     change = float(np.median(changes))
     setting = f"at learning_rate={config.learning_rate:g}"
     advice = "it is too high, try a tenth or a hundredth"
-    if not max(losses - np.minimum.accumulate(losses)) < MAX_RISE:
+    # np.max, unlike max, returns NaN if any loss is NaN.
+    if not np.max(losses - np.minimum.accumulate(losses)) < MAX_RISE:
         shown = " ".join(f"{x:.2f}" for x in losses)
         raise Suspicion(f"{setting} the loss of one batch goes {shown} in {TRIAL_STEPS} "
                         f"steps: {advice}")

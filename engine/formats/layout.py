@@ -130,7 +130,7 @@ def refuse_leftovers(state, args):
         fail(f"the model's {leftovers[0]}{more} would be lost: no model file has a name for it; "
              "add it to TENSORS in engine/formats/layout.py and to runtime/, or remove it")
     lazy = not isinstance(state, dict)
-    shapes = {name: expected.get(name) if lazy else state[name].shape for name in state}
+    shapes = {name: expected.get(name) if lazy else state[name].shape for name in state.keys()}
     check_tensors(shapes, expected.items(), "the model", tied)
     if lazy or not tied & state.keys():
         return
