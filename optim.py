@@ -1,36 +1,35 @@
 """
-Muon for the matrices (two-dimensional parameters) inside the blocks, AdamW for all else.
+The optimizers of a training: Muon for the matrices inside the blocks and AdamW for all other
+parameters, AdamW alone, or any torch.optim.Optimizer that gets a row in OPTIMIZERS.
 
-Muon replaces the momentum of a weight matrix by the nearest (semi-)orthogonal matrix: every direction of the update
-gets the same length. https://kellerjordan.github.io/posts/muon. Its updates are scaled to the size that AdamW's
-have, so one learning rate and one weight decay serve both. https://arxiv.org/abs/2502.16982
-
-SpikeDetector tells which steps had better not be taken.
-
-step(observe) enters observe(params), a context manager, around the update of some parameters at a time: see UpdateNorms
-in engine/debug/instruments.py. Without it AdamW updates all of a group at once: a few of them don't fill a GPU.
+Also the schedule of the learning rate, the loss scale of float16, and the spike detector.
 """
 import functools
+import inspect
 import math
 from collections import defaultdict
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 
-from engine.training import distributed, hardware
+from configurator import fail
 from engine.spans import spanned
+from engine.training import distributed, hardware
 
 
 def orthogonalize(g, dtype=torch.float32, steps=5):
     """
-    (n, R, C) -> about U V^T of each matrix's singular value decomposition, by Newton-Schulz iterations of a quintic
-    whose slope at 0 is steep: singular values end between 0.7 and 1.2, which is near enough. dtype: of the products.
+    Return approximately U V^T of each matrix of g (n, R, C), whose singular value decomposition is
+    U S V^T. Newton-Schulz iterations of a quintic that is steep at 0 bring all singular values
+    between 0.7 and 1.2, which is close enough to 1. dtype: of the matrix products.
     """
     x = g.to(dtype)
     if g.shape[1] > g.shape[2]:
         x = x.mT.contiguous()  # the product of the short sides is the smaller one
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # largest singular value below 1
-    a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))  # memory once used is faster than fresh
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now the largest singular value is below 1
+    # Memory that was used before is faster than fresh memory: allocate once.
+    a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))
     y = torch.empty_like(x)
     for _ in range(steps):
         torch.bmm(x, x.mT, out=a)
@@ -40,134 +39,247 @@ def orthogonalize(g, dtype=torch.float32, steps=5):
     return (x.mT if g.shape[1] > g.shape[2] else x).type_as(g)
 
 
-def portions(params, most):
-    """The parameters in order, as lists of at most `most` elements together; one that has more is by itself."""
-    portion, size = [], 0
+def chunk_by_numel(params, max_numel):
+    """
+    Yield the parameters in order, in lists of at most max_numel elements together. A parameter with
+    more elements is a list of its own.
+    """
+    chunk, numel = [], 0
     for p in params:
-        if portion and size + p.numel() > most:
-            yield portion
-            portion, size = [], 0
-        portion.append(p)
-        size += p.numel()
-    if portion:
-        yield portion
+        if chunk and numel + p.numel() > max_numel:
+            yield chunk
+            chunk, numel = [], 0
+        chunk.append(p)
+        numel += p.numel()
+    if chunk:
+        yield chunk
 
 
-# The two below are not torch.optim.Optimizer: making one of those imports PyTorch's compiler, a second and 70 MB.
-class AdamW:
-    """One kernel for many parameters of a group. https://arxiv.org/abs/1711.05101"""
-    TOGETHER = 2 ** 22  # elements observed at a time, or one parameter that has more: what UpdateNorms copies
+def with_gradient(group):
+    """Return the parameters of a group that have a gradient; frozen ones have none."""
+    return [p for p in group["params"] if p.grad is not None]
 
-    def __init__(self, groups, lr, beta1, beta2, eps=1e-8):
-        groups = [{"scale": 1.0} | group for group in groups]  # of the rate
-        self.param_groups = [group | {"lr": lr * group["scale"]} for group in groups]
-        self.state = defaultdict(dict)
-        self.numbers = {"beta1": beta1, "beta2": beta2, "eps": eps, "amsgrad": False, "maximize": False}
+
+class ObservedOptimizer(torch.optim.Optimizer):
+    """
+    A torch.optim.Optimizer whose step(observe=...) enters the context observe(params) around the
+    update of each chunk of parameters. See UpdateNorms in engine/debug/instruments.py, which copies
+    the parameters of a chunk: in chunks it needs less memory.
+    """
+    # PyTorch wraps these methods to hide them from torch.compile. The first call of a wrapper
+    # imports the compiler: a second and 70 MB.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+
+
+class AdamW(ObservedOptimizer):
+    """
+    AdamW, with one kernel for many parameters of a group. https://arxiv.org/abs/1711.05101
+    """
+    MAX_CHUNK = 2 ** 22  # elements of an observed chunk
+
+    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0):
+        # "fused": load_state_dict puts the step counts on the device of their parameters.
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
+                                  "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
-    def step(self, observe=nullcontext):
-        most = math.inf if observe is nullcontext else self.TOGETHER
+    def step(self, closure=None, observe=nullcontext):
+        # Without an observer a whole group is one chunk: a few parameters don't fill a GPU.
+        max_numel = math.inf if observe is nullcontext else self.MAX_CHUNK
         for group in self.param_groups:
-            for params in portions([p for p in group["params"] if p.grad is not None], most):
+            for params in chunk_by_numel(with_gradient(group), max_numel):
                 with observe(params):
-                    self.move(params, group)
+                    self.update(params, group)
 
-    def move(self, params, group):
+    def update(self, params, group):
         for p in params:
             if not self.state[p]:
                 self.state[p] = {"step": torch.zeros((), device=p.device),
-                                 "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        steps, means, squares = ([self.state[p][key] for p in params] for key in ("step", "exp_avg", "exp_avg_sq"))
+                                 "exp_avg": torch.zeros_like(p),
+                                 "exp_avg_sq": torch.zeros_like(p)}
+        steps = [self.state[p]["step"] for p in params]
+        means = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
+        beta1, beta2 = group["betas"]
         torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(params, [p.grad for p in params], means, squares, [], steps, lr=group["lr"],
-                            weight_decay=group["weight_decay"], **self.numbers)
+        torch._fused_adamw_(params, [p.grad for p in params], means, squares, [], steps,
+                            lr=group["lr"], beta1=beta1, beta2=beta2, eps=group["eps"],
+                            weight_decay=group["weight_decay"], amsgrad=False, maximize=False)
 
 
-class Muon:
+class Muon(ObservedOptimizer):
     """
-    Momentum, orthogonalised, over matrices (R, C); those of one shape go through the iterations together. Raises
-    ValueError for parameters of other dimensions.
-    """
-    TOGETHER = 2 ** 28  # their elements at most: a gigabyte for each copy that the iterations make
-    WIDE = 128          # short side from which the iterations are faster in bfloat16, where there is such; good enough for them
+    Muon for matrices (R, C): it replaces the momentum of a matrix by the nearest (semi-)orthogonal
+    matrix, so that the update has the same length in every direction. Raises ValueError for
+    parameters that are not matrices. https://kellerjordan.github.io/posts/muon
 
-    def __init__(self, params, lr, weight_decay, momentum=0.95):
-        odd = [tuple(p.shape) for p in params if p.dim() != 2]
-        if not params or odd:
-            raise ValueError(f"Muon takes parameters of two dimensions, found {f'the shape {odd[0]}' if odd else 'none'}; "
-                             f"give others to AdamW, as make_optimizer does")
-        self.param_groups = [{"params": params, "lr": lr, "scale": 1.0, "weight_decay": weight_decay, "momentum": momentum}]
-        self.state = defaultdict(dict)
-        self.half = hardware.has_bfloat16(params[0].device)
+    Its updates are scaled to the size of AdamW's, so one learning rate and one weight decay serve
+    both. https://arxiv.org/abs/2502.16982
+
+    Matrices of one shape are orthogonalized together.
+    """
+    MAX_CHUNK = 2 ** 28    # elements orthogonalized at a time: each temporary copy is a gigabyte
+    MIN_BFLOAT16_SIDE = 128  # short side from which bfloat16 is faster, where the device has it
+
+    def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self.has_bfloat16 = hardware.has_bfloat16(self.param_groups[0]["params"][0].device)
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            if p.dim() != 2:
+                raise ValueError(f"Muon takes parameters of two dimensions, found the shape "
+                                 f"{tuple(p.shape)}; give others to AdamW, as make_optimizer does")
 
     @torch.no_grad()
-    def step(self, observe=nullcontext):
+    def step(self, closure=None, observe=nullcontext):
         for group in self.param_groups:
             by_shape = defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:  # else it is frozen
-                    by_shape[p.shape].append(p)
-            for shape, alike in by_shape.items():
-                for params in portions(alike, self.TOGETHER):
+            for p in with_gradient(group):
+                by_shape[p.shape].append(p)
+            for shape, matrices in by_shape.items():
+                for params in chunk_by_numel(matrices, self.MAX_CHUNK):
                     with observe(params):
-                        self.move(params, shape, group)
+                        self.update(params, shape, group)
 
-    def move(self, params, shape, group):
-        """One update of matrices of one shape, which sharded processes put together for it."""
+    def update(self, params, shape, group):
+        """Update matrices of one shape. Sharded ranks gather their slices of the momentum first."""
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
-        grads, momenta = [p.grad for p in params], [self.state[p]["momentum"] for p in params]
+        grads = [p.grad for p in params]
+        momenta = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        ahead = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov: one step further
-        dtype = torch.bfloat16 if self.half and min(shape) >= self.WIDE else torch.float32
-        updates = distributed.split_across_ranks(lambda some: orthogonalize(some, dtype), torch.stack(distributed.unshard(ahead)))
+        nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])  # one step further
+        stack = torch.stack(distributed.unshard(nesterov))
+        in_bfloat16 = self.has_bfloat16 and min(shape) >= self.MIN_BFLOAT16_SIDE
+        dtype = torch.bfloat16 if in_bfloat16 else torch.float32
+        updates = distributed.split_across_ranks(lambda part: orthogonalize(part, dtype), stack)
         updates *= 0.2 * max(shape) ** 0.5
         updates = [distributed.shard_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-class Together:
-    """Several optimizers behind the interface of one; its state goes by the names of the model's parameters."""
+# --optimizer, and what makes it from parameter groups and lr. Any subclass of torch.optim.Optimizer
+# can be a row, with arguments of its own by functools.partial:
+#     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
+OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # with Muon, AdamW updates what is not a block's matrix
+
+NUMBER = ":number"  # ends the name of a state that was a Python number and is saved as a tensor
+
+
+class CombinedOptimizer:
+    """
+    Several torch.optim.Optimizer that update one model together. Their state goes by the names of
+    the model's parameters, so that it can be resumed by any number of ranks.
+    """
 
     def __init__(self, model, *optimizers):
         self.optimizers = optimizers
-        self.param_groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.names = {p: name for name, p in model.named_parameters()}
+        self.initial_groups = [dict(group) for group in self.param_groups]
         self.scale = LossScale()
-        self.ready = lambda: None  # returns when the weights may change, which a checkpoint's writer may be reading
+        # Called before the weights change: returns when no writer of a checkpoint reads them.
+        self.ready = lambda: None
+
+    @property
+    def param_groups(self):
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @spanned("optimizer")
     def step(self, observe=nullcontext):
+        """Update the weights. observe(params): a context to enter around each update of some."""
         self.ready()
         self.scale.divide([p.grad for p in self.names if p.grad is not None])
         for optimizer in self.optimizers:
-            optimizer.step(observe)
+            if isinstance(optimizer, ObservedOptimizer):
+                optimizer.step(observe=observe)
+                continue
+            params = [p for group in optimizer.param_groups for p in with_gradient(group)]
+            with observe(params):
+                optimizer.step()
 
     def set_rate(self, rate):
+        """Set the learning rate: each group gets `rate` times its lr_scale."""
         for group in self.param_groups:
-            group["lr"] = rate * group["scale"]
+            group["lr"] = rate * group["lr_scale"]
 
     @spanned("optimizer")
     def zero_grad(self):
         for p in self.names:
             p.grad = None
 
+    def parameter_names(self, optimizer):
+        """Return the names of an optimizer's parameters, in the order of its state_dict."""
+        return [self.names[p] for group in optimizer.param_groups for p in group["params"]]
+
     def state_dict(self):
-        """{"layers.0.attention.wq.weight.momentum": tensor}, sharded as its parameter is. Rates and decay are settings."""
-        return {f"{self.names[p]}.{key}": value for optimizer in self.optimizers
-                for p, values in optimizer.state.items() for key, value in values.items()}
+        """
+        Return {"layers.0.attention.wq.weight.momentum": tensor}, each sharded as its parameter is.
+        Learning rates and weight decay are settings; but a number in a parameter group that the
+        optimizer itself has changed is state: "param_groups.0.d:number".
+        """
+        state = {}
+        for optimizer in self.optimizers:
+            names = self.parameter_names(optimizer)
+            for index, values in optimizer.state_dict()["state"].items():
+                state |= flatten(names[index], values)
+        for index, (group, initial) in enumerate(zip(self.param_groups, self.initial_groups)):
+            changed = {key: value for key, value in group.items() if key != "lr"
+                       and isinstance(value, (int, float)) and value != initial.get(key)}
+            state |= flatten(f"param_groups.{index}", changed)
+        return state
 
     def load_state_dict(self, state):
-        """state: as above, of whole tensors; each process takes its slice."""
-        owner = {self.names[p]: (optimizer, p) for optimizer in self.optimizers
-                 for group in optimizer.param_groups for p in group["params"]}
-        for name, value in state.items():
-            name, _, key = name.rpartition(".")
-            optimizer, p = owner[name]
-            value = value.to(p.device, copy=True)
-            optimizer.state[p][key] = distributed.shard_like(value, p) if value.shape == p.shape else value
+        """
+        Take the state that state_dict() returned, with whole tensors; each rank takes its slices.
+        """
+        params = {name: p for p, name in self.names.items()}
+        found = defaultdict(dict)
+        for optimizer in self.optimizers:
+            optimizer.state.clear()  # there is no memory for the old state beside the new
+        for full_name, value in state.items():
+            name, _, key = full_name.rpartition(".")
+            if key.endswith(NUMBER):
+                found[name][key.removesuffix(NUMBER)] = value.item()
+                continue
+            p = params[name]
+            # PyTorch decides on which device a scalar belongs.
+            value = value.to(p.device, copy=True) if value.dim() else value.clone()
+            if value.shape == p.shape:
+                value = distributed.shard_like(value, p)
+            found[name][key] = value
+        for optimizer in self.optimizers:
+            names = self.parameter_names(optimizer)
+            own = {index: found.pop(name) for index, name in enumerate(names) if name in found}
+            # The parameter groups remain as they are: they hold settings.
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": own})
+        for index, group in enumerate(self.param_groups):
+            group.update(found.pop(f"param_groups.{index}", {}))
+        if found:
+            raise ValueError(f"no optimizer updates {min(found)}, whose state was saved")
+
+
+def flatten(name, values):
+    """
+    Return {"name.key": tensor} of {key: tensor or number}. Raises TypeError for other values, which
+    a checkpoint can't hold.
+    """
+    state = {}
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor):
+            state[f"{name}.{key}"] = value
+        elif isinstance(value, (int, float)):
+            dtype = torch.float64 if isinstance(value, float) else None
+            state[f"{name}.{key}{NUMBER}"] = torch.tensor(value, dtype=dtype)
+        else:
+            raise TypeError(f"the optimizer keeps a {type(value).__name__} as {key!r} of {name}; "
+                            f"a checkpoint holds tensors and numbers")
+    return state
 
 
 class LossScale:
@@ -199,32 +311,75 @@ class LossScale:
             s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
 
 
-say_once = functools.cache(distributed.say)  # a program makes optimizers for measurements and checks too
+class OptimizerConfig(NamedTuple):
+    """The settings of train.py that make_optimizer reads."""
+    optimizer: str
+    learning_rate: float
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    table_rate: float = 1.0
+    momentum: float = 0.95
 
 
-def make_optimizer(model, kind, learning_rate, weight_decay, beta1, beta2, table_rate=1.0, momentum=0.95):
+def check_optimizer(name):
+    """Refuse an --optimizer that has no row in OPTIMIZERS."""
+    if name not in OPTIMIZERS:
+        fail(f"optimizer is {name!r}, expected {' or '.join(OPTIMIZERS)}")
+
+
+say_once = functools.cache(distributed.say)  # measurements and checks make optimizers too
+
+
+def parameter_groups(model, config):
     """
-    kind: "muon" or "adamw". Scales and biases are not decayed; all parameters of more dimensions are. table_rate: by how much
-    the rate of embedding and classifier is larger. beta1, beta2: AdamW's; momentum: Muon's.
+    Return {kind: a parameter group as torch.optim takes it} of the kinds that the model has:
+    "tables" (embedding and lm_head), "vectors" (norms and biases, which are not decayed),
+    "matrices" (of the blocks) and "others" (of more dimensions: stacked experts, convolutions).
     """
-    blocks, tables, vectors, others = [], [], [], []
+    groups = {kind: {"params": [], "lr_scale": 1.0, "weight_decay": config.weight_decay}
+              for kind in ("tables", "vectors", "matrices", "others")}
+    groups["tables"]["lr_scale"] = config.table_rate
+    groups["vectors"]["weight_decay"] = 0.0
     for name, p in model.named_parameters():
-        if p.dim() > 2:  # stacked experts, kernels of convolutions: Muon has no rule for them
-            others.append(p)
-            if kind == "muon":
-                say_once(f"optimizer: AdamW updates {name}, since Muon takes matrices and its shape is {tuple(p.shape)}")
+        if p.dim() > 2:
+            kind = "others"
+        elif p.dim() < 2:
+            kind = "vectors"
         else:
-            (vectors if p.dim() < 2 else blocks if name.startswith("layers.") else tables).append(p)
-    if kind == "muon" and not blocks:
-        say_once("optimizer: AdamW updates all parameters, since Muon is for matrices named layers.* and there are none")
-    use_muon = kind == "muon" and blocks
-    kinds = [(tables, table_rate, weight_decay), (vectors, 1.0, 0.0)] + [(blocks, 1.0, weight_decay)] * (not use_muon)
-    kinds += [(others, 1.0, weight_decay)] * bool(others)
-    adamw = AdamW([{"params": params, "scale": scale, "weight_decay": decay} for params, scale, decay in kinds],
-                  learning_rate, beta1, beta2)
-    if not use_muon:
-        return Together(model, adamw)
-    return Together(model, Muon(blocks, learning_rate, weight_decay, momentum), adamw)
+            kind = "matrices" if name.startswith("layers.") else "tables"
+        groups[kind]["params"].append(p)
+    for group in groups.values():
+        group["lr"] = config.learning_rate * group["lr_scale"]
+    return {kind: group for kind, group in groups.items() if group["params"]}
+
+
+def make_optimizer(model, config):
+    """
+    Return the CombinedOptimizer of --optimizer for a model. config: has the attributes of
+    OptimizerConfig; train.py's Config does. beta1 and beta2 are AdamW's, momentum is Muon's.
+    """
+    check_optimizer(config.optimizer)
+    groups, lr = parameter_groups(model, config), config.learning_rate
+    make_adamw = functools.partial(AdamW, lr=lr, betas=(config.beta1, config.beta2))
+    make = functools.partial(OPTIMIZERS[config.optimizer], lr=lr)
+    if make.func is AdamW:
+        make = make_adamw
+    if make.func is not Muon:
+        return CombinedOptimizer(model, make([*groups.values()]))
+    for name, p in model.named_parameters():
+        if p.dim() > 2:
+            say_once(f"optimizer: AdamW updates {name}, since Muon takes matrices and its shape is "
+                     f"{tuple(p.shape)}")
+    optimizers = []
+    if "matrices" in groups:
+        optimizers.append(make([groups.pop("matrices")], momentum=config.momentum))
+    else:
+        say_once("optimizer: AdamW updates all parameters, since Muon is for matrices named "
+                 "layers.* and there are none")
+    if groups:
+        optimizers.append(make_adamw([*groups.values()]))
+    return CombinedOptimizer(model, *optimizers)
 
 
 class SpikeDetector:

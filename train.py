@@ -45,7 +45,7 @@ from engine.training.training import Training
 from engine.training.validate import check_settings, refuse_nonsense
 from export import ITER, export_model, exported_step, refuse_unexportable
 from model import ModelArgs
-from optim import LossScale, SpikeDetector, learning_rate_at, make_optimizer
+from optim import LossScale, SpikeDetector, check_optimizer, learning_rate_at, make_optimizer
 from track import Tracker, source_version, start_tracking
 
 # ---- output
@@ -142,7 +142,7 @@ gradient_accumulation_steps = 1  # forward passes per step, over all processes: 
                                  # batch_size times this many sequences
 max_iters = 3000            # number of steps
 optimizer = "muon"          # muon: Muon for the blocks' matrices and AdamW for the rest; adamw:
-                            # AdamW for all
+                            # AdamW for all; or another row of OPTIMIZERS in optim.py
 learning_rate = 6e-3        # peak learning rate
 table_rate = 1.0            # learning rate of embedding and classifier, as a multiple of
                             # learning_rate
@@ -393,8 +393,7 @@ def main(config, steps=math.inf):
     model.recompute = activation_checkpointing
     if sharded and distributed.world > 1:
         distributed.shard(model)
-    opt = make_optimizer(model, optimizer, learning_rate, weight_decay, beta1, beta2, table_rate,
-                         momentum)
+    opt = make_optimizer(model, config)
     amp = torch.autocast(device.type, found.amp_dtype, enabled=found.amp_dtype != torch.float32)
 
     # ---- resume, or start from another model -----------------------------------------------------
@@ -557,6 +556,7 @@ def start(config):
     """
     check_settings(config)
     check_names(config.checks)
+    check_optimizer(config.optimizer)
     if config.out_dir == "auto":
         config = config.changed(out_dir=resume.default_out_dir(config.data))
     if config.dry_run:

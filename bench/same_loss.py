@@ -20,7 +20,7 @@ import data as corpus  # `data` is a knob
 from configurator import configure
 from engine.formats.layout import interleaved_to_halves, tensors
 from model import ModelArgs, Transformer
-from optim import make_optimizer
+from optim import OptimizerConfig, make_optimizer
 
 steps = 200           # of each run
 seeds = "1,2,3"       # separated by commas; three runs each
@@ -38,7 +38,7 @@ json_file = ""        # file for the curves
 
 def ours(args):
     model = Transformer(args)
-    return model, make_optimizer(model, "adamw", learning_rate, 0.1, 0.9, 0.95), lambda x, y: model(x, y)[1]
+    return model, make_optimizer(model, OptimizerConfig("adamw", learning_rate)), lambda x, y: model(x, y)[1]
 
 
 def transformers_like(model):

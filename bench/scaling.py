@@ -21,7 +21,7 @@ from configurator import configure
 from engine.training import distributed
 from engine.training.costs import num_params
 from model import ModelArgs, Transformer
-from optim import Muon, make_optimizer
+from optim import Muon, OptimizerConfig, make_optimizer
 
 processes = "8,64"          # numbers of processes, a table each
 measure = False             # train a small shape with two processes and compare
@@ -47,7 +47,7 @@ def count(shape):
         model = Transformer(ModelArgs(**shape))
     block = sum(p.numel() for p in model.layers[0].parameters())
     shapes = Counter(p.shape for p in model.layers.parameters() if p.dim() == 2)
-    at_once = max(min(many * s.numel(), max(s.numel(), Muon.TOGETHER)) for s, many in shapes.items())
+    at_once = max(min(many * s.numel(), max(s.numel(), Muon.MAX_CHUNK)) for s, many in shapes.items())
     return num_params(model.args), block, sum(many * s.numel() for s, many in shapes.items()), at_once
 
 
@@ -114,7 +114,7 @@ def one_rank(kind, optimizer):
     model = Transformer(ModelArgs(**SMALL)).to(place)
     if kind == "fsdp":
         distributed.shard(model)
-    opt = make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
+    opt = make_optimizer(model, OptimizerConfig(optimizer, 1e-3))
     wrapped, sent = distributed.wrap(model), 0
     for step in range(STEPS):
         torch.distributed.barrier()

@@ -21,7 +21,7 @@ import track
 from configurator import configure
 from engine.debug.instruments import UpdateNorms
 from model import ModelArgs, Transformer
-from optim import make_optimizer
+from optim import OptimizerConfig, make_optimizer
 
 batch_size = 8         # sequences of 256 tokens a step; the preset has 512
 log_interval = 20      # steps between rows, as in train.py
@@ -47,7 +47,7 @@ def main():
     os.makedirs(out_dir)
     os.environ["WANDB_DIR"] = out_dir
     model = Transformer(ModelArgs(dim=288, n_layers=6, n_heads=6, vocab_size=32000, max_seq_len=256))
-    opt = make_optimizer(model, "adamw", 5e-4, 0.1, 0.9, 0.95)
+    opt = make_optimizer(model, OptimizerConfig("adamw", 5e-4))
     norms, x = UpdateNorms(model), torch.randint(3, 32000, (batch_size, 256))
     run = {"id": track.new_run_id("cost"), "project": "llamac", "name": "cost"}
     tracker = track.make_tracker(track.Session(out_dir, {}, run), ["wandb"])

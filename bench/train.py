@@ -61,11 +61,11 @@ def sizes():
 
 def build_ours(place, kind):
     from model import ModelArgs, Transformer
-    from optim import make_optimizer
+    from optim import OptimizerConfig, make_optimizer
     if place.type == "cpu":
         hardware.keep_memory()  # as train.py does
     model = Transformer(ModelArgs(**sizes())).to(place)
-    opt = make_optimizer(model, kind, 5e-4, 0.1, 0.9, 0.95)
+    opt = make_optimizer(model, OptimizerConfig(kind, 5e-4))
     return model, opt, lambda net, x, y: net(x, y)[1], flops_per_token(model.args)
 
 

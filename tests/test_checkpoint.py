@@ -149,7 +149,7 @@ def test_a_folder_that_is_deleted_is_claimed_again_and_one_that_another_trains_i
 def test_weights_do_not_change_while_they_are_written(tmp_path, vocabulary, monkeypatch):
     """A snapshot follows no list or number; the tensors of a CPU are not copied, but an update waits for the writer."""
     weight, writer, released = torch.nn.Parameter(torch.ones(2)), checkpoint.Writer(), threading.Event()
-    opt = optim.Together(torch.nn.ParameterList([weight]), optim.AdamW([{"params": [weight], "weight_decay": 0.1}], 1, 0.9, 0.9))
+    opt = optim.CombinedOptimizer(torch.nn.ParameterList([weight]), optim.AdamW([weight], 1))
     live = {"a": [weight], "b": 3}
     kept = checkpoint.snapshot(live)
     live["a"][0], live["b"] = None, 4
@@ -475,13 +475,13 @@ sys.path.insert(0, {root!r})
 import torch
 from engine.training import checkpoint, distributed
 from model import ModelArgs, Transformer
-from optim import make_optimizer
+from optim import OptimizerConfig, make_optimizer
 distributed.setup("cpu")
 torch.manual_seed(0)
 model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=259, max_seq_len=8))
 whole = {{k: v.detach().clone() for k, v in model.named_parameters()}}
 distributed.shard(model)
-opt = make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
+opt = make_optimizer(model, OptimizerConfig("muon", 0.01))
 def save(step):
     train = {{"optimizer": opt.state_dict(), "state": {{"step": step}}}}
     parts = checkpoint.snapshot({{"args": {{"dim": 32}}, "model": dict(model.named_parameters())}}), checkpoint.snapshot(train)

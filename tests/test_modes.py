@@ -114,7 +114,7 @@ def wild_rate(monkeypatch):
 
 
 def no_update(monkeypatch):
-    monkeypatch.setattr(optim.Together, "step", lambda self, observe=None: None)
+    monkeypatch.setattr(optim.CombinedOptimizer, "step", lambda self, observe=None: None)
 
 
 def other_targets(monkeypatch):

@@ -499,10 +499,10 @@ def test_system_metrics_are_recorded_and_when_the_service_is_killed_the_training
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_norms_of_a_layer_are_those_of_its_tensors_together(monkeypatch, optimizer):
     from model import ModelArgs, Transformer
-    from optim import AdamW, make_optimizer
-    monkeypatch.setattr(AdamW, "TOGETHER", 1000)  # several portions
+    from optim import AdamW, OptimizerConfig, make_optimizer
+    monkeypatch.setattr(AdamW, "MAX_CHUNK", 1000)  # several chunks
     model = Transformer(ModelArgs(dim=16, n_layers=2, n_heads=2, vocab_size=32, max_seq_len=8))
-    opt, norms = make_optimizer(model, optimizer, 0.1, 0.1, 0.9, 0.95), instruments.UpdateNorms(model)
+    opt, norms = make_optimizer(model, OptimizerConfig(optimizer, 0.1)), instruments.UpdateNorms(model)
     model(torch.arange(8)[None], torch.arange(8)[None])[1].backward()
     opt.step(norms)
     assert norms.take() == {}  # not wanted

@@ -386,8 +386,8 @@ def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_
     assert done.returncode and "process 1 does not see it; give a --cache that all machines share" in line
 
 
-def test_processes_that_share_out_matrices_move_them_as_one_does(tmp_path):
-    """Three matrices among two processes, which are asked to share out even so few."""
+def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
+    """Three matrices among two processes, which are asked to split even so few."""
     script = tmp_path / "shares.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
                       "import torch\n"
@@ -1191,7 +1191,7 @@ def test_adamw_is_that_of_pytorch():
     torch.manual_seed(0)
     ours, theirs = ([torch.nn.Parameter(torch.ones(*shape)) for shape in ((5, 7), (3,), (2,))] for _ in range(2))
     adamw, reference = ([{"params": p[:1], "weight_decay": 0.1}, {"params": p[1:], "weight_decay": 0.0}] for p in (ours, theirs))
-    adamw, reference = optim.AdamW(adamw, 1e-2, 0.9, 0.95), torch.optim.AdamW(reference, 1e-2, (0.9, 0.95))
+    adamw, reference = optim.AdamW(adamw, 1e-2, (0.9, 0.95)), torch.optim.AdamW(reference, 1e-2, (0.9, 0.95))
     for _ in range(5):
         for a, b in zip(ours[:2], theirs[:2]):  # the third has no gradient
             a.grad = torch.randn_like(a)
@@ -1203,9 +1203,9 @@ def test_adamw_is_that_of_pytorch():
 
 def test_one_process_imports_neither_the_compiler_nor_sharding():
     """They take a second and a half, and 120 MB."""
-    code = ("import sys, torch, train; from model import ModelArgs; from optim import make_optimizer; "
+    code = ("import sys, torch, train; from model import ModelArgs; from optim import OptimizerConfig, make_optimizer; "
             "model = ModelArgs().build(); "
-            "opt = make_optimizer(model, 'muon', 1e-3, 0.1, 0.9, 0.95); tokens = torch.zeros(1, 4, dtype=torch.long); "
+            "opt = make_optimizer(model, OptimizerConfig('muon', 1e-3)); tokens = torch.zeros(1, 4, dtype=torch.long); "
             "model(tokens, tokens)[1].backward(); opt.step(); opt.zero_grad(); "
             "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -1234,8 +1234,8 @@ def experts():
 def test_muon_takes_matrices_and_adamw_what_has_more_dimensions_by_name(capsys):
     optim.say_once.cache_clear()
     model = experts()
-    opt = optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
-    optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)  # as the checks do; said once
+    opt = optim.make_optimizer(model, optim.OptimizerConfig("muon", 0.01))
+    optim.make_optimizer(model, optim.OptimizerConfig("muon", 0.01))  # as the checks do; said once
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 4 and said[0].startswith("optimizer: AdamW updates layers.0.experts, ") and "(3, 4, 8)" in said[0]
     assert "layers.0.mixing.weight" in said[1] and "(8, 1, 3)" in said[1]
@@ -1246,10 +1246,10 @@ def test_muon_takes_matrices_and_adamw_what_has_more_dimensions_by_name(capsys):
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     muon = {p for group in opt.optimizers[0].param_groups for p in group["params"]}
     assert muon == {p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2}
-    again = optim.make_optimizer(model, "muon", 0.01, 0.1, 0.9, 0.95)
+    again = optim.make_optimizer(model, optim.OptimizerConfig("muon", 0.01))
     again.load_state_dict(opt.state_dict())
     assert again.state_dict().keys() == opt.state_dict().keys()
-    optim.make_optimizer(model, "adamw", 0.01, 0.1, 0.9, 0.95)
+    optim.make_optimizer(model, optim.OptimizerConfig("adamw", 0.01))
     assert not capsys.readouterr().out
 
 
@@ -1261,7 +1261,7 @@ def test_muon_refuses_other_parameters_than_matrices(shape):
 
 def test_a_model_without_blocks_of_these_names_is_trained_by_adamw(capsys):
     optim.say_once.cache_clear()
-    opt = optim.make_optimizer(torch.nn.Linear(4, 4), "muon", 0.01, 0.1, 0.9, 0.95)
+    opt = optim.make_optimizer(torch.nn.Linear(4, 4), optim.OptimizerConfig("muon", 0.01))
     assert [type(one) for one in opt.optimizers] == [optim.AdamW] and "there are none" in capsys.readouterr().out
 
 
@@ -1322,8 +1322,8 @@ def test_deterministic_algorithms_on_request():
 
 def test_muon_moves_matrices_the_same_by_ones_and_together(monkeypatch):
     moved = []
-    for together in (2 ** 28, 1, 50):
-        monkeypatch.setattr(optim.Muon, "TOGETHER", together)
+    for max_chunk in (2 ** 28, 1, 50):
+        monkeypatch.setattr(optim.Muon, "MAX_CHUNK", max_chunk)
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
         muon = optim.Muon(weights, 0.1, 0.1)
@@ -1336,8 +1336,8 @@ def test_muon_moves_matrices_the_same_by_ones_and_together(monkeypatch):
 
 
 def test_adamw_moves_parameters_the_same_observed_or_not(monkeypatch):
-    """The very same bits, though in portions where somebody observes."""
-    monkeypatch.setattr(optim.AdamW, "TOGETHER", 50)
+    """The very same bits, though in chunks where there is an observer."""
+    monkeypatch.setattr(optim.AdamW, "MAX_CHUNK", 50)
     moved, seen = [], []
 
     @contextlib.contextmanager
@@ -1345,14 +1345,14 @@ def test_adamw_moves_parameters_the_same_observed_or_not(monkeypatch):
         seen.append(len(params))
         yield
 
-    for observed in ([], [observe]):
+    for observed in ({}, {"observe": observe}):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
-        adamw = optim.AdamW([{"params": weights, "weight_decay": 0.1}], 0.1, 0.9, 0.95)
+        adamw = optim.AdamW(weights, 0.1, weight_decay=0.1)
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(4, 6)
-            adamw.step(*observed)
+            adamw.step(**observed)
         moved.append(torch.stack([weight.detach() for weight in weights]))
     assert torch.equal(*moved) and seen == [2, 2, 1] * 3
 
@@ -1521,7 +1521,7 @@ def test_gradients_are_made_out_of_autocast():
     args, seen = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8), []
     model = args.build()
     model.norm.weight.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
-    opt = optim.make_optimizer(model, "adamw", 1e-3, 0.1, 0.9, 0.95)
+    opt = optim.make_optimizer(model, optim.OptimizerConfig("adamw", 1e-3))
     x, y = torch.zeros(2, 6, 8, dtype=torch.long)
     t = SimpleNamespace(args=args, model=model, network=model, opt=opt, device=torch.device("cpu"), dataset=None,
                         amp=torch.autocast("cpu", torch.bfloat16))
@@ -1536,7 +1536,7 @@ def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
         model, x = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, tied=False).build(), torch.arange(8)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         model(x[None], x[None])[1].backward()
-        opt = optim.make_optimizer(model, kind, 0.1, 0.0, 0.9, 0.95, table_rate)
+        opt = optim.make_optimizer(model, optim.OptimizerConfig(kind, 0.1, 0.0, 0.9, 0.95, table_rate))
         opt.set_rate(1e-3)
         opt.step()
         return {name: p.detach() - before[name] for name, p in model.named_parameters()}
@@ -1549,7 +1549,7 @@ def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
 
 def test_momentum_is_how_much_of_the_old_gradients_muon_keeps():
     model = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8).build()
-    opt = optim.make_optimizer(model, "muon", 1e-3, 0.1, 0.9, 0.95, momentum=0.8)
+    opt = optim.make_optimizer(model, optim.OptimizerConfig("muon", 1e-3, 0.1, 0.9, 0.95, momentum=0.8))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     opt.step()
@@ -1608,7 +1608,7 @@ def test_the_least_memory_is_less_than_what_a_step_takes(optimizer, frugal, accu
     args = ModelArgs(dim=96, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=500, max_seq_len=64)
     model, x = args.build(), torch.randint(500, (2, 8, 64))
     model.recompute = frugal
-    opt = optim.make_optimizer(model, optimizer, 1e-3, 0.1, 0.9, 0.95)
+    opt = optim.make_optimizer(model, optim.OptimizerConfig(optimizer, 1e-3))
 
     def step():
         for piece in x[:2 if accumulating else 1]:

@@ -340,8 +340,7 @@ def rate(ctx):
         raise Skip
     model, config, losses = ctx.model, ctx.config, []
     model.train(not ctx.args.dropout)
-    opt = ctx.make_optimizer(model, config.optimizer, config.learning_rate, config.weight_decay,
-                             config.beta1, config.beta2, config.table_rate, config.momentum)
+    opt = ctx.make_optimizer(model, config)
     opt.scale = copy.deepcopy(ctx.scale)
     with restored(model) as before:
         for step in range(TRIAL_STEPS):

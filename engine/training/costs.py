@@ -29,7 +29,7 @@ class Build(NamedTuple):
     How a trial training is made.
 
     model_args(config, vocab_size) returns ModelArgs, whose build(device) returns the model;
-    make_optimizer(model, kind, learning_rate, ...) returns its optimizer.
+    make_optimizer(model, config) returns its optimizer.
     """
     model_args: Callable
     make_optimizer: Callable
@@ -127,8 +127,8 @@ def persistent_memory(args, optimizer, shards=1):
     """Return {"weights", "optimizer"}: bytes that one process holds between steps."""
     counts = parameters(args)
     total, blocks = sum(counts.values()), counts["attention"] + counts["feed-forward"]
-    # AdamW keeps two numbers per weight, Muon one.
-    states = 2 * total - (blocks if optimizer == "muon" else 0)
+    # AdamW keeps two numbers per weight, Muon one; those of other optimizers are unknown.
+    states = {"adamw": 2 * total, "muon": 2 * total - blocks}.get(optimizer, 0)
     return {"weights": 4 * total / shards, "optimizer": 4 * states / shards}
 
 
@@ -141,7 +141,7 @@ def min_memory(args, optimizer, step):
     """
     Return {kind: bytes}, a lower bound of what a training step holds at once, by arithmetic alone.
 
-    args: ModelArgs; optimizer: "muon" or "adamw"; step: a Pass. Temporaries and the memory of the
+    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and the memory of the
     Python process are not counted.
     """
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
@@ -263,9 +263,7 @@ class TrialTraining:
         self.model = setup.build.model_args(config, vocab_size).build().to(setup.device)
         self.model.bos_id = 1 if config.within_documents else None
         self.model.recompute = config.activation_checkpointing
-        self.optimizer = setup.build.make_optimizer(
-            self.model, config.optimizer, config.learning_rate, config.weight_decay, config.beta1,
-            config.beta2)
+        self.optimizer = setup.build.make_optimizer(self.model, config)
         self.amp = torch.autocast(setup.device.type, setup.amp_dtype,
                                   enabled=setup.amp_dtype != torch.float32)
 

@@ -14,7 +14,7 @@ AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_
               "vocab_size", "vocab_most", "text_most", "depth", "minutes", "early_stop",
               "peak_tflops", "seed", "keep_last", "keep_best", "max_minutes", "spike_z",
               "max_restarts", "decay_fraction")
-CHOICES = {"optimizer": ("muon", "adamw"), "schedule": ("cosine", "linear"),
+CHOICES = {"schedule": ("cosine", "linear"),
            "wandb_watch": ("off", "all", "gradients", "parameters")}
 
 
