@@ -3,6 +3,7 @@ import collections
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -1253,6 +1254,116 @@ def test_muon_takes_matrices_and_adamw_what_has_more_dimensions_by_name(capsys):
     assert not capsys.readouterr().out
 
 
+class Lion(torch.optim.Optimizer):
+    """https://arxiv.org/abs/2302.06675, with a count of its steps as a number, and one in its group."""
+
+    def __init__(self, params, lr, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "updates": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["updates"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["exp_avg"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                update = state["exp_avg"].lerp(p.grad, 1 - group["betas"][0]).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] / (state["step"] + group["updates"]))
+                state["exp_avg"].lerp_(p.grad, 1 - group["betas"][1])
+
+
+OTHERS = {"lion": Lion, "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
+          "sgd": functools.partial(torch.optim.SGD, momentum=0.9, nesterov=True)}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_optimizer_of_somebody_else_is_a_row_and_its_state_is_resumed(monkeypatch, tmp_path, name):
+    monkeypatch.setitem(optim.OPTIMIZERS, name, OTHERS[name])
+    args = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)
+    config = optim.OptimizerConfig(name, 0.01, table_rate=2.0)
+    tokens = torch.arange(9)[None]
+
+    def take_steps(model, opt, steps):
+        losses = []
+        for step in steps:
+            losses.append(model(tokens[:, :-1], tokens[:, 1:])[1])
+            losses[-1].backward()
+            opt.set_rate(0.01 / (1 + step))
+            opt.step()
+            opt.zero_grad()
+        return [loss.item() for loss in losses]
+
+    torch.manual_seed(0)
+    model = args.build()
+    opt, norms = optim.make_optimizer(model, config), instruments.UpdateNorms(model)
+    assert [group["weight_decay"] for group in opt.param_groups] == [0.1, 0.0, 0.1]
+    take_steps(model, opt, range(3))
+    torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    assert all(isinstance(value, torch.Tensor) for value in saved["optimizer"].values())
+    losses = take_steps(model, opt, range(3, 8))
+    assert losses[-1] < losses[0] - 0.01
+    again = args.build()
+    again.load_state_dict(saved["model"])
+    opt_again = optim.make_optimizer(again, config)
+    opt_again.load_state_dict(saved["optimizer"])
+    assert take_steps(again, opt_again, range(3, 8)) == losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    for a, b in zip(opt.param_groups, opt_again.param_groups, strict=True):
+        assert a.keys() == b.keys() and all(a[key] == b[key] for key in a if key != "params")
+    norms.wanted = True
+    model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    opt.step(norms)
+    assert norms.take()["norm/update/layers.0"] > 0
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_by_name():
+    with pytest.raises(TypeError, match="keeps a list as 'history' of layers.0.weight"):
+        optim.flatten("layers.0.weight", {"history": []})
+
+
+def test_a_saved_state_of_a_parameter_that_no_optimizer_has_is_refused():
+    model = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8).build()
+    opt = optim.CombinedOptimizer(model, torch.optim.SGD([model.norm.weight], 0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="no optimizer updates tok_embeddings.weight"):
+        opt.load_state_dict({"tok_embeddings.weight.momentum_buffer": torch.ones(10, 16)})
+
+
+def test_an_optimizer_without_a_row_is_refused_before_the_data_are_prepared(folder):
+    done = run(folder, "--data=missing.txt", "--optimizer=lion")
+    assert done.returncode == 2 and "optimizer is 'lion', expected muon or adamw" in done.stderr
+
+
+def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(folder, tmp_path):
+    """A run of one process, and one that two sharded processes begin and one continues."""
+    script = tmp_path / "nadam.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import torch, optim, train\n"
+                      "from configurator import configure\n"
+                      "from engine.training import distributed\n"
+                      "optim.OPTIMIZERS['nadam'] = torch.optim.NAdam\n"
+                      "distributed.close(train.start(configure(vars(train))))\n")
+    args = [*TINY, "--data=my.txt", "--batch_size=8", "--optimizer=nadam", "--decay_lr=False", "--eval_iters=0"]
+
+    def train_nadam(out, steps, *more, torchrun=0):
+        words = command(torchrun=torchrun)
+        words = [*words[:words.index(str(ROOT / "train.py"))], script, *args, f"--out_dir={out}", f"--max_iters={steps}", *more]
+        done = subprocess.run(words, cwd=folder, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    train_nadam("nadam", 10)
+    train_nadam("nadam_cut", 5)
+    train_nadam("nadam_cut", 10)
+    train_nadam("nadam_sharded", 5, "--sharded=True", torchrun=2)
+    train_nadam("nadam_sharded", 10)
+    for name, weight in weights(folder, "nadam").items():
+        assert torch.equal(weight, weights(folder, "nadam_cut")[name]), name
+        assert torch.allclose(weight, weights(folder, "nadam_sharded")[name], atol=1e-5), name
+
+
 @pytest.mark.parametrize("shape", [(3, 4, 8), (8,), (), (2, 3, 4, 5)])
 def test_muon_refuses_other_parameters_than_matrices(shape):
     with pytest.raises(ValueError, match="Muon takes parameters of two dimensions, found the shape"):
@@ -1345,14 +1456,14 @@ def test_adamw_moves_parameters_the_same_observed_or_not(monkeypatch):
         seen.append(len(params))
         yield
 
-    for observed in ({}, {"observe": observe}):
+    for context in (contextlib.nullcontext, observe):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(5)]
         adamw = optim.AdamW(weights, 0.1, weight_decay=0.1)
         for _ in range(3):
             for weight in weights:
                 weight.grad = torch.randn(4, 6)
-            adamw.step(**observed)
+            adamw.step_observed(context)
         moved.append(torch.stack([weight.detach() for weight in weights]))
     assert torch.equal(*moved) and seen == [2, 2, 1] * 3
 
