@@ -299,15 +299,19 @@ def flatten(name, values):
 
 class LossScale:
     """
-    Small gradients vanish in float16. So the loss is multiplied by a factor before backward(), and the gradients are
-    divided by it before the update. It is halved where something overflows, and doubled after GROWS steps without.
-    wanted: whether it is float16; else the factor stays 1. https://arxiv.org/abs/1710.03740
+    The loss scale of float16, in which small gradients vanish: the loss is multiplied by `factor`
+    before backward(), and the gradients are divided by it before the update. The factor is halved
+    when a gradient overflows and doubled after GROWTH_INTERVAL steps without an overflow.
+    https://arxiv.org/abs/1710.03740
+
+    wanted: whether training is in float16; otherwise the factor stays 1. saved: state to resume.
     """
-    GROWS = 2000
+    GROWTH_INTERVAL = 2000
 
     def __init__(self, wanted=False, saved=None):
         self.wanted = wanted
-        self.state = saved if wanted and saved else {"factor": 2.0 ** 16 if wanted else 1.0, "steps": 0}
+        initial = {"factor": 2.0 ** 16 if wanted else 1.0, "steps": 0}
+        self.state = saved if wanted and saved else initial
 
     @property
     def factor(self):
@@ -318,12 +322,16 @@ class LossScale:
             torch._foreach_mul_(grads, 1 / self.factor)
 
     def update(self, norm):
-        """norm: of the gradients, the same in all processes, not finite where one overflowed."""
-        s = self.state
-        if self.wanted:
-            finite = math.isfinite(norm)
-            s["steps"] = s["steps"] + 1 if finite else 0
-            s["factor"] *= 0.5 if not finite else 1 if s["steps"] % self.GROWS else 2
+        """norm: of the gradients, the same on all ranks; not finite if a gradient overflowed."""
+        if not self.wanted:
+            return
+        if not math.isfinite(norm):
+            self.state["steps"] = 0
+            self.state["factor"] *= 0.5
+            return
+        self.state["steps"] += 1
+        if self.state["steps"] % self.GROWTH_INTERVAL == 0:
+            self.state["factor"] *= 2
 
 
 class OptimizerConfig(NamedTuple):
@@ -399,47 +407,62 @@ def make_optimizer(model, config):
 
 class SpikeDetector:
     """
-    Tells whether a step would harm: its loss or gradient norm is no number, or lies spike_z deviations above a running
-    mean. Each refusal in a row widens that, so that a new level is soon taken up and only what is far beyond the usual is
-    refused for long. seen, skipped: steps judged and refused; in_a_row: refused ones since the last good one.
-    (engine/tracking/anomalies.py warns of odd rows in the log; it changes nothing.)
+    Detects loss spikes, so that the step can be skipped: the loss or the gradient norm is not
+    finite, or exceeds its running mean by more than spike_z standard deviations. Each skip in a row
+    raises that limit, so that a new level is soon accepted and only extreme values are skipped for
+    long. (engine/tracking/anomalies.py warns of anomalies in the log; it changes nothing.)
+
+    spike_z: 0 skips only what is not finite. saved: state to resume, with the number of steps
+    "seen", "skipped", and skipped "in_a_row" since the last accepted one.
     """
-    WARM, DECAY, WIDER = 100, 0.98, 1.2  # steps before the running mean is believed; its memory; by how much
+    WARMUP = 100   # steps before the running mean is trusted
+    DECAY = 0.98   # of the running mean and variance
+    WIDEN = 1.2    # factor of the limit for each skip in a row
+    MIN_STD = 0.01
 
     def __init__(self, spike_z, saved=None):
         self.spike_z = spike_z
-        self.state = saved or {"mean": [0.0, 0.0], "var": [0.0, 0.0], "seen": 0, "skipped": 0, "in_a_row": 0}
+        self.state = saved or {"mean": [0.0, 0.0], "var": [0.0, 0.0],
+                               "seen": 0, "skipped": 0, "in_a_row": 0}
 
     def refuses(self, loss, norm):
-        """loss, norm: floats, the same in all processes."""
-        s = self.state
-        values = [x if math.isfinite(x) else math.inf for x in (loss, math.log(norm) if norm > 0 else 0.0)]
-        most = self.spike_z * self.WIDER ** s["in_a_row"] if self.spike_z else math.inf  # 0: only what is no number
-        far = [x - m > most * max(v ** 0.5, 0.01) for x, m, v in zip(values, s["mean"], s["var"])]
-        if math.inf in values or math.isnan(norm) or (s["seen"] >= self.WARM and any(far)):
-            s["skipped"], s["in_a_row"] = s["skipped"] + 1, s["in_a_row"] + 1
+        """Return whether to skip a step. loss, norm: floats, the same on all ranks."""
+        state = self.state
+        log_norm = math.log(norm) if norm > 0 else 0.0
+        values = [x if math.isfinite(x) else math.inf for x in (loss, log_norm)]
+        max_z = self.spike_z * self.WIDEN ** state["in_a_row"] if self.spike_z else math.inf
+        is_far = [x - mean > max_z * max(var ** 0.5, self.MIN_STD)
+                  for x, mean, var in zip(values, state["mean"], state["var"])]
+        is_spike = state["seen"] >= self.WARMUP and any(is_far)
+        if is_spike or math.inf in values or math.isnan(norm):
+            state["skipped"] += 1
+            state["in_a_row"] += 1
             return True
-        keep = min(self.DECAY, s["seen"] / (s["seen"] + 1))  # a plain mean at first
+        decay = min(self.DECAY, state["seen"] / (state["seen"] + 1))  # a plain mean at first
         for i, x in enumerate(values):
-            gap = x - s["mean"][i]
-            s["mean"][i] += (1 - keep) * gap
-            s["var"][i] = keep * (s["var"][i] + (1 - keep) * gap ** 2)
-        s["seen"], s["in_a_row"] = s["seen"] + 1, 0
+            gap = x - state["mean"][i]
+            state["mean"][i] += (1 - decay) * gap
+            state["var"][i] = decay * (state["var"][i] + (1 - decay) * gap ** 2)
+        state["seen"] += 1
+        state["in_a_row"] = 0
         return False
 
 
-def learning_rate_at(s, step, last_step, spent=0.0):
+def learning_rate_at(config, step, last_step, spent=0.0):
     """
-    The rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr. It follows the steps or, where that is
-    further, the clock: spent is the part of max_minutes that has gone.
+    Return the learning rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr.
+    spent: the fraction of max_minutes that has passed. The schedule follows the steps or the clock,
+    whichever is further.
     """
-    if step < s.warmup_iters:
-        return s.learning_rate * (step + 1) / s.warmup_iters
-    if not s.decay_lr:
-        return s.learning_rate
+    peak, end = config.learning_rate, config.min_lr
+    if step < config.warmup_iters:
+        return peak * (step + 1) / config.warmup_iters
+    if not config.decay_lr:
+        return peak
     step = max(step, spent * last_step)
-    if s.schedule == "cosine":
-        done = min(1.0, (step - s.warmup_iters) / max(1, last_step - s.warmup_iters))
-        return s.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (s.learning_rate - s.min_lr)
-    left = (last_step - step) / max(1, s.decay_fraction * last_step)
-    return s.min_lr + min(1.0, max(0.0, left)) * (s.learning_rate - s.min_lr)
+    if config.schedule == "cosine":
+        decay_steps = max(1, last_step - config.warmup_iters)
+        done = min(1.0, (step - config.warmup_iters) / decay_steps)
+        return end + 0.5 * (1 + math.cos(math.pi * done)) * (peak - end)
+    left = (last_step - step) / max(1, config.decay_fraction * last_step)
+    return end + min(1.0, max(0.0, left)) * (peak - end)

@@ -1129,16 +1129,16 @@ def test_float16_learns_and_each_overflow_costs_a_step_and_halves_the_factor(fol
 
 
 def test_without_a_limit_for_spikes_only_what_is_no_number_is_refused():
-    guard = optim.SpikeDetector(0.0)
-    assert not any(guard.refuses(1.0, 1.0) for _ in range(150)) and not guard.refuses(9.0, 1e6)
-    assert guard.refuses(math.nan, 1.0) and guard.refuses(1.0, math.inf)
+    detector = optim.SpikeDetector(0.0)
+    assert not any(detector.refuses(1.0, 1.0) for _ in range(150)) and not detector.refuses(9.0, 1e6)
+    assert detector.refuses(math.nan, 1.0) and detector.refuses(1.0, math.inf)
 
 
 def test_the_loss_scale_halves_and_doubles():
     scale = optim.LossScale(True)
     scale.update(math.inf), scale.update(math.nan)
     assert scale.factor == 2.0 ** 14
-    for _ in range(scale.GROWS):
+    for _ in range(scale.GROWTH_INTERVAL):
         scale.update(1.0)
     assert scale.factor == 2.0 ** 15
     weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -1468,37 +1468,37 @@ def test_adamw_moves_parameters_the_same_observed_or_not(monkeypatch):
     assert torch.equal(*moved) and seen == [2, 2, 1] * 3
 
 
-def quiet_guard():
-    guard, rng = optim.SpikeDetector(6.0), random.Random(0)
-    assert not any(guard.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
-    return guard
+def quiet_detector():
+    detector, rng = optim.SpikeDetector(6.0), random.Random(0)
+    assert not any(detector.refuses(3.0 + rng.gauss(0, 0.1), 1.0 + rng.random()) for _ in range(300))
+    return detector
 
 
 @pytest.mark.parametrize("loss, norm", [(float("nan"), 1.0), (3.0, float("nan")), (float("inf"), 1.0), (5.0, 1.0), (3.0, 1e4)])
-def test_the_guard_refuses_nonsense_and_spikes(loss, norm):
-    guard = quiet_guard()
-    before = dict(guard.state, mean=list(guard.state["mean"]))
-    assert guard.refuses(loss, norm) and guard.refuses(loss, norm)
-    assert guard.state["skipped"] == guard.state["in_a_row"] == 2 and guard.state["mean"] == before["mean"]
-    assert not guard.refuses(3.0, 1.2) and guard.state["in_a_row"] == 0
+def test_the_spike_detector_refuses_nonsense_and_spikes(loss, norm):
+    detector = quiet_detector()
+    before = dict(detector.state, mean=list(detector.state["mean"]))
+    assert detector.refuses(loss, norm) and detector.refuses(loss, norm)
+    assert detector.state["skipped"] == detector.state["in_a_row"] == 2 and detector.state["mean"] == before["mean"]
+    assert not detector.refuses(3.0, 1.2) and detector.state["in_a_row"] == 0
 
 
-def test_the_guard_forgives_what_is_small_and_believes_no_mean_at_first():
+def test_the_spike_detector_forgives_what_is_small_and_believes_no_mean_at_first():
     for steps, loss, refused in (99, 9.0, False), (100, 9.0, True), (300, 3.05, False), (300, 3.07, True):
-        guard = optim.SpikeDetector(6.0)
-        assert not any(guard.refuses(3.0, 1.0) for _ in range(steps))
-        assert guard.refuses(loss, 1.0) == refused  # of no spread at all, deviations are of 0.01
+        detector = optim.SpikeDetector(6.0)
+        assert not any(detector.refuses(3.0, 1.0) for _ in range(steps))
+        assert detector.refuses(loss, 1.0) == refused  # of no spread at all, deviations are of 0.01
 
 
-def test_the_guard_takes_up_a_new_level_but_no_ruin():
+def test_the_spike_detector_takes_up_a_new_level_but_no_ruin():
     """A gradient norm that rose to stay is refused a few times; a run that came apart until the weights go back."""
     for loss, norm, refused in ((3.0, 15.0, range(1, 8)), (9.0, 1.0, range(10, 11)), (float("nan"), 1.0, range(10, 11))):
-        guard = quiet_guard()
+        detector = quiet_detector()
         count = 0
-        while count < 10 and guard.refuses(loss, norm):
+        while count < 10 and detector.refuses(loss, norm):
             count += 1
         assert count in refused
-        assert count == 10 or not any(guard.refuses(3.0, 1.0 + i % 15) for i in range(100))
+        assert count == 10 or not any(detector.refuses(3.0, 1.0 + i % 15) for i in range(100))
 
 
 def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, tmp_path):
