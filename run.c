@@ -612,8 +612,14 @@ static Options parse_options(int argc, char **argv) {
         if (i == 1 && *flag != '-') o.model = flag;
         if (i == 1 && !o.model) break;
         if (i == 1 || parse_switch(&o, flag)) continue;
-        if (equals) *equals = 0, parse_option(&o, flag, equals + 1);
-        else parse_option(&o, flag, argv[++i]);
+        if (!equals) {
+            parse_option(&o, flag, argv[++i]);
+            continue;
+        }
+        *equals = 0;
+        bool is_switch = parse_switch(&o, flag);
+        if (is_switch) *equals = '=', die(flag, "this option takes no value");
+        parse_option(&o, flag, equals + 1);
     }
     check_options(&o);
     return o;

@@ -141,8 +141,8 @@ def min_memory(args, optimizer, step):
     """
     Return {kind: bytes}, a lower bound of what a training step holds at once, by arithmetic alone.
 
-    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and the memory of the
-    Python process are not counted.
+    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and the memory of
+    the Python process are not counted.
     """
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     size = 2 if step.half else 4
