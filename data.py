@@ -1,27 +1,36 @@
 """
 Any text → tokens on disk → batches.
 
-    python data.py SOURCE [--vocab_source=custom] [--vocab_size=0] [--val_fraction=0] [--show=True]
+    python data.py SOURCE [--vocab_source=bpe] [--vocab_size=999] [--val_fraction=0.2] [--show=True]
 
-SOURCE is `stories` or `stories:N` (engine/text/stories.py writes them), `tinystories` or
-`tinyshakespeare` (downloaded), a module of engine/text/sources/, a file, a folder, or a prepared
-folder. A file is text of any name, .jsonl, .csv, .tsv, .parquet or a .json list, also packed (.gz,
-.bz2, .xz). Of a folder the documents are read: .txt and these. If other text, such as source code,
-is more than they are, all files that are text are read. Hidden files, installed packages, runs, the
-cache and other files are left out, and a line names them. The prepared folder holds
+SOURCE is one of
+
+    stories, stories:N             60,000 or N stories that engine/text/stories.py generates
+    tinystories, tinyshakespeare   downloads
+    NAME, NAME:ARGUMENT            a module NAME.py of engine/text/sources/
+    a path                         a file, a folder of files, or a prepared folder
+
+A file may be plain text with any name, .jsonl, .csv, .tsv, .parquet or a .json list, compressed or
+not (.gz, .bz2, .xz). In a folder, .txt files and files of these formats are read. If the other text
+files, such as source code, are larger in total, they are read too. Hidden files, installed
+packages, folders of training runs and the cache are skipped. The program prints what it skipped.
+
+The prepared folder holds
 
     train.bin, val.bin   token ids, uint16 or uint32, every document BOS … EOS
     tokenizer.model      the vocabulary (tokenizer.json for byte-level BPE, bytes and characters)
-    meta.json            counts, sizes, hashes; for stories the bits per byte no model can go below
+    meta.json            counts, sizes, hashes; for stories also their entropy in bits per byte,
+                         the lowest loss that a model can reach
 
-and is made once: its name ends in a hash of all it depends on (path, size and time of change of
-each file, and the settings).
+It is prepared once: its name ends in a hash of all it depends on (path, size and modification time
+of each file, and the settings).
 
-Documents. Lines `<|endoftext|>` separate the documents of a text, whose outer white space is
-removed. A file without such a line is one document and stays as it is. Each row of a table and each
-line of .jsonl is a document, in the column that --column names. Whole documents, drawn with a fixed
-seed, form the validation split, until it holds val_fraction of the bytes. If documents are too few
-or too long for that (one long text, say), it is the end of the text.
+Documents. In a text file, lines `<|endoftext|>` separate the documents. White space around each
+document is removed. A file without such a line is one document and keeps its white space. In a
+table each row is a document, in .jsonl each line is one; --column names the column or key of its
+text. The validation split consists of whole documents, drawn with a fixed seed, with at most
+val_fraction of the bytes. If documents are too few or too long to come near that (one long text,
+say), the validation split is the end of the text.
 
 Windows. The windows of an epoch lie side by side in the training split, from an offset drawn for
 each epoch. If documents are long compared with the context (LONG windows or more on average), every
@@ -46,23 +55,23 @@ from engine.text.prepared import SPLITS, Prepared, check_ids, load
 from tokenizer import BYTE, UNKNOWN
 
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
-vocab_source = "custom"  # custom or bpe (trained on the text), byte, char, llama2, a tokenizer's file
-vocab_size = 0           # of a vocabulary that is trained; 0: chosen by the size of the text
-vocab_most = 0           # max size if vocab_size is 0: rare characters become bytes; 0: no limit
+vocab_source = "custom"  # custom, bpe (trained on the text), byte, char, llama2, a tokenizer's path
+vocab_size = 0           # size of a trained vocabulary; 0: chosen from the size of the text
+vocab_most = 0           # max size where vocab_size is 0; rare characters become bytes; 0: no limit
 text_most = 0            # max bytes of text to train on, in stretches spread over it; 0: all of it
-val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB (2000 stories)
+val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB or 2000 stories
 cache = "cache"          # folder of prepared data and downloads
-column = "text"          # column or key that holds the text of a table or .jsonl; text: story, too
+column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
 skip_bad = False         # leave out files of a folder that cannot be read as text, and count them
-workers = 0              # processes that encode; 0: one a core
-show = False             # print some documents, their lengths, the use of the vocabulary, copies
-page = ""                # the same as an .html file
-png = ""                 # lengths of documents, frequencies of pieces as a .png (needs matplotlib)
+workers = 0              # processes that encode; 0: one per core
+show = False             # print documents, their lengths, use of the vocabulary, repeated documents
+page = ""                # .html file to write the same to
+png = ""                 # .png file to draw lengths and piece frequencies to (needs matplotlib)
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
-EXCERPT = 1 << 22  # max tokens of a split that an evaluation or a survey reads
-LONG = 8           # windows a document fills on average, from which on every window begins with BOS
+EXCERPT = 1 << 22  # max tokens of a split that a survey reads; for evaluations see eval_windows
+LONG = 8           # every window begins with BOS if documents fill this many windows on average
 
 
 def prepare(*arguments, **named):
@@ -73,12 +82,14 @@ def prepare(*arguments, **named):
 
 class Dataset(Prepared):
     """
-    A prepared folder as batches of a training. To resume it, only `changed` has to be stored.
+    The batches of a training run, from a prepared folder. A batch depends only on the folder, the
+    arguments, the step and `resumed_at`.
 
     seq_len: tokens of context; micro_batch: sequences of a forward pass of one process;
-    global_batch: sequences of a step of all processes; rank, world: number of this process, number
-    of all; pinned: put batches in page-locked memory, which a GPU copies from while it computes;
-    changed: (step, sequences read before it) if the global batch was another one before that step.
+    global_batch: sequences of a step of all processes; rank: index of this process; world: number
+    of processes; pinned: put batches in page-locked memory, which a GPU copies from while it
+    computes; resumed_at: (step, sequences read before it) of a resumed run, since the run may have
+    had another global batch before. Earlier steps are counted as if they had today's size.
     """
 
     def __init__(self, prepared, seq_len, micro_batch, global_batch, seed, rank=0, world=1,
@@ -87,50 +98,51 @@ class Dataset(Prepared):
         self.seq_len, self.micro_batch, self.global_batch = seq_len, micro_batch, global_batch
         self.seed, self.rank, self.world, self.pinned = seed, rank, world, pinned
         self.prefetch = Prefetch(self.make_batch)
-        self.changed = 0, 0
+        self.resumed_at = 0, 0
 
     @spanned("data")
     def batch(self, step):
-        """Return this process's slice of the batch of a step, (x, y). A thread makes the next."""
+        """Return this process's slice of a step's batch, (x, y). A thread makes the next step's."""
         return self.prefetch.get(step)
 
     def make_batch(self, step, whole=False):
-        """Make that slice, or with `whole` the batch of all processes."""
+        """Make this process's slice of a step's batch; with `whole` that of all processes."""
         starts, lengths = self.windows(step, whole)
         x, y = read_windows(self.train, starts, self.seq_len, lengths, self.window_bos)
         return tuple(t.pin_memory() if self.pinned else t for t in self.checked(x, y))
 
     def windows(self, step, whole=False):
-        """Return (first tokens, counts of targets) of the windows of make_batch, (n,) each."""
-        first = sequences_before(step, self.global_batch, self.changed)
+        """Return (starts, lengths) of the windows of make_batch, as slice_windows does."""
+        first = sequences_before(step, self.global_batch, self.resumed_at)
         share = (0, 1) if whole else (self.rank, self.world)
         return slice_windows(len(self.train), self.seed, first, self.global_batch, self.seq_len,
                              share)
 
     def eval_batches(self, split, limit, batch_tokens):
         """
-        Yield (x, y, counts) of an evaluation; inputs and targets as from read_windows.
+        Yield the batches of an evaluation, (x, y, is_counted); x, y: as read_windows returns them.
 
-        From each split as many tokens are predicted as the validation split has, at most `limit`
-        (0: no limit), never a BOS. A batch has about batch_tokens tokens, or as many as in
-        training. Idle ranks repeat a sequence with counts=False, as sharded processes must compute
-        together.
+        The number of predictions is the same for both splits: the tokens of the validation split
+        except BOS, which is never predicted, but at most `limit` (0: no limit). A batch has about
+        batch_tokens tokens or micro_batch sequences, whichever is more. A rank without sequences of
+        its own repeats one with is_counted=False, since the processes of a sharded model must
+        compute together.
         """
         count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
         tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len,
                                                min(count, limit or count))
         rows = max(self.micro_batch, batch_tokens // self.seq_len)
-        rows = min(rows, math.ceil(len(starts) / self.world))
-        for at in range(0, len(starts), self.world * rows):
-            mine = slice(at + self.rank * rows, at + (self.rank + 1) * rows)
-            counts = len(starts[mine]) > 0
-            some = mine if counts else slice(at, at + 1)
-            longest = int(lengths[at])
-            x, y = read_windows(tokens, starts[some], longest, lengths[some], self.window_bos)
-            yield *self.checked(x, y), counts
+        rows = min(rows, math.ceil(len(starts) / self.world))  # so that all ranks share the work
+        for first in range(0, len(starts), self.world * rows):
+            own = slice(first + self.rank * rows, first + (self.rank + 1) * rows)
+            is_counted = len(starts[own]) > 0
+            taken = own if is_counted else slice(first, first + 1)
+            longest = int(lengths[first])  # of all ranks' spans, since the lengths descend
+            x, y = read_windows(tokens, starts[taken], longest, lengths[taken], self.window_bos)
+            yield *self.checked(x, y), is_counted
 
     def probe_batches(self, sequences=4):
-        """Return {"train", "val"}: (x, y) of some windows, always the same ones."""
+        """Return {split: (x, y)} of a few windows of each split, the same ones at every call."""
         found = {}
         for split in SPLITS:
             tokens = getattr(self, split)
@@ -146,8 +158,9 @@ class Dataset(Prepared):
     @property
     def window_bos(self):
         """
-        The token that begins every window, in training and evaluation: BOS if documents fill LONG
-        windows or more on average, since a model would hardly see how texts begin; else None.
+        The token that replaces the first input of windows, in training and evaluation: BOS if
+        documents fill LONG windows or more on average, else None. Without it a model would rarely
+        see BOS, with which every prompt begins.
         """
         is_long = self.meta["train_tokens"] >= LONG * self.seq_len * self.meta["train_documents"]
         return self.tokenizer.bos_id if is_long else None
@@ -164,15 +177,19 @@ class Dataset(Prepared):
 
 
 class Prefetch:
-    """Call make(step) for consecutive steps, each in a thread while the one before is used."""
+    """Call make(step) for consecutive steps, in a thread one step ahead of the caller."""
 
     def __init__(self, make):
         self.make, self.thread = make, concurrent.futures.ThreadPoolExecutor(1)
-        self.step, self.coming = -1, None
+        self.next_step, self.next_made = -1, None
 
     def get(self, step):
-        made = self.coming.result() if step == self.step else self.make(step)
-        self.step, self.coming = step + 1, self.thread.submit(self.make, step + 1)
+        """
+        Return make(step). If the thread was asked for another step, call make here; the thread
+        finishes that other step before it begins the next.
+        """
+        made = self.next_made.result() if step == self.next_step else self.make(step)
+        self.next_step, self.next_made = step + 1, self.thread.submit(self.make, step + 1)
         return made
 
 
@@ -181,27 +198,29 @@ class Prefetch:
 @functools.lru_cache(maxsize=8)
 def epoch_windows(seed, epoch, n_tokens, seq_len):
     """
-    Return the first token of every window of an epoch, shuffled: (n_tokens // seq_len,) int64. The
-    windows lie side by side from a random offset; after the last token comes the first again.
+    Return the position of the first token of each window of an epoch, in shuffled order:
+    (n_tokens // seq_len,) int64. The windows lie side by side from a random offset below seq_len,
+    so the last of them may extend past the end of the tokens; see read_windows.
     """
     rng = np.random.Generator(np.random.PCG64([seed, epoch]))
     offset = rng.integers(seq_len)
-    return (offset + seq_len * rng.permutation(n_tokens // seq_len)) % n_tokens
+    return offset + seq_len * rng.permutation(n_tokens // seq_len)
 
 
-def sequences_before(step, global_batch, changed=(0, 0)):
-    """Return how many sequences a run reads before a step. changed: see Dataset."""
-    since, read = changed
+def sequences_before(step, global_batch, resumed_at=(0, 0)):
+    """Return how many sequences a run reads before a step. resumed_at: see Dataset."""
+    since, read = resumed_at
     return read + (step - since) * global_batch if step >= since else step * global_batch
 
 
 def slice_windows(n_tokens, seed, first, global_batch, seq_len, share=(0, 1)):
     """
-    Return the windows of a rank's slice of a global batch: (first tokens, counts of targets), (n,)
-    int64 each. Every window comes once in an epoch.
+    Return (starts, lengths), (n,) int64 each, of the windows in a rank's slice of a global batch:
+    position of the first token and number of targets. Each window occurs once in an epoch.
 
-    first: sequences that the run has read before; share: (rank, number of ranks). If that is no
-    divisor of global_batch, n is rounded up, and the last ranks have windows with 0 targets.
+    first: number of sequences that the run has read before; share: (rank, number of ranks). If
+    global_batch is not a multiple of the number of ranks, n is rounded up. The last ranks then
+    repeat the last window of the batch, with 0 targets.
     """
     windows = n_tokens // seq_len
     if windows < 1:
@@ -219,7 +238,8 @@ def slice_windows(n_tokens, seed, first, global_batch, seq_len, share=(0, 1)):
 def batch_slice(tokens, seed, step, global_batch, seq_len, share=(0, 1)):
     """
     Return a rank's slice of the global batch of a step: inputs and targets, (n, seq_len) int64
-    each, a pure function of the arguments. share: see slice_windows.
+    each. It needs no Dataset: tests and bench/ read batches of any array of tokens. share: see
+    slice_windows.
     """
     first = sequences_before(step, global_batch)
     starts, lengths = slice_windows(len(tokens), seed, first, global_batch, seq_len, share)
@@ -229,15 +249,16 @@ def batch_slice(tokens, seed, step, global_batch, seq_len, share=(0, 1)):
 def read_windows(tokens, starts, seq_len, lengths=None, bos_id=None):
     """
     Return inputs and targets, (n, seq_len) int64 each, of the windows that begin at `starts` (n,).
+    A window that extends past the last token continues with the first.
 
-    lengths: (n,), targets that count; those after them are -1, which the loss ignores. bos_id:
-    replaces the first input, except of a window whose first target is BOS; None: nothing is
-    replaced.
+    lengths: (n,), number of targets of each window; the targets after these become -1, which the
+    loss ignores. bos_id: replaces the first input of each window, unless None. A window whose first
+    target is BOS keeps its first input, the EOS of the document before: BOS never follows BOS.
     """
     import torch  # here: preparing, and its worker processes, start without it
     places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
     both = torch.from_numpy(tokens[places].astype(np.int64))
-    x, y = torch.empty(2, len(starts), seq_len, dtype=torch.int64)  # apart: both may change
+    x, y = torch.empty(2, len(starts), seq_len, dtype=torch.int64)  # separate: both are edited
     x[:], y[:] = both[:, :-1], both[:, 1:]
     if bos_id is not None:
         x[y[:, 0] != bos_id, 0] = bos_id
@@ -250,8 +271,9 @@ def read_windows(tokens, starts, seq_len, lengths=None, bos_id=None):
 
 def eval_spans(tokens, bos_id, seq_len):
     """
-    Return (starts, lengths), (n,) int64 each, that cover a split: each document from its BOS, a
-    long one in spans of seq_len predictions. A span predicts the `lengths` tokens after its start.
+    Return (starts, lengths), (n,) int64 each, of spans that cover a split. The first span of a
+    document starts at its BOS. A document of more than seq_len predictions has several spans. A
+    span predicts the `lengths` tokens after its start.
     """
     edges = np.append(np.flatnonzero(tokens == bos_id), len(tokens))
     if edges[0]:  # the split begins inside a document
@@ -264,8 +286,8 @@ def eval_spans(tokens, bos_id, seq_len):
 
 def excerpt(tokens, bos_id, size, pieces=64):
     """
-    Return an evenly spaced excerpt of about `size` tokens of a larger split. Each piece starts at
-    the beginning of a document if there is one in its first half.
+    Return evenly spaced pieces of a split, about `size` tokens in total, or all of a smaller split.
+    A piece with a BOS in its first half is cut to start there.
     """
     if len(tokens) <= size:
         return tokens
@@ -278,9 +300,11 @@ def excerpt(tokens, bos_id, size, pieces=64):
 
 def eval_windows(tokens, bos_id, seq_len, count):
     """
-    Return (tokens, starts, lengths) of `count` predictions, or as many as there are: spans drawn
-    from all of a split, always the same ones, the longest first. The tokens are the split or an
-    excerpt.
+    Return (tokens, starts, lengths) of spans with `count` predictions in total, fewer if the split
+    has fewer. tokens: the split, or an excerpt of max(4 * count, EXCERPT) tokens of a larger one.
+
+    The spans are drawn from all of the tokens with a fixed seed and sorted, the longest first. The
+    last span drawn is cut, so that the total is exact.
     """
     tokens = excerpt(tokens, bos_id, max(4 * count, EXCERPT))
     starts, lengths = eval_spans(tokens, bos_id, seq_len)
@@ -296,9 +320,9 @@ def eval_windows(tokens, bos_id, seq_len, count):
 
 def document_rows(dataset, count=3, max_tokens=40):
     """
-    Return the first documents of each split as rows of the table `documents`: split, text and
-    tokens of the beginning, length in tokens, share of <unk>, share of bytes in place of missing
-    pieces.
+    Return rows about the first `count` documents of each split, for the table `documents`: split,
+    the first max_tokens tokens as text and as pieces, length in tokens, share of <unk>, share of
+    byte tokens that spell characters which the vocabulary lacks.
     """
     tokenizer, rows = dataset.tokenizer, []
     pieces = tokenizer.pieces()
@@ -317,8 +341,8 @@ def document_rows(dataset, count=3, max_tokens=40):
     return rows
 
 
-def look(dataset, max_tokens=EXCERPT):
-    """Return the tables of engine/text/survey.py, of an excerpt of each split."""
+def survey_excerpts(dataset, max_tokens=EXCERPT):
+    """Return what survey.survey finds in an excerpt of each split."""
     bos_id = dataset.tokenizer.bos_id
     splits = {name: excerpt(getattr(dataset, name), bos_id, max_tokens) for name in SPLITS}
     return survey.survey(splits, dataset.tokenizer, dataset.meta)
@@ -326,8 +350,9 @@ def look(dataset, max_tokens=EXCERPT):
 
 def data_rows(dataset):
     """Return what the first row of a run's log holds about its data."""
-    found = look(dataset, 1 << 20)
+    found = survey_excerpts(dataset, 1 << 20)
     counts, edges = np.histogram(found["lengths"], bins=32)
+    # The first row of a table names its columns.
     return {"documents": document_rows(dataset), "data": found["summary"][1:],
             "pieces": found["most frequent pieces"][1:],
             "data/lengths": {"counts": counts.tolist(), "edges": edges.tolist()}}
@@ -338,10 +363,11 @@ def show_data(prepared):
     for path, ending in (page, ".html"), (png, ".png"):
         if path and not path.endswith(ending):
             fail(f"{path}: expected a name that ends in {ending}")
-    found, rows = look(prepared), document_rows(prepared)
+    found, rows = survey_excerpts(prepared), document_rows(prepared)
     if show:
         for split, text, tokens, length, unknown, fallback in rows:
-            print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, {fallback:.2%} byte fallback")
+            print(f"\n{split}: {length} tokens, {unknown:.2%} unknown, "
+                  f"{fallback:.2%} byte fallback")
             print(f"  {text!r}\n  {tokens}")
         for name, lines in survey.tables(found).items():
             print(f"\n{name}", *survey.table(lines), sep="\n")
@@ -349,7 +375,8 @@ def show_data(prepared):
     try:
         if page:
             text = survey.page(source, found | {"documents": [columns, *rows]})
-            Path(page).write_text(text, encoding="utf-8", errors="backslashreplace")  # odd names
+            # A file name that is not UTF-8 is shown with escapes.
+            Path(page).write_text(text, encoding="utf-8", errors="backslashreplace")
         if png:
             survey.picture(source, found, png)
     except OSError as e:
@@ -363,6 +390,7 @@ if __name__ == "__main__":
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
                        column, vocab_most=vocab_most, text_most=text_most)
     found = load(prepared)
+    # Fail if `source` is a prepared folder and a setting given here differs from its own.
     as_prepared(SimpleNamespace(data=source, **config.as_dict()), config.given, found.meta)
     print(prepared)
     if show or page or png:

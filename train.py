@@ -243,11 +243,11 @@ def evaluate(t):
     losses = {}
     for split in ("train", "val"):
         total = torch.zeros(2, dtype=precise, device=t.device)  # sum of losses, of predictions
-        for x, y, counts in t.dataset.eval_batches(split, limit, costs.EVAL_PASS):
+        for x, y, is_counted in t.dataset.eval_batches(split, limit, costs.EVAL_PASS):
             x, y = distributed.to_device(t.device, x, y)
             with t.amp:
                 loss = t.model(x, y)[1]
-            predictions = (y >= 0).sum() * counts
+            predictions = (y >= 0).sum() * is_counted
             total += torch.stack((loss.to(precise) * predictions, predictions))
         nats, predictions = distributed.mean(total).tolist()
         losses[split] = nats / predictions
@@ -400,7 +400,7 @@ def main(config, steps=math.inf):
     state = progress.new_state(config, found.clock, resume.resume_signature(config, args, dataset))
     if found.resuming:
         state |= resume.restore(config, found.start, state["fixed"], opt)
-        dataset.changed = state["step"], state["sequences"]
+        dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
         state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
     opt.scale = LossScale(found.amp_dtype == torch.float16, state.get("scale"))

@@ -56,7 +56,7 @@ def test_a_large_text_is_read_in_part_and_the_table_says_so():
     tokens = np.tile(np.array([1, 3, 4, 4, 2], np.uint16), 1_200_000)
     meta = {f"{split}_{what}": 6_000_000 for split in ("train", "val") for what in ("tokens", "documents", "bytes")}
     prepared = data.Prepared(None, meta, tokens, tokens[:50], Vocabulary())
-    found = data.look(prepared, 1 << 20)
+    found = data.survey_excerpts(prepared, 1 << 20)
     said = {row[0]: row[1:] for row in found["summary"]}
     assert 900_000 < int(said["of which were read here"][0].replace(",", "")) <= 1 << 20 and said["tokens"][0] == "6,000,000"
     assert found["most frequent pieces"][1][0] == "␣ab" and found["longest pieces"][2][0] == "世"
