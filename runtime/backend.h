@@ -146,10 +146,10 @@ typedef struct Backend Backend;
 // of the KV cache and of values inside an op is private to the backend.
 struct Backend {
     int chunk; // max tokens in one call
-    // Called before and after the ops of one call of forward, or NULL. If begin returns false, the
-    // ops need not be called: they have been recorded, and end replays them for tokens (T,) at
-    // pos..pos+T-1. all_logits: logits of all tokens will be requested. Results are complete only
-    // after end.
+    // Called before and after the ops of one call of forward, or NULL. begin returns whether the
+    // ops must be called. If not, the backend computes tokens (T,) at pos..pos+T-1 by itself:
+    // from a recording of the ops of an earlier call, or in one kernel. all_logits: logits of all
+    // tokens will be requested. Results are complete only after end.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all_logits);
     void (*end)(Backend *);
     // Returns uninitialised memory for n floats that the ops can use, freed by close; NULL if there
@@ -185,9 +185,10 @@ struct Backend {
 // or the error.
 const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
-// Opens the GPU backend with a KV cache for `positions` tokens, and moves the weights to its
-// memory. Returns NULL, or the error: a constant, or the text in the last argument. The weights are
-// not moved then.
+// Opens the GPU backend with a KV cache for `positions` tokens. Copies the weights to its memory and
+// makes `model` point to them there, until close restores the pointers. Returns NULL, or the error:
+// a constant, or the text in the last argument. After an error, the backend is not open and the
+// model is unchanged.
 const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *);
 
 #ifdef __cplusplus

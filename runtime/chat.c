@@ -279,7 +279,7 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
     const Template *nearest = NULL;
     const Template *f;
     if (name) f = template_named(name);
-    else if (!m->weights.data) f = template_named("llama2"); // llama2.c's formats
+    else if (!m->transformer.data) f = template_named("llama2"); // llama2.c's formats
     else f = find_template(text, &nearest);
     CHECK(f || !name, "'%.40s' is no template, expected chatml, llama3, zephyr or llama2", name);
     if (!nearest) nearest = template_of_vocabulary(&m->tokenizer);

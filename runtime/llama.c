@@ -9,11 +9,12 @@ typedef struct {
 } Candidate;
 
 struct llamac_session {
-    Model model; // weights as in the file, or as moved by the backend
+    // a copy of llamac_model's, with its own layers: the backend may change pointers to weights
+    Model model;
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
-    int chunk;              // max tokens of one call of the backend
-    int positions;          // room of the KV cache
+    int chunk;              // max tokens in one pass through the backend
+    int positions;          // max tokens in the KV cache
     int n_threads;
     bool all_logits;      // keep the logits of all tokens
     bool logits_visible;  // the caller may read the logits, not only the sampler
@@ -21,19 +22,20 @@ struct llamac_session {
     float *attention_out; // (chunk, q_dim) output of attention, likewise
     // (1 or chunk, vocab_size) in host memory; NULL: they stay with the backend, which samples
     float *logits;
-    int rows;              // of the logits of the last call
-    int filled;            // positions that have keys and values
+    int rows;              // rows of logits after the last llamac_forward; 0 before the first
+    int filled;            // max pos + n of all calls; no call may begin at a later pos
     float *probabilities;  // (vocab_size,) for the sampler
     Candidate *candidates; // (vocab_size,) for the sampler
-    Error note;
+    Error note;            // for llamac_note
 };
 
 static const char no_session[] = "the session is NULL";
+static const char outside_vocabulary[] = "token %d is outside the vocabulary of %d tokens";
 
 // ----------------------------------------------------------------------------
 // The transformer
 
-// Calls the ops for T tokens at positions pos..pos+T-1.
+// Runs the model on T tokens at positions pos..pos+T-1, with the ops of backend.h.
 static void compute(const llamac_session *s, const int *tokens, int T, int pos) {
     const Model *m = &s->model;
     const Weights *w = &m->weights;
@@ -47,12 +49,14 @@ static void compute(const llamac_session *s, const int *tokens, int T, int pos) 
         b->add_product(b, s->x, &layer->wo, s->attention_out, T);
         b->feed_forward(b, layer, s->x, T);
     }
-    const float *last = s->all_logits ? s->x : s->x + (size_t)(T - 1) * m->config.dim;
-    b->logits(b, s->logits, &w->norm, &w->output, last, s->all_logits ? T : 1);
+    int rows = s->all_logits ? T : 1;
+    const float *last_rows = s->x + (size_t)(T - rows) * m->config.dim;
+    b->logits(b, s->logits, &w->norm, &w->output, last_rows, rows);
 }
 
 static void forward(llamac_session *s, const int *tokens, int T, int pos) {
     Backend *b = s->backend;
+    // begin returns false if the backend computes the tokens without calls of its ops
     if (!b->begin || b->begin(b, tokens, T, pos, s->all_logits)) compute(s, tokens, T, pos);
     if (b->end) b->end(b);
     s->rows = s->all_logits ? T : 1;
@@ -70,8 +74,7 @@ bool llamac_forward(llamac_session *s, const int *tokens, int n, int pos, Error 
     CHECK(!s->all_logits || n <= s->chunk,
           "%d tokens, but one call leaves the logits of %d at most", n, s->chunk);
     for (int i = 0; i < n; i++)
-        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, "token %d is none of the vocabulary of %d",
-              tokens[i], vocab_size);
+        CHECK(tokens[i] >= 0 && tokens[i] < vocab_size, outside_vocabulary, tokens[i], vocab_size);
     int end = pos + n;
     for (int T = s->chunk; n > T; tokens += T, pos += T, n -= T) forward(s, tokens, T, pos);
     forward(s, tokens, n, pos);
@@ -87,33 +90,41 @@ const float *llamac_logits(const llamac_session *s) {
 // Sessions
 
 #ifdef CUDA
-static const char default_device[] = "cuda";
+enum { HAS_CUDA = 1 };
 #else
-static const char default_device[] = "cpu";
+enum { HAS_CUDA = 0 };
+
+// For the linker only: never called
 const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
     (void)b, (void)m, (void)positions, (void)e;
     return "no GPU";
 }
 #endif
 
-// Opens the backend and allocates the activations. On failure, nothing is left open.
+// Opens the backend and allocates the activations. On failure, s->backend is NULL and s->model is
+// unchanged, so another backend can be tried.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
-    Error gpu_error;
-    CHECK(!gpu || !m->kv_bits, "GPUs choose the KV cache's type themselves: 16 bits, or 32 of "
-                               "float32 models; leave --kv out");
-    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &gpu_error)
+    Error text; // of a message that llamac_cuda_open writes
+    CHECK(!gpu || !m->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else 16, "
+                               "and cannot be changed; leave --kv out");
+    const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &text)
                             : llamac_cpu_open(&s->backend, m, s->positions, s->n_threads);
     CHECK(!wrong, "%s", wrong);
     Backend *b = s->backend;
     size_t T = s->chunk = s->positions < b->chunk ? s->positions : b->chunk;
-    bool here = kept != LLAMAC_SAMPLE_ONLY || !b->choose; // logits are needed in host memory
+    bool on_host = kept != LLAMAC_SAMPLE_ONLY || !b->choose; // logits are copied to host memory
     s->x = b->alloc(b, T * m->config.dim);
     s->attention_out = b->alloc(b, T * m->config.q_dim);
-    if (here)
+    if (on_host)
         s->logits = resize(NULL, (s->all_logits ? T : 1) * m->config.vocab_size, sizeof(float));
-    bool ok = s->x && s->attention_out && (s->logits || !here);
-    if (!ok) b->close(b), free(s->logits), s->backend = NULL, s->logits = NULL;
+    bool ok = s->x && s->attention_out && (s->logits || !on_host);
+    if (!ok) {
+        b->close(b);
+        free(s->logits);
+        s->backend = NULL;
+        s->logits = NULL;
+    }
     CHECK(ok, "not enough memory for the activations");
     return true;
 }
@@ -122,36 +133,37 @@ enum { MAX_THREADS = 1024 };
 
 static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     const Config *c = &s->model.config;
-    const char *device = o->device ? o->device : default_device;
+    const char *device = o->device ? o->device : HAS_CUDA ? "cuda" : "cpu";
     bool cpu = !strcmp(device, "cpu"), automatic = !strcmp(device, "auto");
     CHECK(cpu || automatic || !strcmp(device, "cuda"),
           "'%.40s' is no device, expected cpu, cuda or auto", device);
-    CHECK(cpu || automatic || !strcmp(default_device, "cuda"),
+    CHECK(cpu || automatic || HAS_CUDA,
           "this program computes on the CPU; make runcuda builds the one for GPUs");
     CHECK(o->positions >= 0 && o->positions <= c->seq_len,
           "%d positions, but the model's context is %d", o->positions, c->seq_len);
-    bool kv = !o->kv_bits || o->kv_bits == 32 || o->kv_bits == 16 || o->kv_bits == 8;
     CHECK(o->n_threads >= 0 && o->n_threads <= MAX_THREADS,
-          "%d threads, expected 1 to %d, or 0 for one a core", o->n_threads, MAX_THREADS);
+          "%d threads, expected 1 to %d, or 0 for one per core", o->n_threads, MAX_THREADS);
     CHECK(o->logits == LLAMAC_SAMPLE_ONLY || o->logits == LLAMAC_LAST_LOGITS
               || o->logits == LLAMAC_ALL_LOGITS,
           "logits is %d, expected LLAMAC_SAMPLE_ONLY, LLAMAC_LAST_LOGITS or LLAMAC_ALL_LOGITS",
           (int)o->logits);
-    CHECK(kv, "a KV cache of %d bits, expected 32, 16 or 8", o->kv_bits);
+    int kv = o->kv_bits;
+    CHECK(!kv || kv == 32 || kv == 16 || kv == 8, "a KV cache of %d bits, expected 32, 16 or 8",
+          kv);
     s->positions = o->positions ? o->positions : c->seq_len;
     s->n_threads = o->n_threads > 0 ? o->n_threads : llamac_default_threads();
-    s->all_logits = o->logits == LLAMAC_ALL_LOGITS,
+    s->all_logits = o->logits == LLAMAC_ALL_LOGITS;
     s->logits_visible = o->logits != LLAMAC_SAMPLE_ONLY;
     const Kernels *kernels = llamac_choose_kernels();
     s->kernels = kernels ? kernels : &llamac_reference;
     s->candidates = resize(NULL, c->vocab_size, sizeof(Candidate));
     s->probabilities = resize(NULL, c->vocab_size, sizeof(float));
     CHECK(s->candidates && s->probabilities, no_memory);
-    if (!cpu && !strcmp(default_device, "cuda")) {
-        Error wrong;
-        if (open_backend(s, true, o->logits, &wrong)) return true;
-        CHECK(automatic, "%s", wrong.text);
-        fail(&s->note, "on the CPU, for the GPU cannot be used: %s", wrong.text);
+    if (!cpu && HAS_CUDA) {
+        Error gpu_error;
+        if (open_backend(s, true, o->logits, &gpu_error)) return true;
+        CHECK(automatic, "%s", gpu_error.text);
+        fail(&s->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
     return open_backend(s, false, o->logits, e);
 }
@@ -160,7 +172,7 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
 double llamac_bandwidth(const llamac_session *s) {
     const uint8_t *first;
     if (!s) return 0;
-    uint64_t n = llamac_weights_read(&s->model, &first);
+    uint64_t n = llamac_weight_bytes(&s->model, &first);
     return s->backend->bandwidth(s->backend, first, n);
 }
 
@@ -168,12 +180,12 @@ int llamac_threads(const llamac_session *s) { return s ? s->n_threads : 0; }
 
 llamac_session *llamac_start(const llamac_model *model, const llamac_options *options, Error *e) {
     if (!model) return fail(e, no_model), NULL;
+    const Model *m = &model->transformer;
     llamac_session *s = calloc(1, sizeof *s);
-    // a copy, because backends move weights
-    Layer *layers = resize(NULL, model->weights.config.n_layers, sizeof *layers);
+    Layer *layers = resize(NULL, m->config.n_layers, sizeof *layers);
     if (!s || !layers) return free(s), free(layers), fail(e, no_memory), NULL;
-    memcpy(layers, model->weights.weights.layers, model->weights.config.n_layers * sizeof *layers);
-    s->model = model->weights;
+    memcpy(layers, m->weights.layers, m->config.n_layers * sizeof *layers);
+    s->model = *m;
     s->model.weights.layers = layers;
     s->model.no_copy = options && options->no_copy;
     s->model.kv_bits = options ? options->kv_bits : 0;
@@ -210,15 +222,15 @@ static float random_float(llamac_sampler *s) {
     return (float)((uint32_t)((s->state * 0x2545F4914F6CDD1Dull) >> 32) >> 8) / 16777216.0f;
 }
 
-// Returns the index of the first of the largest numbers; -1 if one is not finite. Finds the part
-// with the largest number first, so only that part is searched again.
+// Returns the index of the largest number, the first of equals; -1 if any is NaN or infinite. The
+// first pass finds the part that contains it, so the second searches only that part.
 static int argmax(const Kernels *k, const float *x, int n) {
     enum { PART = 1024 };
     float max = -INFINITY;
     int best = 0;
     for (int i = 0; i < n; i += PART) {
         float largest = k->largest(x + i, n - i < PART ? n - i : PART);
-        if (isnan(largest)) return -1;
+        if (isnan(largest)) return -1; // the part contains NaN or infinity
         if (largest > max) max = largest, best = i;
     }
     while (x[best] != max) best++;
@@ -229,7 +241,8 @@ static bool likelier(const Candidate *a, const Candidate *b) {
     return a->p > b->p || (a->p == b->p && a->token < b->token);
 }
 
-// Moves candidate i of a heap with the most likely token on top down to its place.
+// Restores a heap, whose root is the most likely candidate, after candidate i has changed: moves it
+// down until no child is likelier.
 static void sink(Candidate *c, int n, int i) {
     Candidate moved = c[i];
     for (int child; (child = 2 * i + 1) < n; i = child) {
@@ -240,15 +253,16 @@ static void sink(Candidate *c, int n, int i) {
     c[i] = moved;
 }
 
-// Samples from the smallest set of tokens whose probability exceeds topp (Holtzman 2019).
+// Samples from the smallest set of tokens whose total probability exceeds topp (Holtzman 2019).
 static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
     int n = 0, vocab_size = s->model.config.vocab_size;
-    // less likely tokens cannot be in the set
+    // Tokens below the cutoff have less than 1 - topp in total, so the set is complete without them
     const float cutoff = (1.0f - topp) / (vocab_size - 1);
     for (int i = 0; i < vocab_size; i++)
         if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
+    // With a topp below 1 / vocab_size all may be below: the set is the most likely token
     if (n == 0) return argmax(s->kernels, p, vocab_size);
-    // a heap, followed by the candidates taken from it, the most likely last
+    // c[0..left-1] is a heap; c[left..n-1] are the candidates taken from it, the most likely last
     Candidate *c = s->candidates;
     for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
     int left = n;
@@ -267,7 +281,7 @@ static int sample_topp(const llamac_session *s, const float *p, float topp, floa
     return c[left].token;
 }
 
-static const char not_finite[] = "its logits are not finite; the weights are broken";
+static const char not_finite[] = "the logits are not finite; the weights of the model are broken";
 
 static bool is_greedy(const llamac_sampler *s) {
     return s->temperature == 0 || isinf(1 / s->temperature);
@@ -279,9 +293,11 @@ static int sample(const llamac_session *s, llamac_sampler *sampler, const float 
     if (best < 0 || is_greedy(sampler)) return best;
     float *p = s->probabilities, cdf = 0;
     memcpy(p, logits, n * sizeof *p);
+    // p = exp((p - max) / temperature)
     float sum = s->kernels->exponentials(p, logits[best], 1 / sampler->temperature, n);
     for (int i = 0; i < n; i++) p[i] /= sum;
     float coin = random_float(sampler);
+    // topp 0 and 1 both sample from all tokens
     if (sampler->topp > 0 && sampler->topp < 1) return sample_topp(s, p, sampler->topp, coin);
     for (int i = 0; i < n; i++) {
         cdf += p[i];
@@ -312,9 +328,11 @@ bool llamac_nll(llamac_session *s, int row, int token, double *nll, Error *e) {
     CHECK(nll, "the place for the result is NULL");
     int n = s->model.config.vocab_size;
     CHECK(s->logits_visible && row >= 0 && row < s->rows,
-          "there are no logits %d: the last call left %d", row, s->logits_visible ? s->rows : 0);
-    CHECK(token >= 0 && token < n, "token %d is none of the vocabulary of %d", token, n);
+          "there is no row %d of logits: the last call left %d", row,
+          s->logits_visible ? s->rows : 0);
+    CHECK(token >= 0 && token < n, outside_vocabulary, token, n);
     const float *logits = s->logits + (size_t)row * n;
+    // log(sum of exp(logits)) - logits[token], shifted by the largest so that exp cannot overflow
     float largest = s->kernels->largest(logits, n);
     CHECK(!isnan(largest), not_finite);
     memcpy(s->probabilities, logits, n * sizeof *logits);

@@ -469,8 +469,8 @@ bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, 
     Tokenizer *t = flags & LLAMAC_NO_TOKENIZER ? NULL : &m->tokenizer;
     bool gguf = size >= 4 && memcmp(bytes, "GGUF", 4) == 0;
     m->stop = -1;
-    return gguf ? load_gguf(&m->weights, t, bytes, size, e)
-                : load_llama2c(&m->weights, bytes, size, e);
+    return gguf ? load_gguf(&m->transformer, t, bytes, size, e)
+                : load_llama2c(&m->transformer, bytes, size, e);
 }
 
 // ----------------------------------------------------------------------------
@@ -552,7 +552,7 @@ static bool verify(const Model *m, Error *e) {
 
 bool llamac_verify(const llamac_model *m, Error *e) {
     CHECK(m, no_model);
-    return verify(&m->weights, e) || llamac_name_file(m->path, e);
+    return verify(&m->transformer, e) || llamac_name_file(m->path, e);
 }
 
 // ----------------------------------------------------------------------------
@@ -611,7 +611,7 @@ llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags, Erro
         return fail(e, "flags are %d, expected 0 or LLAMAC_NO_TOKENIZER", flags), NULL;
     llamac_model *m = calloc(1, sizeof *m);
     if (!m) fail(e, no_memory);
-    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->weights, e))
+    else if (!llamac_load(m, bytes, size, flags, e) || !refuse_zeros(&m->transformer, e))
         llamac_close(m), m = NULL;
     return m;
 }
@@ -621,7 +621,7 @@ llamac_model *llamac_open(const char *path, int flags, Error *e) {
     if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e), NULL;
     llamac_model *m = llamac_open_memory(file.bytes, file.size, flags, e);
     if (!m) return llamac_unmap(&file), llamac_name_file(path, e), NULL;
-    m->file = file, m->weights.mapped = true;
+    m->file = file, m->transformer.mapped = true;
     snprintf(m->path, sizeof m->path, "%s", path);
     return m;
 }
@@ -631,7 +631,7 @@ bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
     Tokenizer t = {0};
     CHECK(m, no_model);
     if (!llamac_map_file(path, &file, e)) return llamac_name_file(path ? path : "", e);
-    if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->weights.config.vocab_size, e)) {
+    if (!llamac_bin_tokenizer(&t, file.bytes, file.size, m->transformer.config.vocab_size, e)) {
         llamac_free_tokenizer(&t);
         llamac_unmap(&file);
         return llamac_name_file(path, e);
@@ -645,8 +645,8 @@ bool llamac_open_tokenizer(llamac_model *m, const char *path, Error *e) {
 void llamac_close(llamac_model *m) {
     if (!m) return;
     llamac_free_tokenizer(&m->tokenizer);
-    free(m->weights.weights.layers);
-    free(m->weights.weights.frequencies);
+    free(m->transformer.weights.layers);
+    free(m->transformer.weights.frequencies);
     llamac_unmap(&m->tokenizer_file);
     llamac_unmap(&m->file);
     free(m);
@@ -654,7 +654,7 @@ void llamac_close(llamac_model *m) {
 
 llamac_info llamac_describe(const llamac_model *m) {
     if (!m) return (llamac_info){.bos = -1, .eos = -1, .eot = -1};
-    const Config *c = &m->weights.config;
+    const Config *c = &m->transformer.config;
     const Tokenizer *t = &m->tokenizer;
     llamac_info info = {.dim = c->dim,
                         .hidden_dim = c->hidden_dim,
@@ -672,7 +672,7 @@ llamac_info llamac_describe(const llamac_model *m) {
     return info;
 }
 
-uint64_t llamac_weights_read(const Model *m, const uint8_t **first) {
+uint64_t llamac_weight_bytes(const Model *m, const uint8_t **first) {
     uint64_t n = 0;
     *first = m->weights.output.data;
     for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
@@ -687,5 +687,5 @@ uint64_t llamac_weights_read(const Model *m, const uint8_t **first) {
 
 double llamac_bytes_per_token(const llamac_model *m) {
     const uint8_t *first;
-    return m ? llamac_weights_read(&m->weights, &first) : 0;
+    return m ? llamac_weight_bytes(&m->transformer, &first) : 0;
 }

@@ -177,7 +177,7 @@ typedef struct Template Template; // of a chat (chat.c)
 enum { MAX_SHOWN_PATH = 200 }; // max bytes of a path in a message
 
 struct llamac_model {
-    Model weights;
+    Model transformer;
     Tokenizer tokenizer;
     File file, tokenizer_file;
     const Template *chat;          // NULL: not set
@@ -190,7 +190,7 @@ bool llamac_load(llamac_model *, const uint8_t *bytes, size_t size, int flags, E
 // Puts the path before the message, unless it is "". Returns false.
 bool llamac_name_file(const char *path, Error *);
 
-// Bytes of the matrices that one token reads. *first is the lowest address of them.
-uint64_t llamac_weights_read(const Model *, const uint8_t **first);
+// Returns how many bytes of weights one token reads, and their lowest address in *first.
+uint64_t llamac_weight_bytes(const Model *, const uint8_t **first);
 
 #endif

@@ -160,7 +160,7 @@ def test_errors_have_the_messages_of_the_library(models, tmp_path):
             (lambda: llamac.Session(model).logits, "no logits"), (lambda: llamac.Session(model, device="tpu"), "is no device"),
             (lambda: quiet.forward([1] * 129, 0), "room for"), (lambda: quiet.forward([1], -1), "position"),
             (lambda: (quiet.forward([1], 0), quiet.logits), "no logits"), (lambda: quiet.forward([], 0), "0 tokens"),
-            (lambda: quiet.forward([300], 0), "none of the vocabulary")):
+            (lambda: quiet.forward([300], 0), "outside the vocabulary")):
         with pytest.raises(llamac.Error, match=message):
             mistake()
     assert model.decode([-5, 300, 1 << 30]) == b"" and not model.ends(-7)

@@ -16,8 +16,8 @@ int main(int argc, char **argv) {
     int found = 0, flips = atoi(argv[2]);
     srandom(1);
     for (int i = 0; i < flips; i++) {
-        uint64_t bit = (uint64_t)random() % (m->weights.data_size * 8);
-        uint8_t *byte = (uint8_t *)m->weights.data + bit / 8, mask = (uint8_t)(1 << bit % 8);
+        uint64_t bit = (uint64_t)random() % (m->transformer.data_size * 8);
+        uint8_t *byte = (uint8_t *)m->transformer.data + bit / 8, mask = (uint8_t)(1 << bit % 8);
         *byte ^= mask;
         found += !llamac_verify(m, NULL);
         *byte ^= mask;

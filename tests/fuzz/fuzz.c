@@ -39,7 +39,7 @@ static void read_tensor(const Mat *m) {
 }
 
 static void use_model(const llamac_model *model) {
-    const Model *m = &model->weights;
+    const Model *m = &model->transformer;
     for (int i = 0; i < N_TENSORS; i++)
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++)
             read_tensor(place_of((Weights *)&m->weights, i, layer));
@@ -96,7 +96,7 @@ static void model_target(uint8_t *bytes, size_t size, int version, bool tokenize
     if (version < 0 && size >= 4) memcpy(bytes, "GGUF", 4);
     llamac_model *m = llamac_open_memory(bytes, size, tokenizer ? 0 : LLAMAC_NO_TOKENIZER, NULL);
     if (!m) return;
-    if (m->weights.sha256) llamac_verify(m, NULL);
+    if (m->transformer.sha256) llamac_verify(m, NULL);
     if (m->tokenizer.pieces) use_tokenizer(m, sample_text, sizeof sample_text - 1);
     if (m->tokenizer.pieces) use_chat(m);
     use_model(m);
