@@ -19,8 +19,9 @@ from pathlib import Path
 from configurator import configure, fail  # before torch: it explains packages that are missing
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # How long an idle OpenMP thread spins before it sleeps; torch reads it once. Without spinning
-    # a step is slower, and endless spinning is slow on cores that other programs use too.
+    # Unless the user chose a policy: how long an idle OpenMP thread spins before it sleeps, read
+    # when torch is imported. Without spinning a step is slower, and endless spinning is slow on
+    # cores that other programs use too.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from tqdm import tqdm
@@ -183,27 +184,31 @@ lr_find = False             # find a learning_rate: a ramp, then four rates over
                             # table and a picture
 profile = False             # profile 5 steps: a table of where the time goes, and a trace
 
-# What trial trainings are made of, which measure the plan and find the largest batch.
+# How to build a short trial training. Trials measure the speed for the plan, and find the largest
+# batch that fits.
 BUILD = costs.Build(ModelArgs.of, make_optimizer)
 
 
 def train_step(t, step, x, y, spike_detector, update_norms):
     """
-    Take one optimizer step of a Training on x, y (sequences of this process, T), its slice of the
-    global batch, in micro-batches of batch_size sequences. Return the mean loss and the gradient
-    norm of the global batch, scalar tensors on the device, and whether the step was taken: the
-    spike detector may refuse it.
+    Take one optimizer step of a Training on x, y, this process's slice of the global batch of shape
+    (sequences, max_seq_len), in micro-batches of batch_size sequences. Return the mean loss and the
+    gradient norm of the global batch, scalar tensors on the device, and whether the step was taken:
+    the spike detector may refuse it.
     """
-    # Dropout too is a pure function of the step.
+    # Dropout, like the batch, depends on the step only: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
-    micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))  # as many in each process
+    # Every process has the same number of micro-batches.
+    micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
     sequences = batch_size * gradient_accumulation_steps / distributed.world  # per process
     grouped_queries = 0 < n_kv_heads < n_heads
     packed = within_documents and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
                                                            grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        share = (yb >= 0).any(1).sum().item() / sequences  # part of the step, without padding
+        # This micro-batch's share of the step. Rows without targets are padding: the ranks need as
+        # many rows each, though their number may not divide the batch.
+        share = (yb >= 0).any(1).sum().item() / sequences
         documents = ops.documents_of(xb, t.dataset.separator, t.device) if packed else None
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
@@ -215,13 +220,14 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     with span("clipping"):
         grads = [p.grad for p in t.model.parameters() if p.grad is not None]
         scaled_norm = torch.nn.utils.get_total_norm(grads)
-    norm, loss = distributed.unshard(scaled_norm) / t.opt.scale.factor, distributed.mean(total)
+    norm = distributed.unshard(scaled_norm) / t.opt.scale.factor  # over all processes' slices
+    loss = distributed.mean(total)
     read = distributed.read_async(torch.stack((loss, norm)))
     with span("clipping"):
         max_norm = (grad_clip or math.inf) * t.opt.scale.factor
         torch.nn.utils.clip_grads_with_norm_(t.model.parameters(), max_norm, scaled_norm)
-    judged = spike_z or t.opt.scale.wanted  # only then the step waits for the device
-    taken = not (judged and spike_detector.refuses(*read()))
+    is_judged = spike_z or t.opt.scale.wanted
+    taken = not (is_judged and spike_detector.refuses(*read()))  # read() waits for the device
     if taken:
         t.opt.step(*[update_norms] if update_norms.wanted else [])
     t.opt.scale.update(norm)
@@ -316,7 +322,7 @@ def save(t, writer, metric, unlogged=()):
             export_model(whole, t.args, t.dataset.tokenizer, path, extra={ITER: step} | extra)
 
     if distributed.master or sharded:
-        # Report a failed save before the next one begins: that one may remove what failed.
+        # Report a failed save before the next one begins, which may remove the failed one's files.
         progress.warn_of(writer.wait())
         writer.start(work)
 
@@ -334,25 +340,28 @@ def conclude(t, tracker, row):
     newest = checkpoint.newest(out_dir) if distributed.is_sharded(t.model) else None
     weights = checkpoint.load(newest)["model"] if newest else t.model.state_dict()
     extra = {ITER: step} | state["chat"]
-    origin = {"iter": step, "tokenizer": str(t.dataset.folder / t.dataset.meta["tokenizer"]),
-              "dataset": t.dataset.meta["fingerprint"], "tokens": row["tokens"]}
+    origin = {"tokenizer": str(t.dataset.folder / t.dataset.meta["tokenizer"]),
+              "dataset": t.dataset.meta["fingerprint"]}
+    at_last = origin | {"iter": step, "tokens": row["tokens"]}
     try:
-        if step == wanted != exported_step(best):
+        if step == wanted and exported_step(best) != step:
             export_model(weights, t.args, t.dataset.tokenizer, best, extra=extra)
         if step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
-            tracker.model(last, origin | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # left by an earlier end
+            tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
+        elif exported_step(last):  # an earlier session ended here; model.gguf is the newest now
             last.unlink()
-    except (OSError, MemoryError, RuntimeError) as e:
+    except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
             raise
         reason = checkpoint.reason(e)
         say(f"warning: the model of iter {step} could not be written to {out_dir} ({reason})")
     exported = exported_step(best)
     if exported == wanted:
-        aliases = ["best"] if step != wanted else ["best", "latest"]
-        tracker.model(best, origin | {"loss/val": state["best"]}, aliases)
+        is_last = step == wanted
+        at_best = at_last if is_last else origin | {"iter": wanted}
+        aliases = ["best", "latest"] if is_last else ["best"]
+        tracker.model(best, at_best | {"loss/val": state["best"]}, aliases)
     tracker.finish()
     if minutes and progress.is_over(t.config, state):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
@@ -413,7 +422,7 @@ def main(config, steps=math.inf):
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as "
             f"many tokens")
         return t, 0
-    saves = mode.chosen(config) in (None, "dry_run")
+    saves = mode.chosen(config) in (None, "dry_run")  # the other modes save nothing
     if saves:
         refuse_unexportable(args, dataset.tokenizer, {ITER: max_iters} | state["chat"])
     if progress.is_over(config, state):
@@ -423,7 +432,7 @@ def main(config, steps=math.inf):
     derived = costs.describe(config, args, dataset, setup, estimate)
     derived |= source_version() | {"data_files": source_files(data, cache, column)}
     t.record.update(redact(config.as_dict() | derived))
-    # What resuming needs stays as it was given.
+    # Settings that resuming needs are recorded without redaction.
     t.record.update(resume.resumable(config.as_dict()), init_from=init_from)
     if saves:
         is_sharded = distributed.is_sharded(model)
@@ -433,7 +442,7 @@ def main(config, steps=math.inf):
 
     # ---- training, or a mode that calls train_step in a loop of its own --------------------------
     if saves:
-        return t, train(t, steps) if steps else 0
+        return t, train(t, steps) if steps else 0  # no steps: set up and check only
     code = modes.MODES[mode.chosen(config)](t, train_step) or 0
     distributed.on_master(run_folder.release)
     distributed.on_master(mode.remove_folder)
@@ -471,11 +480,11 @@ def train(t, steps=math.inf):
         state["clock"] = clock | {"seconds": seconds}
         epoch = state["sequences"] * max_seq_len / t.dataset.meta["train_tokens"]
         row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
-        named = len(row)
+        n_coordinates = len(row)
 
         with stopwatch.paused():
-            # At the first step: tables of the data. After a stop that was cut short: the row that
-            # it could not log.
+            # At the first step: tables of the data. After resuming from a stop whose evaluation was
+            # cut short: the row that was not logged then.
             if step == 0:
                 row |= data_rows(t.dataset)
             unlogged = state.pop("row", {})
@@ -488,7 +497,7 @@ def train(t, steps=math.inf):
             row |= stopwatch.read(record) | update_norms.take()
 
         with stopwatch.paused():
-            # At a stop: save at once, whatever follows.
+            # At a stop: save before the evaluation, which may be cut short; a second save follows.
             if stop:
                 save(t, writer, math.inf, row)
 
@@ -499,8 +508,8 @@ def train(t, steps=math.inf):
                 row |= (assess_at_stop if stop else assess)(t)
             progress.note_best(config, state, row.get("loss/val", math.inf))
 
-            # A row that says anything is logged, shown and judged.
-            if len(row) > named:
+            # A row with metrics is checked, logged and shown.
+            if len(row) > n_coordinates:
                 if changes:
                     row, changes = row | {"settings": changes}, []
                 refuse_nonsense(config, row, tracker)
@@ -542,7 +551,7 @@ def train(t, steps=math.inf):
         if compile and step == first_step:
             loss.item()  # waits for an asynchronous device
             compiling = time.perf_counter() - stopwatch.start
-            say(f"compile: the first step took {compiling:.1f} s, which no speed below counts")
+            say(f"compile: the first step took {compiling:.1f} s; the speeds below leave it out")
             stopwatch = Stopwatch(t.device)
     bar.close()
     progress.warn_of(writer.wait())
@@ -565,7 +574,8 @@ def start(config):
         return main(config)[1]
     if distributed.world > 1:
         fail("--supervise=True is for one process; torchrun has --max-restarts")
-    # With init_from=scratch this sets the old run aside: once, not at every restart.
+    # With init_from=scratch, find_start sets the old run aside: once, here. The supervised starts,
+    # the first and later ones, then get --init_from=auto.
     resume.find_start(config)
     run_folder.release()
     more = ["--init_from=auto"] if config.init_from == "scratch" else []

@@ -263,6 +263,8 @@ def test_an_evaluation_at_a_stop_changes_no_early_end(folder, tmp_path):
                       "    return batch(dataset, number)\n"
                       "train.Dataset.batch, train.assess = counting, lambda *_: {\n"
                       "    'loss/val': losses.get(step, 2.5), 'loss/train_eval': 2.5, 'bpb/val': 2.5, 'samples': []}\n"
+                      "from engine.tracking.tracker import Tracker\n"
+                      "Tracker.model = lambda self, path, metrics, aliases: print(*aliases, metrics['iter'], metrics['loss/val'])\n"
                       "sys.exit(train.start(configure(vars(train))))\n")
     args = [*TINY, "--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
@@ -273,6 +275,7 @@ def test_an_evaluation_at_a_stop_changes_no_early_end(folder, tmp_path):
     assert same_losses(folder, "stopped", "unstopped")
     assert all(map(torch.equal, weights(folder, "stopped").values(), weights(folder, "unstopped").values()))
     assert export.exported_step(folder / "stopped/model.gguf") == 12  # is the best there was
+    assert "\nlatest 17 2.5\nbest 12 1.0\n" in done.stdout  # each model is recorded with its own step and loss
 
 
 def test_the_wandb_run_is_one_across_offline_resumes(folder):
