@@ -57,8 +57,8 @@ from tokenizer import BYTE, UNKNOWN
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom, bpe (trained on the text), byte, char, llama2, a tokenizer's path
 vocab_size = 0           # size of a trained vocabulary; 0: chosen from the size of the text
-vocab_most = 0           # max size where vocab_size is 0; rare characters become bytes; 0: no limit
-text_most = 0            # max bytes of text to train on, in stretches spread over it; 0: all of it
+max_vocab_size = 0       # max size where vocab_size is 0; rare characters become bytes; 0: no limit
+max_text_bytes = 0       # max bytes of text to train on, in stretches spread over it; 0: all of it
 val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB or 2000 stories
 cache = "cache"          # folder of prepared data and downloads
 column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
@@ -388,7 +388,7 @@ def show_data(prepared):
 if __name__ == "__main__":
     config = configure(globals(), positional="source")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
-                       column, vocab_most=vocab_most, text_most=text_most)
+                       column, max_vocab_size=max_vocab_size, max_text_bytes=max_text_bytes)
     found = load(prepared)
     # Fail if `source` is a prepared folder and a setting given here differs from its own.
     as_prepared(SimpleNamespace(data=source, **config.as_dict()), config.given, found.meta)

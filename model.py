@@ -58,7 +58,8 @@ class ModelArgs:
         factors = tuple(float(factor) for factor in config.rope_factors.split(",") if factor)
         given = {field.name: getattr(config, field.name) for field in fields(cls)
                  if hasattr(config, field.name)}
-        return cls(**given | {"vocab_size": vocab_size, "rope_factors": factors})
+        return cls(**given | {"vocab_size": vocab_size, "rope_factors": factors,
+                              "tied": config.tie_embeddings})
 
     def build(self, device="cpu"):
         """Return an untrained Transformer on a device; on "meta" it takes no memory."""

@@ -341,7 +341,7 @@ class OptimizerConfig(NamedTuple):
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
-    table_rate: float = 1.0
+    embedding_lr_scale: float = 1.0
     momentum: float = 0.95
 
 
@@ -362,7 +362,7 @@ def parameter_groups(model, config):
     """
     groups = {kind: {"params": [], "lr_scale": 1.0, "weight_decay": config.weight_decay}
               for kind in ("tables", "vectors", "matrices", "others")}
-    groups["tables"]["lr_scale"] = config.table_rate
+    groups["tables"]["lr_scale"] = config.embedding_lr_scale
     groups["vectors"]["weight_decay"] = 0.0
     for name, p in model.named_parameters():
         if p.dim() > 2:

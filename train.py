@@ -102,9 +102,9 @@ vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level B
                             # llama2; or a tokenizer's path
 vocab_size = 0              # size of a vocabulary trained on the data; 0: chosen from the size of
                             # the text
-vocab_most = 0              # max size of a vocabulary whose vocab_size is 0; rare characters become
+max_vocab_size = 0          # max size of a vocabulary whose vocab_size is 0; rare characters become
                             # bytes; 0: no limit
-text_most = 0               # max bytes of text to prepare for training, spread evenly over the
+max_text_bytes = 0          # max bytes of text to prepare for training, spread evenly over the
                             # whole; 0: all of it
 val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
 column = "text"             # name of the text field in .jsonl, .csv, .tsv and .parquet; with
@@ -126,9 +126,9 @@ multiple_of = 32            # the hidden width is rounded up to a multiple of th
 max_seq_len = 192           # context, in tokens
 dropout = 0.0               # probability of dropping an element that a block adds; 0 for large
                             # data, 0.1 for many epochs
-within_documents = True     # attention sees only its own document; False is faster with long
+document_mask = True        # attention sees only its own document; False is faster with long
                             # contexts
-tied = True                 # the classifier shares the embedding's weights
+tie_embeddings = True       # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
 rope_scaling = 1.0          # linear scaling of the positions: they are divided by this
 rope_factors = ""           # divisors of the frequency of each pair of a head, as in Llama 3.1:
@@ -145,7 +145,7 @@ max_iters = 3000            # number of steps
 optimizer = "muon"          # muon: Muon for the blocks' matrices and AdamW for the rest; adamw:
                             # AdamW for all; or another row of OPTIMIZERS in optim.py
 learning_rate = 6e-3        # peak learning rate
-table_rate = 1.0            # learning rate of embedding and classifier, as a multiple of
+embedding_lr_scale = 1.0    # learning rate of embedding and classifier, as a multiple of
                             # learning_rate
 weight_decay = 0.1          # weight decay of the matrices
 momentum = 0.95             # momentum of Muon
@@ -164,7 +164,7 @@ dtype = "auto"              # auto, float32 (TF32 on NVIDIA's GPUs), bfloat16, f
                             # and T4)
 peak_tflops = 0.0           # peak that mfu refers to, per device; 0: from its data sheet, or
                             # measured by a matrix product
-sharded = False             # split weights and optimizer over the processes (FSDP2) instead of
+fsdp = False                # split weights and optimizer over the processes (FSDP2) instead of
                             # copying them (DDP)
 compile = False             # torch.compile: faster steps after a minute of compiling
 activation_checkpointing = False  # keep only the input of each block and recompute its inside for
@@ -202,8 +202,8 @@ def train_step(t, step, x, y, spike_detector, update_norms):
     micro_batches = list(zip(x.split(batch_size), y.split(batch_size)))
     sequences = batch_size * gradient_accumulation_steps / distributed.world  # per process
     grouped_queries = 0 < n_kv_heads < n_heads
-    packed = within_documents and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
-                                                           grouped_queries)
+    packed = document_mask and ops.has_packed_attention(t.device, t.amp, t.args.head_dim,
+                                                        grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
         # This micro-batch's share of the step. Rows without targets are padding: the ranks need as
@@ -398,9 +398,9 @@ def main(config, steps=math.inf):
     # ---- model and optimizer ---------------------------------------------------------------------
     torch.manual_seed(seed)
     model = args.build().to(device)
-    model.bos_id = dataset.separator if within_documents else None
+    model.bos_id = dataset.separator if document_mask else None
     model.recompute = activation_checkpointing
-    if sharded and distributed.world > 1:
+    if fsdp and distributed.world > 1:
         distributed.shard(model)
     opt = make_optimizer(model, config)
     amp = torch.autocast(device.type, found.amp_dtype, enabled=found.amp_dtype != torch.float32)

@@ -9,7 +9,7 @@ from pathlib import Path
 ROW = r"(\w+)(?: \((.*)\))?: (.*)"
 OTHER_NAMES = [(names, ours, note) for ours, note, names in re.findall(ROW, """
 learning_rate: lr max_lr peak_lr rate
-table_rate (times learning_rate): embedding_lr unembedding_lr
+embedding_lr_scale (times learning_rate): embedding_lr unembedding_lr table_rate
 max_iters (which counts steps, not passes over the data): epochs num_epochs n_epochs
 max_iters (which counts steps, not passes over the data): num_train_epochs
 max_iters: steps max_steps num_steps n_steps train_steps iters num_iters num_iterations
@@ -34,7 +34,7 @@ hidden_dim: intermediate_size ffn_dim d_ff ffn_hidden_size
 max_seq_len (in tokens): block_size context context_length context_size ctx_len n_ctx seq_length
 max_seq_len (in tokens): sequence_length max_position_embeddings max_length
 norm_eps: rms_norm_eps layer_norm_eps layer_norm_epsilon
-tied: tie_word_embeddings tie_embeddings tied_embeddings weight_tying
+tie_embeddings: tied tie_word_embeddings tied_embeddings weight_tying
 dropout: attention_dropout hidden_dropout resid_pdrop
 perplexity (with a text file): text text_file input input_file ppl
 data: dataset dataset_name data_path data_dir data_file train_file train_data
@@ -59,7 +59,10 @@ dtype: bf16 fp16 amp precision mixed_precision torch_dtype outtype quant quantiz
 device (auto, cpu, cuda, cuda:1 or mps): gpu cuda cpu use_cpu no_cuda use_cuda
 activation_checkpointing: gradient_checkpointing
 compile: torch_compile
-sharded (True or False): fsdp
+fsdp: sharded fully_sharded
+document_mask: within_documents
+max_vocab_size: vocab_most
+max_text_bytes: text_most
 deterministic: full_determinism
 seed: random_seed data_seed
 prompt: start text input_text
@@ -95,7 +98,7 @@ NO_COUNTERPART = [
     ("num_experts n_experts moe n_experts_per_token num_experts_per_tok sliding_window",
      "init_from", "blocks are dense and attention reaches back over the whole context"),
     ("deepspeed deepspeed_config zero_stage",
-     "init_from", "--sharded=True under torchrun shards weights and optimizer"),
+     "init_from", "--fsdp=True under torchrun shards weights and optimizer"),
     ("flash flash_attention use_flash_attn attn_implementation",
      "init_from", "PyTorch chooses the fastest attention"),
 ]

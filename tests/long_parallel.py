@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_train import folder, losses, run  # noqa: F401 (a fixture)
 
-COMPILED, SHARDED = "--compile=True", "--sharded=True"
+COMPILED, SHARDED = "--compile=True", "--fsdp=True"
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

@@ -108,7 +108,7 @@ def test_killed_at_random_moments_nothing_is_lost(folder):  # noqa: F811
 def test_one_of_two_processes_is_killed(folder, sharded):  # noqa: F811
     rng, kills = random.Random(2), max(1, RANK_KILLS // 2)
     kind, steps = "FSDP2" if sharded else "DDP", 20 * kills
-    args = ["--data=my.txt", "--batch_size=8", f"--max_iters={steps}", "--dropout=0.2", f"--sharded={sharded}"]
+    args = ["--data=my.txt", "--batch_size=8", f"--max_iters={steps}", "--dropout=0.2", f"--fsdp={sharded}"]
     done = run(folder, *args, f"--out_dir=unkilled_{kind}", "--log_interval=1", torchrun=2)
     assert done.returncode == 0, done.stderr
     seconds = kill_processes(folder, f"killed_{kind}", sorted(rng.sample(range(5, steps - 5), kills)), *args)
@@ -137,11 +137,11 @@ def test_any_number_of_processes_gives_the_same_curve(folder, optimizer):  # noq
         for sharded in (False, True):
             kind = f"{count} {'FSDP2' if sharded else 'DDP'}"
             out = f"{optimizer}_{count}_{sharded}"
-            done = run(folder, *args, f"--sharded={sharded}", f"--out_dir={out}", torchrun=count)
+            done = run(folder, *args, f"--fsdp={sharded}", f"--out_dir={out}", torchrun=count)
             assert done.returncode == 0, done.stderr
             found[kind] = worst(out)
     for count, steps in ((4, 20), (1, 35), (2, 50)):
-        done = run(folder, *args, f"--max_iters={steps}", "--sharded=True", f"--out_dir=moved_{optimizer}", torchrun=count)
+        done = run(folder, *args, f"--max_iters={steps}", "--fsdp=True", f"--out_dir=moved_{optimizer}", torchrun=count)
         assert done.returncode == 0, done.stderr
     found["4 -> 1 -> 2"] = worst(f"moved_{optimizer}")
     print(f"\n{optimizer}, 50 steps in float32, largest relative difference from one process: "

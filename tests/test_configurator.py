@@ -230,13 +230,13 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
     "train": "lr>learning_rate epochs>max_iters num_train_epochs>max_iters n_embd>dim n_layer>n_layers n_head>n_heads "
         "block_size>max_seq_len hidden_size>dim intermediate_size>hidden_dim num_hidden_layers>n_layers "
         "num_attention_heads>n_heads num_key_value_heads>n_kv_heads rms_norm_eps>norm_eps "
-        "max_position_embeddings>max_seq_len tie_word_embeddings>tied dataset>data output_dir>out_dir "
+        "max_position_embeddings>max_seq_len tie_word_embeddings>tie_embeddings dataset>data output_dir>out_dir "
         "per_device_train_batch_size>batch_size max_steps>max_iters eval_steps>eval_interval "
         "save_steps>eval_interval logging_steps>log_interval warmup_steps>warmup_iters adam_beta2>beta2 "
         "max_grad_norm>grad_clip lr_scheduler_type>schedule report_to>wandb_log bf16>dtype "
         "gradient_checkpointing>activation_checkpointing resume_from_checkpoint>init_from run_name>wandb_run_name "
         "model>init_from batchsize>batch_size lerning_rate>learning_rate weight_deacy>weight_decay "
-        "rate>learning_rate embedding_lr>table_rate warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
+        "rate>learning_rate embedding_lr>embedding_lr_scale warmup_itters>warmup_iters min_iters> top_k> keep_list> bias>qkv_bias",
     "sample": "model>out_dir start>prompt checkpoint>out_dir max_length>max_new_tokens",
     "export": "version>format output>path",
     "data": "dataset>source",
@@ -265,7 +265,7 @@ def test_the_table_of_other_programs_names_only_what_exists():
     ("sample", "top_k", "--top_p limits their probability"), ("sample", "repetition_penalty", "--temperature and --top_p"),
     ("train", "lora", "trains all weights"), ("train", "lora_rank", "trains all weights"), ("train", "LoRA", "trains all"),
     ("train", "load_in_4bit", "export.py --dtype=q8_0"), ("train", "messages", "one string a document"),
-    ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--sharded=True")])
+    ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--fsdp=True")])
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
     said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
     assert said.startswith("there is no such setting here: ") and words in said and "did you mean" not in said

@@ -225,7 +225,7 @@ def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monk
     path = tmp_path / ("a.jsonl" if source == "jsonl" else "a.txt")
     between = {"text": " ", "documents": "\n<|endoftext|>\n", "jsonl": "\n"}[source]
     path.write_text(between.join(json.dumps({"text": text}) if source == "jsonl" else text for text in texts))
-    whole, part = (data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, text_most=most))
+    whole, part = (data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, max_text_bytes=most))
                    for most in (0, 20_000))
     assert ["% of the text)" in line for line in capfd.readouterr().out.splitlines()] == [False, True]
     assert bytes(whole.val) == bytes(part.val) and part.meta["whole_bytes"] in range(whole.meta["train_bytes"], os.path.getsize(path))
@@ -237,10 +237,10 @@ def test_a_part_of_a_text_is_spread_over_all_of_it(source, small, tmp_path, monk
         assert set(found) <= {text.strip() for text in texts}
     begun = [int(text.split(".")[0]) for text in found]
     assert begun == sorted(begun) and max(np.diff([*begun, 200])) < 40 and begun[0] == 0
-    assert data.prepare(path, "byte", cache=tmp_path / "cache", text_most=20_000) == part.folder != whole.folder
-    more = data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, text_most=10 ** 9))
+    assert data.prepare(path, "byte", cache=tmp_path / "cache", max_text_bytes=20_000) == part.folder != whole.folder
+    more = data.load(data.prepare(path, "byte", cache=tmp_path / "cache", workers=1, max_text_bytes=10 ** 9))
     assert more.meta == whole.meta | {"source": str(path)}
-    assert "expected stories:N" in refused(capfd, lambda: data.prepare("stories", cache=tmp_path / "cache", text_most=9))
+    assert "expected stories:N" in refused(capfd, lambda: data.prepare("stories", cache=tmp_path / "cache", max_text_bytes=9))
 
 
 def test_how_much_text_a_source_holds(tmp_path, capfd):
@@ -518,7 +518,7 @@ def test_conversations_are_refused_with_how_to_write_them(record, column):
 def test_prepared_data_are_not_prepared_otherwise(tmp_path):
     (tmp_path / "a.txt").write_text(prose(3000))
     folder = data.prepare(tmp_path / "a.txt", "byte", cache=tmp_path / "cache", workers=1)
-    for words, status in (["--vocab_source=byte", "--val_fraction=0"], 0), (["--vocab_source=char"], 2), (["--text_most=99"], 2):
+    for words, status in (["--vocab_source=byte", "--val_fraction=0"], 0), (["--vocab_source=char"], 2), (["--max_text_bytes=99"], 2):
         done = forked.run([ROOT / "data.py", folder, *words], tmp_path, os.environ)
         assert done.returncode == status and (done.stdout == f"{folder}\n" if not status else
                                               done.stderr.count("\n") == 1 and f"error: {words[0]}: " in done.stderr), done
@@ -893,8 +893,8 @@ def test_prefetched_batches_are_those_asked_for():
 
 
 @pytest.mark.parametrize("settings, words", [
-    ({"vocab_size": -1}, "--vocab_size=-1: expected 0 or more"), ({"vocab_most": -1}, "--vocab_most=-1: expected 0 or more"),
-    ({"text_most": -5}, "--text_most=-5: expected 0 or more"), ({"vocab_most": 300}, "--vocab_most=300: too few, expected at least 320"),
+    ({"vocab_size": -1}, "--vocab_size=-1: expected 0 or more"), ({"max_vocab_size": -1}, "--max_vocab_size=-1: expected 0 or more"),
+    ({"max_text_bytes": -5}, "--max_text_bytes=-5: expected 0 or more"), ({"max_vocab_size": 300}, "--max_vocab_size=300: too few, expected at least 320"),
     ({"vocab_source": "custom:5000"}, "--vocab_source=custom:5000: expected custom; how many pieces, --vocab_size says"),
     ({"vocab_source": "byte:x"}, "expected byte"), ({"cache": "loop"}, "loop: Too many levels of symbolic links"),
     ({"source": "loop"}, "loop: Too many levels"), ({"source": "a" * 999}, "File name too long"), ({"source": "a\0b"}, "null byte"),
@@ -912,7 +912,7 @@ def test_settings_that_cannot_be_are_one_line(tmp_path, monkeypatch, capsys, set
 def test_a_vocabulary_is_learned_of_the_least_size_and_where_blocks_are_drawn(tmp_path):
     """U+2585, a block of a progress bar, is sentencepiece's own mark of what it does not know."""
     (tmp_path / "bars.txt").write_text("\u2585\u2586 half of the work is done, \u2585 and a dog sat on the mat\n" * 300)
-    found = data.load(data.prepare(tmp_path / "bars.txt", vocab_most=320, cache=tmp_path))
+    found = data.load(data.prepare(tmp_path / "bars.txt", max_vocab_size=320, cache=tmp_path))
     assert 259 < found.tokenizer.vocab_size <= 320
     text = "\u2585 the dog is done"
     assert found.tokenizer.decode(found.tokenizer.encode(text, bos=False, eos=False)) == text
@@ -997,7 +997,7 @@ def test_a_text_without_spaces_is_cut_behind_lines_and_stays_the_same(tmp_path, 
     text = "\n".join(lines)
     (tmp_path / "zh.txt").write_text(text)
     for source in "custom", "bpe", "char":
-        found = data.load(data.prepare(tmp_path / "zh.txt", vocab_source=source, vocab_most=512 * (source != "char"), cache=tmp_path, workers=1))
+        found = data.load(data.prepare(tmp_path / "zh.txt", vocab_source=source, max_vocab_size=512 * (source != "char"), cache=tmp_path, workers=1))
         both = found.tokenizer.decode(found.train.tolist()) + found.tokenizer.decode(found.val.tolist())
         assert both.replace("\n", "") == text.replace("\n", "") and text.count("\n") - both.count("\n") in (0, 1)
 
@@ -1007,7 +1007,7 @@ def test_a_part_of_a_text_without_spaces_is_as_large_as_it_should_be(tmp_path, m
     monkeypatch.setattr(corpus, "SEGMENT", 1024)
     (tmp_path / "zh.txt").write_text("\n".join("天地玄黃宇宙洪荒" * 4 for _ in range(5000)))
     for most in 30_000, 100_000, 300_000:
-        meta = data.load(data.prepare(tmp_path / "zh.txt", vocab_source="byte", text_most=most, cache=tmp_path)).meta
+        meta = data.load(data.prepare(tmp_path / "zh.txt", vocab_source="byte", max_text_bytes=most, cache=tmp_path)).meta
         assert meta["train_bytes"] == pytest.approx(most, rel=0.2)
 
 

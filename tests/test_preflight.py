@@ -293,7 +293,7 @@ def unsaved_buffer(monkeypatch):
 
 
 PLANTED = [
-    (sees_next, "future", {}), (sees_all, "future", {"within_documents": False}), (one_layer_sees_next, "future", {}),
+    (sees_next, "future", {}), (sees_all, "future", {"document_mask": False}), (one_layer_sees_next, "future", {}),
     (forgets_documents, "documents", {}), (document_off_by_one, "documents", {}),
     (swapped_halves, "attention", {}), (no_positions, "attention", {}), (wrong_scale, "attention", {}),
     (heads_mixed_up, "attention", {"n_heads": 4, "n_kv_heads": 2}),
@@ -304,7 +304,7 @@ PLANTED = [
     (shifted, "targets", {}), (inputs_as_targets, "targets", {}), (augmented, "batch", {}), (altered, "text", {}),
     (not_normalised("attention_norm"), "norms", {}), (not_normalised("ffn_norm"), "norms", {}),
     (not_normalised("norm"), "norms", {}),
-    (large_init, "loss", {}), (loss_as_a_sum, "loss", {}), (likely_tokens, "loss", {"tied": False}),
+    (large_init, "loss", {}), (loss_as_a_sum, "loss", {}), (likely_tokens, "loss", {"tie_embeddings": False}),
     (other_vocabulary, "vocabulary", {"vocab_source": "char"}), (small_vocabulary, "vocabulary", {}),
     (unsaved_buffer, "saved", {"checks": "saved"}), (without_targets, "targets", {"checks": "targets"}),
 ]
@@ -317,9 +317,9 @@ def test_a_planted_bug_is_found_by_its_check(plant, name, given, start, monkeypa
     assert found(done, name), done.all
 
 
-CLEAN = [{}, {"data": "my.txt", "vocab_source": "char", "dropout": 0.2, "tied": False, "gradient_accumulation_steps": 3},
+CLEAN = [{}, {"data": "my.txt", "vocab_source": "char", "dropout": 0.2, "tie_embeddings": False, "gradient_accumulation_steps": 3},
          {"n_heads": 4, "n_kv_heads": 2, "dtype": "bfloat16", "optimizer": "adamw", "learning_rate": 1e-3},
-         {"data": "my.txt", "vocab_source": "custom", "vocab_size": 300, "within_documents": False, "max_seq_len": 17},
+         {"data": "my.txt", "vocab_source": "custom", "vocab_size": 300, "document_mask": False, "max_seq_len": 17},
          {"max_seq_len": 1, "batch_size": 1}]
 
 
@@ -349,7 +349,7 @@ def few_letters(kind, count, size=30_000):
 
 KINDS = ["drawn", "runs", "lines", "mostly one", "documents"]
 SHAPES = [{"dim": 64}, {"dim": 2, "n_heads": 1}, {"dim": 256, "max_seq_len": 16},
-          {"dim": 8, "max_seq_len": 2, "tied": False, "qk_norm": True, "qkv_bias": True},
+          {"dim": 8, "max_seq_len": 2, "tie_embeddings": False, "qk_norm": True, "qkv_bias": True},
           {"max_seq_len": 8, "batch_size": 1, "gradient_accumulation_steps": 5, "dtype": "bfloat16"}]
 
 
@@ -506,7 +506,7 @@ def test_a_check_that_cannot_be_made_is_a_warning(start, monkeypatch):
     assert warned(done, "norms") and "could not run (AttributeError" in done.out, done.all
 
 
-@pytest.mark.parametrize("given", [{}, {"checks": "none"}, {"tied": False}])
+@pytest.mark.parametrize("given", [{}, {"checks": "none"}, {"tie_embeddings": False}])
 def test_what_could_not_be_exported_is_refused_before_the_first_step(given, start, monkeypatch):
     """A block with a matrix more: model files have no name for it."""
     plain = model.Block.__init__

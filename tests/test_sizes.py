@@ -69,8 +69,8 @@ def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monk
 def test_every_plan_can_train(monkeypatch, size):
     for minutes in (0.1, 5.0, 100.0):
         s = planned(monkeypatch, size, minutes)
-        vocab = s.vocab_most or 259
-        assert (s.vocab_source == "byte") != bool(s.vocab_most)
+        vocab = s.max_vocab_size or 259
+        assert (s.vocab_source == "byte") != bool(s.max_vocab_size)
         assert ModelArgs.of(s, vocab).problem() is None
         assert 12 * s.n_layers * s.dim ** 2 <= max(plan.max_block_params(size), 12 * 2 * 32 ** 2)
         assert s.max_seq_len * 2 <= size / 10  # two contexts in what is held out, if a token is a byte
@@ -143,17 +143,17 @@ def test_the_decay_goes_with_a_rate_that_is_given(monkeypatch):
 
 
 def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, tmp_path):
-    found = [planned(monkeypatch, 10 ** 11, minutes).text_most for minutes in (1.0, 5.0, 20.0, 100.0)]
+    found = [planned(monkeypatch, 10 ** 11, minutes).max_text_bytes for minutes in (1.0, 5.0, 20.0, 100.0)]
     assert found == sorted(set(found)) and found[0] >= plan.LARGE_TEXT // 4 and all(most & (most - 1) == 0 for most in found)
     s = planned(monkeypatch, 10 ** 11)
-    readable = 3e2 / (0.002 + 6 * (12 * s.n_layers * s.dim ** 2 + s.vocab_most * s.dim) * costs.tokens_per_step(s) / 5e10)
-    assert 3 < s.text_most / (4 * readable * costs.tokens_per_step(s)) < 9  # a token has about four bytes
-    assert not planned(monkeypatch, 10_000_000).text_most and not planned(monkeypatch, 10 ** 11, flops=1e16).text_most
-    assert planned(monkeypatch, 10 ** 11, text_most=5).text_most == 5 and not planned(monkeypatch, 10 ** 11, data="stories").text_most
+    readable = 3e2 / (0.002 + 6 * (12 * s.n_layers * s.dim ** 2 + s.max_vocab_size * s.dim) * costs.tokens_per_step(s) / 5e10)
+    assert 3 < s.max_text_bytes / (4 * readable * costs.tokens_per_step(s)) < 9  # a token has about four bytes
+    assert not planned(monkeypatch, 10_000_000).max_text_bytes and not planned(monkeypatch, 10 ** 11, flops=1e16).max_text_bytes
+    assert planned(monkeypatch, 10 ** 11, max_text_bytes=5).max_text_bytes == 5 and not planned(monkeypatch, 10 ** 11, data="stories").max_text_bytes
     monkeypatch.setattr(plan, "read_meta", lambda folder: {"vocab_size": 500})
     (tmp_path / "meta.json").touch()
     (tmp_path / "train.bin").touch()
-    assert not planned(monkeypatch, 10 ** 11, data=str(tmp_path)).text_most
+    assert not planned(monkeypatch, 10 ** 11, data=str(tmp_path)).max_text_bytes
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "whole_bytes": 4 * 10 ** 8}
     row = {"epoch": 0.5, "tokens": 500_000}
     assert "(0.5 % of it was read)" in plan.limiting_factor(s, {"last": None, "step": 50}, row, meta)
@@ -163,28 +163,28 @@ def test_of_a_large_text_as_much_is_prepared_as_there_is_time_for(monkeypatch, t
 def test_where_there_is_time_a_text_has_what_was_best_for_its_size(monkeypatch):
     """doc/lab/own_text.md: 192 x 3 with a context of 256 for a megabyte, 112 x 2 for 100 kB."""
     large, small = (planned(monkeypatch, size, 60.0) for size in (1_100_000, 100_000))
-    assert (large.dim, large.n_layers, large.max_seq_len, large.tied) == (192, 3, 256, True) and 1800 < large.vocab_most < 2000
-    assert (small.dim, small.n_layers, small.vocab_most) == (112, 2, 512)
+    assert (large.dim, large.n_layers, large.max_seq_len, large.tie_embeddings) == (192, 3, 256, True) and 1800 < large.max_vocab_size < 2000
+    assert (small.dim, small.n_layers, small.max_vocab_size) == (112, 2, 512)
 
 
 def test_a_text_that_is_read_little_has_two_tables(monkeypatch):
     meta = {"train_tokens": 10 ** 6, "train_bytes": 4 * 10 ** 6, "vocab_size": 1000}
-    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, SETUP)[1])["table_rate"]
+    rate = lambda s: plan.values(plan.plan_length(s, set(), meta, SETUP)[1])["embedding_lr_scale"]
     often, little = planned(monkeypatch, 10_000, 1.0), planned(monkeypatch, 10_000_000, 1.0)
-    assert often.tied and not little.tied and rate(often) < rate(little)
-    one = planned(monkeypatch, 10_000_000, 1.0, tied=True)
-    assert one.tied and rate(one) == rate(often)
+    assert often.tie_embeddings and not little.tie_embeddings and rate(often) < rate(little)
+    one = planned(monkeypatch, 10_000_000, 1.0, tie_embeddings=True)
+    assert one.tie_embeddings and rate(one) == rate(often)
     with pytest.raises(KeyError):
         rate(one.changed(optimizer="adamw"))
 
 
 def test_what_is_given_stays(monkeypatch):
     s = planned(monkeypatch, 1_000_000, dim=48, n_layers=5, vocab_size=600, batch_size=3)
-    assert (s.dim, s.n_layers, s.vocab_size, s.vocab_most, s.batch_size) == (48, 5, 600, 0, 3)
+    assert (s.dim, s.n_layers, s.vocab_size, s.max_vocab_size, s.batch_size) == (48, 5, 600, 0, 3)
     meta = {"train_tokens": 10_000, "train_bytes": 30_000, "vocab_size": 600}
     _, more = plan.plan_length(s, {"dropout", "max_iters"}, meta, SETUP)
     assert not {"dropout", "max_iters"} & more.keys()
-    assert planned(monkeypatch, 1_000_000, vocab_source="char").vocab_most == 0
+    assert planned(monkeypatch, 1_000_000, vocab_source="char").max_vocab_size == 0
     assert planned(monkeypatch, 1_000_000, dim=100).n_heads == 2 and planned(monkeypatch, 1_000_000, n_heads=5).dim % 10 == 0
     assert planned(monkeypatch, 1_000_000, max_seq_len=512).batch_size * 512 < 2500
 
@@ -192,7 +192,7 @@ def test_what_is_given_stays(monkeypatch):
 @pytest.mark.parametrize("size, values", [
     (1_000_000, {"n_kv_heads": 2}), (1_000_000, {"n_kv_heads": 7}), (10 ** 9, {"n_kv_heads": 8}), (1_000_000, {"n_heads": 3}),
     (1_000_000, {"n_heads": 4, "n_kv_heads": 2}), (1_000_000, {"rope_factors": ",".join("1" * 24)}), (1_000_000, {"head_width": 6}),
-    (2_000, {"vocab_source": "custom"}), (1_000_000, {"vocab_most": 0})])
+    (2_000, {"vocab_source": "custom"}), (1_000_000, {"max_vocab_size": 0})])
 def test_a_plan_fits_the_sizes_that_are_given(monkeypatch, size, values):
     s = planned(monkeypatch, size, **values)
     assert ModelArgs.of(s, 259).problem() is None and {name: getattr(s, name) for name in values} == values
@@ -259,7 +259,7 @@ def test_a_text_and_a_time_are_enough(tmp_path):
     (tmp_path / "my.txt").write_bytes(words)
     args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1"]
     text = run(tmp_path, *args, "--minutes=0.05")
-    assert "minutes       0.05" in text and "as given" in text and "tied          True" in text and "\nlimited by the " in text
+    assert "minutes            0.05" in text and "as given" in text and "tie_embeddings     True" in text and "\nlimited by the " in text
     assert "finished: best validation loss" in text and "./run out/my/model.gguf" in text
     stored = json.loads((tmp_path / "out/my/config.json").read_text())
     stored = stored.get("config", stored)
@@ -275,9 +275,9 @@ def test_a_text_and_a_time_are_enough(tmp_path):
 def test_an_evaluation_prepares_as_much_of_a_text_as_its_model_was_trained_on(tmp_path):
     (tmp_path / "my.txt").write_bytes((ROOT / "README.md").read_bytes()[:9000])
     args = ["--data=my.txt", "--device=cpu", "--peak_tflops=0.1", "--vocab_source=byte", "--dim=32", "--max_seq_len=32", "--checks=none"]
-    run(tmp_path, *args, "--text_most=2000", "--max_iters=2", "--eval_iters=1")
+    run(tmp_path, *args, "--max_text_bytes=2000", "--max_iters=2", "--eval_iters=1")
     text = run(tmp_path, "--data=my.txt", "--device=cpu", "--init_from=out/my", "--eval_only=True", "--out_dir=other")
-    assert "; text_most=2000" in text and "validation loss" in text
+    assert "; max_text_bytes=2000" in text and "validation loss" in text
 
 
 def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):

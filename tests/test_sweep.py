@@ -91,11 +91,11 @@ def test_a_changed_sweep_does_not_take_the_trials_of_the_one_before_for_its_own(
 
 def test_values_are_the_same_however_they_are_written(tmp_path, monkeypatch):
     (tmp_path / "0").mkdir()
-    (tmp_path / "0/config.json").write_text(json.dumps({"learning_rate": 1.0, "dim": 64, "tied": True, "batch_size": 32}))
-    values = {"learning_rate": "1e0", "dim": 64.0, "tied": "yes", "batch_size": 0, "dropout": 0.1}
+    (tmp_path / "0/config.json").write_text(json.dumps({"learning_rate": 1.0, "dim": 64, "tie_embeddings": True, "batch_size": 32}))
+    values = {"learning_rate": "1e0", "dim": 64.0, "tie_embeddings": "yes", "batch_size": 0, "dropout": 0.1}
     found = {"program": str(ROOT / "train.py"), "parameters": {name: {"values": [value]} for name, value in values.items()}}
     sweep.refuse_other(found, values, tmp_path / "0")  # batch_size=0: the trainer has found 32
-    for other in {"dim": 32}, {"tied": False}, {"learning_rate": 0}, {"batch_size": 16}:
+    for other in {"dim": 32}, {"tie_embeddings": False}, {"learning_rate": 0}, {"batch_size": 16}:
         with pytest.raises(SystemExit):
             sweep.refuse_other(found, values | other, tmp_path / "0")
 
@@ -113,7 +113,7 @@ def test_a_command_becomes_the_words_that_the_agent_makes_of_it(form, monkeypatc
     """The agent's own functions are the oracle."""
     monkeypatch.setenv("MY_RATE", "0.5")
     command = ["${env}", "${interpreter}", "-X", "dev", "${program}", "--rate=${envvar:MY_RATE}", f"${{{form}}}", 3]
-    values = {"x": 0.1, "tied": True, "compile": False, "name": "two words"}
+    values = {"x": 0.1, "tie_embeddings": True, "compile": False, "name": "two words"}
     theirs = agent.create_sweep_command_args({"args": {k: {"value": v} for k, v in values.items()}})
     theirs |= {"env": ["/usr/bin/env"], "interpreter": [sys.executable], "program": ["train.py"]}
     expected = []
@@ -171,14 +171,14 @@ def test_random_values_follow_their_distributions_and_the_seed(tmp_path):
 def test_numbers_as_people_write_them_are_numbers(tmp_path, monkeypatch):
     """YAML 1.1 takes 1e-4, without a point, for a text."""
     text = """{program: train.py, method: random, parameters: {learning_rate: {distribution: log_uniform_values, min: 1e-4, max: 2e-2},
-              beta2: {min: 1e-1, max: 0.5}, dim: {distribution: int_uniform, min: 1e1, max: 1e2}, table_rate: {values: [1e0, 2]},
+              beta2: {min: 1e-1, max: 0.5}, dim: {distribution: int_uniform, min: 1e1, max: 1e2}, embedding_lr_scale: {values: [1e0, 2]},
               warmup_iters: {distribution: q_uniform, min: 0, max: 1e2, q: 1e1}, data: {values: [1e3]}}}"""
     monkeypatch.setattr(sweep, "file", "s.yaml")
     content = yaml.safe_load(text)
     sweep.check(content)
     drawn = [{k: sweep.draw(spec, random.Random(n)) for k, spec in content["parameters"].items()} for n in range(200)]
     assert 1e-4 <= min(d["learning_rate"] for d in drawn) < 2e-4 < 1e-2 < max(d["learning_rate"] for d in drawn) <= 2e-2
-    assert {d["warmup_iters"] for d in drawn} == {*range(0, 101, 10)} and {d["table_rate"] for d in drawn} == {1.0, 2.0}
+    assert {d["warmup_iters"] for d in drawn} == {*range(0, 101, 10)} and {d["embedding_lr_scale"] for d in drawn} == {1.0, 2.0}
     assert {type(d["dim"]) for d in drawn} == {int} and drawn[0]["data"] == "1e3"
 
 

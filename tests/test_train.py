@@ -353,7 +353,7 @@ def alone(folder):
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--sharded=True", "--noise_scale=True"])])
+@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--noise_scale=True"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
     for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
@@ -419,7 +419,7 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
             "--warmup_iters=10"]
     whole, parts = f"whole_{optimizer}", f"parts_{optimizer}"
     assert run(folder, *args, "--max_iters=20", f"--out_dir={whole}").returncode == 0
-    for done in ranks(folder, 2, *args, "--max_iters=10", f"--out_dir={parts}", "--sharded=True", "--checks=all"):
+    for done in ranks(folder, 2, *args, "--max_iters=10", f"--out_dir={parts}", "--fsdp=True", "--checks=all"):
         assert done.returncode == 0, done.stderr
     saved = checkpoint.newest(folder / parts)
     assert len(list(saved.glob("shard-*"))) == 2 and (saved / "model.pt").stat().st_size < 4000  # no process had it whole
@@ -427,7 +427,7 @@ def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(fol
     assert sample.returncode == 0 and "the cat" in sample.stdout, sample.stderr
     then = run(folder, *args, "--max_iters=15", f"--out_dir={parts}")
     assert then.returncode == 0, then.stderr
-    for done in ranks(folder, 2, *args, "--max_iters=20", f"--out_dir={parts}", "--sharded=True"):
+    for done in ranks(folder, 2, *args, "--max_iters=20", f"--out_dir={parts}", "--fsdp=True"):
         assert done.returncode == 0, done.stderr
     assert losses(folder, whole).keys() == losses(folder, parts).keys()
     for step, found in losses(folder, parts).items():
@@ -524,8 +524,8 @@ def test_a_run_on_prepared_data_records_how_they_were_prepared(folder, prepared)
 
 @pytest.mark.parametrize("name, value, fits", [
     ("vocab_source", "byte", True), ("vocab_source", "custom", False), ("vocab_source", "tokenizer.json", True),
-    ("vocab_size", 259, True), ("vocab_size", 0, True), ("vocab_size", 260, False), ("vocab_most", 300, True),
-    ("vocab_most", 200, False), ("val_fraction", 0.0, True), ("val_fraction", 0.2, False), ("text_most", 1000, False),
+    ("vocab_size", 259, True), ("vocab_size", 0, True), ("vocab_size", 260, False), ("max_vocab_size", 300, True),
+    ("max_vocab_size", 200, False), ("val_fraction", 0.0, True), ("val_fraction", 0.2, False), ("max_text_bytes", 1000, False),
     ("column", "story", False), ("column", "text", True), ("skip_bad", True, False)])
 def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(prepared, capsys, name, value, fits):
     meta = json.loads(Path(prepared, "meta.json").read_text())
@@ -1088,7 +1088,7 @@ def kill_processes(folder, out, steps, *args):
 
 @pytest.mark.slow
 def test_torchrun_goes_on_after_one_of_its_processes_is_killed(folder):
-    args = ["--data=my.txt", "--batch_size=8", "--max_iters=30", "--dropout=0.2", "--sharded=True"]
+    args = ["--data=my.txt", "--batch_size=8", "--max_iters=30", "--dropout=0.2", "--fsdp=True"]
     for done in ranks(folder, 2, *args, "--out_dir=unkilled", "--log_interval=1"):
         assert done.returncode == 0, done.stderr
     kill_processes(folder, "killed", [17], *args)
@@ -1182,13 +1182,13 @@ def test_activation_checkpointing_gives_the_same_losses(folder, reference):
 
 def test_attention_across_documents_is_another_run(folder):
     args = ["--data=stories:200", "--vocab_source=byte", "--max_iters=10"]
-    for out, across in (("apart", []), ("across", ["--within_documents=False"])):
+    for out, across in (("apart", []), ("across", ["--document_mask=False"])):
         done = run(folder, *args, *across, f"--out_dir={out}")
         assert done.returncode == 0, done.stderr
         assert rows(folder, out)[-1]["loss/val"] < 5.5
     assert losses(folder, "apart") != losses(folder, "across")
-    done = run(folder, *args, "--out_dir=across", "--max_iters=12", "--within_documents=True")
-    assert done.returncode == 2 and "within_documents=False" in done.stderr
+    done = run(folder, *args, "--out_dir=across", "--max_iters=12", "--document_mask=True")
+    assert done.returncode == 2 and "document_mask=False" in done.stderr
 
 
 def test_adamw_is_that_of_pytorch():
@@ -1286,7 +1286,7 @@ OTHERS = {"lion": Lion, "nadam": functools.partial(torch.optim.NAdam, decoupled_
 def test_an_optimizer_of_somebody_else_is_a_row_and_its_state_is_resumed(monkeypatch, tmp_path, name):
     monkeypatch.setitem(optim.OPTIMIZERS, name, OTHERS[name])
     args = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8)
-    config = optim.OptimizerConfig(name, 0.01, table_rate=2.0)
+    config = optim.OptimizerConfig(name, 0.01, embedding_lr_scale=2.0)
     tokens = torch.arange(9)[None]
 
     def take_steps(model, opt, steps):
@@ -1645,12 +1645,12 @@ def test_gradients_are_made_out_of_autocast():
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
 def test_embedding_and_classifier_have_a_rate_of_their_own(kind):
-    def moved(table_rate):
+    def moved(embedding_lr_scale):
         torch.manual_seed(0)
         model, x = ModelArgs(dim=16, n_layers=1, n_heads=2, vocab_size=10, max_seq_len=8, tied=False).build(), torch.arange(8)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         model(x[None], x[None])[1].backward()
-        opt = optim.make_optimizer(model, optim.OptimizerConfig(kind, 0.1, 0.0, 0.9, 0.95, table_rate))
+        opt = optim.make_optimizer(model, optim.OptimizerConfig(kind, 0.1, 0.0, 0.9, 0.95, embedding_lr_scale))
         opt.set_rate(1e-3)
         opt.step()
         return {name: p.detach() - before[name] for name, p in model.named_parameters()}
@@ -1685,7 +1685,7 @@ def test_a_loss_that_is_no_number_ends_the_run(capsys):
 
 def test_what_sharding_needs_is_said_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setattr(train.distributed, "world", 2)
-    monkeypatch.setattr(train, "sharded", True)
+    monkeypatch.setattr(train, "fsdp", True)
     validate.check_settings(trainer_config())
     monkeypatch.setattr(validate.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):

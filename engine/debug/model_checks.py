@@ -64,10 +64,10 @@ def future(ctx):
 
 
 def documents(ctx):
-    """Find attention that reaches into the document before, although within_documents is set."""
+    """Find attention that reaches into the document before, although document_mask is set."""
     config, separator = ctx.config, ctx.dataset.separator
     too_small = config.max_seq_len < 8 or ctx.args.vocab_size < 3
-    if not config.within_documents or separator is None or too_small:
+    if not config.document_mask or separator is None or too_small:
         raise Skip
     T = min(config.max_seq_len, 64)
     changed, second = T // 4, T // 2  # the token that changes, the begin of the second document

@@ -156,8 +156,8 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
         documents = hold_out(documents, files, source.text, val_fraction, max_val_bytes)
     corpus = Corpus(segments(documents, cuts), files, options.column, skipped)
     train_bytes = int(corpus.sizes(corpus.rows[corpus.rows[:, 3] & VAL == 0]).sum())
-    if 0 < options.text_most < train_bytes:
-        corpus.rows = spread(corpus.rows, options.text_most)
+    if 0 < options.max_text_bytes < train_bytes:
+        corpus.rows = spread(corpus.rows, options.max_text_bytes)
         corpus.whole_bytes = train_bytes
     return corpus
 

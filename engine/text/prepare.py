@@ -51,8 +51,8 @@ class Options:
     skip_bad: bool = False
     column: str = "text"
     urls: dict = None
-    vocab_most: int = 0
-    text_most: int = 0
+    max_vocab_size: int = 0
+    max_text_bytes: int = 0
 
 
 # Options that the content of a prepared folder depends on. A default agrees with every folder.
@@ -138,7 +138,7 @@ def as_prepared(knobs, given, meta):
             is_same = is_vocabulary(value, name in given, meta, knobs.cache)
         else:
             is_same = value in (found, neutral)
-            is_same |= name == "vocab_most" and value >= meta["vocab_size"]
+            is_same |= name == "max_vocab_size" and value >= meta["vocab_size"]
         if is_same:
             continue
         if name in given:
@@ -166,16 +166,17 @@ def make_job(text, options):
     if not 0 <= options.val_fraction < 1:
         fail(f"--val_fraction={options.val_fraction}: expected a number between 0 and 1 "
              "(0: a tenth, at most 5 MB)")
-    for name in "vocab_size", "vocab_most", "text_most", "workers":
+    for name in "vocab_size", "max_vocab_size", "max_text_bytes", "workers":
         if getattr(options, name) < 0:
             fail(f"--{name}={getattr(options, name)}: expected 0 or more")
     check_vocabulary(options)
     cache = Path(options.cache).resolve()
     source = find_source(text, cache, options.column)
-    if source.stories and options.text_most:
-        fail(f"--text_most={options.text_most}: the stories are made, not read; expected stories:N")
+    if source.stories and options.max_text_bytes:
+        fail(f"--max_text_bytes={options.max_text_bytes}: the stories are made, not read; expected "
+             "stories:N")
     usual = stories.VOCAB_SIZE if source.stories else usual_pieces(source.size)
-    goal = options.vocab_size or options.vocab_most or usual
+    goal = options.vocab_size or options.max_vocab_size or usual
     identity, vocab_name, vocab_file = source.identity, options.vocab_source, None
     if not is_made(options.vocab_source):
         vocab_file = vocabulary_file(options.vocab_source, cache)
@@ -185,10 +186,10 @@ def make_job(text, options):
     key = [VERSION, identity, vocab_name, options.vocab_size, goal, options.val_fraction or 0.1]
     if options.skip_bad:
         key.append("skip_bad")
-    if options.vocab_most and not options.vocab_size:
-        key.append("vocab_most")
-    if options.text_most:
-        key += ["text_most", options.text_most]
+    if options.max_vocab_size and not options.vocab_size:
+        key.append("vocab_most")  # its name in older folders
+    if options.max_text_bytes:
+        key += ["text_most", options.max_text_bytes]
     if options.column != "text":
         key.append(options.column)
     may_be_limited = not source.is_exact or source.size > 10 * MAX_VAL_BYTES

@@ -24,8 +24,8 @@ def check_vocabulary(options):
     """Fail if the vocabulary of these prepare.Options cannot be."""
     source = options.vocab_source
     kind, _, argument = source.partition(":")
-    if 0 < options.vocab_most < MIN_PIECES:
-        fail(f"--vocab_most={options.vocab_most}: too few, expected at least {MIN_PIECES}, "
+    if 0 < options.max_vocab_size < MIN_PIECES:
+        fail(f"--max_vocab_size={options.max_vocab_size}: too few, expected at least {MIN_PIECES}, "
              "or --vocab_source=byte")
     if argument and kind in ("custom", "byte", "char"):
         fail(f"--vocab_source={source}: expected {kind}; how many pieces, --vocab_size says")
@@ -111,7 +111,7 @@ def new_vocabulary(job, corpus, temporary):
         print(f"learning a vocabulary of {job.vocab_goal:,} from {size / 1e6:.0f} MB of text: "
               "10 to 60 seconds", flush=True)
     is_exact = job.options.vocab_size > 0
-    is_max = job.options.vocab_most > 0 and not is_exact
+    is_max = job.options.max_vocab_size > 0 and not is_exact
     sample, goal = corpus.sample(), job.vocab_goal
     if kind == "bpe":
         return train_byte_level(sample, goal, temporary, pre_tokenizer or "qwen2", is_exact)

@@ -70,7 +70,7 @@ def largest_pass(config, amp_dtype, rows=0):
     """Return the Pass of `rows` sequences; 0: as many as the settings' largest pass has."""
     sequences = sequences_per_rank(config)
     rows = rows or min(config.batch_size, sequences)
-    shards = distributed.world if config.sharded else 1
+    shards = distributed.world if config.fsdp else 1
     return Pass(rows * config.max_seq_len, amp_dtype != torch.float32,
                 config.activation_checkpointing, sequences > rows, shards)
 
@@ -180,7 +180,7 @@ def block_activations(config, args, half, cpu):
     copies = (3 if half else 2) if cpu else 4
     block += size * args.hidden_dim * copies
     # Statistics of norms and attention, and the document mask as numbers, one per block.
-    return block + 4 * (args.n_heads + 2) + config.within_documents * size * config.max_seq_len
+    return block + 4 * (args.n_heads + 2) + config.document_mask * size * config.max_seq_len
 
 
 def expected_memory(config, args, device, amp_dtype, rows=0):
@@ -261,7 +261,7 @@ class TrialTraining:
     def __init__(self, config, vocab_size, setup):
         self.config, self.vocab_size, self.device = config, vocab_size, setup.device
         self.model = setup.build.model_args(config, vocab_size).build().to(setup.device)
-        self.model.bos_id = 1 if config.within_documents else None
+        self.model.bos_id = 1 if config.document_mask else None
         self.model.recompute = config.activation_checkpointing
         self.optimizer = setup.build.make_optimizer(self.model, config)
         self.amp = torch.autocast(setup.device.type, setup.amp_dtype,
@@ -401,7 +401,7 @@ def estimate_run(config, args, setup, meta, begun=0):
                              2 * steps_left * tokens_per_step(config))
     kinds = expected_memory(config, args, setup.device, setup.amp_dtype)
     seconds, speed, rest = 60 * config.minutes or None, None, PYTHON * cpu
-    if not (config.compile or config.sharded or steps_left < 1):
+    if not (config.compile or config.fsdp or steps_left < 1):
         found = measure(config, args, setup, 0.1 if config.minutes else 1.0)
         slowest = distributed.all_max([*found.values()], setup.device)
         step, forward, sample, memory = slowest
@@ -485,7 +485,7 @@ def memory_line(kinds, free=None):
 def time_line(config, estimate):
     """Return an estimated duration, its end and the speed in words."""
     if estimate["seconds"] is None:
-        if config.compile or config.sharded:
+        if config.compile or config.fsdp:
             return "not measured before the first step of a run that is compiled or sharded"
         return "over"
     limit = 60 * (config.minutes or config.max_minutes) or math.inf

@@ -60,8 +60,8 @@ def largest_batch(config, args, setup, gain=GAIN):
     settings have, and the largest forward passes that fit into the free memory, less HEADROOM, and
     that are faster than smaller ones. setup: a costs.TrialSetup.
     """
-    if config.sharded:
-        fail("--batch_size=0 tries a model on one process; with --sharded=True it needs a number")
+    if config.fsdp:
+        fail("--batch_size=0 tries a model on one process; with --fsdp=True it needs a number")
     sequences = config.batch_size * config.gradient_accumulation_steps
     free = hardware.free_memory(setup.device)
     processes = 1 if setup.device.type == "cuda" else distributed.local_world

@@ -131,7 +131,7 @@ def adopt(config, given):
              "--vocab_source=tokenizer.bin (or .model, or .json)")
     before = resume.stored_settings(path) if own else {}
     file = checkpoint.tokenizer_path(path) if own else keep_vocabulary(vocabulary, config.cache)
-    adopted = {name: value for name, value in vars(args).items()
+    adopted = {name: value for name, value in resume.renamed(vars(args)).items()
                if name in config.defaults and name not in ("dropout", "max_seq_len")}
     adopted["rope_factors"] = ",".join(map(repr, args.rope_factors))
     for name in sorted(given & {*adopted, *compared}):
@@ -143,8 +143,8 @@ def adopt(config, given):
                  "train from scratch, without --init_from")
     free = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
             "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
-    if config.eval_only and before.get("text_most"):  # else all of a large text would be prepared
-        free["text_most"] = before["text_most"]
+    if config.eval_only and before.get("max_text_bytes"):  # else all of a large text would be prepared
+        free["max_text_bytes"] = before["max_text_bytes"]
     free = {name: value for name, value in free.items() if name not in given}
     notes = "".join(f"; {name}={value}" for name, value in free.items())
     distributed.say(f"fine-tuning {config.init_from} ({num_params(args):,} parameters, context "

@@ -44,8 +44,8 @@ def check(config):
     if name and config.init_from == "resume":
         fail(f"--{name} starts from nothing or from a checkpoint, --init_from=PATH; it does not "
              f"resume a run")
-    if name == "profile" and config.sharded and distributed.world > 1:
-        fail("--profile does not tell the gathering of shards from the computing; leave --sharded "
+    if name == "profile" and config.fsdp and distributed.world > 1:
+        fail("--profile does not tell the gathering of shards from the computing; leave --fsdp "
              "out, or profile one process")
 
 

@@ -124,7 +124,7 @@ def max_text(config, given, size, setup):
     to read: at least four times what is read within the time budget, at 4 bytes per token, rounded
     up to a power of two, so that other runs find the same prepared data.
     """
-    if ("text_most" in given or size < LARGE_TEXT or config.data.split(":")[0] == "stories"
+    if ("max_text_bytes" in given or size < LARGE_TEXT or config.data.split(":")[0] == "stories"
             or is_prepared(config.data)):
         return {}
     step = step_seconds(config, expected_vocab_size(config, size), setup)
@@ -134,7 +134,7 @@ def max_text(config, given, size, setup):
         return {}
     reason = (f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there "
               f"is time to read")
-    return {"text_most": (limit, reason)}
+    return {"max_text_bytes": (limit, reason)}
 
 
 def shape_of_width(config, given, dim, size):
@@ -165,7 +165,7 @@ def shape_of_width(config, given, dim, size):
     plan = {"dim": (dim, "the widest of the rules"),
             "n_layers": (layers, "few: a short training gains more from width than from depth"),
             "n_heads": (heads, f"{config.head_width or dim // heads} dimensions each"),
-            "tied": tied,
+            "tie_embeddings": tied,
             "max_seq_len": (context, "tokens of context; more would not pay at this width"),
             "batch_size": (math.ceil(sequences / passes),
                            f"sequences per forward pass; a step has about {tokens:,} tokens")}
@@ -175,8 +175,8 @@ def shape_of_width(config, given, dim, size):
         limit = max_vocab_size(dim, layers, size)
         share = "three quarters" if is_ample else "a third"
         if limit:
-            plan["vocab_most"] = limit, (f"max vocabulary: at most {share} of the parameters, and "
-                                         f"as large as a text of this size can teach")
+            reason = f"max vocabulary: at most {share} of the parameters, and "
+            plan["max_vocab_size"] = limit, reason + "as large as a text of this size can teach"
         elif "vocab_source" not in given:
             plan["vocab_source"] = "byte", "the text is too short to teach a larger vocabulary"
     return {name: entry for name, entry in plan.items() if name not in given}
@@ -215,7 +215,7 @@ def known_vocab_size(config):
 
 def expected_vocab_size(config, size):
     """Return the approximate vocabulary size for a text of `size` bytes."""
-    return (known_vocab_size(config) or config.vocab_size or config.vocab_most
+    return (known_vocab_size(config) or config.vocab_size or config.max_vocab_size
             or usual_pieces(size))
 
 
@@ -264,7 +264,7 @@ def plan_length(config, given, meta, setup):
     eval_tokens = 1.5 * EVAL_FRACTION * steps * tokens_per_step(config)
     plan = {"max_iters": max_iters,
             "learning_rate": (rate, "falls with the width"),
-            "table_rate": (2.0 if config.tied else 4.0,
+            "embedding_lr_scale": (2.0 if config.tie_embeddings else 4.0,
                            "embedding and classifier learn faster, untied ones more so"),
             "warmup_iters": (min(100, max(5, steps // 50)), "a fiftieth of the steps"),
             "dropout": (dropout_for(epochs), "grows with the number of epochs"),
@@ -277,7 +277,7 @@ def plan_length(config, given, meta, setup):
             "early_stop": (3, "evaluations without a new best; then the run returns to the best "
                               "weights and ends soon")}
     if config.optimizer == "adamw":
-        del plan["table_rate"]
+        del plan["embedding_lr_scale"]
     if config.batch_size > usual_batch:
         plan["batch_size"] = config.batch_size, (
             f"sequences per forward pass, {tokens_per_step(config):,} tokens per step: fewer would "
@@ -360,7 +360,7 @@ def limiting_factor(config, state, row, meta):
                 f"the loss, more time does not")
     if "whole_bytes" in meta and epochs > 1:
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
-                f"prepared ({read}): more --text_most lowers the loss")
+                f"prepared ({read}): more --max_text_bytes lowers the loss")
     if state["step"] >= config.max_iters and epochs < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
     if state["step"] >= config.max_iters:
@@ -381,7 +381,7 @@ def show_plan(plan):
     distributed.say("sizes from the text, this machine and the time; settings given on the command "
                     "line stay:")
     for name, (value, reason) in plan.items():
-        distributed.say(f"  {name:14}{value!s:<8} {reason}")
+        distributed.say(f"  {name:18} {value!s:<8} {reason}")
 
 
 def show_costs(build):
@@ -402,7 +402,7 @@ def show_costs(build):
     device = distributed.setup(config.device)
     setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
     stories = 1536  # vocabulary size of the built-in stories
-    vocab_size = known_vocab_size(config) or config.vocab_size or config.vocab_most or stories
+    vocab_size = known_vocab_size(config) or config.vocab_size or config.max_vocab_size or stories
     if config.depth:
         config = config.changed(**derive_from_depth(config, config.given, vocab_size))
     if device.type == "cpu":

@@ -16,12 +16,15 @@ from engine.untrusted import MAX_JSON, read_json, reading
 
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device",
-              "sharded", "compile", "activation_checkpointing", "supervise", "max_restarts",
+              "fsdp", "compile", "activation_checkpointing", "supervise", "max_restarts",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "checks"}
 # Settings that decide the shape and meaning of weights and optimizer.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
-          "qk_norm", "qkv_bias", "tied", "optimizer")
-RENAMED = {"patience": "early_stop"}  # {name in older checkpoints: name now}
+          "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
+# {name in older checkpoints, and in ModelArgs: name of the setting}
+RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
+           "within_documents": "document_mask", "vocab_most": "max_vocab_size",
+           "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
                # A number before the first step since the last row, then a scalar tensor.
@@ -111,6 +114,11 @@ def stored_settings(folder):
     """Return a checkpoint's config.json: its settings, and what was derived from them."""
     with reading(Path(folder, "config.json"), "the settings of a run", fail):
         stored = read_json(Path(folder, "config.json"), MAX_JSON)
+    return renamed(stored)
+
+
+def renamed(stored):
+    """Return {setting: value} with the names that older checkpoints use replaced."""
     return {RENAMED.get(name, name): value for name, value in stored.items()}
 
 
@@ -174,8 +182,8 @@ def resume_settings(config, folder, given):
 
 def resume_signature(config, args, dataset):
     """Return {name: value} of what a resumed run must have in common with the run before."""
-    same = {k: v for k, v in asdict(args).items() if k not in ("multiple_of", "dropout")}
-    names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "within_documents")
+    same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
+    names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask")
     same |= {name: getattr(config, name) for name in names}
     return same | {"data": dataset.meta["fingerprint"]}
 
@@ -189,7 +197,7 @@ def restore(config, folder, signature, opt):
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
-        before = state["fixed"]
+        before = renamed(state["fixed"])
         refuse_other_run(config, folder, before, signature)
         if config.minutes and "minutes" not in state["clock"]:
             fail(f"{config.out_dir} holds a run whose sizes do not follow from --minutes; "
@@ -241,7 +249,8 @@ def describe_data_change(config, folder):
     """Return in words how the data differ from those that a checkpoint was trained on."""
     from engine.text.prepare import source_files  # the import takes 0.05 s
     stored = stored_settings(folder)
-    for name in ("data", "vocab_source", "vocab_size", "vocab_most", "text_most", "val_fraction"):
+    for name in ("data", "vocab_source", "vocab_size", "max_vocab_size", "max_text_bytes",
+                 "val_fraction"):
         now = getattr(config, name)
         if stored.get(name, now) != now:
             return f"holds a run with {name}={stored[name]}, now it is {now}"

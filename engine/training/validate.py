@@ -11,7 +11,7 @@ from engine.training import distributed, mode
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
               "max_seq_len", "multiple_of", "max_skips", "dim", "n_layers", "n_heads")
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
-              "vocab_size", "vocab_most", "text_most", "depth", "minutes", "early_stop",
+              "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
               "peak_tflops", "seed", "keep_last", "keep_best", "max_minutes", "spike_z",
               "max_restarts", "decay_fraction")
 CHOICES = {"schedule": ("cosine", "linear"),
@@ -36,8 +36,8 @@ def check_settings(config):
     if not 0 < config.learning_rate < 1:
         fail(f"learning_rate is {config.learning_rate}, expected above 0 and below 1; 1e-3 is a "
              f"good start")
-    if not 0 < config.table_rate * config.learning_rate < 1:
-        fail(f"table_rate is {config.table_rate}, expected above 0, and below 1 when multiplied by "
+    if not 0 < config.embedding_lr_scale * config.learning_rate < 1:
+        fail(f"embedding_lr_scale is {config.embedding_lr_scale}, expected above 0, and below 1 when multiplied by "
              f"learning_rate; 2 is a good start")
     for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
@@ -47,8 +47,8 @@ def check_settings(config):
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
             fail(f"{name} is {getattr(config, name)!r}, expected {expected}")
     mode.check(config)
-    if config.sharded and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
-        fail("--sharded=True saves its slices as safetensors; needed: pip install safetensors")
+    if config.fsdp and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
+        fail("--fsdp=True saves its slices as safetensors; needed: pip install safetensors")
 
 
 def checked_args(config, args, dataset):
