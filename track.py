@@ -52,9 +52,7 @@ def start_tracking(cfg, recorded, state):
     Return the Tracker of a training. cfg: train.py's settings, as attributes; recorded: the
     settings and figures that trackers get; state: the training's; its "run_id" is set, and "noted".
     """
-    tags = [tag.strip() for tag in cfg.wandb_tags.split(",") if tag.strip()]
-    flags = {"project": cfg.wandb_project, "name": cfg.wandb_run_name, "group": cfg.wandb_group,
-             "notes": cfg.wandb_notes, "job_type": cfg.wandb_job_type, "tags": tags}
+    flags = {"project": cfg.wandb_project, "name": cfg.wandb_run_name}
     given = {entry: value for entry, value in flags.items() if value and value != "auto"}
     default_name = f"{Path(cfg.data).stem}-{cfg.dim}x{cfg.n_layers}"
     name = given.get("name") or (cfg.wandb_log and user_setting("run_name")) or default_name
@@ -63,7 +61,7 @@ def start_tracking(cfg, recorded, state):
     # A stop may have saved a row before it was logged: then the step's own row comes again.
     step = state["step"] - (0.5 if state.get("row") else 0)
     session = Session(cfg.out_dir, redact(recorded), run | given, step,
-                      tables=cfg.wandb_tables, models=cfg.wandb_log_model)
+                      tables="tables" in cfg.wandb_send, models="model" in cfg.wandb_send)
     chosen = [name for name, kind in find_trackers().items()
               if not kind.knob or getattr(cfg, kind.knob, False)]
     return make_or_fail(session, chosen, given, state.setdefault("noted", []))

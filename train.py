@@ -57,38 +57,31 @@ eval_iters = 50             # size of an evaluation, in thousands (1024) of toke
                             # of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
-noise_scale = False         # log the gradient noise scale at evaluations: batch size in tokens
-                            # beyond which returns diminish
 early_stop = 0              # evaluations without a new best loss before the run ends from its best
                             # weights; 0: never
-always_save_checkpoint = False  # keep every checkpoint
-keep_last = 1               # number of newest checkpoints to keep
-keep_best = 1               # number of checkpoints with the lowest validation loss to keep
-init_from = "auto"          # auto: resume out_dir's run, else start; scratch; resume; or the path
-                            # of a model to fine-tune
-force_resume = False        # resume even if batch, data, seed or context have changed; sizes can't
-                            # change
+always_save_checkpoint = False  # keep every checkpoint instead of the newest and the best
+init_from = "auto"          # auto: resume out_dir's run, else start; force: the same, even if
+                            # batch, data, seed or context have changed; scratch; resume; or the
+                            # path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
                             # the data; 0: 5, on a GPU 20
 max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
                             # end; 0: no limit
 checks = "all"              # checks before the first step: all, none, some (future,leak), or all
-                            # but some (-leak)
+                            # but some (-leak); -files: skip and count files of a folder that can't
+                            # be read as text
 sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
                                     # separated by |
+watch = ""                  # what else to log, separated by commas: histograms of gradients,
+                            # parameters; noise_scale: batch size in tokens beyond which returns
+                            # diminish
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server
 wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
                             # llamac
 wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
-wandb_group = ""            # W&B group of runs that belong together
-wandb_tags = ""             # W&B tags, separated by commas
-wandb_notes = ""            # W&B notes: what this run is meant to find out
-wandb_job_type = "auto"     # W&B job type; auto: WANDB_JOB_TYPE, else train
-wandb_tables = True         # send documents, samples and predictions to W&B as tables of text;
-                            # False: numbers only
-wandb_log_model = True      # send the exported model to W&B as an artifact
-wandb_watch = "off"         # histograms of gradients, parameters, or all; off
+wandb_send = "tables,model"  # what W&B gets besides numbers: tables of documents, samples and
+                             # predictions; the exported model
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install
                             # tensorboard)
 swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a
@@ -109,7 +102,6 @@ max_text_bytes = 0          # max bytes of text to prepare for training, spread 
 val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
 column = "text"             # name of the text field in .jsonl, .csv, .tsv and .parquet; with
                             # "text", "story" is found too
-skip_bad = False            # skip and count files of a folder that can't be read as text
 cache = "cache"             # folder of prepared data; several machines need one that all of them
                             # see
 # ---- model
@@ -170,11 +162,8 @@ compile = False             # torch.compile: faster steps after a minute of comp
 activation_checkpointing = False  # keep only the input of each block and recompute its inside for
                                   # the gradients: less memory
 supervise = False           # restart this program from its last checkpoint when it crashes
-max_restarts = 10           # max restarts of a supervised program
 spike_z = 6.0               # skip a step whose loss or gradient norm is this many deviations above
                             # the usual; 0: never
-max_skips = 10              # steps skipped in a row before the weights return to the last
-                            # checkpoint
 deterministic = False       # on a GPU: the same bits every time, with slower kernels
 seed = 1337                 # seed of initialization, data order and dropout
 # ---- before a training
@@ -274,7 +263,7 @@ def assess(t):
               for split, batch in t.dataset.probe_batches().items()}
     prompts = sample_prompt.split("|")
     samples = write_samples(t.model, t.dataset.tokenizer, t.device, prompts, seed)
-    noise = gradient_noise(t.model, t.dataset, t.device, t.amp) if noise_scale else {}
+    noise = gradient_noise(t.model, t.dataset, t.device, t.amp) if "noise_scale" in watch else {}
     row |= {"bpb/val": t.dataset.bits_per_byte(losses["val"]), "samples": samples}
     return row | noise | probe(t.model, probed, t.dataset.tokenizer, t.amp)
 
@@ -309,13 +298,13 @@ def save(t, writer, metric, unlogged=()):
         progress.warn_of(e)
         return
     step, best, extra = t.state["step"], t.state["best_step"], t.state["chat"]
-    keep = 0 if always_save_checkpoint else keep_last
+    keep_last = 0 if always_save_checkpoint else 1
 
     def work():
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
         tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
         contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric)
-        folder = checkpoint.save(out_dir, contents, keep, keep_best, claim=run_folder.keep_claim)
+        folder = checkpoint.save(out_dir, contents, keep_last, claim=run_folder.keep_claim)
         if step == best and distributed.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
             path = Path(out_dir, "model.gguf")
@@ -381,6 +370,7 @@ def main(config, steps=math.inf):
     device = distributed.setup(config.device, config.deterministic)
     if device.type == "cpu":
         hardware.keep_memory()
+    is_forced = config.init_from == "force"
     found = resolve(config, device, prepare, BUILD)
     config, args = found.config, found.args
     globals().update(config.as_dict())
@@ -408,7 +398,7 @@ def main(config, steps=math.inf):
     # ---- resume, or start from another model -----------------------------------------------------
     state = progress.new_state(config, found.clock, resume.resume_signature(config, args, dataset))
     if found.resuming:
-        state |= resume.restore(config, found.start, state["fixed"], opt)
+        state |= resume.restore(config, found.start, state["fixed"], opt, is_forced)
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
         state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
@@ -466,7 +456,7 @@ def train(t, steps=math.inf):
     signals = Signals(clock["seconds"], clock["end"])
     spike_detector = SpikeDetector(spike_z, state.get("guard"))
     state |= {"guard": spike_detector.state, "scale": opt.scale.state}
-    stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, wandb_watch)
+    stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, watch)
     norm, rate = None, None  # of the last step
     bar = tqdm(total=last_step, initial=first_step, unit="it", dynamic_ncols=True,
                disable=not (distributed.master and sys.stderr.isatty()))
@@ -520,8 +510,8 @@ def train(t, steps=math.inf):
             if (is_new or unlogged) and ("loss/val" in row or save_now):
                 save(t, writer, row.get("loss/val", math.inf))
 
-            # After max_skips refused steps in a row: back to the weights of the last checkpoint.
-            if spike_detector.state["in_a_row"] >= max_skips:
+            # After MAX_SKIPS refused steps in a row: back to the weights of the last checkpoint.
+            if spike_detector.state["in_a_row"] >= progress.MAX_SKIPS:
                 progress.go_back(config, model, opt, spike_detector, writer)
         if is_last or stop:
             break
@@ -579,7 +569,7 @@ def start(config):
     resume.find_start(config)
     run_folder.release()
     more = ["--init_from=auto"] if config.init_from == "scratch" else []
-    return supervisor.supervise(config.max_restarts, *more)
+    return supervisor.supervise(*more)
 
 
 if __name__ == "__main__":

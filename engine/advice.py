@@ -48,7 +48,11 @@ eval_interval (in steps): eval_steps eval_every eval_freq val_interval
 early_stop (in evaluations): patience early_stopping early_stopping_patience
 eval_interval (as every evaluation saves): save_steps save_every save_interval
 eval_interval (as every evaluation saves): checkpoint_interval ckpt_interval
-keep_last (beside the best, of which keep_best are kept): save_total_limit
+watch (as in --watch=noise_scale): noise_scale
+watch (as in --watch=gradients,parameters): wandb_watch
+wandb_send (as in --wandb_send=tables,model): wandb_tables wandb_log_model
+init_from (as in --init_from=force): force_resume
+checks (as in --checks=-files): skip_bad
 log_interval (in steps): logging_steps log_every log_freq
 wandb_log (True or False): wandb use_wandb report_to
 init_from (though the same command in the same out_dir resumes by itself): resume restore
@@ -99,6 +103,16 @@ NO_COUNTERPART = [
      "init_from", "blocks are dense and attention reaches back over the whole context"),
     ("deepspeed deepspeed_config zero_stage",
      "init_from", "--fsdp=True under torchrun shards weights and optimizer"),
+    ("keep_last keep_best save_total_limit",
+     "always_save_checkpoint", "the newest and the best checkpoint are kept; "
+     "--always_save_checkpoint=True keeps all"),
+    ("max_restarts",
+     "supervise", "a supervised program is restarted at most 10 times"),
+    ("max_skips",
+     "spike_z", "after 10 skipped steps in a row the weights return to the last checkpoint"),
+    ("wandb_group wandb_tags wandb_notes wandb_job_type",
+     "wandb_log", "W&B's variables WANDB_RUN_GROUP, WANDB_TAGS, WANDB_NOTES and WANDB_JOB_TYPE set "
+     "them"),
     ("flash flash_attention use_flash_attn attn_implementation",
      "init_from", "PyTorch chooses the fastest attention"),
 ]

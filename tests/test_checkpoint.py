@@ -67,12 +67,6 @@ def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
     assert checkpoint.locate(tmp_path).name == "step_00000002"
 
 
-def test_keeps_the_best_few(tmp_path, vocabulary):
-    for step, metric in enumerate([5.0, 1.0, 3.0, 2.0, float("inf"), 4.0]):
-        save(tmp_path, step, vocabulary, metric=metric, keep_best=3)
-    assert [int(p.name[5:]) for p in checkpoint.steps(tmp_path)] == [1, 2, 3, 5]
-
-
 def test_the_writer_reports_a_failing_disk_and_goes_on():
     writer, done = checkpoint.Writer(), []
     def fail():

@@ -371,7 +371,7 @@ def test_a_file_that_cannot_be_opened(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(readers, "open_untrusted", open_unless_secret)
 
     call = functools.partial(data.prepare, tmp_path / "in", "byte", cache=tmp_path / "cache", workers=1)
-    assert f"1 of 3 files can't be read: {tmp_path}/in/secret.txt: Permission denied; --skip_bad=True" in refused(capfd, call)
+    assert f"1 of 3 files can't be read: {tmp_path}/in/secret.txt: Permission denied; train.py --checks=-files or data.py --skip_bad=True" in refused(capfd, call)
     folder = call(skip_bad=True)
     assert data.load(folder).meta["skipped"] == [f"{tmp_path}/in/secret.txt"] and both(folder)[0][0] == ENGLISH
     assert data.load(folder).meta["train_documents"] == 2

@@ -48,9 +48,9 @@ def run(folder, *args, program=ROOT / "train.py", **env):
 def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
-    done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run", "--wandb_tags=red, green",
-               "--wandb_group=trials", "--wandb_notes=what for", "--wandb_watch=all", "--sample_prompt=the|dog",
-               HOME=str(folder))
+    done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run",
+               "--watch=gradients,parameters", "--sample_prompt=the|dog", HOME=str(folder),
+               WANDB_TAGS="red, green", WANDB_RUN_GROUP="trials", WANDB_NOTES="what for")
     assert done.returncode == 0, done.stderr
     log = next((folder / "wandb").glob("offline-run-*/*.wandb"))
     return folder, done, track.read_wandb(log)  # as W&B's own reader prints them
@@ -278,21 +278,21 @@ def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_be
     settings.write_text("[default]\nproject = of-init\nrun_group = filed\nentity = us\n")
     told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": "a,b", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
             "WANDB_DISABLE_CODE": "true", "HOME": str(tmp_path)}
-    done = run(tmp_path, "--wandb_log=True", "--max_iters=1", "--wandb_notes=flag", **told)
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=1", **told)
     assert done.returncode == 0 and "warning: tracking" not in done.stderr, done.stderr
     log = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     records = track.read_wandb(log)
     found = next(r["run"] for r in records if r["type"] == "run")
     assert (found["project"], found["entity"], found["display_name"], found["run_group"]) == ("of-init", "us", "Mine", "filed")
-    assert (found["job_type"], found["tags"], found["notes"]) == ("probe", ["a", "b"], "flag")
+    assert (found["job_type"], found["tags"], found["notes"]) == ("probe", ["a", "b"], "why")
     assert found["run_id"].startswith("mine-") and not any(r["type"] == "output_raw" for r in records)
     assert not (log.parent / "files/diff.patch").exists()
     noted = track.about(tmp_path / "out")
     expected = {"project": "of-init", "entity": "us", "name": "Mine", "group": "filed", "tags": ["a", "b"], "job_type": "probe"}
     assert noted.items() >= expected.items()
     settings.unlink()
-    done = run(tmp_path, "--wandb_log=True", "--max_iters=2", "--wandb_job_type=train", "--wandb_project=llamac", HOME=str(tmp_path),
-               WANDB_PROJECT="other", WANDB_JOB_TYPE="other")
+    done = run(tmp_path, "--wandb_log=True", "--max_iters=2", "--wandb_project=llamac", HOME=str(tmp_path),
+               WANDB_PROJECT="other", WANDB_JOB_TYPE="train")
     assert done.returncode == 0, done.stderr
     assert track.about(tmp_path / "out").items() >= (expected | {"job_type": "train", "project": "llamac"}).items()
 
@@ -321,7 +321,7 @@ def test_each_client_hears_its_own_variables(tmp_path, monkeypatch):
     ({"WANDB_MODE": "OFFLINE"}, "", {}, "W&B refuses mode='OFFLINE', from the variable WANDB_MODE: Input should be 'online', 'offline'"),
     ({}, "mode = sometimes", {}, "W&B refuses mode='sometimes', from wandb/settings: Input should be"),
     ({"WANDB_INIT_TIMEOUT": "soon"}, "mode = offline", {}, "W&B refuses init_timeout='soon', from the variable WANDB_INIT_TIMEOUT"),
-    ({"WANDB_TAGS": "a"}, "mode = offline", {"tags": ["t" * 100]}, "W&B refuses run_tags='" + "t" * 77 + "...', from --wandb_tags: Tag"),
+    ({"WANDB_TAGS": "a"}, "mode = offline", {"tags": ["t" * 100]}, "W&B refuses run_tags='" + "t" * 77 + "...', set by llamac: Tag"),
     ({"WANDB_PROJECT": "a/b"}, "mode = offline", {}, "Invalid project name 'a/b': cannot contain characters"),
     ({"WANDB_RUN_ID": "a/b"}, "mode = offline", {"id": "a/b"}, "(run_id='a/b', from the variable WANDB_RUN_ID)")])
 def test_a_setting_that_the_client_refuses_is_named_with_its_value_and_origin(tmp_path, env, settings, run, message):
@@ -828,8 +828,7 @@ def test_secrets_are_found_nowhere(tmp_path, tracked):
     """Twenty of them: in the environment, in arguments, in the configuration, printed, and in an exception."""
     words = [f"{kind}{i}{'q7Zk2' * 4}" for kind in ("env", "arg", "cfg", "out", "exc") for i in range(4)]
     env = dict(zip(("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"), words[:4]))
-    config = [f"--wandb_notes=token={words[8]} of https://me:{words[9]}@host hf_{words[10]}",
-              f"--sample_prompt=password: {words[11]}"]
+    config = [f"--sample_prompt=token={words[8]} of https://me:{words[9]}@host hf_{words[10]} password: {words[11]}"]
     program = (f"import os\nprint(*os.environ.values())\nprint('api_key = {words[12]} sk-{words[13]}')\n"
                f"print('Authorization: Bearer {words[14]}')\nprint('loss=1 password={words[15]}')\n"
                f"raise ValueError('token={words[16]} secret: {words[17]} ghp_{words[18]} http://u:{words[19]}@h')")

@@ -235,7 +235,7 @@ def test_a_full_disk_under_the_console_costs_what_is_printed_and_a_note(folder, 
 def test_a_run_that_is_killed_after_its_turn_ends_early_as_it_would_have(folder):
     """The last checkpoint before the run went back to its best weights is that of the evaluation at which it does."""
     args = ["--data=my.txt", "--max_iters=60", "--eval_interval=5", "--early_stop=1", "--learning_rate=0.6", "--decay_lr=False",
-            "--keep_last=0", "--dim=16", "--n_heads=1", "--n_layers=1", "--optimizer=adamw", "--seed=2"]
+            "--always_save_checkpoint=True", "--dim=16", "--n_heads=1", "--n_layers=1", "--optimizer=adamw", "--seed=2"]
     told = run(folder, *args, "--out_dir=early").stdout
     best, last = map(int, re.search(r"since iter (\d+): back to its weights; iter (\d+) is the last", told).groups())
     shutil.copytree(folder / "early", folder / "early_killed")
@@ -348,12 +348,12 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
 def alone(folder):
     """One process, whose curve many give too: a step has 6 sequences, of which the fourth of four processes gets none."""
     args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10"]
-    done = run(folder, *args, "--noise_scale=True", "--out_dir=one")
+    done = run(folder, *args, "--watch=noise_scale", "--out_dir=one")
     assert done.returncode == 0, done.stderr
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--noise_scale=True"])])
+@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--watch=noise_scale"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
     for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
@@ -526,7 +526,7 @@ def test_a_run_on_prepared_data_records_how_they_were_prepared(folder, prepared)
     ("vocab_source", "byte", True), ("vocab_source", "custom", False), ("vocab_source", "tokenizer.json", True),
     ("vocab_size", 259, True), ("vocab_size", 0, True), ("vocab_size", 260, False), ("max_vocab_size", 300, True),
     ("max_vocab_size", 200, False), ("val_fraction", 0.0, True), ("val_fraction", 0.2, False), ("max_text_bytes", 1000, False),
-    ("column", "story", False), ("column", "text", True), ("skip_bad", True, False)])
+    ("column", "story", False), ("column", "text", True)])
 def test_what_data_are_prepared_with_is_refused_where_it_is_given_otherwise(prepared, capsys, name, value, fits):
     meta = json.loads(Path(prepared, "meta.json").read_text())
     value = f"{prepared}/{value}" if str(value).endswith(".json") else value
@@ -797,10 +797,10 @@ def test_what_is_the_users_stays_in_a_runs_folder(folder):
 def test_a_changed_setting_continues_when_forced(folder):
     args = ["--data=my.txt", "--out_dir=forced", "--decay_lr=False"]
     assert run(folder, *args, "--max_iters=5").returncode == 0
-    done = run(folder, *args, "--max_iters=10", "--batch_size=8", "--force_resume=True")
+    done = run(folder, *args, "--max_iters=10", "--batch_size=8", "--init_from=force")
     assert done.returncode == 0 and [row["iter"] for row in rows(folder, "forced")] == [0, 5, 10]
     assert run(folder, *args, "--max_iters=15", "--batch_size=8").returncode == 0  # has these settings now
-    assert run(folder, *args, "--max_iters=20", "--batch_size=2", "--force_resume=True").returncode == 0
+    assert run(folder, *args, "--max_iters=20", "--batch_size=2", "--init_from=force").returncode == 0
     assert [row["tokens"] // 32 for row in rows(folder, "forced")] == [0, 20, 60, 100, 110]
 
 
@@ -820,7 +820,7 @@ def test_a_run_that_goes_on_with_another_batch_reads_on(folder, tmp_path):
     (folder / "other.txt").write_text((folder / "my.txt").read_text()[3000:5800])
 
     def windows(*args):
-        done = forked.run([script, *TINY, "--decay_lr=False", "--force_resume=True", "--out_dir=reading", *args], folder, environment())
+        done = forked.run([script, *TINY, "--decay_lr=False", "--init_from=force", "--out_dir=reading", *args], folder, environment())
         assert done.returncode == 0, done.stderr
         return [int(start) for line in done.stdout.splitlines() if line.startswith("read") for start in line.split()[1:]]
     n = prepare.load(train.prepare(folder / "few.txt", "byte", cache=folder / "cache")).meta["train_tokens"] // 32
@@ -908,9 +908,9 @@ def test_a_folder_that_is_deleted_while_a_run_trains_in_it_is_made_anew(folder, 
 def test_sizes_are_never_changed_by_force(folder, reference):
     for change, words in [("--dim=64", "dim=32, now it is 64"), ("--n_heads=4", "n_heads=2, now"),
                           ("--optimizer=adamw", "optimizer=muon, now")]:
-        done = run(folder, *reference[0], "--out_dir=whole", "--max_iters=50", "--force_resume=True", change)
+        done = run(folder, *reference[0], "--out_dir=whole", "--max_iters=50", "--init_from=force", change)
         assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
-        assert "--force_resume" not in done.stderr
+        assert "--init_from=force" not in done.stderr
 
 
 def test_foreign_weights_are_one_line(capsys):
@@ -1030,7 +1030,7 @@ def supervised(tmp_path):
                       "    sys.exit(3)\n"
                       f"sys.path.insert(0, {str(ROOT)!r})\n"
                       "from engine.training import supervisor\n"
-                      "supervisor.supervise(10, '--more')\n")
+                      "supervisor.supervise('--more')\n")
     process = subprocess.Popen([sys.executable, script, "--supervise=True"], stdout=subprocess.PIPE, text=True,
                                start_new_session=True)
     yield process
@@ -1520,9 +1520,9 @@ def test_refused_steps_are_skipped_and_the_weights_go_back(folder, monkeypatch, 
                       "def marked(dataset, step):\n"
                       "    Poisoned.step = step\n"
                       "    return batch(dataset, step)\n"
-                      "model.Transformer, train.Dataset.batch = Poisoned, marked\n"
+                      "model.Transformer, train.Dataset.batch, train.progress.MAX_SKIPS = Poisoned, marked, 3\n"
                       "sys.exit(train.start(configure(vars(train))))\n")
-    args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--max_skips=3", "--out_dir=poisoned"]
+    args = [*TINY, "--data=my.txt", "--max_iters=40", "--log_interval=1", "--out_dir=poisoned"]
     done = subprocess.run([sys.executable, script, "4,22,23,24,25,26", *args], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     log = {row["iter"]: row for row in rows(folder, "poisoned")}
@@ -1558,9 +1558,8 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--multiple_of=0"], ["multiple_of is 0"]),
     (["--data=my.txt", "--depth=2", "--dim=0"], ["dim is 0, expected at least 1"]),
     (["--data=my.txt", "--decay_fraction=-1"], ["decay_fraction is -1"]),
-    (["--data=my.txt", "--max_skips=0"], ["max_skips is 0, expected at least 1"]),
-    (["--data=my.txt", "--keep_best=-1"], ["keep_best is -1, expected 0 or more"]),
-    (["--data=my.txt", "--supervise=True", "--max_restarts=-1"], ["max_restarts is -1, expected 0 or more"]),
+    (["--data=my.txt", "--watch=all"], ["watch is 'all', expected some of gradients, parameters, noise_scale"]),
+    (["--data=my.txt", "--wandb_send=text"], ["wandb_send is 'text', expected some of tables, model"]),
     (["--data=my.txt", "--supervise=True", "--eval_only=True"], ["--eval_only and --supervise: expected one of them"]),
     (["--data=my.txt", "--seed=-1"], ["seed is -1"]),
     (["--data=my.txt", "--seed=1e20"], ["--seed=1e20: seed is '1e20', expected int below 2^53"]),

@@ -46,7 +46,7 @@ class UpdateNorms:
     """
     Measure an optimizer step if `wanted` is set: for each layer the norm of the gradient as the
     optimizer receives it (clipped), the norm of the weights, and the norm of the update relative to
-    the weights. watch: "gradients", "parameters" or "all" adds their histograms; "off".
+    the weights. watch: "gradients", "parameters" or both adds their histograms.
 
         optimizer.step(update_norms)
 
@@ -54,7 +54,7 @@ class UpdateNorms:
     one chunk is copied at a time.
     """
 
-    def __init__(self, model, watch="off"):
+    def __init__(self, model, watch=""):
         self.names = {p: name for name, p in model.named_parameters()}
         self.watch, self.wanted, self.norms, self.histograms = watch, False, [], {}
 
@@ -76,7 +76,7 @@ class UpdateNorms:
         names, kind = [self.names[p] for p in params], WATCHED.get(norm)
         for name, size in zip(names, torch._foreach_norm(tensors)):
             self.norms.append((norm, layer_of(name), size))
-        if kind and self.watch in ("all", kind):
+        if kind and kind in self.watch:
             for name, tensor in zip(names, tensors):
                 self.histograms[f"{kind}/{name}"] = histogram(distributed.unshard(tensor))
 

@@ -109,9 +109,9 @@ def chosen(words):
     if names in (["all"], ["none"]):
         return list(CHECKS) if names == ["all"] else []
     for name in (name.removeprefix("-") for name in names):
-        if name not in CHECKS:
+        if name not in (*CHECKS, "files"):  # files: while the data are prepared
             near = difflib.get_close_matches(name, CHECKS, 1, 0.5)
-            advice = f"expected all, none, or some of {', '.join(CHECKS)}"
+            advice = f"expected all, none, or some of files, {', '.join(CHECKS)}"
             if near:
                 advice = f"did you mean {near[0]!r}?"
             fail(f"--checks={words}: there is no check {name!r}; {advice}")

@@ -220,7 +220,8 @@ def report(source, bad, changed, skip_bad):
     if len(bad) == count:
         raise Unfit(words if count == 1 else f"{source.text}: {words}")
     if bad and not skip_bad:
-        raise Unfit(f"{source.text}: {words}", "--skip_bad=True leaves such files out")
+        raise Unfit(f"{source.text}: {words}", "train.py --checks=-files or data.py "
+                    "--skip_bad=True leaves such files out")
     for done, files in changed.items():
         if done and count == 1:
             print(f"{source.text}: {done}")

@@ -133,7 +133,7 @@ def as_prepared(knobs, given, meta):
     """
     changed = {}
     for name, neutral in NEUTRAL.items() if is_prepared(knobs.data) else ():
-        value, found = getattr(knobs, name), meta.get(name, neutral)
+        value, found = getattr(knobs, name, neutral), meta.get(name, neutral)
         if name == "vocab_source":
             is_same = is_vocabulary(value, name in given, meta, knobs.cache)
         else:

@@ -118,7 +118,7 @@ def resolve_run(run, given, said, earlier=()):
     earlier = {name: earlier[name] for name in RUN_ENTRIES if name in earlier}
     said = {name: value for name, value in said.items() if value}
     if "tags" in said:
-        said["tags"] = said["tags"].split(",")
+        said["tags"] = [tag.strip() for tag in said["tags"].split(",")]
     flags = {name: run[name] for name in ("id", *given) if name in run}
     return run | earlier | said | flags
 

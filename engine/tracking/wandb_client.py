@@ -27,9 +27,7 @@ RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name"
 VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES",
              "run_job_type": "WANDB_JOB_TYPE"}
 # {the client's setting: the flag of train.py}
-FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name",
-         "run_group": "--wandb_group", "run_tags": "--wandb_tags", "run_notes": "--wandb_notes",
-         "run_job_type": "--wandb_job_type"}
+FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name"}
 
 
 # ---- settings -----------------------------------------------------------------------------------

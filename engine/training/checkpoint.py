@@ -64,10 +64,10 @@ class Contents(NamedTuple):
 
 # ---- write ---------------------------------------------------------------------------------------
 
-def save(out_dir, contents, keep_last=1, keep_best=1, claim=lambda out_dir: None):
+def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
     """
     Publish out_dir/checkpoints/step_N and return it. Then remove all checkpoints but the newest
-    keep_last (0: keep all), the keep_best with the lowest metric, and the one that early_stop would
+    keep_last (0: keep all), the one with the lowest metric, and the one that early_stop would
     return to.
 
     contents: a Contents; claim(out_dir): called by the master before the first file is written. In
@@ -103,7 +103,7 @@ def save(out_dir, contents, keep_last=1, keep_best=1, claim=lambda out_dir: None
     ranked = by_metric(out_dir)
     if ranked:
         write_atomic(Path(out_dir, "best"), ranked[0].name)
-    keep = ranked[:keep_best]
+    keep = ranked[:1]
     early_stop_best = train.get("state", {}).get("best_due", [math.inf, None])[1]
     if early_stop_best:
         keep.append(step_folder(out_dir, early_stop_best))

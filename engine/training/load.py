@@ -143,7 +143,8 @@ def adopt(config, given):
                  "train from scratch, without --init_from")
     free = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
             "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
-    if config.eval_only and before.get("max_text_bytes"):  # else all of a large text would be prepared
+    # Else an evaluation would prepare all of a large text.
+    if config.eval_only and before.get("max_text_bytes"):
         free["max_text_bytes"] = before["max_text_bytes"]
     free = {name: value for name, value in free.items() if name not in given}
     notes = "".join(f"; {name}={value}" for name, value in free.items())

@@ -13,6 +13,7 @@ from engine.training import checkpoint, distributed
 from engine.untrusted import reading
 
 NO_LIMIT = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # a new run's clock, see session_clock
+MAX_SKIPS = 10  # steps refused in a row before the weights return to the last checkpoint
 
 
 def new_state(config, clock, signature):
@@ -44,18 +45,18 @@ def warn_of(error):
 
 def go_back(config, model, opt, spike_detector, writer):
     """
-    After max_skips refused steps in a row, load the weights of the last checkpoint. The data that
+    After MAX_SKIPS refused steps in a row, load the weights of the last checkpoint. The data that
     was read since then is not read again.
     """
     warn_of(distributed.on_master(writer.wait))
     folder = distributed.on_master(checkpoint.newest, config.out_dir)
     if folder is None:
-        fail(f"{config.max_skips} steps in a row had a loss or gradient out of the ordinary, and "
+        fail(f"{MAX_SKIPS} steps in a row had a loss or gradient out of the ordinary, and "
              f"there is no checkpoint to go back to; lower the learning_rate (now "
              f"{config.learning_rate})")
     load_checkpoint(folder, model, opt)
     spike_detector.state["in_a_row"] = 0
-    distributed.say(f"warning: {config.max_skips} steps in a row were skipped; going on with the "
+    distributed.say(f"warning: {MAX_SKIPS} steps in a row were skipped; going on with the "
                     f"weights of {folder}")
 
 

@@ -74,7 +74,7 @@ def load_data(config, prepare, device):
     """
     c = config
     folder = on_master(prepare, c.data, c.vocab_source, c.vocab_size, c.val_fraction, c.cache,
-                       skip_bad=c.skip_bad, column=c.column, max_vocab_size=c.max_vocab_size,
-                       max_text_bytes=c.max_text_bytes)
+                       skip_bad=resume.skips_files(c.checks), column=c.column,
+                       max_vocab_size=c.max_vocab_size, max_text_bytes=c.max_text_bytes)
     refuse_unseen(folder, device)
     return load_prepared(folder)

@@ -15,8 +15,8 @@ from engine.training import checkpoint, distributed, run_folder
 from engine.untrusted import MAX_JSON, read_json, reading
 
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
-OF_SESSION = {"out_dir", "eval_only", "init_from", "force_resume", "max_minutes", "cache", "device",
-              "fsdp", "compile", "activation_checkpointing", "supervise", "max_restarts",
+OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
+              "fsdp", "compile", "activation_checkpointing", "supervise",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "checks"}
 # Settings that decide the shape and meaning of weights and optimizer.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
@@ -25,6 +25,7 @@ SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size"
 RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
            "within_documents": "document_mask", "vocab_most": "max_vocab_size",
            "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
+OLD_WATCH = {"off": "", "all": "gradients,parameters"}
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
                # A number before the first step since the last row, then a scalar tensor.
@@ -47,7 +48,7 @@ def default_out_dir(data):
 
 def is_fine_tuning(config):
     """Return whether init_from is the path of a model to fine-tune."""
-    return config.init_from not in ("auto", "resume", "scratch")
+    return config.init_from not in ("auto", "force", "resume", "scratch")
 
 
 def find_start(config):
@@ -117,9 +118,21 @@ def stored_settings(folder):
     return renamed(stored)
 
 
+def skips_files(checks):
+    """Return whether --checks leaves out `files`: unreadable files of a folder are skipped."""
+    return "-files" in [word.strip() for word in checks.split(",")]
+
+
 def renamed(stored):
-    """Return {setting: value} with the names that older checkpoints use replaced."""
-    return {RENAMED.get(name, name): value for name, value in stored.items()}
+    """Return {setting: value} with the settings that older checkpoints have translated."""
+    found = {RENAMED.get(name, name): value for name, value in stored.items()}
+    if found.get("skip_bad") is True:
+        found["checks"] = "-files"
+    if "wandb_watch" in found and "watch" not in found:
+        histograms = OLD_WATCH.get(found["wandb_watch"], found["wandb_watch"])
+        words = [histograms] + ["noise_scale"] * (found.get("noise_scale") is True)
+        found["watch"] = ",".join(filter(None, words))
+    return found
 
 
 def resumable(stored):
@@ -156,7 +169,7 @@ def resume_settings(config, folder, given):
     restore_secrets(config, folder, stored, given)
     begun = stored.get("init_from", "auto")
     if is_fine_tuning(config) and Path(begun).resolve() != Path(config.init_from).resolve():
-        origin = "nothing" if begun in ("auto", "scratch", "resume") else begun
+        origin = "nothing" if begun in ("auto", "force", "scratch", "resume") else begun
         fail(f"{config.out_dir} holds a run that began from {origin}, not from "
              f"{config.init_from}; give another --out_dir, or --init_from=resume to continue it")
     kept = resumable(stored)
@@ -164,6 +177,8 @@ def resume_settings(config, folder, given):
                if name in given and getattr(config, name) != value]
     taken = {name: value for name, value in kept.items() if name not in given}
     taken["init_from"] = begun
+    if "checks" not in given and skips_files(stored.get("checks", "")):
+        taken["checks"] = stored["checks"]  # the data are prepared without the unreadable files
     resumed = config.changed(**taken)
     is_own_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
     if is_fine_tuning(resumed) and is_own_vocabulary:  # the model it came from may be gone
@@ -188,17 +203,17 @@ def resume_signature(config, args, dataset):
     return same | {"data": dataset.meta["fingerprint"]}
 
 
-def restore(config, folder, signature, opt):
+def restore(config, folder, signature, opt, is_forced):
     """
     Load the optimizer and return the state of a run to resume. signature: resume_signature's of
-    now. Ends the program if the checkpoint is another run's.
+    now. Ends the program if the checkpoint is another run's; is_forced: only if its sizes differ.
     """
     with reading(Path(folder, "train.pt"), "the state of a run", fail):
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
         before = renamed(state["fixed"])
-        refuse_other_run(config, folder, before, signature)
+        refuse_other_run(config, folder, before, signature, is_forced)
         if config.minutes and "minutes" not in state["clock"]:
             fail(f"{config.out_dir} holds a run whose sizes do not follow from --minutes; "
                  f"--max_minutes limits the time of this session")
@@ -220,20 +235,20 @@ def check_state(state):
         raise ValueError(f"its state has another {wrong[0]} than a run writes")
 
 
-def refuse_other_run(config, folder, before, now):
+def refuse_other_run(config, folder, before, now, is_forced):
     """
-    End the program if two signatures differ, unless force_resume is set and all that differs can be
-    changed.
+    End the program if two signatures differ, unless the resume is forced and all that differs can
+    be changed.
     """
     different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
     never = [name for name in different if name in SHAPES]
-    if not different or config.force_resume and not never:
+    if not different or is_forced and not never:
         return
     name = different[0]
     what = f"holds a run with {name}={before[name]}, now it is {now[name]}"
     if name == "data":
         what = describe_data_change(config, folder)
-    force = "" if never else ", or --force_resume=True"
+    force = "" if never else ", or --init_from=force"
     fail(f"{config.out_dir} {what}; give the old value to resume it, another --out_dir, or "
          f"--init_from=scratch{force}")
 

@@ -10,7 +10,10 @@ from engine.streams import tell
 from engine.training import signals
 
 
-def supervise(max_restarts, *more):
+MAX_RESTARTS = 10
+
+
+def supervise(*more):
     """
     Run this program as a child, with `more` arguments, and restart it when it crashes, after ever
     longer pauses. Signals are passed on to the child; after one that asks to stop, it is not
@@ -28,16 +31,16 @@ def supervise(max_restarts, *more):
     for signum in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(signum, pass_on)
     signals.on_stops(pass_on)
-    for attempt in range(max_restarts + 1):
+    for attempt in range(MAX_RESTARTS + 1):
         # In a session of its own, or else a terminal's Ctrl-C would reach the child twice.
         child = subprocess.Popen(command, start_new_session=True)
         code = child.wait()
         # Exit code 2 is a user's mistake, which a restart would repeat.
-        if code in (0, 2) or attempt == max_restarts or stopped.is_set():
+        if code in (0, 2) or attempt == MAX_RESTARTS or stopped.is_set():
             break
         pause = min(60, 2 ** attempt)
         tell(f"supervise: the training ended with code {code}; restart {attempt + 1} of "
-             f"{max_restarts} in {pause} s")
+             f"{MAX_RESTARTS} in {pause} s")
         if stopped.wait(pause):
             break
     sys.exit(code if code >= 0 else 1)

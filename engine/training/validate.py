@@ -9,13 +9,13 @@ from engine.spans import spanned
 from engine.training import distributed, mode
 
 AT_LEAST_1 = ("eval_interval", "log_interval", "gradient_accumulation_steps", "max_iters",
-              "max_seq_len", "multiple_of", "max_skips", "dim", "n_layers", "n_heads")
+              "max_seq_len", "multiple_of", "dim", "n_layers", "n_heads")
 AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_clip", "min_lr",
               "vocab_size", "max_vocab_size", "max_text_bytes", "depth", "minutes", "early_stop",
-              "peak_tflops", "seed", "keep_last", "keep_best", "max_minutes", "spike_z",
-              "max_restarts", "decay_fraction")
-CHOICES = {"schedule": ("cosine", "linear"),
-           "wandb_watch": ("off", "all", "gradients", "parameters")}
+              "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction")
+CHOICES = {"schedule": ("cosine", "linear")}
+# Settings that are names separated by commas.
+LISTS = {"watch": ("gradients", "parameters", "noise_scale"), "wandb_send": ("tables", "model")}
 
 
 def check_settings(config):
@@ -37,8 +37,8 @@ def check_settings(config):
         fail(f"learning_rate is {config.learning_rate}, expected above 0 and below 1; 1e-3 is a "
              f"good start")
     if not 0 < config.embedding_lr_scale * config.learning_rate < 1:
-        fail(f"embedding_lr_scale is {config.embedding_lr_scale}, expected above 0, and below 1 when multiplied by "
-             f"learning_rate; 2 is a good start")
+        fail(f"embedding_lr_scale is {config.embedding_lr_scale}, expected above 0, and below 1 "
+             f"when multiplied by learning_rate; 2 is a good start")
     for name in ("momentum", "beta1", "beta2"):
         if not 0 <= getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}, expected 0 <= {name} < 1")
@@ -46,6 +46,11 @@ def check_settings(config):
         if getattr(config, name) not in choices:
             expected = f"{', '.join(choices[:-1])} or {choices[-1]}"
             fail(f"{name} is {getattr(config, name)!r}, expected {expected}")
+    for name, choices in LISTS.items():
+        for word in getattr(config, name).split(","):
+            if word.strip() not in ("", *choices):
+                fail(f"{name} is {getattr(config, name)!r}, expected some of {', '.join(choices)}, "
+                     f"separated by commas")
     mode.check(config)
     if config.fsdp and distributed.world > 1 and not importlib.util.find_spec("safetensors"):
         fail("--fsdp=True saves its slices as safetensors; needed: pip install safetensors")
