@@ -9,7 +9,7 @@ width, V vocabulary.
     python model.py config/stories15M.py        parameters, FLOPs, memory, time and file sizes
 """
 import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn as nn
@@ -50,16 +50,15 @@ class ModelArgs:
         return self.head_width or self.dim // self.n_heads
 
     @classmethod
-    def of(cls, config, vocab_size):
+    def of(cls, config, vocab_size, imported=None):
         """
-        Return the sizes in the settings `config`, whose rope_factors are numbers separated by
-        commas. Raises ValueError where they are not.
+        Return the sizes in the settings `config`. imported: the ModelArgs of the model that a run
+        starts from, which count where train.py has no setting.
         """
-        factors = tuple(float(factor) for factor in config.rope_factors.split(",") if factor)
-        given = {field.name: getattr(config, field.name) for field in fields(cls)
-                 if hasattr(config, field.name)}
-        return cls(**given | {"vocab_size": vocab_size, "rope_factors": factors,
-                              "tied": config.tie_embeddings})
+        known = asdict(imported) if imported else {}
+        known |= {field.name: getattr(config, field.name) for field in fields(cls)
+                  if hasattr(config, field.name)}
+        return cls(**known | {"vocab_size": vocab_size, "tied": config.tie_embeddings})
 
     def build(self, device="cpu"):
         """Return an untrained Transformer on a device; on "meta" it takes no memory."""

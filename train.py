@@ -111,7 +111,6 @@ dim = 64                    # model width
 n_layers = 2                # number of blocks
 n_heads = 2                 # number of query heads
 n_kv_heads = 0              # number of key/value heads; 0: as many as n_heads
-head_width = 0              # width of a head; 0: dim / n_heads
 hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded up to a multiple of
                             # multiple_of
 multiple_of = 32            # the hidden width is rounded up to a multiple of this
@@ -122,13 +121,7 @@ document_mask = True        # attention sees only its own document; False is fas
                             # contexts
 tie_embeddings = True       # the classifier shares the embedding's weights
 rope_theta = 10000.0        # base of the rotary positions
-rope_scaling = 1.0          # linear scaling of the positions: they are divided by this
-rope_factors = ""           # divisors of the frequency of each pair of a head, as in Llama 3.1:
-                            # numbers separated by commas
-rope_attention = 1.0        # factor of the rotated queries and keys, as in YaRN
 qkv_bias = False            # biases for queries, keys and values, as in Qwen2
-qk_norm = False             # RMSNorm of each head's query and key, as in Qwen3
-norm_eps = 1e-5             # epsilon of RMSNorm
 # ---- optimization
 batch_size = 6              # sequences per forward pass; 0: the most that fit into memory
 gradient_accumulation_steps = 1  # forward passes per step, over all processes: a step has
@@ -372,7 +365,7 @@ def main(config, steps=math.inf):
         hardware.keep_memory()
     is_forced = config.init_from == "force"
     found = resolve(config, device, prepare, BUILD)
-    config, args = found.config, found.args
+    config, args, setup = found.config, found.args, found.setup
     globals().update(config.as_dict())
 
     # ---- data ------------------------------------------------------------------------------------
@@ -380,8 +373,7 @@ def main(config, steps=math.inf):
     dataset = Dataset(found.prepared, max_seq_len, batch_size, sequences, seed, distributed.rank,
                       distributed.world, pinned=device.type == "cuda")
     if not eval_only:
-        setup = costs.TrialSetup(BUILD, device, found.amp_dtype)
-        costs.refuse_too_large(config, args, device, found.amp_dtype)
+        costs.refuse_too_large(config, args, device, setup.amp_dtype)
         begun = checkpoint.manifest(found.start)["step"] if found.resuming else 0
         estimate = costs.estimate_run(config, args, setup, dataset.meta, begun)
 
@@ -393,7 +385,7 @@ def main(config, steps=math.inf):
     if fsdp and distributed.world > 1:
         distributed.shard(model)
     opt = make_optimizer(model, config)
-    amp = torch.autocast(device.type, found.amp_dtype, enabled=found.amp_dtype != torch.float32)
+    amp = torch.autocast(device.type, setup.amp_dtype, enabled=setup.amp_dtype != torch.float32)
 
     # ---- resume, or start from another model -----------------------------------------------------
     state = progress.new_state(config, found.clock, resume.resume_signature(config, args, dataset))
@@ -402,7 +394,7 @@ def main(config, steps=math.inf):
         dataset.resumed_at = state["step"], state["sequences"]
     if found.start:
         state["chat"] = load.start_from(model, found.start, check=eval_only or not found.resuming)
-    opt.scale = LossScale(found.amp_dtype == torch.float16, state.get("scale"))
+    opt.scale = LossScale(setup.amp_dtype == torch.float16, state.get("scale"))
     network = distributed.wrap(model)
     if compile:
         network = torch.compile(network)

@@ -33,7 +33,6 @@ n_kv_heads: num_key_value_heads num_kv_heads n_kv_head kv_heads
 hidden_dim: intermediate_size ffn_dim d_ff ffn_hidden_size
 max_seq_len (in tokens): block_size context context_length context_size ctx_len n_ctx seq_length
 max_seq_len (in tokens): sequence_length max_position_embeddings max_length
-norm_eps: rms_norm_eps layer_norm_eps layer_norm_epsilon
 tie_embeddings: tied tie_word_embeddings tied_embeddings weight_tying
 dropout: attention_dropout hidden_dropout resid_pdrop
 perplexity (with a text file): text text_file input input_file ppl
@@ -106,6 +105,9 @@ NO_COUNTERPART = [
     ("keep_last keep_best save_total_limit",
      "always_save_checkpoint", "the newest and the best checkpoint are kept; "
      "--always_save_checkpoint=True keeps all"),
+    ("rope_scaling rope_factors rope_attention qk_norm head_width head_dim norm_eps rms_norm_eps "
+     "layer_norm_eps layer_norm_epsilon",
+     "init_from", "--init_from keeps what the model has; ModelArgs in model.py has the defaults"),
     ("max_restarts",
      "supervise", "a supervised program is restarted at most 10 times"),
     ("max_skips",

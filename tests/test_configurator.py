@@ -229,7 +229,7 @@ def test_help_lists_every_knob_with_default_type_and_comment(script):
 ANSWERS = {  # another program's name or a slip, and what it is answered with; nothing: no answer would be right
     "train": "lr>learning_rate epochs>max_iters num_train_epochs>max_iters n_embd>dim n_layer>n_layers n_head>n_heads "
         "block_size>max_seq_len hidden_size>dim intermediate_size>hidden_dim num_hidden_layers>n_layers "
-        "num_attention_heads>n_heads num_key_value_heads>n_kv_heads rms_norm_eps>norm_eps "
+        "num_attention_heads>n_heads num_key_value_heads>n_kv_heads "
         "max_position_embeddings>max_seq_len tie_word_embeddings>tie_embeddings dataset>data output_dir>out_dir "
         "per_device_train_batch_size>batch_size max_steps>max_iters eval_steps>eval_interval "
         "save_steps>eval_interval logging_steps>log_interval warmup_steps>warmup_iters adam_beta2>beta2 "

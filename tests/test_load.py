@@ -706,7 +706,8 @@ def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
         return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}, defaults=knobs), given.keys())
 
     found = adopt(tmp_path / "m")
-    args = ModelArgs.of(SimpleNamespace(**knobs | found), vocabulary.vocab_size)
+    imported = load.stored_args(tmp_path / "m", check=True)
+    args = ModelArgs.of(SimpleNamespace(**knobs | found), vocabulary.vocab_size, imported)
     assert args == load.read_model(tmp_path / "m")[1] and found["learning_rate"] == 6e-4 and found["max_seq_len"] == 64
     assert Path(found["vocab_source"]).read_bytes() == vocabulary.data
     assert {"learning_rate", "max_seq_len"}.isdisjoint(adopt(tmp_path / "m", learning_rate=1e-3, max_seq_len=32))
@@ -772,12 +773,19 @@ def test_fine_tuning_an_imported_model(tmp_path, vocabulary):
     assert f"validation loss {losses[-1]:.3f}"[:-1] in more.stdout, more.stderr
 
 
-@pytest.mark.parametrize("flag, kind", [("--qk_norm=True", "qwen3"), ("--qkv_bias=True", "qwen2"), ("--head_width=24", "llama")])
-def test_training_with_what_others_have(flag, kind, tmp_path):
+@pytest.mark.parametrize("like, kind", [("qk_norm=True", "qwen3"), ("qkv_bias=True", "qwen2"), ("head_width=24", "llama")])
+def test_training_with_what_others_have(like, kind, tmp_path):
     """All checks before the first step pass, and the export is named after the architecture that has it."""
     (tmp_path / "my.txt").write_text("\n".join(f"the girl played {n} times in the park and once outside" for n in range(700)))
-    done = forked.run([ROOT / "train.py", "--data=my.txt", "--vocab_source=byte", "--max_iters=4", "--eval_interval=4", "--eval_iters=1",
-                       "--max_seq_len=32", "--device=cpu", "--peak_tflops=0.1", flag, "--out_dir=out"], tmp_path, os.environ)
+    script = tmp_path / "like.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+                      "import functools, train\n"
+                      f"args = functools.partial(train.ModelArgs.of, imported=train.ModelArgs({like}))\n"
+                      "train.BUILD = train.BUILD._replace(model_args=args)\n"
+                      "sys.exit(train.start(train.configure(vars(train))))\n")
+    flag = [f"--{like}"] * (kind == "qwen2")
+    done = forked.run([script, "--data=my.txt", "--vocab_source=byte", "--max_iters=4", "--eval_interval=4", "--eval_iters=1",
+                       "--max_seq_len=32", "--device=cpu", "--peak_tflops=0.1", *flag, "--out_dir=out"], tmp_path, os.environ)
     assert not done.returncode and "warning" not in done.stdout + done.stderr and " passed" in done.stdout, done.stdout + done.stderr
     assert gguf.GGUFReader(tmp_path / "out/model.gguf").get_field("general.architecture").contents() == kind
     model, again = (imported(tmp_path / name) for name in ("out", "out/model.gguf"))

@@ -349,7 +349,7 @@ def few_letters(kind, count, size=30_000):
 
 KINDS = ["drawn", "runs", "lines", "mostly one", "documents"]
 SHAPES = [{"dim": 64}, {"dim": 2, "n_heads": 1}, {"dim": 256, "max_seq_len": 16},
-          {"dim": 8, "max_seq_len": 2, "tie_embeddings": False, "qk_norm": True, "qkv_bias": True},
+          {"dim": 8, "max_seq_len": 2, "tie_embeddings": False, "qkv_bias": True},
           {"max_seq_len": 8, "batch_size": 1, "gradient_accumulation_steps": 5, "dtype": "bfloat16"}]
 
 

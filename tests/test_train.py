@@ -842,8 +842,13 @@ def test_an_older_checkpoint_without_counters_goes_on_where_it_was():
 
 
 def test_what_cannot_be_exported_is_refused_before_the_first_step(folder):
-    for words, told in ((["--rope_factors=1,1,2,2,4,4,8,8", "--rope_attention=1.1"], "GGUF can't say how llama slows"),
-                        (["--rope_theta=1e39"], "--rope_theta=1e39: rope_theta is '1e39', expected"), (["--max_iters=1e10"], "max_iters=1e+10")):
+    fault = ("import functools, train\n"
+             "like = train.ModelArgs(rope_factors=(1, 1, 2, 2, 4, 4, 8, 8), rope_attention=1.1)\n"
+             "args = functools.partial(train.ModelArgs.of, imported=like)\n"
+             "train.BUILD = train.BUILD._replace(model_args=args)\n")
+    done = faulty(folder, folder, fault, "--data=my.txt", "--out_dir=unexportable")
+    assert done.returncode == 2 and "GGUF can't say how llama slows" in done.stderr, done.stderr
+    for words, told in ((["--rope_theta=1e39"], "--rope_theta=1e39: rope_theta is '1e39', expected"), (["--max_iters=1e10"], "max_iters=1e+10")):
         done = run(folder, "--data=my.txt", "--out_dir=unexportable", "--max_iters=2", *words)
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("error: ") == 1, done.stderr
         assert "Traceback" not in done.stderr and "iter " not in done.stdout and not (folder / "unexportable").exists()

@@ -114,6 +114,14 @@ def start_from(model, path, check=True):
     return {key: extra[key] for key in CHAT if key in extra}
 
 
+def stored_args(path, check):
+    """Return the ModelArgs of a path of `checkpoint.origin`. check: as of checkpoint.load."""
+    if not checkpoint.complete(path):
+        return read_model(path)[1]
+    with reading(path, "a model", fail):
+        return checked(ModelArgs(**checkpoint.load(path, check=check)["args"]), path / "model.pt")
+
+
 def adopt(config, given):
     """
     Return the settings that fine-tuning takes from the model that init_from names: sizes,
@@ -133,7 +141,6 @@ def adopt(config, given):
     file = checkpoint.tokenizer_path(path) if own else keep_vocabulary(vocabulary, config.cache)
     adopted = {name: value for name, value in resume.renamed(vars(args)).items()
                if name in config.defaults and name not in ("dropout", "max_seq_len")}
-    adopted["rope_factors"] = ",".join(map(repr, args.rope_factors))
     for name in sorted(given & {*adopted, *compared}):
         value = getattr(config, name)
         same = value in (adopted.get(name), before.get(name))

@@ -164,7 +164,7 @@ def shape_of_width(config, given, dim, size):
         tied = (False, "embedding and classifier learn more as two tables from an ample text")
     plan = {"dim": (dim, "the widest of the rules"),
             "n_layers": (layers, "few: a short training gains more from width than from depth"),
-            "n_heads": (heads, f"{config.head_width or dim // heads} dimensions each"),
+            "n_heads": (heads, f"{dim // heads} dimensions each"),
             "tie_embeddings": tied,
             "max_seq_len": (context, "tokens of context; more would not pay at this width"),
             "batch_size": (math.ceil(sequences / passes),

@@ -3,6 +3,8 @@ Resolve the settings of a training once, each after those that it depends on: th
 checkpoint to resume or a model to fine-tune, sizes from time or depth, what a mode fixes, the
 largest batch. train.py writes the result into its globals, and nothing changes it afterwards.
 """
+from functools import partial
+
 from engine.text.prepare import as_prepared, text_bytes
 from engine.text.prepare import load as load_prepared
 from engine.training import fit_batch, hardware, load, mode, plan, progress, resume
@@ -31,6 +33,9 @@ def resolve(config, device, prepare, build):
     elif resume.is_fine_tuning(config):
         adopted = on_master(load.adopt, config, given)
         config, given = config.changed(**adopted), given | adopted.keys()
+    if start:  # what no setting names comes from the model: norms, head width, scaled positions
+        imported = on_master(load.stored_args, start, config.eval_only or not resuming)
+        build = build._replace(model_args=partial(build.model_args, imported=imported))
     setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
 
     # Sizes: from the time budget and the text, of the prepared data, from the depth, of a mode.
@@ -47,7 +52,7 @@ def resolve(config, device, prepare, build):
     args = checked_args(config, build.model_args(config, vocab_size), prepared)
     if find_batch and not resuming and not config.eval_only and not config.overfit:
         config = config.changed(**on_master(fit_batch.largest_batch, config, args, setup))
-    return Resolved(config, start, resuming, changes, clock, setup.amp_dtype, prepared, args)
+    return Resolved(config, start, resuming, changes, clock, setup, prepared, args)
 
 
 def plan_from_time(config, given, prepare, setup):

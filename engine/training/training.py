@@ -36,14 +36,14 @@ class Resolved:
 
     config: every setting as the training will use it; start: the step folder or model that the
     weights are loaded from, None for new weights; resuming: whether start is this run's own
-    checkpoint; changes: as of Training; clock: see progress.session_clock; prepared: the tokens;
-    args: ModelArgs.
+    checkpoint; changes: as of Training; clock: see progress.session_clock; setup: the
+    costs.TrialSetup; prepared: the tokens; args: ModelArgs.
     """
     config: Config
     start: Path | None
     resuming: bool
     changes: list
     clock: dict
-    amp_dtype: torch.dtype
+    setup: Any
     prepared: Any
     args: Any
