@@ -82,12 +82,8 @@ wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of
 wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
 wandb_send = "tables,model"  # what W&B gets besides numbers: tables of documents, samples and
                              # predictions; the exported model
-tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install
-                            # tensorboard)
-swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a
-                            # server (pip install swanlab)
-trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install
-                            # trackio)
+trackers = ""               # more trackers of the same metrics, separated by commas: tensorboard
+                            # (event files), swanlab, trackio; each needs: pip install its name
 # ---- data
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder,
                             # prepared data

@@ -49,6 +49,9 @@ eval_interval (as every evaluation saves): save_steps save_every save_interval
 eval_interval (as every evaluation saves): checkpoint_interval ckpt_interval
 watch (as in --watch=noise_scale): noise_scale
 watch (as in --watch=gradients,parameters): wandb_watch
+trackers (as in --trackers=tensorboard): tensorboard_log
+trackers (as in --trackers=swanlab): swanlab_log
+trackers (as in --trackers=trackio): trackio_log
 wandb_send (as in --wandb_send=tables,model): wandb_tables wandb_log_model
 init_from (as in --init_from=force): force_resume
 checks (as in --checks=-files): skip_bad

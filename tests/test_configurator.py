@@ -247,7 +247,7 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
 @pytest.mark.parametrize("script, theirs, ours", [(script, *pair.split(">")) for script, pairs in ANSWERS.items()
                                                   for pair in pairs.split()])
 def test_unknown_names_are_answered_with_ours_or_not_at_all(script, theirs, ours):
-    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
+    said = advice.advice(theirs, configurator.configurator.source_knobs(ROOT / f"{script}.py"))
     assert re.match(f"(here it is|did you mean) '{ours}'[,?]?( (?!or)|$)" if ours else "--help lists all$", said), said
 
 
@@ -267,7 +267,7 @@ def test_the_table_of_other_programs_names_only_what_exists():
     ("train", "load_in_4bit", "export.py --dtype=q8_0"), ("train", "messages", "one string a document"),
     ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--fsdp=True")])
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
-    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
+    said = advice.advice(theirs, configurator.configurator.source_knobs(ROOT / f"{script}.py"))
     assert said.startswith("there is no such setting here: ") and words in said and "did you mean" not in said
 
 
@@ -494,3 +494,23 @@ def test_a_warning_into_a_pipe_that_nobody_reads_is_lost_and_the_program_goes_on
                "tell('a'); tell('b', sys.stderr); print('c', flush=True); open('went on', 'w')")
     subprocess.run([sys.executable, "-c", program, ROOT], cwd=tmp_path, check=True)
     assert (tmp_path / "went on").exists()
+
+
+def test_train_has_few_settings_and_the_page_lists_them_in_order():
+    knobs = configurator.source_knobs(ROOT / "train.py")
+    assert len(knobs) <= 70
+    assert list(json.loads((ROOT / "page/zh.json").read_text(encoding="utf-8"))["knobs"]) == list(knobs)
+
+
+@pytest.mark.parametrize("old, said", [
+    ("tied", "'tie_embeddings'"), ("sharded", "'fsdp'"), ("within_documents", "'document_mask'"),
+    ("vocab_most", "'max_vocab_size'"), ("text_most", "'max_text_bytes'"), ("table_rate", "'embedding_lr_scale'"),
+    ("force_resume", "--init_from=force"), ("skip_bad", "--checks=-files"), ("noise_scale", "--watch=noise_scale"),
+    ("wandb_watch", "--watch=gradients,parameters"), ("wandb_tables", "'wandb_send'"), ("wandb_log_model", "'wandb_send'"),
+    ("tensorboard_log", "--trackers=tensorboard"), ("swanlab_log", "--trackers=swanlab"), ("trackio_log", "--trackers=trackio"),
+    ("wandb_group", "WANDB_RUN_GROUP"), ("wandb_tags", "WANDB_TAGS"), ("wandb_notes", "WANDB_NOTES"),
+    ("wandb_job_type", "WANDB_JOB_TYPE"), ("keep_last", "--always_save_checkpoint=True"), ("keep_best", "--always_save_checkpoint=True"),
+    ("max_restarts", "at most 10 times"), ("max_skips", "10 skipped steps"), ("rope_scaling", "ModelArgs"), ("rope_factors", "ModelArgs"),
+    ("rope_attention", "ModelArgs"), ("qk_norm", "ModelArgs"), ("head_width", "ModelArgs"), ("norm_eps", "ModelArgs")])
+def test_an_old_name_of_a_setting_is_answered_with_what_is_there_instead(old, said):
+    assert said in advice.advice(old, configurator.source_knobs(ROOT / "train.py"))

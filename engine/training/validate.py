@@ -15,7 +15,8 @@ AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_
               "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction")
 CHOICES = {"schedule": ("cosine", "linear")}
 # Settings that are names separated by commas.
-LISTS = {"watch": ("gradients", "parameters", "noise_scale"), "wandb_send": ("tables", "model")}
+LISTS = {"watch": ("gradients", "parameters", "noise_scale"), "wandb_send": ("tables", "model"),
+         "trackers": ("tensorboard", "swanlab", "trackio")}
 
 
 def check_settings(config):
