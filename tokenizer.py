@@ -564,11 +564,14 @@ def from_hugging_face(tokenizer, path):
             return named
         return ids[0] if isinstance(ids, list) and ids else ids
 
-    first, eos_id = model.encode("").ids[:1], special("eos")
+    eos_id = special("eos")
     if not isinstance(eos_id, int):
         fail(f"{path}: no file in its folder defines EOS; "
              "expected a tokenizer_config.json with eos_token")
-    bos_id = first[0] if first else special("bos")
+    # Encoding "" would not tell a BOS before the text from an EOS after it.
+    example = model.encode("a")
+    add_bos = example.special_tokens_mask[:1] == [1]
+    bos_id = example.ids[0] if add_bos else special("bos")
     if not isinstance(bos_id, int):
         bos_id = eos_id  # as in Qwen, where the end of a text also separates texts
     ends = [i for i in generation(folder)["eos_token_id"] if i not in (bos_id, eos_id)]
@@ -578,8 +581,7 @@ def from_hugging_face(tokenizer, path):
     size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
     rows = found.get("vocab_size")
     vocab_size = max(size, rows) if isinstance(rows, int) else size
-    bos_eos = BosEos(bos_id, eos_id, add_bos=first == [bos_id])
-    return stored_byte_level(tokenizer, bos_eos, vocab_size, path)
+    return stored_byte_level(tokenizer, BosEos(bos_id, eos_id, add_bos), vocab_size, path)
 
 
 def merge_added_tokens(tokenizer, path):
@@ -743,9 +745,12 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
     """
     lines = [line for text in texts for line in text.replace(UNTRAINABLE, "\n").split("\n") if line]
     model, low, high = train_sentencepiece(lines, vocab_size, exact)
-    if low and is_maximum:
+    max_characters = (vocab_size - 259) // 2
+    if low and is_maximum and max_characters < 1:
+        low = min(low, 261)  # the smallest size that has room for a character
+    elif low and is_maximum:
         counts = Counter("".join(lines)).most_common()
-        rare = [character for character, _ in counts[(vocab_size - 259) // 2:]]
+        rare = [character for character, _ in counts[max_characters:]]
         split = str.maketrans(dict.fromkeys(rare, "\n"))
         lines = [part for line in lines for part in line.translate(split).split("\n") if part]
         model, low, high = train_sentencepiece(lines, vocab_size, exact)

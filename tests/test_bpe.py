@@ -110,6 +110,20 @@ def test_what_stands_beside_a_tokenizer_is_read(tmp_path):
     assert loaded.encode_prompt("a") == llama.encode("a").ids
 
 
+@pytest.mark.parametrize("template, bos, add_bos", [
+    ("$A </s>", None, False), ("$A </s>", "<s>", False), ("<s> $A", None, True), ("<s> $A </s>", None, True),
+    ("</s> $A", None, True), ("</s> $A </s>", None, True)])
+def test_a_post_processor_adds_bos_only_before_the_text(template, bos, add_bos, tmp_path):
+    made = theirs("qwen2")
+    pair = template.replace("$A", "$A $B")
+    made.post_processor = tokenizers.processors.TemplateProcessing(template, pair, [("<s>", 420), ("</s>", 421)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": "</s>"}))
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert (loaded.bos_id, loaded.eos_id, loaded.add_bos) == (420 if "<s>" in (bos, template[:3]) else 421, 421, add_bos)
+    assert loaded.encode_prompt("a", eos="$A </s>" in template) == made.encode("a").ids
+
+
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_a_trained_vocabulary_goes_out_and_in(pre, tmp_path):
     made = train_byte_level(TEXT, 400, tmp_path / "tokenizer.json", pre)

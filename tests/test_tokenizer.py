@@ -123,6 +123,17 @@ def test_the_sizes_named_in_the_complaint_are_the_limits(tmp_path, capfd):
             train_tokenizer(TEXT, limit + (1 if word == "most" else -1), tmp_path / "m.model")
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("text, least", [(TEXT, 261), (["x" * 500], 261), ([" " * 500], 260)])
+def test_a_maximum_size_too_small_for_one_character_is_refused_with_the_least_that_is_not(text, least, exact, tmp_path, capfd):
+    for size in 10, 257, 258, least - 1:
+        with pytest.raises(SystemExit):
+            train_tokenizer(text, size, tmp_path / "m.model", exact, is_maximum=True)
+        complaint = capfd.readouterr().err
+        assert complaint.startswith(f"error: --vocab_size={size}: too small") and f"expected at least {least} " in complaint
+    assert train_tokenizer(text, least, tmp_path / "m.model", exact, is_maximum=True).vocab_size == least
+
+
 def test_a_wished_size_bends_to_the_text(tmp_path):
     assert 300 < train_tokenizer(TEXT, 30000, tmp_path / "m.model", exact=False).vocab_size < 30000
     assert train_tokenizer(TEXT, 260, tmp_path / "m.model", exact=False).vocab_size > 280
