@@ -7,10 +7,10 @@ Text ⇄ token ids. Four kinds of vocabulary behind one interface:
     byte           259 ids: <unk>, <s>, </s> and the 256 bytes; encodes any text, without training
     char           <unk>, <s>, </s> and the sorted characters of one text; others become <unk>
 
-`pieces()` spells byte and char vocabularies as sentencepiece does, so that a GGUF file or
-llama2.c's tokenizer.bin made of them works in programs that only know sentencepiece. It writes a
-space as U+2581 (▁). Therefore a U+2581 in a text is encoded like a space and decodes to one. The
-pieces of a bpe vocabulary are the bytes of their text.
+The `pieces()` of byte and char vocabularies are spelled as in sentencepiece, so that a GGUF file or
+llama2.c's tokenizer.bin made of them works in programs that only know sentencepiece. sentencepiece
+writes a space as U+2581 (▁), so all kinds but bpe encode a U+2581 in a text like a space and decode
+it to a space. The pieces of a bpe vocabulary are plain bytes of text, in which a space is a space.
 """
 import base64
 import codecs
@@ -40,21 +40,30 @@ UNKNOWN_TEXT = " \u2047 "   # sentencepiece decodes <unk> to this
 UNTRAINABLE = "\u2585"      # sentencepiece's training ignores lines that contain this character
 CHARACTER_COVERAGE = 0.9999
 MAX_TOKENS = 1 << 20
-MAX_SYMBOL_BYTES = 256      # of a user-defined piece, which is searched for at every position;
-                            # runtime/tokenizer.c has the same limit
+# Max bytes of a user-defined piece, as in runtime/tokenizer.c. Encoding searches for these pieces
+# at every position of a text.
+MAX_SYMBOL_BYTES = 256
 MAX_MODEL = 1 << 25         # bytes of a tokenizer.model, eight times Gemma's
 MAX_POST_PROCESSOR = 1 << 13  # characters of a tokenizer.json's post_processor; Llama 3's has 1,500
 MAX_MERGES = 1 << 28        # characters of the list of merges made of a vocabulary
 # Our field in a sentencepiece model for add_bos; other programs skip unknown fields.
 ADD_BOS_FIELD, ADD_BOS_TAG = 4242, b"\x90\x89\x02"
-# Entries of a tokenizer.json without which every text would be cut or padded; training leaves some.
+# Entries that turn off truncation and padding in a tokenizer.json. A training program may have left
+# its own settings in the file, which would truncate or pad every text.
 WHOLE = {"truncation": None, "padding": None}
-# Error handlers of str.encode and bytes.decode: what replaces invalid bytes or characters.
+
+
+def each_to_fffd(error):
+    """Replace each invalid byte (of bytes.decode) or character (of str.encode) by U+FFFD."""
+    # Python expects str from a handler of bytes.decode, and here bytes for str.encode.
+    character = "\ufffd".encode() if isinstance(error, UnicodeEncodeError) else "\ufffd"
+    return character * (error.end - error.start), error.end
+
+
+# Error handlers of bytes.decode and str.encode: each returns (replacement, where to go on).
 codecs.register_error("hexadecimal", lambda e: (
     "".join(f"<0x{b:02X}>" for b in e.object[e.start:e.end]), e.end))
-codecs.register_error("each to U+FFFD", lambda e: (  # an encoder expects bytes
-    ("\ufffd".encode() if isinstance(e, UnicodeEncodeError) else "\ufffd") * (e.end - e.start),
-    e.end))
+codecs.register_error("each to U+FFFD", each_to_fffd)
 
 # GPT-2's letter of each byte: the Latin-1 character if it is visible, else one from U+0100 on.
 VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -62,21 +71,27 @@ SUBSTITUTES = itertools.count(0x100)
 LETTERS = [chr(b if b in VISIBLE else next(SUBSTITUTES)) for b in range(256)]
 BYTE_OF = {letter: bytes([b]) for b, letter in enumerate(LETTERS)}
 
-# Pre-tokenizers: how byte-level BPE splits a text before it merges pairs; {llama.cpp's name: steps
-# of a tokenizer.json}. With use_regex, BYTE_LEVEL splits by GPT-2's rules.
+# The step that turns bytes into GPT-2's letters. With use_regex, it first splits the text by
+# GPT-2's rules.
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
               "use_regex": True}
+# Llama 3's and Qwen 2's rules; %s is the quantifier of the digits that stay together.
 SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def split_steps(digits):
-    """Return the steps that split by SPLIT. digits: how many digits of a number stay together."""
+    """
+    Return the steps that split by SPLIT. digits: regex quantifier of the digits that stay together,
+    such as "{1,3}"; "" splits a number into single digits.
+    """
     split = {"type": "Split", "pattern": {"Regex": SPLIT % digits}, "behavior": "Isolated",
              "invert": False}
     return [split, BYTE_LEVEL | {"use_regex": False}]
 
 
+# Pre-tokenizers split a text before byte-level BPE merges pairs: {llama.cpp's name: steps of a
+# tokenizer.json}.
 PRE_TOKENIZERS = {"gpt-2": [BYTE_LEVEL],
                   "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
                   "llama-bpe": split_steps("{1,3}"), "qwen2": split_steps("")}
@@ -84,28 +99,30 @@ PRE_TOKENIZERS = {"gpt-2": [BYTE_LEVEL],
 
 def spell(piece, space=" "):
     """
-    Return an entry of `pieces()` as readable text. Bytes that are no whole character, and byte
-    pieces outside ASCII, become <0x..>. space: what to write for a space.
+    Return an entry of `pieces()` as readable text. A byte piece of ASCII becomes its character, one
+    outside ASCII stays <0x..>. In other pieces, each byte of invalid UTF-8 becomes <0x..>. space:
+    replacement for a space.
     """
     data, _, kind = piece
-    byte = int(data[3:5], 16) if kind == BYTE else 255
-    text = chr(byte) if byte < 128 else data.decode("utf-8", "hexadecimal")
+    text = data.decode("utf-8", "hexadecimal")
+    if kind == BYTE and (byte := int(data[3:5], 16)) < 128:
+        text = chr(byte)
     return text.replace(SPACE, " ").replace(" ", space)
 
 
 def decode_utf8(data):
     """
-    Return bytes as str. Each byte outside a valid character becomes one U+FFFD, as in run and
-    sentencepiece; Python's "replace" would merge several of them.
+    Return bytes as str. Each byte of invalid UTF-8 becomes one U+FFFD, as in sentencepiece and the
+    program `run`; Python's "replace" writes one U+FFFD for several such bytes.
     """
     return data.decode(errors="each to U+FFFD")
 
 
 def without_surrogates(text):
     """
-    Return the text with U+FFFD for each surrogate, which UTF-8 cannot encode. Python represents a
-    byte of the command line that is not UTF-8 as a surrogate, so the result is `decode_utf8` of the
-    bytes that were typed.
+    Return the text with U+FFFD for each surrogate, which UTF-8 cannot encode. In arguments of the
+    command line, Python replaces each byte of invalid UTF-8 by a surrogate. So this function turns
+    an argument into what `decode_utf8` returns for its bytes.
     """
     return text if text.isascii() else text.encode(errors="each to U+FFFD").decode()
 
@@ -143,8 +160,8 @@ class Tokenizer:
 
     def encode_prompt(self, text, eos=False):
         """
-        Return the ids of a prompt as `run` encodes it: with BOS if the vocabulary has add_bos, or
-        if there is no other token.
+        Return the ids of a prompt as `run` encodes it: with BOS before if the vocabulary has
+        add_bos or the text has no ids, and with EOS after if asked.
         """
         ids = self.encode(text)
         return [self.bos_id] * (self.add_bos or not ids) + ids + [self.eos_id] * eos
@@ -159,8 +176,8 @@ class Tokenizer:
     def tokenizer_bin(self):
         """
         Return llama2.c's tokenizer.bin, little-endian: uint32 length of the longest piece, then for
-        each piece its float32 score, int32 length and bytes. It writes spaces as spaces, and BOS
-        and EOS between newlines.
+        each piece its float32 score, int32 length and bytes. A space is a plain space, and BOS and
+        EOS are spelled between newlines.
         """
         entries = [(piece.replace(SPACE.encode(), b" "), score)
                    for piece, score, _ in self.pieces()]
@@ -202,7 +219,10 @@ class SentencePiece(Tokenizer):
 
     def __init__(self, data, path):
         spm.set_min_log_level(5)  # its own messages would appear above our line
-        if data.count(b"\n") > 3 * MAX_TOKENS:  # each piece has at least two bytes of this value
+        # Bound the number of pieces before parsing, which takes much memory. protobuf marks a piece
+        # and its text with the byte 0x0A (newline) each; three newlines a piece, rather than two,
+        # leave room for those in texts, lengths and scores.
+        if data.count(b"\n") > 3 * MAX_TOKENS:
             fail(f"{path}: too many pieces, expected at most {MAX_TOKENS:,}")
         with reading(path, "a sentencepiece model, a Llama-style tokenizer.model", fail):
             proto = sentencepiece_model_pb2.ModelProto.FromString(data)
@@ -272,8 +292,9 @@ class Bytes(Tokenizer):
 
     def hugging_face(self):
         """
-        Return a tokenizer.json that spells bytes in GPT-2's letters. Unlike the decoder of byte
-        pieces, its decoder keeps valid characters next to invalid bytes.
+        Return a tokenizer.json that spells bytes in GPT-2's letters rather than as byte pieces.
+        Hugging Face decodes byte pieces that contain one invalid byte entirely to U+FFFD; from
+        letters, it decodes the valid characters among them.
         """
         made = super().hugging_face()
         level = BYTE_LEVEL | {"trim_offsets": False, "use_regex": False}
@@ -283,7 +304,7 @@ class Bytes(Tokenizer):
 
 
 class Characters(Tokenizer):
-    """Id 3 + i is the i-th of the sorted `characters`. A run of other characters is one <unk>."""
+    """Id 3 + i is the i-th of the sorted `characters`. Consecutive others become one <unk>."""
     kind = "char"
 
     def __init__(self, characters):
@@ -294,10 +315,12 @@ class Characters(Tokenizer):
         self.data = json.dumps(stored).encode()
 
     def _encode(self, text):
-        ids = [self.ids.get(c, 0) for c in text.replace(SPACE, " ")]
-        if 0 not in ids:
+        unk = self.unk_id
+        ids = [self.ids.get(c, unk) for c in text.replace(SPACE, " ")]
+        if unk not in ids:
             return ids
-        return [i for i, before in zip(ids, [1] + ids) if i or before]  # merge runs of <unk>
+        # Drop each <unk> that follows another one.
+        return [i for i, before in zip(ids, [None, *ids]) if i != unk or before != unk]
 
     def decode(self, ids):
         """Return the text of ids, without BOS and EOS."""
@@ -377,7 +400,8 @@ def hugging_face_model(tokenizer, path):
     # A panic in Rust writes its message to stderr; `reading` reports it in one line.
     with (reading(path, "a tokenizer.json that the package tokenizers wrote", fail),
           silent_stderr()):
-        # The lists in a post_processor multiply each other's size.
+        # Each mention of a special token in a post-processor's template can insert a list of ids,
+        # so what it adds to a text grows with the square of its own length.
         if len(json.dumps(tokenizer.get("post_processor"))) > MAX_POST_PROCESSOR:
             raise ValueError("its post_processor is longer than "
                              f"{MAX_POST_PROCESSOR:,} characters")
@@ -392,8 +416,10 @@ def pre_tokenizer(tokenizer, path):
     model are not those of byte-level BPE.
     """
     model, pre = tokenizer["model"], tokenizer.get("pre_tokenizer") or {"type": "none"}
+    steps = pre.get("pretokenizers", [pre])
+    # Any trim_offsets is accepted: it moves the positions of tokens in the text, and no id.
     steps = [BYTE_LEVEL | step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step
-             for step in pre.get("pretokenizers", [pre])]
+             for step in steps]
     found = next((name for name, known in PRE_TOKENIZERS.items() if steps == known), None)
     if model.get("type", "BPE") != "BPE" or steps[-1]["type"] != "ByteLevel":
         fail(f"{path}: not byte-level BPE (its model is {model.get('type')}, its pre-tokenizer "
@@ -408,6 +434,8 @@ def pre_tokenizer(tokenizer, path):
         if model.get(key):
             fail(f"{path}: its model has {key}={model[key]!r}, "
                  "expected none, as in byte-level BPE")
+    # With ignore_merges, a word that is itself a token is encoded as this token, without merging.
+    # llama.cpp derives this from the pre-tokenizer's name: only llama-bpe has it.
     ignores = bool(model.get("ignore_merges"))
     if ignores != (found == "llama-bpe"):
         fail(f"{path}: ignore_merges is {ignores}, with the pre-tokenizer {found} expected "
@@ -425,7 +453,7 @@ def byte_level_pieces(model, vocab_size, path):
     largest = max(vocabulary.values(), default=-1)
     if largest >= vocab_size or len({*vocabulary.values()}) < len(vocabulary):
         fail(f"{path}: {len(vocabulary)} tokens with ids up to {largest}, "
-             f"expected one each below {vocab_size}")
+             f"expected a different id below {vocab_size} for each")
     for name, i in vocabulary.items():
         if i in added:
             pieces[i] = name.encode(), 0.0, CONTROL if added[i].special else USER_DEFINED
@@ -443,14 +471,14 @@ def bytes_of(letters):
 
 
 class BosEos(NamedTuple):
-    """What a tokenizer.json lacks: the tokens between documents."""
+    """The tokens between documents, which a tokenizer.json does not name, and `add_bos`."""
     bos_id: int
     eos_id: int
     add_bos: bool
 
 
 def stored_byte_level(tokenizer, bos_eos, vocab_size, path):
-    """Return the ByteLevel of a tokenizer.json's content and of what it lacks."""
+    """Return the ByteLevel of a tokenizer.json's content, BosEos and a number of ids."""
     stored = {"kind": "bpe", "bos": bos_eos.bos_id, "eos": bos_eos.eos_id,
               "add_bos": bos_eos.add_bos, "vocab_size": vocab_size, "tokenizer": tokenizer}
     return ByteLevel(json.dumps(stored).encode(), path)
@@ -482,7 +510,7 @@ def byte_level(pieces, merges, pre, bos_eos, path):
 # ---- vocabularies of Hugging Face folders --------------------------------------------------------
 
 def text_of(token):
-    """Return the text of a token of tokenizer_config.json: a string, or an object with one."""
+    """Return the text of a token of tokenizer_config.json, which is a str or {"content": str}."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -524,8 +552,9 @@ FLAGS = {"lstrip": "also matches the blanks before it",
 
 def refuse_flags(tokens, path):
     """
-    Exit if finding a token in a text takes more than its spelling, which model files and run do not
-    support. Special tokens may have any flag, since no text contains them.
+    Exit if the flags of an added token make Hugging Face search for it in a text otherwise than by
+    its spelling, from left to right. Model files can't store these flags, and `run` can't follow
+    them. Special tokens may have any flag, since no text contains them.
 
     tokens: [{"id", "content", "special", ...}], as tokenizer.json lists added tokens.
     """
@@ -534,19 +563,23 @@ def refuse_flags(tokens, path):
         if token.get(flag):
             fail(f"{path}: the added token {token.get('content')!r} has {flag}: it {FLAGS[flag]}, "
                  f"which model files and run can't do; set {flag} to false there")
-    normalized = {str(token.get("content")) for token in tokens if token.get("normalized")}
-    others = {str(token.get("content")) for token in tokens} - normalized
-    for late, early in itertools.product(normalized, others):
+    # Hugging Face searches the text for tokens that are not normalized, and then the rest of it for
+    # normalized ones. run searches for all at once, from left to right. Both find the same, unless
+    # a token of the first search is part of a token of the second, or begins inside it.
+    second = {str(token.get("content")) for token in tokens if token.get("normalized")}
+    first = {str(token.get("content")) for token in tokens} - second
+    for late, early in itertools.product(second, first):
         if early in late or any(late.endswith(early[:n]) for n in range(1, len(early))):
-            fail(f"{path}: the added tokens {early!r} and {late!r} overlap, and the former is "
-                 "searched for first, since only the latter is normalized, which model files and "
-                 "run can't do; set normalized to the same value for both there")
+            fail(f"{path}: the added tokens {early!r} and {late!r} overlap, but only {late!r} is "
+                 "normalized, so Hugging Face searches for it last, which model files and run "
+                 "can't do; set normalized to the same value for both there")
 
 
 def from_hugging_face(tokenizer, path):
     """
-    Return the ByteLevel of a tokenizer.json's content. The files beside it define BOS, EOS and the
-    number of rows of the model's embedding.
+    Return the ByteLevel of a tokenizer.json's content. BOS is the token that its post-processor
+    puts before a text. The files beside it define EOS, the number of rows of the model's embedding,
+    and BOS if the post-processor adds none.
     """
     pre_tokenizer(tokenizer, path)
     merge_added_tokens(tokenizer, path)
@@ -555,8 +588,9 @@ def from_hugging_face(tokenizer, path):
 
     def special(which):
         """
-        Return the id of "bos" or "eos": of the text that tokenizer_config.json has, else the number
-        (or the first number) of the other files.
+        Return the id of `which`, "bos" or "eos": the id of the text bos_token or eos_token in the
+        tokenizer's files (see `special_tokens`), else bos_token_id or eos_token_id (the first, if
+        it is a list) of generation_config.json, else that of config.json.
         """
         named = model.token_to_id(text_of(found.get(f"{which}_token", "")))
         ids = found.get(f"{which}_token_id")
@@ -574,9 +608,11 @@ def from_hugging_face(tokenizer, path):
     bos_id = example.ids[0] if add_bos else special("bos")
     if not isinstance(bos_id, int):
         bos_id = eos_id  # as in Qwen, where the end of a text also separates texts
-    ends = [i for i in generation(folder)["eos_token_id"] if i not in (bos_id, eos_id)]
-    for token in tokenizer["added_tokens"]:  # special, so that no text can contain BOS or EOS
-        token["special"] |= token["id"] in (bos_id, eos_id, *ends[:1])
+    # A GGUF file names one more token that ends an answer, so only the first one counts.
+    ends = [i for i in generation(folder)["eos_token_id"] if i not in (bos_id, eos_id)][:1]
+    for token in tokenizer["added_tokens"]:
+        # Text is never encoded as a special token, so it cannot contain BOS or end an answer.
+        token["special"] |= token["id"] in (bos_id, eos_id, *ends)
     refuse_flags(tokenizer["added_tokens"], path)
     size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
     rows = found.get("vocab_size")
@@ -632,12 +668,15 @@ def load_json(data, path):
 # ---- parts of a tokenizer.json -------------------------------------------------------------------
 
 def tokenizer_json(added, normalizer, pre_tokenizer, post_processor, decoder, model):
-    """Return the content of a tokenizer.json. model: entries of its BPE model beside the usual."""
-    usual = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None}
+    """
+    Return the content of a tokenizer.json. model: entries of its BPE model, which add to the
+    defaults or replace them.
+    """
+    defaults = {"type": "BPE", "dropout": None, "unk_token": None,
+                "continuing_subword_prefix": None, "end_of_word_suffix": None}
     return {"version": "1.0", **WHOLE, "normalizer": normalizer, "added_tokens": added,
             "pre_tokenizer": pre_tokenizer, "post_processor": post_processor, "decoder": decoder,
-            "model": usual | model}
+            "model": defaults | model}
 
 
 def ids_of(names):
@@ -658,8 +697,9 @@ def add_bos_step(bos, bos_id):
 
 def merges(pieces):
     """
-    Return ["left right"], best first: every way to make a piece of two, by the score of the whole,
-    because sentencepiece merges the pair that makes the best piece, however it is split.
+    Return ["left right"], best first: each pair of pieces that makes a piece when it is merged. The
+    score of a pair is that of the piece it makes, because sentencepiece always merges the pair that
+    makes the best piece, and a piece can be made of several pairs.
     """
     normal = {piece.decode(): score for piece, score, kind in pieces if kind == NORMAL}
     if sum(len(piece) ** 2 for piece in normal) > MAX_MERGES:
@@ -682,8 +722,9 @@ def added_token(i, content, special, normalized=False):
 def added_tokens(tokenizer):
     """
     Return the pieces that are never merged: specials, which no text contains, and user-defined
-    ones, which a text may contain. User-defined pieces that no text can contain after `normalizers`
-    are left out: those with a space, or with a trailing one where such are removed.
+    ones, which a text may contain. User-defined pieces that no normalized text can contain are left
+    out: those with a plain space, because `normalizers` replaces it by U+2581, and those that end
+    in U+2581, if the vocabulary removes trailing spaces.
     """
     def is_findable(piece):
         removed = tokenizer.remove_extra_whitespaces and piece.endswith(SPACE.encode())
@@ -699,9 +740,10 @@ def added_tokens(tokenizer):
 
 def normalizers(tokenizer):
     """
-    Return the steps by which a text is rewritten before it is split into pieces. The pieces of
-    `added_tokens` are rewritten by the same steps before they are searched for, and must not get a
-    space; neither does a text that consists of one of them.
+    Return the steps by which a text is rewritten before it is split into pieces. Hugging Face also
+    rewrites the user-defined pieces of `added_tokens` by these steps before it searches for them.
+    They must not get the space that is put before a text, so one step removes this space where the
+    whole text is a user-defined piece; this holds for a user's text too.
     """
     steps = []
     if tokenizer.charsmap:
@@ -739,9 +781,13 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
     spaces kept. Write the model to out_path and return the Tokenizer.
 
     texts: iterable of str. vocab_size: 3 specials, 256 bytes, characters (the rarest 0.01 % of the
-    text are written as bytes) and merges. exact: exit if the text does not allow this size; else
-    raise or lower it. is_maximum: never raise it, but give half of what the bytes leave to the
-    commonest characters, and write the others as bytes.
+    text are written as bytes) and merges.
+
+    If the size is too large for the text: exit if `exact`, else lower it. If it is too small for
+    the characters of the text: exit if `exact`, else raise it. is_maximum: never raise it (whatever
+    `exact` is), but keep only the commonest characters and write the others as bytes. The
+    characters then take half of the size beyond specials and bytes, and merges the other half. Exit
+    if there is no room for one character.
     """
     lines = [line for text in texts for line in text.replace(UNTRAINABLE, "\n").split("\n") if line]
     model, low, high = train_sentencepiece(lines, vocab_size, exact)
@@ -768,7 +814,11 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
 
 
 def train_sentencepiece(lines, vocab_size, exact):
-    """Return (model bytes or None, min size of this text or 0, max size of this text or 0)."""
+    """
+    Return (model, low, high). model: its bytes, or None if the text does not allow this size; low:
+    the min size that it allows, if vocab_size is smaller, else 0; high: the max size that it
+    allows, if vocab_size is larger, else 0.
+    """
     model = []
 
     class Writer:
@@ -797,7 +847,8 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     Train byte-level BPE. Write it to out_path and return the Tokenizer.
 
     texts: iterable of str. vocab_size: <s>, </s>, 256 bytes and merges. pre: a key of
-    PRE_TOKENIZERS. exact: exit if the text does not allow this size; else lower it.
+    PRE_TOKENIZERS. exact: exit if the size is below 258 or too large for the text; if not exact,
+    raise it to 258 or lower it. Exit in any case if it is above MAX_TOKENS.
     """
     min_size = 2 + 256
     if vocab_size < min_size and exact:
@@ -806,6 +857,7 @@ def train_byte_level(texts, vocab_size, out_path, pre="qwen2", exact=True):
     if vocab_size > MAX_TOKENS:
         fail(f"--vocab_size={vocab_size}: expected at most {MAX_TOKENS}")
     letters = [(bytes([b]), 0.0, NORMAL) for b in range(256)]
+    # The untrained start needs some BOS and EOS; the trainer replaces its vocabulary.
     start = byte_level(letters, [], pre, BosEos(0, 0, False), out_path)
     from tokenizers import trainers
     trainer = trainers.BpeTrainer(

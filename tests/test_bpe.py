@@ -224,7 +224,7 @@ def changed(**changes):
     ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}}, "expected"), ({"normalizer": {"type": "NFKC"}}, "NFKC"),
     ({"model__dropout": 0.5}, "dropout"), ({"model__byte_fallback": True}, "byte_fallback"), ({"model__ignore_merges": True}, "ignore_merges"),
     ({"model__merges": [["a", "nothing"]]}, "out of vocabulary"), ({"model__merges": ["ab"]}, "expected"),
-    ({"model__vocab__日": 900}, "GPT-2's letters"), ({"model__vocab__zz": 5}, "expected one each"), ({"model__vocab__zz": 1 << 30}, "expected at most"),
+    ({"model__vocab__日": 900}, "GPT-2's letters"), ({"model__vocab__zz": 5}, "expected a different id"), ({"model__vocab__zz": 1 << 30}, "expected at most"),
     ({"model__vocab__zz": -1}, "expected"), ({"model": 5}, "expected"), ({"added_tokens": 5}, "expected"), ({}, "defines EOS")])
 def test_other_tokenizers_are_refused_in_one_line(changes, words, tmp_path, capfd):
     (tmp_path / "tokenizer.json").write_text(changed(**changes))
