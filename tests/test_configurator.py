@@ -247,7 +247,7 @@ ANSWERS = {  # another program's name or a slip, and what it is answered with; n
 @pytest.mark.parametrize("script, theirs, ours", [(script, *pair.split(">")) for script, pairs in ANSWERS.items()
                                                   for pair in pairs.split()])
 def test_unknown_names_are_answered_with_ours_or_not_at_all(script, theirs, ours):
-    said = advice.advice(theirs, configurator.configurator.source_knobs(ROOT / f"{script}.py"))
+    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
     assert re.match(f"(here it is|did you mean) '{ours}'[,?]?( (?!or)|$)" if ours else "--help lists all$", said), said
 
 
@@ -267,7 +267,7 @@ def test_the_table_of_other_programs_names_only_what_exists():
     ("train", "load_in_4bit", "export.py --dtype=q8_0"), ("train", "messages", "one string a document"),
     ("train", "num_experts", "blocks are dense"), ("train", "deepspeed", "--fsdp=True")])
 def test_what_is_not_here_is_answered_with_what_is_there_instead(script, theirs, words):
-    said = advice.advice(theirs, configurator.configurator.source_knobs(ROOT / f"{script}.py"))
+    said = advice.advice(theirs, configurator.source_knobs(ROOT / f"{script}.py"))
     assert said.startswith("there is no such setting here: ") and words in said and "did you mean" not in said
 
 
