@@ -1,12 +1,14 @@
 """
-The Llama architecture: token embedding, blocks of grouped-query attention with rotary positions and
-SwiGLU, RMSNorm before each, a classifier that may share the embedding's weights.
-https://arxiv.org/abs/2302.13971
+The Llama architecture: a token embedding, blocks, and a classifier that may share the embedding's
+weights. A block is grouped-query attention with rotary positions, then a SwiGLU feed-forward, each
+preceded by an RMSNorm. https://arxiv.org/abs/2302.13971
 
 Shapes: B batch, T time, D model width, H query heads, K key/value heads, Q head width, F hidden
 width, V vocabulary.
 
-    python model.py config/stories15M.py        parameters, FLOPs, memory, time and file sizes
+Print the parameters, FLOPs, memory, time and file sizes of the training run in a config file:
+
+    python model.py config/stories15M.py
 """
 import math
 from dataclasses import asdict, dataclass, fields
@@ -33,8 +35,8 @@ class ModelArgs:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: float = 1.0  # linear scaling: positions are divided by this
-    rope_factors: tuple = ()   # Q/2 divisors of the pairs' frequencies, as in Llama 3.1; (): none
-    rope_attention: float = 1.0  # factor of the rotated queries and keys, as in YaRN
+    rope_factors: tuple = ()   # divisors of the Q/2 rotation frequencies, as in Llama 3.1; (): none
+    rope_attention: float = 1.0  # scales both the rotated queries and the rotated keys, as in YaRN
     dropout: float = 0.0
     tied: bool = True          # the classifier shares the embedding's weights
     qkv_bias: bool = False     # biases for queries, keys and values, as in Qwen2
@@ -52,8 +54,10 @@ class ModelArgs:
     @classmethod
     def of(cls, config, vocab_size, imported=None):
         """
-        Return the sizes in the settings `config`. imported: the ModelArgs of the model that a run
-        starts from, which count where train.py has no setting.
+        Return the ModelArgs of a run with the settings `config`. Each field is the setting of the
+        same name (`tied` is tie_embeddings, vocab_size the argument). A field without a setting is
+        taken from `imported`, the ModelArgs of the model that the run starts from, or is the
+        default if that is None.
         """
         known = asdict(imported) if imported else {}
         known |= {field.name: getattr(config, field.name) for field in fields(cls)
@@ -74,8 +78,8 @@ class ModelArgs:
         if self.head_width < 0 or self.head_width % 2:
             return f"head_width is {self.head_width}, expected 0 or an even number"
         if not self.head_width and (self.dim % self.n_heads or self.head_dim % 2):
-            return (f"dim={self.dim} over n_heads={self.n_heads} is no even head width; choose dim "
-                    f"a multiple of 2 n_heads")
+            return (f"dim={self.dim} over n_heads={self.n_heads} is not an even head width; choose "
+                    f"a dim that is a multiple of 2 * n_heads")
         if self.n_heads % self.n_kv_heads:
             return f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}"
         if not 0 <= self.dropout < 1:
@@ -84,9 +88,12 @@ class ModelArgs:
             return "rope_theta, rope_scaling, rope_attention and norm_eps must be positive"
         pairs = self.head_dim // 2
         factors = self.rope_factors
-        if factors and (len(factors) != pairs or not all(0 < f < math.inf for f in factors)):
-            return (f"rope_factors are {len(factors)}, expected {pairs} positive numbers, one a "
-                    "pair of a head")
+        if factors and len(factors) != pairs:
+            return (f"rope_factors has length {len(factors)}, expected {pairs}: one number for "
+                    "each pair of dimensions of a head")
+        for factor in factors:
+            if not 0 < factor < math.inf:
+                return f"rope_factors contains {factor}, expected positive finite numbers"
         return None
 
 
@@ -104,13 +111,16 @@ class RMSNorm(nn.Module):
 
 def rope_table(args):
     """
-    Return cosine and sine of the rotation of pair i at position t, of the angle t theta^(-2i/Q):
+    Return the cosine and sine of each rotation angle, both multiplied by rope_attention:
     (max_seq_len, Q/2, 2) float32. https://arxiv.org/abs/2104.09864
+
+    The pair of dimensions (2i, 2i+1) at position t is rotated by the angle
+    t / rope_scaling * rope_theta^(-2i/Q) / rope_factors[i].
     """
-    i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
+    two_i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
     factors = torch.tensor(args.rope_factors or 1.0, dtype=torch.float64)
-    angle = torch.outer(t, args.rope_theta ** (-i / args.head_dim)) / factors
+    angle = torch.outer(t, args.rope_theta ** (-two_i / args.head_dim)) / factors
     return torch.stack((angle.cos(), angle.sin()), -1).mul(args.rope_attention).float()
 
 
@@ -122,18 +132,25 @@ class Attention(nn.Module):
         self.args = args
         q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
         self.wq = nn.Linear(args.dim, q_dim, bias=args.qkv_bias)
-        self.wk, self.wv = (nn.Linear(args.dim, kv_dim, bias=args.qkv_bias) for _ in "kv")
+        self.wk = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=args.qkv_bias)
         self.wo = nn.Linear(q_dim, args.dim, bias=False)
         if args.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(args.head_dim, args.norm_eps) for _ in "qk")
+            self.q_norm = RMSNorm(args.head_dim, args.norm_eps)
+            self.k_norm = RMSNorm(args.head_dim, args.norm_eps)
         else:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x, rope, cache=None, mask=None):
         """
-        x (B, T, D) -> (B, T, D). cache: (keys, values, pos), keys and values (B, S, K, Q) of which
-        the first pos positions are filled; this call fills the next T. mask: which keys a query
-        sees, (B, 1, T, T) or ops.Documents; None: those at its own position and before.
+        Return the attention's output (B, T, D) for x (B, T, D).
+
+        rope: (T, Q/2, 2), the rows of rope_table at the positions of x.
+        cache: (keys, values, pos) or None. keys and values are (B, max_seq_len, K, Q), and their
+        first pos positions are filled. This call fills the next T, and a query sees all positions
+        up to its own; `mask` is then ignored.
+        mask: bool (B, 1, T, T), True where a query sees a key, or ops.Documents, for causal
+        attention within each document. None: causal attention.
         """
         T, a = x.shape[1], self.args
         q = self.wq(x).unflatten(-1, (-1, a.head_dim))  # (B, T, H, Q)
@@ -180,8 +197,14 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """Tokens (B, T) in, logits or the loss out."""
-    bos_id = None      # token that begins a document: attention does not reach back over it
-    recompute = False  # activation checkpointing: keep only the blocks' inputs for the gradients
+
+    # The token that begins a document: a query sees only the positions from the latest one up to
+    # its own. None: it sees all positions up to its own.
+    bos_id = None
+
+    # Activation checkpointing in training mode: save only the blocks' inputs, and recompute the
+    # rest in backward. A key/value cache then has no effect on attention.
+    recompute = False
 
     def __init__(self, args):
         super().__init__()
@@ -198,9 +221,12 @@ class Transformer(nn.Module):
 
     def init_weights(self):
         """
-        Draw matrices from a normal distribution with deviation 0.02; w2, which adds to the residual
-        stream, with less the more layers add to it. wo starts as the transpose of wv: a head first
-        passes on what it looks at, and learns sooner where to look. doc/lab/recipe.md
+        Draw the matrices from a normal distribution with standard deviation 0.02, for w2 divided by
+        sqrt(2 n_layers), because the outputs of all layers add up in the residual stream.
+
+        wo starts as the transpose of wv, whose heads are repeated for the query heads that share
+        them. At first each head thus copies a part of the tokens it attends to, which rewards
+        attending to the right token from the first step on. doc/lab/recipe.md
         """
         residual_std = 0.02 / math.sqrt(2 * self.args.n_layers)
         for name, p in self.named_parameters():
@@ -214,14 +240,16 @@ class Transformer(nn.Module):
             v = v.repeat_interleave(self.args.n_heads // self.args.n_kv_heads, 0)  # (H, Q, D)
             layer.attention.wo.weight.data.copy_(v.flatten(0, 1).T)
 
-    def forward(self, tokens, targets=None, cache=None, every=False, documents=None):
+    def forward(self, tokens, targets=None, cache=None, every=0, documents=None):
         """
-        tokens (B, T) -> (logits, loss).
+        Return (logits, None) for tokens (B, T), or with targets (None, loss).
 
-        With targets (B, T), -1 where there is none: (None, mean cross entropy in nats). Without:
-        (logits (B, 1, V) of the last position, None); with every=n, of every n-th position. cache:
-        a dict of new_cache, extended by T; documents: ops.documents_of(tokens), which attends
-        within documents without a mask.
+        targets: (B, T), -1 where a position has none. The loss is their mean cross-entropy in nats.
+        every: n returns the logits of positions 0, n, 2n, ...; 0 those of the last one, (B, 1, V).
+        cache: a dict from new_cache with the earlier positions; this call appends T positions. A
+        query then sees all positions up to its own, whatever bos_id and documents are.
+        documents: from ops.documents_of, replaces bos_id: it restricts attention to documents too,
+        but needs no mask (B, 1, T, T).
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -255,10 +283,13 @@ class Transformer(nn.Module):
     @torch.inference_mode()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_p=1.0, stop=(), generator=None):
         """
-        Continue tokens (B, T) by up to max_new_tokens and return (B, T + new). Temperature 0 takes
-        the most likely token; top_p samples from the smallest set of tokens whose probability
-        exceeds it. Ends early when every sequence has a token of `stop`. When the context is full,
-        it goes on from `latest` tokens.
+        Return tokens (B, T), each row continued by up to max_new_tokens sampled tokens.
+
+        temperature, top_p: as in `sample`.
+        stop: token ids. Generation ends early once every row has generated one of them; a row that
+        has done so before the others is still continued.
+        When the context is full, the model continues from the tokens that latest() keeps. The
+        result still has all of them.
         """
         cache, new = self.new_cache(tokens.shape[0]), tokens
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -277,22 +308,31 @@ class Transformer(nn.Module):
 
 def latest(tokens, max_seq_len):
     """
-    Return the tokens to keep of tokens (B, T) that fill the context: the first, BOS, and the latest
-    ones, half a context together. Each token is then evaluated at most twice. ./run does the same.
+    Return half a context of tokens (B, T) that have outgrown it: the first token, usually BOS, and
+    the latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
+
+    With half of the context free, no token but the first is evaluated more than twice.
     """
     half = max_seq_len // 2 if max_seq_len > 3 else 1
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
 
 
 def sample(logits, temperature, top_p, generator=None):
-    """Draw one token from each row of logits (B, V): (B, 1)."""
+    """
+    Draw one token from each row of logits (B, V); return (B, 1).
+
+    temperature: divides the logits; 0 takes the most likely token.
+    top_p: draw only from the most likely tokens, the fewest whose total probability exceeds top_p.
+    0 or 1: draw from all tokens.
+    """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     probs = torch.softmax(logits / temperature, dim=-1)
     if 0 < top_p < 1:
         ordered, index = probs.sort(dim=-1, descending=True)
-        # Keep the tokens up to the first whose cumulative probability exceeds top_p.
-        ordered[ordered.cumsum(dim=-1) - ordered > top_p] = 0
+        # Drop a token if the more likely tokens alone already exceed top_p.
+        more_likely = ordered.cumsum(dim=-1) - ordered
+        ordered[more_likely > top_p] = 0
         probs = torch.zeros_like(probs).scatter(-1, index, ordered)
     return torch.multinomial(probs, 1, generator=generator)
 
@@ -301,4 +341,4 @@ if __name__ == "__main__":
     from engine.training.costs import Build
     from engine.training.plan import show_costs
     from optim import make_optimizer
-    show_costs(Build(ModelArgs.of, make_optimizer))
+    show_costs(Build(model_args=ModelArgs.of, make_optimizer=make_optimizer))

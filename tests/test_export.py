@@ -685,7 +685,7 @@ def with_metadata(path, changed, tensors=None):
     ({"llama.block_count": 2}, "tensor blk.1.attn_norm.weight (8,) is missing"),
     ({"llama.block_count": 4294967295}, "tensor blk.1.attn_norm.weight (8,) is missing"),
     ({"llama.embedding_length": "8"}, "embedding_length is '8'"), ({"llama.embedding_length": 0}, "positive int"),
-    ({"llama.attention.head_count": 3}, "no even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
+    ({"llama.attention.head_count": 3}, "not an even head width"), ({"llama.feed_forward_length": 16}, "has shape"),
     ({"llama.attention.head_count_kv": 4}, "not a multiple"), ({"llama.context_length": 4294967295}, "a context of"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "positive float"),
     ({"llama.rope.freq_base": -1.0}, "positive float"), ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
@@ -747,7 +747,7 @@ def test_impossible_llama2c_headers(files, tmp_path, capsys):
     most = 2 ** 31 - 1
     for at, value, said in [
             (4, 3, "version 3"), (8, 0, "dim is 0"), (8, -64, "dim is -64"), (12, most, "damaged"),
-            (16, most, "damaged"), (20, 5, "no even head width"), (28, most, "damaged"), (32, most, "a context of"),
+            (16, most, "damaged"), (20, 5, "not an even head width"), (28, most, "damaged"), (32, most, "a context of"),
             (37, 0, "groups of 0 do not fill"), (37, -1, "groups of -1"), (37, 7, "groups of 7 do not fill")]:
         path.write_bytes(data[:at] + struct.pack("<i", value) + data[at + 4:])
         assert said in refused(capsys, read, path)

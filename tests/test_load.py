@@ -433,7 +433,7 @@ def test_names_that_cannot_be_eos_are_passed_over(name, tmp_path, vocabulary):
     ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"), ({"rope_scaling": 3}, "rope_scaling is 3"),
     ({"rope_scaling": YARN | {"mscale": 0.7}}, "mscale is not supported"), ({"rope_scaling": YARN | {"beta_fast": 1e-300}}, "beta_fast is 1e-300"),
     ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor is 4.0"), ({"rope_scaling": LONG | {"long_factor": [1.0] * 8}}, "another long_factor"),
-    ({"rope_scaling": LONG | {"short_factor": [2.0], "long_factor": [2.0]}}, "rope_factors are 1, expected 8"), ({"rope_scaling": YARN | {"rope_theta": 0.5}}, "rope_theta is 0.5"),
+    ({"rope_scaling": LONG | {"short_factor": [2.0], "long_factor": [2.0]}}, "rope_factors has length 1, expected 8"), ({"rope_scaling": YARN | {"rope_theta": 0.5}}, "rope_theta is 0.5"),
     ({"rope_scaling": YARN | {"factor": 1e300}}, "rope_factors"), ({"head_dim": 15}, "head_width is 15"), ({"hidden_size": 10 ** 400}, "expected"),
     ({"hidden_size": "64"}, "hidden_size is '64'"), ({"num_hidden_layers": 3}, "is missing"), ({"num_hidden_layers": 1}, "is not part"),
     ({"head_dim": 1 << 40}, "expected at most 8192"), ({"vocab_size": 331}, "has shape"), ({"intermediate_size": 95}, "has shape"),
