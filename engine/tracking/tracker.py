@@ -1,4 +1,4 @@
-"""The Tracker of a run: log.jsonl, and the trackers that the user asked for."""
+"""The Tracker of a run passes rows, alerts and models to log.jsonl and to the user's trackers."""
 import dataclasses
 import os
 import sys
@@ -11,17 +11,17 @@ from engine.tracking.log import Jsonl, redact_row
 from engine.tracking.source import keep_diff
 from engine.tracking.trackers import find_trackers
 
-START_SECONDS = 4  # the program waits for its trackers to start; then they go on alone
+START_SECONDS = 4  # max wait for all trackers to start; slower ones start in the background
 
 
 class Tracker:
     """
-    Sends everything to each of its destinations. Without destinations, as on all ranks but the
-    first, it does nothing.
+    Sends each row, alert and model to all of its destinations. Without destinations, as on all ranks
+    but the first, its methods do nothing.
     """
 
     def __init__(self, destinations=(), noted=None):
-        """noted: see AnomalyDetector."""
+        """noted: kinds of metrics that had a note already, see AnomalyDetector."""
         self.destinations, self.detector = list(destinations), AnomalyDetector(noted)
 
     def each(self, method, *arguments):
@@ -30,30 +30,34 @@ class Tracker:
 
     def log(self, row):
         """
-        Log a row, and warn of its anomalies. Its iter is not less than the last row's; rows of the
-        same iter have different metrics.
+        Log a row and warn of its anomalies: of values out of range, which its notes record too, and
+        of sudden changes. The caller passes no smaller iter than before, and no metric twice for an
+        iter.
         """
         if not self.destinations:
             return
         notes = self.detector.out_of_range(row)
-        row = redact_row(row | {"notes": notes} if notes else row)
+        if notes:
+            row = row | {"notes": notes}
+        row = redact_row(row)
         self.each("log", row)
         alerts = [(f"{name} is {value:.3g}", meaning) for name, value, meaning in notes]
-        for title, text in alerts + self.detector.sudden_changes(row):
+        alerts += self.detector.sudden_changes(row)
+        for title, text in alerts:
             tell(f"warning: {title}: {text}", sys.stderr)
             self.each("alert", title, text)
 
     def model(self, path, metrics, aliases):
-        """Record an exported model with its metrics; aliases: of "best" and "latest"."""
+        """Record an exported model with its metrics; aliases: a list of "best", "latest" or both."""
         if os.path.exists(path):
             self.each("model", path, metrics, aliases)
         elif self.destinations:
             tell(f"warning: {path} does not exist; no model is recorded", sys.stderr)
 
     def is_logged(self):
-        """Return whether log.jsonl holds all rows."""
-        logs = [each for each in self.destinations if isinstance(each, Jsonl)]
-        return not any(log.waiting for log in logs)
+        """Return whether log.jsonl holds all rows; True without a log."""
+        return not any(destination.waiting for destination in self.destinations
+                       if isinstance(destination, Jsonl))
 
     def finish(self):
         self.each("finish")
@@ -61,11 +65,12 @@ class Tracker:
 
 def make_tracker(session, trackers=(), given=None, noted=None):
     """
-    Return the Tracker of a Session, with the trackers of these names in find_trackers().
+    Return the Tracker of a Session, with log.jsonl and the named trackers. trackers: keys of
+    find_trackers().
 
-    given: names of the entries of session.run that the user gave on the command line; None: all.
-    They override what environment variables and files tell a client. noted: see AnomalyDetector.
-    Raises OSError if the folder cannot be written.
+    given: names of the entries of session.run that the user gave on the command line, which
+    override the environment variables and files that a tracker's client reads; None: all entries.
+    noted: see Tracker. Raises OSError if session.out_dir cannot be written.
     """
     keep_diff(session.out_dir, session.config)
     log = Jsonl(session.out_dir, session.config, session.step)
@@ -75,8 +80,8 @@ def make_tracker(session, trackers=(), given=None, noted=None):
     for name in trackers:
         kind = find_trackers()[name]
         own_session = dataclasses.replace(session, run=kind.resolve(session, given))
-        background.append(Background(name, kind, own_session))
+        background.append(Background(name, kind, own_session))  # starts at once, in a thread
     until = time.monotonic() + START_SECONDS
-    for tracker in background:
-        tracker.wait_for_start(until)
+    for each in background:
+        each.wait_for_start(until)
     return Tracker([log, *background], noted)
