@@ -16,8 +16,8 @@ START_SECONDS = 4  # max wait for all trackers to start; slower ones start in th
 
 class Tracker:
     """
-    Sends each row, alert and model to all of its destinations. Without destinations, as on all ranks
-    but the first, its methods do nothing.
+    Sends each row, alert and model to all of its destinations. Without destinations, as on all
+    ranks but the first, its methods do nothing.
     """
 
     def __init__(self, destinations=(), noted=None):
@@ -48,7 +48,7 @@ class Tracker:
             self.each("alert", title, text)
 
     def model(self, path, metrics, aliases):
-        """Record an exported model with its metrics; aliases: a list of "best", "latest" or both."""
+        """Record an exported model and its metrics; aliases: a list of "best", "latest" or both."""
         if os.path.exists(path):
             self.each("model", path, metrics, aliases)
         elif self.destinations:
