@@ -67,6 +67,17 @@ def test_keeps_the_last_and_the_best(tmp_path, vocabulary):
     assert checkpoint.locate(tmp_path).name == "step_00000002"
 
 
+def test_a_users_copy_of_a_checkpoint_is_neither_counted_nor_removed(tmp_path, vocabulary):
+    save(tmp_path, 1, vocabulary)
+    mine = [tmp_path / "checkpoints" / name for name in ("step_00000001_mine", "step_mine", "step_00000001.bak")]
+    for path in mine:
+        shutil.copytree(checkpoint.step_folder(tmp_path, 1), path)
+    for step in range(2, 5):
+        save(tmp_path, step, vocabulary)
+    assert all((path / "checkpoint.json").exists() for path in mine)
+    assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_00000004"]
+
+
 def test_the_writer_reports_a_failing_disk_and_goes_on():
     writer, done = checkpoint.Writer(), []
     def fail():

@@ -56,6 +56,12 @@ def test_a_vocabulary_has_at_most_a_third_of_the_parameters_or_of_a_text_that_is
             assert tables * pieces * dim <= (12 * layers * dim ** 2 + tables * pieces * dim) * share and pieces * 192 <= size
 
 
+def test_sizes_that_are_all_given_leave_nothing_to_plan(monkeypatch):
+    sizes = {"dim": 64, "n_layers": 2, "n_heads": 2, "tie_embeddings": True, "max_seq_len": 64, "batch_size": 4}
+    found = planned(monkeypatch, 1_000_000, vocab_source="byte", **sizes)
+    assert {name: getattr(found, name) for name in sizes} == sizes
+
+
 def test_more_time_more_text_or_a_faster_machine_never_make_a_smaller_model(monkeypatch):
     by_time = [planned(monkeypatch, 10_000_000, minutes).dim for minutes in (0.1, 1, 5, 20, 100, 1000)]
     by_text = [planned(monkeypatch, size, 100.0).dim for size in SIZES]

@@ -401,7 +401,7 @@ def all_steps(out_dir):
 
 def steps(out_dir):
     """Return the complete step folders of a run, oldest first."""
-    return [p for p in sorted(Path(out_dir, "checkpoints").glob("step_*")) if complete(p)]
+    return [path for path in all_steps(out_dir) if not path.suffix and complete(path)]
 
 
 def newest(out_dir):

@@ -88,7 +88,7 @@ def plan_shape(config, given, size, setup):
     """
     device = setup.device.type
     minutes = config.minutes or DEFAULT_MINUTES["cpu" if device == "cpu" else "gpu"]
-    plan, free, problem = {}, hardware.free_memory(setup.device), None
+    plan, free, problem = None, hardware.free_memory(setup.device), None
     for dim in (config.dim,) if "dim" in given else WIDTHS:
         wider, reason = shape_of_width(config, given, dim, size), ""
         trial = config.changed(**values(wider))
@@ -106,12 +106,12 @@ def plan_shape(config, given, size, setup):
         elif (tokens_per_step(trial) * 54 * minutes
               < min_tokens(block_params) * step_seconds(trial, vocab_size, setup)):
             reason = "the widest that this time can train"
-        if reason and plan:
+        if reason and plan is not None:
             if "dim" in plan:
                 plan["dim"] = plan["dim"][0], reason
             break
         plan = wider
-    if not plan:
+    if plan is None:
         fail(problem)
     planned = config.changed(minutes=minutes, **values(plan))
     reason = "as given" if config.minutes else "unless --minutes says otherwise"
