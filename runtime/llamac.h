@@ -6,12 +6,18 @@
 //     int n, *tokens = llamac_encode(model, "Once", 4, true, &n, &error);
 //     llamac_forward(session, tokens, n, 0, &error);
 //
-// examples/embed.c is a complete program. A function that can fail returns NULL, false or -1 and
-// writes one line to its last argument, which may be NULL; on success that is left unchanged. An
-// invalid argument, such as a NULL model, is a failure.
-// The library prints nothing, and never ends the program, except when a GPU fails during its work.
-// There is no static state: a program may have any number of models and sessions. Threads may share
-// a model after it is set up; a session may be used by one thread at a time.
+// examples/embed.c is a complete program.
+//
+// Errors: the last parameter of a function that can fail is a llamac_error *, which may be NULL. On
+// failure, the function returns NULL, false or -1 and writes one line to the error. On success, it
+// does not change the error. A NULL model or session is a failure; a function without an error
+// parameter returns 0, false, NULL or "" for it.
+// The library prints nothing and does not end the program, with one exception: after a CUDA error
+// that leaves the GPU unusable, it prints one line to stderr and calls _exit(1).
+//
+// Threads: there is no static state, so a program may have any number of models and sessions.
+// Threads may share a model, but not while llamac_open_tokenizer or llamac_use_template changes it.
+// A session may be used by one thread at a time.
 #ifndef LLAMAC_H
 #define LLAMAC_H
 
@@ -49,12 +55,13 @@ LLAMAC_API llamac_model *llamac_open(const char *path, int flags, llamac_error *
 LLAMAC_API llamac_model *llamac_open_memory(const void *bytes, size_t size, int flags,
                                             llamac_error *);
 
-// Replaces the tokenizer by that of a file in llama2.c's format (tokenizer.bin). Unsets the chat
-// template.
+// Replaces the tokenizer by that of a file in llama2.c's format (tokenizer.bin). This discards the
+// chat template: llamac_encode_turn fails until llamac_use_template names one. Only tokens 1 and 2
+// of such a file are control tokens, so the markers of a template are ordinary text.
 LLAMAC_API bool llamac_open_tokenizer(llamac_model *, const char *path, llamac_error *);
 
-// Compares the weights with the SHA-256 that export.py stored in the file. A file without one is a
-// failure.
+// Compares the weights with their SHA-256 in the file. Fails if the file has none; the project's
+// export.py writes it.
 LLAMAC_API bool llamac_verify(const llamac_model *, llamac_error *);
 
 // Frees a model. Stop all its sessions first. NULL is allowed.
@@ -64,42 +71,49 @@ typedef struct {
     int dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size;
     int seq_len; // max context
     bool has_tokenizer;
-    bool add_bos; // texts begin with the token `bos`
-    int bos, eos; // tokens that begin and end a text; -1: the tokenizer has none
+    bool add_bos; // the model expects BOS before a text: call llamac_encode with bos = true
+    int bos, eos; // the tokens BOS and EOS, which begin and end a text; -1: there is no tokenizer
     int eot;      // token that ends an answer; -1: the tokenizer has none
 } llamac_info;
 
+// Describes a model. For NULL, bos, eos and eot are -1 and all other fields 0.
 LLAMAC_API llamac_info llamac_describe(const llamac_model *);
 
 // ----------------------------------------------------------------------------
 // Text
 
 // Encodes n bytes of text. Returns the tokens, to be freed with llamac_free, and their number in
-// *n_tokens. `bos`: begin with the token BOS. Text never becomes a control token.
+// *n_tokens. If `bos` is true, the first token is BOS. The name of a control token in the text,
+// like </s>, is encoded as ordinary text.
 LLAMAC_API int *llamac_encode(const llamac_model *, const char *text, size_t n, bool bos,
                               int *n_tokens, llamac_error *);
 
-// Decodes a token: writes at most `room` bytes of its text, without a zero at the end, and returns
-// the length of all of it. `previous` is the token before: after BOS, the space that llamac_encode
-// puts before a text is removed. A character may be split over several tokens.
+// Decodes a token: writes the first `room` bytes of its text, without a terminating zero, and
+// returns the length of the whole text, which is 0 for a control token. `previous` is the token
+// before it, or -1 if there is none. If `previous` is BOS, the space that llamac_encode puts before
+// a text is removed. A character may be split over several tokens.
 LLAMAC_API size_t llamac_decode(const llamac_model *, int previous, int token, char *out,
                                 size_t room);
 
-// Returns the length of the UTF-8 character at the beginning of s (n bytes); 0 if it is invalid.
+// Returns the length in bytes of the UTF-8 character at the beginning of s (n bytes); 0 if the
+// character is invalid or incomplete.
 LLAMAC_API int llamac_utf8(const char *s, size_t n);
 
-// Sets the chat template: chatml, llama3, zephyr or llama2. NULL recognises the template of the
-// model file by its markers (files in llama2.c's formats use llama2). From then on its markers,
-// such as <|im_end|>, are control tokens.
+// Sets the chat template, which llamac_encode_turn and llamac_encode_answer need: chatml, llama3,
+// zephyr or llama2. If `name` is NULL, the model file decides: a GGUF file has a template, which is
+// recognised by its markers, such as <|im_end|>; llama2.c's formats use llama2. Markers that are
+// user-defined tokens become control tokens, so that text cannot contain them.
 LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_error *);
 
-// Encodes a turn of the user, up to where the answer begins; like llamac_encode. The system prompt
-// (NULL: none) is used in the first turn only.
+// Encodes a turn of the user, up to where the answer begins, with BOS if the template needs it.
+// Returns the tokens like llamac_encode. The system prompt (NULL: none) is used in the first turn
+// only. Every later turn begins with the end marker of the answer before it.
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Encodes an earlier answer without its end marker, with which the next turn begins. Use it to
-// rebuild a conversation; a session that continues has the tokens of the answer already.
+// Encodes an earlier answer, to rebuild a conversation in a new session; the session that sampled
+// the answer has its tokens in the KV cache. In both cases, do not evaluate the end marker of the
+// answer: the next llamac_encode_turn adds it. Returns the tokens like llamac_encode.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n,
                                      int *n_tokens, llamac_error *);
 
@@ -113,9 +127,9 @@ LLAMAC_API void llamac_free(void *);
 // Computing
 
 typedef enum {
-    LLAMAC_SAMPLE_ONLY, // for llamac_sample only; a GPU keeps the logits in its memory
-    LLAMAC_LAST_LOGITS, // llamac_logits has those of the last token of a call
-    LLAMAC_ALL_LOGITS,  // of all tokens of a call, which has at most llamac_chunk tokens then
+    LLAMAC_SAMPLE_ONLY, // none: only llamac_sample uses them, and a GPU does not copy them
+    LLAMAC_LAST_LOGITS, // those of the last token of each llamac_forward
+    LLAMAC_ALL_LOGITS,  // those of all tokens of each llamac_forward, at most llamac_chunk tokens
 } llamac_logits_kept;
 
 typedef struct {
@@ -123,15 +137,18 @@ typedef struct {
     int n_threads; // threads of the CPU; 0: one for each usable core, at most 64
     // cpu, cuda, or auto: cuda if it can be used; NULL: the default of the build
     const char *device;
-    // compute from the pages of the file, which processes share; slower after the first tokens
+    // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
+    // pages of the file. By default, a session makes the copy after its first tokens if
+    // there is enough memory
     bool no_copy;
-    llamac_logits_kept logits;
-    // bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else 32
+    llamac_logits_kept logits; // logits that the program can read
+    // CPU: bits of a number in the KV cache: 32, 16 or 8; 0: 16 if the weights are quantised, else
+    // 32. A GPU requires 0
     int kv_bits;
 } llamac_options;
 
-// Begins a session. Options may be NULL: all zero. Sessions of one model share its file, but each
-// may keep a copy of the weights in tiles.
+// Begins a session. NULL options are options that are all zero. Sessions share the file of their
+// model, but each may keep its own copy of the weights: see no_copy.
 LLAMAC_API llamac_session *llamac_start(const llamac_model *, const llamac_options *,
                                         llamac_error *);
 
@@ -142,30 +159,35 @@ LLAMAC_API void llamac_stop(llamac_session *);
 // "" if there is none.
 LLAMAC_API const char *llamac_note(const llamac_session *);
 
-// Returns the max number of tokens for which one call keeps all logits.
+// Returns the max n of llamac_forward with LLAMAC_ALL_LOGITS.
 LLAMAC_API int llamac_chunk(const llamac_session *);
 
+// Returns the max number of tokens in the KV cache, however many are in it now.
 LLAMAC_API int llamac_positions(const llamac_session *);
 
 // Evaluates n tokens at positions pos..pos+n-1. Earlier calls must have filled positions 0..pos-1.
+// pos may be lower than the number of filled positions: the new tokens then replace the old ones at
+// pos..pos+n-1, and do not see those at later positions.
 LLAMAC_API bool llamac_forward(llamac_session *, const int *tokens, int n, int pos, llamac_error *);
 
 // Returns the logits of the last call: (vocab_size,) floats or, with LLAMAC_ALL_LOGITS, (n,
 // vocab_size). NULL with LLAMAC_SAMPLE_ONLY, and before the first call.
 LLAMAC_API const float *llamac_logits(const llamac_session *);
 
-// Computes *nll = -log of the probability of `token` from row `row` of the logits. Fails if they
-// are not finite.
+// Computes *nll = -log of the probability of `token` from a row of llamac_logits: row 0 with
+// LLAMAC_LAST_LOGITS, row 0..n-1 with LLAMAC_ALL_LOGITS. Fails with LLAMAC_SAMPLE_ONLY, or if the
+// logits are not finite.
 LLAMAC_API bool llamac_nll(llamac_session *, int row, int token, double *nll, llamac_error *);
 
 typedef struct {
     float temperature; // 0: greedy
     float topp; // sample from the most likely tokens with this total probability; 0 or 1: from all
-    uint64_t state; // of the random generator: a seed
+    uint64_t state; // of the random generator: begins as the seed, llamac_sample changes it
 } llamac_sampler;
 
-// Samples the token after the last one evaluated. The logits are unchanged, so the next call
-// samples again. Returns -1 if they are not finite. A seed gives the same text as in llama2.c.
+// Samples the token after the last one evaluated. Does not evaluate it: another call samples from
+// the same logits again. Fails if the logits are not finite. The same seed samples the same text as
+// llama2.c.
 LLAMAC_API int llamac_sample(llamac_session *, llamac_sampler *, llamac_error *);
 
 // ----------------------------------------------------------------------------
@@ -177,8 +199,8 @@ LLAMAC_API int llamac_threads(const llamac_session *);
 // Bytes of weights that one token reads.
 LLAMAC_API double llamac_bytes_per_token(const llamac_model *);
 
-// Measures, in bytes per second, how fast the session reads its weights if it does nothing else: an
-// upper bound of bytes per token times tokens per second.
+// Measures how fast the session can read its weights if it does nothing else, in bytes per second.
+// This, divided by llamac_bytes_per_token, is an upper bound of the tokens per second.
 LLAMAC_API double llamac_bandwidth(const llamac_session *);
 
 #ifdef __cplusplus
