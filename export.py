@@ -12,7 +12,7 @@ engine/training/load.py reads.
 
 The formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
 https://huggingface.co/docs/safetensors, and export.py of https://github.com/karpathy/llama2.c.
-A file is written tensor by tensor under a temporary name, then renamed.
+Files are written tensor by tensor under temporary names, and renamed once all are complete.
 """
 import hashlib
 import json
@@ -26,7 +26,7 @@ from configurator import configure, fail  # first: it reports missing packages
 import numpy as np
 import torch
 
-from engine.files import replacing, write_atomic
+from engine.files import replacing, replacing_all
 from engine.formats import rope
 from engine.formats.gguf_file import is_gguf_of_ours
 from engine.formats.hf_tokenizer import MADE_BY, is_folder_of_ours, is_vocabulary_of_ours
@@ -62,10 +62,10 @@ from engine.training import checkpoint, run_folder
 from engine.training.load import read_model
 from tokenizer import BYTE, LETTERS, NORMAL, UNUSED, USER_DEFINED
 
-out_dir = "out"    # what to export: a run, a folder of runs (the newest), a step, a Hugging Face or
-                   # Meta folder, a GGUF or llama2.c file
-format = "gguf"    # gguf; v0, v1, v2 (llama2.c: legacy float32, float32, int8 in groups); hf (a
-                   # Hugging Face folder)
+out_dir = "out"    # what to export: a run's folder, a folder of runs (the newest), a checkpoint's
+                   # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
+format = "gguf"    # gguf; hf: a Hugging Face folder; llama2.c's v0: legacy float32, v1: float32,
+                   # v2: int8 in groups
 dtype = "f32"      # of the matrices in gguf: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0;
                    # in hf: f32, f16 or bf16
 group_size = 64    # values that share a scale in v2; halved until it divides dim
@@ -78,16 +78,17 @@ path = ""          # where to write; empty: beside what is exported
 
 def floats(name, tensor, largest=SINGLE):
     """
-    Yield the values of a tensor of any shape, some rows at a time, as flat float32 arrays. End in
-    one line at NaN or a magnitude beyond `largest`.
+    Yield the values of a tensor of any shape, some rows at a time, as flat float32 arrays. Exit
+    with a message of one line at NaN or a magnitude beyond `largest`.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
     for part in rows.split(max(1, (1 << 20) // rows.shape[1])):
         x = part.to("cpu", torch.float32).reshape(-1).numpy()
         found = np.abs(x).max()
         if not found <= largest:  # also true of NaN
+            remedy = ", or --dtype=f32 is needed" if largest < SINGLE else ""
             fail(f"{name} holds {found}, expected finite weights of at most {largest:.6g}; the run "
-                 "has diverged, or --dtype=f32 is needed")
+                 f"has diverged{remedy}")
         yield x
 
 
@@ -105,7 +106,7 @@ def gguf_value(value, in_list=False):
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, int):
-        # By convention the only list of ints, the types of pieces, is signed, and a count is not.
+        # Counts are uint32. The only list of ints is token_type, by convention int32.
         return (5, struct.pack("<i", value)) if in_list else (4, struct.pack("<I", value))
     if isinstance(value, float):
         return 6, struct.pack("<f", value)
@@ -119,10 +120,13 @@ def gguf_value(value, in_list=False):
 
 def gguf_tokenizer_model(vocabulary):
     """
-    Return tokenizer.ggml.model, the encoder that llama.cpp uses, of a vocabulary other than
-    byte-level BPE. "llama", its sentencepiece BPE, aborts at a character that is neither a piece
-    nor has byte pieces. "t5", its unigram encoder, encodes such characters as <unk>, and equals BPE
-    if every piece is one character. llama.cpp refuses NO_BYTES.
+    Return tokenizer.ggml.model, which names the encoder that llama.cpp uses for a vocabulary. Not
+    for byte-level BPE.
+
+    "llama", the sentencepiece encoder, can store any character with byte pieces; without them it
+    aborts at a character that is not a piece. "t5", the unigram encoder, returns <unk> there; its
+    result equals that of BPE if every piece is one character. Other vocabularies without byte
+    pieces get the name NO_BYTES, so that llama.cpp refuses the file.
     """
     if any(kind == BYTE for _, _, kind in vocabulary.pieces()):
         return "llama"
@@ -131,8 +135,8 @@ def gguf_tokenizer_model(vocabulary):
 
 def vocabulary_metadata(vocabulary):
     """
-    Return the keys tokenizer.ggml.* of a GGUF file. Byte-level BPE, there "gpt2", is spelled in
-    GPT-2's letters of bytes.
+    Return the keys tokenizer.ggml.* of a GGUF file. GGUF calls byte-level BPE "gpt2" and stores
+    each byte of its pieces as the letter by which GPT-2 represents that byte.
     """
     pieces, scores, types = map(list, zip(*vocabulary.pieces()))
     if vocabulary.kind == "bpe":
@@ -166,9 +170,11 @@ def vocabulary_metadata(vocabulary):
 
 def gguf_rope(args):
     """
-    Return ({key after the architecture's name: value}, factors of the tensor ROPE_FACTORS, () if
-    there is none) of rotary positions. YaRN is named, since programs compute it themselves; other
-    factors are a tensor, which llama.cpp reads for llama alone.
+    Return how a GGUF file stores the scaling of rotary positions: metadata {key without the
+    architecture's name: value}, and the values of the tensor ROPE_FACTORS, () without that tensor.
+
+    Readers compute linear scaling and YaRN from metadata. Any other args.rope_factors become the
+    tensor, which llama.cpp reads only for the architecture llama, with args.rope_scaling beside it.
     """
     rule, kind = rope.rule(args), architecture(args)
     if not rule:
@@ -176,11 +182,12 @@ def gguf_rope(args):
     keys = {"rope.scaling.type": rule["rope_type"], "rope.scaling.factor": rule["factor"]}
     if rule["rope_type"] == "linear":
         return keys, ()
-    if rule["rope_type"] == "yarn" and "attention_factor" not in rule:
+    usual_attention = "attention_factor" not in rule
+    if rule["rope_type"] == "yarn" and usual_attention:
         keys["rope.scaling.original_context_length"] = rule["original_max_position_embeddings"]
         return keys, ()
     if args.rope_attention != 1 or kind != "llama":
-        fail(f"GGUF can't say how {kind} slows its rotary positions, by {rule['rope_type']} with "
+        fail(f"GGUF can't store how {kind} scales its rotary positions: {rule['rope_type']} with "
              f"rope_attention={args.rope_attention:g}; use --format=hf")
     if args.rope_scaling == 1:
         return {}, args.rope_factors
@@ -201,8 +208,8 @@ def gguf_layout(args, dtype):
     return layout, factors
 
 
-def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
-    """Return {key: value} of a GGUF file; infos: the bytes of its list of tensors."""
+def gguf_metadata(args, vocabulary, dtype, name, tensor_list, extra):
+    """Return {key: value} of a GGUF file; tensor_list: the bytes of its list of tensors."""
     kind = architecture(args)
     sizes = {
         "vocab_size": args.vocab_size,
@@ -222,8 +229,10 @@ def gguf_metadata(args, vocabulary, dtype, name, infos, extra):
         **gguf_rope(args)[0],
     }
     return {
-        CHECKSUM: "0" * 64,  # overwritten once the tensors are written; first, to be found easily
-        LIST_CHECKSUM: hashlib.sha256(infos).hexdigest(),
+        # write_gguf overwrites the zeros when the tensors are written. It searches for 64 zeros, so
+        # this key comes first.
+        CHECKSUM: "0" * 64,
+        LIST_CHECKSUM: hashlib.sha256(tensor_list).hexdigest(),
         "general.architecture": kind,
         "general.name": name,
         "general.alignment": ALIGNMENT,
@@ -240,25 +249,29 @@ def gguf_header(args, vocabulary, dtype, name, extra):
     Return the header of a GGUF file, version 3: counts, metadata, the list of tensors (name, shape,
     type, offset of each), padding.
     """
-    infos, offset = b"", 0
+    tensor_list, offset = b"", 0
     layout, _ = gguf_layout(args, dtype)
     for _, gguf, shape, kind in layout:
         stored = TYPES[kind]
-        infos += gguf_string(gguf) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        infos += struct.pack("<IQ", stored.number, offset)
+        tensor_list += gguf_string(gguf)
+        tensor_list += struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        tensor_list += struct.pack("<IQ", stored.number, offset)
         offset += math.prod(shape) // stored.block * stored.size
         offset += padding_to(offset, ALIGNMENT)
-    metadata = gguf_metadata(args, vocabulary, dtype, name, infos, extra)
+    metadata = gguf_metadata(args, vocabulary, dtype, name, tensor_list, extra)
     header = b"GGUF" + struct.pack("<IQQ", 3, len(layout), len(metadata))
     for key, value in metadata.items():
         number, data = gguf_value(value)
         header += gguf_string(key) + struct.pack("<I", number) + data
-    header += infos
+    header += tensor_list
     return header + bytes(padding_to(len(header), ALIGNMENT))
 
 
 def refuse_unexportable(args, vocabulary, extra):
-    """End in one line if GGUF cannot hold a model with these settings, whatever its weights are."""
+    """
+    Exit with a message if GGUF cannot hold a model with these settings, whatever its weights are.
+    A training calls this before its first step, with max_iters, its last step, as extra[ITER].
+    """
     try:
         gguf_header(args, vocabulary, "f32", "", extra)
     except (OverflowError, struct.error):
@@ -266,20 +279,22 @@ def refuse_unexportable(args, vocabulary, extra):
         numbers = vars(args) | {"max_iters": extra[ITER]}
         large = [f"{key}={value:g}" for key, value in numbers.items()
                  if type(value) in limits and abs(value) > limits[type(value)]]
-        fail(f"GGUF can't hold {', '.join(large) or 'these settings'}: expected at most "
-             f"{SINGLE:.3g}, and {2 ** 32 - 1} of whole numbers")
+        fail(f"GGUF can't hold {', '.join(large) or 'these settings'}: expected whole numbers up "
+             f"to {2 ** 32 - 1} and other numbers up to {SINGLE:.3g}")
 
 
 def write_gguf(path, state, args, dtype, header):
     """Write the header, then the tensors, each padded to the alignment, then their checksum."""
     layout, factors = gguf_layout(args, dtype)
-    halves = architecture(args) != "llama"  # the order of rows in heads, as Hugging Face's
+    # GGUF orders the rows in a head as model.py for llama, as Hugging Face for others.
+    reorder = architecture(args) != "llama"
     digest = hashlib.sha256()
     with replacing(path) as f:
         f.write(header)
         for name, _, _, kind in layout:
             w = factors if name == ROPE_FACTORS else state[name]
-            w = interleaved_to_halves(w, heads_in(name, args) if halves else 0)
+            if reorder:
+                w = interleaved_to_halves(w, heads_in(name, args))
             for data in encoded(name, w, kind):
                 f.write(data)
                 digest.update(data)
@@ -297,7 +312,8 @@ def exported_step(path):
               mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data):
             key = gguf_string(ITER)
             at = data.find(key)
-            return struct.unpack_from("<I", data, at + len(key) + 4)[0] if at >= 0 else None
+            value_at = at + len(key) + 4  # 4 bytes between them: the type of the value
+            return struct.unpack_from("<I", data, value_at)[0] if at >= 0 else None
     except (OSError, ValueError, struct.error):  # ValueError: the file is empty
         return None
 
@@ -305,7 +321,10 @@ def exported_step(path):
 # ---- llama2.c
 
 def refuse_beyond_llama2c(args):
-    """End in one line if llama2.c's formats, which store no such settings, imply other ones."""
+    """
+    Exit with a message if the model differs from a setting that llama2.c's formats do not store:
+    their readers assume one fixed value of each.
+    """
     implied = {"norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": 1.0, "rope_attention": 1.0,
                "rope_factors": (), "head_width": 0, "qkv_bias": False, "qk_norm": False}
     for key, value in implied.items():
@@ -316,7 +335,7 @@ def refuse_beyond_llama2c(args):
 
 
 def fitting_group_size(args, group_size):
-    """Return the group size of v2, halved until it divides dim; print what a user must know."""
+    """Return the group size of v2, halved until it divides dim. Print what that changes."""
     if group_size < 1:
         fail(f"--group_size={group_size}: expected at least 1, such as 64")
     asked = group_size
@@ -325,16 +344,16 @@ def fitting_group_size(args, group_size):
     if group_size != asked:
         print(f"groups of {group_size}: {asked} does not divide dim={args.dim}")
     if args.hidden_dim % group_size:
-        print(f"groups of {group_size} run across the rows of w2, hidden_dim={args.hidden_dim}: "
-              "run reads that, llama2.c's runq does not; for it choose a --group_size that divides "
-              f"{args.dim} and {args.hidden_dim}")
+        print(f"groups of {group_size} do not divide the rows of w2, hidden_dim={args.hidden_dim}: "
+              "./run reads such a file, llama2.c's runq does not; for runq choose a --group_size "
+              f"that divides {args.dim} and {args.hidden_dim}")
     return group_size
 
 
 def frequency_tables(args):
     """
-    Return cos and sin (max_seq_len, Q/2) as v0 stores them, in float32 throughout, as llama2.c's
-    export.py does. Readers skip them.
+    Return cos and sin (max_seq_len, head_dim / 2) as v0 stores them, in float32 throughout, as
+    llama2.c's export.py does. Readers skip them.
     """
     i = torch.arange(0, args.head_dim, 2).float()
     frequency = 1.0 / (args.rope_theta ** (i / args.head_dim))
@@ -362,32 +381,34 @@ def llama2c_sizes(args, version):
                        args.n_kv_heads, vocab_size, args.max_seq_len)
 
 
-def write_llama2c(path, state, args, version, group_size):
-    """Write version 0, 1 or 2: a header of ints, then the tensors, each for all layers in turn."""
+def write_llama2c(f, state, args, version, group_size):
+    """
+    Write version 0, 1 or 2 to an open file: a header of ints, then the tensors. wq of every layer
+    comes before wk of every layer, and so on.
+    """
     header = llama2c_sizes(args, version)
     if version:
         header = struct.pack("<Ii", LLAMA2C_MAGIC, version) + header + struct.pack("<B", args.tied)
         header += struct.pack("<i", group_size) if version == 2 else b""
         header += bytes(LLAMA2C_HEADER - len(header))
-    with replacing(path) as f:
-        f.write(header)
-        for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
-            if version == 2 and len(shape) == 2:
-                x = np.concatenate(list(floats(name, state[name])))
-                q, scale = to_groups(x, group_size)
-                f.write(q.tobytes() + scale.tobytes())
-            else:
-                f.writelines(encoded(name, state[name], "f32"))
-            if version == 0 and name == "norm.weight":
-                f.writelines(table.numpy().tobytes() for table in frequency_tables(args))
+    f.write(header)
+    for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
+        if version == 2 and len(shape) == 2:
+            x = np.concatenate(list(floats(name, state[name])))
+            q, scale = to_groups(x, group_size)
+            f.write(q.tobytes() + scale.tobytes())
+        else:
+            f.writelines(encoded(name, state[name], "f32"))
+        if version == 0 and name == "norm.weight":
+            f.writelines(table.numpy().tobytes() for table in frequency_tables(args))
 
 
 # ---- Hugging Face
 
-def write_safetensors(path, state, args, dtype):
+def write_safetensors(f, state, args, dtype):
     """
-    Write the tensors under Hugging Face's names: uint64 length of a JSON header, the header, the
-    data. Written here because the safetensors library needs all tensors in memory at once.
+    Write the tensors under Hugging Face's names to an open file: uint64 length of a JSON header,
+    the header, the data. The safetensors library would need all tensors in memory at once.
     """
     header, offset = {"__metadata__": {"format": "pt"} | MADE_BY}, 0
     for _, _, name, shape in tensors(args):
@@ -396,11 +417,10 @@ def write_safetensors(path, state, args, dtype):
         offset = end
     text = json.dumps(header).encode()
     text += b" " * padding_to(len(text), 8)
-    with replacing(path) as f:
-        f.write(struct.pack("<Q", len(text)) + text)
-        for name, *_ in tensors(args):
-            w = interleaved_to_halves(state[name], heads_in(name, args))
-            f.writelines(encoded(name, w, dtype))
+    f.write(struct.pack("<Q", len(text)) + text)
+    for name, *_ in tensors(args):
+        w = interleaved_to_halves(state[name], heads_in(name, args))
+        f.writelines(encoded(name, w, dtype))
 
 
 def hf_config(args, vocabulary, dtype):
@@ -430,7 +450,10 @@ def hf_config(args, vocabulary, dtype):
 
 
 def hf_generation_config(args, vocabulary, extra):
-    """Return generation_config.json: an answer ends as in sample.py, and at the ids in `extra`."""
+    """
+    Return the content of generation_config.json. Generation ends at EOS, at BOS, which begins
+    another text, and at the ids that end a turn or a message, if `extra` has them.
+    """
     ends = [extra[key] for key in (END_OF_TURN, END_OF_MESSAGE) if key in extra]
     return {
         "bos_token_id": vocabulary.bos_id,
@@ -442,8 +465,8 @@ def hf_generation_config(args, vocabulary, extra):
 
 def hf_tokenizer_config(args, vocabulary, extra):
     """
-    Return the content of tokenizer_config.json. split_special_tokens: a text that contains "<s>"
-    contains three characters, as everywhere in this program.
+    Return the content of tokenizer_config.json. split_special_tokens: "<s>" in a text is encoded
+    as three characters, never as the special token, as everywhere in this program.
     """
     pieces = vocabulary.pieces()
     ids = {"unk": vocabulary.unk_id, "bos": vocabulary.bos_id, "eos": vocabulary.eos_id}
@@ -468,26 +491,32 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
     if args.qkv_bias and args.qk_norm:
         fail("transformers has no model with both qkv_bias and qk_norm; use --format=gguf")
     folder.mkdir(exist_ok=True)
-    replaceable = is_vocabulary_of_ours(folder)
-    write_safetensors(folder / "model.safetensors", state, args, dtype)
-    contents = {
-        "config": hf_config(args, vocabulary, dtype),
-        "generation_config": hf_generation_config(args, vocabulary, extra),
-        "tokenizer_config": hf_tokenizer_config(args, vocabulary, extra),
-        "tokenizer": vocabulary.hugging_face(),
-    }
-    for name, content in contents.items():
-        write_atomic(folder / f"{name}.json", json.dumps(content, indent=1))
-    if vocabulary.kind == "sentencepiece":
-        vocabulary.save(folder / "tokenizer.model")
-    elif replaceable:  # a reader would take an earlier export's
+    had_our_vocabulary = is_vocabulary_of_ours(folder)
+    with replacing_all() as writing:
+        with writing(folder / "model.safetensors") as f:
+            write_safetensors(f, state, args, dtype)
+        contents = {
+            "config": hf_config(args, vocabulary, dtype),
+            "generation_config": hf_generation_config(args, vocabulary, extra),
+            "tokenizer_config": hf_tokenizer_config(args, vocabulary, extra),
+            "tokenizer": vocabulary.hugging_face(),
+        }
+        for name, content in contents.items():
+            with writing(folder / f"{name}.json") as f:
+                f.write(json.dumps(content, indent=1).encode())
+        if vocabulary.kind == "sentencepiece":
+            with writing(folder / "tokenizer.model") as f:
+                f.write(vocabulary.data)
+    if vocabulary.kind != "sentencepiece" and had_our_vocabulary:
+        # A reader would prefer this file of an earlier export to the new tokenizer.json.
         (folder / "tokenizer.model").unlink(missing_ok=True)
 
 
 # ---- any format
 
+# The values of --dtype that each format accepts. v2 is always int8 and ignores the default, f32.
 FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
-           "v2": ("f32",)}  # format: its values of --dtype
+           "v2": ("f32",)}
 
 
 def differences(vocabulary, format):
@@ -496,23 +525,23 @@ def differences(vocabulary, format):
     other = "llama.cpp" if format == "gguf" else "transformers"
     if vocabulary.normalizer != "identity" and (format, vocabulary.kind) != ("hf", "bpe"):
         problem = ("transformers combines accents differently" if format == "hf"
-                   else "model files can't say that")
+                   else "model files can't store that rule")
         yield (f"the vocabulary rewrites text by {vocabulary.normalizer} and {problem}: unusual "
                "characters of a prompt may be encoded differently")
     if vocabulary.kind == "bpe":
         return
     if format == "gguf" and gguf_tokenizer_model(vocabulary) == NO_BYTES:
         yield ("the vocabulary has no byte pieces, which llama.cpp needs: it will refuse this "
-               "file, run reads it")
+               "file, ./run reads it")
     elif format == "gguf" and vocabulary.remove_extra_whitespaces:
         yield ("the vocabulary removes extra spaces, llama.cpp keeps them: it will encode such "
-               "texts differently from run")
+               "texts differently from ./run")
     if format == "gguf" and USER_DEFINED in kinds and vocabulary.add_dummy_prefix:
         yield ("llama.cpp puts a space after each user-defined piece: it will encode texts with "
-               "them differently from run")
+               "them differently from ./run")
     if format in ("gguf", "hf") and UNUSED in kinds:
-        yield (f"the vocabulary has unused pieces, which {other} does not split: it may encode "
-               "texts differently from run")
+        yield (f"the vocabulary has unused pieces, which ./run splits and {other} keeps: it may "
+               "encode texts differently from ./run")
     if format not in ("gguf", "hf") and not vocabulary.add_dummy_prefix:
         yield ("llama2.c's tokenizer.bin implies a space before every text, this vocabulary has "
                "none; --format=gguf can say so")
@@ -521,8 +550,8 @@ def differences(vocabulary, format):
 def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64,
                  name="llamac", extra=None):
     """
-    Write a model file, or the folder of a Hugging Face model. Raises OSError if the disk fails;
-    what was at `path` before is then untouched.
+    Write a model file, or the folder of a Hugging Face model. Raises OSError if it cannot be
+    written, such as on a full disk; every file of an earlier export then stays as it was.
 
     model_state: state_dict of a Transformer; args: its ModelArgs; vocabulary: its Tokenizer, for
     v0, v1 and v2 possibly None; name: general.name; extra: more GGUF metadata.
@@ -534,7 +563,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, "
              "or llama2.c's .bin)")
-    refuse_leftovers(model_state, args)
+    refuse_leftovers(model_state, args)  # parameters that model files have no name for
     if vocabulary:
         if vocabulary.vocab_size != args.vocab_size:
             fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model "
@@ -552,10 +581,12 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
         version = int(format[1])
         group_size = fitting_group_size(args, group_size) if version == 2 else 1
         tokenizer_bin = vocabulary.tokenizer_bin() if vocabulary else None
-        write_llama2c(path, model_state, args, version, group_size)
-        if tokenizer_bin:
-            with replacing(Path(path).with_name("tokenizer.bin")) as f:
-                f.write(tokenizer_bin)
+        with replacing_all() as writing:
+            with writing(path) as f:
+                write_llama2c(f, model_state, args, version, group_size)
+            if tokenizer_bin:
+                with writing(Path(path).with_name("tokenizer.bin")) as f:
+                    f.write(tokenizer_bin)
 
 
 # ---- the command
@@ -566,18 +597,19 @@ HF_FILES = ("model.safetensors", "config.json", "generation_config.json", "token
 
 def is_bin_of_run(path, args):
     """
-    Return whether a llama2.c file, which has no mark of its writer, is an export of this model, by
-    its place in a run's folder and its sizes.
+    Return whether a llama2.c file seems to be an export of this model: it is the model.bin of a
+    run's folder and its header has the same sizes. llama2.c's formats do not name their writer.
     """
     if path.name != "model.bin" or not run_folder.is_run(path.absolute().parent):
         return False
     with open(path, "rb") as f:
         head = f.read(36)
+    # v1 and v2 have the same sizes, after 8 bytes of magic number and version.
     return llama2c_sizes(args, 0) == head[:28] or llama2c_sizes(args, 1) == head[8:]
 
 
 def refuse_foreign(target, format, args, vocabulary):
-    """End in one line if an export to `target` would replace a file that is no earlier export."""
+    """Exit with a message if an export would replace a file that is not an earlier export."""
     if format == "gguf":
         known = {target: is_gguf_of_ours}
     elif format == "hf":
@@ -597,6 +629,7 @@ def main():
     """Export what --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
     source = Path(origin)
+    # Beside a file stories15M.bin: stories15M.gguf or hf.
     name = {"gguf": "model.gguf", "hf": "hf"}.get(format, "model.bin")
     target = Path(path or source / name)
     if not path and not source.is_dir():
@@ -608,11 +641,11 @@ def main():
     # A folder's name may have a dot, such as Qwen2.5-0.5B.
     model_name = resolved.stem if source.is_file() else resolved.name
     try:
-        if format in FORMATS:
+        if format in FORMATS:  # export_model reports other formats
             refuse_foreign(target, format, args, vocabulary)
         export_model(state, args, vocabulary, target, format, dtype, group_size, model_name, extra)
     except OSError as e:
-        fail(f"{target}: cannot be written ({e.strerror or e}); nothing was changed")
+        fail(f"{target}: cannot be written ({e.strerror or e}); no file was replaced")
     print(f"wrote {target}")
 
 

@@ -37,20 +37,44 @@ def publish(temporary, final):
 
 
 @contextlib.contextmanager
-def replacing(path, temporary=None):
+def replacing_all():
     """
-    Open a temporary file for writing bytes, and rename it to `path` at the end of the block, so
-    that readers see the old content or the new. After an error, delete it. temporary: its name.
+    Yield a function writing(path), whose context manager opens a temporary file for writing bytes.
+    At the end of the block, when all temporary files are on disk, rename each to its `path`. If an
+    error comes before that, delete them and leave the old files.
     """
-    # The process id in the name: several processes may write the same file.
-    temporary = Path(temporary or f"{path}.{os.getpid()}.tmp")
-    try:
+    renames = []
+
+    @contextlib.contextmanager
+    def writing(path):
+        if os.path.isdir(path):  # renaming would fail, maybe after other renames
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        # The process id in the name: several processes may write the same file.
+        temporary = Path(f"{path}.{os.getpid()}.tmp")
+        renames.append((temporary, path))
         with open(temporary, "wb", buffering=1 << 21) as f:  # large writes get large pages
             yield f
-        publish(temporary, path)
+        to_disk(temporary)
+
+    try:
+        yield writing
+        for temporary, path in renames:
+            os.replace(temporary, path)
+            to_disk(Path(path).parent)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        for temporary, _ in renames:
+            temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """
+    Open a temporary file for writing bytes, and rename it to `path` at the end of the block, so
+    that readers see the old content or the new. After an error, delete it.
+    """
+    with replacing_all() as writing, writing(path) as f:
+        yield f
 
 
 def write_atomic(path, text):

@@ -585,6 +585,26 @@ def test_full_disk(format, files, tmp_path, vocabulary, monkeypatch):
     assert sorted(run.iterdir()) == sorted(before + [run / name for name in files])
 
 
+@pytest.mark.parametrize("format, first", [("v0", "model.bin"), ("v2", "model.bin"), ("hf", "hf/model.safetensors")])
+def test_full_disk_leaves_every_file_of_an_earlier_export(format, first, tmp_path, vocabulary, monkeypatch):
+    """The first file of the new export fits on the disk, a later one does not: here no file may grow beyond the first."""
+    model = build(dim=2, n_layers=1, n_heads=1, hidden_dim=2, max_seq_len=8)
+    run = save_run(tmp_path / "run", model, vocabulary)
+    command(monkeypatch, run, format=format)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    model.tok_embeddings.weight.data *= 2
+    other = save_run(tmp_path / "other", model, vocabulary)
+
+    target, size = run / Path(first).parts[0], len(before[run / first])
+    failed = subprocess.run(
+        [sys.executable, ROOT / "export.py", other, f"--format={format}", f"--path={target}"], capture_output=True, text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+    assert failed.returncode == 2 and "(File too large); no file was replaced" in failed.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    command(monkeypatch, other, format=format, path=target)
+    assert (run / first).read_bytes() != before[run / first]
+
+
 @pytest.mark.parametrize("format, dtype", [
     ("gguf", "f32"), ("gguf", "q8_0"), ("v1", "f32"), ("v2", "f32"), ("hf", "bf16")])
 def test_writes_tensor_by_tensor(format, dtype, tmp_path, vocabulary):

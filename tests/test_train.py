@@ -847,7 +847,7 @@ def test_what_cannot_be_exported_is_refused_before_the_first_step(folder):
              "args = functools.partial(train.ModelArgs.of, imported=like)\n"
              "train.BUILD = train.BUILD._replace(model_args=args)\n")
     done = faulty(folder, folder, fault, "--data=my.txt", "--out_dir=unexportable")
-    assert done.returncode == 2 and "GGUF can't say how llama slows" in done.stderr, done.stderr
+    assert done.returncode == 2 and "GGUF can't store how llama scales" in done.stderr, done.stderr
     for words, told in ((["--rope_theta=1e39"], "--rope_theta=1e39: rope_theta is '1e39', expected"), (["--max_iters=1e10"], "max_iters=1e+10")):
         done = run(folder, "--data=my.txt", "--out_dir=unexportable", "--max_iters=2", *words)
         assert done.returncode == 2 and told in done.stderr and done.stderr.count("error: ") == 1, done.stderr
