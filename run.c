@@ -1,6 +1,6 @@
 // Runs a Llama model. This is a program on the library in runtime/: it continues texts, chats, and
 // measures perplexity and speed. Text goes to stdout, everything else to stderr. An error ends the
-// program with one line `run: <what>: <what is wrong>` and exit code 1.
+// program with one line `run: <subject>: <message>` and exit code 1.
 #define _DEFAULT_SOURCE 1 // POSIX beside C11
 #include <errno.h>
 #include <limits.h>
@@ -18,8 +18,10 @@
 // ----------------------------------------------------------------------------
 // Errors, memory, texts
 
-// Ends the program: run: <what>: <message>
-__attribute__((format(printf, 2, 3), noreturn)) static void die(const char *what,
+// Ends the program with the line `run: <subject>: <message>`. The subject may be a path: it keeps
+// its UTF-8, and '?' replaces only control characters. The message may quote a user's text that
+// ends within a character: '?' replaces every byte that is not printable ASCII.
+__attribute__((format(printf, 2, 3), noreturn)) static void die(const char *subject,
                                                                 const char *format, ...) {
     char message[600];
     va_list args;
@@ -28,7 +30,8 @@ __attribute__((format(printf, 2, 3), noreturn)) static void die(const char *what
     va_end(args);
     fflush(stdout);
     fputs("run: ", stderr);
-    for (; *what; what++) fputc((unsigned char)*what < ' ' || *what == 127 ? '?' : *what, stderr);
+    for (const char *c = subject; *c; c++)
+        fputc((unsigned char)*c < ' ' || *c == 127 ? '?' : *c, stderr);
     fputs(": ", stderr);
     for (const char *c = message; *c; c++) fputc(*c < ' ' || *c > '~' ? '?' : *c, stderr);
     fputc('\n', stderr);
@@ -50,8 +53,10 @@ enum { MAX_TEXT = 1 << 27 }; // bytes; also bounds the input from an endless str
 
 static void append(Text *text, const char *s, size_t n) {
     if (n > MAX_TEXT - text->n) die("text", "it has more than %d bytes", MAX_TEXT);
-    if (text->n + n > text->capacity)
-        text->s = resize(text->s, text->capacity = 2 * text->capacity + n, 1);
+    if (text->n + n > text->capacity) {
+        text->capacity = 2 * text->capacity + n;
+        text->s = resize(text->s, text->capacity, 1);
+    }
     if (n) memcpy(text->s + text->n, s, n);
     text->n += n;
 }
@@ -81,8 +86,8 @@ static double seconds(void) {
 
 typedef struct {
     bool raw;     // print all bytes as they are
-    char held[4]; // first n bytes of a character that is still incomplete
-    int n;
+    char held[4]; // bytes that wait until their character is complete
+    int n;        // number of bytes held
 } Printer;
 
 static void print_bytes(const char *s, size_t n) {
@@ -101,18 +106,19 @@ static void print_character(const char *s, int n) {
     if (!c0 && !c1) print_bytes(s, n);
 }
 
-// Prints the held bytes that are complete characters, and U+FFFD for each byte that cannot begin a
-// character. `end`: nothing follows, so an incomplete character is broken too.
+// Prints the held bytes, except an incomplete character to which later bytes may still belong.
+// U+FFFD replaces each byte that does not begin a valid character. `end`: no bytes follow.
 static void print_held(Printer *p, bool end) {
     while (p->n) {
         unsigned char c = p->held[0];
-        int used = llamac_utf8(p->held, p->n);
-        int length = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1;
-        bool broken = c >= 0xf5;
+        int valid = llamac_utf8(p->held, p->n); // length of the first character; 0: invalid so far
+        int expected = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1;
+        bool broken = end || c >= 0xf5 || p->n >= expected; // later bytes cannot make it valid
         for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
-        if (!used && !broken && p->n < length && !end) return;
-        if (used) print_character(p->held, used);
-        else print_bytes("\xef\xbf\xbd", 3), used = 1;
+        if (!valid && !broken) return;
+        if (valid) print_character(p->held, valid);
+        else print_bytes("\xef\xbf\xbd", 3);
+        int used = valid ? valid : 1;
         memmove(p->held, p->held + used, p->n -= used);
     }
 }
@@ -142,21 +148,22 @@ static bool ask(const char *question, Text *line) {
 }
 
 // ----------------------------------------------------------------------------
-// A growing text: the session, and the window of tokens that the model sees
+// Evaluating tokens: the session, and the window of tokens that the model sees
 
 typedef struct {
     llamac_model *model;
     llamac_info info;
-    llamac_options options; // positions: max tokens that the model sees at once
+    llamac_options options; // options.positions is the context: max tokens that the model sees
     llamac_session *session;
     llamac_sampler sampler;
     Printer printer;
     int steps;   // max tokens of a text, or of an answer in a chat
-    int *window; // (positions of the session,) tokens whose keys and values are cached
-    int pos;     // number of these tokens
-    bool slid;   // the window has moved over the text
+    int *window; // tokens whose keys and values are cached, at most llamac_positions(session)
+    int pos;     // number of tokens in the window
+    bool slid;   // the window has slid at least once
 } Run;
 
+// Starts a session, which may need fewer positions than the context has.
 static void start(Run *r, int positions, llamac_logits_kept kept) {
     llamac_options o = r->options;
     llamac_error error;
@@ -180,9 +187,11 @@ static int sample(Run *r, llamac_sampler *sampler) {
     return token;
 }
 
-// Slides a full window: keeps the first token, which is BOS, and the latest tokens, n new ones
-// among them, together half a window. The other half fills before it slides again, so each token is
-// evaluated twice on average, however long the text is. Returns the number of tokens kept.
+// Fills half of the window with the latest tokens of the text, of which the last n are new; older
+// ones are dropped. If there is room for two or more, the first token, usually BOS, stays in front.
+// The caller evaluates this half again. The other half fills before the window slides again, so
+// each token is evaluated twice on average, however long the text is. Returns the number of tokens
+// in the window.
 static int slide(Run *r, const int *tokens, int n) {
     int positions = llamac_positions(r->session), half = positions > 3 ? positions / 2 : 1;
     int first = r->pos ? r->window[0] : tokens[0];
@@ -196,7 +205,8 @@ static int slide(Run *r, const int *tokens, int n) {
     return half;
 }
 
-// Evaluates n more tokens of the text.
+// Evaluates the next n tokens of the text. If they do not fit into the window, it slides first, and
+// only what it then holds is evaluated.
 static void feed(Run *r, const int *tokens, int n) {
     if (n > llamac_positions(r->session) - r->pos) {
         n = slide(r, tokens, n);
@@ -216,17 +226,18 @@ static void print_token(Run *r, int previous, int token) {
     flush();
 }
 
-// Samples and prints up to `max` tokens after *last, the last token evaluated; stops at a token
-// that ends the text. Returns the number of tokens printed. *last becomes the last of them; it has
-// not been evaluated if there are `max`.
+// Samples and prints up to `max` tokens; stops early at a token that ends the text. *last is the
+// last token of the text, already evaluated, and becomes the last token printed. Each printed token
+// is evaluated, except number `max`. Returns the number of tokens printed.
 static int continue_text(Run *r, int *last, int max) {
-    for (int n = 0;; feed(r, last, 1)) {
+    for (int n = 0; n < max; n++) {
         int next = sample(r, &r->sampler);
         if (llamac_ends(r->model, next)) return n;
         print_token(r, *last, next);
         *last = next;
-        if (++n == max) return n;
+        if (n + 1 < max) feed(r, last, 1);
     }
+    return max;
 }
 
 // ----------------------------------------------------------------------------
@@ -246,28 +257,31 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
     return tokens;
 }
 
-// Prints the prompt and its continuation: `steps` tokens in all, BOS not counted.
+// Prints the prompt and its continuation: at most r->steps tokens in all. BOS is not counted.
 static void generate(Run *r, Text prompt) {
-    int n, evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
+    int n, evaluated = 0, prompt_evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
     int64_t total = (int64_t)r->steps + (r->info.add_bos || !prompt.n);
     int max = (int)(total - n);
     double begin = 0, middle = 0, end;
-    for (int i = 0; i < n && i < total; i++)
+    for (int i = 0; i < n && i < total; i++) // the first text token follows BOS, given or not
         print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
     if (max > 0) {
         int context = r->options.positions;
+        // Enough for BOS and all tokens but the last, which is not evaluated
         start(r, r->steps < context ? r->steps : context, LLAMAC_SAMPLE_ONLY);
         begin = seconds();
         feed(r, tokens, n);
         middle = seconds();
-        evaluated = continue_text(r, &tokens[n - 1], max);
-        if (evaluated == max) evaluated--;
+        prompt_evaluated = r->pos; // fewer than n if the window slid
+        int printed = continue_text(r, &tokens[n - 1], max);
+        evaluated = printed < max ? printed : max - 1;
     }
     end = seconds();
     print_end(&r->printer);
     if (max > 0) {
         fprintf(stderr, "achieved tok/s: %f\n", evaluated / (end - middle));
-        fprintf(stderr, "prompt: %d tokens, tok/s: %f\n", n, n / (middle - begin));
+        fprintf(stderr, "prompt: %d tokens evaluated, tok/s: %f\n", prompt_evaluated,
+                prompt_evaluated / (middle - begin));
     } else {
         fprintf(stderr, "nothing was added: the prompt has %d tokens, and -n %d counts them too\n",
                 n, r->steps);
@@ -285,22 +299,23 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
 // Alternates turns of user and assistant until the input ends. The first words of the user may come
 // from -i, the system prompt from -y.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
-    int last = -1;
+    int pending = -1; // last token of an answer that was cut off, not evaluated yet; -1: none
     Text line = {0}, prompt = {0};
     if (system) append(&prompt, system, strlen(system));
     else ask("Enter system prompt (optional): ", &prompt);
-    append(&prompt, "", 1);
-    if (strlen(prompt.s) + 1 < prompt.n) die("system prompt", "it holds a zero byte");
+    append(&prompt, "", 1); // the zero at the end of a C string
+    if (strlen(prompt.s) < prompt.n - 1) die("system prompt", "it holds a zero byte");
     start(r, r->options.positions, LLAMAC_SAMPLE_ONLY);
     for (bool first = true; (first && has_words) || ask("User: ", &line); first = false) {
         int n, *tokens = encode_turn(r, first, prompt.s, first && has_words ? words : line, &n);
-        if (last >= 0) feed(r, &last, 1);
+        if (pending >= 0) feed(r, &pending, 1);
         feed(r, tokens, n);
         print_bytes("Assistant: ", 11);
-        last = tokens[n - 1];
-        if (continue_text(r, &last, r->steps) < r->steps) last = -1;
-        else fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
+        int last = tokens[n - 1];
+        bool cut_off = continue_text(r, &last, r->steps) == r->steps;
+        pending = cut_off ? last : -1;
         print_end(&r->printer);
+        if (cut_off) fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
         llamac_free(tokens);
     }
     free(line.s);
@@ -310,10 +325,10 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
 // ----------------------------------------------------------------------------
 // Perplexity and logits
 
-// Evaluates the first of `left` tokens at position pos, at most one chunk, and keeps all their
-// logits. Returns the number of tokens evaluated.
-static int feed_chunk(Run *r, const int *tokens, int left, int pos) {
-    int n = left < llamac_chunk(r->session) ? left : llamac_chunk(r->session);
+// Evaluates up to `max` tokens from position pos on, but no more than one call may have in a
+// session that keeps all logits. Returns the number of tokens evaluated.
+static int feed_chunk(Run *r, const int *tokens, int max, int pos) {
+    int n = max < llamac_chunk(r->session) ? max : llamac_chunk(r->session);
     forward(r, tokens, n, pos);
     return n;
 }
@@ -326,9 +341,10 @@ static double nll_of(Run *r, int row, int token) {
     return nll;
 }
 
-// Prints exp of the mean negative log likelihood of the tokens of a text, each given those before
-// it in its window. Windows have the length of the context and do not overlap; each starts with an
-// empty cache.
+// Prints exp of the mean negative log likelihood of the tokens of a text. The text is cut into
+// windows of the context's length, and each window starts with an empty cache. Every token of a
+// window predicts the next token of the text, so the last one predicts the first token of the next
+// window.
 static void perplexity(Run *r, Text text) {
     int n, *tokens = encode(r, text, true, &n);
     int inputs = n - 1, context = r->options.positions;
@@ -337,8 +353,8 @@ static void perplexity(Run *r, Text text) {
     start(r, window, LLAMAC_ALL_LOGITS);
     double nll = 0;
     for (int at = 0, T; at < inputs; at += T) {
-        int pos = at % window, left = inputs - at;
-        T = feed_chunk(r, tokens + at, left < window - pos ? left : window - pos, pos);
+        int pos = at % window, left = inputs - at, room = window - pos;
+        T = feed_chunk(r, tokens + at, left < room ? left : room, pos);
         for (int t = 0; t < T; t++) nll += nll_of(r, t, tokens[at + t + 1]);
         if (!isatty(2)) continue;
         fprintf(stderr, "\r%d of %d tokens%s", at + T, inputs, at + T < inputs ? "" : "\n");
@@ -359,13 +375,13 @@ static void dump_logits(Run *r, Text prompt) {
         T = feed_chunk(r, tokens + at, n - at, at);
         const float *logits = llamac_logits(r->session); // (T, vocab_size)
         print_bytes((const char *)logits, sizeof(float) * T * r->info.vocab_size);
-        for (int t = 0; t < T; t++) nll_of(r, t, 0); // fails if they are not finite
+        for (int t = 0; t < T; t++) nll_of(r, t, 0); // dies if the logits are not finite
     }
     llamac_free(tokens);
 }
 
-// Prints the token ids of the prompt, or of each line of the input: without BOS, or in a chat as a
-// turn of the user.
+// Prints the token ids of the prompt, or of each line of the input. A chat encodes them as turns of
+// the user in the chat template; other modes encode the bare text without BOS.
 static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, bool is_chat) {
     Text line = {0};
     for (bool first = true; has_prompt ? first : ask("", &line); first = false) {
@@ -385,9 +401,9 @@ static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, b
 
 enum {
     BENCH_RUNS = 5,
-    BENCH_SECONDS = 2,  // time after which no run begins
+    BENCH_SECONDS = 2,  // no run begins later than this after the first
     BENCH_PROMPT = 128, // tokens
-    WARM_UP = 20,       // tokens; after 16, the CPU has its weights in tiles
+    WARM_UP = 20,       // tokens; the CPU repacks its weights after 16, which no run may measure
 };
 
 static int compare_doubles(const void *a, const void *b) {
@@ -411,7 +427,7 @@ static double peak_memory(void) {
 #endif
 }
 
-// Decodes n tokens greedily, after `token` at position 0.
+// Evaluates n tokens one by one: `token` at position 0, then the most likely token each time.
 static void decode_greedily(Run *r, int token, int n) {
     llamac_sampler greedy = {0};
     for (int pos = 0; pos < n; pos++) {
@@ -420,15 +436,17 @@ static void decode_greedily(Run *r, int token, int n) {
     }
 }
 
-// Prints the speed of the model, as a table or as JSON: medians of some runs. `began` is when the
-// program began. Each run also measures the bandwidth at which the threads only read the weights,
-// so that the share of it is not disturbed when other programs change the speed of the machine.
+// Prints the speed of the model, as a table or as JSON: medians over the runs. `began` is the time
+// when the program began. Right after decoding, each run also measures the bandwidth of reading the
+// weights without computing, and the share of it that decoding reached: later, other programs may
+// have changed the speed of the machine.
 static void bench(Run *r, double began, bool json) {
     double prompt[BENCH_RUNS], decode[BENCH_RUNS]; // seconds
     double bandwidth[BENCH_RUNS], share[BENCH_RUNS];
     int runs = 0, tokens[BENCH_PROMPT], bos = r->info.has_tokenizer ? r->info.bos : 0;
-    int n = r->info.seq_len < BENCH_PROMPT ? r->info.seq_len : BENCH_PROMPT;
-    int decoded = r->steps < r->options.positions ? r->steps : r->options.positions;
+    int context = r->options.positions;
+    int n = context < BENCH_PROMPT ? context : BENCH_PROMPT;
+    int decoded = r->steps < context ? r->steps : context;
     double bytes = llamac_bytes_per_token(r->model);
     for (int i = 0; i < n; i++) tokens[i] = (int)((int64_t)i * r->info.vocab_size / n);
     start(r, n > decoded ? n : decoded, LLAMAC_SAMPLE_ONLY);
@@ -459,8 +477,8 @@ static void bench(Run *r, double began, bool json) {
                   "decoding %4d tokens   %12.1f tokens/s\n"
                   "weights per token      %12.0f bytes\n"
                   "read while decoding    %12.2f GB/s\n"
-                  "only reading them      %12.2f GB/s\n"
-                  "share                  %12.3f\n"
+                  "read without computing %12.2f GB/s\n"
+                  "share of that reached  %12.3f\n"
                   "peak memory            %12.1f MiB\n",
            llamac_threads(r->session), first_token * 1e3, n, n / median(prompt, runs), decoded,
            decode_speed, bytes, bytes * decode_speed / 1e9, median(bandwidth, runs) / 1e9,
@@ -472,14 +490,14 @@ static void bench(Run *r, double began, bool json) {
 
 static const char help[] =
     "Usage: run MODEL [options]      MODEL: a GGUF file, or one of llama2.c's .bin files\n"
+    "Defaults are in parentheses.\n"
     "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
-    "  -p NUMBER        sample from the most likely tokens of this probability, 0 or 1 is all "
-    "(0.9)\n"
+    "  -p NUMBER        sample from the most likely tokens with this total probability; 0 or "
+    "1: from all (0.9)\n"
     "  -s NUMBER        seed, 0 takes the time (0)\n"
     "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat; 0 is the "
     "context (256)\n"
-    "  -c NUMBER        context: tokens that the model sees at once, at most the model's own "
-    "(that)\n"
+    "  -c NUMBER        context: max tokens that the model sees at once (the model's maximum)\n"
     "  -i TEXT          prompt\n"
     "  -f FILE          prompt from a file\n"
     "  -z FILE          tokenizer, in llama2.c's format (the model's own, or tokenizer.bin)\n"
@@ -488,10 +506,10 @@ static const char help[] =
     "  -j NUMBER        threads (as many as cores, 64 at most)\n"
     "  --kv NAME        how keys and values are kept: f32, f16 or q8 (f32; f16 where the weights "
     "are quantised)\n"
-    "  --no-copy        compute from the file's own pages, which processes share; slower after the "
-    "first tokens\n"
-    "  --device NAME    cpu, cuda, or auto: cuda if there is one (runcuda: cuda; run: cpu, which "
-    "is all it has)\n"
+    "  --no-copy        compute from the mapped file, which processes share, instead of a faster "
+    "copy\n"
+    "  --device NAME    cpu, cuda, or auto: cuda if it can be used (runcuda: cuda; run: cpu, its "
+    "only device)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
     "  --template NAME  what the chat puts around your words: chatml, llama3, zephyr or llama2 (as "
@@ -500,8 +518,8 @@ static const char help[] =
     "chat those of your turns\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
-    "  --bench          how fast the model runs here, -n tokens one by one; with --json for "
-    "programs\n"
+    "  --bench          measure the speed with a prompt, then with -n tokens one by one; --json "
+    "prints JSON\n"
     "  -h, --help       this text\n";
 
 #ifdef CUDA
@@ -579,7 +597,10 @@ static bool parse_switch(Options *o, const char *flag) {
         {"--json", &o->json},
     };
     for (size_t i = 0; i < sizeof switches / sizeof *switches; i++)
-        if (!strcmp(flag, switches[i].flag)) return *switches[i].on = true;
+        if (!strcmp(flag, switches[i].flag)) {
+            *switches[i].on = true;
+            return true;
+        }
     return false;
 }
 
@@ -606,12 +627,15 @@ static Options parse_options(int argc, char **argv) {
         .mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
     for (int i = 1; i < argc; i++) {
         const char *flag = argv[i];
-        char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '=');
         if (!strcmp(flag, "--help") || !strcmp(flag, "-h"))
             print_bytes(help, strlen(help)), flush(), exit(0);
-        if (i == 1 && *flag != '-') o.model = flag;
-        if (i == 1 && !o.model) break;
-        if (i == 1 || parse_switch(&o, flag)) continue;
+        if (i == 1) { // the model comes first
+            if (*flag == '-') break;
+            o.model = flag;
+            continue;
+        }
+        if (parse_switch(&o, flag)) continue;
+        char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '='); // --kv=f16
         if (!equals) {
             parse_option(&o, flag, argv[++i]);
             continue;
@@ -640,15 +664,16 @@ static const char *message_of(const llamac_error *error, const char *path) {
                                                                             : error->text;
 }
 
-// Opens the model, and a tokenizer if texts are needed and the file has none.
-static void load(Run *r, const Options *o, bool text) {
+// Opens the model, without its own tokenizer if -z names another. If a tokenizer is needed and
+// missing then, opens the one of -z, or else tokenizer.bin in the working directory.
+static void load(Run *r, const Options *o, bool needs_tokenizer) {
     llamac_error error;
     r->model = llamac_open(o->model, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
     if (!r->model || (o->verify && !llamac_verify(r->model, &error)))
         die(o->model, "%s", message_of(&error, o->model));
     const char *tokenizer = o->tokenizer ? o->tokenizer : "tokenizer.bin";
-    bool needed = text && !llamac_describe(r->model).has_tokenizer;
-    if (needed && !llamac_open_tokenizer(r->model, tokenizer, &error))
+    bool missing = needs_tokenizer && !llamac_describe(r->model).has_tokenizer;
+    if (missing && !llamac_open_tokenizer(r->model, tokenizer, &error))
         die(tokenizer, "%s", message_of(&error, tokenizer));
     r->info = llamac_describe(r->model);
 }
@@ -673,10 +698,13 @@ int main(int argc, char **argv) {
     r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, seed};
 
     bool has_prompt = o.prompt || o.prompt_file;
+    // -m chat changes --tokenize, which then encodes turns, but none of the other modes
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
-    if (is_chat && !llamac_use_template(r.model, o.template, &error))
-        die(o.template ? "--template" : o.model, "%s", message_of(&error, o.model));
+    if (is_chat && !llamac_use_template(r.model, o.template, &error)) {
+        if (o.template) die("--template", "%s", error.text);
+        die(o.model, "%s", message_of(&error, o.model));
+    }
     Text prompt = {0}, text = {0};
     if (o.prompt) append(&prompt, o.prompt, strlen(o.prompt));
     if (o.prompt_file) prompt = read_file(o.prompt_file);

@@ -280,6 +280,13 @@ def test_a_cut_answer_is_closed(run_bin, tmp_path):
     assert p.stderr.count(b"the answer was cut off after 9 tokens (-n)\n") == 2
 
 
+def test_the_notice_of_a_cut_answer_is_a_line_of_its_own(run_bin, tmp_path):
+    path = reciter(tmp_path, [(b"%c" % c, 1) for c in b"x][INST/ abcdefghijk"], seq=64)
+    p = subprocess.run([run_bin, path, "-m", "chat", "-t", "0", "-n", "4", "-y", "", "--template=llama2", "-i", "x"],
+                       stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert p.stdout == b"Assistant: [INS\nthe answer was cut off after 4 tokens (-n)\nUser: "
+
+
 def test_a_chat_longer_than_the_context_slides(run_bin, tmp_path):
     path = reciter(tmp_path, [(b"%c" % c, 1) for c in b"x][INST/ abcdefghijk"], seq=24)
     p = subprocess.run([run_bin, path, "-m", "chat", "-t", "0", "-y", "", "--template=llama2"], input=b"ax\n" * 9, capture_output=True)

@@ -392,6 +392,8 @@ def test_bench(run_bin, tmp_path, form):
     assert found["decode_gb_per_s"] == pytest.approx(found["decode_tokens_per_s"] * found["bytes_per_token"] / 1e9, abs=0.01)
     assert all(value > 0 for value in found.values())
     assert json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-n", 1))["threads"] == 1
+    small = json.loads(run(run_bin, args[0], "--bench", "--json", "-j", 1, "-c", 8))
+    assert small["prompt_tokens"] == small["decode_tokens"] == 8
     table = run(run_bin, args[0], "--bench").decode().splitlines()
     assert len(table) == 9 and re.fullmatch(r"prompt of  128 tokens +[0-9.]+ tokens/s", table[2])
     assert "--bench" in run(run_bin, args[0], "--json", status=1)
@@ -509,6 +511,8 @@ def test_the_window_slides_over_what_is_longer_than_the_context(run_bin, tmp_pat
         p = subprocess.run([run_bin, tmp_path / "m.gguf", "-t", "0", "-n", "60", "-i", prompt, "--raw"], capture_output=True)
         assert (p.returncode, p.stdout) == (0, shown + b"\n")
         assert p.stderr.decode().count(f"the context of {seq} tokens is full: it slides over the text\n") == 1
+        evaluated = len(ids_of(prompt)) if len(ids_of(prompt)) <= seq else half
+        assert f"\nprompt: {evaluated} tokens evaluated, tok/s: " in p.stderr.decode()
 
 
 def test_a_smaller_context(run_bin, tmp_path):
