@@ -7,7 +7,7 @@ Track runs: where the metrics of a training go, and the metrics of any other pro
 
 Every run writes log.jsonl in its out folder, a row per logged step. With wandb_log=True the same
 rows, texts and models go to Weights & Biases: online if there is a key and the server can be
-reached, otherwise offline. trackers=tensorboard,swanlab,trackio does the same for those
+reached, otherwise offline. tensorboard_log, swanlab_log and trackio_log do the same for those
 trackers. The clients work in processes of their own, TensorBoard in a thread: whatever happens to a
 server, a service or a disk, the training neither stops nor waits; a failure costs one warning.
 
@@ -61,15 +61,10 @@ def start_tracking(cfg, recorded, state):
     # A stop may have saved a row before it was logged: then the step's own row comes again.
     step = state["step"] - (0.5 if state.get("row") else 0)
     session = Session(cfg.out_dir, redact(recorded), run | given, step,
-                      tables="tables" in cfg.wandb_send, models="model" in cfg.wandb_send)
+                      tables="tables" in cfg.log_extras, models="model" in cfg.log_extras)
     chosen = [name for name, kind in find_trackers().items()
-              if not kind.knob or is_on(name, getattr(cfg, kind.knob, False))]
+              if not kind.knob or getattr(cfg, kind.knob, False)]
     return make_or_fail(session, chosen, given, state.setdefault("noted", []))
-
-
-def is_on(name, value):
-    """Return whether a setting turns a tracker on: it is True, or a list of names with its own."""
-    return name in [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 def make_or_fail(session, *arguments):

@@ -72,18 +72,20 @@ checks = "all"              # checks before the first step: all, none, some (fut
                             # be read as text
 sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
                                     # separated by |
-watch = ""                  # what else to log, separated by commas: histograms of gradients,
-                            # parameters; noise_scale: batch size in tokens beyond which returns
-                            # diminish
 # ---- tracking
 wandb_log = False           # track in Weights & Biases; offline without a key or a server
 wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
                             # llamac
 wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
-wandb_send = "tables,model"  # what W&B gets besides numbers: tables of documents, samples and
-                             # predictions; the exported model
-trackers = ""               # more trackers of the same metrics, separated by commas: tensorboard
-                            # (event files), swanlab, trackio; each needs: pip install its name
+log_extras = "tables,model"  # what to log besides numbers, separated by commas: tables of texts and
+                             # the exported model, to W&B; histograms of gradients, parameters;
+                             # noise_scale: batch size in tokens beyond which returns diminish
+tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install
+                            # tensorboard)
+swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a
+                            # server (pip install swanlab)
+trackio_log = False         # the same metrics and tables in trackio, on this machine (pip install
+                            # trackio)
 # ---- data
 data = "stories"            # stories, stories:N, tinystories, tinyshakespeare, a file, a folder,
                             # prepared data
@@ -252,7 +254,9 @@ def assess(t):
               for split, batch in t.dataset.probe_batches().items()}
     prompts = sample_prompt.split("|")
     samples = write_samples(t.model, t.dataset.tokenizer, t.device, prompts, seed)
-    noise = gradient_noise(t.model, t.dataset, t.device, t.amp) if "noise_scale" in watch else {}
+    noise = {}
+    if "noise_scale" in log_extras:
+        noise = gradient_noise(t.model, t.dataset, t.device, t.amp)
     row |= {"bpb/val": t.dataset.bits_per_byte(losses["val"]), "samples": samples}
     return row | noise | probe(t.model, probed, t.dataset.tokenizer, t.amp)
 
@@ -444,7 +448,7 @@ def train(t, steps=math.inf):
     signals = Signals(clock["seconds"], clock["end"])
     spike_detector = SpikeDetector(spike_z, state.get("guard"))
     state |= {"guard": spike_detector.state, "scale": opt.scale.state}
-    stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, watch)
+    stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, log_extras)
     norm, rate = None, None  # of the last step
     bar = tqdm(total=last_step, initial=first_step, unit="it", dynamic_ncols=True,
                disable=not (distributed.master and sys.stderr.isatty()))

@@ -47,12 +47,9 @@ eval_interval (in steps): eval_steps eval_every eval_freq val_interval
 early_stop (in evaluations): patience early_stopping early_stopping_patience
 eval_interval (as every evaluation saves): save_steps save_every save_interval
 eval_interval (as every evaluation saves): checkpoint_interval ckpt_interval
-watch (as in --watch=noise_scale): noise_scale
-watch (as in --watch=gradients,parameters): wandb_watch
-trackers (as in --trackers=tensorboard): tensorboard_log
-trackers (as in --trackers=swanlab): swanlab_log
-trackers (as in --trackers=trackio): trackio_log
-wandb_send (as in --wandb_send=tables,model): wandb_tables wandb_log_model
+log_extras (as in --log_extras=noise_scale): noise_scale
+log_extras (as in --log_extras=gradients,parameters): wandb_watch
+log_extras (as in --log_extras=tables,model): wandb_tables wandb_log_model
 init_from (as in --init_from=force): force_resume
 checks (as in --checks=-files): skip_bad
 log_interval (in steps): logging_steps log_every log_freq

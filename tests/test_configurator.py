@@ -505,9 +505,8 @@ def test_train_has_few_settings_and_the_page_lists_them_in_order():
 @pytest.mark.parametrize("old, said", [
     ("tied", "'tie_embeddings'"), ("sharded", "'fsdp'"), ("within_documents", "'document_mask'"),
     ("vocab_most", "'max_vocab_size'"), ("text_most", "'max_text_bytes'"), ("table_rate", "'embedding_lr_scale'"),
-    ("force_resume", "--init_from=force"), ("skip_bad", "--checks=-files"), ("noise_scale", "--watch=noise_scale"),
-    ("wandb_watch", "--watch=gradients,parameters"), ("wandb_tables", "'wandb_send'"), ("wandb_log_model", "'wandb_send'"),
-    ("tensorboard_log", "--trackers=tensorboard"), ("swanlab_log", "--trackers=swanlab"), ("trackio_log", "--trackers=trackio"),
+    ("force_resume", "--init_from=force"), ("skip_bad", "--checks=-files"), ("noise_scale", "--log_extras=noise_scale"),
+    ("wandb_watch", "--log_extras=gradients,parameters"), ("wandb_tables", "'log_extras'"), ("wandb_log_model", "'log_extras'"),
     ("wandb_group", "WANDB_RUN_GROUP"), ("wandb_tags", "WANDB_TAGS"), ("wandb_notes", "WANDB_NOTES"),
     ("wandb_job_type", "WANDB_JOB_TYPE"), ("keep_last", "--always_save_checkpoint=True"), ("keep_best", "--always_save_checkpoint=True"),
     ("max_restarts", "at most 10 times"), ("max_skips", "10 skipped steps"), ("rope_scaling", "ModelArgs"), ("rope_factors", "ModelArgs"),

@@ -49,7 +49,7 @@ def tracked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tracked")
     (folder / "my.txt").write_text("the cat sat on the mat and the dog ran under a tree. " * 600)
     done = run(folder, "--wandb_log=True", "--learning_rate=0.003", "--wandb_run_name=my first run",
-               "--watch=gradients,parameters", "--sample_prompt=the|dog", HOME=str(folder),
+               "--log_extras=tables,model,gradients,parameters", "--sample_prompt=the|dog", HOME=str(folder),
                WANDB_TAGS="red, green", WANDB_RUN_GROUP="trials", WANDB_NOTES="what for")
     assert done.returncode == 0, done.stderr
     log = next((folder / "wandb").glob("offline-run-*/*.wandb"))

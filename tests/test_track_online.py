@@ -89,7 +89,7 @@ def test_a_run_arrives_with_rows_tables_and_model_and_is_resumed(server, folder)
     metrics = server.runs[run_id]["config"]["_wandb"]["value"]["m"]  # as the page reads it: 2 the name, 6 [2] hidden
     assert {m["2"] for m in metrics if m.get("6") == [2]} == {f"tables/{name}.*" for name in track.TABLES}
     sent = len(server.artifacts)
-    trained(folder, server.url, "--max_iters=40", "--wandb_send=")
+    trained(folder, server.url, "--max_iters=40", "--log_extras=")
     assert [row["iter"] for row in uploaded(server, folder)] == list(range(0, 45, 5))
     assert list(server.runs) == [run_id] and len(server.artifacts) == sent
     assert server.runs[run_id]["config"]["max_iters"]["value"] == 40  # what was given anew

@@ -348,12 +348,12 @@ def test_a_resumed_run_takes_its_settings_and_says_what_is_new(folder):
 def alone(folder):
     """One process, whose curve many give too: a step has 6 sequences, of which the fourth of four processes gets none."""
     args = ["--data=my.txt", "--max_iters=20", "--batch_size=3", "--gradient_accumulation_steps=2", "--warmup_iters=10"]
-    done = run(folder, *args, "--watch=noise_scale", "--out_dir=one")
+    done = run(folder, *args, "--log_extras=noise_scale", "--out_dir=one")
     assert done.returncode == 0, done.stderr
     return args
 
 
-@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--watch=noise_scale"])])
+@pytest.mark.parametrize("processes, more", [(4, []), (3, ["--fsdp=True", "--log_extras=noise_scale"])])
 def test_many_processes_give_the_same_losses(folder, alone, processes, more):
     out = f"many{processes}"
     for done in ranks(folder, processes, *alone, *more, "--checks=all", f"--out_dir={out}"):
@@ -1563,8 +1563,7 @@ def test_the_step_that_compiles_counts_in_no_speed(folder, tmp_path):
     (["--data=my.txt", "--multiple_of=0"], ["multiple_of is 0"]),
     (["--data=my.txt", "--depth=2", "--dim=0"], ["dim is 0, expected at least 1"]),
     (["--data=my.txt", "--decay_fraction=-1"], ["decay_fraction is -1"]),
-    (["--data=my.txt", "--watch=all"], ["watch is 'all', expected some of gradients, parameters, noise_scale"]),
-    (["--data=my.txt", "--wandb_send=text"], ["wandb_send is 'text', expected some of tables, model"]),
+    (["--data=my.txt", "--log_extras=all"], ["log_extras is 'all', expected some of tables, model, gradients, parameters, noise_scale"]),
     (["--data=my.txt", "--supervise=True", "--eval_only=True"], ["--eval_only and --supervise: expected one of them"]),
     (["--data=my.txt", "--seed=-1"], ["seed is -1"]),
     (["--data=my.txt", "--seed=1e20"], ["--seed=1e20: seed is '1e20', expected int below 2^53"]),

@@ -42,7 +42,7 @@ class Destination:
     """
     title = ""            # name in messages
     package = ""          # Python package of its client
-    knob = ""             # setting of train.py that is True or names the file; "": always on
+    knob = ""             # setting of train.py that turns the tracker on; "": it is always on
     own_process = True    # False: a thread, for a client that neither hangs nor crashes
     waits_at_end = False  # the program ends only when the tracker has sent everything
     variables = {}        # {entry of Session.run: environment variable that sets it for the client}

@@ -84,7 +84,7 @@ def send_rows(out_dir, run, rows, last, uploaded):
     session = Session(
         out_dir, config, {name: v for name, v in run.items() if name not in ("folders", "url")},
         step=math.inf, x="tokens" if "tokens" in rows[0] else "iter",
-        tables="tables" in config.get("wandb_send", "tables") and config.get("wandb_tables", True))
+        tables="tables" in config.get("log_extras", "tables") and config.get("wandb_tables", True))
     tracker = Wandb(session, mode=("online", "sync"))
     print(*tracker.take_messages(), sep="\n")
     for folder in existing_folders(run):

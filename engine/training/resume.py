@@ -17,7 +17,7 @@ from engine.untrusted import MAX_JSON, read_json, reading
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
-              "peak_tflops", "trackers", "checks"}
+              "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "checks"}
 # Settings that decide the shape and meaning of weights and optimizer.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
@@ -128,10 +128,12 @@ def renamed(stored):
     found = {RENAMED.get(name, name): value for name, value in stored.items()}
     if found.get("skip_bad") is True:
         found["checks"] = "-files"
-    if "wandb_watch" in found and "watch" not in found:
-        histograms = OLD_WATCH.get(found["wandb_watch"], found["wandb_watch"])
-        words = [histograms] + ["noise_scale"] * (found.get("noise_scale") is True)
-        found["watch"] = ",".join(filter(None, words))
+    if "wandb_watch" in found and "log_extras" not in found:
+        words = [word for word, old in (("tables", "wandb_tables"), ("model", "wandb_log_model"))
+                 if found.get(old, True)]
+        words += [OLD_WATCH.get(found["wandb_watch"], found["wandb_watch"])]
+        words += ["noise_scale"] * (found.get("noise_scale") is True)
+        found["log_extras"] = ",".join(filter(None, words))
     return found
 
 

@@ -15,8 +15,7 @@ AT_LEAST_0 = ("batch_size", "eval_iters", "warmup_iters", "weight_decay", "grad_
               "peak_tflops", "seed", "max_minutes", "spike_z", "decay_fraction")
 CHOICES = {"schedule": ("cosine", "linear")}
 # Settings that are names separated by commas.
-LISTS = {"watch": ("gradients", "parameters", "noise_scale"), "wandb_send": ("tables", "model"),
-         "trackers": ("tensorboard", "swanlab", "trackio")}
+LISTS = {"log_extras": ("tables", "model", "gradients", "parameters", "noise_scale")}
 
 
 def check_settings(config):

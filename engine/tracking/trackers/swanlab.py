@@ -12,7 +12,7 @@ class SwanLab(Destination):
     A SwanLab run. It is online if SWANLAB_API_KEY or a login is found and the server can be
     reached, otherwise it is written to out_dir/swanlab, for `swanlab sync`.
     """
-    title, package, knob = "SwanLab", "swanlab", "trackers"
+    title, package, knob = "SwanLab", "swanlab", "swanlab_log"
     variables = {"project": "SWANLAB_PROJ_NAME", "name": "SWANLAB_EXP_NAME",
                  "group": "SWANLAB_GROUP", "tags": "SWANLAB_TAGS", "notes": "SWANLAB_DESCRIPTION",
                  "job_type": "SWANLAB_JOB_TYPE"}

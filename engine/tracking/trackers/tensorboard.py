@@ -7,7 +7,7 @@ from engine.tracking.log import TABLES
 
 class TensorBoard(Destination):
     """Event files in out_dir/tensorboard."""
-    title, package, knob = "TensorBoard", "tensorboard", "trackers"
+    title, package, knob = "TensorBoard", "tensorboard", "tensorboard_log"
     own_process = False  # it only writes files
 
     def __init__(self, session):

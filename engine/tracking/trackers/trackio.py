@@ -7,7 +7,7 @@ from engine.tracking.log import TABLES, convert_row
 
 class Trackio(Destination):
     """A trackio run in trackio's own folder on this machine, for `trackio show`."""
-    title, package, knob = "trackio", "trackio", "trackers"
+    title, package, knob = "trackio", "trackio", "trackio_log"
 
     def __init__(self, session):
         import trackio
