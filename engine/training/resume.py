@@ -17,7 +17,8 @@ from engine.untrusted import MAX_JSON, read_json, reading
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
-              "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "checks"}
+              "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
+              "checks"}
 # Settings that decide the shape and meaning of weights and optimizer.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
