@@ -28,6 +28,7 @@ def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
         assert set(found.stdout.split()) == {*ISAS, "agree"}
 
 
+@pytest.mark.slow  # its figures are times
 def test_four_tokens_take_less_time_than_more(tmp_path):
     """A kernel with too few independent sums waits for each addition. Of six tries the best one counts."""
     program = compile_c(tmp_path / "kernels", "-O3", "tests/kernels.c", *KERNELS)
