@@ -169,7 +169,7 @@ def read_run(folder):
     model = small_model(Tokenizer.load(checkpoint.tokenizer_path(step)))
     opt = torch.optim.AdamW(model.parameters())
     signature = resume.resume_signature(s, model.args, SimpleNamespace(meta={"fingerprint": "x"}))
-    resume.restore(s, step, signature, opt)
+    resume.restore(s, step, signature, opt, False)
     progress.load_checkpoint(step, model, opt)
     run_folder.recover(folder)
 

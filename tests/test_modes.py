@@ -275,7 +275,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(folder):
 
 
 def test_a_dry_run_ends_where_something_does_not_work(trainer, capsys, monkeypatch, folder):
-    monkeypatch.setattr(resume, "restore", lambda s, start, now, opt: {"step": 2, "best": 1.0, "last": None, "clock": {"seconds": 0.0}})  # no optimizer
+    monkeypatch.setattr(resume, "restore", lambda s, start, now, opt, is_forced: {"step": 2, "best": 1.0, "last": None, "clock": {"seconds": 0.0}})  # no optimizer
     assert trainer(dry_run=True) == 2
     assert "the checkpoint does not restore the optimizer's state " in capsys.readouterr().err
 

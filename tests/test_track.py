@@ -828,7 +828,7 @@ def test_secrets_are_found_nowhere(tmp_path, tracked):
     """Twenty of them: in the environment, in arguments, in the configuration, printed, and in an exception."""
     words = [f"{kind}{i}{'q7Zk2' * 4}" for kind in ("env", "arg", "cfg", "out", "exc") for i in range(4)]
     env = dict(zip(("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"), words[:4]))
-    config = [f"--sample_prompt=token={words[8]} of https://me:{words[9]}@host hf_{words[10]} password: {words[11]}"]
+    config = [f"--wandb_run_name=token={words[8]} of https://me:{words[9]}@host hf_{words[10]}", f"--sample_prompt=password: {words[11]}"]
     program = (f"import os\nprint(*os.environ.values())\nprint('api_key = {words[12]} sk-{words[13]}')\n"
                f"print('Authorization: Bearer {words[14]}')\nprint('loss=1 password={words[15]}')\n"
                f"raise ValueError('token={words[16]} secret: {words[17]} ghp_{words[18]} http://u:{words[19]}@h')")

@@ -1365,7 +1365,7 @@ def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(fold
     train_nadam("nadam", 10)
     train_nadam("nadam_cut", 5)
     train_nadam("nadam_cut", 10)
-    train_nadam("nadam_sharded", 5, "--sharded=True", torchrun=2)
+    train_nadam("nadam_sharded", 5, "--fsdp=True", torchrun=2)
     train_nadam("nadam_sharded", 10)
     for name, weight in weights(folder, "nadam").items():
         assert torch.equal(weight, weights(folder, "nadam_cut")[name]), name
