@@ -19,7 +19,7 @@ QEMU = ["qemu-aarch64", "-L", "/usr/aarch64-linux-gnu", "-cpu"]
 ARM_CPUS = {"cortex-a53": ["scalar", "neon"], "neoverse-n1": ["scalar", "neon", "neondot"]}  # without and with the dot product
 
 
-@pytest.mark.parametrize("flags", [SANITIZE, ["-O3"]], ids=["sanitizers", "optimised"])
+@pytest.mark.parametrize("flags", [pytest.param(SANITIZE, marks=pytest.mark.slow, id="sanitizers"), pytest.param(["-O3"], id="optimised")])
 def test_every_instruction_set_computes_what_plain_c_does(flags, tmp_path):
     program = compile_c(tmp_path / "kernels", *flags, "tests/kernels.c", *KERNELS)
     for seed in range(3):

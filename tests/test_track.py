@@ -461,6 +461,7 @@ def test_jsonl_continues_without_gap_or_doubled_row(tmp_path):
     assert [row["iter"] for row in found] == [0, 10, 20, 30, 40] and found[1]["loss/train"] == "nan"
 
 
+@pytest.mark.slow
 def test_system_metrics_are_recorded_and_when_the_service_is_killed_the_training_goes_on(tmp_path, tracked):
     (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}

@@ -167,6 +167,7 @@ def sync(server, folder):
     return said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypatch):
     session(folder, 0, [(0, 3.0), (20, 2.0), (40, 1.5)])
     assert "complete up to iter 40" in sync(online, folder)  # it was online all the time
@@ -188,6 +189,7 @@ def test_a_run_that_is_synced_again_gets_each_row_once(online, folder, monkeypat
     assert sent == [80, 120]  # each once, and the last has the aliases
 
 
+@pytest.mark.slow
 def test_a_run_killed_offline_and_resumed_arrives_as_it_went_on(online, folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     session(folder, 0, [(0, 3.0), (100, 2.0), (120, 1.9), (140, 1.8)])  # killed, with its last checkpoint at 100
@@ -215,6 +217,7 @@ def test_a_run_killed_online_and_resumed_has_each_row_once(online, folder):
     uploaded(online, folder)
 
 
+@pytest.mark.slow
 def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     session(folder, 0, [(0, 3.0), (100, 2.0)], wandb_log=False)
@@ -232,6 +235,7 @@ def test_rows_from_before_the_tracking_arrive_too(online, folder, monkeypatch):
     assert "out: its log.jsonl is gone; upload what the client wrote with: wandb sync /" in refused.communicate()[1]
 
 
+@pytest.mark.slow
 def test_a_model_gets_the_time_its_upload_needs_and_only_what_stands_still_is_given_up(online, folder, monkeypatch, capfd):
     monkeypatch.setattr(background, "FINISH_SECONDS", round(usual(5)))
     model, family = folder / "model.gguf", []
@@ -338,6 +342,7 @@ def wandb_tool(folder, url, *words):
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_login_at_a_server_of_ones_own_counts_and_so_does_a_proxy(server, folder):
     """As `wandb login --host=...` leaves it: the address in a file of settings, the key in netrc."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB") and "proxy" not in k.lower()}

@@ -278,6 +278,7 @@ def test_an_evaluation_at_a_stop_changes_no_early_end(folder, tmp_path):
     assert "\nlatest 17 2.5\nbest 12 1.0\n" in done.stdout  # each model is recorded with its own step and loss
 
 
+@pytest.mark.slow
 def test_the_wandb_run_is_one_across_offline_resumes(folder):
     """Stopped, resumed, killed, resumed: one run id; the logs together hold each row, doubled only what was done twice."""
     args = ["--data=my.txt", "--max_iters=40", "--wandb_log=True", "--out_dir=offline"]
@@ -998,6 +999,7 @@ def test_a_time_limit_that_was_cut_short_goes_on_and_one_that_was_reached_begins
     assert progress.session_clock(fresh, 0.0)["end"] == float("inf")
 
 
+@pytest.mark.slow
 def test_a_supervised_run_survives_kills(folder, reference):
     args = [*reference[0], "--out_dir=supervised"]
     run_folder.claim(folder / "supervised")
@@ -1345,6 +1347,7 @@ def test_an_optimizer_without_a_row_is_refused_before_the_data_are_prepared(fold
     assert done.returncode == 2 and "optimizer is 'lion', expected muon or adamw" in done.stderr
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(folder, tmp_path):
     """A run of one process, and one that two sharded processes begin and one continues."""
     script = tmp_path / "nadam.py"

@@ -87,7 +87,7 @@ def parameter_kind(name, parameter):
     return {"tok_embeddings": "embedding", "output": "lm_head"}.get(part, "norms")
 
 
-MAX_BUILT = 512  # max layers that are built to be counted; further ones are like the last
+MAX_BUILT = 64  # max layers that are built to be counted; further ones are like the last
 
 
 def parameters(args):
