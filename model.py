@@ -11,6 +11,7 @@ Print the parameters, FLOPs, memory, time and file sizes of the training run in 
     python model.py config/stories15M.py
 """
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 
 import torch
@@ -66,7 +67,7 @@ class ModelArgs:
 
     def build(self, device="cpu"):
         """Return an untrained Transformer on a device; on "meta" it takes no memory."""
-        with torch.device(device):
+        with torch.device(device), SkipInit() if device == "meta" else nullcontext():
             return Transformer(self)
 
     def problem(self):
@@ -97,6 +98,18 @@ class ModelArgs:
         return None
 
 
+class SkipInit(torch.overrides.TorchFunctionMode):
+    """
+    Leave weights as they are where a module initializes them: on the meta device there is nothing
+    to draw, and drawing would import PyTorch's compiler, which takes a second and 60 MB.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
 class RMSNorm(nn.Module):
     """Scale the last dimension: x / rms(x) * weight. https://arxiv.org/abs/1910.07467"""
 
@@ -117,6 +130,8 @@ def rope_table(args):
     The pair of dimensions (2i, 2i+1) at position t is rotated by the angle
     t / rope_scaling * rope_theta^(-2i/Q) / rope_factors[i].
     """
+    if torch.get_default_device().type == "meta":  # arange there would import the compiler, too
+        return torch.empty(args.max_seq_len, args.head_dim // 2, 2)
     two_i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
     factors = torch.tensor(args.rope_factors or 1.0, dtype=torch.float64)

@@ -1214,8 +1214,8 @@ def test_adamw_is_that_of_pytorch():
 
 def test_one_process_imports_neither_the_compiler_nor_sharding():
     """They take a second and a half, and 120 MB."""
-    code = ("import sys, torch, train; from model import ModelArgs; from optim import OptimizerConfig, make_optimizer; "
-            "model = ModelArgs().build(); "
+    code = ("import sys, torch, train; from model import ModelArgs; from engine.training import costs; from optim import OptimizerConfig, make_optimizer; "
+            "model = ModelArgs().build(); costs.num_params(model.args); "
             "opt = make_optimizer(model, OptimizerConfig('muon', 1e-3)); tokens = torch.zeros(1, 4, dtype=torch.long); "
             "model(tokens, tokens)[1].backward(); opt.step(); opt.zero_grad(); "
             "print([name for name in ('torch._dynamo', 'torch.distributed.fsdp') if name in sys.modules])")
