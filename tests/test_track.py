@@ -302,7 +302,7 @@ def test_each_client_hears_its_own_variables(tmp_path, monkeypatch):
         def __init__(self, name, session):
             heard[name] = session.run
 
-        start = call = lambda *_: None
+        start = call = receive = end = lambda *_: None
 
     heard = {}
     monkeypatch.setattr(background, "ClientProcess", Process)
@@ -1069,6 +1069,8 @@ def fault(where):
         os._exit(3)
     if place == where and kind == "hang":
         time.sleep(1000)
+    if place == where and kind == "late":
+        time.sleep(9)
 def init(*args, **kwargs):
     fault("init")
     return Any()
@@ -1084,11 +1086,14 @@ echarts, Table, Histogram, AlertLevel, alert = Any(), Any(), Any(), Any(), Any()
 
 
 def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
-    """Clients that fail, die or hang at the start, in the middle and at the end, both at once; and none at all."""
+    """
+    Clients that fail, die or hang at the start, in the middle and at the end, both at once; and none at all. A client
+    that has started only when the program has ended gets all rows.
+    """
     for name in "swanlab", "trackio":
         (tmp_path / "modules" / name).mkdir(parents=True)
         (tmp_path / "modules" / name / "__init__.py").write_text(FAULTY)
-    faults = ["none", "missing", *(f"{kind} {place}" for kind in ("raise", "die", "hang") for place in ("init", "log", "finish"))]
+    faults = ["none", "late init", "missing", *(f"{kind} {place}" for kind in ("raise", "die", "hang") for place in ("init", "log", "finish"))]
     runs = {}
     for n, fault in enumerate(faults):
         out = tmp_path / str(n)
@@ -1105,9 +1110,13 @@ def test_swanlab_and_trackio_never_hold_a_training(tmp_path):
         assert took["start"] < 5 * slowness and took["row"] < slowness and took["end"] < 5 * slowness, (fault, took, warned)
         assert [row["iter"] for row in track.read_rows(out / "log.jsonl")] == list(range(60)), fault
         warnings = [line for line in warned.splitlines() if line.startswith("warning: tracking with")]
-        assert len(warnings) == len(warned.splitlines()) == (0 if fault.startswith(("none", "hang")) else 2), (fault, warned)
-        if fault == "none":
-            assert all((out / f"seen-{name}").read_text().split() == [str(i) for i in range(60)] for name in ("swanlab", "trackio"))
+        assert len(warnings) == len(warned.splitlines()) == (0 if fault.startswith(("none", "late", "hang")) else 2), (fault, warned)
+        if fault in ("none", "late init"):
+            end = time.monotonic() + 60
+            for seen in out / "seen-swanlab", out / "seen-trackio":
+                while not (seen.exists() and seen.read_text().split() == [str(i) for i in range(60)]):
+                    assert time.monotonic() < end, (fault, seen)
+                    time.sleep(0.1)
         elif fault == "missing":
             assert {line.split("pip install ")[1] for line in warnings} == {"swanlab", "trackio"}
         elif fault.startswith("raise"):

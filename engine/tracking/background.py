@@ -43,23 +43,50 @@ class Background:
             tell(f"tracking: {self.kind.title} is still starting; training goes on without waiting")
 
     def work(self, session):
-        """In the thread: start the tracker and pass calls on to it."""
+        """
+        In the thread: start the tracker and pass calls on to it. A process gets them before it has
+        started, so that it has all of them if the program ends meanwhile.
+        """
         try:
             if self.process:
                 self.process.start()
+                threading.Thread(target=self.confirm_start, daemon=True).start()
                 call = self.process.call
             else:
                 tracker = self.kind(session)
+                self.started.set()
                 call = lambda method, *arguments: getattr(tracker, method)(*arguments)
-            self.started.set()
             for method, *arguments in iter(self.calls.get, None):
                 call(method, *arguments)
                 if method == "finish":
+                    if self.process:
+                        self.started.wait()  # the process answers the start first
+                        self.process.end()
                     break
+        except BrokenPipeError as e:
+            self.give_up(self.reason_of(e))
         except Exception as e:
             self.give_up(error_line(e))
         self.ended = True
         self.started.set()
+
+    def confirm_start(self):
+        """In a thread: wait until the process has started the tracker, or give it up."""
+        try:
+            self.process.receive()
+        except Exception as e:
+            self.give_up(error_line(e))
+        self.started.set()
+
+    def reason_of(self, error):
+        """Return why a process has ended, if it told; `error`: the broken pipe."""
+        self.started.wait()
+        try:
+            if not self.ended:
+                self.process.receive()
+        except Exception as e:
+            error = e
+        return error_line(error)
 
     def give_up(self, why):
         if not self.ended:
@@ -107,8 +134,10 @@ class Background:
             self.wait_for_upload()
         else:
             self.ended = True
+            lost = self.calls.qsize()  # calls that the process has no room for yet
             tell(f"tracking: {self.kind.title} goes on by itself with what is left, for "
-                 f"{FINISH_SECONDS} s at most")
+                 f"{FINISH_SECONDS} s at most"
+                 + (f"; the last {lost} rows are in log.jsonl alone" if lost else ""))
 
     def wait_for_upload(self):
         """Wait for the thread as long as its process writes something and the upload is in time."""

@@ -33,7 +33,7 @@ class ClientProcess:
         self.session = dataclasses.replace(session, trainer=os.getpid())
 
     def start(self):
-        """Start the process and the run. Raises RuntimeError if the tracker fails."""
+        """Start the process. It answers when the run has begun; calls may be sent before."""
         # A W&B service that another program started must not be killed with this process.
         environment = {name: v for name, v in os.environ.items() if name != "WANDB_SERVICE"}
         self.child = subprocess.Popen(
@@ -42,14 +42,9 @@ class ClientProcess:
             env=environment, start_new_session=True)
         self.send({"tracker": self.tracker, "session": dataclasses.asdict(self.session),
                    "argv": redact(sys.argv)})
-        self.receive()
 
     def send(self, message):
-        try:
-            print(json.dumps(encodable(message)), file=self.child.stdin, flush=True)
-        except BrokenPipeError:
-            self.receive()  # raises the reason, if the process has told it
-            raise
+        print(json.dumps(encodable(message)), file=self.child.stdin, flush=True)
 
     def receive(self):
         """Print the lines that the process answers. Raises RuntimeError if it failed."""
@@ -61,11 +56,13 @@ class ClientProcess:
             tell(line, sys.stderr if line.startswith("warning: ") else sys.stdout)
 
     def call(self, method, *arguments):
-        """Call a method of the tracker; wait only for finish. Raises RuntimeError if it failed."""
+        """Send a call of the tracker's method. Raises BrokenPipeError if the process has ended."""
         self.send([method, *arguments])
-        if method == "finish":
-            self.receive()
-            self.child.wait()
+
+    def end(self):
+        """Wait for the answer to finish. Raises RuntimeError if the tracker failed."""
+        self.receive()
+        self.child.wait()
 
     def processes(self):
         """Return the ids of the process and of those that it started."""
