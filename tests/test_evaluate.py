@@ -80,6 +80,7 @@ def test_the_intents_are_the_same_every_time_and_no_test_prompt_is_trained_on(tm
     assert not any(json.dumps(t["prompt"] + evaluate.between)[:-1] in trained for t in tests)
 
 
+@pytest.mark.slow
 def test_a_model_trained_on_pairs_answers_and_the_result_is_in_wandb(tmp_path):
     words = {"red": "stop", "green": "go", "blue": "wait"}
     pairs = [{"text": f"{color} light {i}\n= {act}"} for i in range(60) for color, act in words.items()]

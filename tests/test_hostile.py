@@ -709,6 +709,7 @@ def test_fuzzing(request, seeds, tmp_path_factory, target, runs):
     assert runs in p.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_once_failed(mutate_bin, seeds, target):
     """Small inputs that are hard, as they are and under some mutations by our own loop."""

@@ -439,6 +439,7 @@ def test_a_read_only_folder_of_runs_is_shown(tmp_path):
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_training_outlives_the_page_and_the_next_page_stops_and_resumes_it(tmp_path, request):
     (tmp_path / "t.txt").write_text("To be or not to be, that is the question.\n" * 400)
     page = Page(tmp_path)

@@ -1186,6 +1186,7 @@ def test_what_a_program_prints_is_passed_on_whole_into_a_pipe_that_does_not_bloc
     assert b"".join(found) == b"x" * 1_000_000
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_and_is_tracked_though_nobody_reads_what_it_says(tmp_path, tracked):
     (tmp_path / "my.txt").write_text((tracked[0] / "my.txt").read_text())
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {"HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -105,6 +105,7 @@ def wait_for_rows(folder, n, trainer):
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_mid_run_gets_all_rows_later(folder):
     first = Server()
     trainer = start(folder, first.url, "train.py", *TINY, "--max_iters=1000000")
@@ -124,6 +125,7 @@ def track_rows(folder):
     return len(track.read_rows(folder / "out/log.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_run_without_a_server_is_synced_complete_even_where_the_client_lost_rows(server, folder):
     out = trained(folder, "http://127.0.0.1:9", "--max_iters=20")
     assert "W&B offline (http://127.0.0.1:9 does not answer)" in out and "python track.py sync out" in out

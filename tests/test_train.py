@@ -162,7 +162,7 @@ def wait_for_row(folder, out, step, process):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
 def test_interrupted_and_continued_is_the_same_run(folder, reference, signum):
     args, out = reference[0], f"cut{signum}"
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -368,6 +368,7 @@ def test_many_processes_give_the_same_losses(folder, alone, processes, more):
         assert second == pytest.approx(first, rel=0.5)
 
 
+@pytest.mark.slow
 def test_processes_wait_for_the_data_and_say_that_the_cache_is_to_be_shared(tmp_path):
     """Longer than a message may take; and one that works elsewhere, as on another machine, does not find what was made."""
     (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
@@ -414,7 +415,7 @@ def test_ranks_that_split_matrices_update_them_as_one_does(tmp_path):
     assert all(torch.equal(a, b) for others in shared for a, b in zip(alone, others, strict=True))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_sharded_gives_the_same_losses_and_any_number_of_processes_continues(folder, optimizer):
     args = ["--data=my.txt", "--batch_size=8", f"--optimizer={optimizer}", "--decay_lr=False", "--eval_iters=0",
             "--warmup_iters=10"]
@@ -1051,6 +1052,7 @@ def lines_until(process, words):
     return lines
 
 
+@pytest.mark.slow
 def test_a_supervisor_ends_at_once_when_told_to(supervised):
     lines = lines_until(supervised, "restart 4 of 10 in 8 s")
     since = time.time()
