@@ -14,7 +14,7 @@ from pathlib import Path
 
 from configurator import STARTED, configure, fail, source_knobs
 from engine.text.prepare import is_prepared, read_meta, usual_pieces
-from engine.training import distributed, hardware
+from engine.training import distributed, hardware, resume
 from engine.training.costs import (EVAL_TOKENS, Pass, TrialSetup, min_memory, show, step_seconds,
                                    tokens_per_step)
 from engine.training.validate import check_settings
@@ -76,7 +76,7 @@ def derives_from_time(config, given):
     if config.minutes > 0:
         return True
     is_own_text = config.data.split(":")[0] != "stories"
-    trains_anew = config.init_from in ("auto", "scratch", "resume") and not config.eval_only
+    trains_anew = not (resume.is_fine_tuning(config) or config.eval_only)
     return is_own_text and trains_anew and not given & {"depth", "max_iters", "max_minutes"}
 
 

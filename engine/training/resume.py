@@ -14,6 +14,7 @@ from engine.tracking.redact import HIDDEN, redact
 from engine.training import checkpoint, distributed, run_folder
 from engine.untrusted import MAX_JSON, read_json, reading
 
+STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are not a path
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
@@ -26,7 +27,6 @@ SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size"
 RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
            "within_documents": "document_mask", "vocab_most": "max_vocab_size",
            "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
-OLD_WATCH = {"off": "", "all": "gradients,parameters"}
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
                # A number before the first step since the last row, then a scalar tensor.
@@ -49,7 +49,7 @@ def default_out_dir(data):
 
 def is_fine_tuning(config):
     """Return whether init_from is the path of a model to fine-tune."""
-    return config.init_from not in ("auto", "force", "resume", "scratch")
+    return config.init_from not in STARTS
 
 
 def find_start(config):
@@ -129,12 +129,6 @@ def renamed(stored):
     found = {RENAMED.get(name, name): value for name, value in stored.items()}
     if found.get("skip_bad") is True:
         found["checks"] = "-files"
-    if "wandb_watch" in found and "log_extras" not in found:
-        words = [word for word, old in (("tables", "wandb_tables"), ("model", "wandb_log_model"))
-                 if found.get(old, True)]
-        words += [OLD_WATCH.get(found["wandb_watch"], found["wandb_watch"])]
-        words += ["noise_scale"] * (found.get("noise_scale") is True)
-        found["log_extras"] = ",".join(filter(None, words))
     return found
 
 
@@ -172,7 +166,7 @@ def resume_settings(config, folder, given):
     restore_secrets(config, folder, stored, given)
     begun = stored.get("init_from", "auto")
     if is_fine_tuning(config) and Path(begun).resolve() != Path(config.init_from).resolve():
-        origin = "nothing" if begun in ("auto", "force", "scratch", "resume") else begun
+        origin = "nothing" if begun in STARTS else begun
         fail(f"{config.out_dir} holds a run that began from {origin}, not from "
              f"{config.init_from}; give another --out_dir, or --init_from=resume to continue it")
     kept = resumable(stored)
