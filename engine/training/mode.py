@@ -97,8 +97,7 @@ def own_settings(config):
         passes = min(config.gradient_accumulation_steps, 2 * distributed.world)
         return own | {"max_iters": 3, "eval_interval": 2, "log_interval": 1, "eval_iters": 1,
                       "gradient_accumulation_steps": passes}
-    return own | {"wandb_log": False, "tensorboard_log": False, "swanlab_log": False,
-                  "trackio_log": False}
+    return own
 
 
 def artifact(config, suffix):
