@@ -705,17 +705,16 @@ def test_what_fine_tuning_takes_over(tmp_path, vocabulary, capsys):
     def adopt(path, **given):
         return load.adopt(SimpleNamespace(**knobs | given | {"init_from": str(path)}, defaults=knobs), given.keys())
 
-    found = adopt(tmp_path / "m")
-    imported = load.stored_args(tmp_path / "m", check=True)
+    found, imported = adopt(tmp_path / "m")
     args = ModelArgs.of(SimpleNamespace(**knobs | found), vocabulary.vocab_size, imported)
     assert args == load.read_model(tmp_path / "m")[1] and found["learning_rate"] == 6e-4 and found["max_seq_len"] == 64
     assert Path(found["vocab_source"]).read_bytes() == vocabulary.data
-    assert {"learning_rate", "max_seq_len"}.isdisjoint(adopt(tmp_path / "m", learning_rate=1e-3, max_seq_len=32))
+    assert {"learning_rate", "max_seq_len"}.isdisjoint(adopt(tmp_path / "m", learning_rate=1e-3, max_seq_len=32)[0])
     assert "--rope_theta=3.0: fine-tuning keeps" in refused(capsys, adopt, tmp_path / "m", rope_theta=3.0)
     assert "--vocab_source=byte: fine-tuning keeps" in refused(capsys, adopt, tmp_path / "m", vocab_source="byte")
     model = Transformer(ModelArgs(dim=32, n_layers=1, n_heads=2, vocab_size=vocabulary.vocab_size, max_seq_len=4096))
     export.export_model(model.state_dict(), model.args, vocabulary, tmp_path / "m.bin", "v1")
-    found = adopt(tmp_path / "m.bin", vocab_source=str(tmp_path / "tokenizer.bin"))
+    found, _ = adopt(tmp_path / "m.bin", vocab_source=str(tmp_path / "tokenizer.bin"))
     assert found["dim"] == 32 and found["max_seq_len"] == 1024 and found["learning_rate"] == 6e-4
     assert Tokenizer.load(found["vocab_source"]).encode("once upon") == vocabulary.encode("once upon")
     assert "give it as --vocab_source" in refused(capsys, adopt, tmp_path / "m.bin")

@@ -44,7 +44,6 @@ def test_when_the_sizes_follow_from_the_time():
     assert not plan.derives_from_time(knobs(data="stories:2000"), set()) and not plan.derives_from_time(knobs(data="stories"), {"data"})
     assert plan.derives_from_time(knobs(data="stories", minutes=1.0), {"minutes"})
     assert all(plan.derives_from_time(knobs(init_from=word), {"init_from"}) for word in ("auto", "force", "scratch"))
-    assert not plan.derives_from_time(knobs(init_from="out/base"), {"init_from"})
     assert not any(plan.derives_from_time(knobs(), {name}) for name in ("max_iters", "depth", "max_minutes"))
     assert not plan.derives_from_time(knobs(init_from="out/demo"), {"init_from"})
 

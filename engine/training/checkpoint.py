@@ -306,13 +306,13 @@ class Shards(Mapping):
         return len(self.slices)
 
 
-def load(folder, part="model", check=True):
+def load(folder, part="model", check=True, mmap=False):
     """
     Return the dict of model.pt or train.pt of a step folder, with its shards as a Shards. Ends the
     program if a file is damaged.
 
     check: compare the sha256 of the files, shared among the processes; False after
-    run_folder.recover, which has compared them.
+    run_folder.recover, which has compared them. mmap: read a tensor's numbers when they are used.
     """
     path, key = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     with reading(path, "part of a checkpoint; use another one", fail):
@@ -325,7 +325,7 @@ def load(folder, part="model", check=True):
         for file in [*own, path] if check else []:
             if sha256(file) != found["files"][file.name][1]:
                 fail(f"{file}: damaged, its content is not what was saved; use another checkpoint")
-        content = load_torch(path)
+        content = load_torch(path, mmap)
         return content | {key: Shards(folder, key)} if shards else content
 
 

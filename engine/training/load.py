@@ -114,19 +114,19 @@ def start_from(model, path, check=True):
     return {key: extra[key] for key in CHAT if key in extra}
 
 
-def stored_args(path, check):
-    """Return the ModelArgs of a path of `checkpoint.origin`. check: as of checkpoint.load."""
-    if not checkpoint.complete(path):
-        return read_model(path)[1]
-    with reading(path, "a model", fail):
-        return checked(ModelArgs(**checkpoint.load(path, check=check)["args"]), path / "model.pt")
+def stored_args(folder):
+    """Return the ModelArgs of a step folder, without reading its weights."""
+    with reading(folder, "a model", fail):
+        saved = checkpoint.load(folder, check=False, mmap=True)
+        return checked(ModelArgs(**saved["args"]), folder / "model.pt")
 
 
 def adopt(config, given):
     """
-    Return the settings that fine-tuning takes from the model that init_from names: sizes,
-    vocabulary and context, and a tenth of the learning rate for a model of its width. End in one
-    line if a setting that the user gave (`given`: names) differs, except for context and rate.
+    Return (the settings that fine-tuning takes from the model that init_from names: sizes,
+    vocabulary and context, and a tenth of the learning rate for a model of its width; that model's
+    ModelArgs). End in one line if a setting that the user gave (`given`: names) differs, except for
+    context and rate.
     """
     path = checkpoint.origin(config.init_from)
     own = checkpoint.complete(path)
@@ -157,7 +157,7 @@ def adopt(config, given):
     notes = "".join(f"; {name}={value}" for name, value in free.items())
     distributed.say(f"fine-tuning {config.init_from} ({num_params(args):,} parameters, context "
                     f"{args.max_seq_len:,}){notes}")
-    return adopted | free | {"vocab_source": str(file)}
+    return adopted | free | {"vocab_source": str(file)}, args
 
 
 def same_content(a, b):

@@ -25,16 +25,16 @@ def resolve(config, device, prepare, build):
 
     # A run continues from its own checkpoint, starts from another model, or from new weights.
     start, resuming = on_master(resume.find_start, config)
-    changes, clock = [], progress.NO_LIMIT
+    changes, clock, imported = [], progress.NO_LIMIT, None
     if resuming:
         taken, given, changes = resume.resume_settings(config, start, given)
         config = config.changed(**taken)
         check_settings(config)
+        imported = on_master(load.stored_args, start)
     elif resume.is_fine_tuning(config):
-        adopted = on_master(load.adopt, config, given)
+        adopted, imported = on_master(load.adopt, config, given)
         config, given = config.changed(**adopted), given | adopted.keys()
-    if start:  # what no setting names comes from the model: norms, head width, scaled positions
-        imported = on_master(load.stored_args, start, config.eval_only or not resuming)
+    if imported:  # has what no setting names: norms, head width, scaled positions
         build = build._replace(model_args=partial(build.model_args, imported=imported))
     setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
 
