@@ -211,6 +211,17 @@ def test_each_signal_that_asks_to_stop_is_heard_but_for_those_that_are_ignored()
         assert done.stdout.split() == ["True"] * 3 + [hung_up], done.stderr
 
 
+def test_a_request_to_save_that_arrives_while_the_processes_agree_is_kept():
+    program = ("import os, signal; from engine.training import distributed; from engine.training.signals import Signals\n"
+               "signals, plain = Signals(0, float('inf')), distributed.start_max\n"
+               "distributed.start_max = lambda values: os.kill(os.getpid(), signal.SIGUSR1) or plain(values)\n"
+               "print(signals.read()[1])\n"
+               "distributed.start_max = plain\n"
+               "print(signals.read()[1], signals.read()[1])\n")
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr
+
+
 def test_a_mode_that_sighup_ends_removes_its_folder(folder):
     process = subprocess.Popen(command("--data=my.txt", "--overfit=4", "--learning_rate=1e-9", "--out_dir=mode/hup"), cwd=folder,
                                env=environment(), stdout=subprocess.PIPE, text=True)

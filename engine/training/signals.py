@@ -45,8 +45,8 @@ class Signals:
         processes return the same. Where there are several, it is what they knew at the call before,
         so that no step waits for the exchange.
         """
-        asked = distributed.start_max([self.stop, self.save, time.monotonic() - self.start])
-        self.save = False
+        save, self.save = self.save, False  # at once: a signal during the exchange counts next time
+        asked = distributed.start_max([self.stop, save, time.monotonic() - self.start])
         agreed, self.agreed = self.agreed if distributed.world > 1 else asked, asked
         stop, save, seconds = (agreed or asked)()
         return bool(stop) or seconds >= self.end, bool(save), seconds
