@@ -176,6 +176,14 @@ def test_number_of_parameters(shape):
         assert parameters(a)[kind] == sum(found), kind
 
 
+def test_a_model_is_built_once_to_be_counted(monkeypatch):
+    built, plain = [], ModelArgs.build
+    monkeypatch.setattr(ModelArgs, "build", lambda self, device: built.append(self.dim) or plain(self, device))
+    for dim in 26, 26, 34, 26:  # sizes that no other test counts
+        num_params(ModelArgs(dim=dim, n_heads=1))
+    assert built == [26, 34]
+
+
 @pytest.mark.parametrize("shape", ["mha", "gqa", "untied", "head width"])
 def test_flops_per_token_against_a_count(shape):
     """

@@ -88,13 +88,22 @@ def parameter_kind(name, parameter):
 
 
 MAX_BUILT = 64  # max layers that are built to be counted; further ones are like the last
+counted = {}    # {repr of ModelArgs: what `parameters` returned}; a start asks six times
 
 
 def parameters(args):
     """
-    Return {kind: number of parameters} of the model of ModelArgs. The model is built on the meta
-    device; a parameter that two modules share counts once.
+    Return {kind: number of parameters} of the model of ModelArgs; a parameter that two modules
+    share counts once.
     """
+    key = repr(args)
+    if key not in counted:
+        counted[key] = count_parameters(args)
+    return counted[key]
+
+
+def count_parameters(args):
+    """Return what `parameters` does, of a model that is built on the meta device."""
     if args.n_layers > MAX_BUILT:  # building a mistaken number of layers would take memory and time
         whole, less = (parameters(replace(args, n_layers=n)) for n in (MAX_BUILT, MAX_BUILT - 1))
         more = args.n_layers - MAX_BUILT
