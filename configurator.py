@@ -376,7 +376,7 @@ class Overrides:
             self.typed[key] = word
 
     def add_word(self, word):
-        """Use a word that is no option: a file of overrides, or the positional."""
+        """Use a word that is not an option: a file of overrides, or the positional."""
         name, positional = word.lstrip("-"), self.positional
         is_file = word.endswith((".py", ".yaml", ".yml", ".json"))
         if name.partition("=")[0] in self.defaults and not Path(word).exists():
@@ -399,9 +399,9 @@ def configure(g, positional=None, argv=None, common=()):
     Override the knobs in `g`, the caller's globals(), from `argv` (default: the command line), and
     return the Config. Ends the program after --help, or with one line after a mistake.
 
-    positional: the knob that a word is for which is neither an option nor a file of overrides; or a
-    list, to which every word that is no option is appended. common: the knobs that --help shows
-    first.
+    positional: the knob that is set by a word that is neither an option nor a file of overrides; or
+    a list, to which every word that is not an option is appended. common: the knobs that --help
+    shows first.
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:

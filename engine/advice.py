@@ -78,8 +78,8 @@ format (with v0, v1 or v2 for llama2.c's): version
 workers: num_workers num_proc dataloader_num_workers
 """)]
 
-# Settings of other programs that have no counterpart here, a knob of those of our programs that
-# answer for them, and what to use instead.
+# Rows of (settings of other programs that have no counterpart here, a knob, advice). The advice is
+# printed by those of our programs that have the knob.
 NO_COUNTERPART = [
     ("lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules use_lora qlora peft "
      "use_peft adapter",

@@ -77,7 +77,7 @@ def read_run(path, with_tokenizer):
     folder = checkpoint.locate(path)
     saved, file = checkpoint.load(folder), folder / "model.pt"
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
-    if isinstance(state, dict):  # before anybody builds a model of these sizes
+    if isinstance(state, dict):  # before a model of these sizes is built
         shapes = {name: w.shape for name, w in state.items()}
         expected = ((name, shape) for name, _, _, shape in tensors(args))
         check_tensors(shapes, expected, file, ignored=shapes)
@@ -101,8 +101,9 @@ def load_model(path, tokenizer, device):
 
 def start_from(model, path, check=True):
     """
-    Copy the weights at a path of `checkpoint.origin` into a model. Return {GGUF's key: value} of
-    its chat template and of the ids that end an answer, which the run keeps.
+    Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
+    value} of its chat template and of the ids that end an answer, which the run keeps. check: as of
+    checkpoint.load.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -125,7 +126,7 @@ def adopt(config, given):
     """
     Return (the settings that fine-tuning takes from the model that init_from names: sizes,
     vocabulary and context, and a tenth of the learning rate for a model of its width; that model's
-    ModelArgs). End in one line if a setting that the user gave (`given`: names) differs, except for
+    ModelArgs). End the program if a setting that the user gave (`given`: names) differs, except for
     context and rate.
     """
     path = checkpoint.origin(config.init_from)
@@ -150,7 +151,7 @@ def adopt(config, given):
                  "train from scratch, without --init_from")
     free = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
             "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
-    # Else an evaluation would prepare all of a large text.
+    # Without this limit an evaluation would prepare all of a large text.
     if config.eval_only and before.get("max_text_bytes"):
         free["max_text_bytes"] = before["max_text_bytes"]
     free = {name: value for name, value in free.items() if name not in given}
