@@ -29,7 +29,7 @@ from engine.formats.layout import architecture, interleaved_to_halves
 from model import ModelArgs, Transformer
 from tests import forked
 from tests.test_export import refused
-from tokenizer import Tokenizer, train_byte_level, train_tokenizer
+from tokenizer import Bytes, Tokenizer, train_byte_level, train_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 V = 330
@@ -644,6 +644,26 @@ def test_types_that_we_do_not_write(tmp_path, vocabulary):
     assert args2 == args
     assert np.array_equal(interleaved_to_halves(again["layers.0.attention.wq.weight"], 4).numpy(), expected["blk.0.attn_q.weight"])
     assert np.array_equal(again["layers.1.feed_forward.w2.weight"].numpy(), expected["blk.1.ffn_down.weight"])
+
+
+def test_a_type_of_weights_that_nothing_decodes(tmp_path, capsys, monkeypatch):
+    """Type 26 is int32 and 99 is unknown. Without the gguf package the message names it, as it may know the type."""
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    r = gguf_file.Reader(tmp_path / "m.gguf")
+    for number in 26, 99:
+        said = refused(capsys, gguf_file.find_type, r, "token_embd.weight", number)
+        assert f"token_embd.weight has type {number}, expected one of f32, f16" in said and "pip" not in said
+    monkeypatch.setitem(sys.modules, "gguf", None)  # as if it were not installed
+    assert "pip install gguf" in refused(capsys, gguf_file.find_type, r, "token_embd.weight", 35)
+
+
+@pytest.mark.parametrize("dim, n_heads", [(98, 3), (97, 3), (96, 3), (128, 3)])
+def test_a_stored_head_width_beside_any_dim(dim, n_heads, tmp_path):
+    """Also where the width is dim // n_heads, but n_heads does not divide dim."""
+    args = ModelArgs(dim=dim, n_layers=1, n_heads=n_heads, head_width=32 * (dim != 96), vocab_size=259, hidden_dim=64,
+                     max_seq_len=32)
+    export.export_model(Transformer(args).state_dict(), args, Bytes(), tmp_path / "m.gguf")
+    assert load.read_model(tmp_path / "m.gguf")[1] == args
 
 
 def test_what_ends_an_answer_is_kept(tmp_path, vocabulary):

@@ -128,12 +128,14 @@ def model_args(r, metadata, names):
         "embedding_length", "attention.head_count", "context_length"))
     default_width = dim // n_heads
     head_width = get("attention.key_length", int, max(1, default_width))
+    # A stored width may equal dim // n_heads although n_heads does not divide dim.
+    is_implied = f"{kind}.attention.key_length" not in metadata or head_width * n_heads == dim
     args = checked(ModelArgs(
         dim=dim,
         n_layers=get("block_count", int),
         n_heads=n_heads,
         n_kv_heads=get("attention.head_count_kv", int, n_heads),
-        head_width=0 if head_width == default_width else head_width,
+        head_width=0 if is_implied else head_width,
         vocab_size=len(get_any("tokenizer.ggml.tokens", list)),
         hidden_dim=get("feed_forward_length", int),
         max_seq_len=context,
@@ -199,14 +201,17 @@ def find_type(r, name, number):
     known = next((kind for kind in TYPES.values() if kind.number == number), None)
     if known:
         return known
+    problem = f"{name} has type {number}, expected one of {', '.join(TYPES)}"
     try:
         import gguf
-        kind = gguf.GGMLQuantizationType(number)
+    except ImportError:
+        r.fail(f"{problem}; other types need: pip install gguf")
+    try:
+        kind = gguf.GGMLQuantizationType(number)  # ValueError: the package does not know the type
         block, size = gguf.GGML_QUANT_SIZES[kind]
-        gguf.quants.dequantize(np.zeros(size, np.uint8), kind)
-    except (ImportError, ValueError, KeyError, NotImplementedError):
-        r.fail(f"{name} has type {number}, expected one of {', '.join(TYPES)}, or one that the "
-               "gguf package reads: pip install gguf")
+        gguf.quants.dequantize(np.zeros(size, np.uint8), kind)  # a trial with one block
+    except (ValueError, NotImplementedError):
+        r.fail(f"{problem}, or another that the gguf package decodes")
 
     def decode(raw):
         return gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1)
