@@ -485,7 +485,7 @@ def hf_tokenizer_config(args, vocabulary, extra):
 def write_hf(path, state, args, vocabulary, dtype, extra):
     """
     Write a Hugging Face folder: model.safetensors, the configs and the tokenizer. extra: GGUF
-    metadata, of which the ids that end an answer and the chat template are kept.
+    metadata; the ids that end an answer and the chat template in it are kept.
     """
     folder = Path(path)
     if args.qkv_bias and args.qk_norm:

@@ -426,8 +426,8 @@ def pre_tokenizer(tokenizer, path):
              f"{' + '.join(step['type'] for step in steps)}); of a sentencepiece vocabulary give "
              "the tokenizer.model")
     if not found:
-        fail(f"{path}: its pre-tokenizer is none of {', '.join(PRE_TOKENIZERS)}, "
-             "which are the ones that ./run knows")
+        fail(f"{path}: its pre-tokenizer is unknown to ./run, expected one of "
+             f"{', '.join(PRE_TOKENIZERS)}")
     if (tokenizer.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         fail(f"{path}: its normalizer is {tokenizer['normalizer']['type']}, expected none or NFC")
     for key in "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback":

@@ -445,7 +445,7 @@ def test_the_costly_ones_are_left_out_and_named_when_the_time_is_over(start, mon
     monkeypatch.setattr(preflight, "SECONDS", 0)
     monkeypatch.setattr(preflight, "SHARE", 0)
     done = start()
-    assert done.code == 0 and "left out, since they take more than 0 s: rate, saved, run, leak" in done.out, done.all
+    assert done.code == 0 and "left out, since the others took more than 0 s: rate, saved, run, leak" in done.out, done.all
 
 
 def test_leaked_validation_text(start):

@@ -148,7 +148,7 @@ def vocabulary(ctx):
         raise Bug(f"the first document on disk reads {first[:60]!r}, which is not in "
                   f"{ctx.config.data}: it was encoded with another vocabulary, or from other text")
     if restored != source:
-        raise Suspicion(what_is_lost(source, restored))
+        raise Suspicion(lost_text_message(source, restored))
 
 
 def first_document(dataset, split="train", max_tokens=64):
@@ -211,7 +211,7 @@ def without_separators(text, is_cut):
     return "".join(document.strip() for document in documents) if documents[1:] else documents[0]
 
 
-def what_is_lost(source, restored):
+def lost_text_message(source, restored):
     """Return a message about the text that encoding and decoding has changed."""
     pairs = enumerate(zip(source, restored))
     at = next((i for i, (a, b) in pairs if a != b), min(len(source), len(restored)))
@@ -237,7 +237,7 @@ def leak(ctx):
     """Find validation text in the training text: passages that share nearly all their n-grams."""
     copied, total, read = copied_passages(ctx.dataset)
     if total and copied > max(1, MAX_COPIED * total * read):
-        part = "" if read == 1 else f" (of which {read:.0%} was read)"
+        part = "" if read == 1 else f" ({read:.0%} of that text was read)"
         raise Suspicion(f"{copied} of {total} passages of validation text are in the training "
                         f"text{part}, so the validation loss says little about new text; remove "
                         f"the copies, or hold out other documents")

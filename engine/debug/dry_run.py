@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 
 from configurator import fail
+from engine.debug.model_checks import PROGRAM
 from engine.debug.overfit import differs
 from engine.training import distributed, mode, run_folder
 from engine.training.distributed import say
-
-PROGRAM = Path(__file__).resolve().parents[2] / "run"
 
 
 def dry_run(config, main):

@@ -33,7 +33,7 @@ def histogram(values, bins=32):
 
 # ---- norms ------------------------------------------------------------------------------------
 
-WATCHED = {"grad": "gradients", "weight": "parameters"}  # names of their histograms
+HISTOGRAMS = {"grad": "gradients", "weight": "parameters"}  # names of histograms, by kind of norm
 
 
 def layer_of(name):
@@ -46,7 +46,7 @@ class UpdateNorms:
     """
     Measure an optimizer step if `wanted` is set: for each layer the norm of the gradient as the
     optimizer receives it (clipped), the norm of the weights, and the norm of the update relative to
-    the weights. watch: "gradients", "parameters" or both adds their histograms.
+    the weights. log_extras: as in train.py; "gradients" and "parameters" in it add histograms.
 
         optimizer.step(update_norms)
 
@@ -54,9 +54,10 @@ class UpdateNorms:
     one chunk is copied at a time.
     """
 
-    def __init__(self, model, watch=""):
+    def __init__(self, model, log_extras=""):
         self.names = {p: name for name, p in model.named_parameters()}
-        self.watch, self.wanted, self.norms, self.histograms = watch, False, [], {}
+        self.log_extras, self.wanted = log_extras, False
+        self.norms, self.histograms = [], {}
 
     @contextlib.contextmanager
     def __call__(self, params):
@@ -72,11 +73,11 @@ class UpdateNorms:
         self.measure("update", params, updates)
 
     def measure(self, norm, params, tensors):
-        """Add norms, which stay on their device until `take`, and watched histograms."""
-        names, kind = [self.names[p] for p in params], WATCHED.get(norm)
+        """Add norms, which stay on their device until `take`, and the wanted histograms."""
+        names, kind = [self.names[p] for p in params], HISTOGRAMS.get(norm)
         for name, size in zip(names, torch._foreach_norm(tensors)):
             self.norms.append((norm, layer_of(name), size))
-        if kind and kind in self.watch:
+        if kind and kind in self.log_extras:
             for name, tensor in zip(names, tensors):
                 self.histograms[f"{kind}/{name}"] = histogram(distributed.unshard(tensor))
 

@@ -116,7 +116,7 @@ def short_training(take, config, rate):
         losses.append(take(step, learning_rate_at(schedule, step, SWEEP)))
         if not math.isfinite(losses[-1]):
             return math.inf
-    last = losses[-max(1, SWEEP // 10):]
+    last = losses[-(SWEEP // 10):]
     return sum(last) / len(last)
 
 

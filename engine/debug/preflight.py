@@ -27,8 +27,8 @@ from engine.training import distributed
 from engine.training.training import Training
 from optim import LossScale
 
-# Time budget of all checks: SECONDS, or SHARE of the run's expected time if that is more. Beyond it
-# the COSTLY ones are left out.
+# Time budget: SECONDS, or SHARE of the run's expected time if that is more. A COSTLY check is left
+# out if the checks before it have taken longer; once begun, it may itself exceed the budget.
 SECONDS = 2.0
 SHARE = 0.03
 
@@ -175,7 +175,7 @@ def agreed_outcome(name, ctx):
 
 
 def time_budget(ctx):
-    """Return the seconds that all checks together may take."""
+    """Return the seconds after which no COSTLY check begins."""
     config, record = ctx.config, ctx.record
     flops = config.max_iters * record["tokens_per_iter"] * record["flops_per_token"]
     seconds = flops / (record["peak_flops"] * distributed.world)
@@ -213,5 +213,5 @@ def run_checks(ctx):
         fail(f"check {name}: {message}{more} (--checks=-{name} skips this check)")
     left_out = ""
     if late:
-        left_out = f"; left out, since they take more than {budget:.0f} s: {', '.join(late)}"
+        left_out = f"; left out, since the others took more than {budget:.0f} s: {', '.join(late)}"
     distributed.say(f"checks: {passed} passed in {time.perf_counter() - start:.1f} s{left_out}")
