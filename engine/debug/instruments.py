@@ -231,7 +231,8 @@ REMEASURED = ", measured again"
 def check_peak(record, reached, device):
     """
     Correct record["peak_flops"] if training reaches more FLOP/s than that, as when it was measured
-    on a busy machine: measure it again, once, and report it. Afterwards take what was reached.
+    on a busy machine: measure it again, once, and report it. Later calls
+    take the speed that was reached.
     """
     if reached <= record["peak_flops"]:
         return
