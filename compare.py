@@ -25,6 +25,7 @@ from string import Template
 import numpy as np
 
 from configurator import configure, fail
+from engine.advice import renamed
 from engine.files import stamp
 from engine.streams import one_line
 from engine.untrusted import open_untrusted, read_json, reason
@@ -81,10 +82,10 @@ class Run:
     """
     A run, as far as its log has been read: its numbers in columns, and where its tables are.
 
-    config: dict of settings; count: rows; columns: {metric: array, NaN in rows without it}; tables:
-    [(offset, bytes)] of the lines with tables; metrics: {name: last value}; evaluations: [{"iter",
-    loss: value}] of each evaluation; problem: what could not be read, in words; version: changes
-    when earlier rows or settings do.
+    config: dict of settings, under the names of this version; count: rows; columns: {metric: array,
+    NaN in rows without it}; tables: [(offset, bytes)] of the lines with tables; metrics: {name:
+    last value}; evaluations: [{"iter", loss: value}] of each evaluation; problem: what could not be
+    read, in words; version: changes when earlier rows or settings do.
     """
 
     def __init__(self, folder, name=""):
@@ -146,7 +147,7 @@ class Run:
         before, self.config, self.problem, self.config_stamp = self.config, {}, "", now
         if os.path.lexists(path):
             try:
-                self.config = tame(read_json(path))
+                self.config = tame(renamed(read_json(path)))
             except (OSError, ValueError, MemoryError) as e:
                 self.problem = f"config.json: {reason(e)}"
         self.version += bool(self.count) and self.config != before
@@ -284,7 +285,8 @@ def read_wandb_run(folder):
         if record["type"] == "run":
             name = record["run"].get("display_name", name)
             update = record["run"]["config"]["update"]
-            run.config |= tame({k: v for k, v in update.items() if k != "_wandb"})
+            settings = {k: v for k, v in update.items() if k != "_wandb"}
+            run.config |= tame(renamed(settings))
         elif record["type"] == "history":
             item = record["history"]["item"]
             step = item.get("iter", item["_step"])

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import compare
 from configurator import advice, configure, convert, fail, read_file, source_knobs
+from engine.advice import renamed
 from engine.streams import one_line, outlast
 from engine.untrusted import MAX_JSON, read_json
 
@@ -266,6 +267,7 @@ def suggest(name, spec, trial):
 def refuse_other(sweep, values, folder):
     """Exit if a trial's folder holds a trial with other values, which would be resumed as this."""
     stored = read_json(folder / "config.json", MAX_JSON, {})
+    stored |= renamed(stored)  # another program than train.py may use the old names
     known = knobs_of(program(sweep))
     names = stored.keys() & values.keys()
     for name in names - DERIVED if values.get("batch_size") == 0 else names:

@@ -1,4 +1,7 @@
-"""Suggest what to write instead of an unknown setting, or instead of a name on a download site."""
+"""
+Suggest what to write instead of an unknown setting, or instead of a name on a download site.
+Translate the settings of a run of an earlier version.
+"""
 import difflib
 import re
 from collections import Counter
@@ -118,6 +121,31 @@ NO_COUNTERPART = [
     ("flash flash_attention use_flash_attn attn_implementation",
      "init_from", "PyTorch chooses the fastest attention"),
 ]
+
+# {name in earlier versions, or in ModelArgs: name of the setting}
+RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
+           "within_documents": "document_mask", "vocab_most": "max_vocab_size",
+           "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
+# Settings of earlier versions that log_extras replaces, as noise_scale, with their defaults.
+OLD_EXTRAS = {"wandb_tables": True, "wandb_log_model": True, "wandb_watch": "off"}
+OLD_WATCH = {"off": "", "all": "gradients,parameters"}
+
+
+def renamed(stored):
+    """
+    Return the settings of a run, {name: value}, under the names of this version. Whatever reads
+    settings that an earlier version may have written calls this. stored: may hold any JSON values.
+    """
+    found = {RENAMED.get(name, name): value for name, value in stored.items()}
+    if found.pop("skip_bad", False) is True:
+        found["checks"] = "-files"
+    old = {name: found.pop(name) for name in OLD_EXTRAS if name in found}
+    if old and "log_extras" not in found:
+        tables, model, watch = (OLD_EXTRAS | old).values()
+        words = ["tables" * bool(tables), "model" * bool(model), OLD_WATCH.get(str(watch), watch),
+                 "noise_scale" * (found.pop("noise_scale", False) is True)]
+        found["log_extras"] = ",".join(str(word) for word in words if word)
+    return found
 
 
 def translate(key, known):

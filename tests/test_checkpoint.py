@@ -17,7 +17,7 @@ import torch
 
 import optim
 from configurator import Config
-from engine import files
+from engine import advice, files
 from engine.training import checkpoint, resume, run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -576,9 +576,10 @@ def test_a_manifest_of_another_shape_is_none(tmp_path, vocabulary):
 
 def test_settings_of_old_checkpoints_are_translated():
     old = {"patience": 3, "tied": False, "sharded": True, "within_documents": False, "vocab_most": 400, "text_most": 9, "table_rate": 2.0,
-           "skip_bad": True, "checks": "all", "head_width": 24, "dim": 64}
-    found = resume.renamed(old)
+           "skip_bad": True, "checks": "all", "wandb_watch": "all", "noise_scale": True, "head_width": 24, "dim": 64}
+    found = advice.renamed(old)
+    assert not found.keys() & {"tied", "skip_bad", "wandb_watch", "noise_scale"}
     expected = {"early_stop": 3, "tie_embeddings": False, "fsdp": True, "document_mask": False, "max_vocab_size": 400, "max_text_bytes": 9,
                 "embedding_lr_scale": 2.0, "checks": "-files", "dim": 64}
     assert found.items() >= expected.items() and resume.skips_files(found["checks"])
-    assert resume.renamed(found) == found
+    assert advice.renamed({"wandb_watch": "off", "noise_scale": False, "wandb_tables": False})["log_extras"] == "model" and advice.renamed(found) == found

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from configurator import fail
+from engine.advice import renamed
 from engine.tracking.destination import Session
 from engine.tracking.log import rising_rows
 from engine.tracking.network import is_reachable
@@ -84,7 +85,7 @@ def send_rows(out_dir, run, rows, last, uploaded):
     session = Session(
         out_dir, config, {name: v for name, v in run.items() if name not in ("folders", "url")},
         step=math.inf, x="tokens" if "tokens" in rows[0] else "iter",
-        tables="tables" in config.get("log_extras", "tables") and config.get("wandb_tables", True))
+        tables="tables" in renamed(config).get("log_extras", "tables"))
     tracker = Wandb(session, mode=("online", "sync"))
     print(*tracker.take_messages(), sep="\n")
     for folder in existing_folders(run):

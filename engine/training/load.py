@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from configurator import fail
+from engine.advice import renamed
 from engine.files import sha256
 from engine.formats import gguf_file, gguf_tokenizer, huggingface, llama2c
 from engine.formats.layout import CHAT, ITER, TEMPLATE, check_tensors, tensors
@@ -140,7 +141,7 @@ def adopt(config, given):
              "--vocab_source=tokenizer.bin (or .model, or .json)")
     before = resume.stored_settings(path) if own else {}
     file = checkpoint.tokenizer_path(path) if own else keep_vocabulary(vocabulary, config.cache)
-    adopted = {name: value for name, value in resume.renamed(vars(args)).items()
+    adopted = {name: value for name, value in renamed(vars(args)).items()
                if name in config.defaults and name not in ("dropout", "max_seq_len")}
     for name in sorted(given & {*adopted, *compared}):
         value = getattr(config, name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from configurator import convert, fail
+from engine.advice import renamed
 from engine.files import why
 from engine.tracking.redact import HIDDEN, redact
 from engine.training import checkpoint, distributed, run_folder
@@ -23,10 +24,6 @@ OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "devi
 # Settings that decide the shape and meaning of weights and optimizer.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
-# {name in older checkpoints, and in ModelArgs: name of the setting}
-RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
-           "within_documents": "document_mask", "vocab_most": "max_vocab_size",
-           "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
                # A number before the first step since the last row, then a scalar tensor.
@@ -122,14 +119,6 @@ def stored_settings(folder):
 def skips_files(checks):
     """Return whether --checks leaves out `files`: unreadable files of a folder are skipped."""
     return "-files" in [word.strip() for word in checks.split(",")]
-
-
-def renamed(stored):
-    """Return {setting: value} with the settings that older checkpoints have translated."""
-    found = {RENAMED.get(name, name): value for name, value in stored.items()}
-    if found.get("skip_bad") is True:
-        found["checks"] = "-files"
-    return found
 
 
 def resumable(stored):
