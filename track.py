@@ -23,7 +23,7 @@ from pathlib import Path
 
 from configurator import BOOLS, fail  # first: it explains missing packages
 
-from engine.files import why
+from engine import untrusted
 from engine.streams import outlast, tell, unread
 from engine.tracking.anomalies import AnomalyDetector
 from engine.tracking.console import Parser
@@ -72,8 +72,8 @@ def make_or_fail(session, *arguments):
     try:
         return make_tracker(session, *arguments)
     except OSError as e:
-        fail(f"--out_dir={session.out_dir}: cannot be written ({why(e)}); make room or choose "
-             "another folder")
+        fail(f"--out_dir={session.out_dir}: cannot be written ({untrusted.reason(e)}); make "
+             "room or choose another folder")
 
 
 # ---- any other program --------------------------------------------------------------------------
@@ -90,7 +90,8 @@ def program_folder(name):
             break
         except OSError as e:
             if name != PROGRAM_FOLDER or not isinstance(e, FileExistsError):
-                fail(f"--out_dir={path}: cannot be written ({why(e)}); choose another folder")
+                fail(f"--out_dir={path}: cannot be written ({untrusted.reason(e)}); "
+                     "choose another folder")
         number += 1
         path = Path(f"{name}{number}")
     for file in ("trainer.json", "log.jsonl", "config.json", "wandb.json", "diff.patch"):

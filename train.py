@@ -336,8 +336,8 @@ def conclude(t, tracker, row):
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
             raise
-        reason = checkpoint.reason(e)
-        say(f"warning: the model of iter {step} could not be written to {out_dir} ({reason})")
+        say(f"warning: the model of iter {step} could not be written to {out_dir} "
+            f"({checkpoint.why_unsaved(e)})")
     exported = exported_step(best)
     if exported == wanted:
         is_last = step == wanted

@@ -1,4 +1,4 @@
-"""Write files so that a crash leaves them whole; hash them; put an OSError in words."""
+"""Write files so that a crash leaves them whole; hash them."""
 import contextlib
 import errno
 import hashlib
@@ -87,13 +87,6 @@ def stamp(path):
     """Return (inode, size, time) of a file: some of it changes with every write. Raises OSError."""
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def why(error):
-    """Return the reason of an OSError, in words for the user."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "the disk is full"
-    return error.strerror or str(error).splitlines()[0]
 
 
 def sha256(*paths):

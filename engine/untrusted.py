@@ -9,6 +9,7 @@ Every reader of such a file opens it here, parses its JSON here, and runs inside
     read_json         return the object in a JSON file
     load_torch        return what torch.save wrote: plain values and tensors within the file's size
     reading           turn any exception of a reader into one line: the file, the format, the reason
+    reason            put an exception in words, also one of a writer
 
 This module imports nothing of the project, so that configurator.py can use it too.
 """
@@ -149,15 +150,18 @@ def is_plain_name(name):
 
 
 def reason(error):
-    """Return why a reader failed, as a few words on one line."""
+    """Return why a file could not be read or written, as a few words on one line."""
     if isinstance(error, MemoryError):
-        return "it needs more memory than there is"
+        return "there is not enough memory"
     if isinstance(error, RecursionError):
         return "nested too deeply"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "the disk is full"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = (str(error).splitlines() or [""])[0][:200]
-    return words if type(error) is ValueError and words else f"{type(error).__name__}: {words}"
+    is_plain = type(error) in (ValueError, OSError) and words
+    return words if is_plain else f"{type(error).__name__}: {words}"
 
 
 @contextlib.contextmanager

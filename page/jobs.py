@@ -18,8 +18,8 @@ import threading
 import time
 
 from configurator import fail, source_knobs
-from engine.files import why, write_atomic
-from engine.untrusted import MAX_JSON, read_json
+from engine.files import write_atomic
+from engine.untrusted import MAX_JSON, read_json, reason
 from page.command import (HOME, TRAIN, check_arguments, from_form, presets, refuse,
                           train_arguments)
 from page.locks import is_locked, lock_holders, trainer_pid
@@ -109,7 +109,7 @@ class Jobs:
                     self.update()
                 self.error = ""
             except OSError as e:
-                self.error = f"{self.folder}: cannot be written ({why(e)}); the job waits\n"
+                self.error = f"{self.folder}: cannot be written ({reason(e)}); the job waits\n"
             time.sleep(0.3)
 
     def update(self):

@@ -80,8 +80,10 @@ def test_whatever_a_reader_raises_is_one_line(capsys):
         """What pyo3 raises is no Exception."""
 
     causes = [(Panic("index out of bounds\nat line 7"), "(Panic: index out of bounds)"), (KeyError("dim"), "(KeyError: 'dim')"),
-              (ValueError("odd"), "(odd)"), (MemoryError(), "more memory than there is"), (StopIteration(), "StopIteration"),
-              (RecursionError("x"), "nested too deeply"), (OSError(errno.EIO, "Input/output error"), "(Input/output error)")]
+              (ValueError("odd"), "(odd)"), (MemoryError(), "(there is not enough memory)"), (StopIteration(), "StopIteration"),
+              (RecursionError("x"), "nested too deeply"), (OSError(errno.EIO, "Input/output error"), "(Input/output error)"),
+              (OSError(errno.ENOSPC, "No space left on device"), "(the disk is full)"), (OSError("process 1: odd"), "(process 1: odd)"),
+              (OSError(), "(OSError: )")]
     for error, words in causes:
         def read(error=error):
             with untrusted.reading("a.model", "a vocabulary", fail):

@@ -22,9 +22,9 @@ from engine.debug.data_checks import Bug, Skip, Suspicion, batch, leak, targets,
 from engine.debug.instruments import UpdateNorms
 from engine.debug.model_checks import (TOKENS, accumulation, attention, documents, future,
                                        gradients, loss, norms, rate, run, saved)
-from engine.files import why
 from engine.training import distributed
 from engine.training.training import Training
+from engine.untrusted import reason
 from optim import LossScale
 
 # Time budget: SECONDS, or SHARE of the run's expected time if that is more. A COSTLY check is left
@@ -154,7 +154,7 @@ def outcome(check, ctx):
     except (Bug, Suspicion, Skip) as e:
         return type(e), str(e)
     except OSError as e:
-        return Suspicion, f"could not run ({why(e)})"
+        return Suspicion, f"could not run ({reason(e)})"
     except Exception as e:
         first_line = str(e).partition("\n")[0]
         return Suspicion, f"could not run ({type(e).__name__}: {first_line})"

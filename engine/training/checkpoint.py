@@ -36,11 +36,11 @@ import torch
 
 from configurator import fail
 from engine.advice import hub
-from engine.files import sha256, to_disk, why, write_atomic
+from engine.files import sha256, to_disk, write_atomic
 from engine.formats.reader import open_safetensors
 from engine.training import distributed, hardware
 from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch, parse_json,
-                              read_json, read_untrusted, reading)
+                              read_json, read_untrusted, reading, reason)
 
 VERSION = 2
 PARTS = re.compile(
@@ -254,9 +254,9 @@ def is_retryable(error):
     return isinstance(error, OSError) or hardware.is_out_of_memory(error)
 
 
-def reason(error):
+def why_unsaved(error):
     """Return the reason of a retryable exception in words."""
-    return why(error) if isinstance(error, OSError) else "there is not enough memory"
+    return reason(error if isinstance(error, OSError) else MemoryError())
 
 
 def snapshot(value, copy=False):
@@ -387,7 +387,7 @@ def damage(folder):
             if sha256(path) != digest:
                 return f"{name} is not what was saved"
         except OSError as e:
-            return f"{name[:80]} cannot be read, {why(e)}"
+            return f"{name[:80]} cannot be read, {reason(e)}"
     return None
 
 

@@ -39,8 +39,9 @@ def load_checkpoint(folder, model, opt):
 def warn_of(error):
     """Print a warning about a failed save; error: None if it succeeded."""
     if error:
-        distributed.say(f"warning: a checkpoint could not be saved ({checkpoint.reason(error)}); "
-                        f"training goes on, and the next save tries again")
+        why = checkpoint.why_unsaved(error)
+        distributed.say(f"warning: a checkpoint could not be saved ({why}); training goes on, and "
+                        f"the next save tries again")
 
 
 def go_back(config, model, opt, spike_detector, writer):

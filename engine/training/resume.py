@@ -10,10 +10,9 @@ import torch
 
 from configurator import convert, fail
 from engine.advice import renamed
-from engine.files import why
 from engine.tracking.redact import HIDDEN, redact
 from engine.training import checkpoint, distributed, run_folder
-from engine.untrusted import MAX_JSON, read_json, reading
+from engine.untrusted import MAX_JSON, read_json, reading, reason
 
 STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are not a path
 # Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
@@ -94,7 +93,7 @@ def take_out_dir(config):
             return None
         found, damaged = run_folder.recover(out_dir)
     except OSError as e:
-        fail(f"--out_dir={out_dir}: cannot be written ({why(e)}); make room or choose another "
+        fail(f"--out_dir={out_dir}: cannot be written ({reason(e)}); make room or choose another "
              f"folder")
     if damaged and not found:
         fail(f"{'; '.join(damaged)}; there is no other checkpoint in {out_dir}: put back a copy, "
