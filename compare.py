@@ -535,9 +535,9 @@ def page(found, group="", sort="loss/val"):
 
 
 def main(folders):
-    found = read_runs(run_folders(folders))
     if plot and not plot.endswith((".html", ".svg")):
         fail(f"--plot={plot}: expected a name that ends in .html or .svg")
+    found = read_runs(run_folders(folders))
     try:
         table, drawn = lines_of(table_of(found, sort)), ""
         if plot:

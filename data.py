@@ -46,7 +46,6 @@ from configurator import configure, fail  # first: it reports missing packages
 
 import numpy as np
 
-from engine.spans import spanned
 from engine.text import prepare as preparation
 from engine.text import survey
 from engine.text.corpus import SEED
@@ -100,10 +99,11 @@ class Dataset(Prepared):
         self.prefetch = Prefetch(self.make_batch)
         self.resumed_at = 0, 0
 
-    @spanned("data")
     def batch(self, step):
         """Return this process's slice of a step's batch, (x, y). A thread makes the next step's."""
-        return self.prefetch.get(step)
+        from engine.spans import span  # here: it imports torch, which preparing does without
+        with span("data"):
+            return self.prefetch.get(step)
 
     def make_batch(self, step, whole=False):
         """Make this process's slice of a step's batch; with `whole` that of all processes."""
@@ -359,10 +359,7 @@ def data_rows(dataset):
 
 
 def show_data(prepared):
-    """Do what --show, --page and --png ask for."""
-    for path, ending in (page, ".html"), (png, ".png"):
-        if path and not path.endswith(ending):
-            fail(f"{path}: expected a name that ends in {ending}")
+    """Print and write the descriptions that --show, --page and --png name."""
     found, rows = survey_excerpts(prepared), document_rows(prepared)
     if show:
         for split, text, tokens, length, unknown, fallback in rows:
@@ -387,6 +384,9 @@ def show_data(prepared):
 
 if __name__ == "__main__":
     config = configure(globals(), positional="source")
+    for path, ending in (page, ".html"), (png, ".png"):
+        if path and not path.endswith(ending):
+            fail(f"{path}: expected a name that ends in {ending}")
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
                        column, max_vocab_size=max_vocab_size, max_text_bytes=max_text_bytes)
     found = load(prepared)

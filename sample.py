@@ -39,13 +39,13 @@ def check_settings():
             ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1")):
         if not valid:
             fail(f"{name} is {value}, expected {expected}")
+    if attention and not (prompt and attention.endswith(".html")):
+        fail(f"--attention={attention}: expected a name that ends in .html, "
+             "and a --prompt to look at")
 
 
 def write_attention(model, vocabulary):
     """Write the page's view of the model's computation on the prompt to a file."""
-    if not prompt or not attention.endswith(".html"):
-        fail(f"--attention={attention}: expected a name that ends in .html, "
-             "and a --prompt to look at")
     page = html(inside.describe(model, vocabulary, prompt, out_dir))
     try:
         Path(attention).write_text(page, encoding="utf-8")

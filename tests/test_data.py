@@ -578,6 +578,18 @@ def test_a_disk_that_takes_no_more(limit, workers, tmp_path):
     data.load(data.prepare("stories:6000", "byte", cache=tmp_path, workers=1))
 
 
+def test_preparing_starts_without_torch():
+    done = subprocess.run([sys.executable, "-c", "import sys, data; print('torch' in sys.modules)"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_a_wrong_name_of_an_output_is_refused_before_the_work(tmp_path):
+    (tmp_path / "d.txt").write_text("one two three " * 100)
+    for words in ("data.py", "d.txt", "--vocab_source=byte", "--page=p.txt"), ("sample.py", "none", "--attention=a.txt"), ("compare.py", "--plot=c.png"):
+        done = subprocess.run([sys.executable, ROOT / words[0], *words[1:]], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and "expected a name that ends in" in done.stderr and not (tmp_path / "cache").exists()
+
+
 def test_full_disk_says_what_to_do(tmp_path, monkeypatch, capfd):
     def full(path, *arguments):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
