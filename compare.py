@@ -234,7 +234,7 @@ def canonical(value):
 
 
 def read_run(folder):
-    """Return the Run of a folder, read to its end. Raises ValueError if it is no run."""
+    """Return the Run of a folder, read to its end. Raises ValueError if it is not one."""
     folder = Path(folder)
     try:
         if logs := list(folder.glob("*.wandb")):
@@ -296,7 +296,7 @@ def read_wandb_run(folder):
 
 
 def run_folders(names):
-    """Return all folders of runs in the named folders, each once; else the named folder itself."""
+    """Return the folders of runs in each named folder, each once; if it has none, the folder."""
     found = {}
     for name in map(Path, names):
         logs = itertools.chain(name.rglob("log.jsonl"), name.rglob("*.wandb"))

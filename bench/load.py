@@ -6,9 +6,9 @@ bfloat16 weights, saved in shards by transformers, written as GGUF.
 
 Needs transformers, and disk space for one folder and file at a time; both are removed.
 """
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from engine.training.costs import num_params
 
 shapes = "15M,42M,110M,1.1B"  # of bench/models.py
 dtypes = "bf16,q8_0"          # of the GGUF files
-folder = "cache/load"         # where the folders and files are made
+folder = "cache"              # in it a folder is made for the models, and removed at the end
 shard = "500MB"               # max size of a file of the folder
 
 MAKE = """
@@ -63,14 +63,14 @@ def main():
     print(f"{'(imports alone)':<50}{empty:>11.0f}")
     for shape in shapes.split(","):
         args = SHAPES[shape] if shape in SHAPES else fail(f"{shape}: no such shape; expected {', '.join(SHAPES)}")
-        path = Path(folder, shape)
-        path.mkdir(parents=True, exist_ok=True)
-        make(path, args)
-        for dtype in dtypes.split(","):
-            peak, seconds = measure([sys.executable, root / "export.py", path, f"--dtype={dtype}"])
-            largest = 4 * max(args.vocab_size, args.hidden_dim) * args.dim / 2 ** 20  # as float32
-            print(f"{shape:<8}{num_params(args):>14,}{dtype:>7}{largest:>21.0f}{peak:>11.0f}{seconds:>9.1f}", flush=True)
-        shutil.rmtree(path)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f"load_{shape}_") as name:
+            path = Path(name)
+            make(path, args)
+            for dtype in dtypes.split(","):
+                peak, seconds = measure([sys.executable, root / "export.py", path, f"--dtype={dtype}"])
+                largest = 4 * max(args.vocab_size, args.hidden_dim) * args.dim / 2 ** 20  # as float32
+                print(f"{shape:<8}{num_params(args):>14,}{dtype:>7}{largest:>21.0f}{peak:>11.0f}{seconds:>9.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The result is bits per byte of the validation text, of which all runs read the s
     python bench/own_text.py my.txt other.txt --minutes=1 --tries=20 [--workers=2 --threads=1]
 
 --nanogpt=FOLDER also measures nanoGPT's CPU recipe, by characters, and --litgpt=PYTHON, a Python
-with litgpt, what litgpt_text.py describes. Their learning rates decay over the number of steps that
+with litgpt, the training of litgpt_text.py. Their learning rates decay over the number of steps that
 fit the time, at the speed of shorter runs. The smallest of their losses counts, each over 20
 batches.
 

@@ -8,8 +8,8 @@ steps, as in train.py.
 """
 import contextlib
 import os
-import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from optim import OptimizerConfig, make_optimizer
 batch_size = 8         # sequences of 256 tokens a step; the preset has 512
 log_interval = 20      # steps between rows, as in train.py
 rows = 20              # rows to measure
-out_dir = "cache/bench_track"  # removed at the end
+out_dir = "cache"      # folder in which a folder for the logs is made, and removed at the end
 
 
 def processor_seconds():
@@ -43,14 +43,19 @@ def processor_seconds():
 
 def main():
     configure(globals())
-    shutil.rmtree(out_dir, ignore_errors=True)
-    os.makedirs(out_dir)
-    os.environ["WANDB_DIR"] = out_dir
+    os.makedirs(out_dir, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix="bench_track") as folder:
+        measure(folder)
+
+
+def measure(folder):
+    """Print the cost of a tracker that logs to this folder."""
+    os.environ["WANDB_DIR"] = folder
     model = Transformer(ModelArgs(dim=288, n_layers=6, n_heads=6, vocab_size=32000, max_seq_len=256))
     opt = make_optimizer(model, OptimizerConfig("adamw", 5e-4))
     norms, x = UpdateNorms(model), torch.randint(3, 32000, (batch_size, 256))
     run = {"id": track.new_run_id("cost"), "project": "llamac", "name": "cost"}
-    tracker = track.make_tracker(track.Session(out_dir, {}, run), ["wandb"])
+    tracker = track.make_tracker(track.Session(folder, {}, run), ["wandb"])
 
     def step():
         """Return the seconds of a step without instruments."""
@@ -93,7 +98,6 @@ def main():
     besides = (processor_seconds() - idle) / rows
     seconds = time.perf_counter() - since
     tracker.finish()
-    shutil.rmtree(out_dir)
     a_step, a_row = steps[len(steps) // 2], waited[rows // 2]
     print(f"a step of {batch_size} x 256 tokens: {1e3 * a_step:.0f} ms; a row: the training waits {1e3 * a_row:.1f} ms, "
           f"other threads and W&B's service take {1e3 * besides:.1f} ms (system metrics of {seconds:.0f} s included)")

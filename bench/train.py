@@ -188,7 +188,7 @@ def show_profile(name):
         several(steps)
     rows = [(e.self_device_time_total if on_gpu else e.self_cpu_time_total, e.count, e.key) for e in watched.key_averages()]
     busy = sum(us for us, _, _ in rows) * 1e-6
-    print(f"{name}: {seconds / steps * 1e3:.1f} ms a step, {busy / steps * 1e3:.1f} of them in what is listed")
+    print(f"{name}: {seconds / steps * 1e3:.1f} ms a step, {busy / steps * 1e3:.1f} of them in the operations listed")
     for us, count, key in sorted(rows, reverse=True)[:25]:
         print(f"{us / steps * 1e-3:>9.2f} ms {100e-6 * us / busy:>5.1f} % {count / steps:>7.1f} x  {key[:110]}")
 
@@ -204,7 +204,7 @@ def turn(process, started=False):
         start_turn(process)
     line = process.stdout.readline()
     if not line:
-        fail(f"a program ended with code {process.wait()}; its message stands above")
+        fail(f"a program ended with code {process.wait()}; its message is above")
     return json.loads(line)
 
 

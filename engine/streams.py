@@ -64,7 +64,7 @@ class PrintableStream(io.TextIOWrapper):
 def open_streams():
     """Open standard streams that are closed, and filter stdout and stderr. Call it at the start."""
     for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
-        if getattr(sys, name) is None:  # else the next file opened would get its descriptor
+        if getattr(sys, name) is None:  # otherwise the next file opened would get its descriptor
             setattr(sys, name, open(os.devnull, mode))
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
@@ -124,7 +124,7 @@ def console_notes():
 
 
 def flush_stdout(more=""):
-    """Write what was printed so far, and `more`. Return None, or why it can't be written."""
+    """Write the output printed so far, and `more`. Return None, or why it can't be written."""
     try:
         with unread():
             if more:

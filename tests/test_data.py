@@ -907,7 +907,7 @@ def test_prefetched_batches_are_those_asked_for():
 @pytest.mark.parametrize("settings, words", [
     ({"vocab_size": -1}, "--vocab_size=-1: expected 0 or more"), ({"max_vocab_size": -1}, "--max_vocab_size=-1: expected 0 or more"),
     ({"max_text_bytes": -5}, "--max_text_bytes=-5: expected 0 or more"), ({"max_vocab_size": 300}, "--max_vocab_size=300: too few, expected at least 320"),
-    ({"vocab_source": "custom:5000"}, "--vocab_source=custom:5000: expected custom; how many pieces, --vocab_size says"),
+    ({"vocab_source": "custom:5000"}, "--vocab_source=custom:5000: expected custom; --vocab_size sets the number of pieces"),
     ({"vocab_source": "byte:x"}, "expected byte"), ({"cache": "loop"}, "loop: Too many levels of symbolic links"),
     ({"source": "loop"}, "loop: Too many levels"), ({"source": "a" * 999}, "File name too long"), ({"source": "a\0b"}, "null byte"),
     ({"vocab_source": "b" * 999}, "File name too long"), ({"val_fraction": 1e-20}, "too short to hold out")])

@@ -1,5 +1,5 @@
 """
-Text to tokens. From the lower module to the upper, none of which imports one that comes later:
+Text to tokens. From the lower module to the upper; no module imports one that comes later:
 
     blocks        UTF-8 files block by block, and the errors of files without text
     encodings     the encoding of bytes

@@ -305,8 +305,8 @@ def hold_out(documents, files, name, fraction, max_bytes):
     file, start, end, _ = documents[first]
     if files[file].endswith(".jsonl"):
         if not first:
-            raise Unfit(f"{name}: {len(documents)} document(s), the first one of which holds "
-                        "nearly all; too few to hold some out for validation")
+            raise Unfit(f"{name}: {len(documents)} document(s), and the first holds nearly all of "
+                        "the text; too few to hold some out for validation")
         return documents
     boundary = end - int(ends[first] - (total - wanted))
     with open_untrusted(files[file]) as f:

@@ -33,7 +33,7 @@ PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # bytes of text in a byte o
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
 DOCUMENTS = (".txt", *LINES, ".parquet")  # of a folder; tables and .json if they have the column
-DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # what unpacking raises
+DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # unpacking a damaged file raises these
 
 PLAIN = "; save it as plain text"
 UNPACK = "; unpack it first"
@@ -258,10 +258,11 @@ def convert(path, name, problem, copy):
         advice = ("no encoding that can be told for certain; if you know it, say LATIN1: "
                   f"iconv -f LATIN1 {iconv}")
         if not problem.byte:
-            advice = ("if it is one, this takes zero bytes out: "
+            advice = ("if it is text, this command removes the zero bytes: "
                       f"tr -d '\\000' < {quoted(name)} > {other_file('.clean.txt')}")
         elif damaged(sample):
-            advice = f"it is damaged UTF-8; this leaves out what is none: iconv -c -f UTF-8 {iconv}"
+            advice = ("it is damaged UTF-8; this command leaves out the damaged bytes: "
+                      f"iconv -c -f UTF-8 {iconv}")
         raise Unfit(problem.reason, advice)
     decoder = codecs.getincrementaldecoder(found)()
     offset = utf8_lines = other_lines = 0
@@ -282,8 +283,9 @@ def convert(path, name, problem, copy):
                 out.write(decoder.decode(block, not block).encode())
             except UnicodeDecodeError as e:
                 byte, at = e.object[e.start], offset + e.start
-                raise Unfit(f"{found}, but byte 0x{byte:02x} near offset {at} is none of it",
-                            f"this leaves such bytes out: iconv -c -f {found} {iconv}") from e
+                raise Unfit(f"{found}, but byte 0x{byte:02x} near offset {at} is not valid in it",
+                            "this command leaves such bytes out: "
+                            f"iconv -c -f {found} {iconv}") from e
             if not block:
                 return f"{found}, converted", Path(copy)
             offset += len(block)

@@ -77,7 +77,7 @@ def survey(splits, tokenizer, meta):
             fallback = "every token is a byte" if tokenizer.kind == "byte" else "0.00%"
         columns[split] = {
             "tokens": f"{meta[f'{split}_tokens']:,}",
-            "of which were read here": f"{len(tokens):,}",
+            "tokens read here": f"{len(tokens):,}",
             "documents": f"{meta[f'{split}_documents']:,}",
             "tokens of a document: half have fewer than": f"{np.median(lengths):,.0f}",
             "... the longest read": f"{lengths.max():,}",

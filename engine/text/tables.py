@@ -296,7 +296,7 @@ def jsonl_text(line, column, number):
 
 def refuse_doubled(source, column, where):
     """
-    Raise Unfit for a JSON object that has the column's key twice, of which json keeps the last
+    Raise Unfit for a JSON object that has the column's key twice: json would keep the last value
     only. source: the object, bytes or str.
     """
     for name in column_names(column):

@@ -28,7 +28,7 @@ def check_vocabulary(options):
         fail(f"--max_vocab_size={options.max_vocab_size}: too few, expected at least {MIN_PIECES}, "
              "or --vocab_source=byte")
     if argument and kind in ("custom", "byte", "char"):
-        fail(f"--vocab_source={source}: expected {kind}; how many pieces, --vocab_size says")
+        fail(f"--vocab_source={source}: expected {kind}; --vocab_size sets the number of pieces")
     if kind == "bpe" and argument not in ("", *PRE_TOKENIZERS):
         fail(f"--vocab_source={source}: expected bpe, or bpe:NAME with a pre-tokenizer's name: "
              f"{', '.join(PRE_TOKENIZERS)}")
