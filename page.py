@@ -41,8 +41,8 @@ def routes():
     except BlockingIOError:
         fail(f"another page serves {runs}; open its address, or end it first")
     except OSError as e:
-        fail(f"{e.filename or found.state}: cannot be written ({e.strerror}); the page keeps its "
-             f"queue and notes there: set XDG_STATE_HOME to a folder of your own")
+        fail(f"{e.filename or found.state}: cannot be read or written ({e.strerror}); the page "
+             f"keeps its queue and notes there: set XDG_STATE_HOME to a folder of your own")
     foreign = Path(runs, ".page/jobs.json")
     if os.path.lexists(foreign):
         print(f"note: {foreign} is ignored: a queue in a folder of runs is not started; your queue "

@@ -19,6 +19,7 @@ import time
 
 from configurator import fail, source_knobs
 from engine.files import write_atomic
+from engine.tracking.follow import shown
 from engine.untrusted import MAX_JSON, read_json, reason
 from page.command import (HOME, TRAIN, check_arguments, from_form, presets, refuse,
                           train_arguments)
@@ -49,8 +50,16 @@ def is_job(found):
 
 
 def read_queue(path):
-    """Return (how many jobs run at once, the jobs) of a jobs.json. Exit if it is malformed."""
-    found = read_json(path, MAX_JSON, {})
+    """
+    Return (how many jobs run at once, the jobs) of a jobs.json, which may be missing. Exit if it is
+    malformed: the page would overwrite it. Raises OSError if it can't be read.
+    """
+    try:
+        found = read_json(path, MAX_JSON)
+    except FileNotFoundError:
+        found = {}
+    except ValueError:  # not a JSON object
+        found = {"jobs": None}
     at_once, jobs = found.get("at_once", 1), found.get("jobs", [])
     if type(at_once) is not int or not isinstance(jobs, list) or not all(map(is_job, jobs)):
         fail(f"{path}: expected a queue that the page has written; move the file elsewhere")
@@ -274,4 +283,4 @@ def tail(path):
             text = f.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    return "\n".join(map(shown, text.split("\n")))

@@ -693,6 +693,13 @@ def test_a_malformed_queue_ends_the_page_with_one_line(tmp_path):
         path.write_text(json.dumps(content))
         with pytest.raises(SystemExit):
             jobs.read_queue(path)
+    for content in "[]", '{"at_once": 2, "jobs": [', "":  # the user's, or cut off: starting anew would overwrite it
+        path.write_text(content)
+        with pytest.raises(SystemExit):
+            jobs.read_queue(path)
+    path.unlink()
+    assert jobs.read_queue(path) == (1, [])
+    path.write_text('{"jobs": [1')
     own = state.state_folder(tmp_path / "out")
     own.mkdir(parents=True)
     (own / "jobs.json").write_text(path.read_text())
