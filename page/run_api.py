@@ -261,8 +261,11 @@ class RunApi:
         """Keep the notes, the tags and the colour of a run."""
         body = request.json()
         run = self.runs.run(body.get("run"))
-        given = {name: str(body[name])[:length]
-                 for name, length in MAX_LENGTHS.items() if name in body}
+        given = {name: str(body[name]) for name in MAX_LENGTHS if name in body}
+        for name, text in given.items():
+            if len(text) > MAX_LENGTHS[name]:
+                raise ValueError(f"{name}: {len(text):,} characters, expected at most "
+                                 f"{MAX_LENGTHS[name]:,}")
         if not COLOR.fullmatch(given.get("color", "#000000")):
             raise ValueError("expected a colour as #rrggbb")
         with self.runs.lock:

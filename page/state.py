@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from engine.files import write_atomic
-from engine.untrusted import read_json
+from engine.untrusted import read_json, reason
 
 MAX_NOTES = 1 << 26  # bytes of notes.json
 MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of what a user notes of a run
@@ -53,6 +53,16 @@ def cut(notes):
 
 
 def write_notes(folder, notes):
-    """Write the notes of all runs. Raises OSError."""
+    """
+    Write the notes of all runs. Raises OSError, and ValueError if the present notes can't be read:
+    they would be lost.
+    """
     make_state_folder(folder)
-    write_atomic(folder / "notes.json", json.dumps(notes, indent=1))
+    path = folder / "notes.json"
+    try:
+        read_json(path, MAX_NOTES)
+    except FileNotFoundError:
+        pass
+    except ValueError as e:
+        raise ValueError(f"{path}: cannot be read ({reason(e)}); mend it or move it") from e
+    write_atomic(path, json.dumps(notes, indent=1))

@@ -425,12 +425,30 @@ def test_a_foreign_folder_of_runs_starts_nothing_and_is_not_written_to(tmp_path)
     assert (state.state_folder(tmp_path / "out").stat().st_mode & 0o77) == 0
 
 
+def test_no_note_of_the_user_is_lost(tmp_path):
+    """Notes that are too long are refused, and a file of notes that can't be read stays as it is."""
+    write_run(tmp_path / "out/a", rows=3)
+    page, path = Page(tmp_path), state.state_folder(tmp_path / "out") / "notes.json"
+    page.get("/api/notes", {"run": "out/a", "notes": "x" * 5000})
+    kept = path.read_text()
+    assert page.ask("/api/notes", {"run": "out/a", "notes": "x" * 5001})[0] == 400 and path.read_text() == kept
+    for content in kept[:-9], "[]":
+        path.write_text(content)
+        status, _, text = page.ask("/api/notes", {"run": "out/a", "tags": "good"})
+        assert status == 400 and "notes.json: cannot be read" in text and path.read_text() == content
+        assert len(page.get("/api/runs")["runs"]) == 1
+    path.unlink()
+    page.get("/api/notes", {"run": "out/a", "tags": "good"})
+    assert json.loads(path.read_text()) == {"out/a": {"tags": "good"}}
+    page.end()
+
+
 def test_a_read_only_folder_of_runs_is_shown(tmp_path):
     write_run(tmp_path / "out/a", rows=3)
     for path in tmp_path / "out/a", tmp_path / "out":
         path.chmod(0o555)
     page = Page(tmp_path)
-    assert page.get("/api/runs")["runs"][0]["rows"] == 3
+    until(lambda: page.get("/api/runs")["runs"][0]["rows"] == 3, 20)  # a loaded machine reads it later
     page.end()
     (tmp_path / "file").touch()
     for words, env, said in (["file"], {}, "expected a folder of runs"), ([], {"XDG_STATE_HOME": "/dev/null/x"}, "set XDG_STATE_HOME"):
