@@ -116,13 +116,14 @@ export async function show(main) {
 
   function notes() {
     const text = h("textarea", { rows: 3, "aria-label": t("Notes") }, run.notes || "")
-    const value = /^#[0-9a-f]{6}$/i.test(run.color) ? run.color : COLOR
-    const color = h("input", { type: "color", value, "aria-label": t("Colour") })
+    const color = h("input", { type: "color", value: run.color || COLOR, "aria-label": t("Colour") })
     const tags = h("input", {
       value: run.tags || "", "aria-label": t("Tags"), placeholder: t("Tags") })
     const save = async () => {
-      const given = { notes: text.value, tags: tags.value, color: color.value }
+      const given = { notes: text.value, tags: tags.value }
+      if (color.value !== (run.color || COLOR)) given.color = color.value
       await post("api/notes", { run: name, ...given })
+      Object.assign(run, given)
       notify(t("Saved"))
     }
     return [text, row(color, tags, button(t("Save"), save))]

@@ -655,6 +655,14 @@ def test_runs_are_compared_in_a_browser(filled, browser):
     until(lambda: script(browser, "return document.querySelectorAll('.left td').length > 9"))
     check_page(browser)
     assert EVIL in browser.find_element("tag name", "main").text
+    script(browser, "document.querySelector('textarea').value = 'mine'")
+    save = "[...document.querySelectorAll('button')].find(b => b.textContent === 'Save').click()"
+    notes = lambda: {run["name"]: run for run in filled.get("/api/runs")["runs"]}["out/a"]
+    script(browser, save)
+    until(lambda: notes().get("notes") == "mine")
+    assert "color" not in notes()  # a colour that the user did not choose would hide that of the runs' view
+    script(browser, "document.querySelector('input[type=color]').value = '#ff0000';" + save)
+    until(lambda: notes().get("color") == "#ff0000")
     ends = "return Bokeh.documents.map(d => [...d.roots()][0].x_range.end)"
     until(lambda: len(script(browser, ends)) == 2 and max(script(browser, ends)) < 60000)
     add_row(filled.folder / "out/a", {"iter": 600, "tokens": 99000, "loss/train": 0.8, "loss/val": 0.9, "time": 1e9 + 60})
