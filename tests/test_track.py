@@ -355,6 +355,9 @@ class Broken(Destination):
         Broken.calls += 1
         raise OSError(28, "No space left on device")
 
+    def finish(self, failed=False):
+        pass
+
 
 def test_a_destination_that_fails_is_given_up_with_one_warning(tmp_path, capsys):
     jsonl = track.Jsonl(tmp_path, {}, 0)
@@ -366,12 +369,25 @@ def test_a_destination_that_fails_is_given_up_with_one_warning(tmp_path, capsys)
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_tracker_that_lacks_a_method_is_given_up_at_its_start(tmp_path, capsys):
+    """A missing finish() would otherwise show at the end of a training."""
+    class Endless(Destination):
+        title, own_process = "Endless", False
+        __init__, log = Broken.__init__, Broken.log
+
+    background.Background("endless", Endless, Session(tmp_path, {}, {})).wait_for_start(time.monotonic() + 60)
+    err = capsys.readouterr().err
+    assert err.startswith("warning: tracking with Endless stopped (TypeError: ") and "finish" in err and err.count("\n") == 1
+
+
 def test_a_tracker_that_hangs_holds_up_neither_start_nor_rows_nor_end(monkeypatch, capsys):
     class Slow(Destination):
         title, own_process = "Slow", False
 
         def __init__(self, session):
             release.wait(60)
+
+        log = finish = None  # never reached
 
     monkeypatch.setattr(background, "FINISH_SECONDS", -9.9)
     release = threading.Event()

@@ -4,6 +4,7 @@ Trackers: the class that each derives from, and the session that each gets.
 A tracker is a file in engine/tracking/trackers/ with a subclass of Destination, which has three
 methods: __init__(session), log(row) and finish(failed). doc/tracking.md shows one.
 """
+import abc
 import importlib.util
 import os
 import re
@@ -35,7 +36,7 @@ class Session:
         self.out_dir = os.fspath(self.out_dir)
 
 
-class Destination:
+class Destination(abc.ABC):
     """
     A tracker. It works in a process or a thread of its own, so a method may block or raise: the
     training goes on, with one warning.
@@ -48,19 +49,20 @@ class Destination:
     variables = {}        # {entry of Session.run: environment variable that sets it for the client}
     messages = ()         # lines for the user that were not shown yet
 
+    @abc.abstractmethod
     def __init__(self, session):
         """Start the run."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def log(self, row):
         """Log a row, see log.py. Rows come in the order of their iter."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def finish(self, failed=False):
         """End the run. failed: the program ended without a call of finish()."""
-        raise NotImplementedError
 
-    # ---- what a tracker may also do
+    # ---- what a tracker may also do: these are empty, not abstract
+    # ruff: noqa: B027
 
     def alert(self, title, text):
         """Warn of an anomaly."""
