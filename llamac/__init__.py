@@ -28,12 +28,12 @@ import numpy as np
 
 from llamac.text import generate  # noqa: F401 (part of the interface)
 
-# Where the library is looked for.
+# Paths where library() looks for the library.
 PATHS = [folder / "libllamac.so" for folder in Path(__file__).resolve().parents[:2]]
 
 
 class Error(RuntimeError):
-    """What is wrong, in one line."""
+    """An error of the library; its text is one line."""
 
 
 class Options(ctypes.Structure):
@@ -216,6 +216,7 @@ class Session:
     threads: 0: the library chooses.
     no_copy: compute from the file's own pages, which processes share; this is slower.
     logits: which ones forward() leaves: of the "last" token, of "all", or just enough to "sample".
+    device: "cpu", "cuda" or "auto"; None: the default of the build.
     kv_bits: size of a number in the cache: 32, 16 or 8; 0: 16 for quantised weights, otherwise 32.
     note: a message for the user, such as why it computes on the CPU instead of a GPU.
     """

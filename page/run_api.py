@@ -8,11 +8,12 @@ import numpy as np
 
 import compare
 from compare import Run, tame
+from engine.tracking.log import tables_of
 from engine.untrusted import open_untrusted, read_json
 from page.locks import trainer_pid
 from page.server import Response, as_download
 from page.state import COLOR, MAX_LENGTHS, read_notes, write_notes
-from track import TABLES, AnomalyDetector, parse_row
+from track import AnomalyDetector, parse_row
 
 BUSY = 0.15          # seconds that live events read a long log before other requests take turns
 MAX_JSON = 1 << 24   # bytes of a JSON file other than config.json
@@ -54,7 +55,7 @@ def tables(run):
         for offset, length in run.tables[-MAX_TABLES:]:
             f.seek(offset)
             row = parse_row(f.read(length)) or {}
-            lists = {name: tame(row[name]) for name in TABLES if isinstance(row.get(name), list)}
+            lists = {name: tame(row[name]) for name in tables_of(row)}
             found.append({"iter": row.get("iter")} | lists)
     return found
 

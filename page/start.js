@@ -84,7 +84,7 @@ export async function show(main) {
     const now = given()[name] ?? String(otherwise)
     const field = typeof otherwise === "boolean"
       ? h("input", {
-        id, type: "checkbox", checked: /^true$/i.test(now),
+        id, type: "checkbox", checked: isTrue(now),
         onchange: event => set(String(event.target.checked)) })
       : h("input", {
         id, type: "text", value: now, spellcheck: "false", list: name === "data" ? "data" : null,

@@ -36,7 +36,7 @@ def error(message, kind, param=None, code=None):
 
 
 class ApiError(ValueError):
-    """A client's mistake. response: it as OpenAI's clients expect it."""
+    """A client's mistake. response: the error in OpenAI's format."""
 
     def __init__(self, message, param=None, code=None, status=400):
         super().__init__(message)
@@ -44,7 +44,7 @@ class ApiError(ValueError):
 
 
 class FairLock:
-    """A lock that is acquired in the order of those who wait."""
+    """A lock that threads get in the order in which they asked for it."""
 
     def __init__(self):
         self.lock, self.busy, self.waiting = threading.Lock(), False, deque()
@@ -57,7 +57,7 @@ class FairLock:
             gate = threading.Lock()
             gate.acquire()
             self.waiting.append(gate)
-        gate.acquire()  # released by the thread before in the queue
+        gate.acquire()  # until the thread that has the lock releases it
 
     def __exit__(self, *_):
         with self.lock:

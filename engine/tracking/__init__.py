@@ -4,7 +4,8 @@ Tracking: the log of a run, the trackers that it is sent to, and the metrics of 
     log             log.jsonl: its rows, and the class that writes them
     tracker         Tracker: sends a row to log.jsonl and to all trackers
     anomalies       metrics that deserve a warning
-    destination     the class that a tracker derives from; trackers/ has them, a file each
+    destination     the class that all trackers derive from
+    trackers/       the trackers, a file each
     background      a tracker in a thread; process: in a process of its own
     wandb_client    settings, files and server of the W&B client; sync: upload what W&B lacks
     follow          run another program; console: the metrics in what it prints

@@ -367,7 +367,7 @@ class IterCounter:
         self.bar_complete = False     # the series' bar has reached its total ...
         self.epoch_began = False      # ... and a new epoch was printed since
         self.announced = None         # the last line with a step and without metrics ...
-        self.announced_steps = None  # ... and the total of steps of those that counted
+        self.announced_steps = None   # ... and the total of steps of those that counted
 
     def begin_epoch(self, epoch):
         """Note the epoch that a line has."""

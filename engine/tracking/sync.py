@@ -1,5 +1,4 @@
 """python track.py sync out/my: upload what W&B lacks of a run, each row once."""
-import json
 import math
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from engine.tracking.network import is_reachable
 from engine.tracking.trackers.wandb import Wandb
 from engine.tracking.wandb_client import (
     about, at_server, client_rows, count_rows, existing_folders, has_wandb_key, wandb_server)
+from engine.untrusted import read_json
 
 
 def sync(out_dir):
@@ -81,10 +81,11 @@ def upload(run, folders):
 
 def send_rows(out_dir, run, rows, last, uploaded):
     """Send the rows that the server still lacks, and the models of the other folders."""
-    config = json.loads(Path(out_dir, "config.json").read_text(encoding="utf-8"))
+    config = read_json(Path(out_dir, "config.json"))
     session = Session(
         out_dir, config, {name: v for name, v in run.items() if name not in ("folders", "url")},
         step=math.inf, x="tokens" if "tokens" in rows[0] else "iter",
+        # Logs of other programs have no log_extras.
         tables="tables" in renamed(config).get("log_extras", "tables"))
     tracker = Wandb(session, mode=("online", "sync"))
     print(*tracker.take_messages(), sep="\n")

@@ -17,7 +17,7 @@ from engine.tracking.destination import error_line, resolve_run
 from engine.tracking.network import is_reachable
 from engine.untrusted import read_json
 
-COUNT_SECONDS = 5  # the server gets to count the rows that it received
+COUNT_SECONDS = 5  # max wait until the server has counted the rows that it received
 
 # {entry of Session.run: the client's setting}
 RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name",
