@@ -28,7 +28,7 @@ from page.programs import ClientGone, OneAtATime
 from page.server import json_object
 from page.state import make_state_folder
 
-MAX_JOBS = 1000        # kept in the queue
+MAX_JOBS = 1000        # kept in the queue, apart from those that have not ended
 MAX_SHOWN = 200        # jobs in a response
 MAX_OUTPUT = 20_000    # bytes of a program's output in a response
 PREVIEW_SECONDS = 120  # time limit of a preview of data and of an estimate
@@ -66,8 +66,15 @@ def read_queue(path):
     return at_once, jobs
 
 
+def without_old(jobs):
+    """Return the jobs; of more than MAX_JOBS, drop the oldest of those that have ended."""
+    ended = [job["id"] for job in jobs if job["state"] not in ("queued", "running")]
+    dropped = set(ended[:max(0, len(jobs) - MAX_JOBS)])
+    return [job for job in jobs if job["id"] not in dropped]
+
+
 class Jobs:
-    """The queue, of which at most `at_once` jobs run. A page that is started later continues it."""
+    """The queue. At most `at_once` jobs run at a time. A page that is started later continues it."""
 
     def __init__(self, runs):
         """Raises BlockingIOError if another page has this queue, OSError if it can't be written."""
@@ -105,7 +112,7 @@ class Jobs:
 
     def save(self, *new):
         """Write the queue with new jobs at its end. Raises OSError; then work() tries again."""
-        jobs, self.unsaved = [*self.jobs, *new][-MAX_JOBS:], True
+        jobs, self.unsaved = without_old([*self.jobs, *new]), True
         text = json.dumps({"at_once": self.at_once, "jobs": jobs}, indent=1)
         write_atomic(self.folder / "jobs.json", text)
         self.jobs, self.unsaved = jobs, False

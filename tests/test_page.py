@@ -733,6 +733,15 @@ def test_a_malformed_queue_ends_the_page_with_one_line(tmp_path):
     assert done.returncode == 2 and "jobs.json: expected a queue that the page has written" in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_long_queue_keeps_the_jobs_that_have_not_ended(monkeypatch):
+    monkeypatch.setattr(jobs, "MAX_JOBS", 3)
+    states = "queued", "ended", "running", "failed", "stopped", "queued"
+    found = [{"id": str(n), "state": name} for n, name in enumerate(states)]
+    assert jobs.without_old(found[:3]) == found[:3]
+    assert [job["id"] for job in jobs.without_old(found[:5])] == ["0", "2", "4"]
+    assert [job["id"] for job in jobs.without_old(found)] == ["0", "2", "5"]
+
+
 def test_a_stored_job_may_only_have_arguments_that_a_form_produces(tmp_path):
     sweep = tmp_path / "sweep-0123.json"
     sweep.touch()
