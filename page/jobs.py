@@ -74,7 +74,7 @@ def without_old(jobs):
 
 
 class Jobs:
-    """The queue. At most `at_once` jobs run at a time. A page that is started later continues it."""
+    """The queue. At most `at_once` jobs run at a time. A page started later continues it."""
 
     def __init__(self, runs):
         """Raises BlockingIOError if another page has this queue, OSError if it can't be written."""
