@@ -17,7 +17,6 @@ import math
 import os
 import re
 import sys
-import unicodedata
 from array import array
 from pathlib import Path
 from string import Template
@@ -27,7 +26,7 @@ import numpy as np
 from configurator import configure, fail
 from engine.advice import renamed
 from engine.files import stamp
-from engine.streams import one_line
+from engine.streams import one_line, pad, width
 from engine.untrusted import open_untrusted, read_json, reason
 from track import parse_row, read_wandb
 
@@ -369,18 +368,6 @@ def unify(column):
     if not any(type(value) is float for value in column):
         return column
     return [float(v) if type(v) is int and abs(v) < 1e300 else v for v in column]
-
-
-def width(text):
-    """Return a text's width in columns of a terminal: 2 for a Chinese letter, 0 for an accent."""
-    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
-               for c in text)
-
-
-def pad(text, columns, right=False):
-    """Return the text padded with spaces to a width; `right` aligns it to the right."""
-    space = " " * (columns - width(text))
-    return space + text if right else text + space
 
 
 def lines_of(table):

@@ -24,12 +24,11 @@ from configurator import configure, fail  # first: it reports packages that are 
 import torch
 import torch.nn.functional as F
 
-from compare import pad, width
 from engine.training import checkpoint, distributed, run_folder
 from engine.files import write_atomic
 from engine.training.load import load_model
 from engine.tracking.redact import redact
-from engine.streams import one_line
+from engine.streams import one_line, pad, width
 from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
 from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run

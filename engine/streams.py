@@ -11,6 +11,7 @@ import os
 import re
 import select
 import sys
+import unicodedata
 
 CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"              # C0 without tab and newline, DEL, C1
 HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reorder text
@@ -31,6 +32,18 @@ def printable(text, pattern=ODD):
 def one_line(text):
     """Return printable() of a value as part of a line: newlines and tabs are escaped too."""
     return printable(str(text), ODD_IN_A_LINE)
+
+
+def width(text):
+    """Return a text's width in columns of a terminal: 2 for a Chinese letter, 0 for an accent."""
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+               for c in text)
+
+
+def pad(text, columns, right=False):
+    """Return the text padded with spaces to a width; `right` aligns it to the right."""
+    space = " " * (columns - width(text))
+    return space + text if right else text + space
 
 
 def generated(text):

@@ -86,3 +86,8 @@ def test_the_page_of_a_text_whose_name_is_no_utf8(tmp_path):
                           cwd=tmp_path, capture_output=True)
     assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr.decode()
     assert "caf\\udce9" in (tmp_path / "look.html").read_text(encoding="utf-8")
+
+
+def test_columns_of_a_table_align_beside_letters_of_two_columns():
+    head, one, two = survey.table([["piece", "times"], ["一个", 1], ["hello", 2]])
+    assert head == "  piece  times" and one == "  一个   1" and two == "  hello  2"

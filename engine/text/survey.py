@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from engine.streams import one_line
+from engine.streams import one_line, pad, width
 from tokenizer import BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED, spell
 
 MAX_ROWS = 20  # of a table of pieces
@@ -130,9 +130,8 @@ def table(rows):
     """Return the lines of a table of text."""
     rows = [[f"{cell:,}" if isinstance(cell, int) else one_line(" ".join(str(cell).split()))
              for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            for row in rows]
+    widths = [max(map(width, column)) for column in zip(*rows)]
+    return ["  " + "  ".join(map(pad, row, widths)).rstrip() for row in rows]
 
 
 def tables(found):
