@@ -79,8 +79,8 @@ class Destination(abc.ABC):
     @classmethod
     def resolve(cls, session, given):
         """Return the run's entries for this client, without secrets. given: see resolve_run."""
-        said = {entry: os.environ.get(variable) for entry, variable in cls.variables.items()}
-        return presentable(resolve_run(session.run, given, said))
+        settings = {entry: os.environ.get(name) for entry, name in cls.variables.items()}
+        return presentable(resolve_run(session.run, given, settings))
 
     @classmethod
     def remedy(cls, session):
@@ -111,18 +111,18 @@ def error_line(error):
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
-def resolve_run(run, given, said, earlier=()):
+def resolve_run(run, given, settings, earlier=()):
     """
     Return the entries of a run. In the order of precedence: those of `run` whose names are in
-    `given` (the user's flags) and the id; `said`, what the user tells the client by environment or
-    file; `earlier`, the entries that the run had before it was resumed; the defaults in `run`.
+    `given` (the user's flags) and the id; `settings`, the user's for the client, from environment
+    or files; `earlier`, the entries that the run had before it was resumed; the defaults in `run`.
     """
     earlier = {name: earlier[name] for name in RUN_ENTRIES if name in earlier}
-    said = {name: value for name, value in said.items() if value}
-    if "tags" in said:
-        said["tags"] = [tag.strip() for tag in said["tags"].split(",")]
+    settings = {name: value for name, value in settings.items() if value}
+    if "tags" in settings:
+        settings["tags"] = [tag.strip() for tag in settings["tags"].split(",")]
     flags = {name: run[name] for name in ("id", *given) if name in run}
-    return run | earlier | said | flags
+    return run | earlier | settings | flags
 
 
 def presentable(run):

@@ -79,8 +79,8 @@ def origin(setting, value):
 
 def wandb_run(run, given, earlier=()):
     """resolve_run for W&B: WANDB_PROJECT, WANDB_NAME and the like override the settings files."""
-    said = {entry: user_setting(setting) for entry, setting in RUN_SETTINGS.items()}
-    return resolve_run(run, given, said, earlier)
+    settings = {entry: user_setting(setting) for entry, setting in RUN_SETTINGS.items()}
+    return resolve_run(run, given, settings, earlier)
 
 
 def wandb_server():
