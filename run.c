@@ -161,6 +161,7 @@ typedef struct {
     int *window; // tokens whose keys and values are cached, at most llamac_positions(session)
     int pos;     // number of tokens in the window
     bool slid;   // the window has slid at least once
+    bool told;   // the user has been told so
 } Run;
 
 // Starts a session, which may need fewer positions than the context has.
@@ -196,8 +197,6 @@ static int slide(Run *r, const int *tokens, int n) {
     int positions = llamac_positions(r->session), half = positions > 3 ? positions / 2 : 1;
     int first = r->pos ? r->window[0] : tokens[0];
     int new = n < half ? n : half, old = half - new;
-    if (!r->slid)
-        fprintf(stderr, "the context of %d tokens is full: it slides over the text\n", positions);
     r->slid = true;
     memmove(r->window, r->window + r->pos - old, old * sizeof(int));
     memcpy(r->window + old, tokens + n - new, new * sizeof(int));
@@ -224,6 +223,16 @@ static void print_token(Run *r, int previous, int token) {
     print(&r->printer, text, n);
     if (text != buffer) free(text);
     flush();
+}
+
+// Ends the line of a text. Only then reports, once, that the window slid: stdout and stderr may be
+// the same terminal.
+static void end_text(Run *r) {
+    print_end(&r->printer);
+    if (r->slid && !r->told)
+        fprintf(stderr, "the context of %d tokens is full: it slides over the text\n",
+                llamac_positions(r->session));
+    r->told = r->slid;
 }
 
 // Samples and prints up to `max` tokens; stops early at a token that ends the text. *last is the
@@ -277,7 +286,7 @@ static void generate(Run *r, Text prompt) {
         evaluated = printed < max ? printed : max - 1;
     }
     end = seconds();
-    print_end(&r->printer);
+    end_text(r);
     if (max > 0) {
         fprintf(stderr, "achieved tok/s: %f\n", evaluated / (end - middle));
         fprintf(stderr, "prompt: %d tokens evaluated, tok/s: %f\n", prompt_evaluated,
@@ -314,7 +323,7 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
         int last = tokens[n - 1];
         bool cut_off = continue_text(r, &last, r->steps) == r->steps;
         pending = cut_off ? last : -1;
-        print_end(&r->printer);
+        end_text(r);
         if (cut_off) fprintf(stderr, "the answer was cut off after %d tokens (-n)\n", r->steps);
         llamac_free(tokens);
     }
@@ -492,11 +501,11 @@ static const char help[] =
     "Usage: run MODEL [options]      MODEL: a GGUF file, or one of llama2.c's .bin files\n"
     "Defaults are in parentheses.\n"
     "  -t NUMBER        temperature, 0 is greedy (1.0)\n"
-    "  -p NUMBER        sample from the most likely tokens with this total probability; 0 or "
-    "1: from all (0.9)\n"
+    "  -p NUMBER        sample from the most likely tokens with this total probability;\n"
+    "                   0 or 1: from all (0.9)\n"
     "  -s NUMBER        seed, 0 takes the time (0)\n"
-    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat; 0 is the "
-    "context (256)\n"
+    "  -n NUMBER        tokens in all, prompt included, or of each answer in a chat;\n"
+    "                   0 is the context (256)\n"
     "  -c NUMBER        context: max tokens that the model sees at once (the model's maximum)\n"
     "  -i TEXT          prompt\n"
     "  -f FILE          prompt from a file\n"
@@ -504,22 +513,22 @@ static const char help[] =
     "  -m MODE          generate or chat (generate)\n"
     "  -y TEXT          system prompt of the chat\n"
     "  -j NUMBER        threads (as many as cores, 64 at most)\n"
-    "  --kv NAME        how keys and values are kept: f32, f16 or q8 (f32; f16 where the weights "
-    "are quantised)\n"
-    "  --no-copy        compute from the mapped file, which processes share, instead of a faster "
-    "copy\n"
-    "  --device NAME    cpu, cuda, or auto: cuda if it can be used (runcuda: cuda; run: cpu, its "
-    "only device)\n"
+    "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
+    "                   (f32; f16 where the weights are quantised)\n"
+    "  --no-copy        compute from the mapped file, which processes share,\n"
+    "                   instead of a faster copy\n"
+    "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
+    "                   (runcuda: cuda; run: cpu, its only device)\n"
     "  --raw            print control characters that the model writes\n"
     "  --perplexity FILE  how well the model predicts a text\n"
-    "  --template NAME  what the chat puts around your words: chatml, llama3, zephyr or llama2 (as "
-    "the model file says)\n"
-    "  --tokenize       print the token ids of the prompt, or of each line of the input; with -m "
-    "chat those of your turns\n"
+    "  --template NAME  what the chat puts around your words: chatml, llama3, zephyr or llama2\n"
+    "                   (as the model file says)\n"
+    "  --tokenize       print the token ids of the prompt, or of each line of the input;\n"
+    "                   with -m chat those of your turns\n"
     "  --verify         compare the weights with the checksum in the file\n"
     "  --logits         write the logits of every prompt token as float32\n"
-    "  --bench          measure the speed with a prompt, then with -n tokens one by one; --json "
-    "prints JSON\n"
+    "  --bench          measure the speed with a prompt, then with -n tokens one by one;\n"
+    "                   --json prints JSON\n"
     "  -h, --help       this text\n";
 
 #ifdef CUDA
@@ -535,15 +544,62 @@ typedef struct {
     bool raw, no_copy, tokenize, logits, verify, bench, json;
 } Options;
 
-// Parses a decimal number from min to max, a whole one if asked.
-static double parse_number(const char *flag, const char *s, double min, double max, bool whole) {
+// An option of the command line. One of `on`, `text` and `number` is set: where to store it.
+typedef struct {
+    const char *flag;
+    bool *on; // the option has no value
+    const char **text;
+    double *number, min, max;
+    bool whole; // the number is a whole one
+} Option;
+
+static Option find_option(Options *o, const char *flag) {
+    const Option options[] = {
+        {"-t", .number = &o->temperature, .max = 1e6},
+        {"-p", .number = &o->topp, .max = 1},
+        {"-s", .number = &o->seed, .max = 9007199254740991, .whole = true},
+        {"-n", .number = &o->steps, .max = INT_MAX, .whole = true},
+        {"-c", .number = &o->context, .min = 1, .max = INT_MAX, .whole = true},
+        {"-j", .number = &o->threads, .min = 1, .max = 1024, .whole = true},
+        {"-i", .text = &o->prompt},
+        {"-f", .text = &o->prompt_file},
+        {"-z", .text = &o->tokenizer},
+        {"-m", .text = &o->mode},
+        {"-y", .text = &o->system},
+        {"--kv", .text = &o->kv},
+        {"--device", .text = &o->device},
+        {"--perplexity", .text = &o->perplexity},
+        {"--template", .text = &o->template},
+        {"--no-copy", .on = &o->no_copy},
+        {"--raw", .on = &o->raw},
+        {"--tokenize", .on = &o->tokenize},
+        {"--verify", .on = &o->verify},
+        {"--logits", .on = &o->logits},
+        {"--bench", .on = &o->bench},
+        {"--json", .on = &o->json},
+    };
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++)
+        if (!strcmp(flag, options[i].flag)) return options[i];
+    die(flag, "no such option; see run --help");
+}
+
+// Parses a decimal number from o->min to o->max.
+static double parse_number(const Option *o, const char *s) {
     char *end;
     double value = strtod(s, &end);
-    bool plain = *s && strspn(s, whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
-    if (!plain || *end || !(value >= min && value <= max))
-        die(flag, "'%.40s' is not a %snumber from %.0f to %.0f", s, whole ? "whole " : "", min,
-            max);
+    bool plain = *s && strspn(s, o->whole ? "0123456789" : "0123456789.+-eE") == strlen(s);
+    if (!plain || *end || !(value >= o->min && value <= o->max))
+        die(o->flag, "'%.40s' is not a %snumber from %.0f to %.0f", s, o->whole ? "whole " : "",
+            o->min, o->max);
     return value;
+}
+
+// Stores an option. `value` is NULL if there is none.
+static void set_option(const Option *o, const char *value) {
+    if (!o->on && !value) die(o->flag, "its value is missing; see run --help");
+    if (o->on) *o->on = true;
+    else if (o->text) *o->text = value;
+    else *o->number = parse_number(o, value);
 }
 
 // Bits of a number in the KV cache; 0 lets the library choose.
@@ -553,55 +609,6 @@ static int kv_bits(const char *name) {
     if (!strcmp(name, "f16")) return 16;
     if (!strcmp(name, "q8")) return 8;
     die("--kv", "'%.40s' is no type of the KV cache, expected f32, f16 or q8", name);
-}
-
-// Stores the value of an option.
-static void parse_option(Options *o, const char *flag, const char *value) {
-    const struct {
-        const char *flag;
-        double *number, min, max;
-        bool whole;
-    } numbers[] = {
-        {"-t", &o->temperature, 0, 1e6, false},      {"-p", &o->topp, 0, 1, false},
-        {"-s", &o->seed, 0, 9007199254740991, true}, {"-n", &o->steps, 0, INT_MAX, true},
-        {"-c", &o->context, 1, INT_MAX, true},       {"-j", &o->threads, 1, 1024, true},
-    };
-    const struct {
-        const char *flag, **text;
-    } texts[] = {
-        {"-i", &o->prompt}, {"-f", &o->prompt_file},      {"-z", &o->tokenizer},
-        {"-m", &o->mode},   {"-y", &o->system},           {"--perplexity", &o->perplexity},
-        {"--kv", &o->kv},   {"--template", &o->template}, {"--device", &o->device},
-    };
-    if (!value) die(flag, "no such option, or its value is missing; see run --help");
-    for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
-        if (!strcmp(flag, numbers[i].flag)) {
-            double min = numbers[i].min, max = numbers[i].max;
-            *numbers[i].number = parse_number(flag, value, min, max, numbers[i].whole);
-            return;
-        }
-    size_t i = 0, n = sizeof texts / sizeof *texts;
-    while (i < n && strcmp(flag, texts[i].flag)) i++;
-    if (i == n) die(flag, "no such option; see run --help");
-    *texts[i].text = value;
-}
-
-// Stores an option without a value. Returns false if the flag is none of these.
-static bool parse_switch(Options *o, const char *flag) {
-    const struct {
-        const char *flag;
-        bool *on;
-    } switches[] = {
-        {"--raw", &o->raw},       {"--no-copy", &o->no_copy}, {"--tokenize", &o->tokenize},
-        {"--logits", &o->logits}, {"--verify", &o->verify},   {"--bench", &o->bench},
-        {"--json", &o->json},
-    };
-    for (size_t i = 0; i < sizeof switches / sizeof *switches; i++)
-        if (!strcmp(flag, switches[i].flag)) {
-            *switches[i].on = true;
-            return true;
-        }
-    return false;
 }
 
 static void check_options(const Options *o) {
@@ -626,7 +633,7 @@ static Options parse_options(int argc, char **argv) {
     Options o = {
         .mode = "generate", .temperature = 1, .topp = 0.9, .steps = 256, .device = default_device};
     for (int i = 1; i < argc; i++) {
-        const char *flag = argv[i];
+        char *flag = argv[i];
         if (!strcmp(flag, "--help") || !strcmp(flag, "-h"))
             print_bytes(help, strlen(help)), flush(), exit(0);
         if (i == 1) { // the model comes first
@@ -634,16 +641,11 @@ static Options parse_options(int argc, char **argv) {
             o.model = flag;
             continue;
         }
-        if (parse_switch(&o, flag)) continue;
         char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '='); // --kv=f16
-        if (!equals) {
-            parse_option(&o, flag, argv[++i]);
-            continue;
-        }
-        *equals = 0;
-        bool is_switch = parse_switch(&o, flag);
-        if (is_switch) *equals = '=', die(flag, "this option takes no value");
-        parse_option(&o, flag, equals + 1);
+        if (equals) *equals = 0;
+        Option option = find_option(&o, flag);
+        if (equals && option.on) *equals = '=', die(flag, "this option takes no value");
+        set_option(&option, equals ? equals + 1 : option.on ? NULL : argv[++i]);
     }
     check_options(&o);
     return o;

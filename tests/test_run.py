@@ -510,7 +510,10 @@ def test_the_window_slides_over_what_is_longer_than_the_context(run_bin, tmp_pat
         shown = b"".join(bytes([i - 3]) if i < 259 else model.pieces[i][0] for i in text[1:])
         p = subprocess.run([run_bin, tmp_path / "m.gguf", "-t", "0", "-n", "60", "-i", prompt, "--raw"], capture_output=True)
         assert (p.returncode, p.stdout) == (0, shown + b"\n")
-        assert p.stderr.decode().count(f"the context of {seq} tokens is full: it slides over the text\n") == 1
+        notice = f"the context of {seq} tokens is full: it slides over the text\n"
+        assert p.stderr.decode().count(notice) == 1
+        terminal = subprocess.run(p.args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout
+        assert terminal.startswith(shown + b"\n" + notice.encode())  # not in the middle of the text
         evaluated = len(ids_of(prompt)) if len(ids_of(prompt)) <= seq else half
         assert f"\nprompt: {evaluated} tokens evaluated, tok/s: " in p.stderr.decode()
 
