@@ -55,7 +55,7 @@ from engine.formats.layout import (
     interleaved_to_halves,
     is_character_level,
     padding_to,
-    refuse_leftovers,
+    refuse_other_tensors,
     tensors,
 )
 from engine.training import checkpoint, run_folder
@@ -563,7 +563,7 @@ def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32"
     if not vocabulary and format in ("gguf", "hf"):
         fail(f"--format={format} needs the vocabulary; give --tokenizer=tokenizer.model (or .json, "
              "or llama2.c's .bin)")
-    refuse_leftovers(model_state, args)  # parameters that model files have no name for
+    refuse_other_tensors(model_state, args)
     if vocabulary:
         if vocabulary.vocab_size != args.vocab_size:
             fail(f"the vocabulary has {vocabulary.vocab_size} pieces and the model "

@@ -14,6 +14,9 @@ import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 
+if __name__ == "__main__":
+    import configurator  # noqa: F401  it reports missing packages
+
 import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint

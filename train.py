@@ -32,7 +32,7 @@ from engine.debug import modes
 from engine.debug.instruments import (Stopwatch, UpdateNorms, gradient_noise, mean_loss, probe,
                                       show, write_samples)
 from engine.debug.preflight import CheckContext, check_names, run_checks
-from engine.formats.layout import refuse_leftovers
+from engine.formats.layout import refuse_other_tensors, unnamed_parameters
 from engine.spans import span
 from engine.streams import outlast
 from engine.text.prepare import source_files
@@ -69,7 +69,7 @@ max_minutes = 0.0           # save and stop after this many minutes, with the ra
                             # end; 0: no limit
 checks = "all"              # checks before the first step: all, none, some (future,leak), or all
                             # but some (-leak); -files: skip and count files of a folder that can't
-                            # be read as text
+                            # be read as text; -export: train a model that no model file can hold
 sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
                                     # separated by |
 # ---- tracking
@@ -298,7 +298,7 @@ def save(t, writer, metric, unlogged=()):
         tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
         contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric)
         folder = checkpoint.save(out_dir, contents, keep_last, claim=run_folder.keep_claim)
-        if step == best and distributed.master:
+        if step == best and t.exports and distributed.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
             path = Path(out_dir, "model.gguf")
             export_model(whole, t.args, t.dataset.tokenizer, path, extra={ITER: step} | extra)
@@ -318,7 +318,9 @@ def conclude(t, tracker, row):
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     never_evaluated = state["best_step"] is None
-    wanted = step if never_evaluated else state["best_step"]  # the step of model.gguf
+    wanted = None  # the step of model.gguf
+    if t.exports:
+        wanted = step if never_evaluated else state["best_step"]
     newest = checkpoint.newest(out_dir) if distributed.is_sharded(t.model) else None
     weights = checkpoint.load(newest)["model"] if newest else t.model.state_dict()
     extra = {ITER: step} | state["chat"]
@@ -328,7 +330,7 @@ def conclude(t, tracker, row):
     try:
         if step == wanted and exported_step(best) != step:
             export_model(weights, t.args, t.dataset.tokenizer, best, extra=extra)
-        if step != wanted:
+        if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
         elif exported_step(last):  # an earlier session ended here; model.gguf is the newest now
@@ -339,7 +341,7 @@ def conclude(t, tracker, row):
         say(f"warning: the model of iter {step} could not be written to {out_dir} "
             f"({checkpoint.why_unsaved(e)})")
     exported = exported_step(best)
-    if exported == wanted:
+    if t.exports and exported == wanted:
         is_last = step == wanted
         at_best = at_last if is_last else origin | {"iter": wanted}
         aliases = ["best", "latest"] if is_last else ["best"]
@@ -349,9 +351,27 @@ def conclude(t, tracker, row):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
     if not dry_run:
         say(progress.final_message(t.config, state, best, exported, wanted))
-    models = exported == wanted and step in (wanted, exported_step(last))
+    models = not t.exports or exported == wanted and step in (wanted, exported_step(last))
     saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
     return 0 if models and saved and tracker.is_logged() else 2
+
+
+def check_export(args, model, tokenizer, chat):
+    """
+    End the program if model files can't hold this model. Return whether they are written: --checks
+    may leave out this check, and then a model with parameters of its own has checkpoints only.
+    chat: GGUF's metadata about chats, {key: value}.
+    """
+    refuse_unexportable(args, tokenizer, {ITER: max_iters} | chat)
+    is_sharded = distributed.is_sharded(model)
+    weights = dict(model.named_parameters()) if is_sharded else model.state_dict()
+    unnamed = unnamed_parameters(weights, args)
+    if unnamed and resume.leaves_out(checks, "export"):
+        say(f"warning: no model file has a name for {unnamed[0]}: this training writes "
+            f"checkpoints, and no model.gguf")
+        return False
+    refuse_other_tensors(weights, args)
+    return True
 
 
 def main(config, steps=math.inf):
@@ -398,17 +418,17 @@ def main(config, steps=math.inf):
     network = distributed.wrap(model)
     if compile:
         network = torch.compile(network)
-    t = Training(config, {}, state, dataset, args, model, network, opt, device, amp, found.changes)
+    saves = not eval_only and mode.chosen(config) in (None, "dry_run")  # other modes save nothing
+    exports = saves and check_export(args, model, dataset.tokenizer, state["chat"])
+    t = Training(config, {}, state, dataset, args, model, network, opt, device, amp, found.changes,
+                 exports)
     if eval_only:
         losses = evaluate(t)
         say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as "
             f"many tokens")
         return t, 0
-    saves = mode.chosen(config) in (None, "dry_run")  # the other modes save nothing
-    if saves:
-        refuse_unexportable(args, dataset.tokenizer, {ITER: max_iters} | state["chat"])
     if progress.is_over(config, state):
-        return t, distributed.on_master(progress.say_finished, config, state)
+        return t, distributed.on_master(progress.say_finished, config, state, exports)
 
     # ---- before the first step: what it will take, and the checks --------------------------------
     derived = costs.describe(config, args, dataset, setup, estimate)
@@ -416,9 +436,6 @@ def main(config, steps=math.inf):
     t.record.update(redact(config.as_dict() | derived))
     # Settings that resuming needs are recorded without redaction.
     t.record.update(resume.resumable(config.as_dict()), init_from=init_from)
-    if saves:
-        is_sharded = distributed.is_sharded(model)
-        refuse_leftovers(dict(model.named_parameters()) if is_sharded else model.state_dict(), args)
     if saves and not found.resuming:
         run_checks(CheckContext(t, not found.start, train_step, make_optimizer, export_model))
 

@@ -306,7 +306,7 @@ def test_outside_its_environment_a_command_says_how_to_get_in(tmp_path, monkeypa
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and " has no package " in done.stderr, done.stderr
         return done.stderr
 
-    for name in "data.py", "sample.py", "export.py", "evaluate.py", "train.py":  # the other commands need none to start
+    for name in "data.py", "sample.py", "export.py", "evaluate.py", "model.py", "train.py":  # the other commands need none to start
         said = start(name)
         assert "; make demo sets up an environment" in said
     (tmp_path / ".venv").mkdir()

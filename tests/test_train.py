@@ -1388,6 +1388,58 @@ def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(fold
         assert torch.allclose(weight, weights(folder, "nadam_sharded")[name], atol=1e-5), name
 
 
+GATED = {"        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)\n":
+         "        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)\n"
+         "        self.gate = nn.Linear(args.dim, args.dim, bias=False)\n",
+         "        return self.w2(ops.swiglu(self.w1(x), self.w3(x)))\n":
+         "        return torch.sigmoid(self.gate(x)) * self.w2(ops.swiglu(self.w1(x), self.w3(x)))\n"}
+
+
+@pytest.mark.slow
+def test_a_block_with_one_more_matrix_trains_and_no_model_file_loses_it(folder, tmp_path):
+    """model.py alone is changed: all else counts, checks, trains, saves and resumes the model that it finds there."""
+    tree = tmp_path / "tree"
+    for name in subprocess.check_output(["git", "ls-files", "*.py", "engine"], cwd=ROOT, text=True).splitlines():
+        if not name.startswith(("tests/", "bench/")):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    text = (tree / "model.py").read_text()
+    for before, after in GATED.items():
+        assert text.count(before) == 1
+        text = text.replace(before, after)
+    (tree / "model.py").write_text(text)
+
+    def call(script, *words):
+        return subprocess.run([sys.executable, tree / script, *words], cwd=folder, env=environment(), capture_output=True, text=True)
+
+    sizes = [word for word in TINY if not word.startswith("--checks")]
+    counts = []
+    for where in tree, ROOT:
+        shown = subprocess.run([sys.executable, where / "model.py", *sizes], cwd=folder, env=environment(), capture_output=True, text=True)
+        counts.append(int(re.match(r"parameters +([\d,]+) ", shown.stdout)[1].replace(",", "")))
+    assert counts[0] - counts[1] == 2 * 32 * 32
+    refused = call("train.py", *sizes, "--data=my.txt", "--max_iters=6", "--out_dir=refused")
+    assert refused.returncode == 2 and "layers.0.feed_forward.gate.weight and 1 more would be lost" in refused.stderr
+    assert "--checks=-export" in refused.stderr and not list((folder / "refused").rglob("*.pt"))
+    train_gated = ["train.py", *sizes, "--data=my.txt", "--checks=-export"]
+    whole = call(*train_gated, "--max_iters=10", "--out_dir=gated")
+    assert whole.returncode == 0, whole.stderr
+    assert "warning: no model file has a name for layers.0.feed_forward.gate.weight" in whole.stdout + whole.stderr
+    assert re.search(r"checks: 1\d passed", whole.stdout), whole.stdout
+    assert whole.stdout.splitlines()[-1].startswith("finished: best validation loss") and "./run" not in whole.stdout.splitlines()[-1]
+    assert not list((folder / "gated").glob("*.gguf"))
+    begun = call(*train_gated, "--max_iters=4", "--out_dir=gated_cut")
+    resumed = call("train.py", *sizes, "--data=my.txt", "--max_iters=10", "--out_dir=gated_cut")  # it keeps -export
+    assert begun.returncode == resumed.returncode == 0, resumed.stderr
+    before, after = weights(folder, "gated"), weights(folder, "gated_cut")
+    assert "layers.1.feed_forward.gate.weight" in before and before["layers.1.feed_forward.gate.weight"].std() > 0
+    again = call("train.py", *sizes, "--data=my.txt", "--max_iters=10", "--out_dir=gated")
+    assert again.returncode == 0 and "this run is finished" in again.stdout + again.stderr
+    exported = call("export.py", "gated", "--path=gated.gguf")
+    assert exported.returncode == 2 and "layers.0.feed_forward.gate.weight and 1 more would be lost" in exported.stderr
+    assert not (folder / "gated.gguf").exists() and before.keys() == after.keys()
+
+
 @pytest.mark.parametrize("shape", [(3, 4, 8), (8,), (), (2, 3, 4, 5)])
 def test_muon_refuses_other_parameters_than_matrices(shape):
     with pytest.raises(ValueError, match="Muon takes parameters of two dimensions, found the shape"):

@@ -397,7 +397,7 @@ def saved(ctx):
 
 def run(ctx):
     """Find a wrong export: ./run must compute the model's own logits from model.gguf."""
-    if ctx.sharded or not is_built():
+    if ctx.sharded or not ctx.t.exports or not is_built():
         raise Skip
     prompt, tokenizer = ctx.config.sample_prompt.split("|")[0], ctx.dataset.tokenizer
     ids = tokenizer.encode_prompt(prompt)[:ctx.config.max_seq_len]

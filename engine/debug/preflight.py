@@ -35,6 +35,7 @@ SHARE = 0.03
 CHECKS = {check.__name__: check for check in (
     batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss,
     accumulation, rate, saved, run, leak)}
+EARLIER = ("files", "export")  # made while the data are prepared, and once the model is made
 ON_MASTER = {"vocabulary", "saved", "run", "leak"}  # of files and text: the other processes wait
 COSTLY = {"rate", "saved", "run", "leak"}
 
@@ -109,9 +110,9 @@ def chosen(words):
     if names in (["all"], ["none"]):
         return list(CHECKS) if names == ["all"] else []
     for name in (name.removeprefix("-") for name in names):
-        if name not in (*CHECKS, "files"):  # files: while the data are prepared
-            near = difflib.get_close_matches(name, CHECKS, 1, 0.5)
-            advice = f"expected all, none, or some of files, {', '.join(CHECKS)}"
+        if name not in (*EARLIER, *CHECKS):
+            near = difflib.get_close_matches(name, (*EARLIER, *CHECKS), 1, 0.5)
+            advice = f"expected all, none, or some of {', '.join((*EARLIER, *CHECKS))}"
             if near:
                 advice = f"did you mean {near[0]!r}?"
             fail(f"--checks={words}: there is no check {name!r}; {advice}")

@@ -116,19 +116,27 @@ def check_tensors(found, expected, where, ignored=()):
             fail(f"{where}: tensor {name[:80]!r} is not part of the model described")
 
 
-def refuse_leftovers(state, args):
+def unnamed_parameters(names, args):
+    """
+    Return the names of a state_dict that model files have no name for, sorted: an export would drop
+    these parameters or buffers.
+    """
+    tied = {"output.weight"} if args.tied else set()
+    return sorted({*names} - {name for name, *_ in tensors(args)} - tied)
+
+
+def refuse_other_tensors(state, args):
     """
     End in one line unless a state_dict {name: tensor} has exactly the tensors of a model with these
-    ModelArgs: an export would silently drop a parameter or buffer that model files have no name
-    for. The shapes of lazily read tensors were checked by their readers.
+    ModelArgs. The shapes of lazily read tensors were checked by their readers.
     """
+    if unnamed := unnamed_parameters(state.keys(), args):
+        more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
+        fail(f"the model's {unnamed[0]}{more} would be lost: no model file has a name for it; "
+             "add it to TENSORS in engine/formats/layout.py and to runtime/, or remove it "
+             "(train.py --checks=-export trains it without model files)")
     expected = {name: shape for name, _, _, shape in tensors(args)}
     tied = {"output.weight"} if args.tied else set()
-    leftovers = sorted(state.keys() - expected.keys() - tied)
-    if leftovers:
-        more = f" and {len(leftovers) - 1} more" if len(leftovers) > 1 else ""
-        fail(f"the model's {leftovers[0]}{more} would be lost: no model file has a name for it; "
-             "add it to TENSORS in engine/formats/layout.py and to runtime/, or remove it")
     lazy = not isinstance(state, dict)
     shapes = {name: expected.get(name) if lazy else state[name].shape for name in state.keys()}
     check_tensors(shapes, expected.items(), "the model", tied)

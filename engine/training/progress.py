@@ -142,12 +142,12 @@ def is_over(config, state):
     return clock["seconds"] >= session_clock(clock, 0, config.minutes)["end"]
 
 
-def say_finished(config, state):
+def say_finished(config, state, exports):
     """
-    Tell the user that a run which is started again is finished. Return the exit code: 2 if its
-    model.gguf is missing.
+    Tell the user that a run which is started again is finished. exports: as of Training. Return the
+    exit code: 2 if its model.gguf is missing.
     """
-    is_exported = Path(config.out_dir, "model.gguf").exists()
+    is_exported = not exports or Path(config.out_dir, "model.gguf").exists()
     missing = ""
     if not is_exported:
         missing = (f"; its model.gguf is missing, write it with: python export.py "

@@ -79,7 +79,7 @@ def load_data(config, prepare, device):
     """
     c = config
     folder = on_master(prepare, c.data, c.vocab_source, c.vocab_size, c.val_fraction, c.cache,
-                       skip_bad=resume.skips_files(c.checks), column=c.column,
+                       skip_bad=resume.leaves_out(c.checks, "files"), column=c.column,
                        max_vocab_size=c.max_vocab_size, max_text_bytes=c.max_text_bytes)
     refuse_unseen(folder, device)
     return load_prepared(folder)

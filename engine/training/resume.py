@@ -115,9 +115,13 @@ def stored_settings(folder):
     return renamed(stored)
 
 
-def skips_files(checks):
-    """Return whether --checks leaves out `files`: unreadable files of a folder are skipped."""
-    return "-files" in [word.strip() for word in checks.split(",")]
+def leaves_out(checks, name):
+    """
+    Return whether the setting `checks` leaves out a check by its name, which for two decides what a
+    training makes: without `files`, unreadable files of a folder are skipped; without `export`, no
+    model files are written for a model that they can't hold.
+    """
+    return f"-{name}" in [word.strip() for word in checks.split(",")]
 
 
 def resumable(stored):
@@ -162,8 +166,9 @@ def resume_settings(config, folder, given):
                if name in given and getattr(config, name) != value]
     taken = {name: value for name, value in kept.items() if name not in given}
     taken["init_from"] = begun
-    if "checks" not in given and skips_files(stored.get("checks", "")):
-        taken["checks"] = stored["checks"]  # the data are prepared without the unreadable files
+    before = stored.get("checks", "")
+    if "checks" not in given and (leaves_out(before, "files") or leaves_out(before, "export")):
+        taken["checks"] = before
     resumed = config.changed(**taken)
     is_own_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
     if is_fine_tuning(resumed) and is_own_vocabulary:  # the model it came from may be gone

@@ -14,7 +14,8 @@ class Training:
     config: the settings; record: the settings and what was derived from them, for checkpoints and
     trackers; state: what a resumed run needs besides weights and optimizer; args: ModelArgs; model:
     the Transformer; network: the model as a training step calls it, wrapped for several processes
-    or compiled; amp: the autocast context; changes: [[setting, before, now]] of a resumed run.
+    or compiled; amp: the autocast context; changes: [[setting, before, now]] of a resumed run;
+    exports: whether model files are written besides checkpoints.
     """
     config: Config
     record: dict
@@ -27,6 +28,7 @@ class Training:
     device: torch.device
     amp: Any
     changes: list
+    exports: bool
 
 
 @dataclass(frozen=True)
