@@ -103,13 +103,13 @@ class ModelArgs:
 
 class SkipInit(torch.overrides.TorchFunctionMode):
     """
-    Leave weights as they are where a module initializes them: on the meta device there is nothing
-    to draw, and drawing would import PyTorch's compiler, which takes a second and 60 MB.
+    Turn the functions of torch.nn.init into no-ops: on the meta device there are no weights to
+    draw, and drawing would import PyTorch's compiler, which takes a second and 60 MB.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
-            return kwargs["tensor"]
+            return kwargs["tensor"]  # torch.nn.init always passes it here by name
         return function(*args, **(kwargs or {}))
 
 
@@ -133,7 +133,7 @@ def rope_table(args):
     The pair of dimensions (2i, 2i+1) at position t is rotated by the angle
     t / rope_scaling * rope_theta^(-2i/Q) / rope_factors[i].
     """
-    if torch.get_default_device().type == "meta":  # arange there would import the compiler, too
+    if torch.get_default_device().type == "meta":  # here too, arange would import the compiler
         return torch.empty(args.max_seq_len, args.head_dim // 2, 2)
     two_i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
@@ -216,8 +216,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """Tokens (B, T) in, logits or the loss out."""
 
-    # The token that begins a document: a query sees only the positions from the latest one up to
-    # its own. None: it sees all positions up to its own.
+    # The token that begins a document: a query sees only the positions from the latest such token
+    # up to its own. None: a query sees all positions up to its own.
     bos_id = None
 
     # Activation checkpointing in training mode: save only the blocks' inputs, and recompute the
@@ -243,8 +243,9 @@ class Transformer(nn.Module):
         sqrt(2 n_layers), because the outputs of all layers add up in the residual stream.
 
         wo starts as the transpose of wv, whose heads are repeated for the query heads that share
-        them. At first each head thus copies a part of the tokens it attends to, which rewards
-        attending to the right token from the first step on. doc/lab/recipe.md
+        them. Each head thus begins by adding a projection of the vectors it attends to to the
+        residual stream, which rewards attending to the right token from the first step on.
+        doc/lab/recipe.md
         """
         residual_std = 0.02 / math.sqrt(2 * self.args.n_layers)
         for name, p in self.named_parameters():
@@ -263,11 +264,12 @@ class Transformer(nn.Module):
         Return (logits, None) for tokens (B, T), or with targets (None, loss).
 
         targets: (B, T), -1 where a position has none. The loss is their mean cross-entropy in nats.
-        every: n returns the logits of positions 0, n, 2n, ...; 0 those of the last one, (B, 1, V).
+        every: with n > 0, return the logits of positions 0, n, 2n, ...; with 0, the logits of the
+        last position, (B, 1, V).
         cache: a dict from new_cache with the earlier positions; this call appends T positions. A
         query then sees all positions up to its own, whatever bos_id and documents are.
-        documents: from ops.documents_of, replaces bos_id: it restricts attention to documents too,
-        but needs no mask (B, 1, T, T).
+        documents: from ops.documents_of. It restricts attention to documents as bos_id does, which
+        it overrides, but without a mask (B, 1, T, T).
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -307,7 +309,7 @@ class Transformer(nn.Module):
         stop: token ids. Generation ends early once every row has generated one of them; a row that
         has done so before the others is still continued.
         When the context is full, the model continues from the tokens that latest() keeps. The
-        result still has all of them.
+        result still contains all tokens.
         """
         cache, new = self.new_cache(tokens.shape[0]), tokens
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
@@ -326,8 +328,8 @@ class Transformer(nn.Module):
 
 def latest(tokens, max_seq_len):
     """
-    Return half a context of tokens (B, T) that have outgrown it: the first token, usually BOS, and
-    the latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
+    Shorten tokens (B, T), T > max_seq_len, to half a context: the first token, usually BOS, and the
+    latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
 
     With half of the context free, no token but the first is evaluated more than twice.
     """
