@@ -56,25 +56,25 @@ from tokenizer import BYTE, UNKNOWN
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom, bpe (trained on the text), byte, char, llama2, a tokenizer's path
 vocab_size = 0           # size of a trained vocabulary; 0: chosen from the size of the text
-max_vocab_size = 0       # max size where vocab_size is 0; rare characters become bytes; 0: no limit
-max_text_bytes = 0       # max bytes of text to train on, in stretches spread over it; 0: all of it
+max_vocab_size = 0       # max size if vocab_size is 0, with rare characters as bytes; 0: no limit
+max_text_bytes = 0       # max bytes of text to train on, spread evenly over the whole; 0: all of it
 val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB or 2000 stories
 cache = "cache"          # folder of prepared data and downloads
 column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
 skip_bad = False         # leave out files of a folder that cannot be read as text, and count them
 workers = 0              # processes that encode; 0: one per core
 show = False             # print documents, their lengths, use of the vocabulary, repeated documents
-page = ""                # .html file to write the same to
+page = ""                # .html file that shows what --show prints
 png = ""                 # .png file to draw lengths and piece frequencies to (needs matplotlib)
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
-EXCERPT = 1 << 22  # max tokens of a split that a survey reads; for evaluations see eval_windows
+EXCERPT = 1 << 22  # max tokens of a split that a survey reads; see eval_windows for evaluations
 LONG = 8           # every window begins with BOS if documents fill this many windows on average
 
 
 def prepare(*arguments, **named):
-    """Call engine.text.prepare.prepare with the URLs that are set here."""
+    """Call engine.text.prepare.prepare with the URLs of this file's settings."""
     urls = {"tinystories": tinystories_url, "tinyshakespeare": tinyshakespeare_url}
     return preparation.prepare(*arguments, urls=urls, **named)
 
@@ -87,8 +87,8 @@ class Dataset(Prepared):
     seq_len: tokens of context; micro_batch: sequences of a forward pass of one process;
     global_batch: sequences of a step of all processes; rank: index of this process; world: number
     of processes; pinned: put batches in page-locked memory, which a GPU copies from while it
-    computes; resumed_at: (step, sequences read before it) of a resumed run, since the run may have
-    had another global batch before. Earlier steps are counted as if they had today's size.
+    computes; resumed_at: (step, sequences read before it) of a resumed run, since global_batch
+    may have been another before that step.
     """
 
     def __init__(self, prepared, seq_len, micro_batch, global_batch, seed, rank=0, world=1,
@@ -100,19 +100,22 @@ class Dataset(Prepared):
         self.resumed_at = 0, 0
 
     def batch(self, step):
-        """Return this process's slice of a step's batch, (x, y). A thread makes the next step's."""
+        """Return make_batch(step). A thread then makes the batch of the next step."""
         from engine.spans import span  # here: it imports torch, which preparing does without
         with span("data"):
             return self.prefetch.get(step)
 
     def make_batch(self, step, whole=False):
-        """Make this process's slice of a step's batch; with `whole` that of all processes."""
+        """
+        Return (x, y) of read_windows for this process's slice of a step's batch, or for the batch
+        of all processes with `whole`.
+        """
         starts, lengths = self.windows(step, whole)
         x, y = read_windows(self.train, starts, self.seq_len, lengths, self.window_bos)
         return tuple(t.pin_memory() if self.pinned else t for t in self.checked(x, y))
 
     def windows(self, step, whole=False):
-        """Return (starts, lengths) of the windows of make_batch, as slice_windows does."""
+        """Return (starts, lengths) of slice_windows for the windows of make_batch."""
         first = sequences_before(step, self.global_batch, self.resumed_at)
         share = (0, 1) if whole else (self.rank, self.world)
         return slice_windows(len(self.train), self.seed, first, self.global_batch, self.seq_len,
@@ -120,13 +123,13 @@ class Dataset(Prepared):
 
     def eval_batches(self, split, limit, batch_tokens):
         """
-        Yield the batches of an evaluation, (x, y, is_counted); x, y: as read_windows returns them.
+        Yield the batches of an evaluation, (x, y, is_counted); x, y: see read_windows.
 
-        The number of predictions is the same for both splits: the tokens of the validation split
-        except BOS, which is never predicted, but at most `limit` (0: no limit). A batch has about
-        batch_tokens tokens or micro_batch sequences, whichever is more. A rank without sequences of
-        its own repeats one with is_counted=False, since the processes of a sharded model must
-        compute together.
+        Both splits get as many predictions as the validation split has tokens, without BOS, which
+        is never predicted; `limit`: max predictions (0: no limit). A batch has about batch_tokens
+        tokens or micro_batch sequences, whichever is more. A rank for which no sequences are left
+        repeats the first one of the round with is_counted=False, since the processes of a sharded
+        model must compute together.
         """
         count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
         tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len,
@@ -137,7 +140,7 @@ class Dataset(Prepared):
             own = slice(first + self.rank * rows, first + (self.rank + 1) * rows)
             is_counted = len(starts[own]) > 0
             taken = own if is_counted else slice(first, first + 1)
-            longest = int(lengths[first])  # of all ranks' spans, since the lengths descend
+            longest = int(lengths[first])  # on all ranks, since the lengths descend
             x, y = read_windows(tokens, starts[taken], longest, lengths[taken], self.window_bos)
             yield *self.checked(x, y), is_counted
 
@@ -159,8 +162,8 @@ class Dataset(Prepared):
     def window_bos(self):
         """
         The token that replaces the first input of windows, in training and evaluation: BOS if
-        documents fill LONG windows or more on average, else None. Without it a model would rarely
-        see BOS, with which every prompt begins.
+        documents fill LONG windows or more on average, else None. Long documents alone would rarely
+        show BOS to the model, and every prompt begins with it.
         """
         is_long = self.meta["train_tokens"] >= LONG * self.seq_len * self.meta["train_documents"]
         return self.tokenizer.bos_id if is_long else None
@@ -208,9 +211,14 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
 
 
 def sequences_before(step, global_batch, resumed_at=(0, 0)):
-    """Return how many sequences a run reads before a step. resumed_at: see Dataset."""
-    since, read = resumed_at
-    return read + (step - since) * global_batch if step >= since else step * global_batch
+    """
+    Return how many sequences a run reads before a step. resumed_at: see Dataset; steps before it
+    count as if they had read global_batch sequences each.
+    """
+    resumed_step, read_before = resumed_at
+    if step < resumed_step:
+        return step * global_batch
+    return read_before + (step - resumed_step) * global_batch
 
 
 def slice_windows(n_tokens, seed, first, global_batch, seq_len, share=(0, 1)):
@@ -258,8 +266,8 @@ def read_windows(tokens, starts, seq_len, lengths=None, bos_id=None):
     import torch  # here: preparing, and its worker processes, start without it
     places = (starts[:, None] + np.arange(seq_len + 1)) % len(tokens)
     both = torch.from_numpy(tokens[places].astype(np.int64))
-    x, y = torch.empty(2, len(starts), seq_len, dtype=torch.int64)  # separate: both are edited
-    x[:], y[:] = both[:, :-1], both[:, 1:]
+    # Copies, since the two slices overlap and both are edited below.
+    x, y = both[:, :-1].clone(), both[:, 1:].clone()
     if bos_id is not None:
         x[y[:, 0] != bos_id, 0] = bos_id
     if lengths is not None:
@@ -271,16 +279,16 @@ def read_windows(tokens, starts, seq_len, lengths=None, bos_id=None):
 
 def eval_spans(tokens, bos_id, seq_len):
     """
-    Return (starts, lengths), (n,) int64 each, of spans that cover a split. The first span of a
-    document starts at its BOS. A document of more than seq_len predictions has several spans. A
-    span predicts the `lengths` tokens after its start.
+    Return (starts, lengths), (n,) int64 each, of spans that cover a split: position of the first
+    token and number of predictions, which are the tokens after the first. The first span of a
+    document starts at its BOS. A document of more than seq_len predictions has several spans.
     """
     edges = np.append(np.flatnonzero(tokens == bos_id), len(tokens))
     if edges[0]:  # the split begins inside a document
         edges = np.insert(edges, 0, 0)
     spans = [np.arange(start, end - 1, seq_len) for start, end in zip(edges, edges[1:])]
     starts = np.concatenate(spans)
-    ends = edges[np.searchsorted(edges, starts, "right")]
+    ends = edges[np.searchsorted(edges, starts, "right")]  # where each span's document ends
     return starts, np.minimum(ends - 1 - starts, seq_len)
 
 
@@ -294,7 +302,8 @@ def excerpt(tokens, bos_id, size, pieces=64):
     each, found = size // pieces, []
     for at in np.arange(pieces) * (len(tokens) - each) // (pieces - 1):
         piece = np.asarray(tokens[at:at + each])
-        found.append(piece[np.argmax(piece[:each // 2] == bos_id):])
+        first_bos = np.argmax(piece[:each // 2] == bos_id)  # 0 if there is none
+        found.append(piece[first_bos:])
     return np.concatenate(found)
 
 
@@ -309,6 +318,7 @@ def eval_windows(tokens, bos_id, seq_len, count):
     tokens = excerpt(tokens, bos_id, max(4 * count, EXCERPT))
     starts, lengths = eval_spans(tokens, bos_id, seq_len)
     drawn = np.random.Generator(np.random.PCG64(SEED)).permutation(len(starts))
+    # Keep the spans up to the one with which the total reaches `count`.
     drawn = drawn[:np.searchsorted(np.cumsum(lengths[drawn]), count) + 1]
     lengths = lengths[drawn]
     lengths[-1] -= max(0, lengths.sum() - count)
@@ -327,9 +337,10 @@ def document_rows(dataset, count=3, max_tokens=40):
     tokenizer, rows = dataset.tokenizer, []
     pieces = tokenizer.pieces()
     # Byte pieces are a fallback only in sentencepiece: a byte vocabulary has nothing else.
+    # No piece is of kind None, so its share is 0.
     fallback = BYTE if tokenizer.kind == "sentencepiece" else None
     for split in SPLITS:
-        tokens = np.asarray(getattr(dataset, split)[:1 << 18])
+        tokens = np.asarray(getattr(dataset, split)[:1 << 18])  # cuts documents that are longer
         starts = np.flatnonzero(tokens == tokenizer.bos_id)
         ends = [*starts[1:], len(tokens)]
         for start, end in zip(starts[:count], ends):
@@ -349,7 +360,7 @@ def survey_excerpts(dataset, max_tokens=EXCERPT):
 
 
 def data_rows(dataset):
-    """Return what the first row of a run's log holds about its data."""
+    """Return {column: value} about the data for the first row of a run's log."""
     found = survey_excerpts(dataset, 1 << 20)
     counts, edges = np.histogram(found["lengths"], bins=32)
     # The first row of a table names its columns.
@@ -390,7 +401,7 @@ if __name__ == "__main__":
     prepared = prepare(source, vocab_source, vocab_size, val_fraction, cache, workers, skip_bad,
                        column, max_vocab_size=max_vocab_size, max_text_bytes=max_text_bytes)
     found = load(prepared)
-    # Fail if `source` is a prepared folder and a setting given here differs from its own.
+    # This fails if `source` is a prepared folder and a setting given here differs from its own.
     as_prepared(SimpleNamespace(data=source, **config.as_dict()), config.given, found.meta)
     print(prepared)
     if show or page or png:
