@@ -1,4 +1,4 @@
-"""The Tracker of a run passes rows, alerts and models to log.jsonl and to the user's trackers."""
+"""Tracker: passes the rows, alerts and models of a run to log.jsonl and to chosen trackers."""
 import dataclasses
 import os
 import sys
@@ -17,11 +17,14 @@ START_SECONDS = 4  # max wait for all trackers to start; slower ones start in th
 class Tracker:
     """
     Sends each row, alert and model to all of its destinations. Without destinations, as on all
-    ranks but the first, its methods do nothing.
+    ranks but the first, its methods do nothing. Any exception of a destination is raised.
     """
 
     def __init__(self, destinations=(), noted=None):
-        """noted: kinds of metrics that had a note already, see AnomalyDetector."""
+        """
+        Take the destinations. noted: list of metric prefixes that were reported already, extended
+        in place; None: metrics may have any value. See AnomalyDetector.
+        """
         self.destinations, self.detector = list(destinations), AnomalyDetector(noted)
 
     def each(self, method, *arguments):
@@ -30,9 +33,9 @@ class Tracker:
 
     def log(self, row):
         """
-        Log a row and warn of its anomalies: of values out of range, which its notes record too, and
-        of sudden changes. The caller passes no smaller iter than before, and no metric twice for an
-        iter.
+        Log a row, and warn of values out of range and of sudden changes. The row also gets the
+        table "notes": its values out of range, and failures to print. Over all calls, row["iter"]
+        must not decrease, and rows of the same iter must have different metrics.
         """
         if not self.destinations:
             return
@@ -55,7 +58,7 @@ class Tracker:
             tell(f"warning: {path} does not exist; no model is recorded", sys.stderr)
 
     def is_logged(self):
-        """Return whether log.jsonl holds all rows; True without a log."""
+        """Return whether all rows are in log.jsonl: none waits for a disk that fails."""
         return not any(destination.waiting for destination in self.destinations
                        if isinstance(destination, Jsonl))
 
@@ -65,12 +68,12 @@ class Tracker:
 
 def make_tracker(session, trackers=(), given=None, noted=None):
     """
-    Return the Tracker of a Session, with log.jsonl and the named trackers. trackers: keys of
-    find_trackers().
+    Start the trackers of a Session; return a Tracker that writes to them and to log.jsonl.
 
-    given: names of the entries of session.run that the user gave on the command line, which
-    override the environment variables and files that a tracker's client reads; None: all entries.
-    noted: see Tracker. Raises OSError if session.out_dir cannot be written.
+    trackers: keys of find_trackers(). given: names of the entries of session.run that the user set
+    on the command line; None: all. These entries override the settings that a tracker's client
+    reads from environment variables and files. noted: see Tracker. Raises OSError if
+    session.out_dir cannot be written.
     """
     keep_diff(session.out_dir, session.config)
     log = Jsonl(session.out_dir, session.config, session.step)
@@ -78,10 +81,10 @@ def make_tracker(session, trackers=(), given=None, noted=None):
     given = session.run.keys() if given is None else given
     background = []
     for name in trackers:
-        kind = find_trackers()[name]
-        own_session = dataclasses.replace(session, run=kind.resolve(session, given))
-        background.append(Background(name, kind, own_session))  # starts at once, in a thread
-    until = time.monotonic() + START_SECONDS
-    for each in background:
-        each.wait_for_start(until)
+        tracker_class = find_trackers()[name]
+        own_session = dataclasses.replace(session, run=tracker_class.resolve(session, given))
+        background.append(Background(name, tracker_class, own_session))  # starts in its thread
+    deadline = time.monotonic() + START_SECONDS  # for all trackers together
+    for tracker in background:
+        tracker.wait_for_start(deadline)
     return Tracker([log, *background], noted)
