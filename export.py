@@ -78,8 +78,8 @@ path = ""          # where to write; empty: beside what is exported
 
 def floats(name, tensor, largest=SINGLE):
     """
-    Yield the values of a tensor of any shape, some rows at a time, as flat float32 arrays. Exit
-    with a message of one line at NaN or a magnitude beyond `largest`.
+    Yield the values of a tensor of any shape as flat float32 arrays, about a million values each.
+    Exit with a message if a value is NaN or its magnitude exceeds `largest`.
     """
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
     for part in rows.split(max(1, (1 << 20) // rows.shape[1])):
@@ -93,20 +93,20 @@ def floats(name, tensor, largest=SINGLE):
 
 
 def encoded(name, tensor, dtype):
-    """Yield the bytes of a tensor stored as `dtype`, some rows at a time."""
+    """Yield the bytes that store a tensor as `dtype`, a key of TYPES, some rows at a time."""
     for x in floats(name, tensor, TYPES[dtype].largest):
         yield TYPES[dtype].encode(x).tobytes()
 
 
 def gguf_value(value, in_list=False):
     """
-    Return (GGUF's number of the type, bytes) of a bool, int, float, str or bytes, or of a list of
-    one of them.
+    Return (GGUF's number for the type, encoded bytes) of a metadata value: a bool, int, float, str
+    or bytes, or a list of one of these types.
     """
     if isinstance(value, bool):
         return 7, struct.pack("<?", value)
     if isinstance(value, int):
-        # Counts are uint32. The only list of ints is token_type, by convention int32.
+        # A single int is uint32. The only list of ints is token_type, by convention int32.
         return (5, struct.pack("<i", value)) if in_list else (4, struct.pack("<I", value))
     if isinstance(value, float):
         return 6, struct.pack("<f", value)
@@ -120,13 +120,13 @@ def gguf_value(value, in_list=False):
 
 def gguf_tokenizer_model(vocabulary):
     """
-    Return tokenizer.ggml.model, which names the encoder that llama.cpp uses for a vocabulary. Not
-    for byte-level BPE.
+    Return tokenizer.ggml.model, the name of llama.cpp's encoder, for a vocabulary that is not
+    byte-level BPE.
 
-    "llama", the sentencepiece encoder, can store any character with byte pieces; without them it
-    aborts at a character that is not a piece. "t5", the unigram encoder, returns <unk> there; its
-    result equals that of BPE if every piece is one character. Other vocabularies without byte
-    pieces get the name NO_BYTES, so that llama.cpp refuses the file.
+    "llama", the sentencepiece encoder, spells a character that is not a piece with byte pieces, and
+    aborts if the vocabulary lacks them. "t5", the unigram encoder, returns <unk> for such a
+    character; where every piece is one character, its result equals that of BPE. Other vocabularies
+    without byte pieces get the name NO_BYTES, so that llama.cpp refuses the file.
     """
     if any(kind == BYTE for _, _, kind in vocabulary.pieces()):
         return "llama"
@@ -171,10 +171,12 @@ def vocabulary_metadata(vocabulary):
 def gguf_rope(args):
     """
     Return how a GGUF file stores the scaling of rotary positions: metadata {key without the
-    architecture's name: value}, and the values of the tensor ROPE_FACTORS, () without that tensor.
+    architecture's prefix: value}, and the values of the tensor ROPE_FACTORS, () if the file has no
+    such tensor.
 
-    Readers compute linear scaling and YaRN from metadata. Any other args.rope_factors become the
-    tensor, which llama.cpp reads only for the architecture llama, with args.rope_scaling beside it.
+    Readers compute linear scaling and YaRN from metadata. Any other args.rope_factors are stored as
+    the tensor, which llama.cpp reads only for the architecture llama. Readers apply linear scaling
+    on top of it, so an args.rope_scaling other than 1 is stored too.
     """
     rule, kind = rope.rule(args), architecture(args)
     if not rule:
@@ -182,8 +184,8 @@ def gguf_rope(args):
     keys = {"rope.scaling.type": rule["rope_type"], "rope.scaling.factor": rule["factor"]}
     if rule["rope_type"] == "linear":
         return keys, ()
-    usual_attention = "attention_factor" not in rule
-    if rule["rope_type"] == "yarn" and usual_attention:
+    default_attention = "attention_factor" not in rule
+    if rule["rope_type"] == "yarn" and default_attention:
         keys["rope.scaling.original_context_length"] = rule["original_max_position_embeddings"]
         return keys, ()
     if args.rope_attention != 1 or kind != "llama":
@@ -197,8 +199,8 @@ def gguf_rope(args):
 
 def gguf_layout(args, dtype):
     """
-    Return ([(name in model.py, name in GGUF, shape, type)] of the tensors of a GGUF file, and the
-    tensor ROPE_FACTORS, empty if the file has none).
+    Return the tensors of a GGUF file as [(name in model.py, name in GGUF, shape, type)], and the
+    data of the tensor ROPE_FACTORS, empty if the file has no such tensor.
     """
     layout = [(ours, gguf, shape, gguf_type(ours, shape, dtype, args.n_layers))
               for ours, gguf, _, shape in tensors(args)]
@@ -209,7 +211,10 @@ def gguf_layout(args, dtype):
 
 
 def gguf_metadata(args, vocabulary, dtype, name, tensor_list, extra):
-    """Return {key: value} of a GGUF file; tensor_list: the bytes of its list of tensors."""
+    """
+    Return the metadata {key: value} of a GGUF file. tensor_list: the bytes of its list of tensors;
+    extra: more metadata.
+    """
     kind = architecture(args)
     sizes = {
         "vocab_size": args.vocab_size,
@@ -229,8 +234,8 @@ def gguf_metadata(args, vocabulary, dtype, name, tensor_list, extra):
         **gguf_rope(args)[0],
     }
     return {
-        # write_gguf overwrites the zeros when the tensors are written. It searches for 64 zeros, so
-        # this key comes first.
+        # write_gguf replaces the zeros once it has written the tensors. It finds them as the first
+        # 64 zeros of the header, so this key comes before any text that could hold as many.
         CHECKSUM: "0" * 64,
         LIST_CHECKSUM: hashlib.sha256(tensor_list).hexdigest(),
         "general.architecture": kind,
@@ -269,8 +274,9 @@ def gguf_header(args, vocabulary, dtype, name, extra):
 
 def refuse_unexportable(args, vocabulary, extra):
     """
-    Exit with a message if GGUF cannot hold a model with these settings, whatever its weights are.
-    A training calls this before its first step, with max_iters, its last step, as extra[ITER].
+    Exit with a message if GGUF cannot store the settings of a model, such as a number beyond 32
+    bits. train.py calls this before its first step; extra[ITER] is then max_iters, the last step
+    that an export of the run can have.
     """
     try:
         gguf_header(args, vocabulary, "f32", "", extra)
@@ -284,9 +290,13 @@ def refuse_unexportable(args, vocabulary, extra):
 
 
 def write_gguf(path, state, args, dtype, header):
-    """Write the header, then the tensors, each padded to the alignment, then their checksum."""
+    """
+    Write the header, then the tensors, each padded to the alignment, then put the tensors' checksum
+    into the header.
+    """
     layout, factors = gguf_layout(args, dtype)
-    # GGUF orders the rows in a head as model.py for llama, as Hugging Face for others.
+    # Within a head, GGUF orders the rows as model.py does for the architecture llama, and as
+    # Hugging Face does for the others.
     reorder = architecture(args) != "llama"
     digest = hashlib.sha256()
     with replacing(path) as f:
@@ -312,7 +322,7 @@ def exported_step(path):
               mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data):
             key = gguf_string(ITER)
             at = data.find(key)
-            value_at = at + len(key) + 4  # 4 bytes between them: the type of the value
+            value_at = at + len(key) + 4  # 4 bytes of type lie between key and value
             return struct.unpack_from("<I", data, value_at)[0] if at >= 0 else None
     except (OSError, ValueError, struct.error):  # ValueError: the file is empty
         return None
@@ -322,8 +332,8 @@ def exported_step(path):
 
 def refuse_beyond_llama2c(args):
     """
-    Exit with a message if the model differs from a setting that llama2.c's formats do not store:
-    their readers assume one fixed value of each.
+    Exit with a message if a setting that llama2.c's formats do not store differs from the value
+    that their readers assume.
     """
     implied = {"norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": 1.0, "rope_attention": 1.0,
                "rope_factors": (), "head_width": 0, "qkv_bias": False, "qk_norm": False}
@@ -335,7 +345,10 @@ def refuse_beyond_llama2c(args):
 
 
 def fitting_group_size(args, group_size):
-    """Return the group size of v2, halved until it divides dim. Print what that changes."""
+    """
+    Return the group size of v2, halved until it divides dim. Print a line if it was halved, and one
+    if llama2.c's runq cannot read such groups.
+    """
     if group_size < 1:
         fail(f"--group_size={group_size}: expected at least 1, such as 64")
     asked = group_size
@@ -352,8 +365,8 @@ def fitting_group_size(args, group_size):
 
 def frequency_tables(args):
     """
-    Return cos and sin (max_seq_len, head_dim / 2) as v0 stores them, in float32 throughout, as
-    llama2.c's export.py does. Readers skip them.
+    Return the tables of cos and sin (max_seq_len, head_dim / 2) that v0 stores and readers skip.
+    They are computed in float32, as by llama2.c's export.py, so that the bytes are the same.
     """
     i = torch.arange(0, args.head_dim, 2).float()
     frequency = 1.0 / (args.rope_theta ** (i / args.head_dim))
@@ -363,8 +376,8 @@ def frequency_tables(args):
 
 def to_groups(x, group_size):
     """
-    Quantise float32 to int8 (n, group_size) and float32 scales (n,), rounded as by llama2.c: ties
-    to even.
+    Quantise a float32 array to int8 (n, group_size) and float32 scales (n,). Ties are rounded to
+    even, as by llama2.c.
     """
     groups = x.reshape(-1, group_size)
     scale = np.abs(groups).max(axis=1) / np.float32(127)
@@ -373,8 +386,8 @@ def to_groups(x, group_size):
 
 def llama2c_sizes(args, version):
     """
-    Return the header's seven ints. In version 0 a negative vocabulary size means that there is a
-    separate classifier.
+    Return the bytes of the header's seven int32. In version 0 a negative vocabulary size means that
+    the classifier is a tensor of its own, not tied to the embedding.
     """
     vocab_size = args.vocab_size if version or args.tied else -args.vocab_size
     return struct.pack("<7i", args.dim, args.hidden_dim, args.n_layers, args.n_heads,
@@ -383,8 +396,8 @@ def llama2c_sizes(args, version):
 
 def write_llama2c(f, state, args, version, group_size):
     """
-    Write version 0, 1 or 2 to an open file: a header of ints, then the tensors. wq of every layer
-    comes before wk of every layer, and so on.
+    Write llama2.c's version 0, 1 or 2 to an open file: a header of ints, then the tensors, ordered
+    by kind: wq of all layers, then wk of all layers, and so on.
     """
     header = llama2c_sizes(args, version)
     if version:
@@ -407,8 +420,8 @@ def write_llama2c(f, state, args, version, group_size):
 
 def write_safetensors(f, state, args, dtype):
     """
-    Write the tensors under Hugging Face's names to an open file: uint64 length of a JSON header,
-    the header, the data. The safetensors library would need all tensors in memory at once.
+    Write the tensors under Hugging Face's names to an open file: a uint64 length, a JSON header of
+    that length, the data. The safetensors library would need all tensors in memory at once.
     """
     header, offset = {"__metadata__": {"format": "pt"} | MADE_BY}, 0
     for _, _, name, shape in tensors(args):
@@ -451,8 +464,8 @@ def hf_config(args, vocabulary, dtype):
 
 def hf_generation_config(args, vocabulary, extra):
     """
-    Return the content of generation_config.json. Generation ends at EOS, at BOS, which begins
-    another text, and at the ids that end a turn or a message, if `extra` has them.
+    Return the content of generation_config.json. Generation ends at EOS, at BOS (a model that
+    emits it begins another text), and at the ids in `extra` that end a turn or a message.
     """
     ends = [extra[key] for key in (END_OF_TURN, END_OF_MESSAGE) if key in extra]
     return {
@@ -465,8 +478,8 @@ def hf_generation_config(args, vocabulary, extra):
 
 def hf_tokenizer_config(args, vocabulary, extra):
     """
-    Return the content of tokenizer_config.json. split_special_tokens: "<s>" in a text is encoded
-    as three characters, never as the special token, as everywhere in this program.
+    Return the content of tokenizer_config.json. With split_special_tokens, "<s>" in a text is
+    encoded as three characters, never as the special token, as by tokenizer.py and ./run.
     """
     pieces = vocabulary.pieces()
     ids = {"unk": vocabulary.unk_id, "bos": vocabulary.bos_id, "eos": vocabulary.eos_id}
@@ -485,7 +498,7 @@ def hf_tokenizer_config(args, vocabulary, extra):
 def write_hf(path, state, args, vocabulary, dtype, extra):
     """
     Write a Hugging Face folder: model.safetensors, the configs and the tokenizer. extra: GGUF
-    metadata; the ids that end an answer and the chat template in it are kept.
+    metadata, of which the ids that end an answer and the chat template are written.
     """
     folder = Path(path)
     if args.qkv_bias and args.qk_norm:
@@ -514,15 +527,19 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
 
 # ---- any format
 
-# The values of --dtype that each format accepts. v2 is always int8 and ignores the default, f32.
+# The values of --dtype that each format accepts. For v2, always int8, f32 stands for the default.
 FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
            "v2": ("f32",)}
 
 
 def differences(vocabulary, format):
-    """Yield a line for each way in which readers of a format encode a text differently."""
+    """
+    Yield a message for each way in which readers of a format may encode a text differently from
+    `vocabulary`.
+    """
     kinds = {kind for _, _, kind in vocabulary.pieces()}
     other = "llama.cpp" if format == "gguf" else "transformers"
+    # Hugging Face's tokenizer.json stores NFC, the only normalizer of a byte-level BPE, as it is.
     if vocabulary.normalizer != "identity" and (format, vocabulary.kind) != ("hf", "bpe"):
         problem = ("transformers combines accents differently" if format == "hf"
                    else "model files can't store that rule")
@@ -550,11 +567,12 @@ def differences(vocabulary, format):
 def export_model(model_state, args, vocabulary, path, format="gguf", dtype="f32", group_size=64,
                  name="llamac", extra=None):
     """
-    Write a model file, or the folder of a Hugging Face model. Raises OSError if it cannot be
-    written, such as on a full disk; every file of an earlier export then stays as it was.
+    Write a model file, or the folder of a Hugging Face model. Raise OSError if it cannot be
+    written, such as on a full disk; all files of an earlier export then stay unchanged.
 
-    model_state: state_dict of a Transformer; args: its ModelArgs; vocabulary: its Tokenizer, for
-    v0, v1 and v2 possibly None; name: general.name; extra: more GGUF metadata.
+    model_state: state_dict of a Transformer; args: its ModelArgs; vocabulary: its Tokenizer, which
+    may be None for v0, v1 and v2; group_size: for v2; name: GGUF's general.name; extra: more GGUF
+    metadata.
     """
     if format not in FORMATS:
         fail(f"--format={format}: expected {' or '.join(FORMATS)}")
@@ -610,29 +628,29 @@ def is_bin_of_run(path, args):
 
 def refuse_foreign(target, format, args, vocabulary):
     """Exit with a message if an export would replace a file that is not an earlier export."""
+    # {file that the export writes: function that returns whether it is an earlier export}
     if format == "gguf":
-        known = {target: is_gguf_of_ours}
+        checks = {target: is_gguf_of_ours}
     elif format == "hf":
-        known = {target / name: lambda path: is_folder_of_ours(target) for name in HF_FILES}
-        known[target / "tokenizer.model"] = lambda path: is_vocabulary_of_ours(target)
+        checks = {target / name: lambda path: is_folder_of_ours(target) for name in HF_FILES}
+        checks[target / "tokenizer.model"] = lambda path: is_vocabulary_of_ours(target)
     else:
-        known = {target: lambda path: is_bin_of_run(path, args)}
+        checks = {target: lambda path: is_bin_of_run(path, args)}
         if vocabulary:
             tokenizer_bin = target.with_name("tokenizer.bin")
-            known[tokenizer_bin] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
-    for path, is_ours in known.items():
+            checks[tokenizer_bin] = lambda path: path.read_bytes() == vocabulary.tokenizer_bin()
+    for path, is_ours in checks.items():
         if path.is_file() and not is_ours(path):
             fail(f"{path}: is there and not known to be an export; move it, or give another --path")
 
 
 def main():
-    """Export what --out_dir names."""
+    """Export the model that --out_dir names."""
     origin = checkpoint.newest_run(out_dir)
     source = Path(origin)
-    # Beside a file stories15M.bin: stories15M.gguf or hf.
     name = {"gguf": "model.gguf", "hf": "hf"}.get(format, "model.bin")
     target = Path(path or source / name)
-    if not path and not source.is_dir():
+    if not path and not source.is_dir():  # beside stories15M.bin: stories15M.gguf, or the folder hf
         target = source.with_name(name.replace("model", source.stem))
     if source.is_file() and target.exists() and target.samefile(source):
         fail(f"{target}: would be written over itself; give another --path")
