@@ -25,8 +25,8 @@ plain = contextvars.ContextVar("plain", default=False)  # True inside plain_form
 @contextlib.contextmanager
 def plain_formulas():
     """
-    Run all ops inside the block by their plain formulas, and attention as matrix products: slower,
-    but differentiable to any order.
+    Run all ops inside the block by formulas that PyTorch can differentiate to any order, and
+    attention as matrix products; this is slower.
 
         with ops.plain_formulas():
             loss = model(x, y)[1]
@@ -42,7 +42,7 @@ def plain_formulas():
 
 
 def first_order(backward):
-    """Decorate a backward() that has no derivative itself: raise if it would be differentiated."""
+    """Decorate a backward() that autograd cannot differentiate: raise RuntimeError if asked to."""
     @functools.wraps(backward)
     def checked(ctx, *grads):
         # create_graph=True enables gradients during backward.
@@ -78,8 +78,8 @@ def rms_norm(x, w, eps):
 
 def rms_norm_plain(x, w, eps):
     """
-    The formula of rms_norm. For F.rms_norm the compiler saves x / rms(x) for backward, and
-    recomputes x from the outputs of earlier blocks; spelled out, it saves x.
+    Return rms_norm by its formula. The compiler gets it spelled out, and then saves x for backward;
+    for F.rms_norm it would save x / rms(x), and recompute x from the outputs of earlier blocks.
     """
     if not torch.compiler.is_compiling():
         return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
@@ -89,19 +89,20 @@ def rms_norm_plain(x, w, eps):
 
 class RMSNorm(torch.autograd.Function):
     """
-    Saves memory: backward needs n = x / rms(x). The Linears that follow save y = n w for their own
-    backward, so n is recomputed as y / w, and the norm itself saves one number a row. PyTorch's own
-    backward saves two more tensors of the size of x.
+    rms_norm with less memory: PyTorch's own saves two more tensors of the size of x for backward.
+
+    backward needs n = x / rms(x). The Linears that follow save y = n w for their own backward
+    anyway, so n is recomputed as y / w, and the norm adds only one number per row.
     """
 
     @staticmethod
     def forward(ctx, x, w, eps, dtype):
         x = x.float()
         # vector_norm is twenty times as fast as x.square().mean(-1).
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
-        scale = (length.square() / len(w) + eps).rsqrt()            # (..., 1)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # (..., 1)
+        scale = (norm.square() / len(w) + eps).rsqrt()            # (..., 1), 1 / rms(x)
         y = (x * scale).mul_(w).to(dtype)
-        # In a low precision y / w would be inexact, and it is undefined where w is 0: save x.
+        # Save x instead where y / w would be inexact (low precision) or undefined (w is 0).
         ctx.keeps_y = dtype == torch.float32 and bool(w.all())
         ctx.save_for_backward(y if ctx.keeps_y else x, w, scale)
         return y
@@ -125,8 +126,8 @@ def rotate(x, rope):
     Return x (B, T, H, Q) with rotary positions: each pair (2i, 2i+1), Meta's layout, is rotated by
     the angle whose cosine and sine are in rope (T, Q/2, 2). https://arxiv.org/abs/2104.09864
 
-    Without a compiler a pair is treated as a complex number, on GPUs too: a complex product costs a
-    sixth of the real ones.
+    Without a compiler a pair is treated as a complex number, on GPUs and in plain_formulas() too: a
+    complex product costs a sixth of the real ones and can be differentiated to any order.
     """
     if torch.compiler.is_compiling():
         return rotate_plain(x, rope)
@@ -136,8 +137,8 @@ def rotate(x, rope):
 
 def rotate_plain(x, rope):
     """
-    The formula of rotate. It flips pairs (a, b) to (b, a), because a concatenation of two halves is
-    slower in the compiler's kernels.
+    Return rotate by its formula. It flips pairs (a, b) to (b, a), because a concatenation of two
+    halves is slower in the compiler's kernels.
     """
     pairs = x.float().unflatten(-1, (-1, 2))                # (B, T, H, Q/2, 2)
     cos, sin = rope[:, None].split(1, -1)                   # (T, 1, Q/2, 1) each
@@ -149,8 +150,8 @@ class Dropout(torch.nn.Dropout):
     """
     Dropout: zero each element with probability p and scale the rest by 1 / (1 - p).
 
-    Here 64 random bits decide over four elements. PyTorch draws a number for each on one thread,
-    which makes a training step of a model with 2 layers of width 160 take 7 % longer.
+    On CPUs, 64 random bits decide on four elements. PyTorch draws a number for each element on one
+    thread, with which a training step of a model with 2 layers of width 160 takes 7 % longer.
     """
 
     def forward(self, x):
@@ -158,14 +159,16 @@ class Dropout(torch.nn.Dropout):
             return super().forward(x)
         bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-2 ** 63, None)
         level = bits.view(torch.int16)[:x.numel()].view(x.shape)  # uniform in [-2^15, 2^15)
-        kept = level >= min(round(self.p * 2 ** 16) - 2 ** 15, 2 ** 15 - 1)
+        # Zero the lowest fraction p of the levels. A threshold of 2^15 would wrap around in int16.
+        threshold = min(round(self.p * 2 ** 16) - 2 ** 15, 2 ** 15 - 1)
+        kept = level >= threshold
         return x * kept.to(x.dtype).mul_(1 / (1 - self.p))
 
 
 def attention(q, k, v, mask=None):
     """
-    Return softmax(q k^T / sqrt(Q)) v as (B, T, H Q). q: (B, T, H, Q); k, v: (B, S, K, Q), each of
-    their heads serves H / K heads of q.
+    Return softmax(q k^T / sqrt(Q)) v as (B, T, H Q). q: (B, T, H, Q); k, v: (B, S, K, Q), where
+    each head serves H / K heads of q.
 
     mask: Documents, or bool (T, S) or (B, 1, T, S) that is True where a query sees a key; None:
     causal. There is no dropout of attention weights, since no fast CPU kernel supports it
@@ -189,13 +192,13 @@ class Documents(NamedTuple):
     row begins a document.
     """
     starts: torch.Tensor  # (documents + 1,) int32: first token of each document, and B T at the end
-    longest: int          # T, an upper bound of a document's tokens
+    longest: int          # upper bound of a document's length in tokens: T
 
 
 def documents_of(tokens, bos_id, device):
     """
     Return the Documents of tokens (B, T), on the device; None if bos_id is None. The tokens are in
-    CPU memory: to search them on the device would synchronize with it.
+    CPU memory, because searching them on a GPU would wait for it.
     """
     if bos_id is None:
         return None
@@ -211,7 +214,7 @@ def has_packed_attention(device, amp, width, fewer_keys):
     """
     Return whether PyTorch's flash attention can run packed_attention.
 
-    amp: autocast context of the forward pass; width: Q; fewer_keys: whether K < H, which only some
+    amp: autocast context of the forward pass. width: Q. fewer_keys: whether K < H, which only some
     releases of PyTorch support.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
@@ -219,7 +222,7 @@ def has_packed_attention(device, amp, width, fewer_keys):
     if width % 8 or width > 256:
         return False
     with amp:
-        needed = {"window_size", *["enable_gqa"] * fewer_keys}
+        needed = {"window_size", "enable_gqa"} if fewer_keys else {"window_size"}
         return torch.is_autocast_enabled("cuda") and needed <= varlen_parameters()
 
 
@@ -232,7 +235,7 @@ def varlen_parameters():
 
 def packed_attention(q, k, v, documents):
     """Return attention() within Documents, without a T x T mask or products across borders."""
-    from torch.nn.attention.varlen import varlen_attn  # here: it imports the compiler
+    from torch.nn.attention.varlen import varlen_attn  # not above: it imports the compiler
     starts, longest = documents
     gqa = {"enable_gqa": True} if k.shape[2] != q.shape[2] else {}
     q, k, v = (z.flatten(0, 1) for z in (q, k, v))  # (B T, H or K, Q)
@@ -260,14 +263,16 @@ def swiglu_plain(a, b):
 
 class SwiGLU(torch.autograd.Function):
     """
-    Saves memory: backward needs a and b. The Linear that follows saves p = silu(a) b for its own
-    backward, so b is recomputed as p / silu(a). PyTorch's own backward saves b and silu(a) too.
+    swiglu with less memory: PyTorch's own saves b and silu(a) for backward in addition to a.
+
+    backward needs a and b. The Linear that follows saves p = silu(a) b for its own backward anyway,
+    so b is recomputed as p / silu(a).
     """
 
     @staticmethod
     def forward(ctx, a, b):
         p = F.silu(a).mul_(b)
-        # In a low precision b would be inexact, and it is undefined where silu(a) is 0: save b.
+        # Save b instead where p / silu(a) would be inexact (low precision) or undefined (0 / 0).
         ctx.keeps_p = p.dtype == torch.float32 and bool(p.all())
         ctx.save_for_backward(a, p if ctx.keeps_p else b)
         return p
@@ -283,13 +288,14 @@ class SwiGLU(torch.autograd.Function):
 
 def cross_entropy(x, lm_head, targets):
     """
-    Return the mean cross-entropy of the logits lm_head(x), in nats; 0 without targets.
+    Return the mean cross-entropy of the logits lm_head(x), in nats; 0 if no row has a target.
     x: (N, D); targets: (N,) int64, -1 where a row has none.
 
-    Without a compiler the written-out form runs on GPUs too, since all logits at once may not fit.
+    The written-out form also runs compiled on CPUs and uncompiled on GPUs, since all logits at once
+    may not fit in memory. It takes lm_head's weight, so lm_head must compute nothing but a product.
     """
-    compiled = torch.compiler.is_compiling()
-    if x.is_cuda and compiled or not is_product(lm_head) or not compiled and plain.get():
+    use_plain = x.is_cuda if torch.compiler.is_compiling() else plain.get()
+    if use_plain or not is_product(lm_head):
         return cross_entropy_plain(x, lm_head, targets)
     return CrossEntropy.apply(x, lm_head.weight, targets, compute_dtype(x), torch.is_grad_enabled())
 
@@ -300,7 +306,7 @@ def cross_entropy_plain(x, lm_head, targets):
 
 
 def is_product(linear):
-    """Return whether a call of this module computes x W^T only: an nn.Linear, no bias, no hook."""
+    """Return whether a call of this module computes x W^T only: an nn.Linear, no bias, no hooks."""
     if type(linear) is not torch.nn.Linear or linear.bias is not None or "forward" in vars(linear):
         return False
     return not any((linear._forward_hooks, linear._forward_pre_hooks,
@@ -309,17 +315,17 @@ def is_product(linear):
 
 class CrossEntropy(torch.autograd.Function):
     """
-    Saves memory: the logits of a large vocabulary outweigh everything else, so they are computed
-    for some rows at a time. Their gradients are computed with them, since dloss/dz is softmax(z)
-    minus 1 at the target; backward only scales them.
+    cross_entropy with less memory: the logits z of a large vocabulary would outweigh all else, so
+    they are computed for a piece of the rows at a time. forward also computes the gradients, since
+    it has the logits: dloss/dz is softmax(z), minus 1 at the target. backward only scales them.
     """
-    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # max logits in memory at once, on CPU and on GPU
+    PIECE, GPU_PIECE = 1 << 24, 1 << 27  # max number of logits at once, on CPU and on GPU
 
     @staticmethod
-    def forward(ctx, x, weight, targets, dtype, learns):
+    def forward(ctx, x, weight, targets, dtype, needs_grad):
         """
         x: (N, D); weight: (V, D); targets: (N,). dtype: of the matrix products; softmax and sums
-        are float32. learns: whether gradients are needed; ctx.needs_input_grad ignores no_grad.
+        are float32. needs_grad: compute gradients, too (ctx.needs_input_grad ignores no_grad).
         """
         w = weight.to(dtype)
         max_logits = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE
@@ -327,23 +333,25 @@ class CrossEntropy(torch.autograd.Function):
         rows = math.ceil(len(x) / pieces)
         buffer = torch.empty(rows, len(w), device=x.device)
         total = torch.zeros((), device=x.device)
-        dx, dw = (torch.empty_like(t) if learns else t for t in (x, weight))
+        # Without gradients, x and weight stand in for dx and dw, which are then never written.
+        dx, dw = (torch.empty_like(t) if needs_grad else t for t in (x, weight))
         parts = zip(x.to(dtype).split(rows), targets[:, None].split(rows), dx.split(rows))
         for i, (h, target, dh) in enumerate(parts):  # (rows, D), (rows, 1), (rows, D)
-            z, counted, target = buffer[:len(h)], target >= 0, target.clamp(min=0)
+            z = buffer[:len(h)]  # logits, then their softmax, then their gradients
+            counted, target = target >= 0, target.clamp(min=0)
             into(z, h, w.mT)
             top, at_target = z.amax(1, keepdim=True), z.gather(1, target)
             torch.softmax(z, 1, out=z)
-            # The softmax's maximum is exp(top) / sum(exp(z)), which gives the log of the sum.
+            # The row's largest softmax is exp(top) / sum(exp(z)); solve for log(sum(exp(z))).
             log_sum = top - z.amax(1, keepdim=True).log()
             total += ((log_sum - at_target) * counted).sum()
-            if learns:
+            if needs_grad:
                 with span("backward"):
                     dz = z.scatter_add_(1, target, -torch.ones_like(at_target)).to(dtype)
                     into(dh, dz, w).mul_(counted)
                     into(dw, dz.mT, h * counted, add=i > 0)
         n = (targets >= 0).sum().clamp(min=1)
-        if learns:
+        if needs_grad:
             ctx.save_for_backward(dx, dw, n)
         return total / n
 
@@ -355,7 +363,7 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def into(out, a, b, add=False):
-    """Write a b to `out`, which may have another dtype, or add it there. Return `out`."""
+    """Write the matrix product a b to `out`, of any dtype, or add it there. Return `out`."""
     if out.dtype == a.dtype:
         return out.addmm_(a, b, beta=int(add))
     return out.add_(a @ b) if add else out.copy_(a @ b)
