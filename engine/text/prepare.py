@@ -34,14 +34,14 @@ from engine.text.vocabulary import (check_vocabulary, file_name, is_made, make_v
                                     usual_pieces, vocabulary_file)
 from tokenizer import Tokenizer
 
-MAX_VAL_BYTES = 5e6  # of text that validates, unless val_fraction is given
+MAX_VAL_BYTES = 5e6  # max bytes held out for validation, unless val_fraction is given
 
 
 @dataclasses.dataclass
 class Options:
     """
-    How a source is prepared: knobs of data.py, which has a comment for each. workers: 0 for one a
-    core; urls: {name of a download: URL of the folder of its files}.
+    How a source is prepared: settings of data.py, which has a comment for each. urls: {name of a
+    download: URL of the folder of its files}.
     """
     vocab_source: str = "custom"
     vocab_size: int = 0
@@ -55,19 +55,20 @@ class Options:
     max_text_bytes: int = 0
 
 
-# Options that the content of a prepared folder depends on. A default agrees with every folder.
+# Options that the content of a prepared folder depends on, and their defaults. A default fits every
+# prepared folder, except that of vocab_source.
 NEUTRAL = {field.name: field.default for field in dataclasses.fields(Options)
            if field.name not in ("cache", "workers", "urls")}
 
 
 @dataclasses.dataclass
 class Job:
-    """A preparation. name: of the folder; vocab_goal: size of a vocabulary that is trained."""
+    """The preparation of one source."""
     source: Source
     options: Options
-    vocab_file: Path  # of a vocabulary that is not made here; or None
-    vocab_goal: int
-    name: str
+    vocab_file: Path  # file of the vocabulary; None if it is made for the text
+    vocab_goal: int   # size of a vocabulary that is trained
+    name: str         # name of the prepared folder
 
 
 def prepare(source, *options, **named_options):
@@ -93,7 +94,7 @@ def prepare(source, *options, **named_options):
 
 @contextlib.contextmanager
 def errors_in_one_line(source, cache):
-    """Turn what the block raises over a source or the disk into one line and exit code 2."""
+    """Report Unfit, OSError and Ctrl-C in the block in one line, with exit code 2."""
     try:
         yield
     except Unfit as e:
@@ -109,7 +110,7 @@ def errors_in_one_line(source, cache):
 
 
 def text_bytes(source, cache="cache", column="text"):
-    """Return how many bytes of text a source holds, about, without preparing it."""
+    """Return about how many bytes of text a source holds, without preparing it."""
     if is_prepared(source):
         meta = load(source).meta
         return meta["train_bytes"] + meta["val_bytes"]
@@ -118,41 +119,45 @@ def text_bytes(source, cache="cache", column="text"):
 
 
 def source_files(source, cache, column="text"):
-    """Return the stamps of a source's files (see file_stamps), [] if they are not the user's."""
+    """Return file_stamps of a source that is a path of text files, [] of any other source."""
     path = Path(source)
     if not path.exists() or is_prepared(path):
         return []
     return file_stamps(text_files(path, Path(cache).resolve(), column)[0])
 
 
-def as_prepared(knobs, given, meta):
+def as_prepared(config, given, meta):
     """
-    Return {name: value} of the knobs that differ from how the folder knobs.data was prepared, with
-    its values; {} if knobs.data is not a prepared folder. meta: its meta.json; given: names of
-    knobs that the user set. Fails if one of these differs, since it would change nothing.
+    Return {name: value} of the options in which `config` differs from the prepared folder
+    config.data, with the folder's values; {} if config.data is not a prepared folder. Fails if the
+    user set such an option, since it would have no effect. meta: the folder's meta.json; given:
+    names of the settings that the user set.
     """
+    if not is_prepared(config.data):
+        return {}
     changed = {}
-    for name, neutral in NEUTRAL.items() if is_prepared(knobs.data) else ():
-        value, found = getattr(knobs, name, neutral), meta.get(name, neutral)
+    for name, neutral in NEUTRAL.items():
+        value, found = getattr(config, name, neutral), meta.get(name, neutral)
         if name == "vocab_source":
-            is_same = is_vocabulary(value, name in given, meta, knobs.cache)
+            is_same = is_vocabulary(value, name in given, meta, config.cache)
         else:
             is_same = value in (found, neutral)
+            # A limit fits if the folder's vocabulary is within it.
             is_same |= name == "max_vocab_size" and value >= meta["vocab_size"]
         if is_same:
             continue
         if name in given:
             how = f", with {name}={found}" if name in meta else ""
-            fail(f"--{name}={value}: {knobs.data} is prepared already{how}; leave --{name} out, or "
-                 f"set it to {found} where a preset has it, or give a text")
+            fail(f"--{name}={value}: {config.data} is prepared already{how}; leave --{name} "
+                 f"out, set it to {found} if a preset sets it, or give a text instead")
         changed[name] = found
     return changed
 
 
 def is_vocabulary(source, is_given, meta, cache):
     """
-    Return whether a vocab_source names the vocabulary of prepared data. If it was not given by the
-    user, its file may be gone.
+    Return whether a vocab_source names the vocabulary of prepared data. Fails if a file that the
+    user gave is missing.
     """
     if source == meta["vocab_source"] or is_made(source):
         return source == meta["vocab_source"]
@@ -187,14 +192,14 @@ def make_job(text, options):
     if options.skip_bad:
         key.append("skip_bad")
     if options.max_vocab_size and not options.vocab_size:
-        key.append("vocab_most")  # its name in older folders
+        key.append("vocab_most")  # the option's older name; its value is the goal
     if options.max_text_bytes:
         key += ["text_most", options.max_text_bytes]
     if options.column != "text":
         key.append(options.column)
     may_be_limited = not source.is_exact or source.size > 10 * MAX_VAL_BYTES
     if not options.val_fraction and may_be_limited:
-        key.append("most")
+        key.append("most")  # MAX_VAL_BYTES applies
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]
     words = [source.name, f"{vocab_name}{options.vocab_size or ''}", digest]
     name = "-".join(re.sub(r"[^\w.]+", "_", word)[:40] for word in words)
@@ -208,8 +213,8 @@ def build(job, folder):
     (partial / "parts").mkdir(parents=True, exist_ok=True)
     if source.left_out:
         print(f"left out of {source.text}: {source.left_out}")
-    for name, (size, digest) in DOWNLOADS.get(source.text, {}).items():
-        download(folder.parent / source.text / name, options.urls[source.text], size, digest)
+    for name, (size, sha256) in DOWNLOADS.get(source.text, {}).items():
+        download(folder.parent / source.text / name, options.urls[source.text], size, sha256)
     try:
         if not (partial / "meta.json").exists():
             if not (partial / "corpus.json").exists():
@@ -224,7 +229,7 @@ def build(job, folder):
             if source.stamps and source.stamps != file_stamps(source.files):
                 raise changed_meanwhile(source.text)
             write_atomic(partial / "meta.json", json.dumps(meta, indent=1))
-    except (Unfit, SystemExit):  # another attempt would fail, too
+    except (Unfit, SystemExit):  # continuing would not help
         shutil.rmtree(partial, ignore_errors=True)
         raise
     for name in "parts", "texts":
@@ -233,16 +238,16 @@ def build(job, folder):
         path.unlink(missing_ok=True)
     publish(partial, folder)
     meta = read_meta(folder)
-    part = ""
+    share = ""
     if "whole_bytes" in meta:
-        part = f" ({meta['train_bytes'] / meta['whole_bytes']:.2%} of the text)"
-    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on{part}, "
+        share = f" ({meta['train_bytes'] / meta['whole_bytes']:.2%} of the text)"
+    print(f"prepared {folder}: {meta['train_tokens']:,} tokens to train on{share}, "
           f"{meta['val_tokens']:,} to validate, vocabulary of {meta['vocab_size']:,}, "
           f"{meta['train_bytes'] / meta['train_tokens']:.2f} bytes per token")
 
 
 def assemble(job, corpus, folder, tokenizer):
-    """Write train.bin and val.bin, and return the meta.json that belongs to them."""
+    """Write train.bin and val.bin, and return the content of meta.json."""
     counts, dtype = join_parts(corpus, folder), token_type(tokenizer)
     for (documents, *_), use in zip(counts, ("train on", "validate")):
         if not documents:
@@ -260,7 +265,7 @@ def assemble(job, corpus, folder, tokenizer):
     if corpus.whole_bytes:
         meta["whole_bytes"] = corpus.whole_bytes
     if job.source.stories:
-        _, size, bits = counts[1]
+        _, size, bits = counts[1]  # of the validation split
         meta["floor_bpb"] = bits / size
         meta["entropy_bits_per_story"] = stories.entropy()
     return meta
@@ -268,7 +273,7 @@ def assemble(job, corpus, folder, tokenizer):
 
 @contextlib.contextmanager
 def locked(cache):
-    """Make other processes wait that would prepare data in this cache."""
+    """Let only one process at a time prepare data in this cache; others wait."""
     import fcntl  # here: Windows lacks it, which configurator.py reports
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".lock", "a") as f:
