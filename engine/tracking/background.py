@@ -1,4 +1,4 @@
-"""A tracker in the background: the program neither waits for it nor stops with it."""
+"""A tracker in the background: its delays and failures do not hold up the training."""
 import atexit
 import os
 import queue
@@ -14,22 +14,26 @@ from engine.tracking.follow import Tee
 from engine.tracking.process import ClientProcess, bytes_written, kill
 from engine.tracking.redact import redact
 
-MAX_WAITING = 10_000         # calls that may wait for a slow tracker before it is given up
-MIN_BYTES_PER_SEC = 125_000  # an upload gets the time that a line of 1 Mbit/s needs
-MIN_PROGRESS = 1 << 16       # bytes; a client that only waits writes less
+MAX_WAITING = 10_000         # queued calls; a tracker that leaves more waiting is given up
+MIN_BYTES_PER_SEC = 125_000  # 1 Mbit/s: a slower upload of models is given up
+MIN_PROGRESS = 1 << 16       # bytes within FINISH_SECONDS; a client that only waits writes less
 
 
 class Background:
-    """A thread that calls a tracker. An exception of the tracker ends it with one warning."""
+    """
+    A tracker and the thread that calls it. If the tracker raises an exception, it is given up with
+    one warning, and later calls do nothing.
+    """
 
-    def __init__(self, name, kind, session):
-        """Start the tracker. name, kind: its entry in find_trackers()."""
-        self.kind, self.remedy = kind, kind.remedy(session)
-        self.process = ClientProcess(name, session) if kind.own_process else None
+    def __init__(self, name, tracker_class, session):
+        """Start the tracker. name, tracker_class: its entry in find_trackers()."""
+        self.tracker_class, self.title = tracker_class, tracker_class.title
+        self.remedy = tracker_class.remedy(session)
+        self.process = ClientProcess(name, session) if tracker_class.own_process else None
         self.calls, self.started, self.ended = queue.SimpleQueue(), threading.Event(), False
-        self.takes_models = session.models and kind.model is not Destination.model
+        self.takes_models = session.models and tracker_class.model is not Destination.model
         self.model_bytes = 0
-        self.takes_console = kind.console is not Destination.console
+        self.takes_console = tracker_class.console is not Destination.console
         if self.takes_console:
             sys.stdout = Tee(sys.stdout, lambda text: self.call("console", "stdout", text))
             sys.stderr = Tee(sys.stderr, lambda text: self.call("console", "stderr", text))
@@ -37,15 +41,15 @@ class Background:
         self.thread.start()
         atexit.register(self.flush)
 
-    def wait_for_start(self, until):
-        """Wait until the tracker has started, at most until this time.monotonic()."""
-        if not self.started.wait(max(0, until - time.monotonic())):
-            tell(f"tracking: {self.kind.title} is still starting; training goes on without waiting")
+    def wait_for_start(self, deadline):
+        """Wait until the tracker has started or failed. deadline: in time.monotonic() seconds."""
+        if not self.started.wait(max(0, deadline - time.monotonic())):
+            tell(f"tracking: {self.title} is still starting; training goes on without waiting")
 
     def work(self, session):
         """
-        In the thread: start the tracker and pass calls on to it. A process gets them before it has
-        started, so that it has all of them if the program ends meanwhile.
+        Start the tracker and pass the queued calls on to it; runs in the thread. A process receives
+        calls while its tracker still starts: if this program ends meanwhile, none is lost.
         """
         try:
             if self.process:
@@ -53,14 +57,14 @@ class Background:
                 threading.Thread(target=self.confirm_start, daemon=True).start()
                 call = self.process.call
             else:
-                tracker = self.kind(session)
+                tracker = self.tracker_class(session)
                 self.started.set()
                 call = lambda method, *arguments: getattr(tracker, method)(*arguments)
-            for method, *arguments in iter(self.calls.get, None):
+            for method, *arguments in iter(self.calls.get, None):  # None: see flush
                 call(method, *arguments)
                 if method == "finish":
                     if self.process:
-                        self.started.wait()  # the process answers the start first
+                        self.started.wait()  # confirm_start reads the first answer, end the second
                         self.process.end()
                     break
         except BrokenPipeError as e:
@@ -71,7 +75,7 @@ class Background:
         self.started.set()
 
     def confirm_start(self):
-        """In a thread: wait until the process has started the tracker, or give it up."""
+        """Wait until the process has started the tracker; give it up if that fails."""
         try:
             self.process.receive()
         except Exception as e:
@@ -79,8 +83,8 @@ class Background:
         self.started.set()
 
     def reason_of(self, error):
-        """Return why a process has ended, if it told; `error`: the broken pipe."""
-        self.started.wait()
+        """Return the error that a process sent before it ended; else `error`, the broken pipe."""
+        self.started.wait()  # until confirm_start has read its answer
         try:
             if not self.ended:
                 self.process.receive()
@@ -92,7 +96,7 @@ class Background:
         if not self.ended:
             self.ended = True
             kill(self.process.processes() if self.process else ())
-            tell(f"warning: tracking with {self.kind.title} stopped ({redact(why)}); "
+            tell(f"warning: tracking with {self.title} stopped ({redact(why)}); "
                  f"log.jsonl goes on{self.remedy}", sys.stderr)
 
     def call(self, method, *arguments):
@@ -103,9 +107,9 @@ class Background:
             self.calls.put((method, *arguments))
 
     def flush(self):
-        """At the exit of a program that did not call finish(): send what it printed last."""
+        """Pass on the queued calls at the exit of a program that did not call finish()."""
         if not self.ended:
-            self.calls.put(None)
+            self.calls.put(None)  # ends the loop of work()
             self.thread.join(3)
 
     def log(self, row):
@@ -124,23 +128,29 @@ class Background:
         if self.takes_console and isinstance(sys.stdout, Tee):
             sys.stdout, sys.stderr = sys.stdout.end(), sys.stderr.end()
         self.call("finish")
-        waits = self.kind.waits_at_end or not self.process  # a thread would end with the program
-        self.thread.join(0 if self.ended else 3 if waits else 2)
+        # Without a process there is only this thread, which would end with the program.
+        must_wait = self.tracker_class.waits_at_end or not self.process
+        if not self.ended:
+            self.thread.join(3 if must_wait else 2)  # a tracker that ends so soon costs no message
         if self.ended or not self.thread.is_alive():
             return
-        if waits:
-            tell(f"tracking: {self.kind.title} is uploading what is left; given up when nothing "
+        if must_wait:
+            tell(f"tracking: {self.title} is uploading what is left; given up when nothing "
                  f"moves for {FINISH_SECONDS} s")
             self.wait_for_upload()
         else:
             self.ended = True
-            lost = self.calls.qsize()  # calls that the process has no room for yet
-            tell(f"tracking: {self.kind.title} goes on by itself with what is left, for "
+            lost = self.calls.qsize()  # calls that did not fit into the pipe to the process
+            tell(f"tracking: {self.title} goes on by itself with what is left, for "
                  f"{FINISH_SECONDS} s at most"
                  + (f"; the last {lost} rows are in log.jsonl alone" if lost else ""))
 
     def wait_for_upload(self):
-        """Wait for the thread as long as its process writes something and the upload is in time."""
+        """
+        Wait until the thread ends, with a progress bar if models are uploaded. Give the tracker up
+        if its processes write too little for FINISH_SECONDS (checked on Linux only), or if it takes
+        longer than that plus the time for its models at MIN_BYTES_PER_SEC.
+        """
         size = self.model_bytes if self.process else 0
         begin = last_progress = time.monotonic()
         written, sent_before = 0, None
@@ -149,6 +159,7 @@ class Background:
                   disable=not size, miniters=1, mininterval=refresh) as bar:
             while self.thread.is_alive() and not self.ended:
                 processes = self.process.processes() if self.process else []
+                # The bar leaves out processes[0]: a child, the client's service, uploads.
                 sent, now = bytes_written(processes[1:]), time.monotonic()
                 sent_before = sent if sent_before is None else sent_before
                 bar.update(max(0, min(sent - sent_before, size) - bar.n))
@@ -161,4 +172,4 @@ class Background:
                     self.give_up(f"it has not finished after {now - begin:.0f} s")
                 self.thread.join(0.5)
             if self.process and self.process.child and self.process.child.returncode == 0:
-                bar.update(size - bar.n)
+                bar.update(size - bar.n)  # all is uploaded: fill the bar
