@@ -1,11 +1,11 @@
 """
-Named spans of a training step for torch.profiler; --profile=True sums them up as phases
-(engine/debug/profiler.py).
+Named spans of a training step for torch.profiler. With --profile=True, engine/debug/profiler.py
+adds up their time by name, the phase.
 
     with span("forward"):
         loss = model(x, y)[1]
 
-Without a profiler a span costs a function call. Time in nested spans counts for the inner one.
+Without a profiler a span costs a function call. Time in nested spans counts for the innermost only.
 """
 import contextlib
 import functools
@@ -14,11 +14,11 @@ import torch
 
 NOTHING = contextlib.nullcontext()
 PHASES = ("data", "forward", "backward", "clipping", "optimizer", "communication", "logging")
-measured = False  # --profile: each span waits for the GPU, and DDP communicates after backward
+measured = False  # True during --profile: each span then ends only when the GPU has finished
 
 
 def measure(on):
-    """Begin or end the measurement of phases."""
+    """Set whether spans wait for the GPU, so that its time counts for the span that uses it."""
     global measured
     measured = on
 
@@ -28,13 +28,13 @@ def span(name):
     if torch.compiler.is_compiling() or not torch.autograd._profiler_enabled():
         return NOTHING
     if measured and torch.accelerator.is_available():
-        return waited(name)
+        return synchronized(name)
     return torch.profiler.record_function(name)
 
 
 @contextlib.contextmanager
-def waited(name):
-    """A span that ends when the device has finished, so that its time counts for this span."""
+def synchronized(name):
+    """Span that ends when the GPU has finished, so that the GPU's time counts for this span."""
     with torch.profiler.record_function(name):
         yield
         torch.accelerator.synchronize()
