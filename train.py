@@ -19,9 +19,9 @@ from pathlib import Path
 from configurator import configure, fail  # before torch: it explains packages that are missing
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # Unless the user chose a policy: how long an idle OpenMP thread spins before it sleeps, read
-    # when torch is imported. Without spinning a step is slower, and endless spinning is slow on
-    # cores that other programs use too.
+    # An idle OpenMP thread spins this many rounds before it sleeps; importing torch reads the
+    # number. Without spinning a step is slower, and endless spinning is slow on cores that other
+    # programs use too.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import torch
 from tqdm import tqdm
@@ -57,14 +57,15 @@ eval_iters = 50             # size of an evaluation, in thousands (1024) of toke
                             # of val, as many of train
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
-early_stop = 0              # evaluations without a new best loss before the run ends from its best
-                            # weights; 0: never
+early_stop = 0              # evaluations without a new best loss after which the run returns to its
+                            # best weights and ends soon; 0: never
 always_save_checkpoint = False  # keep every checkpoint instead of the newest and the best
 init_from = "auto"          # auto: resume out_dir's run, else start; force: the same, even if
                             # batch, data, seed or context have changed; scratch; resume; or the
                             # path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
-                            # the data; 0: 5, on a GPU 20
+                            # the data; 0: no budget, but 5 (20 on a GPU) for a new model on data
+                            # other than stories, without depth, max_iters or max_minutes
 max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
                             # end; 0: no limit
 checks = "all"              # checks before the first step: all, none, some (future,leak), or all
@@ -113,8 +114,8 @@ hidden_dim = 0              # width inside the feed-forward; 0: 8/3 dim, rounded
                             # multiple_of
 multiple_of = 32            # the hidden width is rounded up to a multiple of this
 max_seq_len = 192           # context, in tokens
-dropout = 0.0               # probability of dropping an element that a block adds; 0 for large
-                            # data, 0.1 for many epochs
+dropout = 0.0               # dropout probability after the embeddings and in each residual
+                            # branch; 0 for large data, 0.1 for many epochs
 document_mask = True        # attention sees only its own document; False is faster with long
                             # contexts
 tie_embeddings = True       # the classifier shares the embedding's weights
@@ -171,10 +172,10 @@ BUILD = costs.Build(ModelArgs.of, make_optimizer)
 
 def train_step(t, step, x, y, spike_detector, update_norms):
     """
-    Take one optimizer step of a Training on x, y, this process's slice of the global batch of shape
-    (sequences, max_seq_len), in micro-batches of batch_size sequences. Return the mean loss and the
-    gradient norm of the global batch, scalar tensors on the device, and whether the step was taken:
-    the spike detector may refuse it.
+    Take one optimizer step of a Training in micro-batches of batch_size sequences. x, y: this
+    process's slice of the global batch, (sequences, max_seq_len) each. Return (loss, norm, taken):
+    the mean loss and the gradient norm of the global batch, scalar tensors on the device, and
+    whether the step was taken, since the spike detector may refuse it.
     """
     # Dropout, like the batch, depends on the step only: a resumed run repeats it.
     torch.manual_seed(seed + step * distributed.world + distributed.rank)
@@ -186,8 +187,8 @@ def train_step(t, step, x, y, spike_detector, update_norms):
                                                         grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        # This micro-batch's share of the step. Rows without targets are padding: the ranks need as
-        # many rows each, though their number may not divide the batch.
+        # The micro-batch's weight in the mean loss. Rows without targets don't count: where the
+        # batch does not divide by the number of ranks, they pad each rank to the same row count.
         share = (yb >= 0).any(1).sum().item() / sequences
         documents = ops.documents_of(xb, t.dataset.separator, t.device) if packed else None
         xb, yb = distributed.to_device(t.device, xb, yb)
@@ -208,8 +209,10 @@ def train_step(t, step, x, y, spike_detector, update_norms):
         torch.nn.utils.clip_grads_with_norm_(t.model.parameters(), max_norm, scaled_norm)
     is_judged = spike_z or t.opt.scale.wanted
     taken = not (is_judged and spike_detector.refuses(*read()))  # read() waits for the device
-    if taken:
-        t.opt.step(*[update_norms] if update_norms.wanted else [])
+    if taken and update_norms.wanted:
+        t.opt.step(update_norms)
+    elif taken:
+        t.opt.step()
     t.opt.scale.update(norm)
     t.opt.zero_grad()
     return loss, norm, taken
@@ -218,9 +221,9 @@ def train_step(t, step, x, y, spike_detector, update_norms):
 @torch.no_grad()
 def evaluate(t):
     """
-    Return {"train", "val"}: the mean loss in nats per token over the same documents of a split
-    every time, as many tokens of both. Each document is read from its beginning, a long one in
-    pieces of the context's length. The processes share the work.
+    Return {split: mean loss in nats per token} for "train" and "val". Every call reads the same
+    documents, with the same number of tokens in both splits. Each document is read from its
+    beginning, a long one in pieces of the context's length. The processes share the work.
     """
     t.model.eval()
     # Apple's GPUs have no float64.
@@ -228,12 +231,12 @@ def evaluate(t):
     limit = eval_iters * costs.EVAL_TOKENS
     losses = {}
     for split in ("train", "val"):
-        total = torch.zeros(2, dtype=precise, device=t.device)  # sum of losses, of predictions
+        total = torch.zeros(2, dtype=precise, device=t.device)  # [sum of losses, predictions]
         for x, y, is_counted in t.dataset.eval_batches(split, limit, costs.EVAL_PASS):
             x, y = distributed.to_device(t.device, x, y)
             with t.amp:
                 loss = t.model(x, y)[1]
-            predictions = (y >= 0).sum() * is_counted
+            predictions = (y >= 0).sum() * is_counted  # 0 for the batch that an idle rank repeats
             total += torch.stack((loss.to(precise) * predictions, predictions))
         nats, predictions = distributed.mean(total).tolist()
         losses[split] = nats / predictions
@@ -282,7 +285,8 @@ def save(t, writer, metric, unlogged=()):
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
-        # named_parameters() has a parameter that two modules share once.
+        # named_parameters() lists a shared parameter once. Shards are copied, since FSDP frees the
+        # storage of gathered weights.
         weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
     except (MemoryError, RuntimeError) as e:  # a GPU's weights don't fit into the host's memory
@@ -291,7 +295,7 @@ def save(t, writer, metric, unlogged=()):
         progress.warn_of(e)
         return
     step, best, extra = t.state["step"], t.state["best_step"], t.state["chat"]
-    keep_last = 0 if always_save_checkpoint else 1
+    keep_last = 0 if always_save_checkpoint else 1  # 0: keep all
 
     def work():
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
@@ -311,9 +315,9 @@ def save(t, writer, metric, unlogged=()):
 
 def conclude(t, tracker, row):
     """
-    Export the model that the training ended with, give the models to the tracker, and say what is
-    on disk and what to type next. row: the last one. Return the exit code: 0 where the last
-    checkpoint, the models and the whole log are on disk, else 2.
+    Export the model that the training ended with, hand the models to the tracker, and report what
+    is on disk and what to type next. row: the row of the last step. Return the exit code: 0 if the
+    last checkpoint, the models and the whole log are on disk, else 2.
     """
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
@@ -321,6 +325,7 @@ def conclude(t, tracker, row):
     wanted = None  # the step of model.gguf
     if t.exports:
         wanted = step if never_evaluated else state["best_step"]
+    # A sharded model's whole weights are read from its checkpoint.
     newest = checkpoint.newest(out_dir) if distributed.is_sharded(t.model) else None
     weights = checkpoint.load(newest)["model"] if newest else t.model.state_dict()
     extra = {ITER: step} | state["chat"]
@@ -450,8 +455,8 @@ def main(config, steps=math.inf):
 
 def train(t, steps=math.inf):
     """
-    Train until the last step, the end of the time budget, no more progress, or a signal. steps: max
-    steps of this session. Return the exit code: 0 if all that was promised is on disk.
+    Train until the last step, the end of the time budget, early_stop, or a signal. steps: max steps
+    of this session. Return the exit code of `conclude`.
     """
     config, state, record, model, opt = t.config, t.state, t.record, t.model, t.opt
     first_step, changes = state["step"], t.changes
@@ -460,13 +465,13 @@ def train(t, steps=math.inf):
     writer = checkpoint.Writer()
     if t.device.type == "cpu":
         opt.ready = writer.join  # the weights may not change while the writer reads them
-    clock = progress.session_clock(state["clock"], max_minutes, minutes,
-                                   distributed.on_master(plan.training_seconds, minutes))
+    budget_left = distributed.on_master(plan.training_seconds, minutes)  # seconds
+    clock = progress.session_clock(state["clock"], max_minutes, minutes, budget_left)
     signals = Signals(clock["seconds"], clock["end"])
     spike_detector = SpikeDetector(spike_z, state.get("guard"))
     state |= {"guard": spike_detector.state, "scale": opt.scale.state}
     stopwatch, update_norms = Stopwatch(t.device), UpdateNorms(model, log_extras)
-    norm, rate = None, None  # of the last step
+    norm, rate = None, None  # gradient norm and learning rate of the last step
     bar = tqdm(total=last_step, initial=first_step, unit="it", dynamic_ncols=True,
                disable=not (distributed.master and sys.stderr.isatty()))
     while True:
@@ -545,6 +550,7 @@ def train(t, steps=math.inf):
         state["tokens"] += record["tokens_per_iter"]
         state["sequences"] += batch_size * gradient_accumulation_steps
         stopwatch.steps += 1
+        # The time budget may end the run earlier: extrapolate from the steps so far.
         bar.total = min(last_step, round(step / spent)) if spent and step else last_step
         bar.update()
         if compile and step == first_step:
