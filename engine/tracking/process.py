@@ -1,9 +1,10 @@
 """
-A tracker in a process of its own, which can be killed whatever its client waits for.
+A tracker in a process of its own, which can be killed even while its client hangs.
 
-ClientProcess starts `track.py serve` and writes JSON lines to its stdin: first {"tracker",
-"session", "argv"}, then a call a line, [method, *arguments]. serve() answers on stdout, a
-JSON line each: ["ready", lines for the user] after the start and after finish, or ["error", text].
+ClientProcess, in the program that logs, starts `track.py serve` and writes JSON lines to its
+stdin: first {"tracker", "session", "argv"}, then [method, *arguments] for each call. serve() writes
+JSON lines to its stdout: ["ready", lines for the user] when the tracker has started and again when
+it has finished, or ["error", text].
 """
 import contextlib
 import dataclasses
@@ -25,7 +26,7 @@ from engine.tracking.trackers import find_trackers
 
 
 class ClientProcess:
-    """A tracker's process, as the program that logs sees it."""
+    """The tracker's process and the pipes to it, in the program that logs."""
 
     def __init__(self, tracker, session):
         """tracker: its name in find_trackers()."""
@@ -33,8 +34,9 @@ class ClientProcess:
         self.session = dataclasses.replace(session, trainer=os.getpid())
 
     def start(self):
-        """Start the process. It answers when the run has begun; calls may be sent before."""
-        # A W&B service that another program started must not be killed with this process.
+        """Start the process; return at once. Calls may be sent before its first answer."""
+        # Without WANDB_SERVICE the client starts a service of its own: killing the children must
+        # not kill the service of another program.
         environment = {name: v for name, v in os.environ.items() if name != "WANDB_SERVICE"}
         self.child = subprocess.Popen(
             [sys.executable, str(ROOT / "track.py"), "serve"], stdin=subprocess.PIPE,
@@ -47,7 +49,7 @@ class ClientProcess:
         print(json.dumps(encodable(message)), file=self.child.stdin, flush=True)
 
     def receive(self):
-        """Print the lines that the process answers. Raises RuntimeError if it failed."""
+        """Wait for an answer and print its lines. Raises RuntimeError if the tracker failed."""
         answer = self.child.stdout.readline() or '["error", "its process has ended"]'
         kind, content = json.loads(answer)
         if kind == "error":
@@ -60,31 +62,31 @@ class ClientProcess:
         self.send([method, *arguments])
 
     def end(self):
-        """Wait for the answer to finish. Raises RuntimeError if the tracker failed."""
+        """Wait for the answer to the call of finish, and for the exit. Raises as receive()."""
         self.receive()
         self.child.wait()
 
     def processes(self):
-        """Return the ids of the process and of those that it started."""
+        """Return the id of the process, then those of its children; [] before the start."""
         return [self.child.pid, *children(self.child.pid)] if self.child else []
 
 
 def encodable(message):
     """
-    Return JSON data without lone surrogates, which have no UTF-8. Python decodes bytes of a file's
-    name that are not UTF-8 to them.
+    Return JSON data with "?" for each lone surrogate, which UTF-8 cannot encode. Python makes them
+    from bytes of a file's name that are not UTF-8.
     """
     return json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def serve():
     """
-    Run a tracker for the ClientProcess at the other end of stdin and stdout. If that program ends
-    without a call of finish, finish the run as failed.
+    Run a tracker for the ClientProcess at the other end of stdin and stdout, then exit. If stdin
+    ends without a call of finish, because that program has ended, finish the run as failed.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # prints here are only for the client to record
-    reason = repr
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the client records prints
+    reason = repr  # until the tracker, which words its own errors, is known
 
     def answer(kind, content):
         with contextlib.suppress(OSError):
@@ -99,14 +101,14 @@ def serve():
         tracker = kind(session)
         answer("ready", tracker.take_messages())
         for line in sys.stdin:
-            if not line.endswith("\n"):  # the program was killed while it wrote
+            if not line.endswith("\n"):  # cut off: the writer was killed
                 continue
             method, *arguments = json.loads(line)
             getattr(tracker, method)(*arguments)
             if method == "finish":
                 answer("ready", tracker.take_messages())
                 break
-        else:
+        else:  # stdin ended
             threading.Timer(FINISH_SECONDS, exit_at_once).start()
             tracker.finish(failed=True)
     except Exception as e:
@@ -115,7 +117,7 @@ def serve():
 
 
 def exit_after(pid):
-    """Exit some time after the parent process `pid` has ended, whatever the client waits for."""
+    """Exit FINISH_SECONDS after the parent process `pid` has ended, even if the client hangs."""
     while os.getppid() == pid:
         time.sleep(1)
     time.sleep(FINISH_SECONDS)
@@ -123,7 +125,7 @@ def exit_after(pid):
 
 
 def exit_at_once():
-    """Exit and kill the client's service, which the client's own exit would wait for."""
+    """Kill the client's service and exit: a regular exit would wait for the service."""
     kill(children(os.getpid()))
     os._exit(0)
 
