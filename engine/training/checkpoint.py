@@ -1,24 +1,27 @@
 """
-Checkpoints that survive a writer which is killed or fails at any moment. A checkpoint is a folder
+Write and read checkpoints, which survive a writer that is killed or fails at any moment. A
+checkpoint is a folder, called a step folder:
 
     out/my/checkpoints/step_00001000/
-        model.pt          {"args": ModelArgs as a dict, "model": {name: parameter}, a shared one
-                          once, "chat": GGUF's metadata about chats, of a fine-tuned model}
+        model.pt          {"args": ModelArgs as a dict,
+                           "model": {name: parameter}, tied weights under one name only,
+                           "chat": {GGUF key: value} of the chat format; {} if there is none}
         train.pt          {"optimizer": state_dict, "state": see progress.new_state}
         config.json       the resolved settings of the run, and what was derived from them
         tokenizer.*       the vocabulary, so that a checkpoint is enough to sample and to export
-        checkpoint.json   the manifest: version, step, size and sha256 of every file above
+        checkpoint.json   the manifest: version, step, validation loss ("metric"), and
+                          size and sha256 of every file above
 
-It is written under a temporary name, synced to disk, and published by one atomic rename. The
-manifest is written last: with it a checkpoint is complete. `latest` and `best` in out/my are small
-files that name a step folder. Checkpoints are loaded with weights_only, so they can't run code.
+It is written under the temporary name .tmp_00001000, manifest last, synced to disk, and published
+by one atomic rename. `latest` and `best` in out/my are small files that name a step folder.
+Checkpoints are loaded with weights_only, so they can't run code.
 
-Only files and folders under the names in PARTS and STEP are removed, renamed or overwritten: all
-others belong to the user. run_folder.py guards the folder of the run.
+Files that PARTS does not match belong to the user: a folder that holds one is never deleted.
+run_folder.py guards the folder of the run.
 
 In a sharded run (FSDP2) no process holds the whole model. Each writes its slices as
 shard-*.safetensors, by torch.distributed.checkpoint, in place of "model" and "optimizer" above.
-That module's own format has an index that is a pickle, which could run code.
+Safetensors replace that module's own format, whose index is a pickle, which could run code.
 """
 import contextlib
 import json
@@ -45,13 +48,13 @@ from engine.untrusted import (MAX_JSON, MAX_SETTINGS, is_plain_name, load_torch,
 VERSION = 2
 PARTS = re.compile(
     r"(model|train)\.pt|(config|checkpoint)\.json|tokenizer\.\w+|shard-.*\.safetensors")
-STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")
+STEP = re.compile(r"step_\d{8,}(\.damaged\d*)?")  # run_folder.recover adds .damaged
 
 
 class Contents(NamedTuple):
     """
     The contents of a checkpoint. model, train: dicts of tensors and plain values for model.pt and
-    train.pt; config: a dict for JSON; tokenizer: path of the vocabulary file; metric: the
+    train.pt; config: a dict for config.json; tokenizer: path of the vocabulary file; metric: the
     validation loss, inf if it was not measured.
     """
     step: int
@@ -66,9 +69,9 @@ class Contents(NamedTuple):
 
 def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
     """
-    Publish out_dir/checkpoints/step_N and return it. Then remove all checkpoints but the newest
-    keep_last (0: keep all), the one with the lowest metric, and the one that early_stop would
-    return to.
+    Publish out_dir/checkpoints/step_N and return its path. Then remove all checkpoints except the
+    newest keep_last (0: keep all), the one with the lowest metric, and the one that early_stop
+    would return to.
 
     contents: a Contents; claim(out_dir): called by the master before the first file is written. In
     a sharded run all processes call this. Raises OSError when the disk fails, MemoryError or
@@ -85,16 +88,17 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
             contents = contents._replace(
                 model={name: part for name, part in model.items() if name != "model"},
                 train={name: part for name, part in train.items() if name != "optimizer"})
-        if not distributed.master:  # this may run in a thread, where on_master's messages can't
+        # on_master is unsafe here: in a Writer's thread its messages could mix with training's.
+        if not distributed.master:
             return final
         if not shards:
             begin(temporary, out_dir, claim)
         write_files(temporary, shards, contents)
-        if final.exists():  # a stop saves before and after its evaluation
+        if final.exists():  # at a stop the same step is saved before and after its evaluation
             remove(final)
         os.rename(temporary, final)
     except BaseException:
-        # A complete one that could not be renamed stays: run_folder.finish publishes it later.
+        # If only the rename failed, the complete temporary folder stays, for run_folder.finish.
         if final.exists() or damage(temporary):
             discard(temporary)
         raise
@@ -104,9 +108,9 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
     if ranked:
         write_atomic(Path(out_dir, "best"), ranked[0].name)
     keep = ranked[:1]
-    early_stop_best = train.get("state", {}).get("best_due", [math.inf, None])[1]
-    if early_stop_best:
-        keep.append(step_folder(out_dir, early_stop_best))
+    _, early_stop_step = train.get("state", {}).get("best_due", [math.inf, None])
+    if early_stop_step:
+        keep.append(step_folder(out_dir, early_stop_step))
     prune(out_dir, keep_last, keep)
     return final
 
@@ -116,14 +120,14 @@ def step_folder(out_dir, step):
 
 
 def begin(folder, out_dir, claim):
-    """Claim out_dir, then make an empty folder in place of an interrupted writer's."""
+    """Claim out_dir, then make `folder`, deleting one that an interrupted writer left."""
     claim(out_dir)
     discard(folder)
     folder.mkdir(parents=True)
 
 
 def discard(folder):
-    """Delete an unfinished or renamed checkpoint, unless it holds other files."""
+    """Delete a folder, unless it holds a file that is not part of a checkpoint. Ignore OSErrors."""
     with contextlib.suppress(OSError):
         if all(PARTS.fullmatch(name) for name in os.listdir(folder)):
             shutil.rmtree(folder)
@@ -131,13 +135,13 @@ def discard(folder):
 
 def remove(folder):
     """
-    Delete a checkpoint, unless it holds other files. It is renamed first, so that a kill does not
-    leave one that looks damaged.
+    Delete a step folder, unless it holds a file that is not part of a checkpoint. It is renamed
+    first, because a kill during the deletion would leave a step folder that looks damaged.
     """
     if not (folder / "checkpoint.json").exists():
         return
     if all(PARTS.fullmatch(name) for name in os.listdir(folder)):
-        doomed = folder.with_name(f".old_{folder.name[5:]}")
+        doomed = folder.with_name(folder.name.replace("step_", ".old_"))
         discard(doomed)
         os.rename(folder, doomed)
         discard(doomed)
@@ -145,8 +149,8 @@ def remove(folder):
 
 def torch_save(content, path):
     """
-    Write a file by torch.save. Raises OSError if the disk fails, where torch.save raises a
-    RuntimeError, and MemoryError if memory runs out.
+    Write a file by torch.save. Raises OSError if the disk fails, and MemoryError if memory runs
+    out. torch.save itself raises a RuntimeError for both, with the cause as its __context__.
     """
     with open(path, "wb") as f:
         try:
@@ -159,8 +163,8 @@ def torch_save(content, path):
 
 def write_files(folder, shards, contents):
     """
-    Write the files of a step folder, the manifest last, and sync all to disk. shards: {name:
-    [size, sha256]} of the shards that are there already.
+    Write the files of a step folder, the manifest last, and sync all to disk. shards: {file name:
+    [size, sha256]} of the shards that are already written.
     """
     torch_save(contents.model, folder / "model.pt")
     torch_save(contents.train, folder / "train.pt")
@@ -184,9 +188,11 @@ def size_and_sha256(path):
 
 def write_shards(begin, folder, parts):
     """
-    Write the slices of this process of {"model": {name: tensor}, "optimizer": ...} into one file,
-    as tensors "model.name", and return {file: [size, sha256]} of all processes' files. begin():
-    called by the master to make the folder.
+    Write this process's slices of sharded tensors into one file, and return {file name:
+    [size, sha256]} of all processes' files.
+
+    begin(): called by the master to make the folder. parts: {"model": {name: tensor}, "optimizer":
+    {name: tensor}}; the file names a tensor "model.name" or "optimizer.name".
     """
     import torch.distributed.checkpoint as dcp  # takes 0.1 s, which only sharded runs need
     tensors = {f"{part}.{name}": tensor
@@ -206,15 +212,15 @@ def write_shards(begin, folder, parts):
 
 
 class Writer:
-    """A thread that does one piece of work at a time while training continues."""
+    """A thread that writes one checkpoint at a time while training continues."""
 
     def __init__(self):
         self.thread, self.error = None, None
 
     def start(self, work):
         """
-        Wait for the work in progress, then begin `work()`. Returns and raises what `wait` does
-        about the work before.
+        Call `wait` for the previous work, then begin `work()`. Returns what `wait` returned; if
+        `wait` raises, the new work is not begun.
         """
         error = self.wait()
         self.thread = threading.Thread(target=self._run, args=(work,))
@@ -232,15 +238,14 @@ class Writer:
             self.error = e
 
     def join(self):
-        """Return when no work is in progress."""
+        """Wait until no work is in progress."""
         if self.thread:
             self.thread.join()
 
     def wait(self):
         """
-        Wait until no work is in progress. Return None if the last work succeeded, and its exception
-        if the next may succeed, because the disk or the memory was full. Raises any other exception
-        of the last work.
+        Wait until no work is in progress. Return None if the last work succeeded, or its exception
+        if is_retryable. Raises any other exception of the last work.
         """
         self.join()
         error, self.thread, self.error = self.error, None, None
@@ -250,22 +255,22 @@ class Writer:
 
 
 def is_retryable(error):
-    """Return whether a later save may succeed: the disk or the memory was full."""
+    """Return whether a later save may succeed: the disk failed, or memory ran out."""
     return isinstance(error, OSError) or hardware.is_out_of_memory(error)
 
 
 def why_unsaved(error):
-    """Return the reason of a retryable exception in words."""
+    """Return in words why a save failed with a retryable exception."""
     return reason(error if isinstance(error, OSError) else MemoryError())
 
 
 def snapshot(value, copy=False):
     """
-    Return nested dicts and lists as they are now, with their tensors in the host's memory.
+    Return a copy of nested dicts and lists, with their tensors in the host's memory.
 
-    Tensors of a GPU are copied. Those of a CPU are shared, as a copy would need as much memory as
-    the weights, so they may not change before they are written (Writer.join). copy: copy those of a
-    CPU too, as FSDP frees the storage of gathered weights.
+    GPU tensors are copied. CPU tensors are shared, as a copy would need as much memory as the
+    weights: the caller must not change them until they are written (Writer.join). copy: copy CPU
+    tensors too, as FSDP frees the storage of gathered weights.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=copy)
@@ -278,8 +283,8 @@ def snapshot(value, copy=False):
 
 class Shards(Mapping):
     """
-    {name: whole tensor} of the tensors "part.name" in a step folder's shards. Each is read when it
-    is accessed.
+    A mapping {name: whole tensor} of a part of a sharded checkpoint, "model" or "optimizer". Each
+    access reads the tensor's slices from the shards and joins them.
     """
 
     def __init__(self, folder, part):
@@ -290,7 +295,8 @@ class Shards(Mapping):
             sharding = parse_json(file.metadata()["DCP_SHARDING_INFO"].encode())
             for name in file.keys():
                 if name.startswith(f"{part}."):
-                    row = (sharding[name]["saved_offsets"] or [0])[0]  # FSDP2 slices along the rows
+                    # The offset along dimension 0, as FSDP2 slices rows; a scalar has no offsets.
+                    row = (sharding[name]["saved_offsets"] or [0])[0]
                     self.slices.setdefault(name.removeprefix(f"{part}."), {})[row] = file
 
     def __getitem__(self, name):
@@ -308,11 +314,12 @@ class Shards(Mapping):
 
 def load(folder, part="model", check=True, mmap=False):
     """
-    Return the dict of model.pt or train.pt of a step folder, with its shards as a Shards. Ends the
-    program if a file is damaged.
+    Return the dict in a step folder's model.pt or train.pt; in a sharded checkpoint "model" or
+    "optimizer" is a Shards. Ends the program if a file is damaged.
 
-    check: compare the sha256 of the files, shared among the processes; False after
-    run_folder.recover, which has compared them. mmap: read a tensor's numbers when they are used.
+    part: "model" or "train". check: compare sha256 with the manifest, each process for its share
+    of the shards; False after run_folder.recover, which has done so. mmap: map the file, so that
+    a tensor's numbers are read when they are used.
     """
     path, key = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     with reading(path, "part of a checkpoint; use another one", fail):
@@ -338,7 +345,7 @@ def tokenizer_path(folder):
 
 
 def manifest(folder):
-    """Return the content of a checkpoint.json; {} if it is missing or no save could write it."""
+    """Return the content of a checkpoint.json; {} if it is missing or not of a manifest's form."""
     found = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})
     files = found.get("files")
     is_valid = (isinstance(files, dict) and "version" in found and type(found.get("step")) is int
@@ -349,16 +356,17 @@ def manifest(folder):
 
 
 def is_metric(value):
+    """Return whether a manifest's metric is None or a finite number that fits in a float."""
     return value is None or type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def is_size_and_sha256(value):
-    """Return whether a manifest's entry is what `size_and_sha256` returns."""
+    """Return whether a manifest's entry has the types that `size_and_sha256` returns."""
     return isinstance(value, list) and [*map(type, value)] == [int, str]
 
 
 def complete(folder):
-    """Return whether a step folder holds every file of its manifest in its full size."""
+    """Return whether every file of a step folder's manifest has the size given there."""
     files = manifest(folder).get("files", {})
     with contextlib.suppress(OSError):
         return bool(files) and all(Path(folder, name).stat().st_size == size
@@ -368,8 +376,8 @@ def complete(folder):
 
 def damage(folder):
     """
-    Return what is wrong with a step folder in words; None if every file is as in the manifest. All
-    of it is read. Ends the program if another version of it wrote the folder.
+    Return in words what is wrong with a step folder; None if every file has the size and sha256 in
+    the manifest. Ends the program if another version of the program wrote the folder.
     """
     found = manifest(folder)
     if not found:
@@ -394,13 +402,13 @@ def damage(folder):
 # ---- the checkpoints of a run --------------------------------------------------------------------
 
 def all_steps(out_dir):
-    """Return the step folders of a run, damaged ones too, oldest first."""
+    """Return all step folders of a run, also incomplete and .damaged ones, oldest first."""
     found = Path(out_dir, "checkpoints").glob("step_*")
     return sorted(path for path in found if STEP.fullmatch(path.name))
 
 
 def steps(out_dir):
-    """Return the complete step folders of a run, oldest first."""
+    """Return the complete step folders of a run, oldest first, except those named .damaged."""
     return [path for path in all_steps(out_dir) if not path.suffix and complete(path)]
 
 
@@ -441,25 +449,28 @@ def clean(out_dir):
 
 
 def leftovers(out_dir):
-    """Return the folders of checkpoints that are being written or removed."""
+    """Return the temporary folders of writers, and the renamed ones that `remove` deletes."""
     folder = Path(out_dir, "checkpoints")
     return [*folder.glob(".tmp_*"), *folder.glob(".old_*")]
 
 
 def is_own(path):
-    """Return whether a path is a run with a complete checkpoint, or a step folder."""
+    """Return whether a path is a complete step folder, or a run that has one."""
     return complete(path) or pointer(path, "best") is not None or newest(path) is not None
 
 
 def origin(path):
-    """Return the step folder that init_from names, or the path itself for a model not of a run."""
+    """
+    Return what the path in init_from stands for: the path itself if it exists and is neither a run
+    nor a step folder (another model), else the step folder that `locate` returns.
+    """
     return Path(path) if Path(path).exists() and not is_own(path) else locate(path)
 
 
 def locate(path):
     """
-    Return a step folder: `path` itself, or the best of the run at `path`, else its newest. Ends the
-    program if there is none.
+    Return `path` if it is a complete step folder, else the best step folder of the run at `path`,
+    else its newest. Ends the program if there is none.
     """
     path = Path(path)
     if complete(path):
@@ -472,7 +483,7 @@ def locate(path):
 
 
 def newest_run(path):
-    """Return the newest run in a folder of runs; any other path as it is."""
+    """Return the newest run in a folder of runs; return any other path unchanged."""
     if Path(path).is_file() or complete(path) or newest(path):
         return str(path)
     runs = [(newest(folder).stat().st_mtime, str(folder))
