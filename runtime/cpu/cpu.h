@@ -1,13 +1,18 @@
-// Shared by the files of the CPU backend: cpu.c opens it and records steps, products.c has matrix
-// products and the feed-forward network, attention.c has RoPE, the KV cache and attention.
+// Declarations that the files of the CPU backend share. cpu.c opens the backend and records steps,
+// products.c has matrix products and the feed-forward network, attention.c has RoPE, the KV cache
+// and attention.
 //
 // An op of the backend (backend.h) adds steps to a list. A step is a loop over independent items,
-// such as some rows of a matrix, which the thread pool shares among its workers. Every number is
-// computed by one thread in one order, so results do not depend on the number of threads.
+// such as some rows of a matrix, which the thread pool shares among its workers. One thread
+// computes each number, always in the same order, so results do not depend on the number of
+// threads.
 //
-// Three forms of activations, one for each kind of weights: a panel is the activations of a few
-// tokens, transposed, so that a kernel multiplies all of them with one weight; pairs are a panel in
-// BF16 with two columns side by side; blocks are 32 activations of a token in 8 bits (kernels.h).
+// Before a product, activations are converted to the form that the type of the weights needs:
+//   panel   for float weights: the activations of a few tokens, transposed, so that a kernel loads
+//           a weight once and multiplies it with all of these tokens
+//   pairs   for BF16 weights, if the machine multiplies BF16: a panel in BF16 with two columns side
+//           by side
+//   blocks  for quantised weights: 32 activations of a token in 8 bits (Block in kernels.h)
 #ifndef CPU_H
 #define CPU_H
 
@@ -16,8 +21,8 @@
 #include "weights.h"
 
 enum {
-    CHUNK = 128,     // max tokens of one call: more tokens do not make a product faster
-    ROWS = 2 * TILE, // rows of a matrix that are one item of a product's step
+    CHUNK = 128,     // max tokens of one call; beyond it, products do not get faster
+    ROWS = 2 * TILE, // rows of a matrix in one item of a product's step
 };
 
 struct Cpu {
@@ -35,40 +40,42 @@ struct Cpu {
     // (n_layers, n_kv_heads, positions) for INT8_GROUPS, else NULL
     float *key_scales, *value_scales;
     float *rotation; // (positions, 2, head_dim) cosines and sines for Kernels.rotate
-    int n_rotations; // positions of it that are computed so far
+    int n_rotations; // positions whose cosines and sines have been computed
 
-    // Activations of a chunk of tokens. gated_ are those of the feed-forward network after SwiGLU
+    // Activations of a chunk of tokens. gated_* hold the output of SwiGLU
     float *q, *k, *v;              // (chunk, q_dim), (chunk, kv_dim), (chunk, kv_dim)
     float *h, *h2;                 // (chunk, hidden_dim) gate, up
-    float *panels;                 // (columns, tokens of a panel), one panel after the other
-    uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2), likewise
+    float *panels;                 // (columns, tokens of a panel) for each panel
+    uint16_t *pairs, *gated_pairs; // (columns / 2, tokens of a panel, 2) for each panel
     Block *blocks, *gated_blocks;  // (chunk, columns / 32)
-    // Logits of all tokens are requested, perhaps for comparison: no activations in BF16
+    // the call requests the logits of all tokens, perhaps to compare them with those of another
+    // program: multiply BF16 weights with activations in float32, which is more precise
     bool all_logits;
 
     // Weights in tiles (cpu.c)
-    const void *tiles; // NULL until the weights are packed
+    const void *tiles; // all tiles, NULL until the weights are packed
     size_t tiles_size; // bytes
-    int decoded;       // calls with one token so far
+    int decoded;       // calls with one token so far; decides when to pack
 
-    void **memory; // allocations, freed at the end
+    void **memory; // (n_memory,) allocations that cpu_close frees
     int n_memory;
-    bool out_of_memory; // some allocation failed
+    bool out_of_memory; // an allocation failed
 
-    // The steps of one call of forward. Those for one token stay for the next token
+    // The steps of one call of forward. The steps for one token are reused for the next token
     ThreadPool pool;
-    bool collecting;  // between begin and end: steps are added, and run at the end
-    bool recorded;    // the steps are those for one token
-    const Mat *table; // embedding table of that token
-    float *embedded;  // where its row was written
+    bool collecting;  // between begin and end: new steps wait in the list until end runs them
+    bool recorded;    // the list holds the steps for one token
+    const Mat *table; // embedding table of the last call of embed
+    float *embedded;  // output of the last call of embed
     int pos;          // position of the first token of the call
 };
 
-// Adds a step of n items to the list; outside begin and end, runs it at once. `cost` is the
-// approximate number of multiplications of one item.
+// Adds a step of n items to the list, with a copy of args (size bytes, max MAX_ARGS). Outside begin
+// and end, discards the list and runs the step at once. `cost` is the approximate number of
+// multiplications of one item.
 void llamac_add_step(Cpu *, Task *, const void *args, size_t size, int n, int64_t cost);
 
-// x (n,) = y (n,), or x += y.
+// x (n,) = y (n,), or x += y if `add`.
 static inline void put_row(float *x, const float *y, int n, bool add) {
     for (int i = 0; i < n; i++) x[i] = add ? x[i] + y[i] : y[i];
 }
@@ -83,21 +90,22 @@ static inline void normalize(const Cpu *cpu, float *out, const float *x, const f
 // ----------------------------------------------------------------------------
 // Products (products.c)
 
-// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += x w^T.
+// One matrix product: out (T, w.rows) = x (T, w.cols) w^T, or out += x w^T if `add`.
 typedef struct {
     float *out;
     const Mat *w;
     bool add;
 } Product;
 
-// The forms of activations, of which each type of weights reads one: a bit each.
+// The forms of activations, as bits, since products with the same input may need several.
 enum { PANELS = 1, PAIRS = 2, BLOCKS = 4 };
 
-// The input of products: x (T, cols), or RMSNorm of x, in the forms that the weights need.
+// The input of products: x (T, cols), or RMSNorm(x), in the forms that the weights need.
 typedef struct {
-    const float *x, *norm; // norm: (cols,) weights of the RMSNorm, or NULL
-    const float *panels;   // with one token, x itself
-    const uint16_t *pairs; // NULL: BF16 is multiplied in float32
+    const float *x;
+    const float *norm;     // (cols,) weights of the RMSNorm, or NULL
+    const float *panels;   // with one token: x or RMSNorm(x), since a panel of one token is its row
+    const uint16_t *pairs; // NULL: BF16 weights are multiplied in float32, with panels
     const Block *blocks;
     int cols, T;
 } Activations;
@@ -107,37 +115,38 @@ typedef struct {
     Product products[3];
     int n;
     Activations in;
-    int reads;  // forms that the products read
-    int writes; // of a SwiGLU step: the form of h that the next product reads; 0: floats
-    bool ready; // an earlier step has made the form that the products read
+    int reads;  // forms that the products read, a sum of PANELS, PAIRS and BLOCKS
+    int writes; // of a SwiGLU step: the form in which it writes h, PAIRS or BLOCKS; 0: floats
+    bool ready; // an earlier step has written `in` in that form, so no conversion is needed
 } MatmulArgs;
 _Static_assert(sizeof(MatmulArgs) <= MAX_ARGS, "MatmulArgs must fit in a step");
 
-// The arguments for n products of x (T, cols), or of RMSNorm(x) if norm is not NULL.
+// Returns the arguments for n products of x (T, cols), or of RMSNorm(x) if norm is not NULL.
 MatmulArgs llamac_matmul_args(const Cpu *, const Product *, int n, const Mat *norm, const float *x,
                               int T);
 
-// Adds the steps that convert the activations of many tokens to the forms that the products read.
+// Adds the steps that convert the activations to the forms that the products read. Adds none for
+// one token: llamac_activations converts it.
 void llamac_prepare(Cpu *, const MatmulArgs *);
 
 // Adds the step that multiplies.
 void llamac_multiply(Cpu *, const MatmulArgs *);
 
-// The activations for one worker. With one token, each worker normalises and quantises them itself,
-// because waiting for another worker takes as long.
+// Returns the activations for one worker. With one token, each worker normalises and quantises them
+// itself: that takes no longer than to wait for another worker to do it.
 Activations llamac_activations(Worker *, const MatmulArgs *);
 
-// Computes rows r..end-1 of one product; r is a multiple of TILE.
+// Computes elements r..end-1 of each token's output of one product; r is a multiple of TILE.
 void llamac_multiply_rows(Worker *, const Product *, const Activations *, int r, int end);
 
-// Items of a product are ROWS rows each.
+// The number of items of ROWS rows in one product, and the cost of one for llamac_add_step.
 static inline int items_of(const Product *p) { return (p->w->rows + ROWS - 1) / ROWS; }
 static inline int64_t cost_of_item(const MatmulArgs *a) {
     return (int64_t)ROWS * a->in.cols * a->in.T;
 }
 
 // ----------------------------------------------------------------------------
-// Ops. backend.h has their formulas
+// Ops. backend.h describes their formulas
 
 void llamac_cpu_attention(Backend *, int layer, const Layer *, float *out, const float *x, int pos,
                           int T);
@@ -146,10 +155,10 @@ void llamac_cpu_feed_forward(Backend *, const Layer *, float *x, int T);
 void llamac_cpu_logits(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                        int T);
 
-// Fills in the rotations of RoPE for positions below `positions`.
+// Computes the rotations of RoPE for positions 0..positions-1 that are still missing.
 void llamac_extend_rotations(Cpu *, int positions);
 
-// Floats of scratch that one worker needs for attention.
+// Returns how many floats of scratch one worker needs for attention.
 size_t llamac_attention_scratch(const Cpu *);
 
 #endif
