@@ -1,20 +1,20 @@
-// The Backend of the CPU: opening and closing, the list of steps, and the packing of weights in
-// tiles.
+// The CPU backend: how it opens and closes, its list of steps, and the packing of weights in tiles.
 #include <stdlib.h>
 #include "../os.h"
 #include "cpu.h"
 
 enum {
-    TOKENS_BEFORE_PACKING = 16, // decoded before the weights are packed in tiles
-    MAX_STEPS = 24,             // of a layer
-    PACKED_AT_ONCE = 4 << 20,   // bytes of a matrix
-    READ_AT_ONCE = 1 << 16,     // bytes of an item of the bandwidth test
+    PACKING_TOKEN = 16,       // the call with one token, counted from 1, that packs the weights
+    MAX_STEPS = 24,           // max steps that the ops of one layer add
+    PACKED_AT_ONCE = 4 << 20, // bytes of a matrix that are packed before their pages are dropped
+    READ_AT_ONCE = 1 << 16,   // bytes that one item of the bandwidth test reads
 };
 
 // ----------------------------------------------------------------------------
 // Memory
 
-// Returns memory that is freed by cpu_close, or NULL.
+// Returns uninitialised memory for n elements of `size` bytes, which cpu_close frees. If there is
+// not enough memory, sets out_of_memory and returns NULL.
 static void *allocate(Cpu *cpu, size_t n, size_t size, size_t alignment) {
     void **memory = realloc(cpu->memory, (cpu->n_memory + 1) * sizeof(void *)), *p = NULL;
     if (memory) cpu->memory = memory;
@@ -49,14 +49,15 @@ static void embed(Backend *b, float *x, const Mat *table, const int *tokens, int
 
 static void pack_weights(Cpu *cpu);
 
-// The steps of one token are the same for every token, except for the token and its position, so
-// they are recorded. They are made anew at every 64th position, because the cost of attention grows
-// with the position, and the pool uses the costs to decide whether steps are worth sharing.
+// Returns whether the ops must be called (backend.h). The steps of one token are the same for every
+// token, except for the token and its position, so they are recorded and reused. Every 64th
+// position records them anew, because the cost of attention grows with the position, and the pool
+// uses the costs to decide whether steps are worth sharing.
 static bool begin(Backend *b, const int *tokens, int T, int pos, bool all_logits) {
     Cpu *cpu = (Cpu *)b;
     cpu->all_logits = all_logits;
     bool packs = has_tiles(cpu->kernels) && !cpu->model->no_copy;
-    if (T == 1 && packs && ++cpu->decoded == TOKENS_BEFORE_PACKING) pack_weights(cpu);
+    if (T == 1 && packs && ++cpu->decoded == PACKING_TOKEN) pack_weights(cpu);
     if (T == 1 && cpu->recorded && pos % 64) {
         cpu->pos = pos;
         llamac_extend_rotations(cpu, pos + 1);
@@ -78,30 +79,32 @@ static void end(Backend *b) {
 
 typedef struct {
     const Mat *m;
-    uint8_t *tiles;
-    int first; // row of tiles
+    uint8_t *tiles; // all tiles of m
+    int first;      // row of tiles that item 0 packs
 } PackArgs;
 
-// Items are rows of tiles.
+// A Task. Items are rows of tiles, counted from `first`.
 static void pack_rows(Worker *self, const void *args, int begin, int end) {
     const PackArgs *a = args;
     for (int i = a->first + begin; i < a->first + end; i++)
         llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
-// Drops the pages of a mapped file that have been packed, from `begin` to `end`, and the
-// PACKED_AT_ONCE bytes before, which the system may have read again together with the last pages.
-// Does not touch pages below `lowest`.
+// Drops the pages of a mapped file from `begin` to `end`, which have just been packed. Also drops
+// the PACKED_AT_ONCE bytes before them a second time, because the system may have read these again
+// when it read neighbouring pages. Keeps pages below `lowest`, which may be outside the file.
 static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
     begin = begin - lowest > PACKED_AT_ONCE ? begin - PACKED_AT_ONCE : lowest;
     llamac_drop_pages(begin, end);
 }
 
-// Packs a matrix at `tiles`, and returns the bytes of the tiles. With tiles NULL it only measures.
+// Packs a matrix into `tiles` and returns the size of the tiles in bytes. If `tiles` is NULL, only
+// returns the size. Skips types without tiles of their own and returns 0.
 static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest) {
     if (m->type != F32 && m->type != BF16 && !is_quantised(m)) return 0;
+    // rows of tiles: of the matrix, and packed at once, so that memory never holds both copies of a
+    // whole matrix
     int n = (m->rows + TILE - 1) / TILE, at_once = (int)(PACKED_AT_ONCE / tiles_size(m)) + 1;
-    // a part at a time, so that memory never holds both copies of a whole matrix
     for (int i = 0, count; tiles && i < n; i += count) {
         PackArgs args = {m, tiles, i};
         count = n - i < at_once ? n - i : at_once;
@@ -113,7 +116,8 @@ static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowes
     return n * tiles_size(m);
 }
 
-// Packs all matrices, one after the other, and returns the bytes. With tiles NULL it only measures.
+// Packs all matrices, one after the other, and returns the size of the tiles in bytes. If `tiles`
+// is NULL, only returns the size.
 static size_t pack_all(Cpu *cpu, uint8_t *tiles) {
     Weights *w = &cpu->model->weights;
     const uint8_t *lowest = w->output.data;
@@ -129,9 +133,9 @@ static size_t pack_all(Cpu *cpu, uint8_t *tiles) {
     return n;
 }
 
-// Packs the weights into large pages. This takes as long as some tokens, and makes the next tokens
-// faster. Needs memory for a second copy of the weights: skipped if that is more than half of the
-// free memory.
+// Packs the weights into large pages. This takes as long as a few tokens, and makes all later
+// tokens faster. Does nothing if this second copy of the weights needs half of the free memory or
+// more.
 static void pack_weights(Cpu *cpu) {
     size_t n = pack_all(cpu, NULL), page = 2 << 20;
     void *tiles = n > 0 && n < llamac_free_memory("") / 2 ? allocate(cpu, n, 1, page) : NULL;
@@ -146,7 +150,8 @@ static void pack_weights(Cpu *cpu) {
 
 typedef struct { const uint8_t *bytes; } ReadArgs;
 
-// Items are READ_AT_ONCE bytes. Stores a sum, so that the compiler does not remove the loads.
+// A Task. Items are READ_AT_ONCE bytes. Stores the sum of all words, because the compiler would
+// remove loads whose result is unused.
 static void read_memory(Worker *self, const void *args, int begin, int end) {
     const ReadArgs *a = args;
     for (int item = begin; item < end; item++) {
@@ -161,7 +166,8 @@ static void read_memory(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-// Returns the best of many passes.
+// Measures the speed of reading n bytes, or as many of the tiles as there are, several times.
+// Returns the highest speed in bytes per second, or 0 if n is less than READ_AT_ONCE.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
     if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
@@ -188,14 +194,17 @@ static void cpu_close(Backend *b) {
     free(cpu);
 }
 
-// Floats that any task needs for itself. cols: the most columns of a matrix.
+// Returns how many floats of scratch a worker needs, whatever its task is. cols: max columns of a
+// matrix.
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
-    size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens); // of two matrices
+    // ROWS rows of gate and up as tiles, and their results for one panel; see swiglu_tiles
+    size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens);
     size_t attention = llamac_attention_scratch(cpu), max = tiles > attention ? tiles : attention;
     return (max + 15) / 16 * 16;
 }
 
-// Allocates the workers, with buffers at least a cache line apart.
+// Allocates the workers. Their buffers are at least a cache line apart, so that no two threads
+// write to the same line. cols: max columns of a matrix.
 static void make_workers(Cpu *cpu, int n_threads, size_t cols, size_t scratch_floats) {
     size_t x_size = cols + 16, n_blocks = cols / 32 + 2;
     Worker *workers = cpu->pool.workers = allocate(cpu, n_threads, sizeof(Worker), 64);
@@ -225,7 +234,7 @@ static void make_cache(Cpu *cpu) {
     cpu->value_scales = allocate(cpu, rows, sizeof(float), 64);
 }
 
-// Allocates the activations of a chunk of tokens. cols: the most columns of a matrix.
+// Allocates the activations of a chunk of tokens. cols: max columns of a matrix.
 static void make_activations(Cpu *cpu, size_t cols) {
     const Config *c = &cpu->config;
     size_t chunk = cpu->positions < CHUNK ? cpu->positions : CHUNK;
@@ -275,8 +284,7 @@ const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int 
     if (cpu->out_of_memory) {
         cpu_close(&cpu->ops);
         return "not enough memory for the context; ask for fewer tokens with -n or -c, or fewer "
-               "bits "
-               "of each with --kv";
+               "bits of each with --kv";
     }
     llamac_thread_pool_start(&cpu->pool, n_threads);
     *backend = &cpu->ops;
