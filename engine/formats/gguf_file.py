@@ -31,8 +31,9 @@ from engine.untrusted import reading
 from model import ModelArgs
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"
-# Keys of metadata, after the architecture's name. Any other key may change what the model computes
-# and is refused, as by ./run; so is another value of the FIXED_KEYS.
+# Metadata keys under the architecture's prefix: those that may have any value, and those that must
+# have one. Any other key may change what the model computes: a file that has one is refused, as by
+# ./run.
 KNOWN_KEYS = set("""
     vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
     attention.head_count_kv attention.key_length attention.sliding_window
@@ -44,16 +45,19 @@ FIXED_KEYS = {
     "expert_count": 0, "expert_used_count": 0, "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1, "use_parallel_residual": 0,
 }
-# Lists of metadata that are read; others are skipped.
+# Lists in the metadata that are read; the entries of all others are skipped.
 LISTS = {f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges")}
-MAX_ENTRIES = 1 << 16  # tensors, and keys of metadata
+MAX_ENTRIES = 1 << 16  # of tensors, and of metadata keys
 
 
 def read_gguf(path):
-    """Return (Tensors in float32, ModelArgs, {key of metadata: value}) of a GGUF file."""
+    """
+    Return (Tensors in float32, ModelArgs, {metadata key: value}) of a GGUF file. Exit with a
+    message if the file is damaged or describes a model that model.py cannot compute.
+    """
     with reading(path, "a GGUF file", fail):
         r = Reader(path)
-        metadata, infos, original = read_header(r)
+        metadata, infos, list_matches = read_header(r)
         if metadata.get("split.count", 1) != 1:
             first = re.sub(r"-\d{5}-of-", "-00001-of-", Path(path).name)
             part = metadata.get("split.no", 0) + 1
@@ -63,7 +67,7 @@ def read_gguf(path):
         check_list(r, infos, args)
         alignment = getter(metadata, path)("general.alignment", int, ALIGNMENT)
         r.take(padding_to(r.at, alignment))
-        if original and CHECKSUM in metadata and metadata[CHECKSUM] != r.sha256():
+        if list_matches and CHECKSUM in metadata and metadata[CHECKSUM] != r.sha256():
             r.fail("damaged: its tensors are not those exported, their checksum differs")
         halves = metadata["general.architecture"] != "llama"
         readers = tensor_readers(r, infos, args, alignment, halves)
@@ -75,8 +79,8 @@ def read_gguf(path):
 
 def read_header(r):
     """
-    Read metadata and the list of tensors. Return ({key: value}, [(name, shape, type number,
-    offset)], whether the list is as export.py wrote it or has no checksum).
+    Read the metadata and the list of tensors. Return ({key: value}, [(name, shape, type number,
+    offset)], whether the list matches its checksum in the metadata, also True without one).
     """
     magic, version, n_tensors, n_keys = r.unpack("<4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
@@ -101,20 +105,20 @@ def read_header(r):
 def is_gguf_of_ours(path):
     """
     Return whether export.py wrote this file. A program that derives another model from such a file
-    copies our checksums, which then do not match.
+    copies the metadata, but its list of tensors does not match the copied checksum.
     """
     r = Reader(path)
     if r.data[:4].tobytes() != b"GGUF":
         return False
     with reading(path, "a GGUF file", fail):
-        metadata, _, original = read_header(r)
-    return LIST_CHECKSUM in metadata and original
+        metadata, _, list_matches = read_header(r)
+    return LIST_CHECKSUM in metadata and list_matches
 
 
 def model_args(r, metadata, names):
     """
-    Return the ModelArgs that the metadata and the names of the tensors describe, without the
-    factors of a tensor ROPE_FACTORS.
+    Return the ModelArgs that the metadata and the names of the tensors describe. read_gguf adds the
+    factors of a tensor ROPE_FACTORS later.
     """
     kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
@@ -128,7 +132,7 @@ def model_args(r, metadata, names):
         "embedding_length", "attention.head_count", "context_length"))
     default_width = dim // n_heads
     head_width = get("attention.key_length", int, max(1, default_width))
-    # A stored width may equal dim // n_heads although n_heads does not divide dim.
+    # Test the product: a stored width may equal dim // n_heads without n_heads dividing dim.
     is_implied = f"{kind}.attention.key_length" not in metadata or head_width * n_heads == dim
     args = checked(ModelArgs(
         dim=dim,
@@ -155,6 +159,7 @@ def model_args(r, metadata, names):
         "rope.dimension_count": args.head_dim,
         "attention.value_length": args.head_dim,
     }
+    # A file without the key has values of the default width, whatever attention.key_length is.
     check_keys(r, {f"{kind}.attention.value_length": default_width} | metadata, kind, expected)
     scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
     vars(args).update(rope_settings(r, scaling, factor, get, args))
@@ -162,7 +167,10 @@ def model_args(r, metadata, names):
 
 
 def check_keys(r, metadata, kind, expected):
-    """End in one line at metadata that may change what a model of this architecture computes."""
+    """
+    Exit with a message if a key under the prefix of the architecture `kind` is unknown, or a key
+    has another value than in `expected`: the model may compute something else.
+    """
     expected = {f"{kind}.{key}": value for key, value in expected.items()}
     expected["general.quantization_version"] = 2
     for key, value in metadata.items():
@@ -174,7 +182,10 @@ def check_keys(r, metadata, kind, expected):
 
 
 def rope_settings(r, scaling, factor, get, args):
-    """Return {setting of ModelArgs: value} of a scaling of rotary positions by a factor."""
+    """
+    Return {setting of ModelArgs: value} for rotary positions that are scaled by `factor`. scaling:
+    "none", "linear" or "yarn"; get: function that returns the value of a metadata key.
+    """
     if scaling not in ("none", "linear", "yarn"):
         r.fail(f"rope scaling {scaling!r}, expected linear, yarn or none")
     if scaling == "none":
@@ -187,17 +198,20 @@ def rope_settings(r, scaling, factor, get, args):
 
 
 def check_list(r, infos, args):
-    """End in one line unless the listed tensors are the model's, each listed once."""
+    """Exit with a message unless the list has exactly the model's tensors, each of them once."""
     found = {name: shape for name, shape, *_ in infos}
     if len(found) != len(infos):
         r.fail("one of its tensors is listed twice")
-    optional = {ROPE_FACTORS: (args.head_dim // 2,)}.items() if ROPE_FACTORS in found else ()
+    optional = [(ROPE_FACTORS, (args.head_dim // 2,))] if ROPE_FACTORS in found else []
     names_and_shapes = ((gguf, shape) for _, gguf, _, shape in tensors(args))
     check_tensors(found, chain(names_and_shapes, optional), r.path)
 
 
 def find_type(r, name, number):
-    """Return the Type of a tensor. The gguf package decodes types that export.py does not write."""
+    """
+    Return the Type with a number in ggml. Types that export.py does not write are decoded by the
+    gguf package. r, name: file and tensor, for messages.
+    """
     known = next((kind for kind in TYPES.values() if kind.number == number), None)
     if known:
         return known
@@ -221,8 +235,9 @@ def find_type(r, name, number):
 
 def tensor_readers(r, infos, args, alignment, halves):
     """
-    Return {name in model.py: function that reads the tensor} of the list of tensors; the Reader is
-    at the first one. halves: the rows of heads have Hugging Face's order.
+    Return {name in model.py: function that reads the tensor} for the listed tensors, whose data
+    begins at the Reader's position. Exit with a message if the offsets are not those of adjacent,
+    aligned tensors. halves: whether the rows of heads are in Hugging Face's order.
     """
     start, readers = r.at, {}
     names = {gguf: ours for ours, gguf, _, _ in tensors(args)} | {ROPE_FACTORS: ROPE_FACTORS}
@@ -239,8 +254,8 @@ def tensor_readers(r, infos, args, alignment, halves):
     return readers
 
 
-@np.errstate(all="ignore")  # Reader.weights refuses what is not finite
+@np.errstate(all="ignore")  # Reader.weights refuses NaN and infinity
 def read_tensor(r, name, kind, place, shape, heads):
-    """Return one tensor in float32, its rows in model.py's order."""
+    """Return one tensor in float32, with the rows of heads in model.py's order."""
     w = r.weights(name, kind.decode(r.bytes_at(*place)), shape)
     return halves_to_interleaved(w, heads)
