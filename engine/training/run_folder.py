@@ -2,9 +2,9 @@
 The folder of a run: its mark and lock, the trainer's files in it, recovery after a crash, setting
 an old run aside.
 
-`trainer.json` marks a folder as a run's and names the process that trains in it, which holds a lock
-on that file. Without the mark, or under a name that is not in OURS, nothing is removed, renamed or
-overwritten: it belongs to the user.
+The mark, `trainer.json`, shows that the folder belongs to a run. It names the process that trains
+there, which holds a lock on that file. Only checkpoints and the names in OURS are removed, renamed
+or overwritten, and only in a folder that a trainer has marked: all else belongs to the user.
 """
 import atexit
 import contextlib
@@ -24,19 +24,19 @@ MARK = "trainer.json"
 # What a trainer writes into its out_dir besides checkpoints.
 OURS = ("log.jsonl", "config.json", "wandb.json", "diff.patch", "evaluation.json", "tensorboard",
         "swanlab", "model.gguf", "last.gguf", "latest", "best")
-held = None  # the open MARK of the folder that this process trains in
+held = None  # the open and locked MARK of the folder that this process trains in
 
 
 class Refused(OSError):
-    """The reason, in a line, why this process may not train in a folder."""
+    """An error whose message says in one line why this process may not train in a folder."""
 
 
 # ---- recovery ------------------------------------------------------------------------------------
 
 def recover(out_dir):
     """
-    Return (the newest intact step folder or None, lines that name damaged ones). Damaged ones that
-    are newer are renamed. The caller must have claimed out_dir.
+    Return (the newest intact step folder or None, lines about damaged ones). Step folders that are
+    damaged and newer than it are renamed to NAME.damaged. The caller must have claimed out_dir.
     """
     finish(out_dir)
     lines = []
@@ -47,13 +47,14 @@ def recover(out_dir):
         aside = unused(f"{folder}.damaged")
         os.rename(folder, aside)
         lines.append(f"{folder} is damaged ({wrong}) and was set aside as {aside.name}")
+    # No intact one: if none is renamed now, name those that earlier calls renamed.
     return None, lines or [f"{p} is damaged" for p in checkpoint.all_steps(out_dir)]
 
 
 def finish(out_dir):
     """Publish complete checkpoints of killed writers, and remove their other leftovers."""
     for folder in Path(out_dir, "checkpoints").glob(".tmp_*"):
-        final = folder.with_name(f"step_{folder.name[5:]}")
+        final = folder.with_name(folder.name.replace(".tmp_", "step_"))
         is_step = checkpoint.STEP.fullmatch(final.name)
         if is_step and not final.exists() and checkpoint.damage(folder) is None:
             os.rename(folder, final)
@@ -64,8 +65,8 @@ def finish(out_dir):
 
 def unfinished(out_dir):
     """
-    Return the files that a writer, now dead, has left unfinished. A writer names a file
-    NAME.PID.tmp until it is complete.
+    Return the unfinished files of dead writers. A writer names a file NAME.PID.tmp until it is
+    complete.
     """
     found = []
     for name in OURS:
@@ -77,7 +78,7 @@ def unfinished(out_dir):
 
 
 def is_running(pid):
-    """Return whether this machine has a process of this number."""
+    """Return whether a process with this id runs on this machine."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -88,7 +89,7 @@ def is_running(pid):
 
 
 def unused(name):
-    """Return `name`, with the lowest number appended that makes it unused."""
+    """Return the first path that does not exist of `name`, name1, name2 ..."""
     path, number = Path(name), 1
     while path.exists():
         path, number = Path(f"{name}{number}"), number + 1
@@ -99,8 +100,8 @@ def unused(name):
 
 def is_run(out_dir):
     """
-    Return whether a trainer has worked in this folder: it has a mark, or, from a version before
-    marks, checkpoints.
+    Return whether a trainer has worked in this folder: it holds a mark or, if written by a version
+    that had no marks, a checkpoint.
     """
     made_by = read_json(Path(out_dir, MARK), default={}).get("made_by")
     if made_by is not None:
@@ -109,14 +110,17 @@ def is_run(out_dir):
 
 
 def refuse_foreign(out_dir):
-    """Raise Refused if something in out_dir has a name of OURS and may be the user's."""
+    """
+    Raise Refused if a file or folder in out_dir has a name that a trainer uses, but may be the
+    user's: any such name in a folder that is not a run, a step folder without a manifest in a run.
+    """
     known = is_run(out_dir)
     found = [folder for folder in checkpoint.all_steps(out_dir)
              if not (known and (folder / "checkpoint.json").exists())]
     if not known:
         found += checkpoint.leftovers(out_dir) + unfinished(out_dir)
         found += existing(out_dir)
-        mark = Path(out_dir, MARK)
+        mark = Path(out_dir, MARK)  # `lock` makes it empty
         found += [mark] if mark.exists() and mark.stat().st_size else []
     if found:
         raise Refused(f"--out_dir={out_dir}: holds {found[0].relative_to(out_dir)}, which is not "
@@ -131,9 +135,9 @@ def existing(out_dir):
 
 def claim(out_dir):
     """
-    Lock the folder of a run, which is made if it is missing, for as long as this process lives: the
-    system drops the lock of a dead process. Ends the program if another process trains there, or if
-    the folder holds something that no trainer wrote. Raises OSError if it can't be written.
+    Lock and mark the folder of a run, and make it if it is missing. The lock lasts until `release`
+    or the end of this process. Ends the program if another process trains there, or if the folder
+    holds files of others under a trainer's names. Raises OSError if it can't be written.
     """
     new = not Path(out_dir).exists()
     try:
@@ -145,7 +149,7 @@ def claim(out_dir):
 
 
 def take(out_dir):
-    """Claim a folder, but raise Refused rather than end the program."""
+    """Claim a folder as `claim` does, but raise Refused instead of ending the program."""
     global held
     file, is_new = lock(out_dir)
     try:
@@ -161,11 +165,11 @@ def take(out_dir):
 
 def lock(out_dir):
     """
-    Return (the open and locked MARK of a folder, whether this call made it). The folder and an
-    empty MARK are made if they are missing. Raises Refused if another process holds the lock.
+    Return (the open and locked MARK of a folder, whether this call made it). Make the folder and an
+    empty MARK if they are missing. Raises Refused if another process holds the lock.
 
-    Everything else about the folder is examined under this lock, so that the second of two
-    trainings begun together sees a finished claim.
+    The caller examines the folder only under this lock, so that of two trainings begun together
+    the second sees a finished claim.
     """
     path = Path(out_dir, MARK)
     while True:
@@ -183,7 +187,7 @@ def lock(out_dir):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            with file:
+            with file:  # closes it
                 raise Refused(f"--out_dir={out_dir}: another process trains there"
                               f"{describe_owner(file.read())}; wait for it, stop it, or choose "
                               f"another folder") from None
@@ -196,18 +200,20 @@ def lock(out_dir):
 
 
 def describe_owner(text):
-    """Return " (process 12 on HOST since TIME)" from the text of a MARK; "" if it is incomplete."""
+    """Return " (process 12 on HOST since TIME)" from the text of a MARK; "" if incomplete."""
     try:
         owner = json.loads(text)
         return f" (process {owner['pid']} on {owner['host']} since {owner['since']})"
-    except (ValueError, KeyError, TypeError):  # it is being written
+    except (ValueError, KeyError, TypeError):  # its owner has not written it yet
         return ""
 
 
 def write_mark(file):
     """
-    Write a MARK in place, as the lock is on this file, and in one write, so that a kill leaves
-    either the old or the new text. Raises OSError if the disk is full.
+    Write the text of an open MARK. Raises OSError if the disk is full.
+
+    The file is not replaced by a rename, as the lock is on this file. A single write of a fixed
+    256 bytes overwrites the old text whole, so that a kill leaves either the old or the new one.
     """
     text = json.dumps({"made_by": "llamac", "pid": os.getpid(), "host": socket.gethostname()[:64],
                        "since": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
@@ -223,8 +229,8 @@ def write_mark(file):
 
 def keep_claim(out_dir):
     """
-    Claim out_dir again if it was deleted or moved while this process trains in it. A folder that
-    this process does not train in is ignored. Raises OSError if another process trains there now.
+    Claim out_dir again if it was deleted or moved while this process trains in it. Do nothing for a
+    folder that this process does not train in. Raises OSError if another process trains there now.
     """
     path = Path(out_dir, MARK)
     if not held or Path(held.name) != path or is_file_at(held, path):
@@ -237,7 +243,7 @@ def keep_claim(out_dir):
 
 
 def is_file_at(file, path):
-    """Return whether an open file is the one at this path now."""
+    """Return whether an open file is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:
@@ -246,8 +252,8 @@ def is_file_at(file, path):
 
 def tidy(out_dir):
     """
-    Remove a folder that this process made for a run which was then refused: only this process's
-    mark is in it.
+    Remove, at exit, a folder that `claim` made, if it holds nothing except this process's mark: the
+    run ended before it wrote anything.
     """
     path = Path(out_dir, MARK)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -261,18 +267,22 @@ def tidy(out_dir):
 def release():
     """Let other processes train in the folder that this process has claimed."""
     global held
-    held = held and held.close()
+    if held:
+        held.close()  # which unlocks it
+    held = None
 
 
 def set_aside(out_dir):
     """
     Move what a run has written, and nothing else, to out_dir.old1 (.old2 ...), to make room for a
-    new run. Return the new folder, None if there was no run. The caller must have claimed out_dir.
+    new run. Return the new folder, or None if there was no run. The caller must have claimed
+    out_dir.
 
-    Checkpoints are moved last, so that they can still be resumed after an interruption.
+    Checkpoints are moved last, so that after an interruption the run can still be resumed.
     """
     finish(out_dir)
     ours = existing(out_dir) + checkpoint.all_steps(out_dir)
+    # An empty log alone is not a run.
     if not any(path.name != "log.jsonl" or path.stat().st_size for path in ours):
         return None
     number = 1
