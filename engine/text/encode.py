@@ -1,6 +1,6 @@
 """
-Documents → token ids, by worker processes. Each encodes one part after the other and publishes it
-as parts/N.npz; a preparation that was interrupted continues with the parts that are missing.
+Documents → token ids, by worker processes. Each worker encodes one part after another and publishes
+it as parts/N.npz. An interrupted preparation continues with the parts that are missing.
 """
 import collections
 import concurrent.futures
@@ -24,9 +24,13 @@ PART = 1 << 21  # bytes of text in a part
 
 
 def part_starts(corpus):
-    """Return the first row of each part, and the number of rows: (parts + 1,) int64."""
+    """
+    Return the first row of each part, then the number of rows: (parts + 1,) int64. Rows are never
+    split, so a part may have more than PART bytes.
+    """
     sizes = corpus.sizes(corpus.rows)
-    part = (np.cumsum(sizes) - sizes) // PART
+    row_starts = np.cumsum(sizes) - sizes  # bytes
+    part = row_starts // PART
     return np.append(np.flatnonzero(np.diff(part, prepend=-1)), len(sizes))
 
 
@@ -43,21 +47,23 @@ def part_encoder(folder):
     """Return the function that encodes part N of the preparation in a folder, and stores it."""
     corpus, tokenizer = load_corpus(folder), stored_vocabulary(folder)
     starts, dtype = part_starts(corpus), token_type(tokenizer)
-    has_eos = tokenizer.eos_id != tokenizer.bos_id  # if they are one token, it is written once
+    has_eos = tokenizer.eos_id != tokenizer.bos_id  # one token for both is written once, as BOS
 
     def encode(number):
         ids, counts = ([], []), np.zeros((2, 3))  # of train and val: documents, bytes, bits
         for text, size, flags, bits in corpus.texts(corpus.rows[starts[number]:starts[number + 1]]):
-            split, begins = flags & VAL, bool(flags & FIRST)
+            split, is_first = flags & VAL, bool(flags & FIRST)  # VAL is 1, the index in SPLITS
             before = ""
-            if not begins and tokenizer.add_dummy_prefix:
-                # The tokenizer puts a space before every text. Give it one that is there anyway, or
-                # a line end whose tokens are dropped.
+            if not is_first and tokenizer.add_dummy_prefix:
+                # The tokenizer puts a space before every text, which would be one too many inside a
+                # document. Leave out a space that the text begins with. Before any other text, put
+                # a line end, and drop the tokens of the space and the line end.
                 before, text = ("", text[1:]) if text[0] == " " else ("\n", text)
-            tokens = tokenizer.encode(before + text, bos=begins, eos=bool(flags & LAST) and has_eos)
+            is_last = bool(flags & LAST)
+            tokens = tokenizer.encode(before + text, bos=is_first, eos=is_last and has_eos)
             dropped = len(tokenizer.encode(before)) if before else 0
             ids[split].extend(tokens[dropped:])
-            counts[split] += begins, size, bits
+            counts[split] += is_first, size, bits
         arrays = {split: np.array(tokens, dtype) for split, tokens in zip(SPLITS, ids)}
         with replacing(part_file(folder, number)) as f:
             np.savez(f, **arrays, counts=counts)
@@ -79,21 +85,23 @@ def encode_parts(corpus, folder, workers):
                 bar.update(int(sizes[number]))
             return
         todo, count = collections.deque(missing), min(workers, len(missing))
-        with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:
+        with concurrent.futures.ThreadPoolExecutor(max(count, 1)) as pool:  # 0 is refused
             try:
-                one = drive_worker, folder, todo, bar, sizes
-                for driver in [pool.submit(*one) for _ in range(count)]:
+                drivers = [pool.submit(drive_worker, folder, todo, bar, sizes)
+                           for _ in range(count)]
+                for driver in drivers:
                     driver.result()
             finally:
-                todo.clear()  # after a failure, no worker begins another part
+                todo.clear()  # once an error is raised here, no worker begins another part
 
 
 def drive_worker(folder, todo, bar, sizes):
     """
-    Run one worker process on part after part of the deque `todo`, until it is empty.
+    Run one worker process, which encodes part after part of the deque `todo` until it is empty.
 
     The worker is a program of its own: a child of multiprocessing would import train.py, and torch,
-    again. Ctrl-C does not reach it. It ends when its input does, so it never outlives this process.
+    again. It has its own session, so Ctrl-C does not reach it. It ends when its stdin is closed, so
+    it never outlives this process.
     """
     program = ("import sys; sys.path.insert(0, sys.argv[1]); from engine.text import encode; "
                "encode.serve(sys.argv[2])")
@@ -105,7 +113,7 @@ def drive_worker(folder, todo, bar, sizes):
                 number = todo.popleft()
             except IndexError:  # another worker was faster
                 break
-            with contextlib.suppress(BrokenPipeError):  # if it died, its answer is missing, too
+            with contextlib.suppress(BrokenPipeError):  # it died: readline returns nothing
                 worker.stdin.write(b"%d\n" % number)
             answer = worker.stdout.readline()
             if not answer:
@@ -136,7 +144,7 @@ def serve(folder):
 
 def join_parts(corpus, folder):
     """
-    Join the parts to train.bin and val.bin. Return the counts of both splits, (2, 3) float64 of
+    Join the parts to train.bin and val.bin. Return the counts of both splits, (2, 3) float64:
     documents, bytes of text and bits of information (0 if not known).
     """
     counts, numbers = np.zeros((2, 3)), range(len(part_starts(corpus)) - 1)
