@@ -1,6 +1,6 @@
 """
-The optimizers of a training: Muon for the matrices inside the blocks and AdamW for all other
-parameters, AdamW alone, or any torch.optim.Optimizer that gets a row in OPTIMIZERS.
+The optimizers of a training run: Muon for the matrices inside the blocks and AdamW for all other
+parameters, AdamW alone, or any torch.optim.Optimizer that is added to OPTIMIZERS.
 
 Also the schedule of the learning rate, the loss scale of float16, and the spike detector.
 """
@@ -22,13 +22,14 @@ def orthogonalize(g, dtype=torch.float32, steps=5):
     """
     Return approximately U V^T of each matrix of g (n, R, C), whose singular value decomposition is
     U S V^T. Newton-Schulz iterations of a quintic that is steep at 0 bring all singular values
-    between 0.7 and 1.2, which is close enough to 1. dtype: of the matrix products.
+    between 0.7 and 1.2, which is close enough to 1: x <- 3.4445 x - 4.7750 a x + 2.0315 a^2 x with
+    a = x x^T. dtype: of the matrix products.
     """
     x = g.to(dtype)
     if g.shape[1] > g.shape[2]:
-        x = x.mT.contiguous()  # the product of the short sides is the smaller one
+        x = x.mT.contiguous()  # so that x x^T has the size of the short side
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # now the largest singular value is below 1
-    # Memory that was used before is faster than fresh memory: allocate once.
+    # Allocate once, since memory that was used before is faster than fresh memory.
     a, b = (x.new_empty(len(x), x.shape[1], x.shape[1]) for _ in range(2))
     y = torch.empty_like(x)
     for _ in range(steps):
@@ -92,16 +93,16 @@ class AdamW(ObservedOptimizer):
     """
     AdamW, with one kernel for many parameters of a group. https://arxiv.org/abs/1711.05101
     """
-    MAX_CHUNK = 2 ** 22  # elements of an observed chunk
+    MAX_CHUNK = 2 ** 22  # max elements of an observed chunk
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0):
-        # "fused": load_state_dict puts the step counts on the device of their parameters.
+        # "fused" makes load_state_dict move the step counts to the device of their parameters.
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps,
                                   "weight_decay": weight_decay, "fused": True})
 
     @torch.no_grad()
     def step_observed(self, observe):
-        # Without an observer a whole group is one chunk: a few parameters don't fill a GPU.
+        # Without an observer a whole group is one chunk, since small ones leave a GPU partly idle.
         max_numel = math.inf if observe is nullcontext else self.MAX_CHUNK
         for group in self.param_groups:
             for params in chunk_by_numel(with_gradient(group), max_numel):
@@ -135,8 +136,8 @@ class Muon(ObservedOptimizer):
 
     Matrices of one shape are orthogonalized together.
     """
-    MAX_CHUNK = 2 ** 28    # elements orthogonalized at a time: each temporary copy is a gigabyte
-    MIN_BFLOAT16_SIDE = 128  # short side from which bfloat16 is faster, where the device has it
+    MAX_CHUNK = 2 ** 28      # max elements orthogonalized at a time: 1 GiB per temporary copy
+    MIN_BFLOAT16_SIDE = 128  # short side from which on bfloat16 is faster, where the device has it
 
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
@@ -161,36 +162,37 @@ class Muon(ObservedOptimizer):
                         self.update(params, shape, group)
 
     def update(self, params, shape, group):
-        """Update matrices of one shape. Sharded ranks gather their slices of the momentum first."""
+        """Update matrices of one shape. If sharded, each rank first gathers the whole momenta."""
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
         grads = [p.grad for p in params]
         momenta = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])  # one step further
+        nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])  # look ahead one step
         stack = torch.stack(distributed.unshard(nesterov))
         in_bfloat16 = self.has_bfloat16 and min(shape) >= self.MIN_BFLOAT16_SIDE
         dtype = torch.bfloat16 if in_bfloat16 else torch.float32
         updates = distributed.split_across_ranks(lambda part: orthogonalize(part, dtype), stack)
+        # A semi-orthogonal matrix has RMS 1 / sqrt(max(shape)); AdamW's updates have about 0.2.
         updates *= 0.2 * max(shape) ** 0.5
         updates = [distributed.shard_like(u, p) for u, p in zip(updates, params)]
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, updates, alpha=-group["lr"])
 
 
-# --optimizer, and what makes it from parameter groups and lr. Any subclass of torch.optim.Optimizer
-# can be a row, with arguments of its own by functools.partial:
+# The choices of --optimizer, each with a callable that makes it from parameter groups and lr. Any
+# subclass of torch.optim.Optimizer can be added, with functools.partial for its own arguments:
 #     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
-OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # with Muon, AdamW updates what is not a block's matrix
+OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # "muon" uses AdamW for all but the blocks' matrices
 
 NUMBER = ":number"  # ends the name of a state that was a Python number and is saved as a tensor
 
 
 class CombinedOptimizer:
     """
-    Several torch.optim.Optimizer that update one model together. Their state goes by the names of
-    the model's parameters, so that it can be resumed by any number of ranks.
+    Several torch.optim.Optimizer that update one model together. Their state is keyed by the names
+    of the model's parameters, so that any number of ranks can resume it.
     """
 
     def __init__(self, model, *optimizers):
@@ -198,7 +200,8 @@ class CombinedOptimizer:
         self.names = {p: name for name, p in model.named_parameters()}
         self.initial_groups = [dict(group) for group in self.param_groups]
         self.scale = LossScale()
-        # Called before the weights change: returns when no writer of a checkpoint reads them.
+        # step() calls this before it changes the weights. On CPUs, train.py makes it wait for the
+        # checkpoint's writer, which reads them.
         self.ready = lambda: None
 
     @property
@@ -207,7 +210,7 @@ class CombinedOptimizer:
 
     @spanned("optimizer")
     def step(self, observe=nullcontext):
-        """Update the weights. observe(params): a context to enter around each update of some."""
+        """Update the weights. observe(params): a context entered around the update of params."""
         self.ready()
         self.scale.divide([p.grad for p in self.names if p.grad is not None])
         for optimizer in self.optimizers:
@@ -235,8 +238,8 @@ class CombinedOptimizer:
     def state_dict(self):
         """
         Return {"layers.0.attention.wq.weight.momentum": tensor}, each sharded as its parameter is.
-        Learning rates and weight decay are settings; but a number in a parameter group that the
-        optimizer itself has changed is state: "param_groups.0.d:number".
+        The numbers in the parameter groups are settings, and left out unless an optimizer itself
+        has changed one, such as "d": that is state, "param_groups.0.d:number".
         """
         state = {}
         for optimizer in self.optimizers:
@@ -251,19 +254,19 @@ class CombinedOptimizer:
 
     def load_state_dict(self, state):
         """
-        Take the state that state_dict() returned, with whole tensors; each rank takes its slices.
+        Load the state that state_dict() returned, with whole tensors; each rank keeps its slices.
         """
         params = {name: p for p, name in self.names.items()}
         found = defaultdict(dict)
         for optimizer in self.optimizers:
-            optimizer.state.clear()  # there is no memory for the old state beside the new
+            optimizer.state.clear()  # there may be no memory for the old state and the new
         for full_name, value in state.items():
             name, _, key = full_name.rpartition(".")
             if key.endswith(NUMBER):
                 found[name][key.removesuffix(NUMBER)] = value.item()
                 continue
             p = params[name]
-            # PyTorch decides on which device a scalar belongs.
+            # The optimizer's load_state_dict moves a scalar to the device where it needs it.
             value = value.to(p.device, copy=True) if value.dim() else value.clone()
             if value.shape == p.shape:
                 value = distributed.shard_like(value, p)
@@ -271,7 +274,7 @@ class CombinedOptimizer:
         for optimizer in self.optimizers:
             names = self.parameter_names(optimizer)
             own = {index: found.pop(name) for index, name in enumerate(names) if name in found}
-            # The parameter groups remain as they are: they hold settings.
+            # Keep the parameter groups of this run, since they hold settings.
             optimizer.load_state_dict(optimizer.state_dict() | {"state": own})
         for index, group in enumerate(self.param_groups):
             group.update(found.pop(f"param_groups.{index}", {}))
@@ -304,7 +307,7 @@ class LossScale:
     when a gradient overflows and doubled after GROWTH_INTERVAL steps without an overflow.
     https://arxiv.org/abs/1710.03740
 
-    wanted: whether training is in float16; otherwise the factor stays 1. saved: state to resume.
+    wanted: whether training is in float16; if not, the factor stays 1. saved: state to resume.
     """
     GROWTH_INTERVAL = 2000
 
@@ -322,7 +325,10 @@ class LossScale:
             torch._foreach_mul_(grads, 1 / self.factor)
 
     def update(self, norm):
-        """norm: of the gradients, the same on all ranks; not finite if a gradient overflowed."""
+        """
+        Adapt the factor after a step. norm: of the gradients, the same on all ranks; not finite if
+        a gradient overflowed.
+        """
         if not self.wanted:
             return
         if not math.isfinite(norm):
@@ -346,19 +352,19 @@ class OptimizerConfig(NamedTuple):
 
 
 def check_optimizer(name):
-    """Refuse an --optimizer that has no row in OPTIMIZERS."""
+    """Fail unless the name of --optimizer is one of OPTIMIZERS."""
     if name not in OPTIMIZERS:
         fail(f"optimizer is {name!r}, expected {' or '.join(OPTIMIZERS)}")
 
 
-say_once = functools.cache(distributed.say)  # measurements and checks make optimizers too
+say_once = functools.cache(distributed.say)  # measurements and checks make optimizers, too
 
 
 def parameter_groups(model, config):
     """
-    Return {kind: a parameter group as torch.optim takes it} of the kinds that the model has:
-    "tables" (embedding and lm_head), "vectors" (norms and biases, which are not decayed),
-    "matrices" (of the blocks) and "others" (of more dimensions: stacked experts, convolutions).
+    Return {kind: parameter group for torch.optim} of the kinds that the model has: "tables"
+    (embedding and lm_head), "vectors" (norms and biases, which get no weight decay), "matrices"
+    (of the blocks) and "others" (of more dimensions: stacked experts, convolutions).
     """
     groups = {kind: {"params": [], "lr_scale": 1.0, "weight_decay": config.weight_decay}
               for kind in ("tables", "vectors", "matrices", "others")}
@@ -379,8 +385,9 @@ def parameter_groups(model, config):
 
 def make_optimizer(model, config):
     """
-    Return the CombinedOptimizer of --optimizer for a model. config: has the attributes of
-    OptimizerConfig; train.py's Config does. beta1 and beta2 are AdamW's, momentum is Muon's.
+    Return the CombinedOptimizer of --optimizer for a model. config: an OptimizerConfig, or
+    train.py's Config, which has its attributes too. beta1 and beta2 are for AdamW, momentum is for
+    Muon.
     """
     check_optimizer(config.optimizer)
     groups, lr = parameter_groups(model, config), config.learning_rate
@@ -407,17 +414,18 @@ def make_optimizer(model, config):
 
 class SpikeDetector:
     """
-    Detects loss spikes, so that the step can be skipped: the loss or the gradient norm is not
-    finite, or exceeds its running mean by more than spike_z standard deviations. Each skip in a row
-    raises that limit, so that a new level is soon accepted and only extreme values are skipped for
-    long. (engine/tracking/anomalies.py warns of anomalies in the log; it changes nothing.)
+    Detector of loss spikes, whose steps are skipped: the loss or the log of the gradient norm is
+    not finite, or exceeds its running mean by more than spike_z standard deviations. Each skip in a
+    row raises that limit, so that a new level is soon accepted and only extreme values are skipped
+    for long. (engine/tracking/anomalies.py only warns of anomalies in the log.)
 
-    spike_z: 0 skips only what is not finite. saved: state to resume, with the number of steps
-    "seen", "skipped", and skipped "in_a_row" since the last accepted one.
+    spike_z: 0 skips only values that are not finite. saved: state to resume. It has "mean" and
+    "var" of (loss, log of the norm) and the number of steps: "seen", i.e. accepted, "skipped", and
+    skipped "in_a_row" since the last accepted one.
     """
-    WARMUP = 100   # steps before the running mean is trusted
-    DECAY = 0.98   # of the running mean and variance
-    WIDEN = 1.2    # factor of the limit for each skip in a row
+    WARMUP = 100   # accepted steps before the running mean is trusted
+    DECAY = 0.98   # weight of the old mean and variance at each step
+    WIDEN = 1.2    # factor by which each skip in a row raises the limit
     MIN_STD = 0.01
 
     def __init__(self, spike_z, saved=None):
@@ -438,7 +446,8 @@ class SpikeDetector:
             state["skipped"] += 1
             state["in_a_row"] += 1
             return True
-        decay = min(self.DECAY, state["seen"] / (state["seen"] + 1))  # a plain mean at first
+        # At first, average all steps alike.
+        decay = min(self.DECAY, state["seen"] / (state["seen"] + 1))
         for i, x in enumerate(values):
             gap = x - state["mean"][i]
             state["mean"][i] += (1 - decay) * gap
@@ -452,7 +461,7 @@ def learning_rate_at(config, step, last_step, spent=0.0):
     """
     Return the learning rate of step 0, 1, ...: linear warm-up, then the schedule down to min_lr.
     spent: the fraction of max_minutes that has passed. The schedule follows the steps or the clock,
-    whichever is further.
+    whichever is further ahead.
     """
     peak, end = config.learning_rate, config.min_lr
     if step < config.warmup_iters:
@@ -464,5 +473,6 @@ def learning_rate_at(config, step, last_step, spent=0.0):
         decay_steps = max(1, last_step - config.warmup_iters)
         done = min(1.0, (step - config.warmup_iters) / decay_steps)
         return end + 0.5 * (1 + math.cos(math.pi * done)) * (peak - end)
+    # The schedule "linear": constant, then linear over the last decay_fraction of the steps.
     left = (last_step - step) / max(1, config.decay_fraction * last_step)
     return end + min(1.0, max(0.0, left)) * (peak - end)
