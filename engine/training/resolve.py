@@ -1,7 +1,8 @@
 """
-Resolve the settings of a training once, each after those that it depends on: the folder, a
-checkpoint to resume or a model to fine-tune, sizes from time or depth, what a mode fixes, the
-largest batch. train.py writes the result into its globals, and nothing changes it afterwards.
+Resolve the settings of a training once, each after those that it depends on: the folder, the
+checkpoint to resume or the model to fine-tune, the sizes derived from the time budget or the depth,
+the settings that a mode fixes, and the largest batch. train.py writes the result into its globals,
+and nothing changes it afterwards.
 """
 from functools import partial
 
@@ -16,10 +17,12 @@ from engine.training.validate import check_settings, checked_args, refuse_unseen
 
 def resolve(config, device, prepare, build):
     """
-    Return the Resolved of a command's Config. prepare: data.py's, which makes the folder of tokens;
-    build: a costs.Build. Ends the program with one line if the settings can't train.
+    Return the Resolved settings of a command. config: its Config; prepare: data.prepare, which
+    returns the folder of prepared tokens; build: a costs.Build. Ends the program with one line if
+    the settings can't train.
     """
     config, given, find_batch = fit_batch.first_guess(config)
+    # A dry run resolves its settings once per session; later sessions use the first one's folder.
     if mode.chosen(config) and not mode.temporary:
         config = config.changed(out_dir=on_master(mode.make_folder, config))
 
@@ -34,15 +37,17 @@ def resolve(config, device, prepare, build):
     elif resume.is_fine_tuning(config):
         adopted, imported = on_master(load.adopt, config, given)
         config, given = config.changed(**adopted), given | adopted.keys()
-    if imported:  # has what no setting names: norms, head width, scaled positions
+    if imported:  # norms, head width and scaled positions have no settings: the model has them
         build = build._replace(model_args=partial(build.model_args, imported=imported))
     setup = TrialSetup(build, device, hardware.autocast_dtype(config.dtype, device))
 
-    # Sizes: from the time budget and the text, of the prepared data, from the depth, of a mode.
+    # Each of these replaces settings of the ones before: the time budget and the text, a folder of
+    # prepared data, the depth, a mode.
     if not resuming and plan.derives_from_time(config, given):
         config, prepared, clock = plan_from_time(config, given, prepare, setup)
     else:
         prepared = load_data(config, prepare, device)
+    # In a resumed run, `given` may also name the settings taken from the checkpoint.
     explicit = {name for name, *_ in changes} if resuming else given
     config = config.changed(**as_prepared(config, explicit, prepared.meta))
     vocab_size = prepared.meta["vocab_size"]
@@ -58,8 +63,8 @@ def resolve(config, device, prepare, build):
 def plan_from_time(config, given, prepare, setup):
     """
     Return (config, prepared tokens, clock) of a training whose sizes are derived from the text, the
-    machine and --minutes. The shape of the model decides the vocabulary, and the length of the
-    training needs the tokens counted with it.
+    machine and --minutes. The model's shape comes first, since it decides the vocabulary; the
+    number of steps comes last, since it needs the text's number of tokens.
     """
     size = on_master(text_bytes, config.data, config.cache, config.column)
     shape = on_master(plan.plan_shape, config, given, size, setup)
@@ -74,12 +79,12 @@ def plan_from_time(config, given, prepare, setup):
 
 def load_data(config, prepare, device):
     """
-    Return the Prepared tokens of the settings, which the master makes for all processes. Ends the
-    program if a process does not see them.
+    Return the Prepared tokens of the settings, which the master prepares for all processes. Ends
+    the program if a process does not see their folder.
     """
-    c = config
-    folder = on_master(prepare, c.data, c.vocab_source, c.vocab_size, c.val_fraction, c.cache,
-                       skip_bad=resume.leaves_out(c.checks, "files"), column=c.column,
-                       max_vocab_size=c.max_vocab_size, max_text_bytes=c.max_text_bytes)
+    folder = on_master(prepare, config.data, config.vocab_source, config.vocab_size,
+                       config.val_fraction, config.cache,
+                       skip_bad=resume.leaves_out(config.checks, "files"), column=config.column,
+                       max_vocab_size=config.max_vocab_size, max_text_bytes=config.max_text_bytes)
     refuse_unseen(folder, device)
     return load_prepared(folder)
