@@ -1,7 +1,7 @@
 """
-The modes of train.py that do not train a run: overfit, dry_run, lr_find, profile. engine/debug/ has
-what each does; here are which one the settings ask for, its temporary folder, and the settings that
-it fixes.
+The modes of train.py that do not train a run: overfit, dry_run, lr_find, profile. engine/debug/
+runs them; this file finds the one that the settings ask for, makes its temporary folder, and
+returns the settings that it fixes.
 
 A mode starts from new weights, or from --init_from=PATH, in a folder beside the run's that is
 removed at the end: it neither reads nor writes a run.
@@ -19,7 +19,8 @@ from engine.training import distributed
 from engine.training.signals import on_stops
 
 NAMES = ("overfit", "dry_run", "lr_find", "profile")
-temporary = []  # in the master: (folder to remove at the end, parent folders made for it)
+# In the master, at most one pair: (folder to remove at the end, parent folders made for it).
+temporary = []
 
 
 def chosen(config):
@@ -42,10 +43,10 @@ def check(config):
         if name and getattr(config, other):
             fail(f"--{name} and --{other}: expected one of them")
     if name and config.init_from == "resume":
-        fail(f"--{name} starts from nothing or from a checkpoint, --init_from=PATH; it does not "
+        fail(f"--{name} starts from new weights or from a model, --init_from=PATH; it does not "
              f"resume a run")
     if name == "profile" and config.fsdp and distributed.world > 1:
-        fail("--profile does not tell the gathering of shards from the computing; leave --fsdp "
+        fail("--profile can't separate communication from computation with --fsdp; leave --fsdp "
              "out, or profile one process")
 
 
@@ -61,6 +62,7 @@ def make_folder(config):
     temporary.append((folder, made))
     atexit.register(remove_folder)
     on_stops(lambda signum, frame: sys.exit(128 + signum))  # the exit code that a shell reports
+    # Keep W&B offline, with all of its files in the folder that is removed.
     if os.environ.get("WANDB_MODE") != "disabled":
         os.environ["WANDB_MODE"] = "offline"
     for name in ("DIR", "DATA_DIR", "CACHE_DIR", "CONFIG_DIR", "ARTIFACT_DIR"):
@@ -87,6 +89,7 @@ def own_settings(config):
     own = {"minutes": 0.0, "max_minutes": 0.0, "early_stop": 0, "always_save_checkpoint": False}
     if name == "overfit":
         windows = config.overfit
+        # A step reads all windows, in passes of equal size: their largest divisor up to batch_size.
         limit = min(windows, config.batch_size)
         rows = max(n for n in range(1, limit + 1) if windows % n == 0)
         return own | {"batch_size": rows, "gradient_accumulation_steps": windows // rows,
@@ -94,6 +97,7 @@ def own_settings(config):
     if name == "lr_find":
         return own | {"spike_z": 0.0}
     if name == "dry_run":
+        # Two micro-batches per process are enough to try gradient accumulation.
         passes = min(config.gradient_accumulation_steps, 2 * distributed.world)
         return own | {"max_iters": 3, "eval_interval": 2, "log_interval": 1, "eval_iters": 1,
                       "gradient_accumulation_steps": passes}
@@ -106,6 +110,7 @@ def artifact(config, suffix):
     the mode, with a number if a file of that name exists. config.out_dir is the temporary folder.
     """
     folder = Path(config.out_dir)
+    # make_folder named it RUN.MODE- and random characters.
     name, number = folder.name.rpartition("-")[0], 1
     path = folder.with_name(f"{name}.{suffix}")
     while path.exists():
