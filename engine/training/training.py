@@ -1,4 +1,4 @@
-"""The parts of a training, as train.py makes them and hands them to what works on them."""
+"""The structures that hold the objects of a training, and its settings once they are resolved."""
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ from configurator import Config
 @dataclass(frozen=True)
 class Training:
     """
-    config: the settings; record: the settings and what was derived from them, for checkpoints and
-    trackers; state: what a resumed run needs besides weights and optimizer; args: ModelArgs; model:
-    the Transformer; network: the model as a training step calls it, wrapped for several processes
-    or compiled; amp: the autocast context; changes: [[setting, before, now]] of a resumed run;
-    exports: whether model files are written besides checkpoints.
+    The objects of a training, passed to functions as one argument.
+
+    config: the settings; record: the settings and the values derived from them, for checkpoints and
+    trackers; state: what a resumed run needs besides weights and optimizer; dataset: a Dataset of
+    data.py; args: ModelArgs; model: the Transformer; network: the model as a training step calls
+    it, wrapped for several processes or compiled; opt: an optim.CombinedOptimizer; amp: the
+    autocast context; changes: [[setting, before, now]] of the settings that the user changed when
+    resuming; exports: whether model files are written besides checkpoints.
     """
     config: Config
     record: dict
@@ -34,12 +37,13 @@ class Training:
 @dataclass(frozen=True)
 class Resolved:
     """
-    What is known before the model is made.
+    The settings and data of a training, before its model is made.
 
     config: every setting as the training will use it; start: the step folder or model that the
     weights are loaded from, None for new weights; resuming: whether start is this run's own
-    checkpoint; changes: as of Training; clock: see progress.session_clock; setup: the
-    costs.TrialSetup; prepared: the tokens; args: ModelArgs.
+    checkpoint; changes: see Training; clock: the time limits of the run, see
+    progress.session_clock; setup: a costs.TrialSetup; prepared: the prepared tokens; args:
+    ModelArgs.
     """
     config: Config
     start: Path | None
