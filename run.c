@@ -111,9 +111,10 @@ static void print_character(const char *s, int n) {
 static void print_held(Printer *p, bool end) {
     while (p->n) {
         unsigned char c = p->held[0];
-        int valid = llamac_utf8(p->held, p->n); // length of the first character; 0: invalid so far
-        int expected = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1;
-        bool broken = end || c >= 0xf5 || p->n >= expected; // later bytes cannot make it valid
+        int valid = llamac_utf8(p->held, p->n); // length of a complete character, or 0
+        int expected = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1; // by its first byte
+        // If it is not valid: whether no later byte can complete it
+        bool broken = end || c >= 0xf5 || p->n >= expected;
         for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
         if (!valid && !broken) return;
         if (valid) print_character(p->held, valid);
@@ -161,16 +162,17 @@ typedef struct {
     int *window; // tokens whose keys and values are cached, at most llamac_positions(session)
     int pos;     // number of tokens in the window
     bool slid;   // the window has slid at least once
-    bool told;   // the user has been told so
+    bool told;   // the user has been told that it slid
 } Run;
 
-// Starts a session, which may need fewer positions than the context has.
+// Starts a session whose KV cache holds `positions` tokens, at most those of the context.
 static void start(Run *r, int positions, llamac_logits_kept kept) {
     llamac_options o = r->options;
     llamac_error error;
-    o.positions = positions, o.logits = kept;
+    o.positions = positions;
+    o.logits = kept;
     r->session = llamac_start(r->model, &o, &error);
-    if (!r->session) die(strcmp(o.device, "cuda") ? "start" : "cuda", "%s", error.text);
+    if (!r->session) die(!strcmp(o.device, "cuda") ? "cuda" : "start", "%s", error.text);
     if (*llamac_note(r->session)) fprintf(stderr, "%s\n", llamac_note(r->session));
     r->window = resize(NULL, positions, sizeof(int));
 }
@@ -188,11 +190,11 @@ static int sample(Run *r, llamac_sampler *sampler) {
     return token;
 }
 
-// Fills half of the window with the latest tokens of the text, of which the last n are new; older
-// ones are dropped. If there is room for two or more, the first token, usually BOS, stays in front.
-// The caller evaluates this half again. The other half fills before the window slides again, so
-// each token is evaluated twice on average, however long the text is. Returns the number of tokens
-// in the window.
+// Makes room in the window: its first half then holds the latest tokens of the text, of which the
+// last n are new, and all others are dropped. If that half has two places or more, the first token
+// of the text, usually BOS, stays in front. The caller evaluates this half again. The other half
+// fills before the window slides again, so each token is evaluated twice on average, however long
+// the text is. Returns the number of tokens in the window.
 static int slide(Run *r, const int *tokens, int n) {
     int positions = llamac_positions(r->session), half = positions > 3 ? positions / 2 : 1;
     int first = r->pos ? r->window[0] : tokens[0];
@@ -204,8 +206,8 @@ static int slide(Run *r, const int *tokens, int n) {
     return half;
 }
 
-// Evaluates the next n tokens of the text. If they do not fit into the window, it slides first, and
-// only what it then holds is evaluated.
+// Evaluates the next n tokens of the text. If they do not fit into the window, slides it first, and
+// evaluates all tokens that it then holds, and no others.
 static void feed(Run *r, const int *tokens, int n) {
     if (n > llamac_positions(r->session) - r->pos) {
         n = slide(r, tokens, n);
@@ -219,14 +221,17 @@ static void feed(Run *r, const int *tokens, int n) {
 static void print_token(Run *r, int previous, int token) {
     char buffer[256], *text = buffer;
     size_t n = llamac_decode(r->model, previous, token, buffer, sizeof buffer);
-    if (n > sizeof buffer) llamac_decode(r->model, previous, token, text = resize(NULL, n, 1), n);
+    if (n > sizeof buffer) {
+        text = resize(NULL, n, 1);
+        llamac_decode(r->model, previous, token, text, n);
+    }
     print(&r->printer, text, n);
     if (text != buffer) free(text);
     flush();
 }
 
-// Ends the line of a text. Only then reports, once, that the window slid: stdout and stderr may be
-// the same terminal.
+// Ends the line of a text, and then reports, once, that the window slid. An earlier report would
+// interrupt the text if stdout and stderr are the same terminal.
 static void end_text(Run *r) {
     print_end(&r->printer);
     if (r->slid && !r->told)
@@ -259,9 +264,12 @@ static int *encode(const Run *r, Text text, bool bos, int *n) {
     return tokens;
 }
 
+// Returns whether the prompt is encoded with BOS. An empty prompt always is, to have a token.
+static bool wants_bos(const Run *r, Text prompt) { return r->info.add_bos || !prompt.n; }
+
 // Encodes the prompt, which must have at least one token.
 static int *encode_prompt(const Run *r, Text prompt, int *n) {
-    int *tokens = encode(r, prompt, r->info.add_bos || !prompt.n, n);
+    int *tokens = encode(r, prompt, wants_bos(r, prompt), n);
     if (*n == 0) die("prompt", "it has no tokens");
     return tokens;
 }
@@ -269,14 +277,15 @@ static int *encode_prompt(const Run *r, Text prompt, int *n) {
 // Prints the prompt and its continuation: at most r->steps tokens in all. BOS is not counted.
 static void generate(Run *r, Text prompt) {
     int n, evaluated = 0, prompt_evaluated = 0, *tokens = encode_prompt(r, prompt, &n);
-    int64_t total = (int64_t)r->steps + (r->info.add_bos || !prompt.n);
+    int64_t total = (int64_t)r->steps + wants_bos(r, prompt);
     int max = (int)(total - n);
     double begin = 0, middle = 0, end;
-    for (int i = 0; i < n && i < total; i++) // the first text token follows BOS, given or not
+    // Without BOS, the first token is decoded as if it followed BOS
+    for (int i = 0; i < n && i < total; i++)
         print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
     if (max > 0) {
         int context = r->options.positions;
-        // Enough for BOS and all tokens but the last, which is not evaluated
+        // r->steps positions hold BOS and all other tokens but the last, which is not evaluated
         start(r, r->steps < context ? r->steps : context, LLAMAC_SAMPLE_ONLY);
         begin = seconds();
         feed(r, tokens, n);
@@ -306,7 +315,7 @@ static int *encode_turn(const Run *r, bool first, const char *system, Text words
 }
 
 // Alternates turns of user and assistant until the input ends. The first words of the user may come
-// from -i, the system prompt from -y.
+// from -i or -f, the system prompt from -y.
 static void chat(Run *r, Text words, bool has_words, const char *system) {
     int pending = -1; // last token of an answer that was cut off, not evaluated yet; -1: none
     Text line = {0}, prompt = {0};
@@ -334,8 +343,8 @@ static void chat(Run *r, Text words, bool has_words, const char *system) {
 // ----------------------------------------------------------------------------
 // Perplexity and logits
 
-// Evaluates up to `max` tokens from position pos on, but no more than one call may have in a
-// session that keeps all logits. Returns the number of tokens evaluated.
+// Evaluates up to `max` tokens from position pos on. A session that keeps all logits takes at most
+// llamac_chunk tokens a call. Returns the number of tokens evaluated.
 static int feed_chunk(Run *r, const int *tokens, int max, int pos) {
     int n = max < llamac_chunk(r->session) ? max : llamac_chunk(r->session);
     forward(r, tokens, n, pos);
@@ -410,9 +419,9 @@ static void tokenize(Run *r, Text prompt, bool has_prompt, const char *system, b
 
 enum {
     BENCH_RUNS = 5,
-    BENCH_SECONDS = 2,  // no run begins later than this after the first
+    BENCH_SECONDS = 2,  // a further run begins only within this time from the start of the first
     BENCH_PROMPT = 128, // tokens
-    WARM_UP = 20,       // tokens; the CPU repacks its weights after 16, which no run may measure
+    WARM_UP = 20,       // tokens before the first run: the CPU repacks its weights at the 16th
 };
 
 static int compare_doubles(const void *a, const void *b) {
@@ -446,9 +455,9 @@ static void decode_greedily(Run *r, int token, int n) {
 }
 
 // Prints the speed of the model, as a table or as JSON: medians over the runs. `began` is the time
-// when the program began. Right after decoding, each run also measures the bandwidth of reading the
-// weights without computing, and the share of it that decoding reached: later, other programs may
-// have changed the speed of the machine.
+// when the program began. Each run also measures the bandwidth of reading the weights without
+// computing, and the share of it that decoding reached. It does so right after decoding, before
+// other programs change the speed of the machine.
 static void bench(Run *r, double began, bool json) {
     double prompt[BENCH_RUNS], decode[BENCH_RUNS]; // seconds
     double bandwidth[BENCH_RUNS], share[BENCH_RUNS];
@@ -544,7 +553,8 @@ typedef struct {
     bool raw, no_copy, tokenize, logits, verify, bench, json;
 } Options;
 
-// An option of the command line. One of `on`, `text` and `number` is set: where to store it.
+// An option of the command line. One of `on`, `text` and `number` points to where its value is
+// stored; the other two are NULL.
 typedef struct {
     const char *flag;
     bool *on; // the option has no value
@@ -594,7 +604,7 @@ static double parse_number(const Option *o, const char *s) {
     return value;
 }
 
-// Stores an option. `value` is NULL if there is none.
+// Stores the value of an option; NULL: the command line has none.
 static void set_option(const Option *o, const char *value) {
     if (!o->on && !value) die(o->flag, "its value is missing; see run --help");
     if (o->on) *o->on = true;
@@ -659,15 +669,15 @@ static void file_shrank(int number) {
     _exit(1);
 }
 
-// The message of the library without the path at its beginning, because die prints the path.
+// Returns the library's message without the path at its beginning, because die prints the path.
 static const char *message_of(const llamac_error *error, const char *path) {
     size_t n = strlen(path) < 200 ? strlen(path) : 200; // the library shows 200 bytes of a path
     return strlen(error->text) > n + 2 && !memcmp(error->text + n, ": ", 2) ? error->text + n + 2
                                                                             : error->text;
 }
 
-// Opens the model, without its own tokenizer if -z names another. If a tokenizer is needed and
-// missing then, opens the one of -z, or else tokenizer.bin in the working directory.
+// Opens the model, without its own tokenizer if -z names another. Then opens the tokenizer of -z,
+// or else tokenizer.bin in the working directory, if one is needed and missing.
 static void load(Run *r, const Options *o, bool needs_tokenizer) {
     llamac_error error;
     r->model = llamac_open(o->model, o->tokenizer ? LLAMAC_NO_TOKENIZER : 0, &error);
@@ -700,7 +710,7 @@ int main(int argc, char **argv) {
     r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, seed};
 
     bool has_prompt = o.prompt || o.prompt_file;
-    // -m chat changes --tokenize, which then encodes turns, but none of the other modes
+    // The options tested here ignore -m; --tokenize obeys it, and encodes turns for a chat
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
     if (is_chat && !llamac_use_template(r.model, o.template, &error)) {
