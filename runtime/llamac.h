@@ -10,8 +10,8 @@
 //
 // Errors: the last parameter of a function that can fail is a llamac_error *, which may be NULL. On
 // failure, the function returns NULL, false or -1 and writes one line to the error. On success, it
-// does not change the error. A NULL model or session is a failure; a function without an error
-// parameter returns 0, false, NULL or "" for it.
+// does not change the error. Passing NULL as the model or session is a failure; a function without
+// an error parameter then returns 0, false, NULL or "".
 // The library prints nothing and does not end the program, with one exception: after a CUDA error
 // that leaves the GPU unusable, it prints one line to stderr and calls _exit(1).
 //
@@ -36,8 +36,8 @@ extern "C" {
 #endif
 
 typedef struct llamac_model llamac_model; // weights and tokenizer of a file
-typedef struct llamac_session
-    llamac_session; // a context: the KV cache, and the threads or the GPU that compute
+// A context: the KV cache, and the threads or the GPU that compute.
+typedef struct llamac_session llamac_session;
 
 typedef struct { char text[512]; } llamac_error; // printable ASCII
 
@@ -57,7 +57,8 @@ LLAMAC_API llamac_model *llamac_open_memory(const void *bytes, size_t size, int 
 
 // Replaces the tokenizer by that of a file in llama2.c's format (tokenizer.bin). This discards the
 // chat template: llamac_encode_turn fails until llamac_use_template names one. Only tokens 1 and 2
-// of such a file are control tokens, so the markers of a template are ordinary text.
+// of such a file are control tokens, so the markers of a template are ordinary text, which the
+// user's words can contain too.
 LLAMAC_API bool llamac_open_tokenizer(llamac_model *, const char *path, llamac_error *);
 
 // Compares the weights with their SHA-256 in the file. Fails if the file has none; the project's
@@ -73,7 +74,7 @@ typedef struct {
     bool has_tokenizer;
     bool add_bos; // the model expects BOS before a text: call llamac_encode with bos = true
     int bos, eos; // the tokens BOS and EOS, which begin and end a text; -1: there is no tokenizer
-    int eot;      // token that ends an answer; -1: the tokenizer has none
+    int eot;      // token that ends an answer of a chat; -1: the tokenizer has none
 } llamac_info;
 
 // Describes a model. For NULL, bos, eos and eot are -1 and all other fields 0.
@@ -111,9 +112,10 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Encodes an earlier answer, to rebuild a conversation in a new session; the session that sampled
-// the answer has its tokens in the KV cache. In both cases, do not evaluate the end marker of the
-// answer: the next llamac_encode_turn adds it. Returns the tokens like llamac_encode.
+// Encodes an earlier answer, to rebuild a conversation in a new session. The session that sampled
+// the answer does not need this: its KV cache has the tokens. Do not evaluate the end marker of a
+// sampled answer: the next llamac_encode_turn adds it, as it does after an answer encoded here.
+// Returns the tokens like llamac_encode.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n,
                                      int *n_tokens, llamac_error *);
 
@@ -127,15 +129,17 @@ LLAMAC_API void llamac_free(void *);
 // Computing
 
 typedef enum {
-    LLAMAC_SAMPLE_ONLY, // none: only llamac_sample uses them, and a GPU does not copy them
-    LLAMAC_LAST_LOGITS, // those of the last token of each llamac_forward
-    LLAMAC_ALL_LOGITS,  // those of all tokens of each llamac_forward, at most llamac_chunk tokens
+    // No logits: only llamac_sample uses them, so a GPU does not copy them to the host
+    LLAMAC_SAMPLE_ONLY,
+    LLAMAC_LAST_LOGITS, // logits of the last token of each llamac_forward
+    LLAMAC_ALL_LOGITS,  // logits of all tokens of each llamac_forward, at most llamac_chunk tokens
 } llamac_logits_kept;
 
 typedef struct {
     int positions; // max tokens in the KV cache; 0: the seq_len of the model
     int n_threads; // threads of the CPU; 0: one for each usable core, at most 64
-    // cpu, cuda, or auto: cuda if it can be used; NULL: the default of the build
+    // cpu, cuda, or auto: cuda if it can be used, else cpu. NULL: cuda in a build with CUDA, else
+    // cpu
     const char *device;
     // CPU: never copy the weights to a faster layout. Saves memory, because processes share the
     // pages of the file. By default, a session makes the copy after its first tokens if
@@ -162,12 +166,13 @@ LLAMAC_API const char *llamac_note(const llamac_session *);
 // Returns the max n of llamac_forward with LLAMAC_ALL_LOGITS.
 LLAMAC_API int llamac_chunk(const llamac_session *);
 
-// Returns the max number of tokens in the KV cache, however many are in it now.
+// Returns the capacity of the KV cache in tokens.
 LLAMAC_API int llamac_positions(const llamac_session *);
 
-// Evaluates n tokens at positions pos..pos+n-1. Earlier calls must have filled positions 0..pos-1.
-// pos may be lower than the number of filled positions: the new tokens then replace the old ones at
-// pos..pos+n-1, and do not see those at later positions.
+// Evaluates n tokens at positions pos..pos+n-1, where pos + n is llamac_positions at most. Earlier
+// calls must have filled positions 0..pos-1. pos may be lower than the number of filled positions:
+// the new tokens then replace the old ones at pos..pos+n-1, and do not attend to later positions,
+// where the old tokens stay in the KV cache.
 LLAMAC_API bool llamac_forward(llamac_session *, const int *tokens, int n, int pos, llamac_error *);
 
 // Returns the logits of the last call: (vocab_size,) floats or, with LLAMAC_ALL_LOGITS, (n,
@@ -182,21 +187,21 @@ LLAMAC_API bool llamac_nll(llamac_session *, int row, int token, double *nll, ll
 typedef struct {
     float temperature; // 0: greedy
     float topp; // sample from the most likely tokens with this total probability; 0 or 1: from all
-    uint64_t state; // of the random generator: begins as the seed, llamac_sample changes it
+    uint64_t state; // of the random generator: set it to the seed; llamac_sample advances it
 } llamac_sampler;
 
 // Samples the token after the last one evaluated. Does not evaluate it: another call samples from
-// the same logits again. Fails if the logits are not finite. The same seed samples the same text as
-// llama2.c.
+// the same logits again. Fails if the logits are not finite. The sampler is
+// that of llama2.c, so that the same seed gives the same text.
 LLAMAC_API int llamac_sample(llamac_session *, llamac_sampler *, llamac_error *);
 
 // ----------------------------------------------------------------------------
 // Speed
 
-// Threads of the CPU that compute.
+// Returns the number of CPU threads that compute.
 LLAMAC_API int llamac_threads(const llamac_session *);
 
-// Bytes of weights that one token reads.
+// Returns the bytes of weights that are read to evaluate one token.
 LLAMAC_API double llamac_bytes_per_token(const llamac_model *);
 
 // Measures how fast the session can read its weights if it does nothing else, in bytes per second.
