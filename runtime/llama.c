@@ -9,7 +9,8 @@ typedef struct {
 } Candidate;
 
 struct llamac_session {
-    // a copy of llamac_model's, with its own layers: the backend may change pointers to weights
+    // A copy of the one in llamac_model. Its array of layers is copied too, because the backend may
+    // change the pointers to weights
     Model model;
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
@@ -20,10 +21,11 @@ struct llamac_session {
     bool logits_visible;  // the caller may read the logits, not only the sampler
     float *x;             // (chunk, dim) residual stream, in the backend's memory
     float *attention_out; // (chunk, q_dim) output of attention, likewise
-    // (1 or chunk, vocab_size) in host memory; NULL: they stay with the backend, which samples
+    // (1 or chunk, vocab_size) in host memory; NULL: the logits stay in the backend's memory, and
+    // its `choose` samples from them
     float *logits;
     int rows;              // rows of logits after the last llamac_forward; 0 before the first
-    int filled;            // max pos + n of all calls; no call may begin at a later pos
+    int filled;            // positions that have keys and values: max pos + n of all calls
     float *probabilities;  // (vocab_size,) for the sampler
     Candidate *candidates; // (vocab_size,) for the sampler
     Error note;            // for llamac_note
@@ -56,7 +58,7 @@ static void compute(const llamac_session *s, const int *tokens, int T, int pos) 
 
 static void forward(llamac_session *s, const int *tokens, int T, int pos) {
     Backend *b = s->backend;
-    // begin returns false if the backend computes the tokens without calls of its ops
+    // begin returns false if the backend computes the tokens without a call of each op
     if (!b->begin || b->begin(b, tokens, T, pos, s->all_logits)) compute(s, tokens, T, pos);
     if (b->end) b->end(b);
     s->rows = s->all_logits ? T : 1;
@@ -94,7 +96,7 @@ enum { HAS_CUDA = 1 };
 #else
 enum { HAS_CUDA = 0 };
 
-// For the linker only: never called
+// The linker needs this in a build without CUDA, which never calls it
 const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
     (void)b, (void)m, (void)positions, (void)e;
     return "no GPU";
@@ -105,7 +107,7 @@ const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
 // unchanged, so another backend can be tried.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
-    Error text; // of a message that llamac_cuda_open writes
+    Error text; // llamac_cuda_open may write its message here
     CHECK(!gpu || !m->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else 16, "
                                "and cannot be changed; leave --kv out");
     const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &text)
@@ -168,7 +170,6 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
     return open_backend(s, false, o->logits, e);
 }
 
-// For benchmarks
 double llamac_bandwidth(const llamac_session *s) {
     const uint8_t *first;
     if (!s) return 0;
@@ -256,13 +257,15 @@ static void sink(Candidate *c, int n, int i) {
 // Samples from the smallest set of tokens whose total probability exceeds topp (Holtzman 2019).
 static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
     int n = 0, vocab_size = s->model.config.vocab_size;
-    // Tokens below the cutoff have less than 1 - topp in total, so the set is complete without them
+    // All tokens below the cutoff together have less than 1 - topp, so the set is complete without
+    // them: the others have more than topp
     const float cutoff = (1.0f - topp) / (vocab_size - 1);
     for (int i = 0; i < vocab_size; i++)
         if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};
-    // With a topp below 1 / vocab_size all may be below: the set is the most likely token
+    // If topp < 1 / vocab_size, all may be below: the set is then the most likely token
     if (n == 0) return argmax(s->kernels, p, vocab_size);
-    // c[0..left-1] is a heap; c[left..n-1] are the candidates taken from it, the most likely last
+    // As in heapsort, c[0..left-1] is a heap; c[left..n-1] are the candidates taken from it, the
+    // most likely last
     Candidate *c = s->candidates;
     for (int i = n / 2 - 1; i >= 0; i--) sink(c, n, i);
     int left = n;
@@ -283,6 +286,7 @@ static int sample_topp(const llamac_session *s, const float *p, float topp, floa
 
 static const char not_finite[] = "the logits are not finite; the weights of the model are broken";
 
+// The reciprocal of a subnormal temperature can be infinite
 static bool is_greedy(const llamac_sampler *s) {
     return s->temperature == 0 || isinf(1 / s->temperature);
 }
