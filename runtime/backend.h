@@ -1,10 +1,10 @@
-// The interface between forward (llama.c) and the backends, which do all the arithmetic. Each field
-// has its shape, (rows, columns), row-major. T is the number of tokens of a call.
+// The interface between forward (llama.c) and the backends, which do all the arithmetic. Shapes in
+// comments are (rows, columns), row-major. T is the number of tokens of a call.
 #ifndef BACKEND_H
 #define BACKEND_H
 
-// The checks for NaN and infinity, and subnormal numbers, do not work with -ffast-math. GCC sets
-// the last macro to 0 for each of the flags that -ffast-math consists of.
+// -ffast-math breaks the checks for NaN and infinity, and flushes subnormal numbers to 0. It is a
+// set of flags: GCC sets __GCC_IEC_559 to 0 also if only some of them are given.
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__) \
     || (defined(__GCC_IEC_559) && !__GCC_IEC_559)
 #error "compile with -O3 instead of -Ofast, -ffast-math or the like: they break the checks for NaN"
@@ -31,11 +31,12 @@ typedef enum {
     Q5_0 = 6, // Q4_0 and Q4_1 with a fifth bit; Q5_0 has value = scale * (q - 16)
     Q5_1 = 7,
     Q8_0 = 8, // blocks of 32 in a row: scale (half precision), 32 signed bytes
-    // blocks of 256 in a row: eight scales and minima of 6 bits in half-precision units
+    // blocks of 256 in a row: two half-precision numbers d and e; a 6-bit scale and a 6-bit minimum
+    // for each 32 numbers; 128 bytes of nibbles; value = d * scale * q - e * minimum
     Q4_K = 12,
     Q5_K = 13, // the same with a fifth bit
-    // blocks of 256 in a row: sixteen scales of 8 bits in a half-precision unit;
-    // value = scale * (q - 32)
+    // blocks of 256 in a row: numbers q of 6 bits; a signed 8-bit scale for each 16 numbers; one
+    // half-precision number d; value = d * scale * (q - 32)
     Q6_K = 14,
     BF16 = 30,
     // signed bytes; one float32 scale for each `group` numbers of the flattened matrix
@@ -47,8 +48,8 @@ typedef enum {
 
 typedef struct { int numbers, bytes; } BlockSize;
 
-// How many numbers of a row form a block, and its bytes; zeros for a type that is not one of
-// GGUF_TYPES.
+// Returns how many numbers of a row form a block, and its bytes; zeros for a type that is not one
+// of GGUF_TYPES. The loader refuses rows that are not a whole number of blocks.
 static inline BlockSize block_size(uint32_t type) {
     switch (type) {
     case F32: return (BlockSize){1, 4};
@@ -94,7 +95,7 @@ typedef struct {
     int window;
     float norm_eps;   // added to the mean square in RMSNorm
     bool rope_halves; // pairs of RoPE in a head are (i, i + head_dim / 2), else (2i, 2i + 1)
-    float rope_scale; // factor of queries and keys after RoPE (YaRN), else 1
+    float rope_scale; // YaRN: multiplies queries and keys after RoPE; 1 without YaRN
 } Config;
 
 typedef struct {
@@ -118,7 +119,7 @@ typedef struct {
     Mat output;          // (vocab_size, dim); the same as token_embedding if the two are tied
     // (1, head_dim / 2) F32: divisors of the frequencies; data is NULL if the file has none
     Mat rope_factors;
-    // (head_dim / 2,) of RoPE: radians that a pair turns from one position to the next
+    // (head_dim / 2,): RoPE rotates pair i by frequencies[i] radians for each position
     double *frequencies;
 } Weights;
 
@@ -129,7 +130,8 @@ typedef struct {
     size_t data_size;    // bytes
     const uint8_t *list; // GGUF: the list of names, shapes, types and offsets of the tensors
     size_t list_size;    // bytes
-    bool mapped;  // the weights are in a mapped file, so pages that are dropped are read again
+    // the weights are in a mapped file: the system reads pages again that were dropped from memory
+    bool mapped;
     bool no_copy; // the CPU backend must not copy weights: processes share the pages of the file
     // bits of a number in the KV cache of the CPU: 32, 16 or 8; 0: 16 if the weights are quantised,
     // else 32
@@ -141,15 +143,17 @@ typedef struct {
 
 typedef struct Backend Backend;
 
-// The operations (ops) of a transformer, as coarse as speed requires. After embed they may be
-// called in any order. norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight for each token. The format
-// of the KV cache and of values inside an op is private to the backend.
+// The operations (ops) of a transformer. Each one fuses several steps where that is faster. embed
+// is called first; the others may follow in any order. For each token,
+// norm(x) = x / sqrt(mean(x^2) + norm_eps) * weight. The format of the KV cache and of values
+// inside an op is private to the backend.
 struct Backend {
     int chunk; // max tokens in one call
-    // Called before and after the ops of one call of forward, or NULL. begin returns whether the
-    // ops must be called. If not, the backend computes tokens (T,) at pos..pos+T-1 by itself:
-    // from a recording of the ops of an earlier call, or in one kernel. all_logits: logits of all
-    // tokens will be requested. Results are complete only after end.
+    // forward calls begin before the ops and end after them, unless they are NULL. If begin returns
+    // true, forward must call the ops. If it returns false, the backend computes tokens (T,) at
+    // positions pos..pos+T-1 by itself: from a recording of the ops of an earlier call, or in one
+    // kernel. all_logits: the op logits computes all T rows, not only the last. Results are
+    // complete only after end.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all_logits);
     void (*end)(Backend *);
     // Returns uninitialised memory for n floats that the ops can use, freed by close; NULL if there
@@ -157,11 +161,15 @@ struct Backend {
     float *(*alloc)(Backend *, size_t n);
     // x (T, dim) = rows `tokens` (T,) of the table. The first op of a call of forward
     void (*embed)(Backend *, float *x, const Mat *table, const int *tokens, int T);
-    // out (T, q_dim) = causal attention of q, k, v (T, q_dim or kv_dim) = norm(x) wq^T + bq,
-    // norm(x) wk^T + bk, norm(x) wv^T + bv, where norm is attention_norm of x (T, dim). q_norm and
-    // k_norm, if the layer has them, normalise each head of q and k. RoPE rotates both for
-    // positions pos..pos+T-1. k and v are stored in the cache of the layer. Token t attends to
-    // positions 0..pos+t, or to the last `window` of them
+    // Computes causal attention of x (T, dim):
+    //   y = attention_norm of x
+    //   q (T, q_dim) = y wq^T + bq; k (T, kv_dim) = y wk^T + bk; v (T, kv_dim) = y wv^T + bv
+    //   (biases, q_norm and k_norm only if the layer has them)
+    //   q_norm and k_norm normalise each head of q and k
+    //   RoPE rotates q and k for positions pos..pos+T-1
+    //   k and v are stored in the cache of the layer
+    //   out (T, q_dim) = attention; token t attends to positions 0..pos+t, or the last `window` of
+    //   them
     void (*attention)(Backend *, int layer, const Layer *, float *out, const float *x, int pos,
                       int T);
     // x (T, w.rows) += y (T, w.cols) w^T
@@ -169,14 +177,15 @@ struct Backend {
     // x (T, dim) += (silu(y w1^T) * (y w3^T)) w2^T, where y (T, dim) = ffn_norm of x
     void (*feed_forward)(Backend *, const Layer *, float *x, int T);
     // logits (T, vocab_size), in host memory, = norm(x) output^T of x (T, dim). If the backend has
-    // `choose`, logits may be NULL with T 1: they stay in the backend's memory
+    // `choose`, logits may be NULL if T is 1: they stay in the backend's memory
     void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                    int T);
-    // Samples the next token from the logits that stayed with the backend, or NULL. Temperature 0:
-    // the largest, the first of equals; else like the sampler of llama.c with `coin` in [0, 1).
-    // Returns -1 if a logit is not finite
+    // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
+    // the first of equals; else like the sampler of llama.c with `coin` in [0, 1). Returns -1 if a
+    // logit is not finite. The backend of the CPU has NULL
     int (*choose)(Backend *, float temperature, float topp, float coin);
-    // Measures in bytes per second how fast the backend reads n bytes: these, or as many of its own
+    // Measures in bytes per second how fast the backend reads its copy of the weights (n bytes of
+    // it at most), or `bytes` (n bytes) if it has no copy
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
     void (*close)(Backend *);
 };
@@ -185,10 +194,10 @@ struct Backend {
 // or the error.
 const char *llamac_cpu_open(Backend **backend, Model *model, int positions, int n_threads);
 
-// Opens the GPU backend with a KV cache for `positions` tokens. Copies the weights to its memory and
-// makes `model` point to them there, until close restores the pointers. Returns NULL, or the error:
-// a constant, or the text in the last argument. After an error, the backend is not open and the
-// model is unchanged.
+// Opens the GPU backend with a KV cache for `positions` tokens. Copies the weights to its memory
+// and makes `model` point to them there, until close restores the pointers. Returns NULL, or the
+// error: a constant, or the text in the last argument. After an error, the backend is not open and
+// the model is unchanged.
 const char *llamac_cuda_open(Backend **backend, Model *model, int positions, llamac_error *);
 
 #ifdef __cplusplus
