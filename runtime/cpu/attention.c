@@ -1,17 +1,17 @@
-// Attention: RoPE, the KV cache, and attention of one token or of many.
+// RoPE, the KV cache, and attention of one token or of many.
 #include "cpu.h"
 
 // ----------------------------------------------------------------------------
 // RoPE
 
-// The indices of the numbers of pair i of a head.
+// The indices in a head of the two numbers that pair i rotates.
 static int first_of_pair(const Config *c, int i) { return c->rope_halves ? i : 2 * i; }
 static int second_of_pair(const Config *c, int i) {
     return c->rope_halves ? i + c->head_dim / 2 : 2 * i + 1;
 }
 
-// The angle is position * frequency in double precision: at position 2000, a float angle would be
-// off by 1e-4.
+// Angles (position * frequency) are in double precision: at position 2000, a float would be off by
+// 1e-4 radians.
 void llamac_extend_rotations(Cpu *cpu, int positions) {
     const Config *c = &cpu->config;
     for (; cpu->n_rotations < positions; cpu->n_rotations++) {
@@ -30,13 +30,13 @@ void llamac_extend_rotations(Cpu *cpu, int positions) {
 // ----------------------------------------------------------------------------
 // The KV cache
 
-// The keys and values of one KV head, from some position on.
+// The keys and values of one KV head of a layer from a position on, as a view into the cache.
 typedef struct {
     char *keys, *values;
     float *key_scales, *value_scales; // NULL if the cache has no scales
 } CachedHead;
 
-// The cache of a KV head of a layer from position `pos` on, a multiple of TILE.
+// Returns the view from position `pos` on, which is a multiple of TILE.
 static CachedHead cache_at(const Cpu *cpu, int layer, int head, int pos) {
     size_t size = number_size(cpu->kv_type), index = layer * (size_t)cpu->config.n_kv_heads + head;
     size_t row = index * cpu->positions + pos, width = cpu->value_width;
@@ -50,13 +50,16 @@ static CachedHead cache_at(const Cpu *cpu, int layer, int head, int pos) {
 
 // Quantises x (n,) to 8 bits. Returns the scale, which is NaN if a number of x is not finite.
 static float to_bytes(int8_t *out, const float *x, int n) {
-    float max = 0, poison = 0, rounded; // 0 times NaN or infinity is NaN
-    for (int i = 0; i < n; i++) max = fabsf(x[i]) > max ? fabsf(x[i]) : max, poison += 0 * x[i];
+    float max = 0, poison = 0;
+    for (int i = 0; i < n; i++) {
+        max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
+        poison += 0 * x[i]; // NaN if x[i] is NaN or infinity
+    }
     float inverse = max > 1e-30f ? 127 / max : 0;
     for (int i = 0; i < n; i++) {
+        // the sum is so large that its lowest bits are the rounded integer
+        float rounded = x[i] * inverse + 0x1.8p23f;
         int32_t bits;
-        rounded =
-            x[i] * inverse + 0x1.8p23f; // so large that its lowest bits are the rounded integer
         memcpy(&bits, &rounded, 4);
         out[i] = (int8_t)bits;
     }
@@ -67,12 +70,12 @@ static float to_bytes(int8_t *out, const float *x, int n) {
 static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Kernels *kernels = cpu->kernels;
-    int n = c->head_dim, pos = cpu->pos + t, row = pos % TILE; // of the tile of keys
+    int n = c->head_dim, pos = cpu->pos + t, row = pos % TILE; // row of the tile of keys
     size_t from = (size_t)t * c->kv_dim + head * n;
     const float *k = cpu->k + from, *v = cpu->v + from;
     CachedHead to = cache_at(cpu, layer, head, pos - row);
-    void *key = scratch,
-         *value = to.values + (size_t)row * cpu->value_width * number_size(cpu->kv_type);
+    void *value = to.values + (size_t)row * cpu->value_width * number_size(cpu->kv_type);
+    void *key = scratch;
     if (cpu->kv_type == INT8_GROUPS) {
         to.key_scales[row] = to_bytes(key, k, n), to.value_scales[row] = to_bytes(value, v, n);
         for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + row] = ((int8_t *)key)[i];
@@ -86,14 +89,14 @@ static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch)
 }
 
 // ----------------------------------------------------------------------------
-// Queries, keys and values after their products: bias, RMSNorm, RoPE, cache
+// Finishing queries, keys and values after their products: bias, RMSNorm, RoPE, cache
 
 typedef struct {
     float *out; // (T, q_dim)
     const Layer *w;
     int layer, T;
-    int span;    // tokens of a query head that share loaded keys and values
-    bool cached; // an earlier step has finished the queries and keys, and filled the cache
+    int span;    // max tokens of a span, see attention_spans
+    bool cached; // an earlier step has finished the queries and filled the cache
 } AttentionArgs;
 
 static void add_bias(const Cpu *cpu, float *x, const Mat *bias, int head) {
@@ -101,7 +104,7 @@ static void add_bias(const Cpu *cpu, float *x, const Mat *bias, int head) {
     if (bias->data) put_row(x, (const float *)bias->data + head * n, n, true);
 }
 
-// Bias, RMSNorm and RoPE of the query or key x (head_dim,) of a head at a position.
+// Applies bias, RMSNorm and RoPE to x (head_dim,), the query or key of a head at a position.
 static void finish_head(const Cpu *cpu, float *x, const Mat *bias, const Mat *norm, int head,
                         int pos) {
     int n = cpu->config.head_dim;
@@ -112,7 +115,8 @@ static void finish_head(const Cpu *cpu, float *x, const Mat *bias, const Mat *no
     else cpu->kernels->rotate(x, rotation, n);
 }
 
-// Finishes the key, the value and the queries of a KV head of token t. Stores key and value.
+// Finishes the key, the value and the queries of a KV head of token t, and stores key and value in
+// the cache.
 static void finish_token(Cpu *cpu, const AttentionArgs *a, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Layer *w = a->w;
@@ -126,29 +130,33 @@ static void finish_token(Cpu *cpu, const AttentionArgs *a, int head, int t, floa
     store_in_cache(cpu, a->layer, head, t, scratch);
 }
 
-// Items are tokens. The outer loop is over heads, because the keys of TILE tokens of a head share
-// cache lines.
+// A Task. Items are tokens. The outer loop is over heads, because the keys of TILE tokens of a head
+// share cache lines.
 static void finish_tokens(Worker *self, const void *args, int begin, int end) {
     for (int head = 0; head < self->cpu->config.n_kv_heads; head++)
         for (int t = begin; t < end; t++) finish_token(self->cpu, args, head, t, self->scratch);
 }
 
-// The first position that the token at `pos` attends to: 0 unless there is a sliding window.
+// Returns the first position that the token at `pos` attends to, 0 unless there is a sliding
+// window.
 static int first_visible(const Cpu *cpu, int pos) {
     int window = cpu->config.window;
     return window && pos >= window ? pos - window + 1 : 0;
 }
 
 // ----------------------------------------------------------------------------
-// Attention of groups of queries: of one token, or of a few positions of a model without shared KV
-// heads. The queries of a group share loaded keys and values. They are heads of one token or, if
-// each head has its own keys, tokens
+// Attention in groups of up to QUERIES queries that use the same KV head, so that its keys and
+// values are loaded once for the group. With one token, a group is some of the query heads that
+// share the KV head. With several tokens, each query head must have its own KV head, and a group is
+// consecutive tokens of the head
 
-// The positions that the queries of a group attend to, counted from the first of their tile: query
-// i attends to positions hidden..visible + i * more - 1.
+// Query i of a group attends to positions hidden..visible + i * more - 1, counted from the first
+// position in Attention.keys. `more` is 1 if the queries are consecutive tokens, 0 if they are
+// heads of one token.
 typedef struct { int hidden, visible, more; } Visible;
 
-// The results go to `out`, q_stride numbers apart like the queries.
+// Computes the attention of the queries of one group. Writes the result of query i to
+// out + i * q_stride.
 static void attend(const Kernels *k, const Attention *a, Visible v, float *out) {
     float sums[QUERIES];
     k->scores(a);
@@ -158,6 +166,7 @@ static void attend(const Kernels *k, const Attention *a, Visible v, float *out) 
         if (a->key_scales) k->multiply(scores, a->key_scales + v.hidden, n);
         sums[i] = k->exponentials(scores, k->largest(scores, n), 1 / sqrtf(a->head_dim), n);
         if (a->value_scales) k->multiply(scores, a->value_scales + v.hidden, n);
+        // mix adds the values of all n positions for every query
         memset(p, 0, v.hidden * sizeof *p);
         memset(p + end, 0, (a->n - end) * sizeof *p);
     }
@@ -167,24 +176,25 @@ static void attend(const Kernels *k, const Attention *a, Visible v, float *out) 
             out[i * a->q_stride + j] = a->out[i * a->width + j] / sums[i];
 }
 
-// How many groups of QUERIES queries a KV head has.
+// Returns how many groups of up to QUERIES queries a KV head has in a call with T tokens.
 static int query_groups(const Cpu *cpu, int T) {
     return (cpu->config.n_heads / cpu->config.n_kv_heads * T + QUERIES - 1) / QUERIES;
 }
 
-// Items are groups of queries, one KV head after the other.
+// A Task. Items are groups of queries, all groups of one KV head after the other.
 static void attention_groups(Worker *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     Cpu *cpu = self->cpu;
     const Config *c = &cpu->config;
     int shared = c->n_heads / c->n_kv_heads, groups = query_groups(cpu, a->T), more = a->T > 1;
     size_t p_stride = round_up_to_tile(cpu->positions);
-    int start = first_visible(cpu, cpu->pos), from = start / TILE * TILE;
+    int start = first_visible(cpu, cpu->pos), from = start / TILE * TILE; // positions
     for (int item = begin; item < end; item++) {
-        int head = item / groups, first = item % groups * QUERIES; // query of the head
+        int head = item / groups, first = item % groups * QUERIES; // first query of the group
         int left = shared * a->T - first, n = left < QUERIES ? left : QUERIES;
-        int t = more ? first : 0, visible = cpu->pos + t + 1 - from;
-        size_t at = (size_t)t * c->q_dim + (size_t)(head * shared + first - t) * c->head_dim;
+        int t = more ? first : 0, query_head = head * shared + (more ? 0 : first);
+        int visible = cpu->pos + t + 1 - from;
+        size_t at = (size_t)t * c->q_dim + (size_t)query_head * c->head_dim;
         if (!a->cached) finish_token(cpu, a, head, 0, self->scratch);
         CachedHead kv = cache_at(cpu, a->layer, head, from);
         Attention queries = {.q = cpu->q + at,
@@ -206,13 +216,15 @@ static void attention_groups(Worker *self, const void *args, int begin, int end)
 }
 
 // ----------------------------------------------------------------------------
-// Attention of spans: up to SPAN tokens of a query head go over the positions in ranges of
-// KV_RANGE, whose keys and values are loaded once for all of them. When a larger score appears, the
-// sums of a token so far are scaled down (online softmax, Milakov 2018)
+// Attention in spans: up to SPAN consecutive tokens of one query head. A span processes positions
+// in ranges of KV_RANGE, whose keys and values are loaded once for all its tokens. When a range has
+// a larger score than the ranges before, the sums of the token so far are scaled down (online
+// softmax, Milakov 2018)
 
 enum { SPAN = CHUNK, KV_RANGE = 512 };
 
-// The length of spans: each thread has at least two, if enough tokens remain to share loads.
+// Returns the max tokens of a span: halved from SPAN until there are two spans for each thread, but
+// at least SPAN / 4, because shorter spans would load keys and values too often.
 static int span_of(const Cpu *cpu, int T) {
     int span = SPAN, heads = cpu->config.n_heads, min_items = 2 * cpu->pool.n_threads;
     while (span > SPAN / 4 && heads * ((T + span - 1) / span) < min_items) span /= 2;
@@ -220,13 +232,15 @@ static int span_of(const Cpu *cpu, int T) {
 }
 
 typedef struct {
-    float *q;          // (panels, head_dim, queries of a panel)
-    float *out;        // (SPAN, value_width) sum of values, weighted with exp(score - max)
-    float *max, *sum;  // (SPAN,) largest score, sum of the weights
-    float *scores, *p; // (queries, KV_RANGE) and, after exp, (KV_RANGE, queries)
+    float *q;         // (panels, head_dim, queries of a panel)
+    float *out;       // (SPAN, value_width) sums of the values, weighted with exp(score - max)
+    float *max, *sum; // (SPAN,) largest score and sum of the weights so far
+    float *scores;    // (queries, KV_RANGE) of a panel: scores, then the weights
+    float *p;         // (KV_RANGE, queries) the weights, transposed
 } Span;
 
-// Lays a span out in scratch. Stores the number of floats to *size unless that is NULL.
+// Returns the arrays of a span, one after the other in scratch. Unless `size` is NULL, sets *size
+// to their number of floats. Arrays of tokens have room for a panel that extends beyond the span.
 static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     int queries = cpu->kernels->queries, tokens = SPAN + queries;
     Span s = {.q = scratch};
@@ -239,7 +253,8 @@ static Span span_in(const Cpu *cpu, float *scratch, size_t *size) {
     return s;
 }
 
-// Copies n queries of a head, from token t on, to a panel. Missing queries are zero.
+// Copies the queries of n tokens of a head, from token t on, to a panel (head_dim, queries). If n
+// is less than Kernels.queries, fills the rest with zeros.
 static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
     const Config *c = &cpu->config;
     size_t stride = c->q_dim;
@@ -254,12 +269,13 @@ static void load_queries(const Cpu *cpu, float *panel, int head, int t, int n) {
         for (int i = 0; i < queries; i++) panel[d * queries + i] = i < n ? q[i * stride + d] : 0;
 }
 
-// Turns the scores of token t of the span with a range of n positions into weights. The token
-// attends to the first `visible` of them, except those before its window.
+// Turns the scores of token t of the span for a range of n positions into weights. The token
+// attends to the first `visible` positions of the range, except those before its sliding window.
 static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible, int n) {
     const Kernels *k = cpu->kernels;
     float *scores = s->scores + t % k->queries * KV_RANGE;
     int end = visible < 0 ? 0 : visible < n ? visible : n;
+    // counted from the begin of the range, the token is at visible - 1
     int hidden = first_visible(cpu, visible - 1), count = end - hidden;
     if (count <= 0) hidden = end = 0;
     memset(scores, 0, hidden * sizeof *scores);
@@ -268,7 +284,7 @@ static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, in
     scores += hidden;
     if (kv->key_scales) k->multiply(scores, kv->key_scales + hidden, count);
     float largest = k->largest(scores, count), scale = 1 / sqrtf(cpu->config.head_dim);
-    if (!(largest <= s->max[t])) { // it is larger, or NaN
+    if (!(largest <= s->max[t])) { // `largest` is larger, or NaN
         float shrink = expf((s->max[t] - largest) * scale);
         float *out = s->out + (size_t)t * cpu->value_width;
         s->max[t] = largest, s->sum[t] *= shrink;
@@ -278,8 +294,8 @@ static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, in
     if (kv->value_scales) k->multiply(scores, kv->value_scales + hidden, count);
 }
 
-// One panel of the span, from token t on, attends to a range of n positions. Token t attends to the
-// first `visible` of them, each next token to one more.
+// Adds a range of n positions to the attention of one panel, which begins with token t of the span.
+// Token t attends to the first `visible` positions of the range, each next token to one more.
 static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, int visible,
                          int n) {
     const Kernels *k = cpu->kernels;
@@ -314,7 +330,7 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead 
     k->panel_product(&mix);
 }
 
-// Tokens t..t+tokens-1 of a query head.
+// Computes the attention of one span: tokens t..t+tokens-1 of a query head.
 static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, int head, int t,
                         int tokens) {
     const Config *c = &cpu->config;
@@ -339,7 +355,7 @@ static void attend_span(const Cpu *cpu, const AttentionArgs *a, const Span *s, i
     }
 }
 
-// Items are spans of tokens, one query head after the other.
+// A Task. Items are spans, all spans of one query head after the other.
 static void attention_spans(Worker *self, const void *args, int begin, int end) {
     const AttentionArgs *a = args;
     int spans = (a->T + a->span - 1) / a->span;
@@ -352,7 +368,7 @@ static void attention_spans(Worker *self, const void *args, int begin, int end) 
 
 size_t llamac_attention_scratch(const Cpu *cpu) {
     size_t groups = QUERIES * ((size_t)round_up_to_tile(cpu->positions) + cpu->value_width), span;
-    span_in(cpu, cpu->rotation, &span);
+    span_in(cpu, cpu->rotation, &span); // any array will do: only the size is used
     return groups > span ? groups : span;
 }
 
@@ -365,19 +381,20 @@ typedef struct {
 } FusedArgs;
 _Static_assert(sizeof(FusedArgs) <= MAX_ARGS, "FusedArgs must fit in a step");
 
-// Items are KV heads. One thread computes query, key, value and attention of its KV heads, so no
-// barrier is needed between the products and attention.
+// A Task. Items are KV heads. One thread computes queries, key, value and attention of its KV
+// heads, so no barrier is needed between the products and attention.
 static void qkv_attention_heads(Worker *self, const void *args, int begin, int end) {
     const FusedArgs *a = args;
     Activations in = llamac_activations(self, &a->qkv);
     for (const Product *p = a->qkv.products; p < a->qkv.products + 3; p++) {
-        int rows = p->w->rows / self->cpu->config.n_kv_heads; // of a KV head
+        int rows = p->w->rows / self->cpu->config.n_kv_heads; // rows of a KV head
         llamac_multiply_rows(self, p, &in, begin * rows, end * rows);
     }
     attention_groups(self, &a->attention, begin, end);
 }
 
-// Whether to fuse: only if that saves a barrier and every thread has the same number of KV heads.
+// Returns whether to fuse: whether that saves a barrier, every thread gets the same number of KV
+// heads, and each head begins at a row of tiles.
 static bool can_fuse(const Cpu *cpu) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
@@ -391,12 +408,13 @@ void llamac_cpu_attention(Backend *b, int layer, const Layer *w, float *out, con
     Product products[] = {
         {cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, T);
-    // Groups are faster than spans for few positions if each head has its own keys: 3 % of a prompt
-    // of 128 tokens
+    // If each query head has its own KV head and there are few positions, groups are faster than
+    // spans: 3 % of the time of a prompt of 128 tokens
     bool own_keys = c->n_heads == c->n_kv_heads;
     bool spans = T > 1 && (!own_keys || c->window || pos + T > KV_RANGE);
     int groups = query_groups(cpu, spans ? 1 : T), span = span_of(cpu, T);
     int64_t cost = 2 * (int64_t)(pos + T) * c->head_dim * (spans ? span : QUERIES);
+    // groups of the same KV head may run on several threads, so an earlier step finishes the key
     AttentionArgs a = {out, w, layer, T, span, .cached = T > 1 || groups > 1};
     cpu->pos = pos;
     llamac_extend_rotations(cpu, pos + T);
