@@ -3,18 +3,18 @@
 #include "cpu.h"
 
 enum {
-    MIN_UNPACKED = 24, // tokens from which tiles of blocks of 256 are unpacked once for all of them
-    MIN_PAIRS = 16,    // tokens from which BF16 weights are multiplied with activations in BF16
+    MIN_UNPACKED = 24, // min tokens for which it pays to unpack tiles (TypeKernels.unpack)
+    MIN_PAIRS = 16,    // min tokens for which BF16 weights are multiplied with activations in BF16
 };
 
 // ----------------------------------------------------------------------------
 // Panels: the tokens of a prompt that a kernel multiplies at once
 
-// Tokens t..t+width-1, of which only the first `left` exist.
+// Tokens t..t+width-1. Only the first `left` exist; the others are padding.
 typedef struct { int t, width, left; } Panel;
 
-// The panel that begins with token t of T. Its width is Kernels.tokens or a smaller power of two;
-// of pairs at least 4.
+// Returns the panel that begins with token t of T. Its width is Kernels.tokens or, for the last
+// tokens, the smallest power of two that holds them; with pairs, at least 4.
 static Panel panel_at(const Kernels *k, int t, int T, bool pairs) {
     int left = T - t, width = pairs ? 4 : 1;
     while (width < left && width < k->tokens) width *= 2;
@@ -22,7 +22,8 @@ static Panel panel_at(const Kernels *k, int t, int T, bool pairs) {
     return (Panel){t, width, left < width ? left : width};
 }
 
-// Tokens t..t+n-1 of many: rows of x, or their RMSNorm in `normed` (n, cols).
+// Returns tokens t..t+n-1 of the input (n, cols): rows of x, or RMSNorm of them, written to
+// `normed`.
 static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int n, float *normed) {
     size_t cols = a->cols;
     if (!a->norm) return a->x + t * cols;
@@ -31,7 +32,7 @@ static const float *read_tokens(const Cpu *cpu, const Activations *a, int t, int
     return normed;
 }
 
-// Makes the blocks of tokens. Items are tokens.
+// A Task that converts tokens to blocks. Items are tokens.
 static void quantize_tokens(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     Cpu *cpu = self->cpu;
@@ -41,7 +42,8 @@ static void quantize_tokens(Worker *self, const void *args, int begin, int end) 
     }
 }
 
-// Makes panels of floats. Items are panels. Missing tokens of the last panel are zero.
+// A Task that converts tokens to panels. Items are panels. Missing tokens of the last panel are
+// zero.
 static void pack_panels(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
@@ -60,7 +62,8 @@ static void pack_panels(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-// Makes panels of pairs of columns in BF16. Items are panels.
+// A Task that converts tokens to pairs. Items are panels. Missing tokens of the last panel are
+// zero.
 static void pack_pairs(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
@@ -101,8 +104,8 @@ MatmulArgs llamac_matmul_args(const Cpu *cpu, const Product *products, int n, co
 void llamac_prepare(Cpu *cpu, const MatmulArgs *a) {
     const Activations *in = &a->in;
     int tokens = cpu->kernels->tokens, panels = (in->T + tokens - 1) / tokens;
-    int64_t cost = (int64_t)tokens * in->cols; // of a panel
-    if (in->T == 1) return;                    // llamac_activations does it
+    int64_t cost = (int64_t)tokens * in->cols; // cost of a panel
+    if (in->T == 1) return;                    // llamac_activations converts one token
     if (a->reads & BLOCKS) llamac_add_step(cpu, quantize_tokens, in, sizeof *in, in->T, in->cols);
     if (a->reads & PANELS) llamac_add_step(cpu, pack_panels, in, sizeof *in, panels, cost);
     if (a->reads & PAIRS) llamac_add_step(cpu, pack_pairs, in, sizeof *in, panels, cost);
@@ -121,9 +124,11 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
 }
 
 // ----------------------------------------------------------------------------
-// Products without tiles: with one token before the weights are packed, or with kernels that have
-// no tiles, whose panels are rows of x
+// Products without tiles: of one token before the weights are packed, and all products of kernels
+// without tiles, whose panels are rows of x
 
+// Computes rows r..end-1 of the product. `direct`: the kernel multiplies rows as the file has them;
+// other rows are first converted to floats in scratch (cols,).
 static void multiply_plain(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
@@ -148,11 +153,12 @@ static void multiply_plain(const Kernels *k, const Product *p, const Activations
 typedef struct {
     const Mat *w;
     const uint8_t *tiles;
-    int n;
-    bool unpacked;
+    int n;         // rows of tiles
+    bool unpacked; // by TypeKernels.unpack
 } TileRows;
 
-// The tiles of rows r..end-1: those that are kept, or else tiles made in `buffer`.
+// Returns the tiles of rows r..end-1: if the weights are packed, their tiles; else packs these rows
+// into `buffer`.
 static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_t *buffer) {
     TileRows rows = {w, buffer, (end - r + TILE - 1) / TILE, false};
     if (w->tiles) rows.tiles = (const uint8_t *)w->tiles + r / TILE * tiles_size(w);
@@ -162,7 +168,8 @@ static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_
     return rows;
 }
 
-// Unpacks rows of tiles into `buffer` if there are enough tokens to gain from it.
+// Unpacks rows of tiles into `buffer`, if their type has `unpack` (blocks of 256) and there are
+// enough tokens T to gain from it.
 static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
     const Mat *w = rows->w;
     if (T < MIN_UNPACKED || !tile_kernels(k, w)->unpack) return;
@@ -170,29 +177,33 @@ static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
     rows->tiles = buffer, rows->unpacked = true;
 }
 
-// Where the results of a panel will be written, `stride` bytes from token to token.
+// Where the results of a panel will be written: the next token's are `stride` bytes further on.
 typedef struct {
     const float *out;
     size_t stride;
 } Output;
 
-// The prefetches of a panel's product. If tiles are kept, each panel prefetches its share of the
-// tiles that follow, which the next products read; and every panel prefetches its output.
+// Returns what the product of a panel prefetches (Prefetch in kernels.h): its output and, if the
+// weights are packed, a part of the tiles of the next rows. The panels of a prompt prefetch one
+// part each, in proportion to their width.
 static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output output) {
     size_t size = rows->n * tiles_size(rows->w);
     int steps = (rows->w->cols + 1) / 2;
-    Prefetch prefetch = {rows->tiles, 0, (const char *)output.out, (int64_t)output.stride - 128, 0};
+    Prefetch prefetch = {.weights = rows->tiles,
+                         .out = (const char *)output.out,
+                         .gap = (int64_t)output.stride - ROWS * (int64_t)sizeof(float)};
     if (rows->w->tiles) {
         prefetch.weights = rows->tiles + size + size / T * panel.t;
         prefetch.step = (int)(size * panel.width / T / steps);
     }
+    // the largest mask with which the steps still prefetch two lines for each token
     while (2 * panel.width * 2 * (prefetch.mask + 1) <= steps)
         prefetch.mask = 2 * prefetch.mask + 1;
     return prefetch;
 }
 
-// y (width, ROWS) = a panel times one or two rows of tiles. With one token, y is (rows->n TILE,)
-// and rows->n may be any number.
+// y (width, ROWS) = a panel times one or two rows of tiles. With one token, there may be any number
+// of rows of tiles, and y is (rows->n TILE,).
 static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a,
                            Panel panel, Output output) {
     const Mat *w = rows->w;
@@ -214,7 +225,7 @@ static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, con
     pairs ? k->pairs_product(&p) : tile_kernels(k, w)->product(&p);
 }
 
-// Up to ROWS rows with many tokens.
+// Computes rows r..end-1, at most ROWS of them, for many tokens.
 static void multiply_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                            float *scratch) {
     const Mat *w = p->w;
@@ -235,8 +246,9 @@ static void multiply_tiles(const Kernels *k, const Product *p, const Activations
     }
 }
 
-// Rows r..end-1 in kept tiles with one token: one long stream from memory. Full tiles are written
-// in place, the rest through scratch.
+// Computes rows r..end-1 for one token from packed weights, which are read as one long stream.
+// Writes the results of full tiles directly to the output, unless they are added, and others
+// through scratch.
 static void stream_tiles(const Kernels *k, const Product *p, const Activations *a, int r, int end,
                          float *scratch) {
     const Panel token = {0, 1, 1};
@@ -258,7 +270,7 @@ void llamac_multiply_rows(Worker *self, const Product *p, const Activations *in,
             multiply_tiles(k, p, in, r, r + ROWS < end ? r + ROWS : end, self->scratch);
 }
 
-// Items are the rows of all products, ROWS at a time, one product after the other.
+// A Task. Items are ROWS rows, all items of one product after the other.
 static void matmul_rows(Worker *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
     Activations in = llamac_activations(self, a);
@@ -292,20 +304,20 @@ void llamac_cpu_logits(Backend *b, float *out, const Mat *norm, const Mat *outpu
 }
 
 // ----------------------------------------------------------------------------
-// The feed-forward network. Product 0 is the gate, product 1 is up, and one step computes both and
-// h = silu(gate) * up
+// The feed-forward network: products[0] is the gate, products[1] is up, and h = silu(gate) * up
 
-// One token: rows r..end-1.
+// Computes elements r..end-1 of h for one token.
 static void swiglu_token(Worker *self, const MatmulArgs *a, const Activations *in, int r, int end) {
     const Kernels *k = self->cpu->kernels;
     float *h = a->products[0].out + r, *h2 = a->products[1].out + r;
     for (int i = 0; i < 2; i++) llamac_multiply_rows(self, &a->products[i], in, r, end);
     k->swiglu(h, h2, end - r);
+    // r is a multiple of ROWS, so of 32: blocks are complete
     if (a->writes == BLOCKS) k->quantize(self->cpu->gated_blocks + r / 32, h, (end - r) / 32);
 }
 
-// Turns columns r..end-1 of gate and up (tokens of a panel, ROWS) into those of h, and writes h in
-// the form that the next product reads.
+// Computes elements r..end-1 of h for the tokens of a panel, and writes them in the form a->writes.
+// `gate` (Kernels.tokens, ROWS) is followed by up of the same shape.
 static void put_swiglu(Worker *self, const MatmulArgs *a, float *gate, Panel panel, int r,
                        int end) {
     Cpu *cpu = self->cpu;
@@ -325,7 +337,8 @@ static void put_swiglu(Worker *self, const MatmulArgs *a, float *gate, Panel pan
     k->transpose((uint8_t *)out, (uint8_t *)bf16, sizeof *bf16, panel.width, (n + 1) / 2);
 }
 
-// Many tokens, up to ROWS rows: gate and up exist in scratch only.
+// Computes elements r..end-1 of h, at most ROWS of them, for many tokens. Gate and up stay in
+// scratch, one panel at a time.
 static void swiglu_tiles(Worker *self, const MatmulArgs *a, int r, int end) {
     const Kernels *k = self->cpu->kernels;
     const Mat *w = a->products[0].w;
@@ -344,7 +357,7 @@ static void swiglu_tiles(Worker *self, const MatmulArgs *a, int r, int end) {
     }
 }
 
-// Items are ROWS rows of both matrices.
+// A Task that computes gate, up and h. Items are ROWS elements of h.
 static void swiglu_rows(Worker *self, const void *args, int begin, int end) {
     const MatmulArgs *a = args;
     Activations in = llamac_activations(self, a);
@@ -354,7 +367,7 @@ static void swiglu_rows(Worker *self, const void *args, int begin, int end) {
         for (; r < last; r += ROWS) swiglu_tiles(self, a, r, r + ROWS < last ? r + ROWS : last);
 }
 
-// SwiGLU of gate and up in memory. Items are tokens.
+// A Task that computes h from gate (cpu->h) and up (cpu->h2), in place of gate. Items are tokens.
 static void swiglu_tokens(Worker *self, const void *args, int begin, int end) {
     Cpu *cpu = self->cpu;
     size_t n = cpu->config.hidden_dim;
@@ -369,7 +382,9 @@ void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
     MatmulArgs down = llamac_matmul_args(cpu, &(Product){x, &w->w2, true}, 1, NULL, cpu->h, T);
     llamac_prepare(cpu, &gated);
     if (w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels))) {
-        // one step for gate, up and SwiGLU, which writes h in the form that down reads
+        // One step computes gate, up and h. It writes h as `down` reads it if that is BLOCKS, or
+        // PAIRS if gate and up read pairs too, since panels of other forms may be narrower. Else it
+        // writes floats, which llamac_prepare converts
         if (down.reads == BLOCKS || (down.reads == PAIRS && w->w1.type == BF16)) {
             gated.writes = down.reads, down.ready = true;
             down.in.blocks = cpu->gated_blocks;
