@@ -12,12 +12,14 @@ from engine.untrusted import is_plain_name, open_untrusted, read_json, reading
 from tokenizer import Tokenizer
 
 VERSION = 1
-TOKENS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}  # dtype in meta.json: of .bin files
+# {dtype in meta.json: dtype of the .bin files}
+TOKENS = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SPLITS = "train", "val"
+# Types of the values that meta.json must have.
 META = {"vocab_size": int, "vocab_source": str, "tokenizer": str, "tokenizer_sha256": str,
-        "dtype": str, "source": str, "fingerprint": str}  # types in meta.json, also:
+        "dtype": str, "source": str, "fingerprint": str}
 META |= {f"{split}_{unit}": int for split in SPLITS for unit in ("tokens", "documents", "bytes")}
-CHECKED_AT_ONCE = 1 << 28  # max bytes of .bin files that are read and checked when they are loaded
+CHECKED_AT_ONCE = 1 << 28  # .bin files of fewer bytes in total are read and checked on loading
 
 
 @dataclasses.dataclass
@@ -32,8 +34,8 @@ class Prepared:
 
 def is_prepared(folder):
     """
-    Return whether data.py made a folder, even if files are missing now. A folder of texts may have
-    a meta.json of its own.
+    Return whether data.py made a folder, even if some of its files are missing now. meta.json alone
+    does not tell, since a folder of texts may have one of its own.
     """
     others = "train.bin", "val.bin", "tokenizer.model", "tokenizer.json"
     has_others = any(Path(folder, name).exists() for name in others)
@@ -44,8 +46,9 @@ def load(folder):
     """
     Return the Prepared of a folder. Fails if a file disagrees with meta.json.
 
-    File sizes and the hash of the vocabulary are always checked; the hash and the range of the
-    tokens only below CHECKED_AT_ONCE bytes (0.2 s). Of larger data Dataset checks each batch.
+    It always checks file sizes and the hash of the vocabulary. If the .bin files have fewer than
+    CHECKED_AT_ONCE bytes, it also checks their hash and the range of the token ids, which takes
+    up to 0.2 s. In larger data, Dataset checks the ids of each batch.
     """
     folder = Path(folder)
     with reading(folder, "prepared data, a folder that data.py made", fail):
@@ -60,24 +63,28 @@ def load(folder):
                          f"delete {folder} to prepare it anew")
                 splits.append(np.memmap(file, dtype, "r"))
         tokenizer = Tokenizer.load(folder / meta["tokenizer"])
-        same = (tokenizer.sha256() == meta["tokenizer_sha256"]
-                and tokenizer.vocab_size == meta["vocab_size"])
-        small = sum(tokens.nbytes for tokens in splits) < CHECKED_AT_ONCE
-        if not same or small and fingerprint(folder) != meta["fingerprint"]:
+        is_same = (tokenizer.sha256() == meta["tokenizer_sha256"]
+                   and tokenizer.vocab_size == meta["vocab_size"])
+        is_small = sum(tokens.nbytes for tokens in splits) < CHECKED_AT_ONCE
+        if not is_same or (is_small and fingerprint(folder) != meta["fingerprint"]):
             fail(f"{folder}: is not what its meta.json records (hashes differ); "
                  "delete it to prepare it anew")
-        for tokens in splits if small else ():
-            check_ids(folder, tokens, meta["vocab_size"])
+        if is_small:
+            for tokens in splits:
+                check_ids(folder, tokens, meta["vocab_size"])
     return Prepared(folder, meta, *splits, tokenizer)
 
 
 def read_meta(folder):
-    """Return the meta.json of a prepared folder. Raises various errors for a damaged one."""
+    """
+    Return the meta.json of a prepared folder. A damaged one raises errors of many types, which
+    `reading` turns into one line in `load`.
+    """
     meta = read_json(Path(folder, "meta.json"))
     if meta["version"] != VERSION:
         raise ValueError(f"version {meta['version']!r}; delete it to prepare it anew")
     wrong = [name for name, kind in META.items()
-             if type(meta[name]) is not kind or kind is int and not 0 < meta[name] < 1 << 62]
+             if type(meta[name]) is not kind or (kind is int and not 0 < meta[name] < 1 << 62)]
     if not wrong and meta["dtype"] not in TOKENS:
         wrong = ["dtype"]
     if not wrong and not is_plain_name(meta["tokenizer"]):
@@ -90,7 +97,7 @@ def read_meta(folder):
 
 
 def check_ids(folder, tokens, vocab_size):
-    """Return an array of token ids. Fails if the vocabulary of the prepared folder lacks one."""
+    """Return `tokens`, an array of ids. Fails if the vocabulary of the folder lacks one."""
     if (largest := int(tokens.max())) >= vocab_size:
         fail(f"{folder}: holds the token {largest}, expected ids below the vocabulary's size "
              f"{vocab_size}; delete it to prepare it anew")
