@@ -1,7 +1,7 @@
 """
 Read folders of models: Hugging Face's (config.json, model.safetensors in one or several files) and
-Meta's (params.json, consolidated.*.pth). What model.py cannot compute is refused by its name.
-Tensors are read one at a time.
+Meta's (params.json, consolidated.*.pth). The program exits with a message that names the first
+setting or tensor that model.py does not support. Tensors are read one at a time.
 https://huggingface.co/docs/safetensors, https://github.com/meta-llama/llama-models
 """
 import contextlib
@@ -38,11 +38,11 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-# Keys of a config.json that are supported with one value, which is also their default.
+# Keys of a config.json that must be missing, null, or have this value, which is their default.
 FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False,
          "partial_rotary_factor": 1, "quantization_config": None, "auto_map": None,
          "num_experts": None, "num_local_experts": None}
-# Keys of its rope_parameters (or rope_scaling), by rope_type; and those that each type may have.
+# Keys that rope_parameters (or rope_scaling) may have, by rope_type; and keys of all types.
 ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -51,13 +51,16 @@ ROPE_KEYS = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
 }
 COMMON_ROPE_KEYS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings"}
-DTYPES = "F32", "F16", "BF16"  # of weights, as safetensors calls them
+DTYPES = "F32", "F16", "BF16"  # safetensors' names of the types that weights may have
 
 
 # ---- Hugging Face
 
 def read_hf(folder, with_tokenizer=True):
-    """Return (Tensors, ModelArgs, Tokenizer or None, {metadata}) of a Hugging Face folder."""
+    """
+    Return (Tensors, ModelArgs, Tokenizer or None, {GGUF's key: value} for chats) of a Hugging Face
+    folder.
+    """
     args = hf_args(folder / "config.json")
     state = hf_tensors(folder, args)
     vocabulary = read_hf_tokenizer(folder, args.vocab_size) if with_tokenizer else None
@@ -96,7 +99,7 @@ def hf_args(path):
             tied=get("tie_word_embeddings", bool, False),
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3"), path)
-        # A null declares that a Mistral has no window; without the key it has one of 4096.
+        # In a Mistral's config.json null means no window, and a missing key means 4096 tokens.
         window = stored.get("sliding_window", 4096 if kind == "mistral" else None)
         refuse_window(window, config, kind, args, path)
         vars(args).update(hf_rope(config, args, path))
@@ -104,15 +107,18 @@ def hf_args(path):
 
 
 def refuse_window(window, config, kind, args, path):
-    """End in one line if attention has a sliding window (tokens, or None) below the context."""
+    """
+    Exit with a message if a layer has a sliding window that is shorter than the context. window:
+    its length in tokens, or None.
+    """
     layers = config.get("layer_types")
-    slides = kind == "mistral" or bool(config.get("use_sliding_window"))
-    if isinstance(layers, list):
-        in_layers = any(layer != "full_attention" for layer in layers)
-        slides = in_layers or kind == "mistral" and slides
-    elif kind != "mistral":
+    if kind == "mistral":
+        slides = True
+    elif isinstance(layers, list):
+        slides = any(layer != "full_attention" for layer in layers)
+    else:
         first = getter(config, path)("max_window_layers", int, 28)  # first layer with a window
-        slides = slides and first < args.n_layers
+        slides = bool(config.get("use_sliding_window")) and first < args.n_layers
     holds_context = window is None or type(window) is int and window >= args.max_seq_len
     if slides and not holds_context:
         fail(f"{path}: sliding_window={printable(window)} is not supported, expected none, or one "
@@ -121,7 +127,10 @@ def refuse_window(window, config, kind, args, path):
 
 
 def hf_rope(config, args, path):
-    """Return {setting of ModelArgs: value} of the rotary positions in a config.json."""
+    """
+    Return {setting of ModelArgs: value} for the rotary positions that a config.json describes.
+    args: those read so far, for head_dim and max_seq_len.
+    """
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = getter({"rope_scaling": found}, path)("rope_scaling", dict)
     kind = found.get("rope_type", found.get("type", "default"))
@@ -134,7 +143,7 @@ def hf_rope(config, args, path):
     if "original_max_position_embeddings" in config:  # transformers prefers it to the inner one
         found["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     for key in found.keys() - COMMON_ROPE_KEYS - {*ROPE_KEYS[kind]}:
-        if (key, found[key]) != ("partial_rotary_factor", 1):
+        if (key, found[key]) != ("partial_rotary_factor", 1):  # all of a head is rotated
             fail(f"{path}: {printable(key)} is not supported in the {kind} scaling of rotary "
                  "positions")
     get = getter(found, path)
@@ -160,7 +169,7 @@ def hf_rope(config, args, path):
         settings["rope_attention"] = get("attention_factor", float, default)
     elif kind == "longrope":
         short, long = found["short_factor"], found["long_factor"]
-        if short != long:  # model.py has one table for all lengths
+        if short != long:  # model.py has one table of factors for all lengths of text
             fail(f"{path}: rope_type 'longrope' with another long_factor than short_factor is not "
                  "supported")
         settings["rope_factors"] = rope.factors(short)
@@ -181,7 +190,7 @@ def weight_files(folder):
         if not is_plain_name(named) or not named.endswith(kinds):
             fail(f"{folder}: transformers_weights={printable(named)} in its config.json, expected "
                  "a .safetensors file in this folder")
-        single = index = folder / named
+        single = index = folder / named  # its suffix tells which of the two it is
     if single.exists() and single.suffix == ".safetensors":
         return [single]
     if index.exists() and index.suffix == ".json":
@@ -199,7 +208,9 @@ def weight_files(folder):
 
 
 def refuse_unread(path):
-    """End in one line if the model of the folder does not use the file of weights at this path."""
+    """
+    Exit with a message if the model in the folder of this file of weights does not use the file.
+    """
     folder, files = path.parent, [path]
     if (folder / "config.json").exists():
         files = weight_files(folder)
@@ -212,7 +223,10 @@ def refuse_unread(path):
 
 
 def hf_tensors(folder, args):
-    """Return the Tensors of a Hugging Face folder, checked to be those of the ModelArgs."""
+    """
+    Return the Tensors of a Hugging Face folder. Exit with a message unless their names, shapes and
+    types are those of a model with these ModelArgs.
+    """
     adapter = folder / "adapter_config.json"
     if adapter.exists():
         fail(f"{adapter}: an adapter, whose changes of the weights are not read; merge it first, "
@@ -230,9 +244,9 @@ def hf_tensors(folder, args):
     both = "lm_head.weight", "model.embed_tokens.weight"
     if args.tied and all(name in files for name in both) and not equal_weights(files, *both):
         fail(f"{folder}: config.json says tie_word_embeddings, but lm_head.weight is not "
-             "model.embed_tokens.weight; say false there if it is the classifier, which "
-             "transformers takes it for since version 5")
-    # Old files hold tables of positions.
+             "model.embed_tokens.weight; set it to false there if lm_head.weight is the "
+             "classifier, as transformers assumes since version 5")
+    # Old files hold tables of rotary positions.
     ignored = {name for name in shapes if name.endswith("rotary_emb.inv_freq")}
     ignored |= {"lm_head.weight"} if args.tied else set()
     expected = ((name, shape) for _, _, name, shape in tensors(args))
@@ -247,14 +261,17 @@ def hf_tensors(folder, args):
 
 @contextlib.contextmanager
 def open_weights(path):
-    """Open a .safetensors file; end in one line if it is damaged."""
+    """Open a .safetensors file. Exit with a message if it is damaged."""
     with reading(path, "a safetensors file", fail):
         with open_safetensors(path) as weights:
             yield weights
 
 
 def equal_weights(files, a, b):
-    """Return whether two tensors in files, {name: path}, are equal, some rows at a time."""
+    """
+    Return whether the tensors named a and b are equal; compare some rows at a time. files: {name:
+    path of the file that holds the tensor}.
+    """
     with open_weights(files[a]) as in_a, open_weights(files[b]) as in_b:
         a, b = in_a.get_slice(a), in_b.get_slice(b)
         if a.get_shape() != b.get_shape():
@@ -265,18 +282,23 @@ def equal_weights(files, a, b):
 
 
 def hf_tensor(path, name, heads):
-    """Return one tensor in the type it is stored in, its rows in model.py's order."""
+    """Return one tensor in its stored type, with the rows of heads in model.py's order."""
     with open_weights(path) as weights:
         return halves_to_interleaved(plausible(name, weights.get_tensor(name), path), heads)
 
 
 def chat_ids(folder, vocabulary):
-    """Return {GGUF's key: id} of the tokens that end an answer besides EOS, and of padding."""
+    """
+    Return {GGUF's key: id} of up to two tokens that end an answer besides EOS, and of the padding
+    token, without ids beyond the vocabulary.
+    """
     config, taken = generation(folder), (vocabulary.eos_id, vocabulary.bos_id)
     ends = [i for i in config["eos_token_id"] if i not in taken]
     padding = [i for i in config["pad_token_id"] if i not in taken]
-    found = [*zip((END_OF_TURN, END_OF_MESSAGE), ends), *zip((PADDING,), padding)]
-    return {key: i for key, i in found if i < vocabulary.vocab_size}
+    found = dict(zip((END_OF_TURN, END_OF_MESSAGE), ends))
+    if padding:
+        found[PADDING] = padding[0]
+    return {key: i for key, i in found.items() if i < vocabulary.vocab_size}
 
 
 # ---- Meta
@@ -307,7 +329,7 @@ def read_meta(folder, with_tokenizer=True):
 
 
 def load_shard(path):
-    """Return {name: tensor} of a consolidated.*.pth, mapped rather than read."""
+    """Return {name: tensor} of a consolidated.*.pth, whose data is memory-mapped."""
     with reading(path, "weights of Meta's", fail):
         found = load_torch(path, mmap=True)
         return {name: w for name, w in found.items()
@@ -316,8 +338,8 @@ def load_shard(path):
 
 def meta_args(path, first, n):
     """
-    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards, whose
-    shapes complete the file.
+    Return the ModelArgs of a params.json. first: {name: tensor} of the first of n shards; the sizes
+    that the file lacks follow from its shapes.
     """
     params = {key: value for key, value in load_json(path).items() if value is not None}
     for key in params.keys() & {
@@ -328,7 +350,7 @@ def meta_args(path, first, n):
     theta, eps = get("rope_theta", float, 10000.0), get("norm_eps", float)
     scaled = get("use_scaled_rope", bool, False)
     if scaled:
-        context = 131072  # Llama 3.1
+        context = 131072  # tokens, Llama 3.1
     elif theta >= 5e5:
         context = 8192    # Llama 3
     else:
@@ -338,7 +360,8 @@ def meta_args(path, first, n):
         embedding, width = first["tok_embeddings.weight"].shape
         tied = "output.weight" not in first
         rows = embedding if tied else first["output.weight"].shape[0]
-    if not tied or width == dim:  # the embedding is split into columns before Llama 3
+    # A shard holds 1 / n of the rows, except of a tied embedding that is split into columns.
+    if not tied or width == dim:
         rows *= n
     args = checked(ModelArgs(
         dim=dim,
@@ -360,7 +383,7 @@ def meta_args(path, first, n):
 
 def split_dim(name, shape, columns):
     """
-    Return the dimension along which Meta's files split a tensor; None: each file holds all of it.
+    Return the dimension along which Meta's files split a tensor, None if each file holds all of it.
     columns: whether the embedding is split into columns, as before Llama 3.
     """
     if len(shape) == 1:
@@ -370,7 +393,10 @@ def split_dim(name, shape, columns):
 
 
 def meta_tensor(name, shards, dim, where):
-    """Return a tensor that the shards split along `dim`; None: that each of them holds whole."""
+    """
+    Return a tensor that is split along `dim` into one slice per shard, or, if `dim` is None, that
+    every shard holds whole. where: the folder, for messages.
+    """
     whole = dim is None or len(shards) == 1
     w = shards[0][name].clone() if whole else torch.cat([shard[name] for shard in shards], dim)
     return plausible(name, w, where)
