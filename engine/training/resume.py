@@ -1,6 +1,6 @@
 """
-Where a run starts: from new weights, from its own checkpoint or from another model; which settings
-a resumed run keeps.
+Find where a run starts: from new weights, from its own checkpoint or from another model. Restore
+the settings and the state of a resumed run.
 """
 import re
 from dataclasses import asdict
@@ -15,17 +15,18 @@ from engine.training import checkpoint, distributed, run_folder
 from engine.untrusted import MAX_JSON, read_json, reading, reason
 
 STARTS = ("auto", "force", "resume", "scratch")  # values of init_from that are not a path
-# Settings of the machine and of the session, which a resumed run does not take from its checkpoint.
+# Settings of the machine and the session: a resumed run does not take them from its checkpoint.
 OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "device",
               "fsdp", "compile", "activation_checkpointing", "supervise",
               "peak_tflops", "tensorboard_log", "swanlab_log", "trackio_log", "log_extras",
               "checks"}
-# Settings that decide the shape and meaning of weights and optimizer.
+# Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
+# The types of the entries of progress.new_state.
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
-               # A number before the first step since the last row, then a scalar tensor.
+               # A number after a row was logged; the next step makes it a scalar tensor.
                "loss_sum": (int, float, torch.Tensor),
                "loss_steps": (int,), "last": (int, type(None)), "fixed": (dict,), "clock": (dict,),
                "noted": (list,), "chat": (dict,)}
@@ -33,7 +34,7 @@ STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(Non
 
 def default_out_dir(data):
     """
-    Return the folder of a run without an out_dir, named after its data: out/stories for
+    Return the folder of a run that was given no out_dir, named after its data: out/stories for
     stories:2000, out/my for texts/my.txt.
     """
     is_file = Path(data).is_file()
@@ -50,9 +51,9 @@ def is_fine_tuning(config):
 
 def find_start(config):
     """
-    Return (the step folder or model that this run starts from, None for new weights; whether it
-    resumes the run there). A run in out_dir takes precedence over the path of init_from, so that
-    the same command resumes a fine-tuning too.
+    Return (the path of the step folder or model that this run starts from, or None for new weights;
+    whether it resumes the run there). A run in out_dir takes precedence over the path in
+    init_from, so that repeating the command resumes a fine-tuning too.
     """
     if config.eval_only:
         return find_evaluated(config)
@@ -68,7 +69,7 @@ def find_start(config):
 
 
 def find_evaluated(config):
-    """Return find_start's result for --eval_only: the run in out_dir, or the path of init_from."""
+    """Return find_start's result for --eval_only: the run in out_dir, or the path in init_from."""
     if is_fine_tuning(config):
         return checkpoint.origin(config.init_from), False
     found = checkpoint.newest(config.out_dir) if config.init_from != "scratch" else None
@@ -81,8 +82,8 @@ def find_evaluated(config):
 
 def take_out_dir(config):
     """
-    Claim out_dir and return its checkpoint to resume, or None. Damaged checkpoints, and with
-    init_from=scratch an old run, are set aside.
+    Claim out_dir and return the newest intact step folder to resume, or None. Damaged checkpoints
+    are set aside; with init_from=scratch the whole old run is.
     """
     out_dir, init_from = config.out_dir, config.init_from
     try:
@@ -117,23 +118,22 @@ def stored_settings(folder):
 
 def leaves_out(checks, name):
     """
-    Return whether the setting `checks` leaves out a check by its name, which for two decides what a
-    training makes: without `files`, unreadable files of a folder are skipped; without `export`, no
-    model files are written for a model that they can't hold.
+    Return whether --checks contains -name. Two such words decide what a training does: -files skips
+    unreadable files of the data, -export trains a model that model files can't hold.
     """
     return f"-{name}" in [word.strip() for word in checks.split(",")]
 
 
 def resumable(stored):
-    """Return those settings of a checkpoint that a resumed run takes."""
+    """Return the settings in `stored` that a resumed run takes from its checkpoint."""
     return {name: value for name, value in stored.items()
             if name not in OF_SESSION and not name.startswith("wandb_")}
 
 
 def restore_secrets(config, folder, stored, given):
     """
-    Replace the values of `stored` in which a secret was hidden by those of this command, where only
-    the secret differs. Ends the program if such a value is needed and missing.
+    Replace stored values in which a secret was redacted by this command's values, where the two
+    differ only in the secret. Ends the program if data, init_from or vocab_source stays redacted.
     """
     for name, value in list(stored.items()):
         if not isinstance(value, str) or HIDDEN not in value:
@@ -148,30 +148,34 @@ def restore_secrets(config, folder, stored, given):
 
 def resume_settings(config, folder, given):
     """
-    Return (the settings that a resumed run takes from its checkpoint, the names that --depth may
-    not derive anew, [[name, before, now]] of the settings that were changed). The settings in
-    `given` replace those of the checkpoint.
+    Return (the settings that a resumed run takes from its checkpoint, the names of the settings
+    that --depth must not derive, [[name, before, now]] of the settings that the user changed).
+
+    given: names of the settings in this command, which take precedence over the checkpoint's.
+    --depth must not derive these nor, unless --depth itself was changed, the checkpoint's.
     """
     where = Path(folder, "config.json")
     stored = {name: convert(name, value, getattr(config, name), where)
               for name, value in stored_settings(folder).items() if name in config.defaults}
     restore_secrets(config, folder, stored, given)
-    begun = stored.get("init_from", "auto")
-    if is_fine_tuning(config) and Path(begun).resolve() != Path(config.init_from).resolve():
-        origin = "nothing" if begun in STARTS else begun
+    first_start = stored.get("init_from", "auto")
+    if is_fine_tuning(config) and Path(first_start).resolve() != Path(config.init_from).resolve():
+        origin = "nothing" if first_start in STARTS else first_start
         fail(f"{config.out_dir} holds a run that began from {origin}, not from "
              f"{config.init_from}; give another --out_dir, or --init_from=resume to continue it")
     kept = resumable(stored)
     changes = [[name, str(value), str(getattr(config, name))] for name, value in kept.items()
                if name in given and getattr(config, name) != value]
     taken = {name: value for name, value in kept.items() if name not in given}
-    taken["init_from"] = begun
+    taken["init_from"] = first_start
     before = stored.get("checks", "")
     if "checks" not in given and (leaves_out(before, "files") or leaves_out(before, "export")):
-        taken["checks"] = before
+        taken["checks"] = before  # so that data and model files are made as they were
     resumed = config.changed(**taken)
+    # A fine-tuning takes the vocabulary in its checkpoint, as the model it began from may be gone.
+    # A given tokenizer.bin was converted, and the checkpoint holds the result.
     is_own_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
-    if is_fine_tuning(resumed) and is_own_vocabulary:  # the model it came from may be gone
+    if is_fine_tuning(resumed) and is_own_vocabulary:
         taken["vocab_source"] = str(checkpoint.tokenizer_path(folder))
     doing = "evaluating" if config.eval_only else "resuming"
     step = checkpoint.manifest(folder)["step"]
@@ -186,7 +190,7 @@ def resume_settings(config, folder, given):
 # ---- the state of a resumed run ------------------------------------------------------------------
 
 def resume_signature(config, args, dataset):
-    """Return {name: value} of what a resumed run must have in common with the run before."""
+    """Return {name: value} of the sizes, settings and data that must be the same after a resume."""
     same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
     names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask")
     same |= {name: getattr(config, name) for name in names}
@@ -195,8 +199,10 @@ def resume_signature(config, args, dataset):
 
 def restore(config, folder, signature, opt, is_forced):
     """
-    Load the optimizer and return the state of a run to resume. signature: resume_signature's of
-    now. Ends the program if the checkpoint is another run's; is_forced: only if its sizes differ.
+    Load the optimizer's state and return the state of a run to resume.
+
+    signature: of this command, by resume_signature. is_forced: allow differences in settings that
+    are not in SHAPES. Ends the program if the checkpoint's signature differs otherwise.
     """
     with reading(Path(folder, "train.pt"), "the state of a run", fail):
         train = checkpoint.load(folder, "train", check=config.eval_only)
@@ -208,6 +214,7 @@ def restore(config, folder, signature, opt, is_forced):
             fail(f"{config.out_dir} holds a run whose sizes do not follow from --minutes; "
                  f"--max_minutes limits the time of this session")
         opt.load_state_dict(train["optimizer"])
+        # The same number of tokens, counted in sequences of this run's length.
         sequences = state["sequences"] * before["max_seq_len"] // signature["max_seq_len"]
         if before.get("data", signature["data"]) != signature["data"]:
             sequences = 0  # new data is read from its beginning
@@ -215,21 +222,22 @@ def restore(config, folder, signature, opt, is_forced):
 
 
 def check_state(state):
-    """Raise ValueError or KeyError if the state of a checkpoint lacks an entry or has a bad one."""
+    """Raise KeyError if the state of a checkpoint lacks an entry, ValueError if one is invalid."""
     wrong = [name for name, types in STATE_TYPES.items() if type(state[name]) not in types]
     if not wrong and torch.as_tensor(state["loss_sum"]).numel() != 1:
         wrong = ["loss_sum"]
     if not wrong and not all(type(value) in (int, float) for value in state["clock"].values()):
         wrong = ["clock"]
     if wrong:
-        raise ValueError(f"its state has another {wrong[0]} than a run writes")
+        raise ValueError(f"the entry {wrong[0]} of its state is invalid")
 
 
 def refuse_other_run(config, folder, before, now, is_forced):
     """
-    End the program if two signatures differ, unless the resume is forced and all that differs can
-    be changed.
+    End the program if the signatures `before` and `now` differ, unless the resume is forced and no
+    difference is in SHAPES.
     """
+    # "data" is first, as other data may change sizes too: the message then names the cause.
     different = [name for name in ("data", *now) if before.get(name, now[name]) != now[name]]
     never = [name for name in different if name in SHAPES]
     if not different or is_forced and not never:
@@ -244,14 +252,17 @@ def refuse_other_run(config, folder, before, now, is_forced):
 
 
 def with_counters(state):
-    """Return a state with the counters of tokens and sequences, which older checkpoints lack."""
+    """Return a state with counters of tokens and sequences, computed for older checkpoints."""
     before = state["fixed"]
     sequences = state["step"] * before["batch_size"] * before["gradient_accumulation_steps"]
     return {"tokens": sequences * before["max_seq_len"], "sequences": sequences} | state
 
 
 def describe_data_change(config, folder):
-    """Return in words how the data differ from those that a checkpoint was trained on."""
+    """
+    Return in words how the data differ from those that a checkpoint was trained on: by a setting,
+    else by files.
+    """
     from engine.text.prepare import source_files  # the import takes 0.05 s
     stored = stored_settings(folder)
     for name in ("data", "vocab_source", "vocab_size", "max_vocab_size", "max_text_bytes",
