@@ -1,5 +1,5 @@
-// The thread pool. thread_pool.h describes how a step is shared.
-#define _DEFAULT_SOURCE // POSIX beside C11
+// The thread pool. thread_pool.h describes how workers share a step.
+#define _DEFAULT_SOURCE // declare POSIX functions under -std=c11
 #include <sched.h>
 #include "thread_pool.h"
 
@@ -11,26 +11,28 @@
 
 enum {
     SLICES = 4,                 // slices of a share
-    SPINS_BEFORE_HELP = 16,     // before a worker takes slices of others: about 300 nanoseconds
-    SPINS_BEFORE_SLEEP = 20000, // about 200 microseconds
-    MIN_WORK = 20000,           // multiplications: a step with fewer is not worth sharing
+    SPINS_BEFORE_HELP = 16,     // before a worker takes slices of others; about 300 nanoseconds
+    SPINS_BEFORE_SLEEP = 20000, // of a worker without steps; about 200 microseconds
+    MIN_WORK = 20000,           // min multiplications per step, on average, for a list to be shared
 };
 
-// Items begin..end-1 are share i of n items.
+// Sets begin and end to share i of n items, items begin..end-1.
 static void share_of(int n, int n_threads, int i, int *begin, int *end) {
     *begin = (int)((int64_t)n * i / n_threads);
     *end = (int)((int64_t)n * (i + 1) / n_threads);
 }
 
-// The first item of a slice of the share begin..end-1. Each slice is three quarters of what is
-// left, and the last slice is all of it. So the last slices are small, and all workers finish at
-// nearly the same time.
+// Returns the first item of a slice of the share begin..end-1; slice SLICES is its end. Each slice
+// has three quarters of the items that remain, the last slice all of them. So the last slices are
+// small, and all workers finish at nearly the same time.
 static int slice_start(int begin, int end, int slice) {
     return slice < SLICES ? end - ((end - begin) >> 2 * slice) : end;
 }
 
-// Takes slices of share i of the present step until none is left. While a slice is unfinished no
-// worker can leave the step, so `steps` does not change under this function.
+// Takes slices of share i of this worker's step until all are taken, and runs them. `taken` is past
+// `last` if other workers have finished the step and begun the next. Once a slice has been taken,
+// no worker can leave the step before the slice is finished, so pool->steps and pool->first do not
+// change meanwhile.
 static void take_slices(Worker *self, int i) {
     ThreadPool *pool = self->pool;
     atomic_uint *taken = &pool->workers[i].taken;
@@ -50,6 +52,7 @@ static void take_slices(Worker *self, int i) {
     atomic_store_explicit(&self->finished, finished + done, memory_order_release);
 }
 
+// Returns whether all workers together have finished the slices of all steps up to this one.
 static bool is_finished(ThreadPool *pool, unsigned step) {
     unsigned finished = 0;
     for (int i = 0; i < pool->n_threads; i++)
@@ -57,8 +60,9 @@ static bool is_finished(ThreadPool *pool, unsigned step) {
     return (int)(finished - (step + 1) * SLICES * pool->n_threads) >= 0;
 }
 
-// Runs the worker's own share of a step. Helps the others only if they are late: asking them sooner
-// would disturb them.
+// Runs this worker's share of its step, waits until the whole step is finished, and moves on to the
+// next step. Takes slices of the others only if they are late, and once: reading their `taken`
+// sooner would take its cache line away from them.
 static void run_step(Worker *self) {
     ThreadPool *pool = self->pool;
     int me = (int)(self - pool->workers), n = pool->n_threads;
@@ -72,8 +76,9 @@ static void run_step(Worker *self) {
     self->step++;
 }
 
-// Sequentially consistent with `sleepers`: either a worker about to sleep sees the new goal, or the
-// caller who set the goal sees the sleeper.
+// Returns whether the worker must not sleep. The loads are sequentially consistent, as are those of
+// `sleepers`: either a worker that is about to sleep sees the new goal, or the caller that has set
+// the goal sees the sleeper and wakes it.
 static bool has_work(const Worker *w) {
     return atomic_load(&w->pool->goal) != w->step || atomic_load(&w->pool->stopping);
 }
@@ -98,6 +103,8 @@ static void *run_worker(void *arg) {
     return NULL;
 }
 
+// Wakes all sleepers. The lock keeps the signal from arriving between a worker's check of has_work
+// and its wait.
 static void wake(ThreadPool *pool) {
     if (!atomic_load(&pool->sleepers)) return;
     pthread_mutex_lock(&pool->lock);
@@ -134,7 +141,7 @@ void llamac_thread_pool_stop(ThreadPool *pool) {
     atomic_store(&pool->stopping, true);
     wake(pool);
     for (int i = 1; i < pool->n_threads; i++) pthread_join(pool->workers[i].thread, NULL);
-    if (!pool->n_threads) return; // it never started
+    if (!pool->n_threads) return; // the pool was never started
     pthread_cond_destroy(&pool->wake);
     pthread_mutex_destroy(&pool->lock);
 }

@@ -1,10 +1,15 @@
-// A pool of threads that runs a list of steps together. Each step is a loop over independent items.
-// A step is cut into one share for each worker, and a share into slices. A worker that has finished
-// its own share takes slices of the others, so nobody waits for a worker that the system has
-// suspended, except for slices that it has already begun. When all slices of a step are finished,
-// every worker goes on to the next step by itself: that costs one cache line sent between two
-// cores. Between two lists workers spin for a while before they sleep, because the next list
-// usually comes within microseconds.
+// A pool of threads that run a list of steps together. Each step is a loop over independent items.
+//
+// Work stealing: a step is cut into one share for each worker, and a share into slices. A worker
+// that has finished its own share takes slices of other shares. So if the system suspends a worker,
+// the others wait only for the slice that it has begun.
+//
+// Barrier: each worker counts the slices that it has finished, reads the counts of the others, and
+// begins the next step when all slices are finished. So the only delay is that of a cache line sent
+// from the last worker's core to the others.
+//
+// Between two lists, workers spin for a while before they sleep, because the next list usually
+// comes within microseconds.
 #ifndef THREAD_POOL_H
 #define THREAD_POOL_H
 
@@ -16,52 +21,57 @@ typedef struct Cpu Cpu;
 typedef struct ThreadPool ThreadPool;
 typedef struct Worker Worker;
 
-// Computes items begin..end-1 of a step.
+// Computes items begin..end-1 of a step. `args` are those of the step.
 typedef void Task(Worker *self, const void *args, int begin, int end);
 
-enum { MAX_ARGS = 224 }; // bytes of a task's arguments
+enum { MAX_ARGS = 224 }; // max bytes of a step's arguments
 
 typedef struct {
     Task *task;
-    int n;        // items
+    int n;        // number of items
     int64_t cost; // approximate multiplications of one item
     _Alignas(8) char args[MAX_ARGS];
 } Step;
 
-// Fields that one worker writes and another reads have a cache line of their own. Numbers of steps
-// and counts of slices keep growing from list to list, and wrap around to zero.
+// Fields that one worker writes and another reads have a cache line of their own. Steps are
+// numbered and slices counted from the start of the pool, not of the list, so that a late worker
+// notices that its step is over. These numbers wrap around to zero.
 struct Worker {
     _Alignas(64) atomic_uint taken;    // slices taken so far from this worker's share
     _Alignas(64) atomic_uint finished; // slices of any share that this worker has finished so far
     _Alignas(64) ThreadPool *pool;
     pthread_t thread;
-    unsigned step;  // number of the step that this worker is in
-    Cpu *cpu;       // the backend that tasks work on; below is what tasks keep for each worker:
-    bool prepared;  // x and blocks hold the activations of the present step
+    unsigned step; // number of the step that this worker runs, or will run next
+    Cpu *cpu;      // the backend that tasks work on
+
+    // Private to the tasks that this worker runs
+    bool prepared;  // x and blocks hold the activations of this step; false when a step begins
     float *x;       // (cols,) normalised activations of one token
     Block *blocks;  // (cols / 32,) the same in 8 bits
-    float *scratch; // (scratch_size,)
+    float *scratch; // (scratch_size,) temporary memory of a task
 };
 
 struct ThreadPool {
-    Step *steps;
+    Step *steps; // (n_steps,)
     int n_steps, n_threads;
-    Worker *workers;      // (n_threads,); the first is the caller
-    unsigned first;       // number of steps[0]
-    atomic_uint goal;     // number of the last step, plus 1
-    atomic_int sleepers;  // workers that sleep
-    atomic_bool stopping; // asks the workers to end
-    pthread_mutex_t lock; // guards falling asleep
-    pthread_cond_t wake;
+    Worker *workers;     // (n_threads,); workers[0] is the thread that calls llamac_thread_pool_run
+    unsigned first;      // number of steps[0]
+    atomic_uint goal;    // number of the last step in the list, plus 1
+    atomic_int sleepers; // workers that sleep or are about to
+    atomic_bool stopping; // workers must return
+    pthread_mutex_t lock; // held from the decision to sleep until the worker waits for `wake`
+    pthread_cond_t wake;  // signals a new goal, or stopping
 };
 
-// Starts workers 1..n_threads-1, or fewer if the system refuses: results do not depend on them.
+// Starts workers 1..n_threads-1, or fewer if the system refuses: results do not depend on their
+// number.
 void llamac_thread_pool_start(ThreadPool *pool, int n_threads);
 
-// Runs the steps. The caller runs them alone if they are too small to share.
+// Runs the steps in order, and returns when all are finished. The caller runs them alone if they
+// are too small to share.
 void llamac_thread_pool_run(ThreadPool *pool);
 
-// Asks the workers to end, and waits for them.
+// Stops the workers and waits until they have returned. Does nothing if the pool was never started.
 void llamac_thread_pool_stop(ThreadPool *pool);
 
 #endif
