@@ -1,9 +1,9 @@
 """
-Metrics in what programs print: a Parser reads lines and returns rows. doc/tracking.md lists the
-formats.
+Find the metrics in what programs print: a Parser reads lines and returns rows.
 
-A line has metrics as `name=value`, as `name: value`, as a dict or JSON object, as a row under a
-header of columns, or as `name value` where nothing else is between two delimiters.
+A metric is printed as `name=value`, as `name: value`, in a dict or JSON object, in a row under a
+header of columns, or as `name value` alone between two delimiters. doc/tracking.md lists the
+formats.
 """
 import json
 import math
@@ -38,7 +38,10 @@ SCALES = {"k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def number(text):
-    """Return a number as a float: 31500.0 for "31.5k", 12.3 for "12.3%" and "12.3ms"; else None."""
+    """
+    Return a printed number as a float, None for other text: 31500.0 for "31.5k" (see SCALES). Other
+    units are dropped: 12.3 for "12.3%", "12.3ms" and "12.3GB".
+    """
     match = SCALED.fullmatch(text.strip())
     if not match:
         return None
@@ -46,7 +49,7 @@ def number(text):
 
 
 def whole(value):
-    """Return a float as an int; None for nan and negative, fractional or too large numbers."""
+    """Return a float as an int; None for None, nan, negative, fractional or too large numbers."""
     if value is None or not 0 <= value < MAX_STEP or value != int(value):
         return None
     return int(value)
@@ -60,6 +63,7 @@ def epoch(text):
 
 # ---- the epoch and step of a line ----------------------------------------------------------------
 
+# Colors and other escape sequences of terminals
 ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 TOTAL = rf"""\s*(?:/|\bof\b)\s*(?P<steps>{NUMBER}[kMGT]?)"""
 STEP_END = r"""(?![\w%/]|[.,]\d)"""
@@ -69,6 +73,7 @@ EPOCH = verbose(rf"""
             (?:train(?:ing)?[ ])? epoch (?:\(\w+\))? \s*[:=\#]?\s*)      # Epoch(train) [1]
     | (?i:^\W*train(?:ing)?:[ ]) (?=\d+[ ]*\[) )                         # Train: 0 [
     \[?\s* (?P<epoch>{NUMBER}) (?:\s*(?:/|\bof\b)\s*\d+)? \]? {STEP_END}""")
+# A line without metrics begins an epoch if it matches this, such as "INFO: Starting epoch 2".
 EPOCH_LINE = verbose(r"""(?i: ^(?:\W|\d|\b(?:info|root)\b)*
     (?:(?:start|begin|train|runn)\w*\W+)? epoch\b )""")
 STEP_NAME = r"""(?:
@@ -79,6 +84,7 @@ STEP = verbose(rf"""
     (?i:(?<![\w/-]) {NOT_A_POSITION} (?<![ ]of[ ]) {STEP_NAME}) \s*[:=\#]?\s*[\[(]?\s*
     (?P<step>{NUMBER}[kM]?) (?:{TOTAL})? {STEP_END}(?!:\d)""")
 BATCH_NAME = r"""(?:mini-?)?(?:batch|update)(?:[ _]idx)?"""
+# A line without metrics announces its step if it matches this, has a dict or begins with a bar.
 STEP_LINE = verbose(rf"(?i: ^\W* (?:\w+\W+)? (?:{STEP_NAME}|{BATCH_NAME}) \b )")
 BATCH = verbose(rf"""
     (?i:(?<![\w/-]) {BATCH_NAME}) \s*[:=\#]?\s*[\[(]?\s*
@@ -93,39 +99,47 @@ BARS = [verbose(bar) for bar in (
     r"""^\W*(?P<step>\d+)\s*/\s*(?P<steps>\d+)(?![\w/.])""")]                       # Keras 3, Rich
 # llama2.c, XGBoost
 LEADING_STEP = verbose(r"""^\[?(?P<step>\d+)(?:[\]:]\s+|\s*\|\s*)(?=[^\W\d])""")
-# [(pattern, strings of which a line in lower case must have one)]; the first match counts.
+# [(pattern, substrings)]: a pattern is tried only if the line in lower case has one of them:
+# most lines then need no search. The first pattern that matches counts.
 STEP_PATTERNS = [
     *((bar, ("/", "it ")) for bar in TQDM), (STEP, ("step", "it", "episode", "round")),
     *((bar, ("/",)) for bar in BARS), (BATCH, ("batch", "update")), (LEADING_STEP, ("]", ":", "|"))]
+# A word before a step or bar that makes it one of an evaluation
 EVALUATION = verbose(r"""(?i:(?<![\w/=-])
     (?P<split>val|eval|test|predict|sanity)(?:id\w*|uat\w*|ing|ion)? (?![\w/=-]))""")
 
 # ---- metrics ------------------------------------------------------------------------------------
 
-STEPS, BATCHES = verbose(STEP_NAME), verbose(BATCH_NAME)
-EPOCHS = verbose(r"(?:(?:train|training|end[ ]of|finished|completed|val|validation|eval)[ ])?epoch")
+# Names of values that are a step or an epoch, not a metric
+STEP_KEY, BATCH_KEY = verbose(STEP_NAME), verbose(BATCH_NAME)
+EPOCH_KEY = verbose(
+    r"(?:(?:train|training|end[ ]of|finished|completed|val|validation|eval)[ ])?epoch")
 SCORE = verbose(r"(?i: (?:.*[\W_])?(?:loss|acc|accuracy|perplexity|ppl|bpb|error|f1)(?:@\d+)? )")
 KNOWN_METRIC = verbose(SCORE.pattern, r" | (?i: (?:.*[\W_])?(?:learning[ ]rate|lr|mfu) )")
+# A field of its own that names the split of the metrics after it: "Val: loss 2.3"
 SPLIT = verbose(r"""(?i: \W*(?:(?P<train>train(?:ing)?)|(?P<val>val(?:id(?:ation)?)?)
     |(?P<test>test(?:ing)?)|(?P<eval>eval(?:uation)?))(?:[ ]set)?\W* )""")
 IGNORED = {"eta", "v num", "rank"}
 NOT_A_NAME = set("after at best by for from in is of on than to top was".split())  # "from 3"
 SOURCE_FILE = re.compile(r"(?i)\.(?:py|c|cc|cpp|cu|h|rs|go|js)$")  # train.py:123 is a source line
 WORD = r"""[^\W\d][\w./@'-]{0,100}"""
-PAIR = verbose(rf"""\s* (?:[-+\d]\S*\s+)*                              # a time, a speed
+PAIR = verbose(rf"""\s* (?:[-+\d]\S*\s+)*                        # skip a time or a speed
     (?i:(?:and|with|at|info|debug|warning|warn|error)\s+)*
     (?P<name>{WORD}(?:\s{WORD}){{0,3}}) (?P<sign>\s*(?:[=-]>|[=:]+)\s*|\s+) (?P<value>{VALUE})""")
+# After the last PAIR of a field, text may surround `loss: value` and `name=value`.
 INSIDE_TEXT = verbose(rf"""
     (?i:(?<![\w/])(?P<known>(?:(?:train\w*|val\w*|test|eval\w*|average|avg|mean)\s)?
         (?:loss|acc|accuracy|perplexity|ppl)))\s*[:=]\s*(?P<known_value>{VALUE})
     | (?<![\w./@'-])(?P<name>{WORD})\s*=\s*(?P<value>{VALUE})""")
 ROW = verbose(rf"""[|│] \s*(?P<name>{WORD}(?:\s{WORD}){{0,3}})\s*
     [|│] \s*(?P<value>{VALUE})\s* [|│]""")
+# Delimiters: a line is split here into fields, in which `name value` may be alone.
 FIELDS = verbose(r"""
     [|;\t(){}\[\]━╸╺•│]
     | ,(?!\d) | \.\s | \s[-–]\s
     | \s{2,}(?!\s|[-+.\d(\[=:]|nan|inf)    # two spaces, unless a padded number follows
     | :\s+(?!nan|inf)(?=[^\W\d])""")
+# Values that are replaced by the number in them; a unit after a name is removed
 SCALAR = verbose(rf"""
     \b(?:tensor|array|(?:np|numpy|jnp)\.\w+)\(\s*\[?\s*(?P<tensor>{NUMBER})\s*\]?\s*(?:,[^()]*)?\)
     | (?<=[=:])\s*\[+(?P<list>{NUMBER})\]+                                # lr=[1e-4]
@@ -136,23 +150,24 @@ HEADER_COLUMNS = {"epoch", "step", "iter", "iteration", "class"}  # one of them 
 COLUMN = re.compile(r"[^\W\d][\w./@%()-]*(?: [\w./@%()-]+)*")
 COLUMN_GAP = re.compile(r"\s{2,}|\t|\s*[,|│┃]\s*")
 CELL_GAP = re.compile(r"\s*[,|│┃]\s*|\s+")
+# tqdm's bar after the cells of a row
 BAR_CUT = re.compile(r":?\s*(?<!\d)\d+%\|.*")
 
 
 @dataclass
 class ParsedLine:
-    """The metrics of a line, {name: float}, and its position in the run; None: it does not say."""
+    """The metrics of a line, {name: float}, and its position in the run; None: not printed."""
     metrics: dict
     epoch: float = None
     step: int = None
-    steps: int = None       # total
+    steps: int = None       # total number of steps
     bar: bool = False       # a progress bar, which is printed repeatedly
     split: str = ""         # name of an evaluation's split
     ended: bool = True      # by a newline: no later text overwrites the line
 
 
 def flat(tree, prefix="", depth=3):
-    """Yield (name, text of a value) of a JSON object; join nested names by slashes."""
+    """Yield (name, text of a value) of a JSON object; join nested names with slashes."""
     for name, value in tree.items():
         if isinstance(value, dict) and depth:
             yield from flat(value, f"{prefix}{name}/", depth - 1)
@@ -166,36 +181,39 @@ def members(text):
         return list(flat(json.loads(text)))
     except (ValueError, RecursionError, AttributeError):
         found = MEMBER.finditer(text[:MAX_OBJECT])
+        # tensor(0.5, device=...) counts as 0.5
         return [(m["name"], re.sub(r"^[\w.]+\(|[)\s]+$", "", m["value"])) for m in found]
 
 
 def pairs(field, has_position):
     """
-    Return [(name, text of a value)] of the text between two delimiters. `name value` counts if the
-    field has nothing else; an unknown name also needs a line with a step or epoch (has_position).
+    Return [(name, text of a value)] of a field, the text between two delimiters. `name value`
+    counts if the field has no other text and the name is a known metric. A name that is not known
+    counts if it has at most two words and the line has a step or epoch (has_position).
     """
-    found, at = [], 0
-    while match := PAIR.match(field, at):
+    found, end = [], 0
+    while match := PAIR.match(field, end):
         sign, name = match["sign"], match["name"]
         if "=" in sign and not KNOWN_METRIC.fullmatch(name):
             name = name.split()[-1]
         elif sign == ":" and " " in name and not KNOWN_METRIC.fullmatch(name):
             break  # such as "listening on localhost:8080"
         found.append((name, match["value"], bool(sign.strip())))
-        at = match.end()
-    unsigned = [name for name, _, sign in found if not sign]
-    phrase = any(word in NOT_A_NAME for name in unsigned for word in name.lower().split())
-    alone = not field[at:].strip(" \t.!:*") and not phrase
+        end = match.end()
+    unsigned = " ".join(name for name, _, has_sign in found if not has_sign)
+    is_phrase = not NOT_A_NAME.isdisjoint(unsigned.lower().split())
+    alone = not field[end:].strip(" \t.!:*") and not is_phrase
     values = []
-    for name, value, sign in found:
-        if sign or alone and (KNOWN_METRIC.fullmatch(name) or has_position and name.count(" ") < 2):
+    for name, value, has_sign in found:
+        if has_sign or alone and (
+                KNOWN_METRIC.fullmatch(name) or has_position and name.count(" ") < 2):
             values.append((name, value))
-    rest = INSIDE_TEXT.finditer(field, at)
+    rest = INSIDE_TEXT.finditer(field, end)
     return values + [(m["name"] or m["known"], m["value"] or m["known_value"]) for m in rest]
 
 
 def of_split(name, split):
-    """Return loss/val for loss; keep a name that has a split already."""
+    """Return the name with its split, such as loss/val; keep a name that has a split already."""
     return name if "/" in name else f"{name}/{split}"
 
 
@@ -204,8 +222,8 @@ class Parser:
 
     def __init__(self, patterns=(), interval=1.0):
         """
-        patterns: regular expressions with named groups; interval: seconds between rows of one
-        progress bar. The attribute `error` is the last exception that a line raised.
+        patterns: the user's regular expressions, whose named groups are metrics. interval: min
+        seconds between rows of a progress bar. self.error is the last exception that a line raised.
         """
         self.patterns, self.interval = [re.compile(p) for p in patterns], interval
         self.text, self.pending, self.last, self.error = "", None, -math.inf, None
@@ -214,9 +232,10 @@ class Parser:
     def feed(self, text, end=False):
         """Return the rows of the lines that this text completes. end: no text follows."""
         rows = []
-        pieces = re.split(r"(\n|\r\n?|\x08+)", text)
-        *lines, self.text = [(self.text + pieces[0])[:1 << 20], *pieces[1:]]
-        lines = list(zip(lines[::2], lines[1::2]))
+        pieces = re.split(r"(\n|\r\n?|\x08+)", text)  # line, its end, line, its end, ..., rest
+        pieces[0] = (self.text + pieces[0])[:1 << 20]
+        self.text = pieces.pop()
+        lines = list(zip(pieces[::2], pieces[1::2]))
         if end:
             lines.append((self.text, "\n"))
             self.text = ""
@@ -228,12 +247,17 @@ class Parser:
         return rows
 
     def line(self, line, ended):
-        """Return the rows of a line; one that is overwritten counts every `interval` seconds."""
+        """
+        Return the rows of a line. Of lines that are overwritten (not ended), one every `interval`
+        seconds counts; the last that did not counts once a line without metrics is ended by a
+        newline.
+        """
         found = self.read(ANSI.sub("", line).strip() if "\x1b" in line else line.strip(), ended)
         if not found:
-            waiting = self.pending if ended else None
-            self.pending = None if ended else self.pending
-            return self.counter.rows(waiting) if waiting else []
+            if not ended or not self.pending:
+                return []
+            found, self.pending = self.pending, None
+            return self.counter.rows(found)
         if not ended and time.monotonic() - self.last < self.interval:
             self.pending = found
             return []
@@ -241,7 +265,10 @@ class Parser:
         return self.counter.rows(found)
 
     def read(self, line, ended):
-        """Return a line as ParsedLine, or None if it has no metric; note its position then."""
+        """
+        Return a line as ParsedLine, or None if it has no metric. If such a line is about an epoch
+        or step, the counter keeps that for the lines that follow.
+        """
         line = line.replace("：", ":").replace("，", ", ")
         start = OBJECT_START.search(line)
         values, words = [], line
@@ -257,7 +284,7 @@ class Parser:
         for pattern in self.patterns:
             for match in pattern.finditer(line[:MAX_LINE]):
                 values += [(name, value) for name, value in match.groupdict().items() if value]
-        self.sort(found, values)
+        self.assign(found, values)
         found.ended = ended
         if found.metrics:
             return found
@@ -286,7 +313,8 @@ class Parser:
         lower = line.lower()
         if match := ("epoch" in lower or "train" in lower) and EPOCH.search(rest):
             found.epoch = epoch(match["epoch"])
-            rest = rest[:match.start()] + " | " * bool(match.start()) + rest[match.end():]
+            delimiter = " | " if match.start() else ""
+            rest = rest[:match.start()] + delimiter + rest[match.end():]
         for expression, needed in STEP_PATTERNS:
             match = any(word in lower for word in needed) and expression.search(rest)
             step = whole(number(match["step"])) if match else None
@@ -297,6 +325,7 @@ class Parser:
             found.step = step
             found.steps = whole(number(match.groupdict().get("steps") or ""))
             found.bar = expression in TQDM or expression in BARS
+            # The text before the step, taken from the line: `rest` lacks the epoch.
             before = line[:line.find(match[0].strip(" [("))].rstrip()
             evaluated = EVALUATION.search(before)
             if evaluated and (found.bar or found.steps and evaluated.end() == len(before)):
@@ -306,14 +335,14 @@ class Parser:
         return found, rest
 
     def table(self, line):
-        """Return [(name, text of a value)] of a row under a header; remember a header."""
+        """Return [(name, text of a value)] of a row under a header; keep a header's columns."""
         if match := ROW.fullmatch(line.strip()):  # a table of two columns
             return [(match["name"], match["value"])]
         line = BAR_CUT.sub("", line).strip(" |│┃")
         cells = CELL_GAP.split(line)
-        at = cells[0].partition("/")[0]  # 1/3: epoch 1 of 3
-        if len(cells) == len(self.columns) and (number(at) is not None or at == "all"):
-            row = zip(self.columns, [at, *cells[1:]])
+        first = cells[0].partition("/")[0]  # 1/3: epoch 1 of 3
+        if len(cells) == len(self.columns) and (number(first) is not None or first == "all"):
+            row = zip(self.columns, [first, *cells[1:]])
             return [(name, value) for name, value in row if number(value) is not None]
         names = COLUMN_GAP.split(line)
         names = names if len(names) > 2 else line.split()
@@ -323,14 +352,15 @@ class Parser:
             self.columns = [name.removeprefix("Box(").rstrip(")") for name in names]
         return []
 
-    def sort(self, found, values):
-        """Sort the values of a line into metrics, step and epoch."""
+    def assign(self, found, values):
+        """Assign the values of a line to the metrics, step and epoch of its ParsedLine."""
         for name, text in values:
             plain, value = name.lower().replace("_", " ").strip(), number(text)
-            if STEPS.fullmatch(plain.removesuffix("/max steps")) or BATCHES.fullmatch(plain):
-                if found.step is None:  # ms-swift: 'global_step/max_steps': '10/500'
+            # ms-swift: 'global_step/max_steps': '10/500'
+            if STEP_KEY.fullmatch(plain.removesuffix("/max steps")) or BATCH_KEY.fullmatch(plain):
+                if found.step is None:
                     found.step = whole(number(text.partition("/")[0]))
-            elif EPOCHS.fullmatch(plain):
+            elif EPOCH_KEY.fullmatch(plain):
                 found.epoch = epoch(text) if found.epoch is None else found.epoch
             elif plain in IGNORED or SOURCE_FILE.search(name):
                 continue
@@ -352,34 +382,35 @@ class Parser:
 
 class IterCounter:
     """
-    Assigns an iter to each row. Iters rise; a line with other metrics of the same step gets the
-    same iter. Steps that start again, as in each epoch, continue from the last iter.
+    Assigns an iter to each row. Iters never decrease. A line with other metrics of the same step
+    gets the same iter. Steps that start again, as in each epoch, continue from the last iter.
     """
 
     def __init__(self):
-        self.iter, self.row = 0, {}   # of the last row; row: all metrics of this iter
-        self.epoch = None
+        self.iter, self.row = 0, {}   # the last iter and all its metrics
+        self.epoch = None             # printed last
         self.last_step_iter = None    # iter of the last row with a step
-        self.measured = False         # a loss or an accuracy was printed
-        # The current series of steps, as printed, such as those of an epoch:
+        self.measured = False         # a line without a step had a known metric, such as a loss
+        # The current series of steps, such as those of an epoch: its first and last step, its total
+        # and its epoch, all as printed.
         self.first = self.step = self.steps = self.series_epoch = None
         self.offset = 0               # iter of the series' step 0
-        self.bar_complete = False     # the series' bar has reached its total ...
-        self.epoch_began = False      # ... and a new epoch was printed since
-        self.announced = None         # the last line with a step and without metrics ...
-        self.announced_steps = None   # ... and the total of steps of those that counted
+        self.bar_complete = False     # the series' bar has ended at its total
+        self.epoch_began = False      # an epoch was printed since the last step
+        self.announced = None         # ParsedLine of a step whose metrics may follow
+        self.announced_steps = None   # total of the last announced step that metrics followed
 
     def begin_epoch(self, epoch):
-        """Note the epoch that a line has."""
+        """Keep the printed epoch for the rows that follow, as an int if it is whole."""
         self.epoch, self.epoch_began = int(epoch) if whole(epoch) is not None else epoch, True
 
     def announce(self, found):
-        """Note a line with only a step, such as the Trainer's bar before its dict of metrics."""
+        """Keep a line with only a step, such as the Trainer's bar before its dict of metrics."""
         if self.announced_steps in (None, found.steps):  # an evaluation's bar has another total
             self.announced = found
 
     def rows(self, found):
-        """Return [row] of a line; [] if it repeats a bar or is within an evaluation."""
+        """Return [row] of a line; [] for a repeated bar or an incomplete evaluation."""
         if found.epoch is not None:
             self.begin_epoch(found.epoch)
         if found.step is not None:
@@ -395,66 +426,74 @@ class IterCounter:
         again = (found.step, self.epoch) == (self.step, self.series_epoch)
         if found.bar and again and not self.is_next_bar(found):
             self.bar_complete = found.ended and found.step == found.steps
-            new = {name: value for name, value in found.metrics.items() if name not in self.row
-                   or found.ended and repr(value) != repr(self.row[name])}
-            return self.write(self.iter, new) if new else []
+            new = {}  # compared by repr, as nan != nan
+            for name, value in found.metrics.items():
+                if name not in self.row or found.ended and repr(value) != repr(self.row[name]):
+                    new[name] = value
+            return self.make_row(self.iter, new) if new else []
         self.advance(found)
-        rows = self.write(self.free_iter(self.offset + found.step, found.metrics), found.metrics)
+        rows = self.make_row(self.free_iter(self.offset + found.step, found.metrics), found.metrics)
         self.last_step_iter = self.iter
         return rows
 
     def advance(self, found):
-        """Note the step; begin a new series if the steps start again."""
-        anew = False
+        """Make this the current step; begin a new series if the steps start again."""
+        starts_again = False
         if self.step is not None and found.step <= self.step:
             from_first = found.step < self.step and found.step <= self.first
-            anew = from_first or self.epoch != self.series_epoch or self.is_next_bar(found)
-        if anew:
+            starts_again = from_first or self.epoch != self.series_epoch or self.is_next_bar(found)
+        if starts_again:
+            # Within epochs a series counts all its steps, even if the last were not printed.
             in_epochs = self.steps and self.series_epoch is not None
             length = max(self.step, self.steps) if in_epochs else self.step
             self.offset = max(self.offset + length, self.last_step_iter)
-        if anew or self.step is None:
+        if starts_again or self.step is None:
             self.first = found.step
-            if found.bar and found.steps and whole(self.epoch):
+            if found.bar and found.steps and whole(self.epoch):  # the log may begin at epoch 3
                 self.offset = max(self.offset, min((self.epoch - 1) * found.steps, MAX_STEP))
         self.step, self.steps, self.series_epoch = found.step, found.steps, self.epoch
         self.bar_complete = found.bar and found.ended and found.step == found.steps
         self.epoch_began = False
 
     def is_next_bar(self, found):
-        """Return whether a bar comes after a complete one, in the same epoch."""
+        """Return whether a bar follows a complete one and prints no epoch."""
         return found.bar and self.bar_complete and found.epoch is None
 
     def evaluates(self, found):
-        """Return whether a bar after the training's is an evaluation, as of Keras' evaluate()."""
-        other = found.steps != self.steps or self.epoch is not None
-        return other and self.is_next_bar(found) and not self.epoch_began
+        """
+        Return whether a bar is an evaluation's, such as that of Keras' evaluate(): it follows a
+        complete bar of the training without a new epoch, and its total differs or epochs are used.
+        """
+        differs = found.steps != self.steps or self.epoch is not None
+        return differs and self.is_next_bar(found) and not self.epoch_began
 
     def evaluation(self, found):
         """Return the row of an evaluation's bar at its end, with the iter of the training."""
         if not found.ended or found.step != found.steps:
             return []
         metrics = {of_split(name, found.split or "eval"): v for name, v in found.metrics.items()}
-        return self.write(self.free_iter(self.iter, metrics), metrics)
+        return self.make_row(self.free_iter(self.iter, metrics), metrics)
 
     def without_step(self, found):
-        """Return [row] of a line without a step: after the last step, or the next of a count."""
+        """Return [row] of a line without a step: after the last step; if none, count the lines."""
         if self.last_step_iter is not None:
-            return self.write(self.free_iter(self.last_step_iter + 1, found.metrics), found.metrics)
+            at = self.free_iter(self.last_step_iter + 1, found.metrics)
+            return self.make_row(at, found.metrics)
         parts = [part for name in found.metrics for part in name.split("/")]
         known, measured = any(map(KNOWN_METRIC.fullmatch, parts)), self.measured
         self.measured = measured or known
         if self.epoch is None and not (known and measured):
             # settings, or the first metrics: those of step 0 may follow
-            return self.write(self.free_iter(self.iter, found.metrics), found.metrics)
-        return self.write(self.iter + 1, found.metrics)
+            return self.make_row(self.free_iter(self.iter, found.metrics), found.metrics)
+        return self.make_row(self.iter + 1, found.metrics)
 
     def free_iter(self, at, metrics):
-        """Return the first iter from `at` on that doesn't have these metrics yet."""
+        """Return the first iter from `at` on that has none of these metrics yet."""
         at = max(at, self.iter)
         return at + 1 if at == self.iter and self.row.keys() & metrics.keys() else at
 
-    def write(self, at, metrics):
+    def make_row(self, at, metrics):
+        """Return [row] with the metrics at iter `at`; make this the last iter."""
         self.row = self.row | metrics if at == self.iter else metrics
         self.iter = at
         return [{"iter": at} | ({} if self.epoch is None else {"epoch": self.epoch}) | metrics]
