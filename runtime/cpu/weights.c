@@ -1,19 +1,21 @@
-// Conversion of matrices to floats and to tiles.
+// Converts matrices to floats and packs them in tiles.
 #include "blocks.h"
 #include "weights.h"
 
+// out (n,) = the first n numbers of the blocks at `row`, as floats. blocks.h describes the blocks.
 static void floats_of_blocks(Type type, float *out, const uint8_t *row, int n) {
     const int width = block_size(type).numbers;
     for (Numbers b; n > 0; n -= width, row += block_size(type).bytes, out += width) {
         read_block(type, &b, row);
         for (int i = 0; i < width; i++) {
-            int sub = i / numbers_per_scale(type); // sub-block
+            int sub = i / numbers_per_scale(type); // sub-block: numbers that share a scale
             out[i] = b.scale[sub] * (b.q[i] - zero_of(type)) - (has_minima(type) ? b.min[sub] : 0);
         }
     }
 }
 
-// Groups run across rows, so a row may begin and end inside a group.
+// out (n,) = numbers first..first+n-1 of the flattened matrix, as floats. Groups extend across
+// rows, so a row may begin and end inside a group.
 static void floats_int8_groups(float *out, const Mat *m, int64_t first, int n) {
     const int8_t *q = (const int8_t *)m->data + first;
     for (int i = 0; i < n;) {
@@ -39,7 +41,8 @@ void llamac_floats(const Kernels *k, float *out, const Mat *m, int r, int c, int
     }
 }
 
-// Copies n units of row r, from unit u on.
+// Copies n units of row r, from unit u on, to `out`. Converts types without units of their own to
+// floats.
 static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int u, int n) {
     const uint8_t *data = m->data;
     size_t size = unit_size(m), bytes = n * size;
@@ -54,16 +57,17 @@ static void copy_units(const Kernels *k, uint8_t *out, const Mat *m, int r, int 
 }
 
 void llamac_pack(const Kernels *k, uint8_t *tiles, const Mat *m, int r) {
-    enum { STRIP = 2176 }; // bytes of each row that are copied at once: 64 units of Q8_0
+    enum { STRIP = 2176 }; // max bytes of each row that are copied at once: 64 units of Q8_0
     const TypeKernels *type = tile_kernels(k, m);
     int rows = m->rows - r < TILE ? m->rows - r : TILE, n = units(m);
     size_t size = unit_size(m), stride = n * size;
+    // the rows of the file consist of units already: pack them from there
     if (rows == TILE
         && (m->type == F32 || is_quantised(m) || (m->type == BF16 && m->cols % 2 == 0))) {
         type->pack(tiles, (const uint8_t *)m->data + r * stride, stride, n);
         return;
     }
-    _Alignas(64) uint8_t strip[TILE * STRIP] = {0};
+    _Alignas(64) uint8_t strip[TILE * STRIP] = {0}; // rows beyond the last stay zero
     for (int u = 0, copied; u < n; u += copied, tiles += TILE * copied * size) {
         copied = n - u < (int)(STRIP / size) ? n - u : (int)(STRIP / size);
         for (int i = 0; i < rows; i++) copy_units(k, strip + i * STRIP, m, r + i, u, copied);
