@@ -1,8 +1,8 @@
 """
-The progress of a run: its clock, its best loss, early stop, the return to a checkpoint, its last
-line.
+Track the progress of a run: its clock, its best loss, early stop, the return to a checkpoint, the
+message at its end.
 
-`state` is what a resumed run needs besides weights and optimizer; see new_state.
+`state` is the dict that a resumed run needs besides weights and optimizer; see new_state.
 """
 import math
 import shlex
@@ -12,17 +12,22 @@ from configurator import fail
 from engine.training import checkpoint, distributed
 from engine.untrusted import reading
 
-NO_LIMIT = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # a new run's clock, see session_clock
-MAX_SKIPS = 10  # steps refused in a row before the weights return to the last checkpoint
+NO_LIMIT = {"seconds": 0.0, "limit": 0.0, "end": math.inf}  # clock of a new run without a limit
+MAX_SKIPS = 10  # skipped steps in a row after which the last checkpoint is loaded again
 
 
 def new_state(config, clock, signature):
     """
     Return the state of a run before its first step.
 
-    clock: of the time budget, if --minutes is set; a mode has none; signature:
-    resume.resume_signature's, which a resumed run may not change. Some of the keys: tokens: trained
-    on so far; sequences: read of the data so far; last: the last step, if early stop has set it.
+    clock: as of session_clock, used if --minutes is set. signature: as of resume.resume_signature;
+    a resumed run must have the same.
+
+    Some of the keys: step, tokens: number of steps and tokens trained so far; sequences: number of
+    sequences of the data read so far; best, best_step: the lowest validation loss and its step;
+    loss_sum, loss_steps: of the training losses since the last row of the log; last: the run's
+    last step if early_stop has set it; noted: kinds of metrics that have been reported as out of
+    range; chat: GGUF metadata of the chat format. note_best adds "best_due" for early_stop.
     """
     return {"step": 0, "tokens": 0, "sequences": 0, "best": math.inf, "best_step": None,
             "run_id": "", "loss_sum": 0.0, "loss_steps": 0, "last": None, "fixed": signature,
@@ -30,14 +35,14 @@ def new_state(config, clock, signature):
 
 
 def load_checkpoint(folder, model, opt):
-    """Load weights and optimizer from a step folder."""
+    """Load weights and optimizer from a step folder into `model` and `opt`."""
     with reading(folder, "a checkpoint of this run", fail):
         distributed.load_weights(model, checkpoint.load(folder)["model"])
         opt.load_state_dict(checkpoint.load(folder, "train")["optimizer"])
 
 
 def warn_of(error):
-    """Print a warning about a failed save; error: None if it succeeded."""
+    """Print a warning about a failed save. error: its exception, or None if it succeeded."""
     if error:
         why = checkpoint.why_unsaved(error)
         distributed.say(f"warning: a checkpoint could not be saved ({why}); training goes on, and "
@@ -46,8 +51,8 @@ def warn_of(error):
 
 def go_back(config, model, opt, spike_detector, writer):
     """
-    After MAX_SKIPS refused steps in a row, load the weights of the last checkpoint. The data that
-    was read since then is not read again.
+    After MAX_SKIPS skipped steps in a row, load weights and optimizer from the newest checkpoint.
+    Step and data position are not reset. Ends the program if there is no checkpoint.
     """
     warn_of(distributed.on_master(writer.wait))
     folder = distributed.on_master(checkpoint.newest, config.out_dir)
@@ -63,15 +68,17 @@ def go_back(config, model, opt, spike_detector, writer):
 
 def note_best(config, state, loss):
     """
-    Record this step's validation loss (inf if it was not measured) if it is the best so far.
+    Record this step's validation loss (inf if it was not measured) if it is the best so far. Step
+    0 is never the best.
 
-    For early_stop only regular evaluations count, not those at a stop in between, so that a run
-    ends at the same step with and without stops. Step 0 is never the best.
+    "best_due" is [loss, step] of the best regular evaluation, by which early_stop decides. It
+    ignores evaluations at a stop in between, so that a run ends at the same step with and without
+    stops.
     """
     step = state["step"]
     if not config.early_stop:
         state.pop("best_due", None)
-    elif "best_due" not in state:  # a resumed run may have been given early_stop
+    elif "best_due" not in state:  # a new run, or one that is resumed with early_stop added
         state["best_due"] = [state["best"], state["best_step"]]
     if step and loss < state["best"]:
         state |= {"best": loss, "best_step": step}
@@ -82,8 +89,8 @@ def note_best(config, state, loss):
 
 def stalled(config, state):
     """
-    Return whether early_stop evaluations have passed without a new best. A resumed run may begin at
-    such an evaluation.
+    Return whether the last early_stop regular evaluations brought no new best. This depends on
+    `state` alone, as a run may be resumed at the step of such an evaluation.
     """
     step = state["step"]
     if not config.early_stop or state["last"] or step % config.eval_interval:
@@ -94,13 +101,13 @@ def stalled(config, state):
 
 def end_soon(config, last_step, model, opt, state, writer):
     """
-    Return the run's last step after the validation loss has stopped falling. The weights return to
-    the best ones, from which the rate decays to its end over a fifth of the steps that they took.
+    Return the run's new last step after the validation loss has stopped falling, and load the best
+    checkpoint. The learning rate then decays over a fifth of the steps that led to it.
     """
     warn_of(distributed.on_master(writer.wait))
     best = state["best_due"][1]
     folder = checkpoint.step_folder(config.out_dir, best)
-    # If it could not be saved, the user has been warned.
+    # If the best could not be saved, of which the user was warned, the present weights stay.
     is_saved = distributed.on_master(checkpoint.complete, folder)
     if is_saved:
         load_checkpoint(folder, model, opt)
@@ -112,14 +119,14 @@ def end_soon(config, last_step, model, opt, state, writer):
 
 def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
     """
-    Return the run's clock for this session: {"seconds": trained so far, "limit": seconds of
-    max_minutes, "end": the value of "seconds" at which the time is over}, with "minutes" if the
-    sizes are derived from a time budget. Such a budget is the run's own, and a larger one extends
-    the run.
+    Return the clock for this session: {"seconds": trained in all sessions, "limit": max_minutes in
+    seconds, "end": the value of "seconds" at which training stops, or inf}. If the sizes were
+    derived from a time budget, "minutes" is that budget.
 
-    clock: of the session before: a time limit that a stop or a crash cut short continues, one that
-    was reached starts anew. left: seconds of the budget that are left for a run that has not
-    trained yet, after checks and the like.
+    clock: of the previous session. A max_minutes limit applies to a session: a resumed run
+    continues one that was not reached (after a stop or a crash), if it is the same, and else
+    begins a new one. A budget applies to the run: a larger `minutes` extends it. left: seconds
+    left of the budget after the preparations; sets "end" if nothing has been trained yet.
     """
     if "minutes" in clock:
         end = clock["end"] + 60 * (minutes - clock["minutes"])
@@ -133,7 +140,7 @@ def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
 
 
 def is_over(config, state):
-    """Return whether a run has taken its last step or used up the budget of --minutes."""
+    """Return whether a run has taken its last step or has used up its time budget (--minutes)."""
     clock = state["clock"]
     if state["step"] >= (state.get("last") or config.max_iters):
         return True
@@ -144,8 +151,8 @@ def is_over(config, state):
 
 def say_finished(config, state, exports):
     """
-    Tell the user that a run which is started again is finished. exports: as of Training. Return the
-    exit code: 2 if its model.gguf is missing.
+    Tell the user, who has started a finished run again, what can be done. exports: as of Training.
+    Return the exit code: 0, or 2 if model.gguf is missing.
     """
     is_exported = not exports or Path(config.out_dir, "model.gguf").exists()
     missing = ""
@@ -153,7 +160,7 @@ def say_finished(config, state, exports):
         missing = (f"; its model.gguf is missing, write it with: python export.py "
                    f"{shlex.quote(str(config.out_dir))}")
     more = ""
-    if not state["last"]:
+    if not state["last"]:  # after an early stop a higher limit would have no effect
         name = "max_iters" if state["step"] >= config.max_iters else "minutes"
         more = f"raise --{name} to go on, or "
     distributed.say(f"{config.out_dir}: this run is finished, at iter {state['step']} with "
@@ -166,10 +173,10 @@ def final_message(config, state, best, exported, wanted):
     """
     Return the last line of a run: its result, what could not be saved, what to type next.
 
-    best: path of the best model's file; exported, wanted: the step of the model that is in it (None
-    if there is none), and the step that should be.
+    best: path of model.gguf; exported: the step of the model in that file, None if there is no
+    file; wanted: the step of the model that should be in it.
     """
-    saved = [int(folder.name[5:]) for folder in checkpoint.steps(config.out_dir)]
+    saved = [int(folder.name.removeprefix("step_")) for folder in checkpoint.steps(config.out_dir)]
     text = f"finished: best validation loss {state['best']:.4f}"
     if not is_over(config, state):
         text = f"stopped at iter {state['step']}; the same command continues from "
