@@ -1,42 +1,50 @@
 """
-Quantised weights, in ggml's block formats. A block of 32 values has one scale. A block of 256
-values has 8 or 16 parts with integer scales of their own, and one half-precision unit of these.
+Encode and decode weights in ggml's quantised block formats. A block of 32 values has one scale. A
+block of 256 values has 8 or 16 parts, each with an integer scale, and one half-precision unit by
+which these integers are multiplied.
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 import numpy as np
 
-# Fields of a block: d scale (or unit of the scales), m or dmin minimum, q the quantised values,
-# high the bits of q beyond the fourth.
+# Fields of a block: d the scale, or the unit of the integer scales; m the minimum; dmin the unit
+# of the integer minimums; q the lower four bits of each quantised value, two values a byte (in
+# Q8_0 all eight bits); high the upper bits. In the formulas q is the whole value.
 # 32 values: x = d q
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
-# 32 values: x = d (q - 8); the first 16 in the low nibbles, the others in the high ones
+# 32 values: x = d (q - 8). The first 16 are in the low nibbles, the others in the high ones, as in
+# the next three formats.
 Q4_0 = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 # 32 values: x = d q + m
 Q4_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)])
-# 32 values: x = d (q - 16); `high` has the fifth bit of each q
+# 32 values: x = d (q - 16). Bit i of `high` is the fifth bit of value i.
 Q5_0 = np.dtype([("d", "<f2"), ("high", "<u4"), ("q", "u1", 16)])
 # 32 values: x = d q + m
 Q5_1 = np.dtype([("d", "<f2"), ("m", "<f2"), ("high", "<u4"), ("q", "u1", 16)])
-# 256 values in 8 parts: x = d scale q - dmin min; scale and min have 6 bits, packed in `scales`.
-# Of each 64 values the first 32 are in the low nibbles.
+# 256 values in 8 parts: x = d scale q - dmin min. scale and min have 6 bits each; to_k packs them
+# into `scales`. Of each 64 values the first 32 are in the low nibbles.
+# Bit p of byte i of Q5_K's `high` is the fifth bit of value i of part p.
 Q4_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 Q5_K = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
                  ("q", "u1", (4, 32))])
 # 256 values in 16 parts: x = d scale (q - 32).
-# Of each 128 values the first 64 are in the low nibbles.
+# Of each 128 values the first 64 are in the low nibbles, and four values 32 apart share a byte of
+# `high`.
 Q6_K = np.dtype([("q", "u1", (2, 64)), ("high", "u1", (2, 32)), ("scales", "i1", 16), ("d", "<f2")])
 
-CHUNK = 1 << 16  # values quantised at once, so that they stay in the processor's cache
+CHUNK = 1 << 16  # values that are quantised at once: few enough to stay in the processor's cache
 
 
 def in_chunks(encode, *options):
-    """Return a function that encodes a long array x chunk by chunk, by encode(chunk, *options)."""
+    """Return a function that encodes a long array in chunks, each by encode(chunk, *options)."""
     return lambda x: np.concatenate([encode(x[at:at + CHUNK], *options)
                                      for at in range(0, len(x), CHUNK)])
 
 
 def reciprocal(d):
-    """Return 1 / d, but 0 where that would overflow: half precision stores such a d as 0."""
+    """
+    Return 1 / d, or 0 where d is so small that this could overflow. Half precision rounds such a d
+    to 0.
+    """
     return np.divide(1, d, out=np.zeros_like(d), where=np.abs(d) > 1e-38)
 
 
@@ -46,7 +54,7 @@ def furthest_from_zero(x, axis):
     return np.take_along_axis(x, at, axis=axis)
 
 
-# ---- blocks of 32 values, rounded bit for bit as by ggml
+# ---- blocks of 32 values; the encoders return the same bytes as ggml's
 
 def to_q8_0(x, dtype):
     """Encode float32 (32 n,) as n blocks of Q8_0."""
@@ -67,7 +75,10 @@ def from_q8_0(raw, dtype):
 
 
 def pack_nibbles(out, q):
-    """Store q (n, 32) in blocks: four bits in the nibbles and, in types that have it, the fifth."""
+    """
+    Store q (n, 32) in n blocks and return these: the lower four bits in `q`, and the fifth in
+    `high` of the types that have this field.
+    """
     out["q"] = q[:, :16] & 15 | q[:, 16:] << 4
     if "high" in out.dtype.names:
         out["high"] = np.packbits(q >> 4, axis=1, bitorder="little").view("<u4")[:, 0]
@@ -102,7 +113,10 @@ def to_affine(x, dtype, q_max):
 
 
 def from_32(raw, dtype, zero):
-    """Decode Q4_0 and Q5_0 with their zero, or Q4_1 and Q5_1, which have m instead, to (n, 32)."""
+    """
+    Decode Q4_0, Q5_0, Q4_1 or Q5_1 to float32 (n, 32). zero: the q of Q4_0 and Q5_0 that stands for
+    0; unused for Q4_1 and Q5_1, whose blocks have a minimum m.
+    """
     blocks = raw.view(dtype)
     q = np.concatenate((blocks["q"] & 15, blocks["q"] >> 4), axis=1)
     if "high" in dtype.names:
@@ -114,13 +128,16 @@ def from_32(raw, dtype, zero):
     return (q.astype(np.float32) - zero) * d
 
 
-# ---- blocks of 256 values. In x (w, n) a column holds the w values of a part, so that sums over
-# ---- parts run along memory.
+# ---- blocks of 256 values
+
+# best_scale and best_scale_and_min take n parts of w values as x (w, n), one part a column: numpy
+# then sums over w by adding whole rows, which are contiguous.
 
 def best_scale(x, zero):
     """
-    Return the scales (n,) that minimise the squared error of x (w, n) = scale q with integers q
-    from -zero to zero - 1, by trying 19 positions for the value of greatest magnitude.
+    Return the scales (n,) with the least squared error of x (w, n) = scale q, q integers from -zero
+    to zero - 1, among 19 candidates. Each candidate rounds x after scaling it such that the value
+    of greatest magnitude of a part falls on -position.
     """
     extreme = furthest_from_zero(x, axis=0)[0]
     inverse = reciprocal(extreme)
@@ -132,7 +149,7 @@ def best_scale(x, zero):
         xq = np.multiply(x, q, out=products).sum(axis=0)
         qq = np.multiply(q, q, out=products).sum(axis=0)
         candidate = xq * reciprocal(qq)  # the least-squares scale for these q
-        gain = candidate * xq            # by which it reduces the squared error
+        gain = candidate * xq            # the squared error of scale 0 minus that of this scale
         better = gain > best_gain
         scale = np.where(better, candidate, scale)
         best_gain = np.where(better, gain, best_gain)
@@ -141,39 +158,42 @@ def best_scale(x, zero):
 
 def best_scale_and_min(x, q_max):
     """
-    Return scale and minimum (n,), neither negative, that minimise the squared error of
-    x (w, n) = scale q - minimum with integers q from 0 to q_max, by trying 21 positions for the
-    largest value.
+    Return scale and minimum (n,), neither negative, with the least squared error of
+    x (w, n) = scale q - minimum, q integers from 0 to q_max, among 21 candidates. Each candidate
+    rounds x after mapping the smallest value, or 0 if that is smaller, to 0 and the largest to
+    `position`.
     """
-    n = len(x)
+    width = len(x)
     low = np.minimum(x.min(axis=0), 0)
     unit = (x - low) * reciprocal(x.max(axis=0) - low)
     sum_x = x.sum(axis=0)
     q, products = np.empty_like(x), np.empty_like(x)
-    scale, minimum, least = np.zeros_like(low), -low, np.full_like(low, np.inf)
+    scale, minimum, min_error = np.zeros_like(low), -low, np.full_like(low, np.inf)
     for position in np.arange(-10, 11, dtype=np.float32) / 10 * (q_max / 15) ** 0.5 + q_max:
         np.rint(np.multiply(unit, position, out=q), out=q)
-        np.minimum(q, q_max, out=q)
+        np.minimum(q, q_max, out=q)  # q is never below 0: unit is at least 0
         xq = np.multiply(x, q, out=products).sum(axis=0)
         qq = np.multiply(q, q, out=products).sum(axis=0)
         sum_q = q.sum(axis=0)
-        # Least squares of x = s q + m for these q; where m would be positive, of x = s q.
-        inverse = reciprocal(n * qq - sum_q * sum_q)
+        # Least squares of x = s q + m for these q, or of x = s q where m would be positive.
+        inverse = reciprocal(width * qq - sum_q * sum_q)
         m = np.minimum((qq * sum_x - sum_q * xq) * inverse, 0)
         has_minimum = (inverse > 0) & (m < 0)
-        s = np.where(has_minimum, (n * xq - sum_x * sum_q) * inverse, xq * reciprocal(qq))
-        error = s * s * qq + n * m * m - 2 * (s * xq + m * sum_x - s * m * sum_q)
-        better = (error < least) & (s > 0)
+        s = np.where(has_minimum, (width * xq - sum_x * sum_q) * inverse, xq * reciprocal(qq))
+        # The squared error, without the sum of x squared, which all candidates share.
+        error = s * s * qq + width * m * m - 2 * (s * xq + m * sum_x - s * m * sum_q)
+        better = (error < min_error) & (s > 0)
         scale = np.where(better, s, scale)
         minimum = np.where(better, -m, minimum)
-        least = np.where(better, error, least)
+        min_error = np.where(better, error, min_error)
     return scale, minimum
 
 
 def to_integers(values, first, last):
     """
-    Return values (n, parts) as (half-precision unit (n, 1), integers from `first` to `last`). The
-    part of greatest magnitude becomes the limit that is further from 0.
+    Return (half-precision unit (n, 1), integers from `first` to `last`) whose products are close to
+    values (n, parts). In each row the value of greatest magnitude becomes the integer `first` or
+    `last`, whichever is further from 0.
     """
     limit = last if last > -first else first
     unit = (furthest_from_zero(values, axis=1) / np.float32(limit)).astype("<f2")
@@ -182,19 +202,21 @@ def to_integers(values, first, last):
 
 
 def to_k(x, dtype, q_max):
-    """Encode float32 (256 n,) as Q4_K (q_max 15) or Q5_K (q_max 31), blocks of 8 parts."""
+    """Encode float32 (256 n,) as n blocks of Q4_K (q_max 15) or Q5_K (q_max 31), of 8 parts."""
     blocks = x.reshape(-1, 8, 32)
     by_column = np.ascontiguousarray(blocks.reshape(-1, 32).T)
     scale, minimum = best_scale_and_min(by_column, q_max)
     d, scales = to_integers(scale.reshape(-1, 8), 0, 63)
     dmin, mins = to_integers(minimum.reshape(-1, 8), 0, 63)
+    # q must fit the scales and minimums as they were just rounded.
     step, low = d.astype(np.float32) * scales, dmin.astype(np.float32) * mins
     q = np.rint((blocks + low[:, :, None]) * reciprocal(step)[:, :, None])
     q = np.clip(q, 0, q_max).astype(np.uint8)
     a, b = scales.astype(np.uint8), mins.astype(np.uint8)
     out = np.empty(len(blocks), dtype)
     out["d"], out["dmin"] = d[:, 0], dmin[:, 0]
-    # Of parts 4 to 7 the upper two bits share bytes with parts 0 to 3.
+    # 4 bytes of scales and 4 of minimums hold those of parts 0 to 3 and, above them, the upper two
+    # bits of those of parts 4 to 7. The last 4 bytes hold the lower four bits of the latter.
     out["scales"] = np.concatenate((
         a[:, :4] | a[:, 4:] >> 4 << 6,
         b[:, :4] | b[:, 4:] >> 4 << 6,
@@ -207,7 +229,7 @@ def to_k(x, dtype, q_max):
 
 
 def from_k(raw, dtype, q_max):
-    """Decode Q4_K or Q5_K to float32 (n, 8, 32)."""
+    """Decode Q4_K or Q5_K to float32 (n, 8, 32). q_max: unused; see block_type."""
     blocks = raw.view(dtype)
     a, b, c = np.split(blocks["scales"], 3, axis=1)
     scales = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)
