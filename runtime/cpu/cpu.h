@@ -117,7 +117,7 @@ typedef struct {
     Activations in;
     int reads;  // forms that the products read, a sum of PANELS, PAIRS and BLOCKS
     int writes; // of a SwiGLU step: the form in which it writes h, PAIRS or BLOCKS; 0: floats
-    bool ready; // an earlier step has written `in` in that form, so no conversion is needed
+    bool ready; // an earlier step has converted `in`, so nothing remains to be prepared
 } MatmulArgs;
 _Static_assert(sizeof(MatmulArgs) <= MAX_ARGS, "MatmulArgs must fit in a step");
 
