@@ -1,4 +1,4 @@
-"""What programs print: Tee records this one's output, follow() runs and tracks another one."""
+"""Record output: Tee that of this program; follow() runs another program and logs its metrics."""
 import codecs
 import contextlib
 import errno
@@ -21,29 +21,34 @@ def shown(line):
 
 
 class Tee:
-    """stdout or stderr that also passes each finished line, redacted and as shown, to `listen`."""
+    """
+    A stdout or stderr that also passes each finished line to listen(line), redacted and as a
+    terminal shows it.
+    """
 
     def __init__(self, stream, listen):
-        self.stream, self.listen = getattr(stream, "stream", stream), listen
-        self.line = ""  # not finished yet
+        self.stream = getattr(stream, "stream", stream)  # replace another Tee, do not wrap it
+        self.listen = listen
+        self.line = ""  # unfinished line
         self.lock = threading.RLock()  # several threads print, and `listen` may print
 
     def write(self, text):
         with self.lock:
             *lines, line = (self.line + text).split("\n")
+            # Keep a last "\r": the next text overwrites the line, or "\n" ends it.
             self.line = shown(line)[:2 * MAX_LINE] + "\r" * line.endswith("\r")
             for ended in lines:
-                self.tell(shown(ended))
+                self.emit(shown(ended))
             return self.stream.write(text)
 
-    def tell(self, line):
-        # Redact before the cut at MAX_LINE: it might halve a secret, which then looks like none.
+    def emit(self, line):
+        # Redact before the cut at MAX_LINE: half a secret would not be recognized.
         self.listen(redact(line[:2 * MAX_LINE])[:MAX_LINE] + "\n")
 
     def end(self):
         """Pass on the unfinished line, and return the original stream."""
         if shown(self.line):
-            self.tell(shown(self.line))
+            self.emit(shown(self.line))
         return self.stream
 
     def __getattr__(self, name):
@@ -52,11 +57,11 @@ class Tee:
 
 # ---- another program ----------------------------------------------------------------------------
 
-SILENT_SECONDS = 10  # max wait for output of processes that a failed program left behind
+SILENT_SECONDS = 10  # max silence of processes that a failed program left behind
 
 
 def pass_on(data):
-    """Write all data to stdout; return the OSError that stops this, or None."""
+    """Write all data to stdout; return None, or the OSError if that fails."""
     try:
         while data:
             try:
@@ -69,7 +74,7 @@ def pass_on(data):
 
 
 class Warnings:
-    """Prints warnings to stderr, one of each kind. It ignores a stderr that cannot be written."""
+    """Prints warnings to stderr, one of each kind. Failures to print are ignored."""
 
     def __init__(self):
         self.printed = set()
@@ -82,10 +87,10 @@ class Warnings:
 
 
 class Child:
-    """A started program; signals that this process receives are forwarded to it."""
+    """A program in a child process; signals that this process receives are forwarded to it."""
 
     def __init__(self, command):
-        self.orphaned = False  # the program has ended, but its own processes hold its output open
+        self.orphaned = False  # the program has ended, but its children hold its output open
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                         env=os.environ | {"PYTHONUNBUFFERED": "1"})
         forwarded = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
@@ -94,16 +99,19 @@ class Child:
 
     def forward(self, number, frame):
         if self.orphaned:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # ends the reading in follow()
         from_terminal = number in (signal.SIGINT, signal.SIGQUIT) and sys.stdin.isatty()
-        if not from_terminal:  # a terminal sends these to the program itself
+        if not from_terminal:  # a terminal sends these to the child, too
             self.process.send_signal(number)
 
     def chunks(self, warn):
-        """Yield the program's output as bytes, until the last process that holds it open ends."""
+        """
+        Yield the program's output as bytes until the last process that holds it open ends; if the
+        program has failed, only until these processes print nothing for SILENT_SECONDS.
+        """
         output, silent_seconds = self.process.stdout, 0
         while True:
-            if not select.select([output], [], [], 1)[0]:
+            if not select.select([output], [], [], 1)[0]:  # no output within 1 s
                 silent_seconds += 1
                 code = self.process.poll()
                 if code is not None:
@@ -114,12 +122,12 @@ class Child:
                         return
                 continue
             silent_seconds = 0
-            if not (chunk := os.read(output.fileno(), 1 << 16)):
+            if not (chunk := os.read(output.fileno(), 1 << 16)):  # end of file
                 return
             yield chunk
 
     def wait(self):
-        """Return the exit code, negative for a signal, and stop forwarding signals."""
+        """Wait for the exit and stop forwarding; return the exit code, -N after signal N."""
         code = self.process.wait()
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -128,8 +136,9 @@ class Child:
 
 def follow(command, tracker, parser: Parser):
     """
-    Run a command and log the metrics that it prints. Its output is passed on byte by byte, and so
-    are input and signals; return its exit code. What fails meanwhile costs a warning.
+    Run a command and log the metrics that it prints; return its exit code. Its output, input and
+    signals are passed on unchanged. A failure to print or to log costs one warning: the command
+    runs on.
     """
     warn = Warnings()
     try:
@@ -148,16 +157,17 @@ def follow(command, tracker, parser: Parser):
             warn("row", f"a line of the program could not be tracked ({parser.error!r}); "
                         "the program runs on")
 
-    # Incremental, as a chunk may end within a character.
+    # Incremental: a chunk may end within a character.
     decode = codecs.getincrementaldecoder("utf-8")("replace").decode
     try:
         for chunk in child.chunks(warn):
             error = pass_on(chunk)
-            if error and error.errno != errno.EPIPE:  # EPIPE: the reader, such as head, has ended
+            # EPIPE needs no warning: the reader, such as head, has ended.
+            if error and error.errno != errno.EPIPE:
                 warn("output", f"the program's output cannot be written ({error.strerror}); "
                                "the program runs on, and its metrics are logged")
             log(decode(chunk))
-    except KeyboardInterrupt:  # see Child.forward
+    except KeyboardInterrupt:  # from Child.forward
         pass
     log(decode(b"", True), end=True)
     return child.wait()
