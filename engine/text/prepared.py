@@ -35,7 +35,7 @@ class Prepared:
 def is_prepared(folder):
     """
     Return whether data.py made a folder, even if some of its files are missing now. meta.json alone
-    does not tell, since a folder of texts may have one of its own.
+    is not enough, since a folder of texts may have one of its own.
     """
     others = "train.bin", "val.bin", "tokenizer.model", "tokenizer.json"
     has_others = any(Path(folder, name).exists() for name in others)
