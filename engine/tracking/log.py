@@ -19,20 +19,20 @@ from engine.streams import tell
 from engine.tracking.redact import redact
 from engine.untrusted import open_untrusted, parse_json, read_json
 
-TABLES = {  # columns of each table
+TABLES = {  # {name: columns}
     "documents": ["split", "text", "tokens", "length", "unknown", "byte fallback"],
     "data": ["", "train", "val"],
-    "pieces": ["piece", "times", "share"],  # the most frequent
+    "pieces": ["piece", "times", "share"],  # the most frequent in the data
     "samples": ["prompt", "how", "text"],
-    "settings": ["setting", "before", "now"],  # that a resumed run changed
-    "notes": ["metric", "value", "what it means"],  # of metrics outside their usual range
+    "settings": ["setting", "before", "now"],  # settings that a resumed run changed
+    "notes": ["metric", "value", "what it means"],  # metrics outside their usual range
     "predictions": ["split", "input", "target", "p(target)",
                     "1st", "p(1st)", "2nd", "p(2nd)", "3rd", "p(3rd)"],
 }
 
 
 def parse_row(line):
-    """Return a line of a log.jsonl as a dict; None for what is not a row, as a truncated line."""
+    """Return a line of a log.jsonl as a dict; None if it is not a row, such as a truncated line."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -49,8 +49,8 @@ def read_rows(path):
 
 def rising_rows(out_dir):
     """
-    Return the rows of a run's log.jsonl as W&B keeps them: rows of one iteration are merged, and
-    rows of an iteration before the last one are left out.
+    Return the rows of a run's log.jsonl as W&B stores them, with rising iterations: merge rows of
+    the same iteration, and leave out a row whose iteration is lower than that of the row before.
     """
     rows = []
     for row in read_rows(Path(out_dir, "log.jsonl")):
@@ -62,14 +62,14 @@ def rising_rows(out_dir):
 
 
 def tables_of(row):
-    """Return the names of the tables in a row. A number of another program may have such a name."""
+    """Return the names of the tables in a row; a metric of another program may have such a name."""
     return [name for name in TABLES if isinstance(row.get(name), list)]
 
 
 def convert_row(row, table, histogram):
     """
-    Return a row as a tracker logs it: table(name, lines) as tables/NAME for each of its tables, and
-    histogram((counts, edges)) for each histogram.
+    Return a row as a tracker logs it. Replace each table by table(name, lines), renamed to
+    tables/NAME, and each histogram by histogram((counts, edges)).
     """
     found = {}
     for name, value in row.items():
@@ -84,8 +84,8 @@ def convert_row(row, table, histogram):
 
 def redact_row(row):
     """
-    Return a row without secrets in what comes from settings: the prompts of its samples and its
-    changed settings. What a model or the data wrote stays as it is.
+    Return a row with secrets redacted where they may come from the user: in the prompts of its
+    samples and in its changed settings. Text of the model or of the data is not changed.
     """
     tables, found = tables_of(row), dict(row)
     if "samples" in tables:
@@ -93,15 +93,16 @@ def redact_row(row):
     if "settings" in tables:
         found["settings"] = []
         for name, *values in row["settings"]:
-            found["settings"].append([name, *(redact({name: value})[name] for value in values)])
+            values = [redact({name: value})[name] for value in values]
+            found["settings"].append([name, *values])
     return found
 
 
 class Jsonl:
     """
     The writer of out_dir/log.jsonl and out_dir/config.json, the resolved settings. Each row gets
-    its "time" in Unix seconds and is written at once. While the disk fails, rows wait in memory. A
-    file that is deleted during the run is written again.
+    its "time" in Unix seconds and is written at once. While the disk fails, rows wait in memory. If
+    log.jsonl is deleted or moved during the run, both files are written again.
     """
 
     def __init__(self, out_dir, config, step):
@@ -109,19 +110,20 @@ class Jsonl:
         self.path = Path(out_dir, "log.jsonl")
         self.config = json.dumps(config, indent=1)
         write_atomic(self.path.with_name("config.json"), self.config)
-        self.last_row = {} if step else {"tokens": -1}  # before this session
+        # The last row of earlier sessions. -1: a new run has no row, not even one at 0 tokens.
+        self.last_row = {} if step else {"tokens": -1}
         if step and self.path.exists():
             rows = [row for row in read_rows(self.path) if row["iter"] <= step]
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             self.last_row = rows[-1] if rows else {}
         self.file = open(self.path, "ab+" if step else "wb+", buffering=0)
-        self.waiting = b""  # rows that are not written yet
+        self.waiting = b""  # lines that are not written yet
         self.warned = False
 
     def restore(self):
         """
-        Write all rows again if the file was deleted: the system keeps a deleted file that is open.
-        If another file has replaced it, as editors do when they save, append to that one.
+        Write all rows again if the file was deleted or moved: its open descriptor still reads them.
+        If another file has replaced a deleted one, as editors do when they save, append to that.
         """
         opened = os.fstat(self.file.fileno())
         try:
@@ -161,13 +163,14 @@ class Jsonl:
         self.write()
 
     def alert(self, title, text):
-        """Ignore an alert: whoever reads the rows can compute it."""
+        """Ignore an alert: it can be computed from the rows."""
 
     def model(self, path, metrics, aliases):
         """Ignore a model: it is in the same folder."""
 
     def finish(self):
-        with contextlib.suppress(OSError):  # a folder that was deleted after the last checkpoint
+        """Write the waiting rows, even if the folder was deleted; warn of rows that are lost."""
+        with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
         self.write()
         if self.waiting:
