@@ -1,11 +1,11 @@
 """
-Where the documents of a source are, and how they are read: by the worker processes, a part each.
+Where the documents of a source are, and how worker processes read them, one part each.
 
 A row (file, start, end, flags) of int64 is the bytes from start to end of a file: a document, or a
 segment of a long one. Segments end at a single space between two words. No piece of a Llama-style
 vocabulary has a space after a letter, so the tokens are those of the whole text. A text without
-such a space for SEGMENT bytes is cut after a line, or between two characters of a block; then the
-tokens around the cut may differ, but not the text.
+such a space for SEGMENT bytes is cut after a line, or between two characters at the end of a block;
+then the tokens around the cut may differ, but not the text.
 """
 import array
 import collections
@@ -28,23 +28,26 @@ from engine.text.tables import jsonl_text
 from engine.untrusted import NotRegular, open_untrusted
 
 SEGMENT = 1 << 16  # bytes of a long document that are encoded at once
-STRETCH = 1 << 18  # bytes of adjacent text that are kept if only a part of a text is prepared
+STRETCH = 1 << 18  # bytes of adjacent text that are kept together if only a part is prepared
 SEED = 1337        # of the stories, and of the draw of validation documents
 SEPARATOR = b"<|endoftext|>"  # alone on a line of a .txt file, separates documents
 BOM = b"\xef\xbb\xbf"
-# A single space between words. U+2581 beside it would become a space, too: its bytes are E2 96 81.
+# A single space between words. U+2581 (E2 96 81) would become a second space, so the pattern has
+# neither its last byte before the space nor its first byte after it.
 JOINT = re.compile(rb"[^\s\x81] [^\s\xe2]")
-# Flags of a row: in the validation split; begins a document; ends one; outer white space is
-# removed.
-VAL, FIRST, LAST, STRIP = 1, 2, 4, 8
+# Flags of a row.
+VAL = 1    # in the validation split
+FIRST = 2  # begins a document
+LAST = 4   # ends a document
+STRIP = 8  # white space around the document is removed
 
 
 @dataclasses.dataclass
 class Corpus:
     """
-    The documents of files. files: .txt and .jsonl in UTF-8, which the rows refer to; skipped: paths
-    of files that could not be read; whole_bytes: text to train on, if only a part of it is
-    prepared.
+    The documents of files. files: paths of .txt and .jsonl files in UTF-8, which rows index;
+    skipped: paths of files that could not be read; whole_bytes: bytes of all text to train on, if
+    only a part of it is prepared, else 0.
     """
     rows: np.ndarray
     files: list
@@ -58,7 +61,7 @@ class Corpus:
         return rows[:, 2] - rows[:, 1]
 
     def texts(self, rows):
-        """Yield (text, bytes, flags, bits) of each row. bits: information in it, 0 if not known."""
+        """Yield (text, bytes, flags, bits) of each row. bits: its information, 0 if unknown."""
         for number, group in itertools.groupby(in_chunks(rows), key=lambda row: row[0]):
             path = self.files[number]
             with open_untrusted(path) as f:
@@ -98,7 +101,7 @@ class Corpus:
 
 
 class Stories(Corpus):
-    """The built-in stories: a row is those numbered start to end - 1."""
+    """The built-in stories. A row holds the stories numbered start to end - 1."""
     vocab_sample = stories.SAMPLE
 
     def sizes(self, rows):
@@ -122,7 +125,7 @@ def load_corpus(folder):
 
 
 def in_chunks(rows):
-    """Yield rows as lists. The array may be a memory map of millions."""
+    """Yield each row as a list of int, 4096 at a time, since a memory map may hold millions."""
     for at in range(0, len(rows), 1 << 12):
         yield from rows[at:at + (1 << 12)].tolist()
 
@@ -143,13 +146,13 @@ def changed_meanwhile(path):
 
 def make_corpus(source, options, val_fraction, max_val_bytes, copies):
     """
-    Return the Corpus of a Source. options: see prepare.Options; val_fraction, max_val_bytes: the
-    share and the bytes of the text to hold out at most; copies: folder for copies of files.
+    Return the Corpus of a Source. options: see prepare.Options; val_fraction, max_val_bytes: max
+    share and max bytes of the text to hold out; copies: folder for copies of files.
     """
     if source.stories:
         return story_corpus(source.stories, val_fraction)
     documents, cuts, files, skipped = read_files(source, options, copies)
-    if VALIDATION in DOWNLOADS.get(source.text, ()):
+    if VALIDATION in DOWNLOADS.get(source.text, ()):  # a download with its own validation file
         number = [*DOWNLOADS[source.text]].index(VALIDATION)
         documents[documents[:, 0] == number, 3] |= VAL
     else:
@@ -163,7 +166,7 @@ def make_corpus(source, options, val_fraction, max_val_bytes, copies):
 
 
 def story_corpus(count, val_fraction):
-    """Return the Stories 0 to count - 1, of which the last ones validate. A row has up to 1,000."""
+    """Return the Stories 0 to count - 1; the last ones validate. A row holds up to 1,000."""
     held_out = min(max(round(val_fraction * count), 1), 2000, count - 1)
     train = count - held_out
     edges = [*range(0, train, 1000), *range(train, count, 1000), count]
@@ -174,45 +177,48 @@ def story_corpus(count, val_fraction):
 
 def read_files(source, options, copies):
     """
-    Return (documents of all files, (n, 4); for each file the offsets where it may be cut; paths of
-    the files that are read, themselves or copies in UTF-8; paths of files that cannot be read).
-    Raises Unfit if one cannot be read, unless options.skip_bad.
+    Return (documents, cuts, files, skipped).
+
+    documents: (n, 4) of all files; cuts: for each file the offsets where long documents may be cut;
+    files: paths to read, of the files themselves or of copies in UTF-8; skipped: paths of files
+    that cannot be read. Raises Unfit if there are any, unless options.skip_bad.
     """
     shutil.rmtree(copies, ignore_errors=True)  # of an attempt that was interrupted
     copies.mkdir(parents=True)
-    documents, cuts, bad, changed = [], [], {}, collections.defaultdict(list)
+    documents, cuts, bad, conversions = [], [], {}, collections.defaultdict(list)
     files = [os.path.abspath(path) for path in source.files]
-    nothing = np.empty((0, 3), np.int64), []
     with progress("reading", sum(map(os.path.getsize, files))) as bar:
         for number, path in enumerate(map(Path, source.files)):
             def look(here, path=path):
+                # The bar counts bytes scanned, which differ between a file and its copy.
                 bar.total += os.path.getsize(here) - os.path.getsize(path)
                 return scan(here, options.column, bar.update)
 
-            found = nothing
+            found = np.empty((0, 3), np.int64), []
             try:
                 copy = copies / str(number)
                 here, found, words = readers.readable(path, copy, options.column, look)
                 files[number] = os.path.abspath(here)
-                changed[words].append(path)
+                conversions[words].append(path)
             except Unfit as e:
-                bad[str(path)] = str(e) if len(files) == 1 else e.reason
+                bad[str(path)] = str(e) if len(files) == 1 else e.reason  # without advice
             except (PermissionError, NotRegular) as e:
                 bad[str(path)] = e.strerror
             documents.append(np.insert(found[0], 0, number, axis=1))
             cuts.append(found[1])
-            found = None  # of millions of documents one array is enough
-    report(source, bad, changed, options.skip_bad)
+            found = None  # frees its array, which may hold millions of documents
+    report(source, bad, conversions, options.skip_bad)
     documents = np.concatenate(documents) if len(documents) > 1 else documents[0]
     if not len(documents):
         raise Unfit(f"{source.text}: no text, only white space")
     return documents, cuts, files, [*bad]
 
 
-def report(source, bad, changed, skip_bad):
+def report(source, bad, conversions, skip_bad):
     """
-    Print what was done to files and which ones are left out. Raises Unfit if that is not allowed.
-    bad: {path: reason}; changed: {what was done, in words: paths}.
+    Print how files were converted and which ones are left out. Raises Unfit if all are bad, or if
+    one is and skip_bad is False. bad: {path: reason}; conversions: {what was done, in words:
+    paths}, with the key "" for files that are read as they are.
     """
     count, words = len(source.files), listed(f"{path}: {reason}" for path, reason in bad.items())
     if count > 1:
@@ -222,7 +228,7 @@ def report(source, bad, changed, skip_bad):
     if bad and not skip_bad:
         raise Unfit(f"{source.text}: {words}", "train.py --checks=-files or data.py "
                     "--skip_bad=True leaves such files out")
-    for done, files in changed.items():
+    for done, files in conversions.items():
         if done and count == 1:
             print(f"{source.text}: {done}")
         elif done:
@@ -233,9 +239,9 @@ def report(source, bad, changed, skip_bad):
 
 def scan(path, column, update=lambda size: None):
     """
-    Return (documents of a .txt or .jsonl file, (n, 3) int64 of start, end and flags; offsets where
-    long ones may be cut, (m,) int64, about every SEGMENT bytes). Raises NotUTF8, and Unfit for a
-    line of .jsonl without a text. update: called with the size of each block.
+    Return (documents, cuts) of a .txt or .jsonl file: (n, 3) int64 of start, end and flags; (m,)
+    int64 of offsets where long documents may be cut, about every SEGMENT bytes. Raises NotUTF8, and
+    Unfit for a line of .jsonl without a text. update: called with the size of each block.
     """
     found, cuts = array.array("q"), array.array("q")
     if path.endswith(".jsonl"):
@@ -250,8 +256,8 @@ def scan_lines(path, column, update, found):
     number = 0
     for offset, block in blocks(path, True, update):
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
-        ends = np.union1d(ends, len(block))
-        starts = np.insert(ends, 0, 0)[:-1]
+        ends = np.union1d(ends, len(block))  # the last line may lack its "\n"
+        starts = np.append(0, ends[:-1])
         for start, end in zip(starts.tolist(), ends.tolist()):
             number += 1
             line = block[start:end].strip()
@@ -264,7 +270,7 @@ def scan_lines(path, column, update, found):
 def scan_text(path, update, found, cuts):
     """Append the documents of a .txt file to `found`, and to `cuts` where they may be cut."""
     begin, has_text = 0, False
-    line_ends = b"", b"\n", b"\r"
+    line_ends = b"", b"\n", b"\r"  # b"": at an end of the block
     for offset, block in blocks(path, False, update):
         has_text = has_text or bool(block.removeprefix(BOM).strip())
         if block.startswith(BOM) and not offset:
@@ -274,22 +280,25 @@ def scan_text(path, update, found, cuts):
             if block[max(start - 1, 0):start] in line_ends and block[end:end + 1] in line_ends:
                 found.extend((begin, offset + start, FIRST | LAST | STRIP))
                 begin = offset + end
+        # The cuts: the first joint in every SEGMENT bytes. In a block without joints: the last line
+        # end in every SEGMENT bytes, or else the end of the block.
         edges = range(0, len(block), SEGMENT)
         joints = [JOINT.search(block, at, at + SEGMENT) for at in edges]
         inside = [joint.start() + 1 for joint in joints if joint]
-        if not inside:  # a text without spaces
+        if not inside:
             inside = [end for at in edges if (end := block.rfind(b"\n", at, at + SEGMENT) + 1)]
         cuts.extend(offset + at for at in inside or [len(block)])
     if has_text:
-        several = len(found) > 0  # a text without separators keeps its outer white space
-        found.extend((begin, os.path.getsize(path), FIRST | LAST | STRIP * several))
+        strip = STRIP if found else 0  # a text without separators keeps its outer white space
+        found.extend((begin, os.path.getsize(path), FIRST | LAST | strip))
 
 
 def hold_out(documents, files, name, fraction, max_bytes):
     """
-    Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, or on max_bytes:
-    drawn whole documents, or, if these are too few or too long, the end of the text. name: of the
-    source.
+    Return `documents`, (n, 4), with the flag VAL on a fraction of their bytes, at most max_bytes:
+    on whole documents, drawn at random, or, if these are too few or too long, on the end of the
+    text. The document in which that end begins is split in two, except in .jsonl. name: of the
+    source, for messages.
     """
     sizes = documents[:, 2] - documents[:, 1]
     total = sizes.sum()
@@ -300,7 +309,8 @@ def hold_out(documents, files, name, fraction, max_bytes):
         documents[drawn, 3] |= VAL
         return documents
     ends = np.cumsum(sizes)
-    first = np.searchsorted(ends, min(total - wanted, total - 1), "right")  # the boundary is inside
+    # The document that holds the boundary between the two splits.
+    first = np.searchsorted(ends, min(total - wanted, total - 1), "right")
     documents[first:, 3] |= VAL
     file, start, end, _ = documents[first]
     if files[file].endswith(".jsonl"):
@@ -308,7 +318,7 @@ def hold_out(documents, files, name, fraction, max_bytes):
             raise Unfit(f"{name}: {len(documents)} document(s), and the first holds nearly all of "
                         "the text; too few to hold some out for validation")
         return documents
-    boundary = end - int(ends[first] - (total - wanted))
+    boundary = end - int(ends[first] - (total - wanted))  # offset in the file
     with open_untrusted(files[file]) as f:
         f.seek(boundary)
         block = f.read(min(SEGMENT, end - boundary))
@@ -323,7 +333,10 @@ def hold_out(documents, files, name, fraction, max_bytes):
 
 
 def segments(documents, cuts):
-    """Return `documents`, (n, 4), with long ones as several rows. cuts: offsets for each file."""
+    """
+    Return `documents`, (n, 4), with each one of more than 2 * SEGMENT bytes as several rows. cuts:
+    for each file the offsets where it may be cut.
+    """
     rows, done = [], 0
     for k in np.flatnonzero(documents[:, 2] - documents[:, 1] > 2 * SEGMENT):
         file, start, end, flags = documents[k]
@@ -341,18 +354,19 @@ def segments(documents, cuts):
 
 def spread(rows, max_bytes):
     """
-    Return all validation rows, and of the training rows stretches of STRETCH bytes at equal
-    distances, max_bytes together. A stretch that begins or ends inside a document does so as a
-    document.
+    Return all validation rows, and evenly spaced stretches of the training rows, each of about
+    STRETCH bytes, about max_bytes in total. Where a stretch begins or ends inside a document, its
+    part of the document becomes a document.
     """
     is_val = rows[:, 3] & VAL > 0
     sizes = np.where(is_val, 0, rows[:, 2] - rows[:, 1])
-    stretch = (np.cumsum(sizes) - sizes) // STRETCH
+    stretch = (np.cumsum(sizes) - sizes) // STRETCH  # of each row
     count = max(1, int(sizes.sum() // STRETCH))
     chosen = np.zeros(count + 1, bool)  # the last one is shorter, and never chosen
     chosen[np.linspace(0, count - 1, max(1, round(max_bytes / STRETCH))).astype(int)] = True
     keep = chosen[stretch] | is_val
-    for flag, neighbour in (FIRST, np.append(True, keep[:-1])), (LAST, np.append(keep[1:], True)):
-        inside = ~neighbour & (rows[:, 3] & flag == 0)
+    keeps_previous, keeps_next = np.append(True, keep[:-1]), np.append(keep[1:], True)
+    for flag, keeps_neighbour in (FIRST, keeps_previous), (LAST, keeps_next):
+        inside = ~keeps_neighbour & (rows[:, 3] & flag == 0)
         rows[inside, 3] |= flag | STRIP
     return rows[keep]
