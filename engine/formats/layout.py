@@ -1,6 +1,7 @@
 """
-The tensors of a model, with their names in each file format and their shapes, and the types of
-weights. export.py writes model files with these tables, engine/training/load.py reads them.
+Tables of a model's tensors, with their names in each file format and their shapes, and of the
+types in which weights are stored. export.py writes model files by them, engine/training/load.py
+reads model files by them.
 """
 import struct
 from collections.abc import Callable
@@ -39,23 +40,24 @@ TENSORS = [
     ("norm", "output_norm", "model.norm", "D"),
     ("output", "output", "lm_head", "VD"),
 ]
-BY_NAME = {row[0].split(".")[-1]: row for row in TENSORS}
 
-# llama2.c's files hold no names: the order of the tensors in version 0, and in versions 1 and 2
+# llama2.c's files hold no names, only tensors in a fixed order: one in version 0, another in
+# versions 1 and 2. Each is listed by the last word of the tensors' names in model.py.
 V0_ORDER = "tok_embeddings attention_norm wq wk wv wo ffn_norm w1 w2 w3 norm output"
 V1_ORDER = "attention_norm ffn_norm norm tok_embeddings wq wk wv wo w1 w2 w3 output"
-LLAMA2C_V0, LLAMA2C_V1 = ([BY_NAME[name] for name in order.split()]
-                          for order in (V0_ORDER, V1_ORDER))
+BY_LAST_WORD = {row[0].split(".")[-1]: row for row in TENSORS}
+LLAMA2C_V0 = [BY_LAST_WORD[word] for word in V0_ORDER.split()]
+LLAMA2C_V1 = [BY_LAST_WORD[word] for word in V1_ORDER.split()]
 LLAMA2C_MAGIC = 0x616b3432
 LLAMA2C_HEADER = 256  # bytes
 
 # Our own keys in the metadata of a GGUF file
 CHECKSUM = "llamac.tensor_data.sha256"  # of all bytes from the first tensor to the end of the file
 # sha256 of the list of tensors (names, shapes, types, offsets). A program that rewrites the tensors
-# copies keys that it does not know: where this sum does not match, CHECKSUM is stale.
+# copies keys that it does not know: if this checksum does not match, CHECKSUM is stale too.
 LIST_CHECKSUM = "llamac.tensor_list.sha256"
 ITER = "llamac.iter"  # training step of the model
-# tokenizer.ggml.model of a vocabulary that llama.cpp cannot encode with; see gguf_tokenizer_model
+# tokenizer.ggml.model of a vocabulary that llama.cpp cannot use; see export.gguf_tokenizer_model
 NO_BYTES = "llama-without-bytes"
 
 # GGUF's keys for the ids that end an answer besides EOS, for padding, and for the chat template
@@ -65,13 +67,14 @@ TEMPLATE = "tokenizer.chat_template"
 CHAT = END_OF_TURN, END_OF_MESSAGE, PADDING, TEMPLATE
 
 ROPE_FACTORS = "rope_freqs.weight"  # the tensor of a GGUF file that holds ModelArgs.rope_factors
-ALIGNMENT = 32  # bytes, of the tensors in a GGUF file
+ALIGNMENT = 32  # bytes; each tensor of a GGUF file begins at a multiple of it
 
 
 def tensors(args, rows=TENSORS):
     """
-    Yield (name in model.py, in GGUF, in Hugging Face's files, shape) of every tensor of a model,
-    row by row of the table, a row for all layers in turn.
+    Yield (name in model.py, in GGUF, in Hugging Face's files, shape) of every tensor of a model, in
+    the order of the table `rows`. A row of LAYER_TENSORS yields the tensors of all layers at once:
+    wq of every layer, then wk of every layer.
     """
     sizes = {
         "V": args.vocab_size,
@@ -98,11 +101,11 @@ def tensors(args, rows=TENSORS):
 
 def check_tensors(found, expected, where, ignored=()):
     """
-    End in one line unless the tensors `found`, {name: shape}, are exactly the `expected` ones.
+    Exit with a message unless the tensors `found`, {name: shape}, are exactly the `expected` ones.
 
-    expected: yields (name, shape). It is read up to the first difference: a damaged file may claim
-    billions of layers. where: the file or folder, for the message. ignored: names that may be there
-    besides.
+    expected: iterable of (name, shape), which is read only up to the first difference: a damaged
+    file may claim billions of layers. where: the file or folder, for the message. ignored: names of
+    tensors that may be present too.
     """
     known = {*ignored}
     for name, shape in expected:
@@ -127,8 +130,9 @@ def unnamed_parameters(names, args):
 
 def refuse_other_tensors(state, args):
     """
-    End in one line unless a state_dict {name: tensor} has exactly the tensors of a model with these
-    ModelArgs. The shapes of lazily read tensors were checked by their readers.
+    Exit with a message unless a state_dict {name: tensor} has exactly the tensors of a model with
+    these ModelArgs. Of a Tensors, which reads them lazily, only names are compared: its reader has
+    checked the shapes.
     """
     if unnamed := unnamed_parameters(state.keys(), args):
         more = f" and {len(unnamed) - 1} more" if len(unnamed) > 1 else ""
@@ -156,8 +160,9 @@ def architecture(args):
 
 def heads_in(name, args):
     """
-    Return the number of heads whose rotated pairs are in the rows of a tensor: those of queries, of
-    keys, 1 for a norm of one head; 0 for tensors without such pairs.
+    Return into how many heads the rows of a tensor divide that hold pairs of rotary positions: the
+    query heads for wq, the key heads for wk, 1 for the norms of a head. Return 0 for a tensor
+    without such pairs.
     """
     rotated = {"wq": args.n_heads, "wk": args.n_kv_heads, "q_norm": 1, "k_norm": 1}
     return rotated.get(name.split(".")[-2], 0)
@@ -166,7 +171,8 @@ def heads_in(name, args):
 def interleaved_to_halves(w, n_heads):
     """
     Reorder the rows of each head from rotated pairs (2i, 2i+1), the order of model.py and of GGUF's
-    llama, to pairs (i, i + Q/2), that of Hugging Face. n_heads 0 returns w as it is.
+    architecture llama, to pairs (i, i + H/2), the order of Hugging Face. Return w itself if n_heads
+    is 0.
     """
     return w.unflatten(0, (n_heads, -1, 2)).transpose(1, 2).flatten(0, 2) if n_heads else w
 
@@ -183,10 +189,10 @@ HALF, SINGLE = float(np.finfo("f2").max), float(np.finfo("f4").max)
 
 class Type(NamedTuple):
     """How the weights of a tensor are stored."""
-    number: int       # of the type in ggml
+    number: int       # ggml's number for the type
     block: int        # values in a block
     size: int         # bytes of a block
-    largest: float    # largest magnitude that it can hold
+    largest: float    # largest magnitude that the type can hold
     encode: Callable  # float32 (n block,) -> array of the stored bytes
     decode: Callable  # stored bytes, uint8 (n size,) -> float32, n block values
 
@@ -198,7 +204,10 @@ def to_bf16(x):
 
 
 def block_type(number, dtype, largest, encode, decode, *options):
-    """Return the Type with blocks of numpy's `dtype`; encode and decode get it, and the options."""
+    """
+    Return the Type whose blocks have numpy's `dtype`. It encodes by encode(x, dtype, *options) and
+    decodes by decode(raw, dtype, *options).
+    """
     values = 256 if "scales" in dtype.names else 32
     return Type(number, values, dtype.itemsize, largest, quant.in_chunks(encode, dtype, *options),
                 lambda raw: decode(raw, dtype, *options))
@@ -220,24 +229,29 @@ TYPES = {
     "q5_k": block_type(13, quant.Q5_K, 63 * HALF, quant.to_k, quant.from_k, 31),
     "q6_k": block_type(14, quant.Q6_K, 31 * 127 * HALF, quant.to_q6_k, quant.from_q6_k),
 }
-# --dtype of a GGUF file: the number that general.file_type has for it
+# {--dtype of a GGUF file: its number in the metadata, general.file_type}
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17,
               "q6_k": 18}
-# llama.cpp's replacement for types of 256-value blocks where rows are no multiple of 256 long
+# The types that llama.cpp uses instead of 256-value blocks if the length of a row is not a multiple
+# of 256
 FALLBACK_TYPES = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 
 
 def has_more_bits(layer, n_layers):
-    """Return whether a mixture (_m) stores wv and w2 of this layer in 6 bits, as in llama.cpp."""
+    """
+    Return whether the mixtures q4_k_m and q5_k_m store wv and w2 of this layer in 6 bits, as
+    llama.cpp does.
+    """
     eighth = n_layers // 8
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def gguf_type(name, shape, dtype, n_layers):
     """
-    Return the type of a tensor in a GGUF file of `dtype`. Vectors, and matrices whose rows are not
-    whole blocks, stay float32. The embedding and the classifier of a quantised model get 6 or 8
-    bits, because precision is worth most there. The mixtures (_m) are llama.cpp's.
+    Return the type, a key of TYPES, of a tensor in a GGUF file of `dtype`, a key of FILE_TYPES.
+    Vectors, and matrices whose rows are not whole blocks, stay float32. The embedding and the
+    classifier of a quantised model get 6 or 8 bits, because precision is worth most there. The
+    mixtures q4_k_m and q5_k_m choose types as llama.cpp does.
     """
     if len(shape) == 1:
         return "f32"
@@ -256,12 +270,12 @@ def gguf_type(name, shape, dtype, n_layers):
 # ---- parts of a GGUF file
 
 def padding_to(position, alignment):
-    """Return the bytes of padding from a position to the next multiple of the alignment."""
+    """Return how many bytes a position is short of the next multiple of the alignment."""
     return -position % alignment
 
 
 def gguf_string(text):
-    """Return the bytes of a str or bytes: its length in bytes as uint64, then UTF-8."""
+    """Return a str or bytes as GGUF stores it: its length in bytes as uint64, then its UTF-8."""
     data = text if isinstance(text, bytes) else text.encode()
     return struct.pack("<Q", len(data)) + data
 
