@@ -18,19 +18,24 @@ from tokenizer import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN
 
 
 def read_llama2c(path):
-    """Return (Tensors in float32, ModelArgs) of a llama2.c file."""
+    """
+    Return (Tensors in float32, ModelArgs) of a llama2.c file. Exit with a message if the file is
+    damaged.
+    """
     with reading(path, "a llama2.c file", fail):
         r = Reader(path)
         version, args, group_size = read_header(r)
         readers = {}
         for name, _, _, shape in tensors(args, LLAMA2C_V1 if version else LLAMA2C_V0):
-            count, quantised = math.prod(shape), None
+            count = math.prod(shape)
+            quantised = None
             if version == 2 and len(shape) == 2:
                 if group_size < 1 or count % group_size:
                     r.fail(f"groups of {group_size} do not fill {name}, which has {count} values")
-                quantised = r.skip(count)
+                quantised = r.skip(count)  # int8 values; the floats after them are their scales
                 count //= group_size
-            readers[name] = partial(read_tensor, r, name, quantised, r.skip(4 * count), shape)
+            floats = r.skip(4 * count)
+            readers[name] = partial(read_tensor, r, name, quantised, floats, shape)
             if version == 0 and name == "norm.weight":
                 r.skip(4 * args.max_seq_len * args.head_dim)  # tables of rotary positions
         r.end()
@@ -44,13 +49,13 @@ def read_header(r):
         version, = r.unpack("<i")
         if version not in (1, 2):
             r.fail(f"llama2.c version {version}, expected 1 or 2")
-    else:  # version 0 begins with the sizes, as any file might
+    else:  # version 0 has no magic number: it begins with the sizes
         r.at = 0
         where = f"{r.path}: neither GGUF nor llama2.c's v1 or v2; read as v0"
     dim, hidden_dim, n_layers, n_heads, n_kv_heads, vocab_size, max_seq_len = r.unpack("<7i")
     if version:
         tied = r.unpack("<B")[0] != 0
-    else:  # a negative size says that there is a separate classifier
+    else:  # a negative size means that the classifier is a tensor of its own
         tied, vocab_size = vocab_size > 0, abs(vocab_size)
     if version == 2:
         group_size, = r.unpack("<i")
@@ -62,12 +67,12 @@ def read_header(r):
     return version, args, group_size
 
 
-def read_tensor(r, name, quantised, place, shape):
+def read_tensor(r, name, quantised, floats, shape):
     """
-    Return one tensor in float32: the floats at a place (offset, count), or the products of these
-    scales and groups of the int8 at the place `quantised`.
+    Return one tensor in float32. floats: (offset, bytes) of its values, or of the scales of its
+    groups if it is quantised; quantised: (offset, bytes) of its int8 values, or None.
     """
-    w = r.bytes_at(*place).view("<f4").astype(np.float32)
+    w = r.bytes_at(*floats).view("<f4").astype(np.float32)
     if quantised:
         with np.errstate(over="ignore", invalid="ignore"):  # Reader.weights refuses the result
             w = r.bytes_at(*quantised).view(np.int8).reshape(len(w), -1) * w[:, None]
@@ -75,7 +80,10 @@ def read_tensor(r, name, quantised, place, shape):
 
 
 def read_tokenizer_bin(path, vocab_size):
-    """Return the Tokenizer of a tokenizer.bin, whose ids 0, 1 and 2 are <unk>, <s> and </s>."""
+    """
+    Return the Tokenizer of a tokenizer.bin. Ids 0, 1 and 2 are <unk>, <s> and </s>, however the
+    file spells them.
+    """
     with reading(path, "a llama2.c tokenizer.bin", fail):
         r = Reader(path)
         pieces = [(b"<unk>", 0.0, UNKNOWN), (b"<s>", 0.0, CONTROL), (b"</s>", 0.0, CONTROL)]
@@ -87,4 +95,5 @@ def read_tokenizer_bin(path, vocab_size):
                 kind = BYTE if re.fullmatch(rb"<0x[0-9A-F]{2}>", piece) else NORMAL
                 pieces.append((piece, score, kind))
         r.end()
-        return tokenizer_of_pieces(pieces, (0, 1, 2), True, False, path)
+        return tokenizer_of_pieces(pieces, (0, 1, 2), add_dummy_prefix=True,
+                                   remove_extra_whitespaces=False, where=path)
