@@ -1,7 +1,7 @@
 """
 Read the bytes of model files, which may be damaged or hostile: a read beyond the end of a file, or
-a number that no model can have, ends in one line. Tensors are read when they are asked for, so that
-a model can be converted that does not fit into memory.
+a number that no model can have, exits with a message. Each tensor is read when it is accessed, so
+that a model that does not fit into memory can be converted.
 """
 import hashlib
 import math
@@ -16,21 +16,22 @@ from configurator import fail
 from engine.untrusted import open_untrusted, reading
 
 MAX_CONTEXT = 1 << 20  # tokens
-MAX_HEAD_DIM = 1 << 13
+MAX_HEAD_DIM = 1 << 13  # numbers
 MAX_LIST = 1 << 22     # entries of a list in metadata: four times the largest vocabulary
-# Tensors that are never all zeros in a model, by the names of all formats; as in runtime/model.c
+# Tensors that are never all zeros in a model, named as in any of the formats. runtime/model.c has
+# the same list.
 NEVER_ZERO = re.compile(
     r"(norm|w[qkv13]|attn_[qkv]|ffn_gate|ffn_up|[qkv]_proj|gate_proj|up_proj|"
     r"tok_embeddings|token_embd|embed_tokens)\.weight$")
-# GGUF's numbers of the types of metadata, as struct's formats; 8 is a string and 9 a list
+# {GGUF's number for a type of metadata: struct's format}; number 8 is a string and 9 a list
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q",
            11: "<q", 12: "<d"}
 
 
 class Tensors(Mapping):
     """
-    {name: tensor}, each read when it is asked for. readers: {name: function without arguments that
-    returns the tensor}; where: the file or folder, for messages.
+    Mapping {name: tensor} that reads a tensor from disk at each access. readers: {name: function
+    without arguments that returns the tensor}; where: the file or folder, for messages.
     """
 
     def __init__(self, readers, where):
@@ -49,12 +50,15 @@ class Tensors(Mapping):
 
 
 def plausible(name, w, where):
-    """Return the tensor w; end in one line if it holds NaN, infinity, or nothing but zeros."""
+    """
+    Return the tensor w. Exit with a message if it holds NaN or infinity, or if it is all zeros and
+    NEVER_ZERO.
+    """
     flat = w.reshape(-1)
     if not all(part.isfinite().all() for part in flat.split(1 << 24)):
         fail(f"{where}: {name} holds values that are not finite; damaged, or of a run that "
              "diverged")
-    # Its first values nearly always show that a tensor is not all zeros.
+    # Nearly always the first values are not all zeros, and reading the rest is saved.
     if NEVER_ZERO.search(name) and not flat[:4096].any() and not w.any():
         fail(f"{where}: {name} holds nothing but zeros; damaged, as by an interrupted download")
     return w
@@ -62,8 +66,8 @@ def plausible(name, w, where):
 
 def open_safetensors(path):
     """
-    Open a .safetensors file; the library checks every number of its header. Return its safe_open,
-    a context manager. Ends in one line if the package is not installed.
+    Open a .safetensors file, whose header the library checks. Return the library's safe_open, a
+    context manager. Exit with a message if the package is not installed.
     """
     try:
         from safetensors import safe_open
@@ -74,7 +78,7 @@ def open_safetensors(path):
 
 
 class Reader:
-    """The bytes of a file, read front to back. `at` is the offset of the next byte to read."""
+    """The bytes of a file, read from front to back. `at` is the offset of the next byte to read."""
 
     def __init__(self, path):
         self.path, self.at = path, 0
@@ -82,11 +86,11 @@ class Reader:
             self.data = np.memmap(file, np.uint8, "r")
 
     def fail(self, problem):
-        """End with one line about the file."""
+        """Exit with a message that begins with the path of the file."""
         fail(f"{self.path}: {problem}")
 
     def take(self, count):
-        """Return the next `count` bytes as a view; end in one line if the file ends before."""
+        """Return a view of the next `count` bytes. Exit with a message if the file has fewer."""
         if not 0 <= count <= len(self.data) - self.at:
             self.fail(f"truncated or damaged: its header implies more than its {len(self.data)} "
                       "bytes")
@@ -99,17 +103,23 @@ class Reader:
         return self.at - count, count
 
     def bytes_at(self, at, count):
-        """Return a copy of `count` bytes: mapped pages would stay resident after their use."""
+        """
+        Return `count` bytes from the offset `at`. They are read into a copy, because the pages of a
+        memory map would stay in memory after their use.
+        """
         with open_untrusted(self.path) as file:
             return np.fromfile(file, np.uint8, count, offset=at)
 
     def end(self, padding=0):
-        """End in one line if the file goes on after this place; `padding` bytes more may follow."""
+        """
+        Exit with a message unless the file ends at the current offset, or exactly `padding` bytes
+        after it.
+        """
         if len(self.data) not in (self.at, self.at + padding):
             self.fail(f"holds {len(self.data)} bytes, its header implies {self.at}")
 
     def unpack(self, pattern):
-        """Return the next numbers, by struct's pattern."""
+        """Return the tuple of the next numbers, whose types are those of struct's pattern."""
         return struct.unpack(pattern, self.take(struct.calcsize(pattern)).tobytes())
 
     def string(self):
@@ -117,11 +127,11 @@ class Reader:
         return self.take(self.unpack("<Q")[0]).tobytes()
 
     def weights(self, name, w, shape):
-        """Return float32 numbers as a tensor of that shape, checked to be plausible."""
+        """Return float32 numbers as a tensor of this shape. Exit unless they are plausible."""
         return plausible(name, torch.from_numpy(w.reshape(shape)), self.path)
 
     def sha256(self):
-        """Return the hex digest of all bytes from this place to the end."""
+        """Return the hex digest of all bytes from the current offset to the end of the file."""
         digest, chunk = hashlib.sha256(), 1 << 20
         for at in range(self.at, len(self.data), chunk):
             digest.update(self.bytes_at(at, min(chunk, len(self.data) - at)))
@@ -129,8 +139,8 @@ class Reader:
 
     def value(self, kind, wanted=True):
         """
-        Return the next value of GGUF's type number `kind`: bool, int, float, str, or a list, whose
-        strings are bytes. wanted=False skips the entries of a list and returns []: as Python
+        Return the next value of GGUF's type number `kind`: a bool, int, float, str, or list, in
+        which strings are bytes. wanted=False skips the entries of a list and returns []: as Python
         objects they would take up to forty times their size in the file.
         """
         if kind == 8:
@@ -138,14 +148,15 @@ class Reader:
         if kind == 9:
             return self.list_of(*self.unpack("<IQ"), wanted)
         value, = self.unpack(SCALARS[kind])
-        return float(str(np.float32(value))) if kind == 6 else value  # 1e-05, not 9.99999974e-06
+        # The shortest decimal that rounds to a float32: 1e-05, not 9.99999974e-06.
+        return float(str(np.float32(value))) if kind == 6 else value
 
     def list_of(self, kind, count, wanted):
-        """Return the next `count` values of a type, as `value` does."""
+        """Return the list of the next `count` values of type number `kind`, [] if not wanted."""
         if count > MAX_LIST:
             self.fail(f"a list of {count:,} entries in its metadata, expected at most {MAX_LIST:,}")
         if kind == 8:
-            strings = (self.string() for _ in range(count))
+            strings = (self.string() for _ in range(count))  # to skip one, its length is read
             return [string for string in strings if wanted]
         dtype = np.dtype(SCALARS[kind])
         entries = self.take(count * dtype.itemsize).view(dtype)
@@ -153,7 +164,7 @@ class Reader:
 
 
 def checked(args, where):
-    """Return ModelArgs; end in one line that begins with `where` if no model can have them."""
+    """Return the ModelArgs. Exit with a message that begins with `where` if they are impossible."""
     problem = args.problem()
     if not problem and args.max_seq_len > MAX_CONTEXT:
         problem = f"a context of {args.max_seq_len} tokens, expected at most {MAX_CONTEXT}"
@@ -164,8 +175,9 @@ def checked(args, where):
 
 def getter(values, where):
     """
-    Return get(key, kind, default), which returns the value of a key, and ends in one line if it is
-    not of type `kind`, or not a positive finite number; an int is accepted as float.
+    Return a function get(key, kind, default) that returns values[key], and exits with a message if
+    it is not of type `kind` (an int is accepted as float), or a number that is not positive and
+    finite.
     """
     def get(key, kind, default=None):
         value = values.get(key, default)
