@@ -9,6 +9,7 @@ import numpy as np
 # Fields of a block: d the scale, or the unit of the integer scales; m the minimum; dmin the unit
 # of the integer minimums; q the lower four bits of each quantised value, two values a byte (in
 # Q8_0 all eight bits); high the upper bits. In the formulas q is the whole value.
+
 # 32 values: x = d q
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", 32)])
 # 32 values: x = d (q - 8). The first 16 are in the low nibbles, the others in the high ones, as in
