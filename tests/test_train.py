@@ -1388,6 +1388,16 @@ def test_an_optimizer_of_somebody_else_trains_and_resumes_alone_and_sharded(fold
         assert torch.allclose(weight, weights(folder, "nadam_sharded")[name], atol=1e-5), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_dry_run_of_two_processes_resumes_in_the_first_ones_folder(folder, sharded):
+    words = [*TINY, "--data=my.txt", "--batch_size=4", "--gradient_accumulation_steps=2", "--dry_run=True", f"--fsdp={sharded}",
+             "--out_dir=dry"]
+    done = run(folder, *words, torchrun=2)
+    assert done.returncode == 0 and "dry run: all worked: two steps " in done.stdout, done.stderr
+    assert not list(folder.glob("dry*"))
+
+
 GATED = {"        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)\n":
          "        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)\n"
          "        self.gate = nn.Linear(args.dim, args.dim, bias=False)\n",

@@ -41,7 +41,7 @@ def dry_run(config, main):
         if name not in restored or differs(tensor, restored[name]):
             fail(f"the checkpoint does not restore the {name} that was saved")
     session("third step", config, 1)
-    distributed.on_master(try_files, first.config, seconds)
+    distributed.on_master(try_files, first.config, first.exports, seconds)
     distributed.on_master(mode.remove_folder)
     spent = ", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items())
     say(f"dry run: all worked: {spent}; only the prepared data remain, in {config.cache}")
@@ -60,17 +60,19 @@ def copied(tensor):
     return tensor.clone() if distributed.is_shard(tensor) else tensor.to("cpu", copy=True)
 
 
-def try_files(config, seconds):
+def try_files(config, exports, seconds):
     """
     Exit with a message if a file of the run is missing or unusable. Adds the time of ./run to
     seconds.
     """
-    model = Path(config.out_dir, "model.gguf")
-    if not model.exists():
-        fail("no model.gguf was exported")
     tracked = config.wandb_log and os.environ["WANDB_MODE"] != "disabled"
     if tracked and not any(Path(config.out_dir).rglob("*.wandb")):
         fail("W&B has recorded nothing; the warning above has the reason")
+    if not exports:
+        return
+    model = Path(config.out_dir, "model.gguf")
+    if not model.exists():
+        fail("no model.gguf was exported")
     if not PROGRAM.exists():
         say("note: ./run is not built (make run), so it has not read the exported file")
         return

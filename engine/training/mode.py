@@ -53,8 +53,10 @@ def check(config):
 def make_folder(config):
     """
     Make a temporary folder beside the run's and return its path. The end of the program removes it.
-    Called by the master.
+    Called by the master, once per session of a dry run: the later ones have the folder already.
     """
+    if config.out_dir in [str(folder) for folder, _ in temporary]:
+        return config.out_dir
     run = Path(config.out_dir)
     made = [folder for folder in run.parents if not folder.exists()]  # the innermost first
     run.parent.mkdir(parents=True, exist_ok=True)

@@ -22,8 +22,7 @@ def resolve(config, device, prepare, build):
     the settings can't train.
     """
     config, given, find_batch = fit_batch.first_guess(config)
-    # A dry run resolves its settings once per session; later sessions use the first one's folder.
-    if mode.chosen(config) and not mode.temporary:
+    if mode.chosen(config):
         config = config.changed(out_dir=on_master(mode.make_folder, config))
 
     # A run continues from its own checkpoint, starts from another model, or from new weights.
