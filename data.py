@@ -332,7 +332,8 @@ def document_rows(dataset, count=3, max_tokens=40):
     """
     Return rows about the first `count` documents of each split, for the table `documents`: split,
     the first max_tokens tokens as text and as pieces, length in tokens, share of <unk>, share of
-    byte tokens that spell characters which the vocabulary lacks.
+    byte tokens that spell characters which the vocabulary lacks. Only the first 262,144 tokens of a
+    split are read: the length of a document that goes on beyond them ends there.
     """
     tokenizer, rows = dataset.tokenizer, []
     pieces = tokenizer.pieces()
@@ -340,7 +341,7 @@ def document_rows(dataset, count=3, max_tokens=40):
     # No piece is of kind None, so its share is 0.
     fallback = BYTE if tokenizer.kind == "sentencepiece" else None
     for split in SPLITS:
-        tokens = np.asarray(getattr(dataset, split)[:1 << 18])  # cuts documents that are longer
+        tokens = np.asarray(getattr(dataset, split)[:1 << 18])
         starts = np.flatnonzero(tokens == tokenizer.bos_id)
         ends = [*starts[1:], len(tokens)]
         for start, end in zip(starts[:count], ends):

@@ -646,11 +646,11 @@ static Options parse_options(int argc, char **argv) {
         char *flag = argv[i];
         if (!strcmp(flag, "--help") || !strcmp(flag, "-h"))
             print_bytes(help, strlen(help)), flush(), exit(0);
-        if (i == 1) { // the model comes first
-            if (*flag == '-') break;
+        if (i == 1 && *flag != '-') { // the model comes first
             o.model = flag;
             continue;
         }
+        if (!o.model) continue; // check_options reports it, unless --help follows
         char *equals = strncmp(flag, "--", 2) ? NULL : strchr(flag, '='); // --kv=f16
         if (equals) *equals = 0;
         Option option = find_option(&o, flag);

@@ -120,6 +120,19 @@ def test_segments_give_the_tokens_of_the_whole(options, small, tmp_path, monkeyp
     assert len(corpus.make_corpus(source, prepare.Options(), 0.1, 5e6, tmp_path / "copies").rows) > 20
 
 
+def test_a_separator_at_the_end_of_a_line_longer_than_a_block_separates_nothing(tmp_path):
+    """The line is cut just before it, so that it begins a block and not its line."""
+    from array import array
+    from engine.text import blocks, corpus
+    mark, line = corpus.SEPARATOR, blocks.BLOCK - 4  # the first block leaves four bytes, which may be part of a character
+    (tmp_path / "a.txt").write_bytes(b"x" * line + mark + b"\n" + mark + b"\nend\n" + mark)
+    found, cuts = array("q"), array("q")
+    corpus.scan_text(tmp_path / "a.txt", lambda size: None, found, cuts)
+    first, size = line + len(mark) + 1, (tmp_path / "a.txt").stat().st_size
+    assert [tuple(found[i:i + 2]) for i in range(0, len(found), 3)] == [
+        (0, first), (first + len(mark), size - len(mark)), (size, size)]
+
+
 def test_separators_make_documents(small, tmp_path):
     texts = [prose(30 + 7 * i, i) for i in range(100)] + [prose(5000), "short", "not <|endoftext|> alone"]
     texts.append(re.sub(" +", "\n", prose(9000, 7)))  # is cut behind line feeds, which stay

@@ -49,7 +49,7 @@ def test_mistakes_in_flags_are_one_line(run_debug_bin, tmp_path):
         assert "only one of" in run(run_debug_bin, path, *flags, status=1)
     for args in ([], ["-n", 3], ["-i", "a", path]):
         assert "run: no model given: expected ./run model.gguf" in run(run_debug_bin, *args, status=1)
-    for args in ([], [path], [path, "-n", 3]):
+    for args in ([], ["-n", 3], [path], [path, "-n", 3]):
         for flag in ("-h", "--help"):
             assert b"Usage: run MODEL" in run(run_debug_bin, *args, flag)
 

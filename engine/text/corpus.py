@@ -269,15 +269,16 @@ def scan_lines(path, column, update, found):
 
 def scan_text(path, update, found, cuts):
     """Append the documents of a .txt file to `found`, and to `cuts` where they may be cut."""
-    begin, has_text = 0, False
-    line_ends = b"", b"\n", b"\r"  # b"": at an end of the block
+    begin, has_text, before = 0, False, b"\n"  # before: the byte before the block
     for offset, block in blocks(path, False, update):
         has_text = has_text or bool(block.removeprefix(BOM).strip())
         if block.startswith(BOM) and not offset:
             begin = len(BOM)
         for match in re.finditer(re.escape(SEPARATOR), block):
             start, end = match.span()
-            if block[max(start - 1, 0):start] in line_ends and block[end:end + 1] in line_ends:
+            begins = (block[start - 1:start] or before) in b"\r\n"
+            ends = block[end:end + 1] in b"\r\n"  # nothing follows at the end of the file
+            if begins and ends:  # the separator is a line of its own
                 found.extend((begin, offset + start, FIRST | LAST | STRIP))
                 begin = offset + end
         # The cuts: the first joint in every SEGMENT bytes. In a block without joints: the last line
@@ -288,6 +289,7 @@ def scan_text(path, update, found, cuts):
         if not inside:
             inside = [end for at in edges if (end := block.rfind(b"\n", at, at + SEGMENT) + 1)]
         cuts.extend(offset + at for at in inside or [len(block)])
+        before = block[-1:]
     if has_text:
         strip = STRIP if found else 0  # a text without separators keeps its outer white space
         found.extend((begin, os.path.getsize(path), FIRST | LAST | strip))
