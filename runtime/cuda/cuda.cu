@@ -1,4 +1,5 @@
-// The Backend of NVIDIA GPUs. This file opens and closes it, and is the only one to be compiled:
+// The Backend of NVIDIA GPUs. This file opens and closes it. It is the only one that the compiler
+// is called for; it includes the others:
 //
 //   common.cuh, formats.cuh      limits, reductions within a warp; how weights become numbers
 //   products.cuh                 kernels: matrix products of one token, and of float32 matrices
@@ -6,16 +7,16 @@
 //   attention.cuh, flash.cuh     kernels: attention and the KV cache; the same on the tensor cores
 //   small_ops.cuh, sampling.cuh  kernels: embedding, RMSNorm, SwiGLU; the next token
 //   whole_token.cuh              kernel: one token through the whole model
-//   session.cuh                  the host's state, errors, memory, launches
+//   session.cuh                  struct Cuda (the host's state), errors, memory, launches
 //   launch_products.cuh, ops.cuh the ops of Backend as sequences of kernels
 //   launch_token.cuh             when and how whole_token runs
 //   graph.cuh                    ops recorded as a CUDA graph
-//   upload.cuh                   the weights' way to the device
+//   upload.cuh                   copies of the weights and of RoPE's rotations to the device
 //
-// Everything runs on one stream. Decoding reads every weight once: in one kernel if whole_token can
-// compute the model, otherwise op by op. A prompt's products run on the tensor cores in half
-// precision, those of float32 matrices in float32. Keys and values are stored in half precision, or
-// in float32 for float32 models.
+// Everything runs on one stream. A decoded token reads every weight once: in one kernel if
+// whole_token can compute the model, otherwise op by op. The matrix products of a prompt run on the
+// tensor cores in half precision; float32 matrices are multiplied in float32 without them. Keys and
+// values are stored in half precision, or in float32 if the model's weights are float32.
 #include "upload.cuh"
 #include "graph.cuh"
 
@@ -25,11 +26,12 @@ static float *cuda_alloc(Backend *b, size_t n) {
 
 static void cuda_close(Backend *b) {
     Cuda *c = (Cuda *)b;
-    for (auto &pair : c->recordings)
-        for (Recording &r : pair)
+    for (auto &with_same_T : c->recordings)
+        for (Recording &r : with_same_T)
             if (r.exec) CUDA(cudaGraphExecDestroy(r.exec));
     if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
     for (void *block : *c->blocks) CUDA(cudaFree(block));
+    // The model outlives the backend, so its matrices point to the host's weights again.
     for (const UploadedMat &m : *c->uploaded) *m.mat = m.original;
     if (c->input_host) CUDA(cudaFreeHost(c->input_host));
     if (c->best) CUDA(cudaFreeHost(c->best));
@@ -39,13 +41,14 @@ static void cuda_close(Backend *b) {
     free(c);
 }
 
-// Looks for a GPU that this program was compiled for. Returns NULL or an error message.
+// Selects GPU 0 and stores its limits in c. Returns NULL, or an error message if there is no GPU or
+// this program was not compiled for it.
 static const char *find_device(Cuda *c, llamac_error *error) {
     cudaDeviceProp device;
-    cudaFuncAttributes code;
-    int n = 0;
-    cudaError_t e = cudaGetDeviceCount(&n);
-    if (e == cudaSuccess && n == 0) e = cudaErrorNoDevice;
+    cudaFuncAttributes attributes;
+    int n_devices = 0;
+    cudaError_t e = cudaGetDeviceCount(&n_devices);
+    if (e == cudaSuccess && n_devices == 0) e = cudaErrorNoDevice;
     if (e == cudaSuccess) e = cudaSetDevice(0);
     if (e == cudaSuccess) e = cudaGetDeviceProperties(&device, 0);
     if (e != cudaSuccess) {
@@ -56,7 +59,8 @@ static const char *find_device(Cuda *c, llamac_error *error) {
                  "no GPU can be used here (%s); --device=cpu computes without", why);
         return error->text;
     }
-    if (cudaFuncGetAttributes(&code, (const void *)normalize) != cudaSuccess) {
+    // Any kernel will do: the call fails if the program has no code for this GPU's architecture.
+    if (cudaFuncGetAttributes(&attributes, (const void *)normalize) != cudaSuccess) {
         snprintf(
             error->text, sizeof error->text,
             "this program was not compiled for a %.200s; compile it with make runcuda ARCH=%d%d",
@@ -72,8 +76,8 @@ static const char *find_device(Cuda *c, llamac_error *error) {
 // ----------------------------------------------------------------------------
 // Memory
 
-// Returns the floats of c->partials: the partial softmaxes of attention, or the partial sums of
-// tiles that blocks share, whichever is more.
+// Returns how many floats c->partials needs. It holds the partial softmaxes of attention (see
+// partials_at) or, at other times, two partial sums of tiles for each block (see partial_of).
 static size_t count_partials(const Cuda *c) {
     const TileShape &largest = TILE_SHAPES[0];
     size_t attention = (size_t)c->config.n_heads * c->splits * (2 + MAX_HEAD_DIM);
@@ -87,25 +91,29 @@ template <typename T> static bool allocate_array(Cuda *c, T **p, size_t n) {
 
 enum { KERNEL_CODE_BYTES = 32 << 20 }; // the driver loads kernels when they are first called
 
-// Allocates all device memory but what forward will allocate later, for which it checks that there
-// is room. Returns NULL or an error message.
+// Allocates the device memory of the session, except open_token's vectors, and what forward asks
+// cuda_alloc for. The check for enough free memory includes both. Returns NULL or an error message.
 static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
     size_t positions = c->cache.positions, rows = std::min<size_t>(CHUNK, positions);
     size_t dim = config->dim, hidden_dim = config->hidden_dim;
     size_t q_dim = config->q_dim, kv_dim = config->kv_dim, vocab_size = config->vocab_size;
     size_t half_x = CHUNK * std::max(std::max(dim, hidden_dim), q_dim);
+    // attention_one has a counter for each head; matmul_tensor needs one for each block.
     size_t n_counters = std::max(config->n_heads, 2 * c->multiprocessors);
+    // bytes of the keys of all layers; the values need as many
     size_t keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
-                        * config->n_kv_heads * positions * c->cache.width; // values: as many
+                        * config->n_kv_heads * positions * c->cache.width;
 
     for (Mat *m : matrices(w, config->n_layers)) {
         MatBytes bytes = aligned_bytes_of(m);
         c->values_bytes += bytes.values, c->weights_bytes += bytes.values + bytes.scales;
     }
+    // y, q, k, v, h and h2 here; forward's x (rows, dim) and attention_out (rows, q_dim)
     size_t activations = sizeof(float) * rows * (2 * dim + 2 * q_dim + 2 * kv_dim + 2 * hidden_dim);
     activations += sizeof(float) * (rows * vocab_size + count_partials(c));
     activations += 2 * sizeof(__half) * half_x;
+    // the rotation; open_token's x, q, attention_out and h
     activations += sizeof(float) * (positions * config->head_dim + 3 * dim + hidden_dim);
     double needed = (double)c->weights_bytes + 2.0 * keys_bytes + activations + KERNEL_CODE_BYTES;
 
@@ -130,14 +138,14 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
                       "%.2f), %.2f are free; ask for fewer tokens with -n, or for --device=cpu",
                       needed / gib, c->weights_bytes / gib, 2 * keys_bytes / gib, free_bytes / gib);
     }
-    CUDA(cudaMemset(c->cache.keys, 0, keys_bytes)); // elements between head_dim and width stay 0
+    CUDA(cudaMemset(c->cache.keys, 0, keys_bytes)); // attention reads up to width
     CUDA(cudaMemset(c->cache.values, 0, keys_bytes));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
     return NULL;
 }
 
 // ----------------------------------------------------------------------------
-// Opening
+// Open
 
 // Returns NULL, or an error message if the GPU cannot compute the model.
 static const char *check_model(Model *model, llamac_error *e) {
@@ -160,9 +168,11 @@ static const char *check_model(Model *model, llamac_error *e) {
     return NULL;
 }
 
+// Returns the cache's shape, still without memory.
 static Cache plan_cache(const Config *config, int positions) {
     Cache cache = {};
-    cache.positions = positions, cache.width = (config->head_dim + 7) / 8 * 8;
+    cache.positions = positions;
+    cache.width = (config->head_dim + 7) / 8 * 8; // 8 halves are a 16-byte load
     cache.n_heads = config->n_heads, cache.n_kv_heads = config->n_kv_heads;
     cache.head_dim = config->head_dim, cache.rope_halves = config->rope_halves;
     return cache;
@@ -190,12 +200,13 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     c->config = model->config;
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->cache = plan_cache(&model->config, positions);
-    c->splits = std::min((positions + 255) / 256, 16); // a tile of 32 positions for each of 8 warps
+    // A split has 256 positions, a tile of 32 for each of a block's 8 warps, until there are 16.
+    c->splits = std::min((positions + 255) / 256, 16);
     wrong = find_device(c, e);
     if (!wrong) wrong = open_memory(c, model, e);
     if (wrong) return cuda_close(&c->ops), wrong;
 
-    // A first launch loads the kernels, which is not possible during a recording.
+    // The first launch of a kernel loads its code, which is not possible during a recording.
     launch(c, convert, 1, 256, 0, c->half_x, c->partials, 1);
     c->can_record = try_recording(c);
     open_token(c, &model->weights);
