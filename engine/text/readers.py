@@ -3,8 +3,9 @@ A file of any kind → UTF-8 text. Plain UTF-8 is read where it is; anything els
 
     .gz .bz2 .xz .zst      unpacked; recognised by their first bytes, whatever their names
     another encoding       converted if its bytes identify it for certain (engine/text/encodings.py)
-    .csv .tsv .parquet     the column of the text becomes a .jsonl file (engine/text/tables.py)
-    .json                  so does a list of objects; with one object a line it is a .jsonl file
+    .csv .tsv .parquet     the column of text is written to a .jsonl file (engine/text/tables.py)
+    .json                  a list of objects is converted like a table; a file with one object a
+                           line is read like .jsonl
 
 A file of another kind raises Unfit, with a reason.
 """
@@ -29,10 +30,10 @@ from engine.untrusted import open_untrusted, reason
 
 HEAD = 1 << 16    # bytes that identify the kind of a file
 SAMPLE = 1 << 20  # bytes that identify its encoding
-PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # bytes of text in a byte of such a file, about
+PACKED = {".gz": 3, ".bz2": 4, ".xz": 4, ".zst": 3}  # typical unpacked size / packed size
 TABLES = (".csv", ".tsv")
 LINES = (".jsonl", ".ndjson")
-DOCUMENTS = (".txt", *LINES, ".parquet")  # of a folder; tables and .json if they have the column
+DOCUMENTS = (".txt", *LINES, ".parquet")  # always read from a folder; see has_documents
 DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError)  # unpacking a damaged file raises these
 
 PLAIN = "; save it as plain text"
@@ -59,7 +60,7 @@ ZIPPED = [  # a name in a zip archive; the kind of file
     (b"ppt/", "a PowerPoint document"), (b"application/epub", "an EPUB book" + PLAIN),
     (b"application/vnd.oasis", "an OpenDocument file" + PLAIN), (b"data.pkl", "a PyTorch file"),
     (b".npy", "NumPy arrays"), (b"META-INF/", "a Java program"),
-    (b"", "a zip archive; unpack it first: unzip {path}"),
+    (b"", "a zip archive; unpack it first: unzip {path}"),  # b"" matches all others
 ]
 
 
@@ -67,8 +68,9 @@ ZIPPED = [  # a name in a zip archive; the kind of file
 
 def open_unpacked(path):
     """
-    Open a file for reading its content, unpacked. Return (that, the packed file), whose position
-    shows the progress; they are the same for a file that is not packed.
+    Open a file and return (stream of its unpacked content, raw file).
+
+    The position of the raw file shows the progress. Both are one object if the file is not packed.
     """
     raw = open_untrusted(path)
     magic = raw.read(6)
@@ -120,7 +122,7 @@ def binary_format(first, path):
 
 
 def suffix(path):
-    """Return the lower-case suffix of a file without that of its packing: .txt for a.TXT.gz."""
+    """Return the lower-case suffix before that of the packing: .txt for a.TXT.gz and for a.gz."""
     path = Path(Path(path).name.lower())
     return (Path(path.stem).suffix or ".txt") if path.suffix in PACKED else path.suffix
 
@@ -135,7 +137,12 @@ def is_text(path):
 
 
 def has_documents(path, column):
-    """Return whether a file of a folder is read (see DOCUMENTS), or reported as unreadable."""
+    """
+    Return whether to read a file of a folder as documents, judged by its suffix.
+
+    Tables and .json must also have the column of text; if that cannot be found out, return True,
+    so that `readable` reports the error.
+    """
     end = suffix(path)
     if end not in (*TABLES, ".json"):
         return end in DOCUMENTS
@@ -143,22 +150,27 @@ def has_documents(path, column):
         text = first_characters(first_bytes(path))
         if end in TABLES:
             return find_column(text, column)[0] is not None
-    except (Unfit, OSError):  # `readable` will report it
+    except (Unfit, OSError):
         return True
     names = "|".join(map(re.escape, column_names(column)))
+    # the first line is an object, or too long for its end to be among the first bytes
     starts_with_object = re.match(r"\s*\{[^\n]*(\}\s*\n|$)", text)
     has_column = re.search(f'"({names})"\\s*:\\s*"', text)
     return bool(has_column and (starts_with_object or is_list(text)))
 
 
 def first_characters(first):
-    """Decode the first bytes of a file without a byte order mark; only ASCII if that fails."""
+    """
+    Decode the first bytes of a file and remove the byte order mark.
+
+    Invalid bytes are left out, so the ASCII characters remain if the encoding is another.
+    """
     name = encoding(first) if b"\0" in first else "utf-8"
     return first.decode(name or "utf-8", "ignore").lstrip("\ufeff")
 
 
 def is_list(text):
-    """Return whether a file that begins so is a JSON list of objects."""
+    """Return whether the text starts like a JSON list of objects."""
     return bool(re.match(r"\s*\[\s*\{", text))
 
 
@@ -210,7 +222,7 @@ def read_any(path, copy, column, scan):
             step(*convert(here, path, e, f"{copy}.utf8"))
             new = read(here, column, f"{copy}.jsonl")
         step(*new)
-    elif in_lines and here.suffix != ".jsonl":  # the user's own file, since a copy has that suffix
+    elif in_lines and here.suffix != ".jsonl":  # `scan` knows only .jsonl: link to .ndjson
         here = Path(f"{copy}.jsonl")
         os.symlink(path.resolve(), here)
     try:
@@ -253,16 +265,16 @@ def convert(path, name, problem, copy):
     def other_file(end):
         return quoted(Path(name).stem + end)
 
-    iconv = f"-t UTF-8 {quoted(name)} > {other_file('.utf8.txt')}"
+    to_utf8 = f"-t UTF-8 {quoted(name)} > {other_file('.utf8.txt')}"
     if not found:
         advice = ("no encoding that can be told for certain; if you know it, say LATIN1: "
-                  f"iconv -f LATIN1 {iconv}")
-        if not problem.byte:
+                  f"iconv -f LATIN1 {to_utf8}")
+        if problem.byte == 0:
             advice = ("if it is text, this command removes the zero bytes: "
                       f"tr -d '\\000' < {quoted(name)} > {other_file('.clean.txt')}")
         elif damaged(sample):
             advice = ("it is damaged UTF-8; this command leaves out the damaged bytes: "
-                      f"iconv -c -f UTF-8 {iconv}")
+                      f"iconv -c -f UTF-8 {to_utf8}")
         raise Unfit(problem.reason, advice)
     decoder = codecs.getincrementaldecoder(found)()
     offset = utf8_lines = other_lines = 0
@@ -271,10 +283,11 @@ def convert(path, name, problem, copy):
         while True:
             block = f.read(blocks.BLOCK)
             for line in block.split(b"\n"):
-                if not line.isascii():  # a line end makes a character that is cut off an error
+                if not line.isascii():  # with the \n, a line cut inside a character is not UTF-8
                     is_utf8 = decoded(line + b"\n", "utf-8") is not None
                     utf8_lines += is_utf8
                     other_lines += not is_utf8
+            # Lines of UTF-16 and UTF-32 may be valid UTF-8 by chance.
             mixed = utf8_lines > max(10, (utf8_lines + other_lines) / 10)
             if mixed and not found.startswith("UTF-"):
                 raise Unfit(f"some of its lines are {found}, others UTF-8",
@@ -285,7 +298,7 @@ def convert(path, name, problem, copy):
                 byte, at = e.object[e.start], offset + e.start
                 raise Unfit(f"{found}, but byte 0x{byte:02x} near offset {at} is not valid in it",
                             "this command leaves such bytes out: "
-                            f"iconv -c -f {found} {iconv}") from e
+                            f"iconv -c -f {found} {to_utf8}") from e
             if not block:
                 return f"{found}, converted", Path(copy)
             offset += len(block)
