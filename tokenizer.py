@@ -40,13 +40,14 @@ UNKNOWN_TEXT = " \u2047 "   # sentencepiece decodes <unk> to this
 UNTRAINABLE = "\u2585"      # sentencepiece's training ignores lines that contain this character
 CHARACTER_COVERAGE = 0.9999
 MAX_TOKENS = 1 << 20
-# Max bytes of a user-defined piece, as in runtime/tokenizer.c. Encoding searches for these pieces
-# at every position of a text.
+# Max bytes of a user-defined piece, as in runtime/tokenizer.c. Encoding compares such pieces with
+# the text at every position, so long ones would make it slow.
 MAX_SYMBOL_BYTES = 256
 MAX_MODEL = 1 << 25         # bytes of a tokenizer.model, eight times Gemma's
 MAX_POST_PROCESSOR = 1 << 13  # characters of a tokenizer.json's post_processor; Llama 3's has 1,500
 MAX_MERGES = 1 << 28        # characters of the list of merges made of a vocabulary
-# Our field in a sentencepiece model for add_bos; other programs skip unknown fields.
+# Our field in a sentencepiece model for add_bos; other programs skip unknown fields. The tag is
+# protobuf's encoding of the field's number and of its type varint: 4242 << 3 | 0.
 ADD_BOS_FIELD, ADD_BOS_TAG = 4242, b"\x90\x89\x02"
 # Entries that turn off truncation and padding in a tokenizer.json. A training program may have left
 # its own settings in the file, which would truncate or pad every text.
@@ -55,7 +56,7 @@ WHOLE = {"truncation": None, "padding": None}
 
 def each_to_fffd(error):
     """Replace each invalid byte (of bytes.decode) or character (of str.encode) by U+FFFD."""
-    # Python expects str from a handler of bytes.decode, and here bytes for str.encode.
+    # bytes.decode takes a str from its handler; str.encode takes bytes, or a str of ASCII only.
     character = "\ufffd".encode() if isinstance(error, UnicodeEncodeError) else "\ufffd"
     return character * (error.end - error.start), error.end
 
@@ -219,9 +220,9 @@ class SentencePiece(Tokenizer):
 
     def __init__(self, data, path):
         spm.set_min_log_level(5)  # its own messages would appear above our line
-        # Bound the number of pieces before parsing, which takes much memory. protobuf marks a piece
-        # and its text with the byte 0x0A (newline) each; three newlines a piece, rather than two,
-        # leave room for those in texts, lengths and scores.
+        # Bound the number of pieces before parsing, which takes much memory. protobuf writes two
+        # bytes 0x0A (newline) for each piece: one before the piece, one before its text. We allow
+        # a third, because texts, lengths and scores can contain this byte too.
         if data.count(b"\n") > 3 * MAX_TOKENS:
             fail(f"{path}: too many pieces, expected at most {MAX_TOKENS:,}")
         with reading(path, "a sentencepiece model, a Llama-style tokenizer.model", fail):
@@ -260,6 +261,7 @@ class SentencePiece(Tokenizer):
         """Return the same vocabulary with this add_bos."""
         if add_bos == self.add_bos:
             return self
+        # protobuf takes the last value of a field, so an appended one replaces an earlier one.
         return SentencePiece(self.data + ADD_BOS_TAG + bytes([add_bos]), path)
 
 
@@ -293,8 +295,8 @@ class Bytes(Tokenizer):
     def hugging_face(self):
         """
         Return a tokenizer.json that spells bytes in GPT-2's letters rather than as byte pieces.
-        Hugging Face decodes byte pieces that contain one invalid byte entirely to U+FFFD; from
-        letters, it decodes the valid characters among them.
+        If a run of byte pieces is not valid UTF-8, Hugging Face decodes all of it to U+FFFD. In
+        letters, it decodes the valid characters of such a run and only the rest to U+FFFD.
         """
         made = super().hugging_face()
         level = BYTE_LEVEL | {"trim_offsets": False, "use_regex": False}
@@ -406,7 +408,7 @@ def hugging_face_model(tokenizer, path):
             raise ValueError("its post_processor is longer than "
                              f"{MAX_POST_PROCESSOR:,} characters")
         model = tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
-        model.encode("a")
+        model.encode("a")  # some faults of the file raise only here
         return model
 
 
@@ -417,7 +419,7 @@ def pre_tokenizer(tokenizer, path):
     """
     model, pre = tokenizer["model"], tokenizer.get("pre_tokenizer") or {"type": "none"}
     steps = pre.get("pretokenizers", [pre])
-    # Any trim_offsets is accepted: it moves the positions of tokens in the text, and no id.
+    # Ignore trim_offsets: it changes the reported positions of tokens in a text, but no ids.
     steps = [BYTE_LEVEL | step | {"trim_offsets": True} if step["type"] == "ByteLevel" else step
              for step in steps]
     found = next((name for name, known in PRE_TOKENIZERS.items() if steps == known), None)
@@ -533,8 +535,8 @@ def special_tokens(folder):
 
 def generation(folder):
     """
-    Return {"eos_token_id", "pad_token_id": [ids]} that transformers generates with: those of
-    generation_config.json if it exists, else of config.json.
+    Return {"eos_token_id": [int], "pad_token_id": [int]}, the ids that transformers generates
+    with: those of generation_config.json if it exists, else of config.json.
     """
     exists = (folder / "generation_config.json").exists()
     config = beside(folder, "generation_config" if exists else "config")
@@ -608,7 +610,7 @@ def from_hugging_face(tokenizer, path):
     bos_id = example.ids[0] if add_bos else special("bos")
     if not isinstance(bos_id, int):
         bos_id = eos_id  # as in Qwen, where the end of a text also separates texts
-    # A GGUF file names one more token that ends an answer, so only the first one counts.
+    # Besides EOS, a GGUF file names only one token that ends an answer, so take the first.
     ends = [i for i in generation(folder)["eos_token_id"] if i not in (bos_id, eos_id)][:1]
     for token in tokenizer["added_tokens"]:
         # Text is never encoded as a special token, so it cannot contain BOS or end an answer.
@@ -740,10 +742,11 @@ def added_tokens(tokenizer):
 
 def normalizers(tokenizer):
     """
-    Return the steps by which a text is rewritten before it is split into pieces. Hugging Face also
-    rewrites the user-defined pieces of `added_tokens` by these steps before it searches for them.
-    They must not get the space that is put before a text, so one step removes this space where the
-    whole text is a user-defined piece; this holds for a user's text too.
+    Return the steps that rewrite a text before it is split into pieces. Hugging Face also applies
+    them to each user-defined piece of `added_tokens` before it searches for it. The step that puts
+    a space before a text would then put one before the piece, which would no longer be found inside
+    a text. So a later step removes this space if the whole text is a user-defined piece. It does so
+    in a user's text as well.
     """
     steps = []
     if tokenizer.charsmap:
@@ -764,7 +767,7 @@ def normalizers(tokenizer):
 
 
 def decoders(tokenizer):
-    """Return the steps that turn pieces into text."""
+    """Return the steps that turn pieces into text and remove the space that encoding adds."""
     steps = [replace(SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
     if tokenizer.remove_extra_whitespaces:
         steps.append(replace("\\A +", "", "Regex"))
@@ -784,16 +787,16 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
     text are written as bytes) and merges.
 
     If the size is too large for the text: exit if `exact`, else lower it. If it is too small for
-    the characters of the text: exit if `exact`, else raise it. is_maximum: never raise it (whatever
-    `exact` is), but keep only the commonest characters and write the others as bytes. The
-    characters then take half of the size beyond specials and bytes, and merges the other half. Exit
-    if there is no room for one character.
+    the characters of the text: exit if `exact`, else raise it to twice the minimum. is_maximum:
+    never raise it (whatever `exact` is), but keep only the commonest characters and write the
+    others as bytes. The characters then take half of the size beyond specials and bytes, and merges
+    the other half. Exit if there is no room for one character.
     """
     lines = [line for text in texts for line in text.replace(UNTRAINABLE, "\n").split("\n") if line]
     model, low, high = train_sentencepiece(lines, vocab_size, exact)
     max_characters = (vocab_size - 259) // 2
     if low and is_maximum and max_characters < 1:
-        low = min(low, 261)  # the smallest size that has room for a character
+        low = min(low, 261)  # for the message: is_maximum needs no more than (261 - 259) // 2 = 1
     elif low and is_maximum:
         counts = Counter("".join(lines)).most_common()
         rare = [character for character, _ in counts[max_characters:]]
@@ -801,7 +804,7 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
         lines = [part for line in lines for part in line.translate(split).split("\n") if part]
         model, low, high = train_sentencepiece(lines, vocab_size, exact)
     elif low and not exact:
-        vocab_size = 2 * low
+        vocab_size = 2 * low  # half of it for merges
         model, low, high = train_sentencepiece(lines, vocab_size, exact)
     if low:
         fail(f"--vocab_size={vocab_size}: too small for this text, expected at least {low} "
@@ -833,6 +836,8 @@ def train_sentencepiece(lines, vocab_size, exact):
             unk_surface=UNKNOWN_TEXT, required_chars=SPACE, max_sentence_length=1 << 30,
             hard_vocab_limit=exact, minloglevel=5)
     except RuntimeError as e:
+        # sentencepiece's messages: "Vocabulary size is smaller than required_chars. 300 vs 412"
+        # and "Vocabulary size too high (9000). Please set it to a value <= 512".
         low = re.search(r"required_chars\. \d+ vs (\d+)", str(e))
         high = re.search(r"value <= (\d+)", str(e))
         if not low and not high:
