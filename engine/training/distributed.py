@@ -34,12 +34,15 @@ if world > 1:
     from torch.distributed.fsdp import FSDPModule, fully_shard
     from torch.distributed.tensor import DTensor, distribute_tensor
 else:
-    FSDPModule = DTensor = ()  # a single process saves 0.5 s and 45 MB of imports
+    # isinstance(x, ()) is always False. A single process saves 0.5 s and 45 MB of imports.
+    FSDPModule = DTensor = ()
 writers = None  # of sharded runs: the process group of the threads that write checkpoints
 hosts = None    # the process group of messages between the processes' CPUs, while GPUs compute
-store, waits = None, itertools.count()  # the processes' key-value store; number of the next wait
+store = None               # the processes' key-value store
+waits = itertools.count()  # numbers the calls of await_master, so that each has its own key
 TIMEOUT = timedelta(minutes=60)  # of messages; torchrun notices a dead process sooner
-MIN_SPLIT = 1 << 20  # elements from which splitting the work saves more than exchanging the results
+MIN_SPLIT = 1 << 20  # min elements of a stack that split_across_ranks splits: below it, exchanging
+                     # the results takes longer than computing all of them
 
 
 # ---- start ---------------------------------------------------------------------------------------
@@ -62,7 +65,7 @@ def setup(device="auto", deterministic=False):
     try:
         device = torch.device(device)
         if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError("of no kind that trains")
+            raise RuntimeError("training does not support this kind of device")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("PyTorch finds no GPU")
         if device.type == "cuda":
@@ -94,8 +97,8 @@ def rendezvous():
 
     The master serves it and announces its port in torchrun's own store. torchrun's store is not
     used directly, as after a restart it still has the addresses of dead processes
-    (github.com/pytorch/pytorch/issues/135712). For the same reason the announced port may be that
-    of a dead master, so this retries until one answers.
+    (github.com/pytorch/pytorch/issues/135712). It may also still have the port of a dead master,
+    so the others retry until a master answers.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
@@ -141,17 +144,17 @@ def wrap(model):
     """Return the model as training calls it; DDP averages gradients over several processes."""
     if world == 1 or is_sharded(model):
         return model
-    # Newer PyTorch warns of the older name.
+    # Newer PyTorch renames broadcast_buffers to forward_sync_buffers and warns of the old name.
     known = inspect.signature(DistributedDataParallel).parameters
     option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    # The only buffers, the rotary tables, are the same in all processes.
+    # Buffers need no exchange: the only ones, the rotary tables, are the same in all processes.
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **{option: False})
 
 
 def average_at_once(_, bucket):
     """
-    Average a bucket of gradients: a communication hook for DDP that waits, so that a profile can
-    separate communication from computation.
+    Average a bucket of gradients and wait for the result: a communication hook for DDP. A profile
+    can then separate communication from computation, which DDP otherwise overlaps.
     """
     with spans.span("communication"):
         dist.all_reduce(bucket.buffer())
@@ -166,7 +169,8 @@ def accumulate(model, last):
     Return the context of one micro-batch: only the last one of a step exchanges gradients between
     the processes.
     """
-    if hasattr(model, "set_requires_gradient_sync"):  # sharded, compiled or not
+    # A sharded model has this method. A compiled one forwards it but is not an FSDPModule itself.
+    if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
 
@@ -183,9 +187,13 @@ def unshard(value):
 
 
 def shard_like(tensor, like):
-    """Return this process's slice of a whole tensor, sharded as `like`; the tensor if it is not."""
+    """
+    Return this process's slice of a whole tensor, as `like` is sharded; the whole tensor if `like`
+    is not sharded.
+    """
     if not isinstance(like, DTensor):
         return tensor
+    # With src_data_rank=None each process cuts its own copy, without communication.
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements,
                              src_data_rank=None)
 
@@ -197,7 +205,7 @@ def split_across_ranks(compute, stack):
     """
     if world == 1 or stack.numel() < MIN_SPLIT:
         return compute(stack)
-    share = -(-len(stack) // world)
+    share = -(-len(stack) // world)  # tensors per process, rounded up
     part = stack[rank * share:(rank + 1) * share]
     result = stack.new_zeros(share, *stack.shape[1:])
     if len(part):
@@ -215,7 +223,8 @@ def load_weights(model, weights):
     own = dict(model.named_parameters())
     # Old checkpoints also hold a tied classifier, which only state_dict() names.
     unknown = weights.keys() - model.state_dict().keys()
-    if odd := unknown or own.keys() - weights.keys():
+    missing = own.keys() - weights.keys()
+    if odd := unknown or missing:
         fail(f"the checkpoint holds {'a' if unknown else 'no'} parameter {min(odd)}, unlike "
              "a model of its own settings; it was changed after it was written, or model.py was")
     with torch.no_grad():
@@ -239,8 +248,9 @@ def to_device(device, *tensors):
 
 def read_async(tensor):
     """
-    Return a function that returns the tensor's numbers as of now. It waits only for them, not for
-    work that is given to the device later, so the device stays busy.
+    Return a function that returns the tensor's numbers. On a GPU it waits only for the work that is
+    queued now, not for what is queued later, so the GPU stays busy. Leave the tensor unchanged
+    until then: other devices read it when the function is called.
     """
     if tensor.device.type != "cuda":
         return tensor.tolist
@@ -276,7 +286,7 @@ def all_max(values, device):
 def start_max(values):
     """
     Begin to find the max of each number over all processes, and return a function that waits for it
-    and returns the list. Neither waits for a device.
+    and returns the list. The messages go between CPUs, so neither step waits for a GPU.
     """
     if world == 1:
         return lambda: values
@@ -301,7 +311,7 @@ def on_master(function, *args, **kwargs):
     """
     result = function(*args, **kwargs) if master else None
     if world > 1:
-        await_master()
+        await_master()  # the broadcast alone would end after TIMEOUT
         shared = [result]
         dist.broadcast_object_list(shared, src=0)
         result = shared[0]
@@ -315,8 +325,8 @@ def await_master():
     """
     key = f"wait {next(waits)}"
     if master:
-        store.set(key, "done")
-    while not master:
+        return store.set(key, "done")
+    while True:
         try:
             return store.wait([key], timedelta(seconds=10))  # short, so that signals are handled
         except dist.DistStoreError:  # not yet
