@@ -10,7 +10,8 @@
 #include <string.h>
 #include "../backend.h"
 
-// Warps of a block of matvec and attention. At least 8, for a thread for each dimension of a head.
+// Warps of a block of matvec and attention. At least 8: attention uses a thread for each dimension
+// of a head, so 32 * WARPS must not be less than MAX_HEAD_DIM.
 #ifndef WARPS
 #define WARPS 8
 #endif
@@ -22,15 +23,16 @@ enum {
 
 #define ALL_LANES 0xffffffffu
 
-// Declares `float *name`, the dynamic shared memory whose size is set at the launch.
+// Declares `float *name`, the dynamic shared memory, whose size is set at the launch. Tests that
+// run kernels on the CPU define their own.
 #ifndef LAUNCH_SHARED
 #define LAUNCH_SHARED(name) \
     extern __shared__ __align__(128) float4 name##_[]; \
     float *name = (float *)name##_
 #endif
 
-// The arguments of forward that change between calls with equally many tokens. Kernels read them
-// from device memory, so a recorded graph can be replayed with new ones.
+// The position and the tokens of a call of forward. Kernels read them from device memory, so that a
+// recorded graph can be replayed with other values.
 typedef struct {
     int pos;           // position of the first token
     int tokens[CHUNK]; // (T,)
@@ -52,7 +54,7 @@ static __device__ float warp_max(float x) {
 static __device__ bool is_last_block(unsigned *counter, unsigned n) {
     __shared__ bool last;
     __syncthreads();
-    if (threadIdx.x == 0) { // the fences of one thread order the writes of its whole block
+    if (threadIdx.x == 0) { // after __syncthreads, its fences order the writes of the whole block
         __threadfence();
         last = atomicAdd(counter, 1u) == n - 1;
         __threadfence();
@@ -66,9 +68,10 @@ static __device__ bool is_last_block(unsigned *counter, unsigned n) {
 static __device__ void prefetch_line(const void *line) {
 #ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-#else
+#else // the compiler's pass over host code, or a test on the CPU
     (void)line;
 #endif
 }
 
+// Returns silu(gate) * up, where silu(z) = z / (1 + exp(-z)).
 static __device__ float swiglu(float gate, float up) { return gate / (1 + expf(-gate)) * up; }

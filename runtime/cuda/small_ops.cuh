@@ -1,8 +1,10 @@
-// The small operations: embedding, RMSNorm, SwiGLU, and a read of memory to measure bandwidth.
+// The small operations: embedding, RMSNorm, SwiGLU, and a kernel that only reads memory, which
+// measures the bandwidth.
 #pragma once
 #include "formats.cuh"
 
-// Writes the table's rows of the input's tokens to x (T, table.cols). A thread writes one element.
+// Writes row input->tokens[t] of the table to row t of x (T, table.cols). A thread writes one
+// element.
 static __global__ void embed_rows(float *x, const __grid_constant__ Mat table, const Input *input,
                                   int T) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -30,14 +32,15 @@ static __global__ void __launch_bounds__(512)
         store_with_copy(out, half_copy, at + i, weight[i] * (scale * x[at + i]));
 }
 
-// gate (n,) = SwiGLU of gate and up (n,). half_copy: the result in half precision, or NULL.
+// Overwrites gate (n,) with SwiGLU of gate and up (n,). half_copy: the result in half precision, or
+// NULL. A thread handles one element.
 static __global__ void apply_swiglu(float *gate, __half *half_copy, const float *up, size_t n) {
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) store_with_copy(gate, half_copy, i, swiglu(gate[i], up[i]));
 }
 
-// Reads n 16-byte words. Writes *out only for one value of their sum, which is unlikely, so that
-// the compiler keeps the loads.
+// Reads n 16-byte words and adds them up. The compiler would remove loads whose result is unused,
+// so *out is written if the sum is one arbitrary value, which practically never happens.
 static __global__ void read_memory(const uint4 *words, size_t n, int *out) {
     uint32_t sum = 0;
     size_t stride = (size_t)gridDim.x * blockDim.x,
