@@ -35,18 +35,22 @@ SHARE = 0.03
 CHECKS = {check.__name__: check for check in (
     batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss,
     accumulation, rate, saved, run, leak)}
-EARLIER = ("files", "export")  # made while the data are prepared, and once the model is made
-ON_MASTER = {"vocabulary", "saved", "run", "leak"}  # of files and text: the other processes wait
+EARLIER = ("files", "export")  # these run while the data are prepared, and once the model is made
+# The master alone runs the checks that read or write files; the other processes wait for it.
+ON_MASTER = {"vocabulary", "saved", "run", "leak"}
 COSTLY = {"rate", "saved", "run", "leak"}
 
 
 @dataclass
 class CheckContext:
     """
-    What exists just before the first step: the Training t, whose parts are attributes here too;
-    fresh: whether the weights are newly initialized; three functions of train.py. x, y: sequences
-    of the first batch, about TOKENS tokens of them, on the device; small: all of its sequences, cut
-    to few tokens.
+    What a check works with, just before the first step.
+
+    t: the Training; most of its fields are repeated as attributes here. fresh: whether the weights
+    are newly initialized. train_step, make_optimizer, export_model: the functions of train.py.
+    x, y: the first sequences of the first batch, about TOKENS tokens in all, on the device. small:
+    (x, y) of all sequences of that batch, each cut so that they have about TOKENS tokens in all, on
+    the CPU. scale: the LossScale of a check, without effect unless training is in float16.
     """
     t: Training
     fresh: bool
@@ -70,16 +74,18 @@ class CheckContext:
 
     def step(self, step, model, opt, batch=None):
         """
-        Take train.py's step number `step` with this model and optimizer on a batch (x, y), `small`
-        by default, even if its loss is a spike. Return what train_step returns.
+        Take training step number `step` of train.py with this model and optimizer on a batch
+        (x, y), `small` by default. No step is skipped for a loss spike. Return what train_step
+        returns.
         """
-        dataset = SimpleNamespace(separator=self.model.bos_id)  # documents as the model sees them
-        accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # a spike detector
+        # train_step parts the documents where the model does: bos_id is None without a mask.
+        dataset = SimpleNamespace(separator=self.model.bos_id)
+        accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # stands in for the detector
         t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset)
         return self.train_step(t, step, *(batch or self.small), accept_all, UpdateNorms(self.model))
 
     def document(self, T):
-        """Return one document of T tokens, (1, T): BOS and tokens of the batch."""
+        """Return one document of T tokens, (1, T): BOS, then tokens of x, repeated as needed."""
         bos_id, tokens = self.dataset.tokenizer.bos_id, self.x.flatten()
         others = tokens[tokens != bos_id]
         if not len(others):
@@ -125,7 +131,7 @@ def chosen(words):
 
 @contextlib.contextmanager
 def untouched(model, device):
-    """Restore random numbers, gradients and train or eval mode at the end."""
+    """Restore torch's random states and train or eval mode at the end, and drop all gradients."""
     generators = [torch]
     if device.type in ("cuda", "mps"):
         generators.append(getattr(torch, device.type))
@@ -146,8 +152,8 @@ def untouched(model, device):
 
 def outcome(check, ctx):
     """
-    Run a check and return (Bug, Suspicion, Skip or None, its message). A check that can't run, as
-    with a model of other modules, is a Suspicion.
+    Run a check and return (Bug, Suspicion, Skip or None, its message). Any other exception is a
+    Suspicion: the check may not fit a model whose modules the user has changed.
     """
     try:
         with untouched(ctx.model, ctx.device):
@@ -163,15 +169,15 @@ def outcome(check, ctx):
 
 
 def agreed_outcome(name, ctx):
-    """Return the `outcome` of a check, the gravest of all processes."""
+    """Return the gravest `outcome` of a check in all processes, with a message."""
     kind, message = None, ""
     if distributed.master or name not in ON_MASTER:
         kind, message = outcome(CHECKS[name], ctx)
     if distributed.world > 1 and not (ctx.small[1] >= 0).any():
-        kind = None  # this process has only padding of this step, which shows nothing
-    kinds = Bug, Suspicion, Skip
-    flags = distributed.any_true([kind is one for one in kinds], ctx.device)
-    agreed = next((one for one, flag in zip(kinds, flags) if flag), None)
+        kind = None  # this process's part of the batch is only padding: ignore its outcome
+    by_gravity = Bug, Suspicion, Skip
+    found = distributed.any_true([kind is grave for grave in by_gravity], ctx.device)
+    agreed = next((grave for grave, is_found in zip(by_gravity, found) if is_found), None)
     return agreed, message if kind is agreed else "found by another process"
 
 
