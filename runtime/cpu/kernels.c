@@ -1,8 +1,9 @@
-// Choice of the instruction set.
+// Chooses the kernels of one instruction set, for the machine that the program runs on.
 #include <stdlib.h>
 #include "kernels.h"
 
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]) {
+    // the best first
     static const Kernels *const known[MAX_KERNELS] = {&llamac_avx512bf16, &llamac_avx512,
                                                       &llamac_avx2,       &llamac_neondot,
                                                       &llamac_neon,       &llamac_reference};

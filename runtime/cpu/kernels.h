@@ -9,19 +9,21 @@
 #include "../backend.h"
 
 // 32 activations in 8 bits. A product with quantised weights is a sum of products of bytes, so
-// activations are quantised once for all matrices that they are multiplied with.
+// activations are quantised once for all matrices that they are multiplied with. The sums of q
+// serve for the parts of a product that are the same for all weights of a block: the offset at
+// which the type stores its numbers, and the minimum.
 typedef struct {
     float scale;  // largest magnitude / 127
     int16_t sum;  // of q
-    int16_t half; // sum of the first 16 of q
+    int16_t half; // of the first 16 of q
     int8_t q[32]; // round(x / scale)
 } Block;
 
 // Tiles: the weights of TILE rows of a matrix, reordered so that the numbers that one instruction
 // multiplies are next to each other. Rows 0..15 of the matrix become its first row of tiles, rows
-// 16..31 its second; rows missing at the end are zero. Each tile has one unit of all 16 rows: a
-// column of F32, two columns of BF16, a block of 32 or 256 columns of a quantised type. If w[r][c]
-// is row r, column c, the first row of tiles is
+// 16..31 its second; rows missing at the end are zero. A unit is a column of F32, two columns of
+// BF16, or a block of 32 or 256 columns of a quantised type; each tile holds one unit of all 16
+// rows. If w[r][c] is row r, column c, the first row of tiles is
 //
 //         tile 0, 64 bytes                            tile 1
 //   F32   w[0][0]   w[1][0]   ... w[15][0]          | w[0][1]   w[1][1]   ... w[15][1]   | ...
@@ -39,10 +41,11 @@ typedef struct {
 //         the high nibbles columns 16+4g..16+4g+3
 //
 // Bytes of Q8_0 are w + 128 if the instruction set multiplies unsigned bytes; nibbles of Q4_0 are w
-// + 8, as in the file. All other quantised types follow the same scheme: first the half-precision
-// numbers of the 16 blocks (if a block has two, first all of one), then the rest of the blocks as
-// in the file, in words of 4 bytes of each row. So a tile has as many bytes as its blocks. Only the
-// fifth bits of Q5_0 and Q5_1 are reordered: bit i of byte k of their word is column 4i + k.
+// + 8, as in the file. All other quantised types follow the same scheme. A tile begins with the
+// half-precision numbers of its 16 blocks: if a block has two (scale and minimum), the 16 scales
+// precede the 16 minima. Then come the remaining bytes of the blocks as in the file: word 0 of all
+// rows, word 1 of all rows, ... So a tile has as many bytes as its 16 blocks. Only the fifth bits
+// of Q5_0 and Q5_1 are reordered: bit i of byte k of their word is column 4i + k.
 //
 // Example: row 18, column 37 of a Q8_0 matrix with 64 columns. Row 18 is number 2 of the second row
 // of tiles, which begins after 64 / 32 tiles, at byte 2 * 544 = 1088. Column 37 is number 5 of the
@@ -51,13 +54,13 @@ typedef struct {
 // bytes of row 2 (2 * 4), number 5 % 4 = 1 of them: 1632 + 32 + 64 + 8 + 1 = 1737.
 enum { TILE = 16 };
 
-// What a product of floats prefetches while it computes. Each step of two columns prefetches the
-// next weights. A step whose number has no bit of `mask` also prefetches a cache line of the
-// output, of which each token has two adjacent lines. Prefetching all lines at once would delay the
-// product's own loads.
+// What a product of floats prefetches while it computes. Each step (two columns) prefetches one
+// cache line of weights for the next rows. Every (mask + 1)th step also prefetches one cache line
+// of the output, where the caller will write y: two adjacent lines (2 TILE floats) for each token.
+// Prefetching all lines at once would delay the product's own loads.
 typedef struct {
     const uint8_t *weights;
-    int step; // bytes of weights for each step
+    int step; // bytes by which `weights` advances at each step
     const char *out;
     int64_t gap; // bytes from the end of one token's two lines to the next token's
     int mask;    // a power of two, minus 1
@@ -67,21 +70,23 @@ static inline void prefetch(Prefetch *p, int step) {
     __builtin_prefetch(p->weights);
     p->weights += p->step;
     if (step & p->mask) return;
-    __builtin_prefetch(p->out, 1);
+    __builtin_prefetch(p->out, 1); // 1: for writing
+    // the bit above the mask is set at every second line, which is the last of its token
     p->out += step & (p->mask + 1) ? 64 + p->gap : 64;
 }
 
-// y (T, 2 TILE) = the activations of T tokens times one or two rows of tiles. With one token, y is
-// (tile_rows TILE,), and tile_rows may be any number.
+// The operands of TypeKernels.product and Kernels.pairs_product, which multiply T tokens with rows
+// of tiles.
 typedef struct {
-    float *y;
+    float *y; // (T, 2 TILE), with unused columns if tile_rows is 1; (tile_rows TILE,) if T is 1
     const uint8_t *tiles;
-    int tile_rows;
-    // Quantised types: Block (T, cols / 32). Others: a panel, which is float (cols, T), or pairs of
-    // columns in BF16 (cols / 2, T, 2)
+    int tile_rows; // 1 or 2; any number if T is 1
+    // Quantised types: Block (T, cols / 32). F32 and BF16: a panel, which is float (cols, T).
+    // `pairs_product`: pairs of columns in BF16 (cols / 2 rounded up, T, 2)
     const void *x;
     int cols;
-    int T;         // of a panel: 1, 2, 4, 8 or Kernels.tokens; of pairs at least 4
+    // Quantised types: any. Panel: 1, 2, 4, 8 or Kernels.tokens; if of pairs, at least 4
+    int T;
     bool unpacked; // tiles were made by TypeKernels.unpack
     Prefetch prefetch;
 } TileProduct;
@@ -89,28 +94,30 @@ typedef struct {
 // Up to QUERIES queries that share a KV head, with the keys and values that they attend to.
 enum { QUERIES = 4 };
 typedef struct {
-    const float *q;     // (n_queries, q_stride)
-    float *p;           // (n_queries, p_stride): scores, then their exponentials
-    float *out;         // (n_queries, width)
-    const void *keys;   // (ceil(n / TILE), head_dim, TILE)
-    const void *values; // (n, width)
-    size_t q_stride, p_stride;
+    const float *q;            // (n_queries, q_stride)
+    float *p;                  // (n_queries, p_stride): scores, then their exponentials
+    float *out;                // (n_queries, width)
+    const void *keys;          // (ceil(n / TILE), head_dim, TILE)
+    const void *values;        // (n, width)
+    size_t q_stride, p_stride; // in floats; a row of p has room for n rounded up to whole tiles
     int n_queries;
     int head_dim;
     int width; // head_dim rounded up to a multiple of TILE
     int n;     // positions
     Type type; // of keys and values: F32, F16 or INT8_GROUPS
-    // (n,) of INT8_GROUPS, else NULL; the caller of `scores` and `mix` applies them
+    // (n,) if the type is INT8_GROUPS, else NULL. `scores` and `mix` ignore them: the caller
+    // multiplies p with key_scales after `scores`, with value_scales before `mix`
     const float *key_scales, *value_scales;
 } Attention;
 
 // Attention of many tokens multiplies panels of Kernels.queries queries with tiles of TILE rows:
-// queries with keys, whose rows have head_dim columns, then probabilities with values, whose rows
-// have one column for each position.
+// queries with keys (a row is a position, a column a dimension of the head), then probabilities
+// with values (a row is a dimension, a column a position).
 typedef struct {
     float *y;       // (queries, y_stride): the product with row r of tile i is in column TILE i + r
-    const void *w;  // number c of row r of tile i is w[next i + column c + r]
+    const void *w;  // row r, column c of tile i is w[next i + column c + r]
     const float *x; // (cols, queries)
+    // in numbers: between the rows of y, between tiles of w, between columns of a tile of w
     size_t y_stride, next, column;
     int tiles, cols;
     bool add;  // add to y instead of replacing it
@@ -119,28 +126,31 @@ typedef struct {
 
 // The kernels for one type of weights. A type without `dot` or `product` is multiplied as F32.
 typedef struct {
-    // Returns the product of a row in the order of the file with x: Block (cols / 32,) for
+    // Returns the dot product of x with a row in the order of the file. x is Block (cols / 32,) for
     // quantised types, else float (cols,)
     float (*dot)(const void *row, const void *x, int cols);
-    // Makes one row of tiles from TILE rows of `units` units, which are `stride` bytes apart
+    // Makes one row of tiles from TILE rows in the order of the file, which are `stride` bytes
+    // apart and have `units` units each
     void (*pack)(uint8_t *tiles, const uint8_t *rows, size_t stride, int units);
     void (*product)(const TileProduct *);
-    // Unpacks n tiles of a type with blocks of 256 into tiles of UNPACKED bytes, for products with
-    // many tokens; NULL for other types. For each sub-block (columns that share a scale), the
-    // result has TILE scales, TILE minima if the type has them, then a byte for each number, as in
-    // Q8_0
+    // Unpacks n tiles of a type with blocks of 256 into tiles of UNPACKED bytes, so that products
+    // with many tokens need not extract 4 to 6 bits again and again; NULL for other types. For each
+    // sub-block (columns that share a scale), the result has TILE float scales, TILE float minima
+    // if the type has them, then a byte for each number, in the order of Q8_0
     void (*unpack)(uint8_t *out, const uint8_t *tiles, int n);
 } TypeKernels;
 
+// For one of the TILE rows: 256 bytes and 16 floats. The floats are 8 scales and 8 minima (Q4_K,
+// Q5_K) or 16 scales (Q6_K).
 enum { UNPACKED = 5120 };
 
 // The kernels of one instruction set.
 typedef struct {
     const char *name;
-    // Whether this machine has it; NULL if the compiler or the architecture lacks the instruction
-    // set
+    // Returns whether this machine has the instruction set; NULL if the kernels were not compiled,
+    // because the architecture or the compiler lacks it
     bool (*supported)(void);
-    // Max tokens of a panel. 1: the kernels have no tiles, and a panel is a row of activations
+    // Max tokens of a panel. If 1, the kernels have no tiles, and a panel is a row of activations
     int tokens;
     int queries; // queries of a panel in PanelProduct
     TypeKernels types[BF16 + 1];
@@ -152,21 +162,22 @@ typedef struct {
     // out (n, rows) = in (rows, n) of words of 4 bytes; the rows of `in` are `stride` bytes apart
     void (*transpose)(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n);
     void (*swiglu)(float *h, const float *h2, int n); // h (n,) = silu(h) * h2
-    // x (head_dim,) = x * rotation[0] + (the other of each pair) * rotation[1]; rotation (2,
-    // head_dim). rotate has pairs (2i, 2i + 1), rotate_halves (i, i + head_dim / 2)
+    // RoPE: x (head_dim,) = x * rotation[0] + partner * rotation[1], with rotation (2, head_dim) of
+    // cosines and signed sines. `rotate` takes partners from pairs (2i, 2i + 1), `rotate_halves`
+    // from (i, i + head_dim / 2)
     void (*rotate)(float *x, const float *rotation, int head_dim);
     void (*rotate_halves)(float *x, const float *rotation, int head_dim);
-    float (*largest)(const float *x, int n); // NaN if one is not finite
-    // x (n,) = exp((x - max) * scale); returns their sum
+    float (*largest)(const float *x, int n); // NaN if an x is NaN or infinite
+    // x (n,) = exp((x - max) * scale); returns the sum of the new x
     float (*exponentials)(float *x, float max, float scale, int n);
     void (*multiply)(float *x, const float *y, int n); // x (n,) *= y
-    void (*scores)(const Attention *); // p = q keys^T, for n rounded up to a multiple of TILE
-    void (*mix)(const Attention *);    // out = p values
+    // p = q keys^T; may write scores of up to the next multiple of TILE positions
+    void (*scores)(const Attention *);
+    void (*mix)(const Attention *); // out = p values, for n positions
     void (*panel_product)(const PanelProduct *);
-    // NULL unless the machine multiplies BF16 natively: x in BF16; product of BF16 weights with
-    // pairs
-    void (*bf16s)(uint16_t *out, const float *x, int n);
-    void (*pairs_product)(const TileProduct *);
+    // Both are NULL unless the instruction set multiplies BF16 natively
+    void (*bf16s)(uint16_t *out, const float *x, int n); // out (n,) = x (n,) in BF16
+    void (*pairs_product)(const TileProduct *);          // BF16 weights times pairs in BF16
 } Kernels;
 
 // Bytes of one number of F32, F16, BF16 or INT8_GROUPS.
@@ -181,18 +192,19 @@ static inline int round_up_to_tile(int n) { return (n + TILE - 1) / TILE * TILE;
 extern const Kernels llamac_reference, llamac_avx2, llamac_avx512, llamac_avx512bf16, llamac_neon,
     llamac_neondot;
 
-// Fills in the kernels that this machine can run, the best first. Returns how many.
+// Fills `found` with the kernels that this machine can run, the best first. Returns their number.
 enum { MAX_KERNELS = 6 };
 int llamac_find_kernels(const Kernels *found[MAX_KERNELS]);
 
-// Returns the best kernels, or those that the environment variable LLAMAC_ISA names; NULL if this
-// machine cannot run those.
+// Returns the best kernels, or those that the environment variable LLAMAC_ISA names. Returns NULL
+// if the name is unknown or this machine cannot run them.
 const Kernels *llamac_choose_kernels(void);
 
 static inline float half_to_float(uint16_t h) {
-    // Moving exponent and mantissa into the place of a float's makes the exponent 112 too small. A
-    // product with 2^112 repairs that, for subnormal halves too. A result of 2^16 or more was
-    // infinity or NaN.
+    // Moves exponent and mantissa to where a float has them. There the exponent is 112 too small,
+    // because floats have a bias of 127 and halves of 15. A product with 2^112 repairs that, for
+    // subnormal halves too. Halves below 2^16 are finite, so a larger result was infinity or NaN:
+    // it gets the exponent of those.
     uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
     float f;
     memcpy(&f, &bits, 4);
