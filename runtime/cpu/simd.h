@@ -1,37 +1,45 @@
-// The kernels in vectors. The file of an instruction set defines the macros below and includes this
-// file. SIMD_KERNELS, at the end, initialises its table of kernels.
+// The kernels in vectors. The file of an instruction set (ISA) defines the macros, types and
+// functions below and includes this file. Its table of kernels (struct Kernels) then consists of
+// SIMD_KERNELS, at the end of this file, and of the fields that depend on the ISA: name, supported
+// and, if it has them, bf16s and pairs_product.
 //   TARGET               attribute of functions that use the instruction set
 //   LANES                lanes of a vector
-//   Floats, Ints         vectors of LANES floats; of LANES int32 or 4 LANES bytes
-//   TILE_ROWS            rows of tiles worked on at once, 1 or 2
-//   TOKENS, BLOCK_TOKENS tokens worked on at once, of floats and of Blocks: so many that the sums
-//                        (or sums and products) and the weights of all rows fit in registers
+//   Floats               a vector of LANES floats
+//   Ints                 a vector of LANES int32, or of 4 LANES bytes
+//   TILE_ROWS            rows of tiles that a product computes at once, 1 or 2
+//   TOKENS               tokens that a product of floats computes at once: the most for which the
+//                        sums and the weights of TILE_ROWS rows of tiles fit in registers
+//   BLOCK_TOKENS         the same for a product of Blocks, which also has integer sums
 //   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (from int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN,
-//                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX and MIN return the second
-//                        operand if one is NaN
-//   LARGEST(v)           the largest lane, any lane if one is NaN
+//                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX and MIN return NaN if the
+//                        second operand is NaN; if only the first is, NaN or the second operand
+//   LARGEST(v)           the largest lane, any value if one is NaN
 //   SWAP(v)              exchanges the lanes of each pair
 //   POW2(n)              2^n for integers n from -126 to 127
 //   LOAD_I, SET_I, FLOATS (from int32), INTS (from floats, to nearest even), ADD_I, MAX_I, SUM_I,
 //                        LARGEST_I
-//   MAGNITUDE(v)         bits of the floats without the sign
+//   MAGNITUDE(v)         the bits of the floats, with the sign cleared
 //   STORE_8(p, i)        stores int32 from -127 to 127 as bytes
-//   BF16_LOW(i), BF16_HIGH(i)  the lower, the upper halves of 32 bits as floats
-//   DOT(c, w, x)         c + the products of the four bytes of each lane; w is unsigned if
-//                        Q8_OFFSET is 128, else signed
+//   BF16_LOW(i), BF16_HIGH(i)  of each lane, the lower or upper 16 bits as a float
+//   Q8_OFFSET            added to the bytes in tiles of Q8_0: 128 if DOT needs unsigned w, else 0
+//   DOT(c, w, x)         adds to each int32 lane of c the four products of the bytes of w and x in
+//                        that lane; w is unsigned if Q8_OFFSET is 128, else signed
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 63
-//   AND_15, SHIFT_4      of bytes: w & 15; w >> 4, with the upper four bits cleared
-//   Q8_OFFSET            added to the bytes in tiles of Q8_0
-//   Partial, PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b): floats that sum the products of 32 bytes
-//   block_q8(q, x), block_q4(q, x)  Partial products of the numbers of one block with Block x
-//   add_small(sum, q, x, a, b)  sum + a times the products of the first 16 bytes of q, which are
-//                        from 0 to 63, + b times those of the others
-//   add_nibbles(sum, q, fifth, x, a)  sum + a times the products of 32 numbers: the low nibbles of
-//                        q (16,), then the high nibbles, each with its bit of `fifth` on top
+//   AND_15, SHIFT_4      the low, the high nibble of each byte
 //   HALF(h)              a half as float
+//   Partial              a vector of floats, any number of lanes, that dot products of one token
+//                        sum in; PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b) (of all lanes)
+// For dot products of 32 weights in the order of the file with Block x, each a Partial:
+//   block_q8(q, x), block_q4(q, x)  the products with the bytes q of one block, without scales
+//   add_small(sum, q, x, a, b)  sum + a * (products of bytes 0..15 of q) + b * (products of bytes
+//                        16..31); q from 0 to 63
+//   add_nibbles(sum, q, fifth, x, a)  sum + a * (products of 32 numbers): the low nibbles of
+//                        q (16,), then the high nibbles; bit i of `fifth` is bit 4 of number i
+// For packing, four words of 4 bytes:
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1,
-//                        HIGH_32 = a2 b2 a3 b3: four int32
-// INLINE functions are inlined with constants for the type and for the numbers of tokens and rows.
+//                        HIGH_32 = a2 b2 a3 b3
+// INLINE functions are inlined with constants for the type and for the numbers of tokens and rows,
+// so that their conditions on these cost nothing.
 #include <math.h>
 #include "blocks.h"
 
@@ -39,7 +47,7 @@
 
 #define INLINE TARGET __attribute__((always_inline)) static inline
 #define VECTORS (TILE / LANES) // vectors for TILE floats
-#define SUMS (TILE_ROWS * VECTORS)
+#define SUMS (TILE_ROWS * VECTORS) // vectors of sums for each token
 #ifdef __clang__ // unrolled loops keep arrays of vectors in registers
 #define UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -49,7 +57,7 @@
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t SignedWords __attribute__((vector_size(4 * LANES)));
 
-// A vector of a type, from number i of w on.
+// Loads LANES numbers of w (F32, F16, BF16 or INT8_GROUPS), from number i on.
 INLINE Floats load(Type type, const void *w, size_t i) {
     if (type == F16) return LOAD_F16((const uint16_t *)w + i);
     if (type == BF16) return LOAD_BF16((const uint16_t *)w + i);
@@ -57,15 +65,16 @@ INLINE Floats load(Type type, const void *w, size_t i) {
     return LOAD((const float *)w + i);
 }
 
-// The last `left` < LANES numbers of w from i on, followed by zeros.
+// Loads the last `left` < LANES numbers of w (F32, F16 or BF16), from number i on. The other lanes
+// are zero.
 INLINE Floats load_tail(Type type, const void *w, size_t i, int left) {
-    float tail[LANES] = {0}; // large enough for each type
+    float tail[LANES] = {0}; // LANES numbers of the largest type
     size_t size = type == F32 ? 4 : 2;
     memcpy(tail, (const char *)w + i * size, left * size);
     return load(type, tail, 0);
 }
 
-// Load and store LANES numbers of x, or only `left` if fewer are left.
+// Load and store LANES numbers of x, or only `left` if that is fewer.
 INLINE Floats load_up_to(const float *x, int left) {
     return left < LANES ? load_tail(F32, x, 0, left) : LOAD(x);
 }
@@ -82,7 +91,8 @@ INLINE void store_up_to(float *x, Floats v, int left) {
 #include "simd_elementwise.h"
 #include "simd_attention.h"
 
-// The kernels of a quantised type. K-quants have blocks of 256.
+// The kernels of a quantised type: functions of their own, for which `type` is a constant. `dot` is
+// the function in simd_rows.h that computes its dot products.
 #define BLOCK_KERNELS(name, type, dot) \
     TARGET static float dot_##name(const void *row, const void *x, int cols) { \
         return dot(type, row, x, cols / 32); \
@@ -92,6 +102,7 @@ INLINE void store_up_to(float *x, Floats v, int left) {
     } \
     TARGET static void product_##name(const TileProduct *p) { product_of_blocks(type, *p); }
 
+// K-quants have blocks of 256, so they also have `unpack`.
 #define K_KERNELS(name, type) \
     BLOCK_KERNELS(name, type, dot_numbers) \
     TARGET static void unpack_##name(uint8_t *out, const uint8_t *tiles, int n) { \
@@ -110,6 +121,7 @@ K_KERNELS(q6_k, Q6_K)
 #define KERNELS_OF(name) {dot_##name, pack_##name, product_##name, NULL}
 #define K_KERNELS_OF(name) {dot_##name, pack_##name, product_##name, unpack_##name}
 
+// F16 has no tiles: its weights are multiplied as F32.
 #define SIMD_KERNELS \
     .tokens = TOKENS, .queries = PANEL, \
     .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, [F16] = {.dot = dot_f16}, \

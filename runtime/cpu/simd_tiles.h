@@ -1,7 +1,7 @@
-// Part of simd.h: tiles. Packing, and products with floats.
+// Part of simd.h: packs rows into tiles, and multiplies tiles of F32 and BF16 with floats.
 
-// Transposes a 4 by 4 matrix of words of four bytes. Its rows are `stride` bytes apart, those of
-// the result `out_stride`. Each word is XORed with `flip`.
+// Transposes a 4 by 4 matrix of words of four bytes and XORs each word with `flip`. The rows of the
+// matrix are `stride` bytes apart, those of the result `out_stride`.
 INLINE void transpose_4x4(uint8_t *out, size_t out_stride, const uint8_t *rows, size_t stride,
                           Quad flip) {
     Quad a = LOAD_QUAD(rows), b = LOAD_QUAD(rows + stride);
@@ -13,10 +13,10 @@ INLINE void transpose_4x4(uint8_t *out, size_t out_stride, const uint8_t *rows, 
     STORE_QUAD(out + 3 * out_stride, XOR_QUAD(HIGH_32(ac2, bd2), flip));
 }
 
-// Reads one cache line of four rows at a time: the lines of more rows may compete for the same
-// places in the first-level cache.
+// Reads one cache line (16 words) of four rows at a time. If `stride` is a power of two, the lines
+// of more rows may fall into the same set of the first-level cache and evict each other.
 TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int rows, int n) {
-    int i = 0, end;
+    int i = 0, end; // words i..end-1 of each row
     for (; rows % 4 == 0 && i + 4 <= n; i = end) {
         end = i + 16 <= n ? i + 16 : n / 4 * 4;
         for (int r = 0; r < rows; r += 4)
@@ -29,30 +29,34 @@ TARGET static void transpose(uint8_t *out, const uint8_t *in, size_t stride, int
     if (i < n) llamac_reference.transpose(rest, in + 4 * i, stride, rows, n - i);
 }
 
-// F32, or pairs of BF16.
+// Packs F32 or BF16, whose units are words: a number, or a pair of numbers.
 TARGET static void pack_words(uint8_t *tiles, const uint8_t *rows, size_t stride, int units) {
     transpose(tiles, rows, stride, TILE, units);
 }
 
-// Reorders the fifth bits of 32 columns: bit i of byte k becomes that of column 4i + k, so that a
-// product can spread 4 bits over 4 bytes.
+// Reorders the fifth bits of 32 columns: bit i of byte k becomes that of column 4i + k. Then a
+// product gets the fifth bits of four columns, one in each byte, with one shift and one mask.
 ALWAYS uint32_t order_bits(uint32_t bits) {
     uint32_t ordered = 0;
+    // the factor has copies of the 4 bits at bits 0, 7, 14 and 21, so copy k has its bit k at bit
+    // 8k
     for (int i = 0; i < 8; i++) ordered |= ((bits >> 4 * i & 15) * 0x00204081 & 0x01010101) << i;
     return ordered;
 }
 
-INLINE void order_fifth_bits(uint8_t *words) { // of TILE rows
+// Reorders the fifth bits of TILE rows, one word each.
+INLINE void order_fifth_bits(uint8_t *words) {
     uint32_t bits[TILE];
     memcpy(bits, words, sizeof bits);
     for (int r = 0; r < TILE; r++) bits[r] = order_bits(bits[r]);
     memcpy(words, bits, sizeof bits);
 }
 
+// Packs quantised blocks; see the layout of tiles in kernels.h.
 INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t stride,
                         int n_blocks) {
     const int size = block_size(type).bytes, halves = halves_of(type), n = words_of(type);
-    Quad flip = SET_QUAD(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0); // adds 128 to each byte
+    Quad flip = SET_QUAD(type == Q8_0 && Q8_OFFSET ? 0x80808080 : 0); // signed q to q + 128
     for (int b = 0; b < n_blocks; b++, rows += size, tiles += size * TILE) {
         uint8_t *words = tiles + 2 * halves * TILE;
         for (int i = 0; i < halves; i++)
@@ -60,7 +64,7 @@ INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t s
                 memcpy(tiles + 2 * (i * TILE + r), rows + r * stride + halves_at(type) + 2 * i, 2);
         for (int r = 0; r < TILE; r += 4)
             for (int c = 0, first; c < n; c += 4) {
-                first = c + 4 <= n ? c : n - 4; // the last four again if n is no multiple of 4
+                first = c + 4 <= n ? c : n - 4; // the last step may pack some words again
                 const uint8_t *from = rows + r * stride + words_at(type) + 4 * first;
                 transpose_4x4(words + 4 * (first * TILE + r), 4 * TILE, from, stride, flip);
             }
@@ -69,7 +73,7 @@ INLINE void pack_blocks(Type type, uint8_t *tiles, const uint8_t *rows, size_t s
 }
 
 // ----------------------------------------------------------------------------
-// Products of tiles with floats. The sums of TILE rows are side by side in the lanes
+// Products of tiles with floats. Each lane holds the sum of one row
 
 // Adds the products of one column of weights with the activations x (T,) to the sums of T tokens.
 INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const float *x, const int T,
@@ -80,7 +84,8 @@ INLINE void add_column(Floats sums[SUMS][TOKENS], const Floats w[SUMS], const fl
     }
 }
 
-// Loads one or two columns of weights. Rows of tiles are `next` bytes apart.
+// Loads two columns of weights, of one or two rows of tiles, which are `next` bytes apart. If `two`
+// is false, only the first column of F32 exists, and w[1] must not be used.
 INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, size_t next,
                          const int tile_rows, const bool two) {
     UNROLL for (int v = 0; v < tile_rows * VECTORS; v++) {
@@ -95,12 +100,13 @@ INLINE void load_columns(Type type, Floats w[2][SUMS], const uint8_t *tiles, siz
     }
 }
 
-// With few tokens, columns alternate between several sums, so that an addition does not wait for
-// the one before.
+// Multiplies one or two rows of tiles with T tokens. With few tokens, columns alternate between
+// several sums (`chains`), so that an addition does not wait for the one before.
 INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int tile_rows) {
     const int chains = T == 1 ? 4 : T == 2 ? 2 : 1;
     const int cols = p->cols;
-    const size_t column = (type == F32 ? 4 : 2) * TILE; // bytes
+    const size_t column = (type == F32 ? 4 : 2) * TILE; // bytes of one column
+    // bytes of a row of tiles; an odd last column of BF16 has a pair of its own
     const size_t next = (cols + (type != F32 && cols % 2)) * column;
     const uint8_t *tiles = p->tiles;
     const float *x = p->x;
@@ -131,10 +137,11 @@ INLINE void float_tiles(Type type, const TileProduct *p, const int T, const int 
     }
 }
 
-// Few tokens take one row of tiles after the other, because memory is read fastest as one stream.
-// Many tokens take two rows at once, because these share the loaded activations.
+// Multiplies all rows of tiles. With few tokens, it computes one row of tiles after the other,
+// because memory is read fastest as one stream. With many tokens, it computes two rows at once,
+// which share the loaded activations. Each call passes T as a constant.
 INLINE void product_of_floats(Type type, TileProduct p) {
-    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 };
+    enum { EIGHT = TOKENS < 8 ? TOKENS : 8 }; // bounded so that unused calls still compile
     // bytes of a row of tiles
     const size_t size = (size_t)(type == F32 ? p.cols : (p.cols + 1) / 2) * 4 * TILE;
     for (int r = 0, rows; r < p.tile_rows; r += rows, p.y += rows * TILE, p.tiles += rows * size) {
