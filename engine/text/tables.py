@@ -19,10 +19,10 @@ from engine.files import replacing
 from engine.text.blocks import MAX_LINE, NotUTF8, Unfit, blocks, listed, progress
 from engine.untrusted import MAX_VALUES, SMALL_JSON, count_values, parse_json
 
-MAX_GROWTH = 200       # bytes of text for each byte of a file; prose compresses to a twentieth
+MAX_GROWTH = 200       # max bytes of text per byte of a file; for prose about 20 is usual
 GROWTH_FROM = 1 << 26  # bytes of text below which MAX_GROWTH is not applied
-ROWS = 256             # rows of a Parquet table that are read at once, fewer if they may need more
-ROWS_SIZE = 1 << 27    # bytes than this
+ROWS = 256             # max rows of a Parquet table to read at once
+ROWS_SIZE = 1 << 27    # max bytes that these rows may need
 DELIMITERS = {"\t": "a tab", ",": "a comma", ";": "a semicolon", "|": "a vertical bar"}
 TURNS = {"messages", "conversations", "conversation", "dialogue", "instruction"}  # keys of chats
 
@@ -36,8 +36,9 @@ def column_names(column):
 
 def pick_column(names, column):
     """
-    Return the one of `names` that holds the text, or None. Outer blanks are ignored. Raises Unfit
-    if two columns have the name.
+    Return the one of `names` that holds the text, or None. Outer blanks are ignored.
+
+    Raises Unfit if several columns have that name.
     """
     stripped = [str(name).strip() for name in names]
     for name in map(str.strip, column_names(column)):
@@ -60,11 +61,14 @@ def no_column(column, names):
 
 def find_column(start, column):
     """
-    Return (delimiter, index of the text column, all column names) of a table with these first
-    characters; the first two are None if it lacks the column. Raises Unfit for a doubled name.
+    Return (delimiter, index of the text column, all column names) of a .csv or .tsv table.
+
+    start: the first characters of the table. Delimiter and index are None if it lacks the column.
+    Raises Unfit if several columns have the name of the text column.
     """
     header, names = start.lstrip("\ufeff").splitlines()[:1], []
-    for delimiter in DELIMITERS:  # the tab first: a single name has none, and texts have commas
+    # The first delimiter wins if there is only one column: a tab is the rarest in texts.
+    for delimiter in DELIMITERS:
         fields = next(csv.reader(header, delimiter=delimiter, skipinitialspace=True), [])
         row = [name.strip() for name in fields]
         names = max(names, row, key=len)
@@ -84,7 +88,7 @@ def write_lines(texts, column, copy, path):
             if text:
                 out.write(json.dumps({key: text}, ensure_ascii=False).encode() + b"\n")
             if number % 1024 == 0 or len(text or "") > 1 << 16:
-                check_growth(out.tell() + number, path)
+                check_growth(out.tell() + number, path)  # an empty row counts as a byte
     return Path(copy)
 
 
@@ -100,12 +104,11 @@ def check_growth(size, path):
 
 class Dialect:
     """
-    How a table is written: its delimiter, and whether quotation marks enclose fields or are text.
+    The notation of a table: its delimiter, and whether quotation marks enclose fields or are text.
 
-    Both readings are tried on every line. Marks enclose fields if the table can be read so and in
-    no other way. If it cannot be read so, they are text, provided that each line alone has all
-    columns. Programs that enclose fields do so with every field that has a mark in it, so a mark
-    inside a field that is not enclosed shows that marks are text.
+    Each line is checked against both readings; text fits if each line alone has all columns. The
+    reading that fits is taken. If both fit, `encloses` decides: a program that encloses fields
+    encloses each field with a mark in it, so a mark in a field without marks around it is text.
     """
 
     def __init__(self, header, column):
@@ -113,14 +116,15 @@ class Dialect:
         if self.delimiter is None:
             raise no_column(column, self.names)
         spaces = re.findall(re.escape(self.delimiter) + "( ?)", header)
-        self.space_follows = bool(spaces) and all(spaces)  # every delimiter
+        self.space_follows = bool(spaces) and all(spaces)  # a space follows each delimiter
         self.header_quoted = header.lstrip("\ufeff").startswith('"')
-        # What was seen of the lines so far:
-        self.lines_fit = True        # each line alone has all columns, if marks are text
+        # Observations of the lines so far. Marks as text:
+        self.lines_fit = True        # each line alone has all columns
         self.quote_begins = False    # a field begins with a mark
-        self.quote_open = False      # such a field does not end with one
-        self.quote_inside = False    # a field of a row of one line has a mark elsewhere
-        self.row_spans = False       # a row has several lines, if marks enclose fields
+        self.quote_open = False      # a field begins with a mark and does not end with one
+        # Marks that enclose fields:
+        self.quote_inside = False    # a field that is not enclosed has a mark in it
+        self.row_spans = False       # a row has several lines
 
     def split(self, line):
         """Return the fields of a line whose quotation marks are text."""
@@ -130,7 +134,7 @@ class Dialect:
         return fields if fields != [""] else []
 
     def observe_line(self, line):
-        """Note whether a line fits the reading in which quotation marks are text."""
+        """Update what is known of marks as text by a line, up to the first that does not fit."""
         if not self.lines_fit:
             return
         fields = self.split(line)
@@ -140,17 +144,19 @@ class Dialect:
         self.quote_open |= any(len(field) == 1 or not field.endswith('"') for field in quoted)
 
     def observe_row(self, row, row_lines):
-        """Note the same of a row, and its lines, that was read with marks that enclose fields."""
+        """Update what is known of marks that enclose fields by a row, and the lines it is from."""
         self.row_spans |= len(row_lines) > 1
         if self.lines_fit and not self.quote_inside and len(row_lines) == 1 and '"' in row_lines[0]:
-            mark = self.delimiter
-            line = mark + mark.join(self.split(row_lines[0])) + mark
-            self.quote_inside = any('"' in field and mark + field + mark in line for field in row)
+            # A field with marks that the line has unchanged between two delimiters is not enclosed.
+            d = self.delimiter
+            line = d + d.join(self.split(row_lines[0])) + d
+            self.quote_inside = any('"' in field and d + field + d in line for field in row)
 
     def encloses(self):
         """
-        Return whether marks enclose fields, for a table that fits both readings. Raises Unfit if
-        nothing tells.
+        Return whether marks enclose fields, for a table that fits both readings.
+
+        Raises Unfit if rows of several lines make the difference and nothing shows which is right.
         """
         unclear = self.row_spans and not self.quote_inside and not self.header_quoted
         if unclear and len(self.names) > 1:
@@ -170,7 +176,7 @@ class Dialect:
         return words
 
     def unfit(self, number, problem):
-        """Return the Unfit of a line."""
+        """Return the Unfit for a line with a problem."""
         return Unfit(f"line {number} {problem}", "put quotation marks right around each text that "
                      f"holds {DELIMITERS[self.delimiter]} or a line end, and double those within")
 
@@ -179,7 +185,7 @@ class Dialect:
 
 
 def enclosed_texts(lines, dialect):
-    """Yield the text of each row, with marks that enclose fields. The dialect observes it."""
+    """Yield the text of each row after the header; marks enclose fields. The dialect observes."""
     row_lines = []
 
     def observed():
@@ -194,7 +200,7 @@ def enclosed_texts(lines, dialect):
         for row in reader:
             dialect.observe_row(row, row_lines)
             row_lines.clear()
-            # A row with more fields has a text that was cut at a delimiter of its own.
+            # Surplus fields that are not empty mean that a delimiter in a text has cut it.
             if row and len(row) <= dialect.index or any(row[len(dialect.names):]):
                 raise dialect.unfit(1 + reader.line_num, dialect.wrong_count(row))
             yield row[dialect.index] if row else ""
@@ -203,7 +209,7 @@ def enclosed_texts(lines, dialect):
 
 
 def plain_texts(lines, dialect):
-    """Yield the text of each row, with marks that are text."""
+    """Yield the text of each row after the header; marks are text."""
     for number, line in enumerate(lines, 2):
         dialect.observe_line(line)
         row = dialect.split(line)
@@ -224,7 +230,7 @@ def from_csv(path, column, copy):
     csv.field_size_limit(MAX_LINE)
 
     def read(texts):
-        """Return (path of the copy, None), or (None, the Unfit) if the table cannot be read so."""
+        """Return (path of the copy, None), or (None, the Unfit) if this reading does not fit."""
         try:
             with progress("reading rows", os.path.getsize(path)) as bar:
                 lines = text_lines(path, bar)
@@ -238,6 +244,7 @@ def from_csv(path, column, copy):
     with progress("reading rows", os.path.getsize(path)) as bar:
         dialect = Dialect(next(text_lines(path, bar), ""), column)
     new, problem = read(enclosed_texts)
+    # Both readings are the same if no field begins with a mark.
     could_be_plain = dialect.lines_fit and dialect.quote_begins
     if problem and (not could_be_plain or dialect.header_quoted):
         raise problem
@@ -246,7 +253,8 @@ def from_csv(path, column, copy):
     new, plain_problem = read(plain_texts)
     if plain_problem:
         raise problem or plain_problem
-    if problem and not dialect.quote_open:  # marks enclose every field, and one is written wrongly
+    # Marks at the end of every field that begins with one do enclose fields: one has an error.
+    if problem and not dialect.quote_open:
         raise problem
     return dialect.words(False), new
 
@@ -266,7 +274,7 @@ def from_list(path, column, copy):
                 at = re.compile(between).match(rest, at).end()
                 try:
                     record, end = decoder.raw_decode(rest, at)
-                except (ValueError, RecursionError):  # the object goes on in the next block
+                except (ValueError, RecursionError):  # cut off by the block, or the end of the list
                     break
                 count += 1
                 refuse_doubled(rest[at:end], column, f"object {count}")
@@ -276,7 +284,7 @@ def from_list(path, column, copy):
             too_many = len(rest) > SMALL_JSON and count_values(rest.encode()) > MAX_VALUES
             if len(rest) > MAX_LINE or too_many:
                 raise Unfit(f"object {count + 1} is longer than {MAX_LINE >> 20} MB, or no JSON")
-        if rest.strip() != "]":
+        if rest.strip() != "]":  # what follows the last object
             raise Unfit(f"object {count + 1} is no JSON: {rest[:40]!r}",
                         "expected a list of objects")
 
@@ -296,20 +304,21 @@ def jsonl_text(line, column, number):
 
 def refuse_doubled(source, column, where):
     """
-    Raise Unfit for a JSON object that has the column's key twice: json would keep the last value
-    only. source: the object, bytes or str.
+    Raise Unfit if a JSON object has the column's key twice: json would keep the last value only.
+
+    source: the object, bytes or str.
     """
     for name in column_names(column):
         key = json.dumps(name, ensure_ascii=False)
         if source.count(key if isinstance(source, str) else key.encode()) < 2:
             continue
         pairs = json.loads(source, object_pairs_hook=tuple)  # an inner object may have the key too
-        if isinstance(pairs, tuple) and sum(key == name for key, _ in pairs) > 1:
+        if isinstance(pairs, tuple) and sum(k == name for k, _ in pairs) > 1:
             raise Unfit(f"{where} has the key {name!r} twice", "rename one")
 
 
 def record_text(record, column, where):
-    """Return the text, UTF-8 bytes, that a JSON object holds under the column's name."""
+    """Return the text, UTF-8 bytes, under the column's name in a JSON value. Raises Unfit."""
     if not isinstance(record, dict):
         found = json.dumps(record, ensure_ascii=False)[:40]
         raise no_text(f"{where} holds no object but {found}", column)
@@ -354,8 +363,9 @@ def from_parquet(path, column, copy):
     def texts():
         with progress("reading rows", table.metadata.num_rows, " rows") as bar:
             for group in range(table.metadata.num_row_groups):
-                # A text that the file stores once may be the text of every row. (The metadata of a
-                # column say more, but pyarrow aborts the process if they are damaged.)
+                # A dictionary stores a text once that all rows may share, so a row may need as much
+                # as its group. (The metadata of the column are more exact, but pyarrow aborts the
+                # process if they are damaged.)
                 size = table.metadata.row_group(group).total_byte_size
                 rows = min(ROWS, max(1, ROWS_SIZE // max(1, size)))
                 for batch in table.iter_batches(rows, [group], [name]):
@@ -368,8 +378,9 @@ def from_parquet(path, column, copy):
 
 def parquet_column(schema, column):
     """
-    Return the name of the text column; for a field of a struct, the path to it with dots. Raises
-    Unfit if it holds no strings.
+    Return the name of the text column, or the dotted path to a field of a struct column.
+
+    Raises Unfit if that column does not exist or its values are not strings.
     """
     from pyarrow import types
     fields = [*schema]
@@ -403,7 +414,7 @@ def holds_strings(kind):
 
 
 def parquet_text(row):
-    """Return the text of a row with one column, or of a field of a struct in it; "" for null."""
+    """Return the text of a value, or of the only field of a nested struct; "" for null."""
     while isinstance(row, dict):
         row = next(iter(row.values()))
     return row.decode() if isinstance(row, bytes) else row or ""
