@@ -23,9 +23,10 @@ MAX_ADOPTED_CONTEXT = 1024  # tokens; fine-tuning uses a longer context only if 
 
 def read_model(path, tokenizer=""):
     """
-    Read a run's folder, a step folder, a GGUF or llama2.c file, a Hugging Face or Meta folder, or a
-    file of weights in one of these. Return ({name: tensor}, ModelArgs, Tokenizer or None, {metadata
-    that an export keeps}). Except for runs, a tensor is read when it is asked for.
+    Read a run's folder, a step folder, a GGUF or llama2.c file, or a Hugging Face or Meta folder,
+    which the path of a .safetensors or .pth file in it also names. Return ({name: tensor},
+    ModelArgs, Tokenizer or None, {metadata that an export keeps}). Except for runs, a tensor is
+    read from disk at each access.
 
     tokenizer: a vocabulary file to use instead of the one that comes with the model.
     """
@@ -40,6 +41,7 @@ def read_model(path, tokenizer=""):
             fail(f"{path}: the vocabulary has {vocabulary.vocab_size} pieces and the model "
                  f"{args.vocab_size}, expected the same; give the tokenizer of this model")
         if args.tied and "output.weight" not in state:
+            # The classifier is the embedding: add its name without reading a tensor.
             readers = {name: partial(state.__getitem__, name) for name in state}
             readers["output.weight"] = readers["tok_embeddings.weight"]
             state = Tensors(readers, path)
@@ -49,11 +51,12 @@ def read_model(path, tokenizer=""):
 def read_any(path, with_tokenizer):
     """
     Return what `read_model` does, from whatever the path holds. with_tokenizer: False returns None
-    for the model's own tokenizer, and leaves out the ids that belong to it.
+    for the model's own tokenizer, and leaves out the metadata's token ids, which belong to it.
     """
     if path.suffix in (".pth", ".safetensors") and path.is_file():
         huggingface.refuse_unread(path)
         path = path.parent
+    # For a missing path, read_run ends the program with the message of checkpoint.locate.
     if checkpoint.is_own(path) or run_folder.is_run(path) or not path.exists():
         return read_run(path, with_tokenizer)
     if (path / "config.json").exists():
@@ -78,7 +81,10 @@ def read_run(path, with_tokenizer):
     folder = checkpoint.locate(path)
     saved, file = checkpoint.load(folder), folder / "model.pt"
     state, args = saved["model"], checked(ModelArgs(**saved["args"]), file)
-    if isinstance(state, dict):  # before a model of these sizes is built
+    # A damaged file may claim huge sizes: compare them with the tensors before a model is built. A
+    # sharded checkpoint is not a dict and would read every tensor for its shape. load_weights
+    # refuses names that are unknown.
+    if isinstance(state, dict):
         shapes = {name: w.shape for name, w in state.items()}
         expected = ((name, shape) for name, _, _, shape in tensors(args))
         check_tensors(shapes, expected, file, ignored=shapes)
@@ -98,13 +104,13 @@ def load_model(path, tokenizer, device):
     return model.to(device).eval(), vocabulary
 
 
-# ---- fine-tuning
+# ---- fine-tuning ---------------------------------------------------------------------------------
 
 def start_from(model, path, check=True):
     """
     Copy the weights at a path that `checkpoint.origin` returned into a model. Return {GGUF's key:
-    value} of its chat template and of the ids that end an answer, which the run keeps. check: as of
-    checkpoint.load.
+    value} of its chat template and of the ids of padding and of tokens that end an answer; the
+    run's checkpoints store them. check: passed to checkpoint.load.
     """
     if checkpoint.complete(path):
         saved = checkpoint.load(path, check=check)
@@ -125,16 +131,19 @@ def stored_args(folder):
 
 def adopt(config, given):
     """
-    Return (the settings that fine-tuning takes from the model that init_from names: sizes,
-    vocabulary and context, and a tenth of the learning rate for a model of its width; that model's
-    ModelArgs). End the program if a setting that the user gave (`given`: names) differs, except for
-    context and rate.
+    Return ({setting: value} that fine-tuning takes from the model at init_from, that model's
+    ModelArgs). The settings are its sizes and vocabulary, and, unless given, its context and a
+    tenth of the learning rate for its width.
+
+    given: names of the settings that the user gave. Ends the program if one of the sizes or the
+    vocabulary is given and differs from the model's.
     """
     path = checkpoint.origin(config.init_from)
     own = checkpoint.complete(path)
     _, args, vocabulary, _ = read_model(path)
     compared = {"vocab_source"}
     if vocabulary is None and Path(config.vocab_source).is_file():
+        # The model has no vocabulary that could differ from this one.
         vocabulary, compared = read_model(path, config.vocab_source)[2], set()
     if vocabulary is None:
         fail(f"--init_from={config.init_from}: holds no vocabulary; give it as "
@@ -145,21 +154,22 @@ def adopt(config, given):
                if name in config.defaults and name not in ("dropout", "max_seq_len")}
     for name in sorted(given & {*adopted, *compared}):
         value = getattr(config, name)
+        # hidden_dim=0, say, is stored as it was given: the model has the size that it stands for.
         same = value in (adopted.get(name), before.get(name))
         if not same and not (name == "vocab_source" and same_content(value, file)):
             fail(f"--{name}={value}: fine-tuning keeps sizes and vocabulary of {config.init_from}, "
                  f"where {name} is {before.get(name, adopted.get(name))}; leave --{name} out, or "
                  "train from scratch, without --init_from")
-    free = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
-            "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}
+    suggested = {"max_seq_len": min(args.max_seq_len, MAX_ADOPTED_CONTEXT),
+                 "learning_rate": float(f"{rate_for(args.dim) / 10:.1e}")}  # two digits
     # Without this limit an evaluation would prepare all of a large text.
     if config.eval_only and before.get("max_text_bytes"):
-        free["max_text_bytes"] = before["max_text_bytes"]
-    free = {name: value for name, value in free.items() if name not in given}
-    notes = "".join(f"; {name}={value}" for name, value in free.items())
+        suggested["max_text_bytes"] = before["max_text_bytes"]
+    suggested = {name: value for name, value in suggested.items() if name not in given}
+    notes = "".join(f"; {name}={value}" for name, value in suggested.items())
     distributed.say(f"fine-tuning {config.init_from} ({num_params(args):,} parameters, context "
                     f"{args.max_seq_len:,}){notes}")
-    return adopted | free | {"vocab_source": str(file)}, args
+    return adopted | suggested | {"vocab_source": str(file)}, args
 
 
 def same_content(a, b):
