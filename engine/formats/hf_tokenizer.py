@@ -40,7 +40,7 @@ PROBES = "a", "a  b ", "Once upon a time, in 1234.", "\n\ta", "na\u00efve \ufb01
 
 
 def load_json(path):
-    """Return the object in a .json file; end in one line if there is none."""
+    """Return the object in a .json file; exit with a message if it holds none."""
     with reading(path, "JSON", fail):
         return read_json(path, MAX_JSON)
 
@@ -51,9 +51,14 @@ def read_json_of(folder, name):
     return load_json(path) if path.exists() else {}
 
 
+def encodable(text):
+    """Return the text with "?" for each lone surrogate, which JSON can hold but UTF-8 cannot."""
+    return text.encode(errors="replace").decode()
+
+
 def printable(value):
     """Return the beginning of an untrusted value, for a message."""
-    return str(value)[:60].encode(errors="replace").decode()
+    return encodable(str(value)[:60])
 
 
 def is_folder_of_ours(folder):
@@ -90,11 +95,11 @@ def parse_model(data):
 
 def read_hf_tokenizer(folder, rows=0):
     """
-    Return the Tokenizer of a Hugging Face folder, None if it has none. rows: of the embedding; 0:
-    as many as there are tokens.
+    Return the Tokenizer of a Hugging Face folder, or None if the folder has none. rows: number of
+    rows of the model's embedding; 0: unknown, use the number of tokens.
 
-    transformers takes the tokenizer.json if there is one. If that is a sentencepiece vocabulary,
-    the tokenizer.model beside it is read instead, once both are known to agree.
+    transformers reads the tokenizer.json if there is one. We read sentencepiece vocabularies only
+    from a tokenizer.model, so we read the one beside it and exit if the two differ.
     """
     model, fast = folder / "tokenizer.model", folder / "tokenizer.json"
     if not model.exists():
@@ -116,9 +121,9 @@ def may_be_sentencepiece(stored):
 
 def check_agreement(vocabulary, stored, folder):
     """
-    Compare the SentencePiece of a tokenizer.model with the tokenizer.json beside it, `stored`.
-    Return it, adding BOS as the latter does; end in one line if they differ, since one of them is
-    another model's, and transformers would take the tokenizer.json.
+    Compare the SentencePiece of a tokenizer.model with `stored`, the content of the tokenizer.json
+    beside it. Return the SentencePiece with the tokenizer.json's add_bos. Exit if the two differ:
+    one belongs to another model, and transformers would read the tokenizer.json.
     """
     def differ(how):
         fail(f"{folder}: tokenizer.model and tokenizer.json differ: {how}; transformers reads "
@@ -134,10 +139,11 @@ def check_agreement(vocabulary, stored, folder):
         try:
             import tokenizers
         except ImportError:
-            return vocabulary
+            return vocabulary  # the package is optional; do without the checks that need it
         oracle = tokenizers.Tokenizer.from_str(json.dumps(stored))
     texts = [*PROBES]
-    # transformers cuts texts at added tokens by rules of its own if it takes this for a Llama's.
+    # For Llama's tokenizer classes, transformers splits texts at added tokens by other rules than
+    # those of the tokenizer.json, so texts that contain added tokens are not compared then.
     if "Llama" not in str(read_json_of(folder, "tokenizer_config").get("tokenizer_class")):
         named = [piece.decode() for piece, _, kind in vocabulary.pieces() if kind == USER_DEFINED]
         texts += [f"a {name} b{name}c" for name in named]
@@ -160,14 +166,15 @@ def has_merges_of(vocabulary, merges):
 
 def apply_config(vocabulary, folder):
     """
-    Return a SentencePiece with the BOS, EOS and treatment of the first space that a folder's
-    tokenizer_config.json names.
+    Return a SentencePiece with the settings of a folder's tokenizer_config.json and other files:
+    BOS, EOS, whether a space is put before every text, and add_bos.
     """
     config, where = read_json_of(folder, "tokenizer_config"), folder / "tokenizer.model"
     proto, before = parse_model(vocabulary.data), parse_model(vocabulary.data)
     for which in "bos", "eos":
         name_special(proto, which, text_of(special_tokens(folder).get(f"{which}_token")))
-    # The first other token that ends an answer is no text either; as gguf_tokenizer.with_control.
+    # Like BOS and EOS, the first other token that ends an answer becomes a control piece, so that
+    # no text is encoded as it (see gguf_tokenizer.with_control).
     special = proto.trainer_spec.bos_id, proto.trainer_spec.eos_id
     others = [i for i in generation(folder)["eos_token_id"] if i not in special]
     for i in others[:1]:
@@ -199,8 +206,8 @@ def name_special(proto, which, name):
 
 def add_tokens(vocabulary, folder, rows):
     """
-    Return a SentencePiece with the tokens that a folder adds to it, and unused ones up to the
-    number of rows; 0: no unused ones beyond the added tokens.
+    Return a SentencePiece with the tokens that a folder adds to it, and unused tokens for the other
+    ids below `rows`. rows: number of rows of the embedding; 0: only as many as the tokens need.
     """
     added, size = added_tokens(folder), vocabulary.vocab_size
     with reading(folder / "tokenizer_config.json", "an object of added tokens", fail):
@@ -213,7 +220,7 @@ def add_tokens(vocabulary, folder, rows):
             name, kind = f"[PAD{i}]", UNUSED
             if token := added.get(str(i)):
                 name, kind = token["content"], CONTROL if token.get("special") else USER_DEFINED
-            proto.pieces.add(piece=name.encode(errors="replace").decode(), score=0.0, type=kind)
+            proto.pieces.add(piece=encodable(name), score=0.0, type=kind)
     return SentencePiece(proto.SerializeToString(), folder / "tokenizer.model")
 
 
@@ -241,8 +248,8 @@ def added_tokens(folder):
 
 def chat_template(folder):
     """
-    Return {GGUF's key: template}, {} if the folder has none. chat_template.jinja comes before the
-    one in tokenizer_config.json, which may be a list of named ones.
+    Return {GGUF's key: template}, or {} if the folder has no template. chat_template.jinja wins
+    over tokenizer_config.json, whose template may be a list of named ones; "default" is then taken.
     """
     found = read_json_of(folder, "tokenizer_config").get("chat_template")
     path = folder / "chat_template.jinja"
@@ -255,4 +262,4 @@ def chat_template(folder):
         found = next(defaults, None)
     if not isinstance(found, str):
         return {}
-    return {TEMPLATE: found.encode(errors="replace").decode()}
+    return {TEMPLATE: encodable(found)}
