@@ -22,15 +22,16 @@ from model import Transformer
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "run"
 TOKENS = 1024         # approximate number of tokens in a forward pass of a check
-READERS = (".attention.wq", ".attention.wk", ".attention.wv",  # matrices that read the residual
-           ".feed_forward.w1", ".feed_forward.w3")             # stream of a block
+# The matrices of a block that read its normalized residual stream.
+READERS = (".attention.wq", ".attention.wk", ".attention.wv",
+           ".feed_forward.w1", ".feed_forward.w3")
 MAX_LOGITS = 1 << 22  # max number of logits that the check `loss` holds
 
-# The check `rate`. At a good learning rate the loss rises by 0.1 nats, at a bold one by 1, and the
-# first step changes a matrix by 0.3 of its norm.
+# The check `rate`. Above its minimum so far the loss rises by 0.1 nats at a good learning rate and
+# by 1 at a bold but usable one; the first step then changes a matrix by 0.3 of its norm.
 TRIAL_STEPS = 6
-MAX_RISE = 1.4
-MAX_CHANGE = 2
+MAX_RISE = 1.4  # nats
+MAX_CHANGE = 2  # norm of the change, relative to the norm of the matrix
 
 
 # ---- the model --------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def future(ctx):
                 raise Bug(f"{layer}: position {int(moved[:t].argmax())} moves when token {t} "
                           f"changes: it sees the future, so the loss is meaningless; look at the "
                           f"mask of the attention")
-        if t < T - 1 and not moved[t + 1:].max():
+        if t < T - 1 and not moved[t + 1:].max():  # in the last layer of the loop, the logits
             raise Bug(f"no position after {t} moves when token {t} changes: the past is not seen; "
                       f"look at the mask of the attention")
 
@@ -70,7 +71,7 @@ def documents(ctx):
     if not config.document_mask or separator is None or too_small:
         raise Skip
     T = min(config.max_seq_len, 64)
-    changed, second = T // 4, T // 2  # the token that changes, the begin of the second document
+    changed, second = T // 4, T // 2  # index of the changed token, start of the second document
     tokens = ctx.document(T)
     tokens[0, second] = separator
     before = block_outputs(ctx.model, tokens, ctx.amp)
@@ -94,14 +95,15 @@ def norms(ctx):
     names = [layer + part for layer in layers for part in ("", ".attention", *READERS)]
     with capture({name: model.get_submodule(name) for name in [*names, "output"]}) as calls:
         block_outputs(model, ctx.x[:1], ctx.amp)
-    residuals = {"output": calls[layers[-1]][1]}  # what each matrix reads, not normalized
+    # The residual stream before the RMSNorm in front of each matrix.
+    residuals = {"output": calls[layers[-1]][1]}
     for layer in layers:
         x, attended = calls[layer][0].float(), calls[layer + ".attention"][1].float()
         for part in READERS:
             residuals[layer + part] = x if part.startswith(".attention") else x + attended
     for name, residual in residuals.items():
         square = residual.float().square().mean(-1)  # of each token
-        # Next to the small squares of fresh embeddings norm_eps matters.
+        # The squares of fresh embeddings are so small that norm_eps lowers the result.
         expected = (square / (square + ctx.args.norm_eps)).mean().sqrt().item()
         rms = calls[name][0].float().square().mean().sqrt().item()
         if not 0.7 * expected < rms < 1.4 * expected:
@@ -121,7 +123,8 @@ def attention(ctx):
         module = copy.deepcopy(ctx.model.layers[i].attention).cpu().float().eval()
         x = torch.randn(1, T, ctx.args.dim)
         q, k = (x @ linear.weight.detach().T for linear in (module.wq, module.wk))
-        # Scores with a deviation of 2: those of fresh weights are so small that errors don't show.
+        # Scale x so that the scores have a standard deviation of 2: the scores of fresh weights are
+        # too small to show errors.
         x *= (2 / (q.std() * k.std() + 1e-12)).sqrt()
         with torch.no_grad():
             ours = module(x, ctx.model.rope[:T].cpu())[0].double().numpy()
@@ -184,8 +187,8 @@ def plain_attention(module, x, args, halves=False):
 def loss(ctx):
     """
     Find a loss that is not the mean cross entropy of the logits, and a wrong initialization: fresh
-    weights must find all tokens about equally likely, apart from the one they read. With tied
-    weights that one stands out, the more so the wider the model.
+    weights must give all tokens about the same logit. The input token is left out, since tied
+    weights raise its own logit, the more so the wider the model.
     """
     V, model = ctx.args.vocab_size, ctx.model
     model.eval()
@@ -205,7 +208,9 @@ def loss(ctx):
     if abs(found - expected) > 0.3:
         raise Bug(f"the loss before the first step is {found:.2f}, the mean cross entropy of the "
                   f"model's logits {expected:.2f}; look at the mean of the loss over tokens")
-    slack = 0.3 + 4e-4 * ctx.args.dim * (1 + 10 / V)  # logits of deviation d add d^2 / 2
+    # Fresh logits have the variance d^2 = 0.02^2 * dim, which adds d^2 / 2 to the loss. Allow twice
+    # that, and more if V is small.
+    slack = 0.3 + 4e-4 * ctx.args.dim * (1 + 10 / V)
     if not ctx.fresh:
         if whole > math.log(V) + slack:
             raise Suspicion(f"the loss before the first step is {whole:.2f}, worse than ln V = "
@@ -216,7 +221,7 @@ def loss(ctx):
         return
     ids = torch.arange(min(V, max(1, MAX_LOGITS // V)), device=ctx.device)
     with torch.no_grad(), ctx.amp:
-        logits = model(ids[:, None])[0][:, 0].float()  # (ids, V), after each token by itself
+        logits = model(ids[:, None])[0][:, 0].float()  # (ids, V), each id is a sequence of its own
     is_other = torch.arange(V, device=ctx.device) != ids[:, None]
     others = logits[is_other].view(len(ids), V - 1)
     likely = (others.logsumexp(1) - others.mean(1)).mean().item()
@@ -231,8 +236,8 @@ def loss(ctx):
 def gradients(ctx):
     """
     Find frozen layers, detached gradients and parameters without an optimizer: each parameter must
-    get a finite gradient other than zero. Tokens are drawn at random: in a text of one letter
-    attention has no choice, and no gradient.
+    get a finite gradient other than zero. Random tokens replace the batch: if all its tokens were
+    equal, all values would be too, and the queries and keys would have the gradient zero.
     """
     ctx.model.train(not ctx.args.dropout)
     x, y = random_tokens(ctx)
@@ -245,7 +250,8 @@ def gradients(ctx):
         (value * ctx.scale.factor).backward()
     trained = {p for group in ctx.opt.param_groups for p in group["params"]}
     parameters = dict(ctx.model.named_parameters())
-    sizes = {name: distributed.unshard(p.grad.norm()).item()  # of all: every process takes part
+    # Compute every norm before the first Bug: each process must take part in each `unshard`.
+    sizes = {name: distributed.unshard(p.grad.norm()).item()
              for name, p in parameters.items() if p.grad is not None}
     for name, p in parameters.items():
         size = sizes.get(name)
@@ -257,8 +263,9 @@ def gradients(ctx):
         if not math.isfinite(size):
             raise Bug(f"the gradient of {name} is {size}; look at divisions and logarithms "
                       f"after it")
-        chooses = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
-        if not size and not (chooses and x.shape[1] < 2):  # a single key leaves no choice
+        makes_scores = name.split(".")[-2] in ("wq", "wk", "q_norm", "k_norm")
+        # The softmax of a single score is 1 whatever the score.
+        if not size and not (makes_scores and x.shape[1] < 2):
             raise Bug(f"the gradient of {name} is zero: what it computes does not reach the loss")
         if p not in trained:
             raise Bug(f"{name} is in no group of the optimizer, it will not learn")
@@ -300,8 +307,8 @@ def accumulation(ctx):
     """
     ctx.model.train(not ctx.args.dropout)
     x, y = ctx.small
-    # A sequence with masked targets has another weight in the mean over micro-batches than in that
-    # over the batch: predict every token, and only mask sequences without any target.
+    # The mean of the micro-batches' means equals the mean over the batch only if all sequences have
+    # as many targets. Unmask every target (as token 0), except in sequences that have none.
     y = torch.where((y >= 0).any(1, keepdim=True), y.clamp(min=0), -1)
     real = (y >= 0).any(1).sum().item()
     recorder = GradientRecorder(ctx.model, copy.deepcopy(ctx.scale))
@@ -309,6 +316,7 @@ def accumulation(ctx):
     ctx.model.train(not ctx.args.dropout)
     x, y = distributed.to_device(ctx.device, x, y)
     accumulated = ctx.config.gradient_accumulation_steps
+    # As in train_step: the sequences with targets, relative to the nominal number per process.
     share = real * distributed.world / (ctx.config.batch_size * accumulated)
     with ctx.amp:
         value = ctx.model(x, y)[1] * share
@@ -333,8 +341,9 @@ def total_norm(tensors):
 
 def rate(ctx):
     """
-    Find a learning rate that is far too high: within TRIAL_STEPS steps on one batch, at the peak
-    rate, the loss rises again, or the first step changes the matrices by more than their norm.
+    Find a learning rate that is far too high. In TRIAL_STEPS steps on one batch at the peak rate,
+    the loss must not rise by MAX_RISE above its minimum so far, and the first step must not change
+    the median matrix by more than MAX_CHANGE times its norm.
     """
     if ctx.sharded:
         raise Skip
@@ -388,7 +397,7 @@ def saved(ctx):
         loaded = Transformer(type(ctx.args)(**stored["args"])).to(ctx.device)
         distributed.load_weights(loaded, stored["model"])
     loaded.bos_id = ctx.model.bos_id
-    a, b = (block_outputs(model, tokens, ctx.amp)["the logits"] for model in (loaded, ctx.model))
+    a, b = (block_outputs(each, tokens, ctx.amp)["the logits"] for each in (loaded, ctx.model))
     if not torch.allclose(a, b, atol=1e-4 * b.abs().max().item()):
         raise Bug(f"a checkpoint of this model computes other logits when it is loaded (by "
                   f"{(a - b).abs().max():.2g}); look at buffers and settings that are neither "
@@ -428,13 +437,14 @@ def run(ctx):
 
 def sharpened(model):
     """
-    Return a copy whose attention is far from uniform, unlike that of fresh weights: positions
-    would hardly change the logits otherwise.
+    Return a copy of the model with attention that is far from uniform. That of fresh weights is
+    nearly uniform, so an error in the positions would hardly change the logits.
     """
     model = copy.deepcopy(model)
     for layer in model.layers:
         q, k = layer.attention.wq.weight.data, layer.attention.wk.weight.data
-        deviation = (q.std() * k.std() * q.shape[1]).item()  # of the scores, about
+        # About the standard deviation of the scores.
+        deviation = (q.std() * k.std() * q.shape[1]).item()
         if 0 < deviation < 2:
             for weight in (q, k):
                 weight *= (2 / deviation) ** 0.5
