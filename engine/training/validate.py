@@ -58,8 +58,8 @@ def check_settings(config):
 
 def checked_args(config, args, dataset):
     """
-    Return the ModelArgs `args`. Ends the program if no model can have these sizes, or if a split of
-    the data is shorter than one context.
+    Return `args`, the run's ModelArgs, unchanged. Ends the program if no model can have these
+    sizes, or if a split of the data is shorter than one context.
     """
     if args.problem():
         fail(args.problem())
@@ -77,7 +77,7 @@ def refuse_unseen(folder, device):
     is_unseen = not folder.exists()
     if distributed.any_true([is_unseen], device)[0]:
         if not is_unseen:
-            sys.exit(2)
+            sys.exit(2)  # the processes that miss the folder print the message
         fail(f"{folder.absolute()}: prepared by the first process, but process {distributed.rank} "
              f"does not see it; give a --cache that all machines share")
 
@@ -85,10 +85,12 @@ def refuse_unseen(folder, device):
 @spanned("logging")
 def refuse_nonsense(config, row, tracker):
     """
-    End the run if a loss of the row is not finite, after logging the row. The training loss counts
-    only if the spike detector is off, as it skips such steps.
+    Log the row of metrics and end the run if its validation loss, or its training loss, is not
+    finite. With the spike detector on, the training loss may be infinite or NaN: the detector skips
+    those steps.
     """
-    for name in ("loss/val",) if config.spike_z else ("loss/val", "loss/train"):
+    checked = ("loss/val",) if config.spike_z else ("loss/val", "loss/train")
+    for name in checked:
         if not math.isfinite(row.get(name, 0.0)):
             tracker.log(row)
             tracker.finish()
