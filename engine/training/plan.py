@@ -1,12 +1,13 @@
 """
 Derive the sizes of a training: from the text, the machine and a time budget, or from a depth.
 
-The evidence for every rule of the first kind is in doc/lab/own_text.md. Below, `given` are the
-names of the settings that the user has set, which no rule changes; `size` is the text's in bytes;
-`setup` is a costs.TrialSetup, by which the time of a step is measured.
+The evidence for the rules that use the text and the time budget is in doc/lab/own_text.md. Below,
+`given` is the set of settings that the user has set, which no rule changes; `size` is the number of
+bytes of the text; `setup` is the costs.TrialSetup with which the time of a step is measured.
 
-A plan is {setting: (value, reason)}. It has two parts: the shape of the model is needed to make the
-vocabulary, and the length of the training needs the text's tokens, counted with that vocabulary.
+A plan is {setting: (value, reason)}. It is made in two parts: plan_shape comes first, since the
+shape of the model decides the vocabulary; plan_length needs the number of tokens of the text, which
+is known once the text is encoded with that vocabulary.
 """
 import math
 import time
@@ -23,12 +24,14 @@ from engine.untrusted import reading
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024,
           1280, 1536, 2048)
 DEFAULT_MINUTES = {"cpu": 5.0, "gpu": 20.0}
-RESERVE = 0.03        # part of the time budget that is kept for what follows the last step
+MAX_SEQUENCES = 32    # max sequences per forward pass
+RESERVE = 0.03        # fraction of the time budget that is kept for what follows the last step
+TRAINING_SECONDS = 54  # seconds of training expected from each minute of the time budget
 EVALUATIONS = 12      # per run
-EVAL_FRACTION = 0.006  # max part of a run's time per evaluation
-LARGE_TEXT = 1 << 26  # bytes of a text from which on only a part of it may be prepared
-GPU_BUSY = 1.25       # twice the batch takes a busy GPU more than this many times as long; or else
-                      # its steps wait for kernel launches
+EVAL_FRACTION = 0.006  # max fraction of a run's time per evaluation
+LARGE_TEXT = 1 << 26  # min bytes of a text of which only a part may be prepared
+GPU_BUSY = 1.25       # a GPU is busy if doubling the batch makes a step this many times as long;
+                      # below, it still waits for kernel launches
 
 
 # ---- from a depth --------------------------------------------------------------------------------
@@ -37,8 +40,9 @@ def derive_from_depth(config, given, vocab_size):
     """
     Return {setting: value} of a run of config.depth that a laptop can train.
 
-    Width 16 per layer in heads of 32, 8 tokens per parameter; batch and learning rate follow from
-    the compute C with the exponents of DeepSeek's fits: 0.05 C^0.3271 tokens and 0.156 C^-0.125.
+    The width is 16 per layer, rounded up to whole heads of 32; the run reads 8 tokens per
+    parameter. Tokens per step and learning rate follow from the FLOPs C of the run with the
+    exponents of DeepSeek's fits: 0.05 C^0.3271 and 0.156 C^-0.125.
     Experiments: doc/lab/recipe.md. https://arxiv.org/abs/2203.15556,
     https://arxiv.org/abs/2401.02954
     """
@@ -55,7 +59,7 @@ def derive_from_depth(config, given, vocab_size):
     tokens = 8 * params
     compute = (6 * params + 12 * layers * dim * config.max_seq_len) * tokens
     sequences = max(1, round(0.05 * compute ** 0.3271 / config.max_seq_len))
-    passes = math.ceil(sequences / 32)
+    passes = math.ceil(sequences / MAX_SEQUENCES)
     batch_size = derive("batch_size", math.ceil(sequences / passes))
     passes = derive("gradient_accumulation_steps", passes)
     derive("learning_rate", float(f"{0.156 * compute ** -0.125:.1e}"))
@@ -70,8 +74,9 @@ def derive_from_depth(config, given, vocab_size):
 
 def derives_from_time(config, given):
     """
-    Return whether the sizes are derived from --minutes: if they are given, or for a text of the
-    user's own without a depth, a number of steps (which every preset has) or a time limit.
+    Return whether the sizes are derived from a time budget. They are if --minutes is set, and for
+    new weights trained on the user's own text, unless the user sets depth, max_iters (as every
+    preset does) or max_minutes.
     """
     if config.minutes > 0:
         return True
@@ -82,16 +87,18 @@ def derives_from_time(config, given):
 
 def plan_shape(config, given, size, setup):
     """
-    Return the plan's shape: the widest model that can be trained on enough tokens within the time
-    budget, and that the text can use. The time of a step is measured from the narrowest width on,
-    until the time is too short.
+    Return the plan of the shape: the widest model that the text can use, that fits in memory and
+    that can be trained on enough tokens within the time budget.
+
+    Widths are tried from the narrowest on, each with a measured step, until one is too wide; the
+    narrowest valid one is taken in any case. Ends the program if no width is valid.
     """
     device = setup.device.type
     minutes = config.minutes or DEFAULT_MINUTES["cpu" if device == "cpu" else "gpu"]
     plan, free, problem = None, hardware.free_memory(setup.device), None
     for dim in (config.dim,) if "dim" in given else WIDTHS:
-        wider, reason = shape_of_width(config, given, dim, size), ""
-        trial = config.changed(**values(wider))
+        candidate = shape_of_width(config, given, dim, size)
+        trial = config.changed(**values(candidate))
         block_params, vocab_size = 12 * trial.n_layers * dim ** 2, expected_vocab_size(trial, size)
         args = setup.build.model_args(trial, vocab_size)
         if args.problem():  # a given number of heads, say, does not divide this width
@@ -99,18 +106,18 @@ def plan_shape(config, given, size, setup):
             continue
         step = Pass(trial.batch_size * trial.max_seq_len)
         memory = sum(min_memory(args, trial.optimizer, step).values())
+        reason = ""
         if block_params > max_block_params(size):
             reason = "the widest that a text of this size can use"
-        elif free and 2 * memory > free:
+        elif free and 2 * memory > free:  # min_memory omits temporaries and Python itself
             reason = "the widest that memory holds"
-        elif (tokens_per_step(trial) * 54 * minutes
+        elif (tokens_per_step(trial) * TRAINING_SECONDS * minutes
               < min_tokens(block_params) * step_seconds(trial, vocab_size, setup)):
             reason = "the widest that this time can train"
         if reason and plan is not None:
-            if "dim" in plan:
-                plan["dim"] = plan["dim"][0], reason
+            plan["dim"] = plan["dim"][0], reason
             break
-        plan = wider
+        plan = candidate
     if plan is None:
         fail(problem)
     planned = config.changed(minutes=minutes, **values(plan))
@@ -120,16 +127,17 @@ def plan_shape(config, given, size, setup):
 
 def max_text(config, given, size, setup):
     """
-    Return the plan's limit of the text's bytes, for a text that would take longer to prepare than
-    to read: at least four times what is read within the time budget, at 4 bytes per token, rounded
-    up to a power of two, so that other runs find the same prepared data.
+    Return the plan of max_text_bytes, or {} if the whole text is prepared. The limit is at least
+    four times what is read within the time budget, at 4 bytes per token. It is rounded up to a
+    power of two, so that other runs find the same prepared data, and omitted if it would save less
+    than half of the text.
     """
     if ("max_text_bytes" in given or size < LARGE_TEXT or config.data.split(":")[0] == "stories"
             or is_prepared(config.data)):
         return {}
     step = step_seconds(config, expected_vocab_size(config, size), setup)
-    tokens = tokens_per_step(config) * 54 * config.minutes / step
-    limit = max(LARGE_TEXT // 4, 2 ** math.ceil(math.log2(16 * tokens)))
+    tokens = tokens_per_step(config) * TRAINING_SECONDS * config.minutes / step
+    limit = max(LARGE_TEXT // 4, 2 ** math.ceil(math.log2(4 * 4 * tokens)))
     if 2 * limit > size:
         return {}
     reason = (f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there "
@@ -143,21 +151,21 @@ def shape_of_width(config, given, dim, size):
     is_ample = has_ample_text(dim, layers, size)
 
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
-    held_out = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)
-    while context > 4 and held_out < 4 * context:  # each split needs at least one context
+    smaller_split = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)  # bytes
+    while context > 4 and smaller_split < 4 * context:  # a split needs a context, 4 bytes per token
         context //= 2
     context = config.max_seq_len if "max_seq_len" in given else context
 
     # RoPE needs an even head width, and query heads come in groups of equal size.
     groups = config.n_kv_heads or 1
-    limit = max(1, dim // (32 if dim < 512 else 64))
-    valid = [h for h in range(1, limit + 1) if dim % (2 * h) == 0 and h % groups == 0]
+    max_heads = max(1, dim // (32 if dim < 512 else 64))
+    valid = [n for n in range(1, max_heads + 1) if dim % (2 * n) == 0 and n % groups == 0]
     heads = max(valid, default=groups)
 
     # The smaller a text, the more a small batch helps.
     tokens = min(batch_tokens(12 * layers * dim ** 2), max(256, size // 100))
     sequences = max(1, round(tokens / context))
-    passes = math.ceil(sequences / 32)
+    passes = math.ceil(sequences / MAX_SEQUENCES)
 
     tied = (True, "embedding and classifier share a table, as the text is read often")
     if is_ample:
@@ -175,8 +183,8 @@ def shape_of_width(config, given, dim, size):
         limit = max_vocab_size(dim, layers, size)
         share = "three quarters" if is_ample else "a third"
         if limit:
-            reason = f"max vocabulary: at most {share} of the parameters, and "
-            plan["max_vocab_size"] = limit, reason + "as large as a text of this size can teach"
+            plan["max_vocab_size"] = limit, (f"max vocabulary: at most {share} of the parameters, "
+                                             f"and as large as a text of this size can teach")
         elif "vocab_source" not in given:
             plan["vocab_source"] = "byte", "the text is too short to teach a larger vocabulary"
     return {name: entry for name, entry in plan.items() if name not in given}
@@ -184,28 +192,29 @@ def shape_of_width(config, given, dim, size):
 
 def max_vocab_size(dim, n_layers, size):
     """
-    Return the max size of a vocabulary for a text of `size` bytes, 0 for bytes alone.
+    Return the max vocabulary size for a text of `size` bytes; 0: use single bytes as tokens.
 
-    With 6 L D rows the embedding has a third of all parameters; with 18 L D rows it and an untied
-    classifier have three quarters. A token that occurs less than once in 192 bytes is hardly
-    learned. A text that is read often teaches fewer: 1,800 where it has 1 MB.
+    The blocks have 12 L D^2 parameters (L layers, width D). So 6 L D rows make a tied embedding a
+    third of all parameters; 18 L D rows make embedding and untied classifier three quarters. On
+    average, each token needs 192 bytes of text to be learned. A text that is read often teaches
+    fewer: 1,800 tokens from 1 MB.
     """
-    third = 6 * n_layers * dim
+    rows_of_third = 6 * n_layers * dim
     if has_ample_text(dim, n_layers, size):
-        rows = max(third, min(3 * third, 4096))
+        rows = max(rows_of_third, min(3 * rows_of_third, 4096))
     else:
-        rows = min(third, 1.8 * size ** 0.5)
+        rows = min(rows_of_third, 1.8 * size ** 0.5)
     rounded = int(min(rows, size // 192, 32768)) // 64 * 64
     return rounded if rounded >= 384 else 0
 
 
 def has_ample_text(dim, n_layers, size):
-    """Return whether the tokens that this model needs, of 3 bytes, are at most two epochs."""
+    """Return whether two epochs have the tokens that this model needs, at 3 bytes per token."""
     return 3 * min_tokens(12 * n_layers * dim ** 2) <= 2 * size
 
 
 def known_vocab_size(config):
-    """Return the approximate size of a vocabulary that exists already; 0 if it will be trained."""
+    """Return the approximate size of an existing vocabulary; 0 if a new one will be trained."""
     if is_prepared(config.data):
         with reading(config.data, "prepared data, a folder that data.py made", fail):
             return read_meta(config.data)["vocab_size"]
@@ -221,19 +230,22 @@ def expected_vocab_size(config, size):
 
 def max_block_params(size):
     """
-    Return the max parameters of the blocks that a text can use; a larger model memorizes it.
-    100 kB use 112 x 2 and 1 MB uses 192 x 3; few experiments were made beyond.
+    Return the max parameters of the blocks for a text of `size` bytes; a larger model memorizes it.
+    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; few larger ones were tried.
     """
     return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
 
 def min_tokens(block_params):
-    """Return the min tokens to train on: 1.5 per parameter for small models, 20 from 100 M on."""
+    """Return the min tokens to train on: 1.5 per block parameter, rising to 20 at 100 million."""
     return block_params * min(20, 1.5 * max(1, block_params / 600_000) ** 0.5)
 
 
 def batch_tokens(block_params):
-    """Return the tokens per step from the FLOPs of the training, as derive_from_depth does."""
+    """
+    Return the tokens per step from the FLOPs of the training, as derive_from_depth does. They are
+    taken as 9 per block parameter and token.
+    """
     return max(512, round(0.05 * (9 * block_params * min_tokens(block_params)) ** 0.3271))
 
 
@@ -241,17 +253,17 @@ def batch_tokens(block_params):
 
 def plan_length(config, given, meta, setup):
     """
-    Return (seconds to train, the part of the plan that needs the prepared text): steps, learning
-    rate, regularization, evaluations. A text that is read often needs dropout, and is read only as
-    often as helps. meta: meta.json of the prepared text.
+    Return (seconds to train, plan of the length): steps, learning rate, regularization and
+    evaluations. The steps are those that fit into the time, but at most max_epochs of the text.
+    meta: meta.json of the prepared text.
     """
     usual_batch = config.batch_size
     config, step_time = fill_gpu(config, given, meta, setup)
     seconds = training_seconds(config.minutes)
     step_epochs = tokens_per_step(config) / meta["train_tokens"]
-    possible = seconds / step_time
-    useful = max_epochs(meta["train_bytes"]) / step_epochs
-    steps = max(20, round(min(possible, useful)))
+    possible_steps = seconds / step_time
+    useful_steps = max_epochs(meta["train_bytes"]) / step_epochs
+    steps = max(20, round(min(possible_steps, useful_steps)))
     epochs = steps * step_epochs
     rate = config.learning_rate if "learning_rate" in given else rate_for(config.dim)
 
@@ -259,9 +271,11 @@ def plan_length(config, given, meta, setup):
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of the text"
     max_iters = 10 * steps, f"more than there is time for; about {steps:,}, {read}"
-    if useful < possible:
+    if useful_steps < possible_steps:
         max_iters = steps, f"{read}: the model would memorize it if it read it more often"
-    eval_tokens = 1.5 * EVAL_FRACTION * steps * tokens_per_step(config)
+    # Per token, a training step computes three times as much as an evaluation; one evaluation reads
+    # two splits.
+    eval_tokens = 3 / 2 * EVAL_FRACTION * steps * tokens_per_step(config)
     plan = {"max_iters": max_iters,
             "learning_rate": (rate, "falls with the width"),
             "embedding_lr_scale": (2.0 if config.tie_embeddings else 4.0,
@@ -287,8 +301,8 @@ def plan_length(config, given, meta, setup):
 
 def fill_gpu(config, given, meta, setup):
     """
-    Return (config, seconds of a step), with a batch that keeps a GPU busy: doubled while that takes
-    little more time, at most four times, and while the text is worth reading that often.
+    Return (config, seconds of a step), with a batch that keeps a GPU busy. The batch is doubled up
+    to four times, while a step takes little longer and the text is read at most max_epochs times.
     """
     step = step_seconds(config, meta["vocab_size"], setup)
     if setup.device.type != "cuda" or given & {"batch_size", "gradient_accumulation_steps"}:
@@ -305,12 +319,12 @@ def fill_gpu(config, given, meta, setup):
 
 
 def fraction_read(epochs, meta):
-    """Return the fraction of the whole text that `epochs` < 1 of its prepared part are."""
+    """Return the fraction of the whole text that is read in `epochs` <= 1 of its prepared part."""
     return epochs * meta["train_bytes"] / meta.get("whole_bytes", meta["train_bytes"])
 
 
 def max_epochs(size):
-    """Return the max number of times that a text of `size` bytes is read."""
+    """Return how often a text of `size` bytes is read at most: 70 times 10 kB, 19 times 1 MB."""
     return 70 * (max(size, 1000) / 10_000) ** -0.28
 
 
@@ -322,8 +336,9 @@ def dropout_for(epochs):
 
 def decay_for(epochs, step_epochs, rate):
     """
-    Return a weight decay that grows with the number of epochs. Its limit: weights forget within
-    1 / (rate * decay) steps, which must be at least 1.5 epochs. step_epochs: epochs per step.
+    Return a weight decay that grows with the number of epochs. It is limited because weights forget
+    within 1 / (rate * decay) steps, which must be at least 1.5 epochs. step_epochs: epochs of a
+    step.
     https://arxiv.org/abs/2405.13698
     """
     decay = min(0.07 * (epochs - 1), step_epochs / (1.5 * rate))
@@ -331,14 +346,14 @@ def decay_for(epochs, step_epochs, rate):
 
 
 def rate_for(dim):
-    """Return the learning rate for a model of this width, of Muon and of AdamW for the rest."""
+    """Return the learning rate for a model of this width, for Muon and AdamW alike."""
     return float(f"{6e-3 * min(1, (64 / dim) ** 0.5):.1e}")
 
 
 def training_seconds(minutes):
     """
-    Return the seconds of the time budget that are left for training: at least half of it, as
-    preparing a large text can take longer.
+    Return the seconds left for training: the time budget without RESERVE and the time since the
+    program started, but at least half of the budget, as preparing a large text can take longer.
     """
     spent = (time.monotonic() - STARTED) / 60
     return 60 * max(minutes / 2, minutes * (1 - RESERVE) - spent)
@@ -349,13 +364,13 @@ def training_seconds(minutes):
 def limiting_factor(config, state, row, meta):
     """
     Return a line that names what limits the loss of a finished run, and what to change. row: the
-    last one.
+    last logged row.
     """
     epochs = row["epoch"]
     read = f"read {epochs:.3g} times"
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of it was read"
-    if state["last"]:
+    if state["last"]:  # early_stop has ended the run
         return (f"limited by the text, which the model has memorized ({read}): more text lowers "
                 f"the loss, more time does not")
     if "whole_bytes" in meta and epochs > 1:
@@ -392,6 +407,7 @@ def show_costs(build):
     """
     path = Path(__file__).resolve().parents[2] / "train.py"
     knobs = {name: knob[0] for name, knob in source_knobs(path).items()}
+    # --help of that command shows this docstring and train.py's knobs.
     knobs |= {"__file__": str(path), "__doc__": show_costs.__doc__}
     config = configure(knobs, positional="data", common=(
         "dim", "n_layers", "max_seq_len", "batch_size", "vocab_size"))
