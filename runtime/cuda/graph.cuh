@@ -1,20 +1,22 @@
-// begin and end of a call of forward: the ops are called once, then recorded as a CUDA graph, then
-// replayed. One token is computed by whole_token instead, where that can run.
+// The Backend's begin and end. The ops of a call of forward are launched one by one in the first
+// call, recorded as a CUDA graph in the second, and replayed from the graph in later ones, which
+// spares the launches. One token is computed by whole_token instead, if that can run.
 #pragma once
 #include "launch_token.cuh"
 
-// The first call with a T and `all` runs op by op; its kernels are loaded then. The second call is
-// recorded, if the driver can do so, and later calls replay the recording.
-static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
+// Returns whether forward must call the ops. The first call with this T and all_logits runs op by
+// op: it loads the kernels, which cannot be recorded, and sets c->out, which launch_token needs.
+// The second call is recorded if the driver can do so; later calls replay the recording.
+static bool begin(Backend *b, const int *tokens, int T, int pos, bool all_logits) {
     Cuda *c = (Cuda *)b;
-    Recording *r = &c->recordings[T][all];
+    Recording *r = &c->recordings[T][all_logits];
     c->in_pass = true;
     if (T == 1 && r->warmed_up && has_whole_token(c)) {
         launch_token(c, tokens[0], pos);
         return false;
     }
     c->recording = r->warmed_up && c->can_record ? r : NULL;
-    if (r->exec) { // the graph copies input_host to the device
+    if (r->exec) { // the graph begins with the copy of input_host to the device
         c->input_host->pos = pos;
         memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
         return false;
@@ -25,6 +27,7 @@ static bool begin(Backend *b, const int *tokens, int T, int pos, bool all) {
     return true;
 }
 
+// Ends a recording, launches the graph if there is one, and waits for the results.
 static void end(Backend *b) {
     Cuda *c = (Cuda *)b;
     Recording *r = c->recording;
@@ -40,7 +43,7 @@ static void end(Backend *b) {
     c->recording = NULL;
 }
 
-// Returns whether the driver can record a launch and replay it. Some ways to share a GPU do not
+// Returns whether the driver can record a launch and replay it. Some setups that share a GPU do not
 // allow it.
 static bool try_recording(Cuda *c) {
     cudaGraph_t graph = NULL;

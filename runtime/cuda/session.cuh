@@ -1,4 +1,4 @@
-// The host's state of a session on the GPU, its memory, and how kernels are launched.
+// struct Cuda, the host's state of a session on the GPU; its memory; launches of kernels.
 #pragma once
 #include <stdio.h>
 #include <stdlib.h>
@@ -6,13 +6,14 @@
 #include <vector>
 #include "whole_token.cuh"
 
-// The recorded ops of calls of forward with the same T and `all`.
+// The ops of forward, recorded as a CUDA graph. All calls with the same T and the same all_logits
+// (see Backend.begin) share one.
 typedef struct {
     bool warmed_up;       // the ops were called once, which also loaded their kernels
     cudaGraphExec_t exec; // NULL until they are recorded
 } Recording;
 
-// A matrix of the model and what it was before it was uploaded.
+// A matrix of the model, which points to device memory now, and what it was before.
 typedef struct { Mat *mat, original; } UploadedMat;
 
 typedef struct {
@@ -25,35 +26,36 @@ typedef struct {
     bool can_record;   // whether the driver can record graphs
 
     // Calls of forward
-    bool in_pass;                       // between begin and end
-    Recording recordings[CHUNK + 1][2]; // by T and `all`
+    bool in_pass;                       // a pass is a call of forward, from begin to end
+    Recording recordings[CHUNK + 1][2]; // [T][all_logits]
     Recording *recording;               // the one that this pass records or replays, or NULL
     Input *input, *input_host;          // on the device; in pinned host memory
 
     // Memory
-    std::vector<void *> *blocks;        // all device memory, freed by close
-    std::vector<UploadedMat> *uploaded; // restored by close
+    std::vector<void *> *blocks;        // all allocations on the device; close frees them
+    std::vector<UploadedMat> *uploaded; // close restores their originals
     const uint4 *weights;               // quantized values of all matrices, then all scales
-    size_t weights_bytes, values_bytes; // of both; of the values
-    Cache cache;                        // of all layers; its pointers are those of layer 0
-    bool float_cache;                   // its elements are float, else __half
-    float2 *rotation;                   // (positions, head_dim / 2): cosine and sine
+    size_t weights_bytes, values_bytes; // size of values and scales; size of the values
+    Cache cache;                        // holds all layers in turn; its pointers are layer 0's
+    bool float_cache;                   // the elements of the cache are float, else __half
+    float2 *rotation;                   // (positions, head_dim / 2): cosine and sine (RoPE)
     float *y, *q, *k, *v, *h, *h2;      // temporaries (max T, dim), (max T, q_dim), twice
                                         // (max T, kv_dim), twice (max T, hidden_dim)
     __half *half_x, *spare_half_x;      // (CHUNK, max of dim, q_dim and hidden_dim) each
-    const float *half_x_source;         // during a pass: what half_x is a copy of, or NULL
-    int splits;                         // blocks that share a head's positions for one token
-    float *partials;                    // of attention, or of tiles
-    unsigned *counters;                 // zeros between kernels
+    const float *half_x_source;         // during a pass: the array half_x was copied from, or NULL
+    int splits;                         // blocks that share the positions of a head if T is 1
+    float *partials;                    // results of blocks that share work; see count_partials
+    unsigned *counters;                 // of is_last_block; all 0 between kernels
 
     // Results
     float *logits; // (max T, vocab_size) on the device
-    float *out;    // the caller's logits of the last call of forward, or NULL
-    void *pinned;  // the caller's logits, if they were pinned
+    float *out;    // host memory that the last op logits copied to; NULL: it copied nothing
+    void *pinned;  // the same memory if it has been pinned for fast copies, else NULL
     size_t pinned_bytes;
-    int *best; // in pinned host memory: find_largest's result, or a sampled token
+    int *best; // in pinned host memory: index of the largest logit, -1 if one is not finite;
+               // within choose, the sampled token
 
-    TokenPlan token; // slots is 0 if whole_token cannot run
+    TokenPlan token; // how whole_token runs; token.slots is 0 if it cannot
 } Cuda;
 
 // ----------------------------------------------------------------------------
@@ -70,6 +72,7 @@ static void check(cudaError_t e, const char *call, const char *file, int line) {
 
 #define CUDA(call) check(call, #call, __FILE__, __LINE__)
 
+// Writes a message with up to four numbers to e->text. Returns it.
 static const char *format(llamac_error *e, const char *text, double a, double b, double c,
                           double d) {
     snprintf(e->text, sizeof e->text, text, a, b, c, d);
@@ -79,7 +82,7 @@ static const char *format(llamac_error *e, const char *text, double a, double b,
 // ----------------------------------------------------------------------------
 // Memory
 
-// Allocates device memory, which close frees. Returns NULL if there is not enough.
+// Allocates device memory, which close frees. Returns NULL if too little is free.
 static void *allocate(Cuda *c, size_t bytes) {
     void *block = NULL;
     if (cudaMalloc(&block, bytes ? bytes : 1) == cudaSuccess)
@@ -88,7 +91,8 @@ static void *allocate(Cuda *c, size_t bytes) {
     return NULL;
 }
 
-// Allocates host memory that the GPU can access. Returns NULL if there is not enough.
+// Allocates pinned host memory: the system never moves it, so the GPU copies it or writes to it
+// directly. Returns NULL if too little is free.
 static void *allocate_pinned(size_t bytes) {
     void *block = NULL;
     if (cudaMallocHost(&block, bytes) == cudaSuccess) return block;
@@ -102,10 +106,12 @@ static const char NOT_PINNED[] =
 // ----------------------------------------------------------------------------
 // Launches
 
+// Identity<P>::type takes no part in the deduction of P. So P is deduced from the kernel alone, and
+// the arguments are converted to the types of its parameters.
 template <typename T> struct Identity { typedef T type; };
 
-// Launches a kernel with `shared` bytes of dynamic shared memory, and with `attribute` unless it is
-// NULL. The arguments are converted to the types of the kernel's parameters.
+// Launches a kernel with `shared` bytes of dynamic shared memory, and with a launch attribute (such
+// as a cooperative launch) unless it is NULL.
 template <typename... P>
 static cudaError_t try_launch(Cuda *c, cudaLaunchAttribute *attribute, void (*kernel)(P...),
                               dim3 grid, int threads, size_t shared,
@@ -125,9 +131,9 @@ static void launch(Cuda *c, void (*kernel)(P...), dim3 grid, int threads, size_t
 
 enum { DEFAULT_SHARED = 48 << 10 }; // bytes of shared memory that every launch may ask for
 
-// Raises a kernel's limit of dynamic shared memory to all that there is. It is not set to what one
-// launch needs: the limit belongs to the process, so a session on a smaller model would lower the
-// limit of a session on a larger one.
+// Raises a kernel's limit of dynamic shared memory to the GPU's. The limit is set for the whole
+// process, so with what one launch needs, a session on a smaller model would lower the limit of a
+// session on a larger one.
 static void raise_shared_limit(const Cuda *c, const void *kernel) {
     cudaFuncAttributes code;
     CUDA(cudaFuncGetAttributes(&code, kernel));
@@ -137,11 +143,11 @@ static void raise_shared_limit(const Cuda *c, const void *kernel) {
 
 static unsigned ceil_div(size_t n, size_t by) { return (unsigned)((n + by - 1) / by); }
 
-// Starts the copy of tokens (T,), or with tokens NULL and T 0 only of pos, to the device.
+// Starts the copy of pos and tokens (T,) to c->input. Ops that need only pos pass NULL and T 0.
 static void send_input(Cuda *c, const int *tokens, int T, int pos) {
     c->input_host->pos = pos;
     if (tokens) memcpy(c->input_host->tokens, tokens, sizeof(int) * T);
     size_t bytes = sizeof(int) * (1 + T);
     CUDA(cudaMemcpyAsync(c->input, c->input_host, bytes, cudaMemcpyHostToDevice, c->stream));
-    if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream)); // before input_host may change again
+    if (!c->in_pass) CUDA(cudaStreamSynchronize(c->stream)); // a next call may overwrite input_host
 }
