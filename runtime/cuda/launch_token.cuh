@@ -1,9 +1,10 @@
-// The host's side of whole_token: whether the model and the GPU allow it, its plan, and its launch.
+// The host's side of whole_token: checks whether the model and the GPU allow it, plans its work and
+// launches it.
 #pragma once
 #include "ops.cuh"
 #include "upload.cuh"
 
-// FUSED=0 decodes op by op, to measure what whole_token is worth.
+// FUSED=0 compiles a program that decodes op by op, to measure the speedup of whole_token.
 #ifndef FUSED
 #define FUSED 1
 #endif
@@ -13,12 +14,12 @@
 
 typedef void WholeTokenKernel(TokenPlan, int, int);
 
-// Returns the kernel for layers of one type and a last matrix of another; NULL if there is none.
-static WholeTokenKernel *whole_token_kernel(Type type, Type last) {
-    if (type == Q4_0 && last == Q8_0)
+// Returns the kernel for these types of the layers' matrices and of the output matrix, or NULL.
+static WholeTokenKernel *whole_token_kernel(Type layers, Type output) {
+    if (layers == Q4_0 && output == Q8_0)
         return whole_token<Q4_0, Q8_0, __half>; // export.py's --dtype=q4_0
-    if (type != last) return NULL;
-    switch (type) {
+    if (layers != output) return NULL;
+    switch (layers) {
     case F32: return whole_token<F32, F32, float>;
     case F16: return whole_token<F16, F16, __half>;
     case BF16: return whole_token<BF16, BF16, __half>;
@@ -29,7 +30,7 @@ static WholeTokenKernel *whole_token_kernel(Type type, Type last) {
 }
 
 static cudaError_t try_launch_token(Cuda *c, int token, int pos) {
-    cudaLaunchAttribute cooperative = {}; // all blocks are resident at the same time
+    cudaLaunchAttribute cooperative = {}; // all blocks are resident at once, as grid_barrier needs
     cooperative.id = cudaLaunchAttributeCooperative;
     cooperative.val.cooperative = 1;
     const TokenPlan &t = c->token;
@@ -41,7 +42,7 @@ static cudaError_t try_launch_token(Cuda *c, int token, int pos) {
 
 static bool has_whole_token(const Cuda *c) { return c->token.slots > 0; }
 
-// Computes a token and copies its logits to c->out, unless that is NULL.
+// Computes a token. Copies its logits to c->out, unless that is NULL.
 static void launch_token(Cuda *c, int token, int pos) {
     CUDA(try_launch_token(c, token, pos));
     size_t bytes = sizeof(float) * c->config.vocab_size;
@@ -51,12 +52,12 @@ static void launch_token(Cuda *c, int token, int pos) {
 // ----------------------------------------------------------------------------
 // The plan
 
-// Whether each matrix of layer l is l strides behind that of layer 0.
+// Returns whether the address of each matrix of layer l is that of layer 0 plus l strides.
 static bool is_at_stride(const Layer *first, size_t l, LayerStride stride) {
     const Mat *all[] = {&first->attention_norm, &first->wq, &first->wk, &first->wv, &first->wo,
                         &first->ffn_norm,       &first->w1, &first->w3, &first->w2};
     for (const Mat *m : all) {
-        size_t member = (const char *)m - (const char *)first;
+        size_t member = (const char *)m - (const char *)first; // offset in Layer
         const Mat *other = (const Mat *)((const char *)(first + l) + member);
         const char *data = (const char *)m->data + l * stride.weights;
         const char *scales = (const char *)m->scales + l * stride.scales;
@@ -66,10 +67,10 @@ static bool is_at_stride(const Layer *first, size_t l, LayerStride stride) {
     return true;
 }
 
-// Whether the layers' matrices are of one type, in whole units, and have the same layout in all
-// layers. Sets the stride from each to the next.
+// Returns whether has_units accepts all matrices of the layers, they are of one type, and their
+// layout is the same in all layers. Sets *stride to the distance from one layer to the next.
 static bool has_uniform_layers(const Weights *w, int n_layers, LayerStride *stride) {
-    const Layer *first = w->layers, *next = first + (n_layers > 1);
+    const Layer *first = w->layers, *next = first + (n_layers > 1); // 1 layer: strides of 0
     const Mat *all[] = {&first->wq, &first->wk, &first->wv, &first->wo,
                         &first->w1, &first->w3, &first->w2};
     for (const Mat *m : all)
@@ -82,8 +83,8 @@ static bool has_uniform_layers(const Weights *w, int n_layers, LayerStride *stri
     return true;
 }
 
-// Makes *a the matrix of its rows and those of b. Returns whether b follows a in memory, without
-// which *a cannot be used.
+// Appends the rows of b to *a, without a copy. Returns false if b does not follow a in memory: *a
+// cannot be used then.
 static bool join_rows(Mat *a, const Mat &b) {
     MatBytes bytes = bytes_of(a);
     bool data_follows = (const char *)b.data == (const char *)a->data + bytes.values;
@@ -93,8 +94,8 @@ static bool join_rows(Mat *a, const Mat &b) {
     return data_follows && scales_follow;
 }
 
-// Plans a product for a grid of `blocks` blocks. norm: the RMSNorm before it, or NULL; gated: the
-// matrix is w1 and w3.
+// Plans a product for a grid of `blocks` blocks. norm: weights of the RMSNorm before it, or NULL;
+// gated: the matrix is w1 and w3, joined.
 static TokenProduct plan_product(const Mat &matrix, const Mat *norm, bool gated, int blocks) {
     TokenProduct p = {};
     int rows = gated ? matrix.rows / 2 : matrix.rows;
@@ -105,6 +106,7 @@ static TokenProduct plan_product(const Mat &matrix, const Mat *norm, bool gated,
     p.second_half = gated ? rows : GROUP_ROWS / 2;
     int groups = ceil_div(rows, p.group_stride);
     p.groups_per_block = groups / blocks, p.extra_groups = groups % blocks;
+    // Pieces are numbered piece by piece, group by group. Warp i takes i, i + WARPS, and so on.
     for (int i = 0; i < WARPS; i++)
         p.first[i] = {(unsigned char)(i / p.pieces), (unsigned char)(i % p.pieces)};
     p.hop = {(unsigned char)(WARPS / p.pieces), (unsigned char)(WARPS % p.pieces)};
@@ -112,7 +114,7 @@ static TokenProduct plan_product(const Mat &matrix, const Mat *norm, bool gated,
     return p;
 }
 
-// Fills in t->products. Returns whether the model is one that whole_token can compute.
+// Fills in t->products and t->stride. Returns false if whole_token cannot compute the model.
 static bool plan_products(const Cuda *c, const Weights *w, TokenPlan *t) {
     const Config *config = &c->config;
     const Layer *l = w->layers;
@@ -132,8 +134,8 @@ static bool plan_products(const Cuda *c, const Weights *w, TokenPlan *t) {
     return true;
 }
 
-// Plans how a block uses its shared memory. Returns whether there is room for at least two slots
-// for each warp.
+// Plans how a block uses its shared memory: slots take what the arrays leave. Returns whether there
+// is room for at least two slots for each warp: one is multiplied while the other is copied.
 static bool plan_shared(const Cuda *c, TokenPlan *t) {
     t->x_floats = sizeof(AttentionScratch) / sizeof(float);
     for (const TokenProduct &p : t->products) {
@@ -142,28 +144,28 @@ static bool plan_shared(const Cuda *c, TokenPlan *t) {
         t->sums_floats = std::max(t->sums_floats, GROUP_ROWS * max_groups * p.pieces);
     }
     t->x_floats = (t->x_floats + 3) / 4 * 4;
-    size_t others = token_shared_bytes(*t), slots = 0; // t->slots is still 0
-    if (c->max_shared > others) slots = (c->max_shared - others) / (WARPS * SLOT_BYTES);
+    size_t arrays = token_shared_bytes(*t), slots = 0; // bytes without slots: t->slots is still 0
+    if (c->max_shared > arrays) slots = (c->max_shared - arrays) / (WARPS * SLOT_BYTES);
     if (slots < 2) return false;
     t->slots = (int)std::min<size_t>(slots, MAX_SLOTS);
     return true;
 }
 
-// Prepares whole_token. Leaves token.slots at 0 if the model, the GPU or the driver does not allow
-// it.
+// Prepares whole_token. Leaves c->token.slots at 0 if the model, the GPU or the driver does not
+// allow it.
 static void open_token(Cuda *c, const Weights *w) {
     const Config *config = &c->config;
     TokenPlan t = {};
     if (!FUSED || !c->cooperative || !plan_products(c, w, &t) || !plan_shared(c, &t)) return;
-    size_t positions = (size_t)c->cache.n_kv_heads * c->cache.positions;
+    size_t rows = (size_t)c->cache.n_kv_heads * c->cache.positions; // of the keys of a layer
     t.n_layers = config->n_layers, t.table = w->token_embedding;
     t.cache = c->cache, t.max_splits = c->splits;
-    t.stride.cache = (c->float_cache ? sizeof(float) : sizeof(__half)) * positions * c->cache.width;
+    t.stride.cache = (c->float_cache ? sizeof(float) : sizeof(__half)) * rows * c->cache.width;
     t.rotation = c->rotation, t.norm_eps = config->norm_eps;
     t.partials = c->partials, t.logits = c->logits, t.best = c->best;
 
     const void *kernel = (const void *)whole_token_kernel(w->layers->wq.type, w->output.type);
-    int resident = 0; // blocks on a multiprocessor
+    int resident = 0; // blocks that fit on a multiprocessor
     raise_shared_limit(c, kernel);
     CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, BLOCK_THREADS,
                                                        token_shared_bytes(t)));
@@ -175,7 +177,8 @@ static void open_token(Cuda *c, const Weights *w) {
     t.h = t.attention_out + config->dim;
     CUDA(cudaMemset(t.arrived, 0, sizeof(unsigned)));
     c->token = t;
-    // A trial run. What it writes to the cache is overwritten by the first token.
+    // A trial run, to see whether the driver allows it. It writes to the cache at position 0, which
+    // the first token overwrites.
     if (try_launch_token(c, 0, 0) == cudaSuccess) return;
     (void)cudaGetLastError();
     c->token.slots = 0;

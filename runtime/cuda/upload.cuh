@@ -1,12 +1,12 @@
-// How the weights get to the device.
+// Copies the weights, and a table of RoPE's rotations, to the device.
 #pragma once
 #include <vector>
 #include "session.cuh"
 
 // ----------------------------------------------------------------------------
-// Layout: first the values of all matrices, then the scales of all
+// Layout of c->weights: the values of all matrices, then the scales of all
 
-// Bytes of a matrix on the device.
+// Bytes of a matrix on the device: of its values (quantized or not) and of their scales.
 typedef struct { size_t values, scales; } MatBytes;
 
 static MatBytes bytes_of(const Mat *m) {
@@ -17,12 +17,12 @@ static MatBytes bytes_of(const Mat *m) {
     case BF16: return {2 * n, 0};
     case Q8_0: return {n, n / 32 * 2};
     case Q4_0: return {n / 2, n / 32 * 2};
-    default: return {n, (n + m->group - 1) / m->group * 4};
+    default: return {n, (n + m->group - 1) / m->group * 4}; // INT8_GROUPS
     }
 }
 
-// Returns the same, rounded up so that the next matrix is aligned. Matrices whose rows are whole
-// units follow each other without a gap.
+// Returns bytes_of(m), rounded up so that the next matrix is aligned. The values of matrices that
+// has_units accepts follow each other without a gap: their rows are multiples of 16 bytes.
 static MatBytes aligned_bytes_of(const Mat *m) {
     MatBytes bytes = bytes_of(m);
     auto round_up = [](size_t n, size_t to) { return (n + to - 1) / to * to; };
@@ -34,8 +34,8 @@ static bool is_supported(Type type) {
            || type == INT8_GROUPS;
 }
 
-// Returns every matrix once, in the order of their layout. An output that is tied to the embedding
-// is left out.
+// Returns every matrix once, in the order of their data in c->weights. Skips the output matrix if
+// it is tied to the embedding.
 static std::vector<Mat *> matrices(Weights *w, int n_layers) {
     std::vector<Mat *> all = {&w->token_embedding, &w->norm};
     if (w->output.data != w->token_embedding.data) all.push_back(&w->output);
@@ -49,58 +49,58 @@ static std::vector<Mat *> matrices(Weights *w, int n_layers) {
 }
 
 // ----------------------------------------------------------------------------
-// Copies by way of two pinned buffers: one is filled from the file while the other is copied
+// Copies through two pinned buffers: one is filled from the file while the other is copied
 
 static const size_t BUFFER_BYTES = 32 << 20;
 
 typedef struct {
     cudaStream_t stream;
     char *buffers[2];
-    cudaEvent_t copied[2]; // the buffer may be filled again
-    int current;
+    cudaEvent_t copied[2]; // the copy of buffers[i] has finished, so it may be filled again
+    int current;           // index of the buffer that was filled last
 } Upload;
 
-// Returns the buffer whose turn it is, after its last copy has finished.
+// Switches to the other buffer and waits until its last copy has finished. Returns the buffer.
 static char *next_buffer(Upload *u) {
     u->current = !u->current;
     CUDA(cudaEventSynchronize(u->copied[u->current]));
     return u->buffers[u->current];
 }
 
-// Starts the copy of n bytes of the current buffer.
+// Starts the copy of n bytes of the current buffer, from `from` to device memory `to`.
 static void send(Upload *u, void *to, const char *from, size_t n) {
     CUDA(cudaMemcpyAsync(to, from, n, cudaMemcpyHostToDevice, u->stream));
     CUDA(cudaEventRecord(u->copied[u->current], u->stream));
 }
 
 static void upload_bytes(Upload *u, char *to, const void *from, size_t n) {
-    for (size_t at = 0, some; at < n; at += some) {
-        some = n - at < BUFFER_BYTES ? n - at : BUFFER_BYTES;
+    for (size_t done = 0, count; done < n; done += count) {
+        count = n - done < BUFFER_BYTES ? n - done : BUFFER_BYTES;
         char *buffer = next_buffer(u);
-        memcpy(buffer, (const char *)from + at, some);
-        send(u, to + at, buffer, some);
+        memcpy(buffer, (const char *)from + done, count);
+        send(u, to + done, buffer, count);
     }
 }
 
-// Uploads n blocks, each a scale of 2 bytes followed by WIDTH bytes of values. Values and scales go
-// to different places.
+// Uploads n blocks, each a scale of 2 bytes followed by WIDTH bytes of values. Separates them: the
+// buffer holds the values of its blocks, then their scales.
 template <size_t WIDTH>
 static void upload_blocks(Upload *u, char *values, char *scales, const void *from, size_t n) {
     const char *block = (const char *)from;
-    size_t max = BUFFER_BYTES / (2 + WIDTH);
-    for (size_t at = 0, some; at < n; at += some) {
-        some = n - at < max ? n - at : max;
+    size_t max_blocks = BUFFER_BYTES / (2 + WIDTH);
+    for (size_t done = 0, count; done < n; done += count) {
+        count = n - done < max_blocks ? n - done : max_blocks;
         char *buffer = next_buffer(u);
-        for (size_t i = 0; i < some; i++, block += 2 + WIDTH) {
+        for (size_t i = 0; i < count; i++, block += 2 + WIDTH) {
             memcpy(buffer + i * WIDTH, block + 2, WIDTH);
-            memcpy(buffer + some * WIDTH + 2 * i, block, 2);
+            memcpy(buffer + count * WIDTH + 2 * i, block, 2);
         }
-        send(u, values + at * WIDTH, buffer, some * WIDTH);
-        send(u, scales + 2 * at, buffer + some * WIDTH, 2 * some);
+        send(u, values + done * WIDTH, buffer, count * WIDTH);
+        send(u, scales + 2 * done, buffer + count * WIDTH, 2 * count);
     }
 }
 
-// Uploads a matrix and points it to its new place.
+// Uploads a matrix and makes *m point to its copy on the device.
 static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
     MatBytes bytes = bytes_of(m);
     size_t blocks = (size_t)m->rows * m->cols / 32;
@@ -114,7 +114,8 @@ static void upload_matrix(Upload *u, char *values, char *scales, Mat *m) {
     m->scales = bytes.scales ? scales : NULL;
 }
 
-// Uploads all weights to c->weights. Returns NULL or an error message.
+// Uploads all weights to c->weights and makes the model's matrices point there. Returns NULL, or an
+// error message if host memory cannot be pinned.
 static const char *upload(Cuda *c, Weights *w) {
     Upload u = {};
     u.stream = c->stream;
@@ -143,8 +144,8 @@ static const char *upload(Cuda *c, Weights *w) {
     return ok ? NULL : NOT_PINNED;
 }
 
-// Computes c->rotation from frequencies (head_dim / 2,) in radians per position, in double
-// precision as on the CPU.
+// Fills c->rotation from frequencies (head_dim / 2,), in radians per position. Computes in double
+// precision, as the CPU backend does, so that both round to the same floats.
 static void upload_rotation(Cuda *c, const double *frequencies) {
     int positions = c->cache.positions, half = c->config.head_dim / 2;
     std::vector<float> table(2 * (size_t)positions * half);
