@@ -27,6 +27,7 @@ from tokenizer import (
     Bytes,
     SentencePiece,
     byte_level,
+    bytes_of,
 )
 
 
@@ -41,9 +42,12 @@ def read_gguf_tokenizer(metadata, where):
 
 
 def byte_level_tokenizer(get, end_of_turn, where):
-    """Return the ByteLevel of tokenizer.ggml.model "gpt2". get: returns the value of a key."""
+    """
+    Return the ByteLevel of a GGUF file whose tokenizer.ggml.model is "gpt2". get: a function that
+    returns the value of tokenizer.ggml.NAME.
+    """
     eos, pre = get("eos_token_id"), get("pre")
-    bos = get("bos_token_id", eos)
+    bos = get("bos_token_id", eos)  # some files, as of Qwen, name no BOS: EOS separates texts
     if pre not in PRE_TOKENIZERS:
         fail(f"{where}: the pre-tokenizer is {pre!r}, expected one of {', '.join(PRE_TOKENIZERS)}")
     pieces = []
@@ -53,8 +57,7 @@ def byte_level_tokenizer(get, end_of_turn, where):
         if not in_letters and kind not in (CONTROL, USER_DEFINED, UNUSED):
             fail(f"{where}: token {i} is {text!r} of type {kind}, expected GPT-2's letters of "
                  "bytes, or type 3, 4 or 5")
-        spelled = b"".join(map(BYTE_OF.get, text)) if in_letters else token
-        pieces.append((spelled, 0.0, kind))
+        pieces.append((bytes_of(text) if in_letters else token, 0.0, kind))
     pieces = with_control(pieces, (bos, eos, end_of_turn))
     merges = [merge.decode(errors="replace") for merge in get("merges")]
     add_bos = bool(get("add_bos_token", pre == "llama-bpe"))
@@ -62,7 +65,10 @@ def byte_level_tokenizer(get, end_of_turn, where):
 
 
 def llama_tokenizer(get, end_of_turn, where):
-    """Return the Tokenizer of tokenizer.ggml.model "llama", "t5" or NO_BYTES."""
+    """
+    Return the Tokenizer of a GGUF file whose tokenizer.ggml.model is "llama", "t5" (which
+    export.py writes for character-level vocabularies) or NO_BYTES. get: as in byte_level_tokenizer.
+    """
     model = get("model")
     if model not in ("llama", "t5", NO_BYTES):
         fail(f"{where}: tokenizer {repr(model)[:80]}, expected 'gpt2' or 'llama'")
@@ -75,14 +81,15 @@ def llama_tokenizer(get, end_of_turn, where):
         fail(f"{where}: tokenizer 't5', expected one whose pieces are single characters, or "
              "'llama'")
     if vocabulary.kind != "sentencepiece":
-        return vocabulary
+        return vocabulary  # Bytes, which always has add_bos
     return vocabulary.with_bos(bool(get("add_bos_token", True)), where)
 
 
 def with_control(pieces, ids):
     """
-    Return the pieces with those of `ids`, which begin or end texts and answers, as control pieces
-    rather than user-defined ones, so that a text cannot name them; as runtime/tokenizer.c does.
+    Return the pieces, with the user-defined ones among `ids` turned into control pieces, as in
+    runtime/tokenizer.c. ids: the tokens that begin or end texts and answers; as control pieces,
+    they never result from encoding a text.
     """
     return [(piece, score, CONTROL if i in ids and kind == USER_DEFINED else kind)
             for i, (piece, score, kind) in enumerate(pieces)]
@@ -90,8 +97,8 @@ def with_control(pieces, ids):
 
 def tokenizer_of_pieces(pieces, ids, add_dummy_prefix, remove_extra_whitespaces, where):
     """
-    Return the Tokenizer with these pieces, by rebuilding the sentencepiece model they come from.
-    ids: of <unk>, BOS and EOS.
+    Return the Tokenizer with these pieces: Bytes if they are its pieces, else a SentencePiece, for
+    which the sentencepiece model is built again. ids: those of <unk>, BOS and EOS.
     """
     if pieces == Bytes().pieces():
         return Bytes()
