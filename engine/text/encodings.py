@@ -7,8 +7,8 @@ import re
 import unicodedata
 from collections import Counter
 
-# The most frequent characters of each script. They make up at least a certain share of the letters
-# of a text in that script, and few of those of a text that was decoded with the wrong encoding.
+# The most frequent characters of each script. Their share of the letters is high in a text of that
+# script and low in a text that was decoded with a wrong encoding.
 CHINESE = ("的一是不了在人有我他这个们中来上大为和国地到以说时要就出会可也你对生能而子那得"
            "于着下自之年过发后作里用道行所然家种事成方多经么去法学如都同现当没动面起看定天分"
            "还进好小部其些主样理心她本前开但因只从想实這個們來為國說時會對於著過發後裡種經麼"
@@ -21,26 +21,36 @@ FREQUENT = {  # encoding: (frequent characters, their minimum share of the lette
     "GB18030": (CHINESE, 0.2), "BIG5-HKSCS": (CHINESE, 0.2), "CP932": (KANA, 0.2),
     "EUC-JP": (KANA, 0.2), "CP949": (KOREAN, 0.25), "CP1251": (CYRILLIC, 0.6),
     "KOI8-U": (CYRILLIC, 0.6)}
-# (frequent letters beyond ASCII, all of them) of French, German, Spanish, Portuguese, Italian,
-# Swedish, Danish, Dutch, Catalan, Finnish and Estonian. A text with letters that no single one of
-# these languages has is Czech, Turkish or another language, in an encoding of its own.
-WESTERN = (("é", "àâçèéêëîïôùûüœæ"), ("äöü", "äöüßé"), ("áéíóñ", "áéíóúüñºª"),
-           ("ç", "áàâãçéêíóôõúüªº"), ("àèìòù", "àèéìíîòóùú"), ("åä", "åäöé"), ("øåæ", "æøåéô"),
-           ("ëïé", "áéèêëïíóôöúü"), ("àèò", "àçèéíïòóúü"), ("äõ", "äõöü"))
+# A text whose letters are not all of one of these languages is Czech, Turkish or another language,
+# in an encoding of its own.
+WESTERN = (  # (frequent letters beyond ASCII, all of them)
+    ("é", "àâçèéêëîïôùûüœæ"),     # French
+    ("äöü", "äöüßé"),             # German
+    ("áéíóñ", "áéíóúüñºª"),       # Spanish
+    ("ç", "áàâãçéêíóôõúüªº"),     # Portuguese
+    ("àèìòù", "àèéìíîòóùú"),      # Italian
+    ("åä", "åäöé"),               # Swedish, Finnish
+    ("øåæ", "æøåéô"),             # Danish
+    ("ëïé", "áéèêëïíóôöúü"),      # Dutch
+    ("àèò", "àçèéíïòóúü"),        # Catalan
+    ("äõ", "äõöü"),               # Estonian
+)
 MARKS = "’‘“”„«»‹›–—…•°§£€©®™´¿¡\xa0\xad²³½¼¾×±µ·"  # used in all languages
-# Marks at places of letters, and capitals inside words. The letters of DOS, old Macs and
-# ISO-8859-15 look so if they are decoded as CP1252. A dash between two words is not counted.
+# Marks where letters belong, and capitals inside words: signs that letters of DOS, old Macs or
+# ISO-8859-15 were decoded as CP1252. A dash between two words is not counted.
 STRANGE = re.compile("[a-zß-ÿ][À-ÞŒ]"
                      "|[^\\W\\d_](?:[‘„‹£•¡¿]|[“”»›…°\xa0²³½¼¾×±µ](?=[^\\W\\d_])|—\\s)"
                      "|(?:^|\\s)(?:[”›…]|[²³½¼¾×±µ°§©®™´·])(?=[^\\W\\d_])")
+# UTF-32 first: the UTF-32-LE mark begins with the UTF-16-LE mark.
 BOMS = [(codecs.BOM_UTF32_LE, "UTF-32"), (codecs.BOM_UTF32_BE, "UTF-32"),
         (codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16")]
 
 
 def encoding(sample):
     """
-    Name the encoding of a text that is not UTF-8, as Python and iconv call it; "" if it is not
-    certain. sample: bytes that begin with a whole character.
+    Name the encoding of a text that is not UTF-8, as Python and iconv call it; "" if not certain.
+
+    sample: bytes that begin with a whole character.
     """
     for mark, name in BOMS:
         if sample.startswith(mark):
@@ -66,7 +76,7 @@ def decoded(sample, name):
 
 
 def is_plausible(text):
-    """Return whether all characters are assigned and none is a control character no text has."""
+    """Return whether all characters are assigned and all control characters are usual in texts."""
     def is_odd(c):
         is_control = c < " " and c not in "\t\n\r\f\v\x1b"
         return is_control or unicodedata.category(c) in ("Cn", "Co", "Cs")
@@ -79,7 +89,9 @@ def by_zeros(sample):
     for name in "UTF-32LE", "UTF-32BE":
         if is_plausible(decoded(sample, name)):
             return name
-    common = {}  # how many characters are of all scripts; few are in the wrong byte order
+    # {name: number of ASCII characters, kana and East Asian punctuation}: frequent in texts of all
+    # scripts, rare if the bytes are read in the wrong order.
+    common = {}
     for name in "UTF-16LE", "UTF-16BE":
         text = decoded(sample, name)
         common[name] = 0
@@ -90,8 +102,8 @@ def by_zeros(sample):
 
 
 def damaged(sample):
-    """Return whether bytes are UTF-8 but for some: most of those beyond ASCII form characters."""
-    high = sum(map(sample.count, map(bytes, zip(range(128, 256)))))
+    """Return whether bytes are UTF-8 with errors: most bytes from 128 on form valid characters."""
+    high = sum(map(sample.count, range(128, 256)))
     characters = Counter(sample.decode("utf-8", "ignore"))
     valid = sum(len(c.encode()) * n for c, n in characters.items() if c > "\x7f")
     return 2 * valid > high
@@ -99,8 +111,10 @@ def damaged(sample):
 
 def share(text, frequent):
     """
-    Return the share of frequent characters among the letters beyond ASCII; 0 for a text with few of
-    these letters, with most of them alone between ASCII, or with letters that rule the script out.
+    Return the share of frequent characters among the letters beyond ASCII.
+
+    Return 0 if these letters are few, if most stand alone between ASCII characters, or if they rule
+    the script out.
     """
     letters = {c: n for c, n in Counter(text or "").items() if c > "\x7f" and c.isalpha()}
     total = sum(letters.values())
@@ -114,10 +128,11 @@ def share(text, frequent):
 
 def is_cyrillic(text, letters, total):
     """
-    Return whether letters are those of Russian, Ukrainian or Bulgarian, in words without Latin
-    letters and without capitals inside. The last letters of the alphabet must be frequent: Hebrew,
-    Greek and Thai decoded as Cyrillic do not use them so. letters: {letter: count}; total: of all
-    letters.
+    Return whether a text is Russian, Ukrainian or Bulgarian by its letters.
+
+    Words must have no Latin letters and no capitals inside. The last letters of the alphabet must
+    be frequent; they are rare in Hebrew, Greek and Thai decoded as Cyrillic. letters: {letter
+    beyond ASCII: count}; total: the sum of the counts.
     """
     others = sum(n for c, n in letters.items() if c not in "ёЁіїєІЇЄ" and not "А" <= c <= "я")
     others += sum(c > "\x7f" and not c.isalpha() and c not in "«»“”„–—…№’\xa0" for c in text)
@@ -129,8 +144,10 @@ def is_cyrillic(text, letters, total):
 
 def is_western(text):
     """
-    Return whether a text that was decoded as CP1252 is right: its letters beyond ASCII are few and
-    all of one western language, or there are none but marks, at places of marks.
+    Return whether CP1252 was the right encoding of a decoded text.
+
+    Its letters beyond ASCII must be few and of one western language, or it has only MARKS, where
+    marks belong.
     """
     beyond = {c: n for c, n in Counter(text).items() if c > "\x7f"}
     letters = Counter()
