@@ -6,7 +6,7 @@ import time
 
 from engine.training import distributed
 
-# From the user or a job queue; from a terminal that closes; from `ulimit -t`.
+# Sent by the user or a job queue, by a terminal that closes, and at the limit of `ulimit -t`.
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 
 
@@ -20,13 +20,13 @@ def on_stops(handler):
 class Signals:
     """
     Signals and the time limit of a run. Ctrl-C and the signals of STOPS: save after the current
-    step and end (a second Ctrl-C ends at once). SIGUSR1: save and continue.
+    step and end (a later Ctrl-C ends at once). SIGUSR1: save and continue.
     """
 
     def __init__(self, seconds, end):
-        """seconds: the run's clock now; end: the clock at which the time is over."""
+        """seconds: what the run's clock shows now; end: what it shows when the run must stop."""
         self.stop = self.save = False
-        self.agreed = None  # a function that returns the answer of the call of `read` before
+        self.previous = None  # of several processes: the function that ends the last exchange
         self.start, self.end = time.monotonic() - seconds, end
         signal.signal(signal.SIGINT, self.on_stop)
         on_stops(self.on_stop)
@@ -41,12 +41,16 @@ class Signals:
 
     def read(self):
         """
-        Return (stop, save, seconds): whether any process was asked to, and the run's clock. All
-        processes return the same. Where there are several, it is what they knew at the call before,
-        so that no step waits for the exchange.
+        Return (stop, save, seconds): whether to stop, by a signal to any process or by the time
+        limit, whether any process was asked to save, and the run's clock. All processes return the
+        same. Where there are several, it is what they knew at the previous call, so that no step
+        waits for the exchange; only the first call waits.
         """
-        save, self.save = self.save, False  # at once: a signal during the exchange counts next time
-        asked = distributed.start_max([self.stop, save, time.monotonic() - self.start])
-        agreed, self.agreed = self.agreed if distributed.world > 1 else asked, asked
-        stop, save, seconds = (agreed or asked)()
+        # Reset it before the exchange, so that the next call sees a signal that arrives meanwhile.
+        save, self.save = self.save, False
+        exchange = distributed.start_max([self.stop, save, time.monotonic() - self.start])
+        finish = self.previous or exchange
+        if distributed.world > 1:
+            self.previous = exchange
+        stop, save, seconds = finish()
         return bool(stop) or seconds >= self.end, bool(save), seconds
