@@ -22,13 +22,13 @@ from engine.text.sources import text_files
 from engine.untrusted import open_untrusted
 
 GRAM = 13             # min tokens of an n-gram
-GRAM_BYTES = 64       # min bytes of an n-gram, on average
+GRAM_BYTES = 64       # min bytes of text that an n-gram covers on average
 PASSAGE = 256         # tokens of a passage of validation text
-COPIED = 0.8          # part of a passage's n-grams beyond which it is a copy
-MAX_COPIED = 0.1      # max part of the passages; source code has 0.05, prose and stories 0
+COPIED = 0.8          # share of its n-grams found in the training text that makes a copy
+MAX_COPIED = 0.1      # max share of copied passages; 0.05 in source code, 0 in prose and stories
 VAL_TOKENS, TRAIN_TOKENS = 1 << 17, 1 << 23  # max tokens read of each split
 CHUNK = 1 << 18       # training tokens hashed at a time
-BUCKETS = 1 << 22     # size of the table that sorts out most n-grams before the search
+BUCKETS = 1 << 22     # size of the table that rejects most n-grams before the binary search
 HEAD_BYTES = 1 << 20  # bytes read of the beginning of a source
 
 
@@ -55,7 +55,7 @@ def with_own_prefetch(dataset):
 
 def batch(ctx):
     """Find batches that are drawn or altered at random: reading a step again must not change it."""
-    dataset = with_own_prefetch(ctx.dataset)
+    dataset = with_own_prefetch(ctx.dataset)  # the prefetched batches of the training stay unread
     for step in (0, 1, 0):
         first, again = dataset.batch(step), ctx.dataset.make_batch(step)
         for kind, a, b in zip(("inputs", "targets"), first, again):
@@ -67,8 +67,8 @@ def batch(ctx):
 
 def windows(ctx):
     """
-    Return the batch of step 0 and the tokens of the training split at its place: x and y (n, T),
-    stored (n, T + 1).
+    Return the batch of step 0, x and y (n, T), and the tokens of its windows as they are stored in
+    the training split, (n, T + 1).
     """
     x, y = with_own_prefetch(ctx.dataset).batch(0)
     starts, _ = ctx.dataset.windows(0)
@@ -99,6 +99,7 @@ def targets(ctx):
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
         end, middle = min(t + 6, x.shape[1]), y[row, 4:-4]
+        # Compare all but the ends of the row with the stored tokens at other distances than 1.
         shifts = [shift for shift in (-1, 0, 2, 3)
                   if torch.equal(middle, stored[row, 4 + shift:][:len(middle)])]
         known = ""
@@ -123,8 +124,9 @@ def decoded(ctx, tokens):
 
 def vocabulary(ctx):
     """
-    Find a wrong vocabulary: tokens on disk outside of it, tokens that decode to other text than the
-    source's, text that it can't restore.
+    Find a wrong vocabulary: tokens on disk that it lacks, a first document on disk that is not in
+    the source, or text that changes when it is encoded and decoded. If the source is unknown, or
+    its first document is in the validation split, encode the decoded document again instead.
     """
     tokenizer, size = ctx.dataset.tokenizer, ctx.args.vocab_size
     if tokenizer.vocab_size != size:
@@ -139,7 +141,8 @@ def vocabulary(ctx):
     source = source_text(ctx.config)
     if not source or is_held_out(ctx.dataset, source):
         source = first
-        again = tokenizer.encode(first)[:len(ids) // 2]  # the cut changes how the end is encoded
+        # The document is cut at ids' end, which changes how its last characters are encoded.
+        again = tokenizer.encode(first)[:len(ids) // 2]
         if tokenizer.unk_id not in ids and again != ids[:len(again)]:
             raise Bug(f"the first document on disk reads {first[:60]!r}, which this vocabulary "
                       f"encodes differently: another one encoded it")
@@ -189,18 +192,21 @@ def source_text(config):
             found += f.read(HEAD_BYTES)
         if len(found) >= HEAD_BYTES:
             break
-    if b"\0" in found:  # UTF-16, which was converted
+    if b"\0" in found:  # UTF-16: the data are in UTF-8
         return None
     is_cut = len(found) >= HEAD_BYTES  # maybe within a character
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     try:
         return without_separators(decoder.decode(found[:HEAD_BYTES], final=not is_cut), is_cut)
-    except UnicodeDecodeError:  # another encoding, which was converted
+    except UnicodeDecodeError:  # another encoding: the data are in UTF-8
         return None
 
 
 def without_separators(text, is_cut):
-    """Return a text without its separators. is_cut: it may end within a separator."""
+    """
+    Return the documents of a text, stripped and joined; lines that hold only SEPARATOR part them.
+    is_cut: the text may end within a separator.
+    """
     separator = SEPARATOR.decode()
     documents = re.split(rf"(?<![^\r\n]){re.escape(separator)}(?![^\r\n])", text)
     if is_cut:
@@ -224,7 +230,7 @@ def lost_text_message(source, restored):
 
 
 def changed_bytes(a, b):
-    """Count the bytes of line a that differ from line b; if b only adds some, those of b."""
+    """Count the bytes of line a that line b changes; if b only adds text, count what it adds."""
     start = len(os.path.commonprefix((a, b)))
     a, b = a[start:], b[start:]
     end = len(os.path.commonprefix((a[::-1], b[::-1])))
@@ -236,6 +242,7 @@ def changed_bytes(a, b):
 def leak(ctx):
     """Find validation text in the training text: passages that share nearly all their n-grams."""
     copied, total, read = copied_passages(ctx.dataset)
+    # Only the copies of the part `read` can be found.
     if total and copied > max(1, MAX_COPIED * total * read):
         part = "" if read == 1 else f" ({read:.0%} of that text was read)"
         raise Suspicion(f"{copied} of {total} passages of validation text are in the training "
@@ -256,11 +263,11 @@ def copied_passages(dataset):
     if not len(grams):
         return 0, 0, 1.0
     begins = has_bos(val, bos_id, 1) | (np.arange(len(val)) % PASSAGE == 0)
-    passage = np.cumsum(begins)[:len(within_document)][within_document]  # number, of each n-gram
+    passage = np.cumsum(begins)[:len(within_document)][within_document]  # index, for each n-gram
     known, index = np.unique(grams, return_inverse=True)
     candidates, found = np.zeros(BUCKETS, bool), np.zeros(len(known), bool)
     candidates[known % BUCKETS] = True
-    for chunk in spread(dataset.train, TRAIN_TOKENS, CHUNK):
+    for chunk in spread(dataset.train, TRAIN_TOKENS, CHUNK):  # mark the n-grams it contains
         theirs = hashes(chunk, n)
         theirs = theirs[candidates[theirs % BUCKETS]]
         at = np.minimum(np.searchsorted(known, theirs), len(known) - 1)
@@ -290,7 +297,7 @@ def has_bos(tokens, bos_id, n):
     return count[n:] > count[:-n]
 
 
-BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
+BASE = 0x9E3779B97F4A7C15  # odd numbers have an inverse modulo 2^64
 
 
 @functools.cache
@@ -302,11 +309,13 @@ def powers(base, count):
 def hashes(tokens, n):
     """
     Return a hash of each n consecutive tokens, (len(tokens) - n + 1,) uint64: the polynomial
-    sum_j x[i + j] BASE^j modulo 2^64, from differences of the prefix sums of x[i] BASE^i.
+    sum_j x[i + j] BASE^j modulo 2^64, x the scrambled tokens. It is computed for all i at once: a
+    difference of prefix sums of x[k] BASE^(k + 1), divided by BASE^(i + 1).
     """
     if len(tokens) < n:
         return np.empty(0, np.uint64)
     x = (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(0xBF58476D1CE4E5B9)
     sums = np.cumsum(np.append(np.uint64(0), x * powers(BASE, len(x))))
-    found = (sums[n:] - sums[:-n]) * powers(pow(BASE, -1, 1 << 64), len(x))[:len(x) - n + 1]
+    inverse = pow(BASE, -1, 1 << 64)
+    found = (sums[n:] - sums[:-n]) * powers(inverse, len(x))[:len(x) - n + 1]
     return found ^ (found >> np.uint64(29))
