@@ -3,12 +3,13 @@ The sources of text that `--data`, and SOURCE of data.py, may name.
 
     stories, stories:N            engine/text/stories.py writes them
     tinystories, tinyshakespeare  engine/text/downloads.py fetches them
-    NAME, NAME:ARGUMENT           a module NAME.py in this folder; to add one is to add a source
+    NAME, NAME:ARGUMENT           a module NAME.py in this folder: add one to add a source
     a path                        a file, or a folder of files
 
 A module has one function, `documents(argument)`, which yields each document as a str. argument:
-what follows the colon, or "". The documents are kept in the cache as a .jsonl file, and prepared as
-such; they are made again when the module or the argument changes. doc/data.md has an example.
+what follows the colon, or "". The documents are written to a .jsonl file in the cache, and that is
+prepared like any other. They are written again when the module or the argument changes. doc/data.md
+has an example.
 """
 import contextlib
 import dataclasses
@@ -30,29 +31,31 @@ from engine.text.downloads import DOWNLOADS
 from engine.text.tables import column_names, jsonl_text
 from engine.untrusted import open_untrusted
 
-STORIES = 60_000   # how many stories `stories` is, about 34 MB
-STORY_BYTES = 560  # of an average story
+STORIES = 60_000   # default number of stories, about 34 MB
+STORY_BYTES = 560  # average bytes of a story
 FOREIGN = "pyvenv.cfg", "trainer.json", "log.jsonl"  # files of an environment, and of runs
 
 
 @dataclasses.dataclass
 class Source:
-    """A source that was found. The prepared folder is made anew when `identity`, JSON, changes."""
-    text: str                # as the user wrote it
-    name: str                # begins the name of the prepared folder
-    identity: list
-    size: int                # bytes of text, about
-    is_exact: bool = True    # whether size is exact
-    stories: int = 0         # how many, of the built-in source
-    files: tuple = ()        # paths that hold the documents; none for the stories
-    stamps: tuple = ()       # of the user's own files, see file_stamps
+    """A source of text, found but not yet read."""
+    text: str                # the source as the user wrote it
+    name: str                # prefix of the name of the prepared folder
+    identity: list           # JSON that identifies the content; a change prepares the source again
+    size: int                # bytes of text; 0 for stories
+    is_exact: bool = True    # whether size is exact, not an estimate
+    stories: int = 0         # number of built-in stories
+    files: tuple = ()        # paths of the documents; () for stories
+    stamps: tuple = ()       # file_stamps of the user's own files
     left_out: str = ""       # what was left out of a folder, in words
 
 
 def find_source(text, cache, column):
     """
-    Return the Source that a text names. cache: a resolved Path. Fails if there is none. The
-    documents of a module of this folder are written to the cache.
+    Return the Source that a text names. Fails if there is no such source.
+
+    If a module of this folder is named, write its documents to the cache first. cache: a resolved
+    Path.
     """
     name, _, argument = text.partition(":")
     if name == "stories":
@@ -65,16 +68,17 @@ def find_source(text, cache, column):
         return Source(text, text, list(files.items()), size, files=paths)
     if name in module_names():
         file = generated(name, argument, cache, column)
-        return Source(text, name, [file.parent.name, argument], file.stat().st_size, files=[file])
+        identity = [file.parent.name, argument]  # the folder's name has a hash of the module
+        return Source(text, name, identity, file.stat().st_size, files=[file])
     files, left_out = text_files(Path(text), cache, column)
     size, stamps = sum(map(unpacked_size, files)), file_stamps(files)
     is_exact = size == sum(path.stat().st_size for path in files)
     name = Path(text).resolve().stem
-    return Source(text, name, stamps, size, is_exact, 0, files, stamps, left_out)
+    return Source(text, name, stamps, size, is_exact, files=files, stamps=stamps, left_out=left_out)
 
 
 def source_size(text, cache, column):
-    """Return how many bytes of text a source holds, about. Fails if there is no such source."""
+    """Estimate the bytes of text of a source. Fails if there is no such source."""
     source = find_source(text, cache, column)
     if source.stories:
         return source.stories * STORY_BYTES
@@ -84,7 +88,7 @@ def source_size(text, cache, column):
 
 
 def count_stories(source):
-    """Return N of "stories:N"."""
+    """Return N of "stories:N", or the default for "stories"."""
     _, colon, digits = source.partition(":")
     if not colon:
         return STORIES
@@ -118,8 +122,10 @@ def generated(name, argument, cache, column):
 
 def text_files(path, cache, column):
     """
-    Return (files, what was left out, in words): the file itself, or those to read in a folder,
-    sorted. Fails if there is no text. cache: a resolved Path, never read from.
+    Return (files to read, sorted; what was left out, in words) of a path.
+
+    A file is read itself, a folder as `walk` says. Fails if there is no text. cache: the resolved
+    Path of a folder to skip.
     """
     files, left_out = walk(path, cache, column) if path.is_dir() else ([path], "")
     if not files:
@@ -141,8 +147,8 @@ def walk(path, cache, column):
     """
     Return (files to read in a folder and below, sorted; what was left out, in words).
 
-    Its documents are read (see readers.has_documents); all files that are text, if the others among
-    them hold more than the documents, as in a source tree.
+    These are its documents (see readers.has_documents). If its other text files are larger together
+    than its documents, as in a source tree, these are read too.
     """
     def stop(e):
         raise e
@@ -155,8 +161,8 @@ def walk(path, cache, column):
                 folders.append(Path(here, name))
         for name in sorted(names):
             file = Path(here, name)
-            read_anyway = file.is_symlink() and is_within(file, path)
-            if name.startswith(".") or not file.is_file() or read_anyway:
+            is_duplicate = file.is_symlink() and is_within(file, path)
+            if name.startswith(".") or not file.is_file() or is_duplicate:
                 hidden.append(file)
             elif readers.has_documents(file, column):
                 documents.append(file)
@@ -195,30 +201,31 @@ def is_foreign(folder, cache):
 
 
 def file_stamps(files):
-    """Return [path, bytes, time of last change in ns] of each file: equal if none has changed."""
+    """Return [path, bytes, time of last change in ns] per file, to compare later for changes."""
     stats = [(path, path.stat()) for path in map(Path, files)]
     return [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in stats]
 
 
 def unpacked_size(path):
-    """Return the size of a file after unpacking: recorded in a .gz file, estimated for others."""
+    """Return the size in bytes after unpacking: as a .gz file records it, else estimated."""
     size = path.stat().st_size
     if path.suffix == ".gz" and size >= 18:
         with open_untrusted(path) as f:
             f.seek(-4, os.SEEK_END)
-            recorded = int.from_bytes(f.read(), "little")  # modulo 4 GB, of the last member only
+            recorded = int.from_bytes(f.read(), "little")
+        # It is modulo 4 GiB, and that of the last member only: use it if it is plausible.
         if size / 2 <= recorded <= 20 * size:
             return recorded
     return size * (readers.PACKED | {".parquet": 2}).get(path.suffix, 1)
 
 
 def text_share(path, column):
-    """Return which share of a .jsonl file is text, judging by its first lines; 1 for others."""
+    """Return the share of text in the bytes of a .jsonl file, by its first lines; 1 for others."""
     if path.suffix != ".jsonl":
         return 1
     with open_untrusted(path) as f:
         lines = f.readlines(1 << 20)
-    with contextlib.suppress(Unfit):  # it is reported when the file is read
+    with contextlib.suppress(Unfit):  # reported later, when the file is read
         text_size = sum(len(jsonl_text(line, column, 0)) for line in lines if line.strip())
         return text_size / max(1, sum(map(len, lines)))
     return 1
