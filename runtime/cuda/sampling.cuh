@@ -1,18 +1,19 @@
-// The next token, chosen on the GPU: the largest logit, or a random token as run.c's sampler would
-// draw it.
+// Chooses the next token on the GPU: the one with the largest logit, or a random one, drawn as the
+// sampler of llama.c does.
 #pragma once
 #include "common.cuh"
 
 // ----------------------------------------------------------------------------
 // The largest logit
 
-// A logit and its token; index is -1 if any logit seen so far is not finite.
+// A logit and its token; index is -1 if it, or a logit that it was compared with, is not finite.
 typedef struct {
     float value;
     int index;
 } Largest;
 
-static __device__ Largest larger_of(Largest a, Largest b) { // the first of equals
+// Returns the larger of two logits, or of equal ones the first.
+static __device__ Largest larger_of(Largest a, Largest b) {
     if (a.index < 0 || b.index < 0) return {0, -1};
     return b.value > a.value || (b.value == a.value && b.index < a.index) ? b : a;
 }
@@ -21,7 +22,7 @@ static __device__ Largest checked_logit(float value, int index) {
     return {value, fabsf(value) < INFINITY ? index : -1};
 }
 
-// Returns, in thread 0, the largest of all threads of a block. shared (warps of the block,).
+// Returns, in thread 0, the largest of all threads' `mine`. shared (warps of the block,).
 static __device__ Largest block_largest(Largest mine, Largest *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int i = 16; i > 0; i /= 2) {
@@ -35,7 +36,7 @@ static __device__ Largest block_largest(Largest mine, Largest *shared) {
     return mine;
 }
 
-// Writes to *best the index of the largest of x (n,), the first of equals, or -1 if any is not
+// Writes to *best the index of the largest of x (n,), of equal ones the first, or -1 if any is not
 // finite. Grid: 1; block: 1024 threads.
 static __global__ void __launch_bounds__(1024) find_largest(int *best, const float *x, int n) {
     __shared__ Largest shared[32];
@@ -48,8 +49,8 @@ static __global__ void __launch_bounds__(1024) find_largest(int *best, const flo
 // ----------------------------------------------------------------------------
 // Sampling, by one block
 
-// A token's probability relative to the likeliest token's, in units of 2^-MASS_BITS. Sums of whole
-// numbers do not depend on their order.
+// A token's probability relative to the likeliest token's, in units of 2^-MASS_BITS. Threads add in
+// no fixed order. Sums of integers do not depend on it: the same coin always draws the same token.
 typedef unsigned long long Mass;
 
 enum { SAMPLER_THREADS = 1024, BINS = 1024, MASS_BITS = 40 };
@@ -61,7 +62,7 @@ typedef struct {
     float scale; // 1 / temperature
 } Distribution;
 
-// The probability of a token relative to the likeliest one's.
+// Returns the probability of a token relative to the likeliest token's: at most 1.
 static __device__ float relative_probability(const Distribution &p, float logit) {
     return expf((logit - p.max_logit) * p.scale);
 }
@@ -70,8 +71,8 @@ static __device__ Mass to_mass(float probability) {
     return (Mass)(probability * (float)((Mass)1 << MASS_BITS));
 }
 
-// Calls use(relative probability) for all tokens, each in one thread of the block. A thread loads
-// several logits before it uses the first.
+// Calls use(relative probability) for all tokens, which the block's threads share. A thread loads
+// BATCH logits before it uses the first, so that it waits for memory once.
 template <typename F> static __device__ void for_each_token(const Distribution &p, F use) {
     enum { BATCH = 8 };
     for (int i = threadIdx.x; i < p.n; i += BATCH * SAMPLER_THREADS) {
@@ -87,9 +88,9 @@ template <typename F> static __device__ void for_each_token(const Distribution &
 // Returns, in lane i, the sum of x of lanes 0 to i.
 static __device__ Mass warp_prefix_sum(Mass x) {
     int lane = threadIdx.x % 32;
-    for (int far = 1; far < 32; far *= 2) {
-        Mass other = __shfl_sync(ALL_LANES, x, lane >= far ? lane - far : lane);
-        x += lane >= far ? other : 0;
+    for (int step = 1; step < 32; step *= 2) {
+        Mass other = __shfl_sync(ALL_LANES, x, lane >= step ? lane - step : lane);
+        x += lane >= step ? other : 0;
     }
     return x;
 }
@@ -98,17 +99,20 @@ static __device__ Mass warp_prefix_sum(Mass x) {
 static __device__ Mass block_prefix_sum(Mass x, Mass *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     x = warp_prefix_sum(x);
-    __syncthreads(); // all threads have read `shared`
+    __syncthreads(); // all threads have read `shared` after its last use
     if (lane == 31) shared[warp] = x;
     __syncthreads();
     for (int i = 0; i < warp; i++) x += shared[i];
     return x;
 }
 
-// Finds the relative probability at which the mass of the likeliest tokens first exceeds `target`,
-// when they are added from the likeliest down. Returns its bits, and in *above the mass of all
-// tokens that are likelier still. Tokens with less mass than min_mass are ignored.
-// The bits are found 10 at a time, by a histogram of the masses over their possible values.
+// Adds up the masses of the tokens from the likeliest down, and returns the relative probability of
+// the token with which the sum first exceeds `target`, as the bits of a float. Writes to *above the
+// mass of all tokens that are likelier than that. Ignores tokens with less mass than min_mass.
+//
+// Does not sort (radix select): floats from 0 to 1 are ordered as their bits, of which 30 matter.
+// Each of three rounds finds the next 10, by a histogram of the masses of those tokens that begin
+// with the bits found so far.
 static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, Mass target,
                                           Mass *above, Mass *shared) {
     __shared__ Mass bins[BINS], mass_above;
@@ -119,7 +123,7 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
     for (int shift = 20; shift >= 0; shift -= 10) {
         bins[me] = 0;
         __syncthreads();
-        uint32_t prefix = found;
+        uint32_t prefix = found; // the bits above the next 10
         Mass before = mass_above;
         for_each_token(p, [&](float probability) {
             uint32_t bits = __float_as_uint(probability);
@@ -130,7 +134,7 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
         __syncthreads();
         int bin = BINS - 1 - me; // the likeliest first
         Mass mine = bins[bin], sum = before + block_prefix_sum(mine, shared);
-        if (sum - mine <= target && target < sum)
+        if (sum - mine <= target && target < sum) // in one thread: the sum passes target in its bin
             found = prefix << 10 | bin, mass_above = sum - mine;
         __syncthreads();
     }
@@ -138,9 +142,10 @@ static __device__ uint32_t find_threshold(const Distribution &p, Mass min_mass, 
     return found;
 }
 
-// Writes to *token the first token at which the running sum exceeds `target`. The sum is of the
-// tokens' masses, or if `bits` is not 0, counts the tokens whose relative probability has these
-// bits. Each warp has one range of tokens. shared (SAMPLER_THREADS / 32,).
+// Adds up a term for each token, in their order. Writes to *token the token with which the sum
+// first exceeds `target`. If `bits` is 0, a token's term is its mass; otherwise it is 1 if its
+// relative probability has these bits, else 0: *token is then number `target` of them, from 0.
+// Each warp adds up one range of tokens. shared (SAMPLER_THREADS / 32,).
 static __device__ void find_token(const Distribution &p, uint32_t bits, Mass target, int *token,
                                   Mass *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -153,22 +158,23 @@ static __device__ void find_token(const Distribution &p, uint32_t bits, Mass tar
     Mass mine = 0, sum = 0;
     for (int i = first + lane; i < end; i += 32) mine += term(i);
     mine = warp_prefix_sum(mine);
-    __syncthreads(); // all threads have read `shared`
+    __syncthreads(); // all threads have read `shared` after its last use
     if (lane == 31) shared[warp] = mine;
     __syncthreads();
     for (int i = 0; i < warp; i++) sum += shared[i];
     if (target < sum || target >= sum + shared[warp]) return; // the token is in another range
     for (int i = first; i < end; i += 32) {
-        Mass x = term(i + lane), until = sum + warp_prefix_sum(x);
-        if (until - x <= target && target < until) *token = i + lane;
-        sum = __shfl_sync(ALL_LANES, until, 31);
+        Mass x = term(i + lane), sum_with = sum + warp_prefix_sum(x);
+        if (sum_with - x <= target && target < sum_with) *token = i + lane;
+        sum = __shfl_sync(ALL_LANES, sum_with, 31);
         if (target < sum) break;
     }
 }
 
-// Draws a token as run.c's sampler does: from all tokens, or if topp is in (0, 1), from the fewest
-// likeliest ones whose probabilities sum to more than topp. `best` is the token with the largest
-// logit; coin in [0, 1). p.max_logit need not be set. Grid: 1; block: SAMPLER_THREADS threads.
+// Draws a token from the distribution: from all tokens, or if topp is in (0, 1), from the smallest
+// set of most likely ones whose probabilities sum to more than topp (top-p, Holtzman 2019). best:
+// the token with the largest logit; coin: a random number in [0, 1). Sets p.max_logit itself.
+// Grid: 1; block: SAMPLER_THREADS threads.
 static __global__ void __launch_bounds__(SAMPLER_THREADS)
     sample_token(int *token, Distribution p, int best, float topp, float coin) {
     __shared__ Mass shared[SAMPLER_THREADS / 32], all;
@@ -182,14 +188,16 @@ static __global__ void __launch_bounds__(SAMPLER_THREADS)
     bool is_truncated = topp > 0 && topp < 1;
     if (!is_truncated) return find_token(p, 0, (Mass)((double)coin * total), token, shared);
 
-    // Tokens below this mass cannot be among the likeliest, whatever the others are.
+    // Tokens below this mass, at most n - 1, have less than 1 - topp together. So the set is
+    // complete without them, as in sample_topp of llama.c.
     Mass min_mass = p.n > 1 ? (Mass)((1 - (double)topp) / (p.n - 1) * total) : 0;
     Mass limit = (Mass)((double)topp * total);
     uint32_t bits = find_threshold(p, min_mass, limit, &above, shared);
-    // The mass of the likeliest tokens; of those at the threshold, only as many as are needed.
+    // The mass of the set: of the tokens that share its smallest probability, it contains only as
+    // many as are needed.
     Mass one = to_mass(__uint_as_float(bits)), kept = above + ((limit - above) / one + 1) * one;
     Mass target = (Mass)((double)coin * kept);
-    // The drawn token's relative probability, then which of the tokens that share it.
+    // Finds the drawn token's relative probability, then the token among those that share it.
     bits = find_threshold(p, min_mass, target, &above, shared);
     one = to_mass(__uint_as_float(bits));
     find_token(p, bits, (target - above) / one, token, shared);
