@@ -15,9 +15,13 @@ MAX_RESTARTS = 10
 
 def supervise(*more):
     """
-    Run this program as a child, with `more` arguments, and restart it when it crashes, after ever
-    longer pauses. Signals are passed on to the child; after one that asks to stop, it is not
-    restarted. Ends the program with the child's exit code.
+    Run this program as a child, and restart it when it crashes, after ever longer pauses. The child
+    itself continues from the run's last checkpoint. Passes signals on to the child, and does not
+    restart it after one that asks to stop. Ends the program with the child's exit code, or with 1
+    if a signal ended the child.
+
+    more: arguments for the child after those of this program; of an argument given twice, the later
+    one counts.
     """
     command = [sys.executable, *sys.argv, "--supervise=False", *more]
     stopped, child = threading.Event(), None
@@ -32,7 +36,8 @@ def supervise(*more):
         signal.signal(signum, pass_on)
     signals.on_stops(pass_on)
     for attempt in range(MAX_RESTARTS + 1):
-        # In a session of its own, or else a terminal's Ctrl-C would reach the child twice.
+        # The child gets its own session. In this one, Ctrl-C would reach it twice: from the
+        # terminal and from pass_on.
         child = subprocess.Popen(command, start_new_session=True)
         code = child.wait()
         # Exit code 2 is a user's mistake, which a restart would repeat.
