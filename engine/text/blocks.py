@@ -4,15 +4,16 @@ from tqdm import tqdm
 from engine.streams import one_line
 from engine.untrusted import open_untrusted
 
-BLOCK = 1 << 22     # bytes of a file in memory at once
-MAX_LINE = 1 << 26  # bytes of a line of .jsonl, a field of a table, an object of a .json list
+BLOCK = 1 << 22     # bytes to read at a time
+MAX_LINE = 1 << 26  # max bytes of a line of .jsonl, a field of a table, an object of a .json list
 
 
 class Unfit(Exception):
     """
-    A file or source that cannot be prepared. It is an exception, because `fail` would end the
-    program before a progress bar is closed and before the other files of a folder are looked at.
-    reason: what was found; advice: what was expected, or what to do.
+    A file or source that cannot be prepared.
+
+    `fail` would end the program before progress bars are closed and before the other files of a
+    folder are examined. reason: what was found; advice: what was expected, or what to do.
     """
 
     def __init__(self, reason, advice=""):
@@ -21,7 +22,7 @@ class Unfit(Exception):
 
 
 class NotUTF8(Unfit):
-    """The byte at an offset of a file cannot be part of UTF-8 text. A zero byte counts as such."""
+    """A file with a byte, at an offset, that UTF-8 text does not contain; 0 is such a byte."""
 
     def __init__(self, byte, offset):
         reason = f"no text (a zero byte at offset {offset})"
@@ -33,7 +34,7 @@ class NotUTF8(Unfit):
 
 def blocks(path, whole_lines, update=lambda size: None):
     """
-    Yield (offset, bytes) of a UTF-8 file, about BLOCK bytes at a time. Raises NotUTF8.
+    Yield (offset in the file, bytes) of a UTF-8 file, about BLOCK bytes at a time. Raises NotUTF8.
 
     A block ends after a line. A line longer than BLOCK is cut between two characters; with
     whole_lines the block grows instead, up to MAX_LINE. update: called with the size of each block.
@@ -45,7 +46,7 @@ def blocks(path, whole_lines, update=lambda size: None):
             block = rest + fresh
             cut = block.rfind(b"\n") + 1
             if not cut and not whole_lines:
-                cut = block.rfind(b"\r") + 1  # files of old Macs end lines so
+                cut = block.rfind(b"\r") + 1  # the line end of old Macs
             if not fresh:
                 cut = len(block)
             elif not cut and whole_lines:
@@ -54,7 +55,7 @@ def blocks(path, whole_lines, update=lambda size: None):
                                 "expected a document a line")
                 rest = block
                 continue
-            elif not cut:
+            elif not cut:  # a character has at most 4 bytes
                 cut = character_start(block, max(0, len(block) - 4))
             check_utf8(block[:cut], offset)
             if cut:
