@@ -33,7 +33,8 @@ def histogram(values, bins=32):
 
 # ---- norms ------------------------------------------------------------------------------------
 
-HISTOGRAMS = {"grad": "gradients", "weight": "parameters"}  # names of histograms, by kind of norm
+# Kind of norm -> name of its histograms: a word of log_extras, and the prefix in the log.
+HISTOGRAMS = {"grad": "gradients", "weight": "parameters"}
 
 
 def layer_of(name):
@@ -45,8 +46,9 @@ def layer_of(name):
 class UpdateNorms:
     """
     Measure an optimizer step if `wanted` is set: for each layer the norm of the gradient as the
-    optimizer receives it (clipped), the norm of the weights, and the norm of the update relative to
-    the weights. log_extras: as in train.py; "gradients" and "parameters" in it add histograms.
+    optimizer receives it (clipped), the norm of the weights after the update, and the norm of the
+    update relative to it. log_extras: the setting of train.py, in which "gradients" and
+    "parameters" ask for histograms.
 
         optimizer.step(update_norms)
 
@@ -65,21 +67,24 @@ class UpdateNorms:
             yield
             return
         weights = [p.detach() for p in params]
-        updates = [w.clone() for w in weights]
+        before = [w.clone() for w in weights]
         self.measure("grad", params, [p.grad for p in params])
         yield
         self.measure("weight", params, weights)
-        torch._foreach_sub_(updates, weights)  # before - after has the norm of after - before
-        self.measure("update", params, updates)
+        torch._foreach_sub_(before, weights)  # before - after has the norm of the update
+        self.measure("update", params, before)
 
     def measure(self, norm, params, tensors):
-        """Add norms, which stay on their device until `take`, and the wanted histograms."""
-        names, kind = [self.names[p] for p in params], HISTOGRAMS.get(norm)
+        """
+        Add the norms of tensors, which stay on their device until `take`, and the histograms that
+        log_extras asks for. norm: "grad", "weight" or "update".
+        """
+        names, wanted = [self.names[p] for p in params], HISTOGRAMS.get(norm)
         for name, size in zip(names, torch._foreach_norm(tensors)):
             self.norms.append((norm, layer_of(name), size))
-        if kind and kind in self.log_extras:
+        if wanted and wanted in self.log_extras:
             for name, tensor in zip(names, tensors):
-                self.histograms[f"{kind}/{name}"] = histogram(distributed.unshard(tensor))
+                self.histograms[f"{wanted}/{name}"] = histogram(distributed.unshard(tensor))
 
     @spanned("logging")
     def take(self):
@@ -104,10 +109,12 @@ class UpdateNorms:
 
 def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
     """
-    Return {"grad/noise_scale"}: the batch size in tokens beyond which returns diminish, B_simple of
-    https://arxiv.org/abs/1812.06162: the variance of the gradient over its squared norm. Both are
-    estimated from the batches of the first `steps` steps, from the squared norms of the gradients
-    of `small_batches` parts of them and of the mean gradient. Return {} if that is impossible.
+    Return {"grad/noise_scale": the batch size in tokens beyond which returns diminish}, or {} if
+    there are fewer than two sequences or the estimated squared norm is not positive. It is
+    B_simple of https://arxiv.org/abs/1812.06162, appendix A.1: the variance of the gradient over
+    its squared norm, from the mean squared norm of the gradients of small batches and the squared
+    norm of their mean. The small batches are parts, at most `small_batches`, of the batches of the
+    first `steps` steps.
     """
     batches = [dataset.make_batch(step) for step in range(steps)]
     x, y = (torch.cat(tensors) for tensors in zip(*batches))
@@ -130,7 +137,7 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
     large = sum((g / n).square().sum() for g in total)
     small, large = (distributed.mean(distributed.unshard(z)) for z in (small, large))
     processes = distributed.world if distributed.is_sharded(model) else 1
-    tokens = rows * x.shape[1] * processes  # of a small batch
+    tokens = rows * x.shape[1] * processes  # tokens of a small batch
     square = (n * large - small) / (n - 1)
     variance = (small - large) * tokens / (1 - 1 / n)
     return {"grad/noise_scale": (variance / square).item()} if square > 0 else {}
@@ -138,9 +145,9 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
 
 def probe(model, batches, tokenizer, amp, examples=6):
     """
-    Return metrics of the predictions on fixed batches, {"train", "val": (x, y)} of (B, T) each:
-    logits/* and ActivationStats of the last of them, and the table `predictions` with some examples
-    of each. With a large vocabulary only every n-th position is evaluated, to hold at most PROBED
+    Return metrics of the predictions on fixed batches, {split: (x, y)} with (B, T) each: logits/*
+    and ActivationStats of the last split, and the table `predictions` with some examples of each
+    split. With a large vocabulary only every n-th position is evaluated, to hold at most PROBED
     logits.
     """
     metrics, pieces, table = {}, tokenizer.pieces(), []
@@ -156,7 +163,7 @@ def probe(model, batches, tokenizer, amp, examples=6):
         p_target = p.gather(-1, y[:, ::every].clamp(min=0)[..., None])[..., 0]  # (B, N)
         top_p, top = p.topk(3)
         for n in range(examples):
-            # Another sequence each time, at positions spread over the context.
+            # Take the next sequence for each example, and positions spread over the context.
             b, i = n % len(x), (2 * n + 1) * p.shape[1] // (2 * examples)
             t = i * every
             context = tokenizer.decode(x[b, max(0, t - 24):t + 1].tolist())
@@ -173,8 +180,9 @@ def probe(model, batches, tokenizer, amp, examples=6):
 
 def write_samples(model, tokenizer, device, prompts, seed):
     """
-    Return rows of the table `samples`: each prompt continued greedily, and sampled with a random
-    generator of its own.
+    Return rows (prompt, method, text) of the table `samples`: each prompt continued greedily, then
+    by sampling. Each text has its own random generator with this seed. A prompt that fills the
+    context is cut to its first token.
     """
     rows = []
     model.eval()
@@ -200,7 +208,7 @@ def write_samples(model, tokenizer, device, prompts, seed):
 # ---- speed ------------------------------------------------------------------------------------
 
 class Stopwatch:
-    """Steps and seconds of training since the last reading, without evaluation and saving."""
+    """Steps and seconds of training since the last `read`, without the blocks in `paused`."""
 
     def __init__(self, device):
         self.device, self.steps, self.start = device, 0, time.perf_counter()
@@ -213,10 +221,10 @@ class Stopwatch:
 
     @spanned("logging")
     def read(self, record):
-        """Return the speed metrics, and start again."""
+        """Return the speed metrics, and restart at zero. record["peak_flops"] may be corrected."""
         seconds = time.perf_counter() - self.start
         speed = self.steps * record["tokens_per_iter"] / seconds
-        flops = speed * record["flops_per_token"] / distributed.world  # a second, on each device
+        flops = speed * record["flops_per_token"] / distributed.world  # FLOP/s of each device
         check_peak(record, flops, self.device)
         metrics = {"perf/tokens_per_sec": speed, "perf/iter_ms": 1e3 * seconds / self.steps,
                    "perf/peak_mib": hardware.peak_memory(self.device) / 2 ** 20,
@@ -225,19 +233,20 @@ class Stopwatch:
         return metrics
 
 
-REMEASURED = ", measured again"
+REMEASURED = ", measured again"  # end of record["mfu_basis"] after the second measurement
 
 
 def check_peak(record, reached, device):
     """
-    Correct record["peak_flops"] if training reaches more FLOP/s than that, as when it was measured
-    on a busy machine: measure it again, once, and report it. Later calls
-    take the speed that was reached.
+    Correct record["peak_flops"] if training reaches more FLOP/s than that, which happens if it was
+    measured on a busy machine. The first call measures it again, for a second, and reports it;
+    later calls set it to the FLOP/s that training has reached.
     """
     if reached <= record["peak_flops"]:
         return
     if record["mfu_basis"].endswith(REMEASURED):
-        # Where a CPU has no bfloat16 units, a product takes longer than many steps.
+        # A third measurement would not pay: on a CPU without bfloat16 units one product takes
+        # longer than many training steps.
         record["peak_flops"] = reached
         return
     again = hardware.measured_flops(device, getattr(torch, record["compute_dtype"]), seconds=1)
@@ -249,7 +258,7 @@ def check_peak(record, reached, device):
     record["mfu_basis"] += REMEASURED
 
 
-# ---- rows -------------------------------------------------------------------------------------
+# ---- rows of the log --------------------------------------------------------------------------
 
 SHOWN = {"loss/train": "loss {:.4f}", "loss/val": "val loss {:.4f}", "bpb/val": "bits/byte {:.4f}",
          "lr": "lr {:.2e}", "perf/tokens_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1f}%"}
