@@ -1,7 +1,7 @@
 """
-Track runs: where the metrics of a training go, and the metrics of any other program.
+Track the metrics of a training, and of any other program.
 
-    python track.py sync out/my       upload to W&B what it lacks of a run, complete and in order
+    python track.py sync out/my       upload the rows of a run that W&B lacks, in order
     python track.py -- CMD ...        run a program and track what it prints; before the --:
                                       --pattern=REGEX, --out_dir=, --name=, --project=, --wandb_log=
 
@@ -43,14 +43,16 @@ __all__ = ["PROJECT", "TABLES", "AnomalyDetector", "Jsonl", "Session", "Tracker"
            "make_tracker", "new_run_id", "parse_row", "read_rows", "read_wandb", "reason",
            "rising_rows", "source_version", "start_tracking", "wandb_run"]
 
-PROJECT = "llamac"  # unless a flag or the tracker's own settings name a project
-PROGRAM_FOLDER = "out/program"  # of a tracked program, unless --out_dir names one
+PROJECT = "llamac"  # the project, unless a flag or the tracker's own settings name one
+PROGRAM_FOLDER = "out/program"  # a tracked program's out folder, unless --out_dir names one
 
 
 def start_tracking(cfg, recorded, state):
     """
     Return the Tracker of a training. cfg: train.py's settings, as attributes; recorded: the
-    settings and figures that trackers get; state: the training's; its "run_id" is set, and "noted".
+    settings and figures that trackers get; state: the training's state, a dict. Set its "run_id" if
+    that is empty, and its "noted", the kinds of metrics already reported as out of range, to [] if
+    that is absent.
     """
     flags = {"project": cfg.wandb_project, "name": cfg.wandb_run_name}
     given = {entry: value for entry, value in flags.items() if value and value != "auto"}
@@ -58,17 +60,19 @@ def start_tracking(cfg, recorded, state):
     name = given.get("name") or (cfg.wandb_log and user_setting("run_name")) or default_name
     state["run_id"] = state["run_id"] or new_run_id(name)
     run = {"id": state["run_id"], "project": PROJECT, "name": default_name, "job_type": "train"}
-    # A stop may have saved a row before it was logged: then the step's own row comes again.
+    # The log drops rows after the Session's step. A state with a "row" was saved before this step's
+    # row was logged. The resumed training logs it, so the log must drop this step's row too.
     step = state["step"] - (0.5 if state.get("row") else 0)
     session = Session(cfg.out_dir, redact(recorded), run | given, step,
                       tables="tables" in cfg.log_extras, models="model" in cfg.log_extras)
+    # A tracker's knob is the flag that turns it on; one without a knob is always on.
     chosen = [name for name, kind in find_trackers().items()
               if not kind.knob or getattr(cfg, kind.knob, False)]
     return make_or_fail(session, chosen, given, state.setdefault("noted", []))
 
 
 def make_or_fail(session, *arguments):
-    """Return make_tracker(...); a folder that cannot be written ends the program with one line."""
+    """Return make_tracker(...); exit with a message if the out folder cannot be written."""
     try:
         return make_tracker(session, *arguments)
     except OSError as e:
@@ -80,12 +84,12 @@ def make_or_fail(session, *arguments):
 
 def program_folder(name):
     """
-    Create the folder of a program's log and return it. Refuse one that holds a run; instead of
-    the default folder take a new one: out/program, out/program2, ...
+    Create the folder of a program's log and return it. Exit if a named folder holds a run. Where
+    the default folder exists, take the first free name: out/program2, out/program3, ...
     """
     path, number = Path(name), 1
     while True:
-        try:  # of two programs that begin together, only one creates a folder
+        try:  # mkdir rather than exists: of two programs that start together, one creates it
             path.mkdir(parents=True, exist_ok=name != PROGRAM_FOLDER)
             break
         except OSError as e:
@@ -121,7 +125,7 @@ def program_options(words):
 
 
 def program_parser(patterns):
-    """Return a Parser that also looks for the patterns; refuse those that find no metric."""
+    """Return a Parser that also looks for the patterns; exit if one has no named group."""
     try:
         parser = Parser(patterns)
     except (re.error, OverflowError, RecursionError) as e:
@@ -144,7 +148,7 @@ def track_program(words):
     parser = program_parser(patterns)
     given = {key: options[key] for key in ("name", "project") if options[key] != "auto"}
     name = given.get("name") or user_setting("run_name") or Path(command[0]).name
-    outlast("stdout")  # the program runs on when its output can't be shown
+    outlast("stdout")  # a failing terminal, disk or pipe must not end the program
     out_dir = program_folder(options["out_dir"])
     run = {"id": new_run_id(name), "project": PROJECT, "name": name} | given
     session = Session(out_dir, redact({"command": command}), run, x="iter")
@@ -152,7 +156,7 @@ def track_program(words):
     tracker = make_or_fail(session, trackers, given)
     code = follow(command, tracker, parser)
     tracker.finish()
-    with unread():
+    with unread():  # ignores a pipe whose reader has exited
         sys.stdout.flush()
     if code < 0:  # a signal ended the program: end in the same way
         end_by_signal(-code)
@@ -160,14 +164,17 @@ def track_program(words):
 
 
 def end_by_signal(number):
-    """End this process by a signal, without a second core dump; else exit with 128 + number."""
+    """
+    End this process by a signal, without a core dump, since the program has written one. If the
+    signal does not end it, exit with 128 + number.
+    """
     with contextlib.suppress(OSError, ValueError):
         import resource  # Windows lacks it, and configurator.py refuses Windows
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError, ValueError):  # SIGKILL takes no handler
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-    sys.exit(128 + number)  # as process 1 of a container, which ignores default actions
+    sys.exit(128 + number)  # process 1 of a container ignores signals that it does not handle
 
 
 if __name__ == "__main__":
