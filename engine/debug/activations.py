@@ -9,8 +9,8 @@ import torch
 from engine import ops
 
 DEAD_FRACTION = 1e-3  # a unit is dead if it never exceeds this fraction of the layer's mean maximum
-MAX_SEQUENCES = 2     # number of sequences, the first of a batch, whose attention is measured
-MAX_QUERIES = 64      # number of positions, the last of a sequence, whose attention is measured
+MAX_SEQUENCES = 2     # attention is measured in the first sequences of a batch only,
+MAX_QUERIES = 64      # and for the last positions of each sequence only
 
 
 @contextlib.contextmanager
@@ -57,14 +57,14 @@ def block_outputs(model, tokens, amp):
 
 
 def rotate(model, x):
-    """Rotate outputs of q_norm or k_norm, (B, T, heads, Q): (B, heads, T, Q) in float32."""
+    """Rotate x, an output of q_norm or k_norm (B, T, heads, Q). Return float32 (B, heads, T, Q)."""
     return ops.rotate(x.float(), model.rope[:x.shape[1]]).transpose(1, 2)
 
 
 def attention_weights(q, k, mask):
     """
-    Return softmax(q k^T / sqrt(Q)), (B, H, N, T), of rotated queries q (B, H, N, Q) and keys k
-    (B, K, T, Q). mask: which keys a query sees, bool, broadcast to (B, H, N, T).
+    Return softmax(q k^T / sqrt(Q)), (B, H, N, T), of N rotated queries q (B, H, N, Q) and T keys k
+    (B, K, T, Q) of K KV heads. mask: which keys a query sees, bool, broadcast to (B, H, N, T).
     """
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)  # (B, H, T, Q)
     scores = q @ k.mT / q.shape[-1] ** 0.5
@@ -112,14 +112,14 @@ class ActivationStats:
         self.metrics[f"dead/{name}"] = dead.float().mean()
 
     def add_entropy(self, name, q, k):
-        """q (B, T, H, Q) and k (B, T, K, Q) are not rotated yet."""
+        """Add the mean entropy of the layer. q (B, T, H, Q), k (B, T, K, Q): not yet rotated."""
         bos_id = -1 if self.model.bos_id is None else self.model.bos_id
         mask = ops.within_documents(self.tokens, bos_id)[:, :, -MAX_QUERIES:]  # (B, 1, N, T)
         q = rotate(self.model, q)[:, :, -MAX_QUERIES:]
         p = attention_weights(q, rotate(self.model, k), mask)
         entropy = -torch.xlogy(p, p).sum(-1)  # (B, H, N)
         keys = mask.sum(-1).expand_as(entropy)
-        relative = (entropy / keys.log())[keys > 1]  # a single key leaves no choice
+        relative = (entropy / keys.log())[keys > 1]  # with one key the entropy is 0 by definition
         if len(relative):
             self.metrics[f"attention/entropy/{name}"] = relative.mean()
 
