@@ -10,9 +10,8 @@ from tqdm import tqdm
 from engine.files import publish, sha256
 from engine.text.blocks import Unfit
 
-# {source: {file: (bytes, sha256)}}. Those of TinyStories are of the revision that tinystories_url
-# in data.py names, as public copies list them. Downloads were only tried against a server of the
-# tests.
+# {source: {file: (bytes, sha256)}}. The TinyStories values were taken from public listings of the
+# revision in tinystories_url of data.py. Downloads were tested only against a local test server.
 DOWNLOADS = {
     "tinystories": {
         "TinyStoriesV2-GPT4-train.txt":
@@ -25,18 +24,19 @@ DOWNLOADS = {
             (1_115_394, "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"),
     },
 }
-VALIDATION = "TinyStoriesV2-GPT4-valid.txt"  # is the validation split of its source
+VALIDATION = "TinyStoriesV2-GPT4-valid.txt"  # becomes the validation split of tinystories
 NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError)
-BRIEF = 408, 429  # HTTP errors of the client that pass: timeout, too many requests
+BRIEF = 408, 429  # client errors that are worth a retry: timeout, too many requests
 PATIENCE = (1, 2, 4, 8, 16)  # seconds to wait after the first, second, ... failure in a row
 
 
 def download(path, base_url, size, expected):
     """
-    Download base_url/NAME to `path`, whose name is NAME, unless it is there. expected: its sha256.
+    Download base_url/NAME to `path`, whose name is NAME, unless it exists.
 
-    A download that breaks continues where it stopped, in this call or a later one. Raises Unfit
-    after too many failures, and for a file with another hash, whether downloaded or there before.
+    A download that breaks continues where it stopped, in this call or a later one. size: bytes;
+    expected: the sha256. Raises Unfit after too many failures, and if the downloaded or existing
+    file has another hash.
     """
     url, part = f"{base_url}/{path.name}", path.with_name(path.name + ".part")
     if path.exists():
@@ -62,6 +62,7 @@ def download(path, base_url, size, expected):
             except NETWORK as e:
                 problem = str(getattr(e, "reason", "") or e or type(e).__name__)
             have = part.stat().st_size
+            # Only bytes that no earlier attempt reached reset the failures.
             failures = 0 if have > furthest else failures + 1
             furthest = max(furthest, have)
             if have < size and (permanent or failures > len(PATIENCE)):
@@ -79,7 +80,7 @@ def download(path, base_url, size, expected):
 
 
 def check_hash(path, name, found, size, expected, advice):
-    """Raise Unfit if a file of `found` bytes has another sha256. name: what the user calls it."""
+    """Raise Unfit if a file of `found` bytes has another sha256. name: the file in the message."""
     if (digest := sha256(path)) != expected:
         raise Unfit(f"{name}: {found:,} bytes with sha256 {digest}, "
                     f"expected {size:,} with {expected}", advice)
@@ -87,8 +88,9 @@ def check_hash(path, name, found, size, expected, advice):
 
 def fetch(url, part, size, bar):
     """
-    Make one request for what the file `part` lacks of `size` bytes, and append the answer to it. A
-    server that sends all of the file instead makes it begin anew.
+    Request the rest of the file, of `size` bytes, and append it to `part`.
+
+    If the server ignores the range and sends the whole file, `part` is emptied first.
     """
     have = part.stat().st_size
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
@@ -100,7 +102,8 @@ def fetch(url, part, size, bar):
             f.truncate(0)
             bar.reset()
             have = 0
-        while have <= size and (block := answer.read(1 << 16)):  # one block too much fails the hash
+        # A longer answer stops one block past `size`, and then fails the hash.
+        while have <= size and (block := answer.read(1 << 16)):
             f.write(block)
             have += len(block)
             bar.update(len(block))
