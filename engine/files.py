@@ -1,4 +1,4 @@
-"""Write files so that a crash leaves them whole; hash them."""
+"""Replace files so that a crash leaves the whole old one or the whole new one; hash files."""
 import contextlib
 import errno
 import hashlib
@@ -9,8 +9,11 @@ from configurator import fail
 from engine.untrusted import open_untrusted
 
 
-def refuse_odd(**paths):
-    """Exit with one line for an impossible path: a loop of links, too long, or with a zero byte."""
+def refuse_impossible_paths(**paths):
+    """
+    Exit with one line if a path can't exist: a loop of links, too long, or with a zero byte.
+    paths: {setting that gives the path: path}.
+    """
     for name, path in paths.items():
         try:
             os.stat(path)
@@ -30,7 +33,10 @@ def to_disk(path):
 
 
 def publish(temporary, final):
-    """Give a finished file or folder its final name, after its content is on disk."""
+    """
+    Give a finished file or folder its final name. Before that it forces the file, or the folder's
+    list of names, to disk. The files in a folder must already be there.
+    """
     to_disk(temporary)
     os.replace(temporary, final)
     to_disk(Path(final).parent)
@@ -39,9 +45,9 @@ def publish(temporary, final):
 @contextlib.contextmanager
 def replacing_all():
     """
-    Yield a function writing(path), whose context manager opens a temporary file for writing bytes.
-    At the end of the block, when all temporary files are on disk, rename each to its `path`. If an
-    error comes before that, delete them and leave the old files.
+    Yield writing(path), which opens a temporary file for writing bytes (use it in a `with`). At the
+    end of the outer block all temporary files are on disk: rename each to its `path`. After an
+    error in the block, delete them and leave the old files.
     """
     renames = []
 
@@ -52,7 +58,8 @@ def replacing_all():
         # The process id in the name: several processes may write the same file.
         temporary = Path(f"{path}.{os.getpid()}.tmp")
         renames.append((temporary, path))
-        with open(temporary, "wb", buffering=1 << 21) as f:  # large writes get large pages
+        # Linux caches a file written in large pieces in large pages: fewer faults when mapped.
+        with open(temporary, "wb", buffering=1 << 21) as f:
             yield f
         to_disk(temporary)
 
@@ -84,7 +91,10 @@ def write_atomic(path, text):
 
 
 def stamp(path):
-    """Return (inode, size, time) of a file: some of it changes with every write. Raises OSError."""
+    """
+    Return (inode, size in bytes, time of the last write in ns) of a file; at least one of them
+    changes with every write. Raises OSError.
+    """
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
 

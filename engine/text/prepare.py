@@ -22,7 +22,7 @@ from pathlib import Path
 
 from configurator import fail  # first: it reports missing packages
 
-from engine.files import publish, refuse_odd, write_atomic
+from engine.files import publish, refuse_impossible_paths, write_atomic
 from engine.text import stories
 from engine.text.blocks import Unfit
 from engine.text.corpus import changed_meanwhile, load_corpus, make_corpus
@@ -80,7 +80,7 @@ def prepare(source, *options, **named_options):
     options = Options(*options, **named_options)
     cache = Path(options.cache)
     with errors_in_one_line(source, cache):
-        refuse_odd(source=source, cache=cache, vocab_source=options.vocab_source)
+        refuse_impossible_paths(source=source, cache=cache, vocab_source=options.vocab_source)
         if is_prepared(source):
             return Path(source)
         job = make_job(str(source), options)

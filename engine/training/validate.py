@@ -4,7 +4,7 @@ import math
 import sys
 
 from configurator import fail
-from engine.files import refuse_odd
+from engine.files import refuse_impossible_paths
 from engine.spans import spanned
 from engine.training import distributed, mode
 
@@ -29,8 +29,8 @@ def check_settings(config):
     for name in AT_LEAST_0:
         if getattr(config, name) < 0:
             fail(f"{name} is {getattr(config, name)}, expected 0 or more")
-    refuse_odd(data=config.data, cache=config.cache, out_dir=config.out_dir,
-               init_from=config.init_from, vocab_source=config.vocab_source)
+    refuse_impossible_paths(data=config.data, cache=config.cache, out_dir=config.out_dir,
+                            init_from=config.init_from, vocab_source=config.vocab_source)
     if config.eval_only and config.supervise:
         fail("--eval_only and --supervise: expected one of them")
     if not 0 < config.learning_rate < 1:
