@@ -1,7 +1,7 @@
 """
---dry_run=True: does everything work? The real program takes two steps in a temporary folder, with
-evaluation, tracking, checkpoint and export. Started again it must restore what it saved. It takes a
-third step, and ./run reads the exported model.
+--dry_run=True: try everything that a training does. The program takes two steps in a temporary
+folder, with evaluation, tracking, checkpoint and export. It is started again twice: first it must
+restore the tensors it saved, then it takes a third step. ./run reads the exported model.
 """
 import os
 import subprocess
@@ -33,7 +33,7 @@ def dry_run(config, main):
 
     first = session("two steps", config, 2)
     config = config.changed(out_dir=first.config.out_dir)
-    if config.init_from == "scratch":
+    if config.init_from == "scratch":  # which would begin anew, instead of resuming
         config = config.changed(init_from="auto")
     saved = tensors_of(first)
     restored = tensors_of(session("resumed", config, 0))
@@ -49,13 +49,14 @@ def dry_run(config, main):
 
 
 def tensors_of(t):
-    """Return copies of the tensors in a checkpoint of a Training, {kind and name: tensor}."""
+    """Return copies of a Training's tensors that a checkpoint holds, {kind and name: tensor}."""
     tensors = {f"weight {name}": p for name, p in t.model.named_parameters()}
     tensors |= {f"optimizer's state {name}": tensor for name, tensor in t.opt.state_dict().items()}
     return {name: copied(tensor) for name, tensor in tensors.items()}
 
 
 def copied(tensor):
+    """Return a copy on the CPU, or on the device if the tensor is a shard."""
     tensor = tensor.detach()
     return tensor.clone() if distributed.is_shard(tensor) else tensor.to("cpu", copy=True)
 
