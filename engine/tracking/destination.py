@@ -1,8 +1,8 @@
 """
 Trackers: the class that each derives from, and the session that each gets.
 
-A tracker is a file in engine/tracking/trackers/ with a subclass of Destination, which has three
-methods: __init__(session), log(row) and finish(failed). doc/tracking.md shows one.
+A tracker is a file in engine/tracking/trackers/ with a subclass of Destination. It defines
+__init__(session), log(row) and finish(failed), and may define others. doc/tracking.md shows one.
 """
 import abc
 import importlib.util
@@ -15,22 +15,23 @@ from dataclasses import dataclass, field
 
 from engine.tracking.redact import redact
 
-FINISH_SECONDS = 60  # a tracker that sends nothing for so long at the end is given up
+FINISH_SECONDS = 60  # at the end of a run, stop a tracker that has sent nothing for this long
 RUN_ENTRIES = ("id", "project", "entity", "name", "group", "tags", "notes", "job_type")
 
 
 @dataclass
 class Session:
     """A run, from its start or resume to its end."""
-    out_dir: str        # folder of log.jsonl; "": there is none
+    out_dir: str        # folder of log.jsonl; "": the run has no such folder
     config: dict        # resolved settings without secrets
     run: dict           # {one of RUN_ENTRIES: value}; "id", "project" and "name" are always there
-    step: float = 0     # the last iteration of earlier sessions whose rows are kept; 0: a new run
-    last_row: dict = field(default_factory=dict)  # of earlier sessions; {"tokens": -1}: a new run
+    step: float = 0     # keep rows of earlier sessions up to this iteration; 0: a new run
+    # last row that is kept of earlier sessions; {"tokens": -1}: a new run
+    last_row: dict = field(default_factory=dict)
     x: str = "tokens"   # metric on the x axis of charts
     tables: bool = True  # send tables of text
     models: bool = True  # send exported models
-    trainer: int = 0    # id of the process that logs, if the tracker is in another one
+    trainer: int = 0    # id of the process that logs, set if the tracker runs in another process
 
     def __post_init__(self):
         self.out_dir = os.fspath(self.out_dir)
@@ -59,7 +60,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, failed=False):
-        """End the run. failed: the program ended without a call of finish()."""
+        """End the run. failed: the process that logs has ended without finishing the run."""
 
     # ---- what a tracker may also do: these are empty, not abstract
     # ruff: noqa: B027
@@ -72,8 +73,8 @@ class Destination(abc.ABC):
 
     def console(self, stream, text):
         """
-        Record a line that the program printed to "stdout" or "stderr". Only one tracker of a run
-        gets these calls, and W&B is one.
+        Record text that the program printed to "stdout" or "stderr". Only one tracker of a run may
+        define this, and W&B does: each such tracker would wrap both streams.
         """
 
     @classmethod
@@ -113,9 +114,12 @@ def error_line(error):
 
 def resolve_run(run, given, settings, earlier=()):
     """
-    Return the entries of a run. In the order of precedence: those of `run` whose names are in
-    `given` (the user's flags) and the id; `settings`, the user's for the client, from environment
-    or files; `earlier`, the entries that the run had before it was resumed; the defaults in `run`.
+    Return the entries of a run, each from the first of these sources that has it:
+
+    1. the id, and the entries of `run` named in `given`, which the user set by flags;
+    2. `settings`, which the user made for the client in environment variables or files;
+    3. `earlier`, the entries that the run had before it was resumed;
+    4. the defaults in `run`.
     """
     earlier = {name: earlier[name] for name in RUN_ENTRIES if name in earlier}
     settings = {name: value for name, value in settings.items() if value}
@@ -132,14 +136,15 @@ def presentable(run):
 
 def new_run_id(name):
     """
-    Return a unique run id that begins with the name, such as "my-run-3f2a". Under `wandb agent` it
-    is the id that the agent chose.
+    Return a unique run id that begins with the name, such as "my-run-3f2a". Under `wandb agent`,
+    return the id that the agent chose.
     """
-    letters = re.sub(r"[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name))  # é becomes e
+    # NFKD splits é into e and an accent.
+    letters = re.sub(r"[\u0300-\u036f]", "", unicodedata.normalize("NFKD", name))
     words = re.sub(r"[^A-Za-z0-9]+", "-", letters)[:40].strip("-").lower() or "run"
     return os.environ.get("WANDB_RUN_ID") or f"{words}-{secrets.token_hex(2)}"
 
 
 def sync_command(out_dir):
-    """Return the command that uploads what W&B lacks of a run."""
+    """Return the command that uploads the rows of a run that W&B lacks."""
     return shlex.join(["python", "track.py", "sync", out_dir])
