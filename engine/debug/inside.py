@@ -13,7 +13,7 @@ from engine.debug.activations import attention_weights, capture, rotate
 from engine.debug.instruments import histogram
 from tokenizer import spell
 
-MAX_NUMBERS = 1 << 20  # max attention weights of a description, and max elements of its queries
+MAX_NUMBERS = 1 << 20  # max attention weights in a description; max numbers in its "q"
 TOP_TOKENS = 3         # number of most likely tokens at each position
 NEIGHBOURS = 8         # number of nearest embeddings of each token
 
@@ -21,9 +21,9 @@ NEIGHBOURS = 8         # number of nearest embeddings of each token
 @torch.inference_mode()
 def record(model, ids):
     """
-    Run the model on ids, a list of T tokens. Return {"logits": (T, V), "q": (L, H, T, Q) and
-    "k": (L, K, T, Q), both rotated, "attention": (L, H, T, T), "residual": (L + 1, T, D), the
-    embedding and the output of each layer}.
+    Run the model on ids, a list of T tokens. Return {"logits": (T, V), "q": (L, H, T, Q),
+    "k": (L, K, T, Q), "attention": (L, H, T, T), "residual": (L + 1, T, D)}. q and k are rotated;
+    residual holds the embedding and the output of each layer.
     """
     layers, device = range(model.args.n_layers), model.rope.device
     modules = {"embedding": model.tok_embeddings}
@@ -42,8 +42,8 @@ def record(model, ids):
 @torch.inference_mode()
 def logit_lens(model, residual):
     """
-    Yield the logits (T, V) of each layer, as if it were the last: the final norm and the classifier
-    applied to its residual stream. residual: (L + 1, T, D).
+    Apply the final norm and the classifier to each layer's residual stream, as if the layer were
+    the last. Yield its logits (T, V). residual: (L + 1, T, D); the first is the embedding.
     """
     for x in residual:
         yield model.output(model.norm(x)).float()
@@ -62,7 +62,7 @@ def neighbours(model, ids):
 
 
 def max_tokens(args):
-    """Return the max length of a described text in tokens, which bounds the size of the JSON."""
+    """Return the max length in tokens of a described text: it keeps the JSON small."""
     by_attention = int((MAX_NUMBERS / (args.n_layers * args.n_heads)) ** 0.5)
     return min(args.max_seq_len, by_attention, MAX_NUMBERS // (args.n_layers * args.dim))
 
@@ -75,8 +75,8 @@ def pack(tensor):
 
 def predictions(pieces, logits, ids):
     """
-    Return for each position {"rivals": [[token, p], ...], the most likely next tokens, "p": the
-    probability of the token that follows; missing at the last position}. logits: (T, V).
+    Return for each position {"rivals": [[token, p], ...], "p": p}: the most likely next tokens, and
+    the probability of the token that follows. The last position lacks "p". logits: (T, V).
     """
     rows = []
     log_p = torch.log_softmax(logits, -1)
@@ -91,8 +91,9 @@ def predictions(pieces, logits, ids):
 
 def describe(model, vocabulary, text, name=""):
     """
-    Return the description as a dict for JSON. The text is encoded like a prompt of run, and cut to
-    max_tokens; "cut" counts the tokens left out. Exits if a weight or logit is not finite.
+    Return the description of what a model does with a text, as a dict for JSON. The text is encoded
+    like a prompt of ./run, and cut to max_tokens; "cut" counts the tokens left out. Exits with a
+    message if a weight or logit is not finite. name: the model's, for the message and the page.
     """
     prompt, pieces = vocabulary.encode_prompt(text), vocabulary.pieces()
     ids = prompt[:max_tokens(model.args)]
