@@ -6,7 +6,8 @@
 
 enum { OTHER, LETTER, NUMBER, WHITE_SPACE }; // general categories L and N, property White_Space
 
-// Runs of characters of one class: the first character of each run, times 4, plus the class.
+// Each run of consecutive characters of one class, in ascending order: the first code point of the
+// run, times 4, plus the class.
 // clang-format off
 static const uint32_t unicode_runs[1610] = {
     0x0, 0x27, 0x38, 0x83, 0x84, 0xc2, 0xe8, 0x105, 0x16c, 0x185, 0x1ec, 0x217, 0x218, 0x283, 0x284,

@@ -1,10 +1,10 @@
 """
-Write runtime/unicode.h: the classes of characters that byte-level BPE uses to split words.
+Write runtime/unicode.h: the classes of characters by which byte-level BPE splits a text into words.
 
     pip install unicodedata2==16.0.0 && python runtime/unicode.py > runtime/unicode.h
 
-The regular expressions of `tokenizers` 0.23 have Unicode 16.0; Python's own unicodedata may have
-another version.
+unicodedata2 pins Unicode 16.0, which the regular expressions of `tokenizers` 0.23 use. Without it,
+Python's own unicodedata is used, whose version may differ: compare the first line of the output.
 """
 import textwrap
 
@@ -16,11 +16,15 @@ except ImportError:
 # Unicode's property White_Space, unchanged since version 6.3; unicodedata does not have it.
 SPACES = {*range(9, 14), 0x20, 0x85, 0xA0, 0x1680, *range(0x2000, 0x200B), 0x2028, 0x2029, 0x202F,
           0x205F, 0x3000}
-CLASSES = {"L": 1, "N": 2}  # by the first letter of the general category
+OTHER, LETTER, NUMBER, WHITE_SPACE = range(4)  # as in the enum of unicode.h
+CLASSES = {"L": LETTER, "N": NUMBER}  # by the first letter of the general category
 
 
 def class_of(c):
-    return 3 if c in SPACES else CLASSES.get(unicodedata.category(chr(c))[0], 0)
+    """Return the class of the character with code point c."""
+    if c in SPACES:
+        return WHITE_SPACE
+    return CLASSES.get(unicodedata.category(chr(c))[0], OTHER)
 
 
 def main():
@@ -37,7 +41,8 @@ def main():
 
 enum {{ OTHER, LETTER, NUMBER, WHITE_SPACE }}; // general categories L and N, property White_Space
 
-// Runs of characters of one class: the first character of each run, times 4, plus the class.
+// Each run of consecutive characters of one class, in ascending order: the first code point of the
+// run, times 4, plus the class.
 // clang-format off
 static const uint32_t unicode_runs[{len(runs)}] = {{""")
     print(*("    " + line for line in lines), sep="\n")
