@@ -3,6 +3,7 @@
 #include <math.h>
 #include "model.h"
 
+// Bytes of a value of each type; 0 for STRING and ARRAY, whose size varies.
 static const int kind_size[N_KINDS] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
 
 const char *const llamac_architectures[N_ARCHITECTURES] = {
@@ -50,9 +51,9 @@ static const char *const keys[N_KEYS] = {
     [LIST_CHECKSUM] = "llamac.tensor_list.sha256",
 };
 
-// More keys of an architecture: those that are accepted with one value, for which forward is right,
-// and those that do not change the computation. All other keys are refused, because they may change
-// it.
+// Further keys of an architecture. Fixed keys change the computation: only the value that forward
+// implements is accepted. Idle keys do not change it. Every other key of the architecture may, so
+// it is refused.
 static const struct {
     const char *key;
     double value;
@@ -73,8 +74,8 @@ static const char *const idle_keys[] = {
     ".tensor_data_layout",
 };
 
-// Whether a key of the file is the known key, prefixed by the architecture if that begins with a
-// dot.
+// Returns whether `key` of the file is `known`, a name as in `keys`: with a leading dot, the name
+// of the architecture stands before it.
 static bool is_key(String key, const char *known, const char *architecture) {
     size_t n = *known == '.' ? strlen(architecture) : 0;
     return key.n > n && !memcmp(key.s, architecture, n)
@@ -109,7 +110,8 @@ static bool take_value(Reader *r, Value *v, Error *e) {
     v->data = *r;
     if (v->kind == STRING)
         for (uint64_t i = 0; i < v->count && !r->failed; i++) take_string(r);
-    else take(r, v->count > r->size ? UINT64_MAX : v->count * kind_size[v->kind]);
+    else // the product would overflow for a huge count; UINT64_MAX makes `take` fail
+        take(r, v->count > r->size ? UINT64_MAX : v->count * kind_size[v->kind]);
     CHECK(!r->failed, "metadata runs past the end of the file");
     return true;
 }
@@ -135,8 +137,8 @@ static bool number_of(Value v, const char *key, double *out, Error *e) {
     return true;
 }
 
-// Checks a key that is not one of `keys`. Refuses a key of the architecture unless it does not
-// change the computation.
+// Checks a key that is not one of `keys`. Accepts keys of other prefixes, idle keys, and fixed keys
+// with the right value.
 static bool check_other_key(String key, Value v, const char *architecture, Error *e) {
     double value;
     size_t n = strlen(architecture);
@@ -161,8 +163,7 @@ static bool take_entry(Reader *r, String *key, Value *v, Error *e) {
     return take_value(r, v, e);
 }
 
-// Refuses a part of a split model, as llama-gguf-split writes them. Only the first part has the
-// metadata of the model.
+// Refuses a file that llama-gguf-split wrote as one part of a model.
 static bool refuse_split(const Value *values, Error *e) {
     int part, parts;
     TRY(llamac_get_int(values, SPLIT_COUNT, 1, &parts, e));
@@ -174,7 +175,9 @@ static bool refuse_split(const Value *values, Error *e) {
     return true;
 }
 
-// Finds the architecture, which other keys depend on. Does not move the caller's reader.
+// Finds the architecture, which the names of other keys depend on. Does not move the caller's
+// reader. Later parts of a split model have no architecture, so their error is that of a split
+// model.
 static bool find_architecture(Reader r, uint64_t count, const char **name, Error *e) {
     static const int wanted[] = {ARCHITECTURE, SPLIT_NO, SPLIT_COUNT};
     Value values[N_KEYS] = {0}, v;
