@@ -1,6 +1,7 @@
 """
---lr_find=True: which learning rate? A ramp of the rate finds the region, short trainings the rate.
-A ramp alone misleads on transformers: a step does not show what a training at its rate would do.
+--lr_find=True: suggest a learning rate. A ramp of the rate finds the region, and short trainings
+find the rate in it. A ramp alone misleads on transformers: a step at a rate does not show what a
+training at that rate would do.
 """
 import math
 
@@ -14,19 +15,20 @@ from optim import learning_rate_at
 
 LOW, HIGH = 1e-5, 0.9    # learning rates at the ends of the ramp
 RAMP = 100               # steps of the ramp
-KNEE = 0.9               # part of the ramp's fall in loss that marks the third rate of the sweep
+KNEE = 0.9               # share of the ramp's fall in loss reached at the third rate of the sweep
 SWEEP = 100              # steps of each training of the sweep
 FACTOR = 2.5             # ratio of neighbouring rates of the sweep
 MAX_ADDED = 3            # max rates added to the sweep while the best is its first or last
-BELOW, ABOVE = 4.0, 2.0  # suggested range: best / BELOW to best * ABOVE; long trainings need less
-MAX_RISE = 1.5           # nats above the lowest loss at which the ramp has diverged; or its double
+BELOW, ABOVE = 4.0, 2.0  # suggested range: best / BELOW to best * ABOVE; BELOW is larger, since
+                         # long trainings need lower rates than these short ones
+MAX_RISE = 1.5           # nats above its minimum at which the loss has diverged; doubling it, too
 
 
 def lr_find(t, train_step):
     """
     Raise the learning rate from LOW to HIGH until training diverges; then run four short trainings
     at rates around the knee of the loss, each from the same weights over the same batches. Print
-    the suggested range. Weights, optimizer and random numbers end as they began.
+    the suggested range. Restore weights, optimizer and random numbers at the end.
     """
     take, config, model, opt = trial_steps(t, train_step), t.config, t.model, t.opt
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -62,7 +64,7 @@ def reset(model, opt, weights):
 def take_ramp(take):
     """
     Take steps whose rate grows by a constant factor, until the loss diverges. Return [(rate, loss,
-    smoothed loss)].
+    smoothed loss)], with the bias-corrected moving average as in Adam.
     """
     ramp, mean = [], 0.0
     for step in range(RAMP):
@@ -76,13 +78,13 @@ def take_ramp(take):
 
 
 def diverged(ramp):
-    """Return whether the smoothed loss ends not finite, or far above its lowest value."""
+    """Return whether the last smoothed loss is not finite, or far above its minimum."""
     smooth, lowest = ramp[-1][2], min(smooth for *_, smooth in ramp)
     return not math.isfinite(smooth) or smooth > min(lowest + MAX_RISE, 2 * lowest)
 
 
 def knee(ramp):
-    """Return the rate at which the smoothed loss has made KNEE of its largest fall."""
+    """Return the first rate at which the smoothed loss has fallen by KNEE of its largest fall."""
     smooth = [loss for *_, loss in ramp if math.isfinite(loss)]
     enough = smooth[0] - KNEE * (smooth[0] - min(smooth))
     return next(rate for rate, _, loss in ramp if loss <= enough)
@@ -94,8 +96,8 @@ def rounded(rate):
 
 def beyond(sweep):
     """
-    Return the rate to add to a sweep, [(rate, loss)], whose best rate is its first or last; else
-    None.
+    Return the rate to add to a sweep, [(rate, loss)], if its best rate is the first or the last,
+    which may hide a better one beyond; else None.
     """
     best, _ = min(sweep, key=lambda pair: pair[1])
     if best == sweep[0][0]:
@@ -122,8 +124,8 @@ def short_training(take, config, rate):
 
 def suggestion(sweep):
     """
-    Return the lowest, middle and highest suggested rate of a sweep, [(rate, loss)]: around the
-    minimum of a parabola through the best rate and its neighbours.
+    Return the lowest, middle and highest suggested rate of a sweep, [(rate, loss)], around the
+    minimum of a parabola through the best rate and its neighbours, over the logarithm of the rate.
     """
     at = min(range(len(sweep)), key=lambda i: sweep[i][1])
     rate, losses = sweep[at][0], [loss for _, loss in sweep[max(0, at - 1):at + 2]]
