@@ -13,9 +13,9 @@ So the probability of a story is the product of the probabilities of its draws, 
 the minimal cost of the story in bits: a model that is trained on stories alone approaches this cost
 and cannot beat it. There are 10^47.1 different stories, 140.4 bits each on average.
 
-A story repeats its names of people and things often, so that a model can show that it has learned
-to copy. Each has its first repetition close by (named Lily. Lily ...), where a small model learns
-it soonest.
+A story often repeats the names of its people and things, so that a model can show that it has
+learned to copy. Each name is first repeated nearby (named Lily. Lily ...), because a small model
+learns close repetitions soonest.
 """
 import functools
 import hashlib
@@ -23,14 +23,18 @@ import math
 import re
 from pathlib import Path
 
-VOCAB_SIZE = 1536  # enough for every word of the grammar to become one piece
-SAMPLE = 1 << 22   # bytes of stories that suffice to train this vocabulary
+VOCAB_SIZE = 1536  # enough for each word of the grammar to become one token
+SAMPLE = 1 << 22   # bytes of stories to train this vocabulary on
 
 GRAMMAR = Path(__file__).with_name("stories.txt").read_text(encoding="utf-8")
 
 
 def read_grammar(text):
-    """Return {rule: (alternative, ...)}; an alternative is a tuple of symbols, see `symbols`."""
+    """
+    Return {rule: (alternative, ...)}; an alternative is a tuple of symbols, see `symbols`.
+
+    A rule is a line with its name and an indented line for each alternative, or "name: word, word".
+    """
     rules, name = {}, None
     text = text.replace(",\n    ", ", ")  # a list of words may continue on the next line
     for line in filter(str.strip, text.split("\n")):
@@ -47,8 +51,10 @@ def read_grammar(text):
 
 def symbols(text):
     """
-    Return an alternative as a tuple of symbols: a literal str, or ("[", rule) or ("{", rule) as in
-    the text, or ("|", (symbols for a girl, symbols for a boy)).
+    Parse an alternative. Return a tuple of symbols.
+
+    A symbol is a literal str, ("[", rule) or ("{", rule) as in the text, or ("|", (symbols for a
+    girl, symbols for a boy)).
     """
     made = []
     pattern = r"([^][{}]+)|\[(\w+)\]|\{(\w+)\}|\{([^{}|]+)\|([^{}|]+)\}"
@@ -63,17 +69,16 @@ def symbols(text):
 
 
 RULES = read_grammar(GRAMMAR)
-BITS = {name: math.log2(len(alternatives)) for name, alternatives in RULES.items()}  # of a draw
-CHARACTERS = "".join(sorted(set(GRAMMAR) - set("[]{}|_:\n")))  # of all stories
+BITS = {name: math.log2(len(alternatives)) for name, alternatives in RULES.items()}  # per draw
+CHARACTERS = "".join(sorted(set(GRAMMAR) - set("[]{}|_:\n")))  # that occur in stories
 
 
 def write(seed, number):
     """
-    Return (text, bits) of story `number` of a seed, a pure function of both. bits: -log2 of the
-    story's probability.
+    Return (text, bits) of story `number` of a seed. The story depends on nothing else.
 
-    The draws are the digits of a hash, read as one number below 2^1024 in the base of each draw,
-    which makes a draw uniform to 1 part in 2^700.
+    bits: -log2 of the story's probability. A hash is read as a number below 2^1024. Each draw takes
+    its last digit in base n, for n alternatives, so a draw is uniform to 1 part in 2^700.
     """
     digits = int.from_bytes(hashlib.shake_256(f"{seed} {number}".encode()).digest(128), "little")
     kept, bits = {}, 0.0
@@ -112,35 +117,37 @@ def write(seed, number):
 def measure(sequence, kept=frozenset()):
     """
     Return {kept afterwards: (probability, number of derivations, probability x mean bits)} of all
-    texts that a sequence of symbols derives. kept: names of the rules drawn before it, whose
-    repetitions cost nothing.
+    texts that a sequence of symbols derives.
+
+    kept: names of the rules that were drawn for { } before the sequence, and "boy" if a girl or boy
+    was drawn. Repetitions of them cost nothing.
     """
     ways = {kept: (1.0, 1, 0.0)}
     for symbol in sequence:
         then = {}
-        for before, (p, n, b) in ways.items():
-            for after, (q, m, c) in measure_one(symbol, before).items():
+        for before, (p1, n1, b1) in ways.items():
+            for after, (p2, n2, b2) in measure_one(symbol, before).items():
                 old = then.get(after, (0.0, 0, 0.0))
-                then[after] = (old[0] + p * q, old[1] + n * m, old[2] + p * c + q * b)
+                then[after] = (old[0] + p1 * p2, old[1] + n1 * n2, old[2] + p1 * b2 + p2 * b1)
         ways = then
     return ways
 
 
 def measure_one(symbol, kept):
-    """Return the same as `measure` of one symbol."""
+    """Return the same as `measure`, for one symbol. A rule is used in [ ] or in { }, never both."""
     if isinstance(symbol, str) or symbol[1] in kept:
         return {kept: (1.0, 1, 0.0)}
     kind, rule = symbol
-    if kind == "|" and "boy" in kept:  # both sides measure the same: their lists have equal lengths
+    if kind == "|" and "boy" in kept:  # both sides measure the same: their rules are equally long
         return measure(rule[0], kept)
     alternatives, name = (rule, "boy") if kind == "|" else (RULES[rule], rule)
     share, then = 1 / len(alternatives), {}
     for alternative in alternatives:
-        for after, (q, m, c) in measure(alternative, kept).items():
+        for after, (p, n, b) in measure(alternative, kept).items():
             after = after if kind == "[" else after | {name}
             old = then.get(after, (0.0, 0, 0.0))
-            bits = c - q * math.log2(share)
-            then[after] = (old[0] + share * q, old[1] + m, old[2] + share * bits)
+            bits = b - p * math.log2(share)  # the draw itself costs -log2(share) bits
+            then[after] = (old[0] + share * p, old[1] + n, old[2] + share * bits)
     return then
 
 
