@@ -1,6 +1,6 @@
 """
---overfit=N: can the model learn at all? Train on N windows until it has memorized them, or report
-what to look at.
+--overfit=N: test whether the model can learn at all. Train on N windows until it has memorized
+them, or report what to look at.
 """
 import math
 from collections import Counter, defaultdict
@@ -11,16 +11,16 @@ from engine.debug.trial import trial_steps
 from engine.training import distributed
 from engine.training.distributed import say
 
-MARGIN = 0.05      # nats above the lowest possible loss at which the test passes
-PATIENCE = 400     # steps without a loss that is 1 % lower after which it fails
-MAX_STEPS = 5000   # steps after which it fails
+MARGIN = 0.05      # the test passes at this many nats above the lowest possible loss,
+PATIENCE = 400     # and fails after this many steps in which the best loss has not fallen by 1 %,
+MAX_STEPS = 5000   # or after this many steps in all
 WARMUP_STEPS = 10
 
 
 def overfit(t, train_step):
     """
-    Repeat step 0: the same windows, the same random numbers, a constant learning rate. Return the
-    exit code, 0 for PASS and 1 for FAIL.
+    Repeat step 0 with the same windows and random numbers, at a rate that is constant after a
+    warm-up. Return the exit code, 0 for PASS and 1 for FAIL.
     """
     take, model, rate = trial_steps(t, train_step), t.model, t.config.learning_rate
     x, y = global_batch(t.dataset)
@@ -46,6 +46,7 @@ def overfit(t, train_step):
     result = (f"loss {losses[-1]:.4f} after {len(losses)} steps, the right tokens' probability "
               f"{p_before:.4f} -> {p_after:.4f}")
     note = f"; {listed(unchanged)} never changed" if unchanged else ""
+    # The mean of p is at least exp(mean of ln p): less means a loss of other targets than y.
     if losses[-1] <= goal and p_after > 0.5 * math.exp(-losses[-1]):
         say(f"PASS: {result}{note}")
         return 0
@@ -55,8 +56,8 @@ def overfit(t, train_step):
 
 def advice(losses, lowest, goal, changes):
     """
-    Return what to look at. losses: of each step; lowest: {0, 1, None: lowest possible loss from as
-    many tokens of context}; changes: whether the batch of a step changes.
+    Return what to look at. losses: of each step; lowest: {context: memorized_loss} for the contexts
+    0, 1 and None; changes: whether the batch of a step changes when it is read again.
     """
     end, start = losses[-1], losses[0]
     if not math.isfinite(end):
@@ -89,14 +90,15 @@ def global_batch(dataset):
 
 def memorized_loss(x, y, bos_id, context=None):
     """
-    Return the mean loss in nats of a model that has memorized x, y (N, T) and predicts from the
-    last `context` tokens; None: from all in the window, back to bos_id. It is above 0 where the
-    same context has several targets.
+    Return the mean loss in nats of a model that has memorized x, y (N, T). It predicts from the
+    last `context` tokens, 0 or 1; None: from all tokens of the window back to bos_id. The loss is
+    above 0 if the same context has several targets.
     """
     targets_after = defaultdict(Counter)  # {context: {target: count}}
     for tokens, targets in zip(x.tolist(), y.tolist()):
         seen = ()
         for token, target in zip(tokens, targets):
+            # The hash stands for all earlier tokens, so that a context is two numbers.
             seen = (token,) if token == bos_id else (hash(seen), token)
             if target >= 0:
                 key = seen if context is None else seen[-1:] * context
