@@ -1,5 +1,5 @@
-// Shared by all files of the library: errors, allocation that may fail, growing texts, and a reader
-// of bytes.
+// Helpers that all files of the library share: errors, allocation that may fail, growing texts, and
+// a reader of bytes.
 #ifndef LLAMAC_BYTES_H
 #define LLAMAC_BYTES_H
 
@@ -11,8 +11,9 @@
 
 typedef llamac_error Error;
 
-// Writes the message to e (unless it is NULL) and returns false. The message may quote an untrusted
-// file, so characters that a terminal could take for a command become question marks.
+// Writes the message to e (unless e is NULL) and returns false. The message may quote an untrusted
+// file, and a terminal obeys control characters, so every byte that is not printable ASCII becomes
+// a question mark.
 __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const char *format, ...) {
     if (!e) return false;
     char text[sizeof e->text]; // separate, because an argument may be the earlier message in e
@@ -26,7 +27,8 @@ __attribute__((format(printf, 2, 3))) static inline bool fail(Error *e, const ch
     return false;
 }
 
-// For functions that return whether they succeeded and have an Error *e.
+// For functions that return whether they succeeded and have an Error *e: CHECK writes the message
+// if the condition is false; TRY passes on the failure of a call that has written its own message.
 #define CHECK(condition, ...) \
     do { \
         if (!(condition)) return fail(e, __VA_ARGS__); \
@@ -50,12 +52,13 @@ typedef struct {
     bool failed;
 } Text; // a growing string, which may contain zero bytes
 
-// The longest text that is encoded, in bytes; and the longest text that it can become: three bytes
-// for each space or broken byte, and one space in front.
+// MAX_TEXT: max bytes of a text to encode. MAX_BYTES: max bytes that normalization can make of it.
+// A space may become U+2581 and an invalid byte becomes U+FFFD, both 3 bytes in UTF-8, and one
+// U+2581 may be put before the text.
 enum { MAX_TEXT = 1 << 27, MAX_BYTES = 3 * MAX_TEXT + 3 };
 
-// Appends n bytes. If memory is missing, or the text would have more than MAX_BYTES, sets `failed`
-// and leaves the text unchanged.
+// Appends n bytes. If memory is missing, or the text would exceed MAX_BYTES, sets `failed` and
+// leaves the text unchanged.
 static inline void append(Text *text, const char *s, size_t n) {
     text->failed |= n > MAX_BYTES - text->n;
     if (!text->failed && text->n + n > text->capacity) {
@@ -73,15 +76,16 @@ static inline void append_string(Text *text, const char *s) { append(text, s, st
 
 typedef struct {
     const uint8_t *bytes;
-    size_t size, at;
-    bool failed;
+    size_t size, at; // at: offset of the next byte to read
+    bool failed;     // a read went past the end
 } Reader;
+
 typedef struct {
-    const char *s;
+    const char *s; // not terminated by a zero
     size_t n;
 } String;
 
-// The first `max` bytes of a string, for %.*s.
+// Expands to the two arguments of %.*s that print the first `max` bytes of a string.
 #define SHOWN(string, max) (int)((string).n < (max) ? (string).n : (max)), (string).s
 
 // Returns the next n bytes. Past the end, returns NULL and sets `failed`.
@@ -107,7 +111,7 @@ static inline uint64_t take_u64(Reader *r) {
     return high << 32 | low;
 }
 
-// Reads a string of GGUF: a length of 8 bytes, then the text.
+// Reads a string of GGUF: a length of 8 bytes, then the text. Past the end, returns "".
 static inline String take_string(Reader *r) {
     uint64_t n = take_u64(r);
     const uint8_t *p = take(r, n);

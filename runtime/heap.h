@@ -1,6 +1,6 @@
-// A heap of 64-bit keys, for the merges of both kinds of BPE. The upper half of a key is the
-// priority of a merge, the lower half the index of its left part. So of equal priorities the
-// leftmost is first.
+// A min-heap of 64-bit keys, for the merges of sentencepiece's BPE (tokenizer.c) and of byte-level
+// BPE (bpe.c). The upper half of a key is the priority of a merge (the lowest number is merged
+// first), the lower half the index of its left part. So of equal priorities the leftmost is first.
 #ifndef LLAMAC_HEAP_H
 #define LLAMAC_HEAP_H
 
@@ -27,6 +27,7 @@ static inline void push(Heap *h, uint64_t key) {
     h->keys[i] = key;
 }
 
+// Removes the lowest key and returns it. The heap must not be empty.
 static inline uint64_t pop(Heap *h) {
     uint64_t *keys = h->keys, top = keys[0], last = keys[--h->n];
     int i = 0;

@@ -8,7 +8,7 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
-#include "backend.h" // for its check of the compiler's flags
+#include "backend.h" // refuses -ffast-math
 #include "os.h"
 
 double llamac_seconds(void) {
@@ -36,7 +36,8 @@ bool llamac_map_file(const char *path, File *mapped, Error *e) {
     close(file);
     if (!ok) return false;
     *mapped = (File){bytes, info.st_size};
-    llamac_use_large_pages(bytes, info.st_size); // in the page cache, for later processes too
+    // large pages in the page cache serve later processes too
+    llamac_use_large_pages(bytes, info.st_size);
     return true;
 }
 
@@ -64,14 +65,14 @@ void llamac_drop_pages(const uint8_t *begin, const uint8_t *end) {
 // Processors
 
 #ifdef __linux__
-// Whether a processor shares its core with a usable processor of a smaller number.
+// Returns whether a logical processor shares its core with an allowed processor of a lower number.
 static bool shares_core(int processor, const cpu_set_t *allowed) {
     char path[80];
     int first, last, n;
     bool shares = false;
     snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list",
              processor);
-    FILE *file = fopen(path, "r"); // such as 0-1 or 0,64
+    FILE *file = fopen(path, "r"); // its text is a list such as 0-1 or 0,64
     while (file && (n = fscanf(file, "%d-%d", &first, &last)) > 0) {
         for (int i = first; i <= (n == 2 ? last : first) && i < processor; i++)
             shares |= CPU_ISSET(i, allowed) != 0;
@@ -81,15 +82,16 @@ static bool shares_core(int processor, const cpu_set_t *allowed) {
     return shares;
 }
 
-// Cores that the process may use. A second processor of a core would only wait for the same units.
+// Returns how many physical cores the process may use. A second thread on a core (SMT) would only
+// wait for the same arithmetic units.
 static long usable_cores(void) {
     cpu_set_t allowed;
     if (sched_getaffinity(0, sizeof allowed, &allowed)) return sysconf(_SC_NPROCESSORS_ONLN);
     long cores = CPU_COUNT(&allowed);
     FILE *file = fopen("/sys/devices/system/cpu/smt/active", "r");
-    bool shared = file && getc(file) == '1';
+    bool smt = file && getc(file) == '1';
     if (file) fclose(file);
-    for (int i = 0; shared && i < CPU_SETSIZE; i++)
+    for (int i = 0; smt && i < CPU_SETSIZE; i++)
         cores -= CPU_ISSET(i, &allowed) && shares_core(i, &allowed);
     return cores;
 }
@@ -97,7 +99,7 @@ static long usable_cores(void) {
 static long usable_cores(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 #endif
 
-// The CPU quota of a container may be smaller than its number of processors.
+// A container's CPU quota (microseconds of each period) may allow fewer cores than it sees.
 int llamac_default_threads(void) {
     long processors = usable_cores(), quota = 0, period = 0;
     FILE *file = fopen("/sys/fs/cgroup/cpu.max", "r");
@@ -109,13 +111,15 @@ int llamac_default_threads(void) {
 }
 
 // ----------------------------------------------------------------------------
-// Free memory. Linux reports it in files; elsewhere it is taken to be all memory of the machine
+// Free memory
+//
+// Linux reports it in files. On other systems, all memory of the machine counts as free.
 
-enum { MAX_SYSTEM_PATH = 4096 }; // bytes, as in Linux, with the zero at the end
+enum { MAX_SYSTEM_PATH = 4096 }; // bytes, as in Linux, with the terminating zero
 
-// Reads the number that follows `word` at the beginning of a line of the file folder/name. With
-// word NULL, reads the number at the beginning of the file. Returns `otherwise` if there is no such
-// number: a limit may be "max".
+// Returns the number in the file folder/name that follows `word` at the beginning of a line, or, if
+// word is NULL, the number at the beginning of the file. Returns `otherwise` without such a number:
+// the text of a limit may be "max".
 static uint64_t number_in(const char *folder, const char *name, const char *word,
                           uint64_t otherwise) {
     char path[MAX_SYSTEM_PATH + 64], line[256];
@@ -131,24 +135,25 @@ static uint64_t number_in(const char *folder, const char *name, const char *word
     return number;
 }
 
-// Bytes left in a control group. Pages of files do not count as used, because the system drops them
-// when it needs memory.
+// Returns how many bytes a control group (version 1 or 2) leaves below its limit. Cached pages of
+// files do not count as used, because the system drops them when it needs memory.
 static uint64_t left_by_group(const char *folder, bool v2) {
     const char *limit_name = v2 ? "memory.max" : "memory.limit_in_bytes";
     uint64_t limit = number_in(folder, limit_name, NULL, UINT64_MAX);
-    // beyond the soft limit, processes are slowed down
+    // the kernel slows down processes that exceed the soft limit
     uint64_t soft = v2 ? number_in(folder, "memory.high", NULL, UINT64_MAX) : limit;
     uint64_t used = number_in(folder, v2 ? "memory.current" : "memory.usage_in_bytes", NULL, 0);
     const char *inactive = v2 ? "inactive_file " : "total_inactive_file ";
     const char *active = v2 ? "active_file " : "total_active_file ";
     uint64_t files =
         number_in(folder, "memory.stat", inactive, 0) + number_in(folder, "memory.stat", active, 0);
-    limit = soft < limit ? soft : limit, used -= files < used ? files : used;
+    limit = soft < limit ? soft : limit;
+    used -= files < used ? files : used;
     return limit > used ? limit - used : 0;
 }
 
-// Bytes left in a control group and all groups around it. `line` is a line of /proc/self/cgroup:
-// number, controllers (none in version 2), path.
+// Returns the least of the bytes that a control group and its ancestors leave. `line` is a line of
+// /proc/self/cgroup, "number:controllers:path"; version 2 has no controllers.
 static uint64_t left_by_groups(const char *root, const char *line) {
     char folder[MAX_SYSTEM_PATH + 64];
     const char *controllers = strchr(line, ':');
@@ -159,7 +164,8 @@ static uint64_t left_by_groups(const char *root, const char *line) {
     const char *mount = v2 ? "" : "/memory";
     size_t top = (size_t)snprintf(folder, sizeof folder, "%s/sys/fs/cgroup%s", root, mount);
     snprintf(folder + top, sizeof folder - top, "%.*s", (int)strcspn(path + 1, "\n"), path + 1);
-    // from the group up to the root; in a container, the path may be that outside the container
+    // Cut off one name at a time, from the group up to the root. In a container, the path may be
+    // the one outside it: a folder that does not exist sets no limit.
     for (char *end = folder + strlen(folder);; end = strrchr(folder, '/')) {
         *end = 0;
         uint64_t left = left_by_group(folder, v2);
@@ -173,7 +179,7 @@ uint64_t llamac_free_memory(const char *root) {
     uint64_t whole = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     snprintf(path, sizeof path, "%s/proc", root);
     uint64_t min = number_in(path, "meminfo", "MemAvailable:", whole / 1024);
-    min = min < whole / 1024 ? 1024 * min : whole; // the file is in KiB
+    min = min < whole / 1024 ? 1024 * min : whole; // meminfo counts KiB
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "r");
     while (file && fgets(line, sizeof line, file)) {

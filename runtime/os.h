@@ -11,29 +11,30 @@ extern "C" {
 typedef struct {
     const uint8_t *bytes;
     size_t size;
-} File; // mapped; bytes is NULL if there is none
+} File; // a file mapped into memory; bytes is NULL if no file is mapped
 
 // Maps a file into memory. Fails for directories, pipes and empty files.
 bool llamac_map_file(const char *path, File *, Error *);
 void llamac_unmap(File *);
 
-// Asks the system to keep n bytes, allocated or mapped from a file, in large pages if it supports
-// them.
+// Asks the system to use large pages, where it supports them, for n bytes that are allocated or
+// mapped from a file.
 void llamac_use_large_pages(const void *p, size_t n);
 
-// Returns the memory of the whole pages between two addresses to the system. Pages of a mapped file
-// are read again when they are needed.
+// Drops the pages that lie wholly between two addresses from memory. The system reads pages of a
+// mapped file again when they are needed.
 void llamac_drop_pages(const uint8_t *begin, const uint8_t *end);
 
-// Bytes that may be allocated before the system takes memory from other processes: limited by the
-// machine, and by the control groups (containers, services, jobs) around the process. `root` is a
-// prefix of the paths of the system's files; "" except in tests.
+// Returns how many bytes can be allocated without swapping: the least of the machine's available
+// memory and what the control groups (containers, services, jobs) of the process leave. `root` is
+// put before the paths /proc and /sys; it is "" except in tests.
 uint64_t llamac_free_memory(const char *root);
 
-// One thread for each core that the process may use, at most 64.
+// Returns the default number of threads: one for each physical core that the process may use,
+// within its CPU quota and at most 64.
 int llamac_default_threads(void);
 
-// Seconds on a monotonic clock.
+// Returns the seconds on a monotonic clock.
 double llamac_seconds(void);
 
 #ifdef __cplusplus
