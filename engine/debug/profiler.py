@@ -1,7 +1,7 @@
 """
---profile=True: where does the time of a training step go? train_step marks its spans;
+--profile=True: measure where the time of a training step goes. train_step marks its spans;
 torch.profiler records some steps after a warm-up. The result is a table of the spans, a table of
-the largest ops with their share of the device's peak, and a trace.
+the largest ops with the share of the device's peak that each reaches, and a trace.
 """
 import functools
 import math
@@ -21,11 +21,14 @@ from engine.training.mode import artifact
 from optim import SpikeDetector, learning_rate_at
 
 WARMUP_STEPS, STEPS = 4, 5  # steps before the profile, and in it
-MAX_COPY = 1 << 28          # bytes of the largest copy that is timed
+MAX_COPY = 1 << 28          # max bytes of a timed copy, which reads and writes twice as many
 
 
 def profile(t, train_step):
-    """Profile STEPS steps after WARMUP_STEPS others, with one row of the log; report the result."""
+    """
+    Profile STEPS steps after WARMUP_STEPS others, and report the result. The last step computes a
+    row of the log.
+    """
     activities = [ProfilerActivity.CPU]
     if t.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -33,7 +36,7 @@ def profile(t, train_step):
     profiler = torch.profiler.profile(activities=activities, schedule=schedule, record_shapes=True)
     spike_detector, update_norms = SpikeDetector(t.config.spike_z), UpdateNorms(t.model)
     clock = []  # seconds at the begin and at the end of each step
-    if hasattr(t.network, "register_comm_hook"):  # DDP
+    if hasattr(t.network, "register_comm_hook"):  # DDP: part its communication from backward()
         t.network.register_comm_hook(None, distributed.average_at_once)
     measure(True)
     with silent_stderr():
@@ -60,7 +63,8 @@ def profile(t, train_step):
 def phase_seconds(events):
     """
     Return {phase: seconds} of the profiler's events: the time of the spans of each phase, without
-    that of the spans nested in them, of all threads.
+    the spans nested in them. Spans nest by time even across threads: "communication" may run in
+    autograd's thread, within "backward".
     """
     spans = [(e.time_range.start, e.time_range.end, e.name) for e in events
              if e.name in PHASES and e.device_type == torch.autograd.DeviceType.CPU]
@@ -83,7 +87,7 @@ def report(t, profiler, clock):
     events, record = profiler.events(), t.record
     steps = [end - begin for begin, end in zip(clock[::2], clock[1::2])]
     wall = sum(steps[WARMUP_STEPS:])
-    unprofiled = steps[WARMUP_STEPS - 2]  # the one after it warms the profiler up
+    unprofiled = steps[WARMUP_STEPS - 2]  # the profiler warms up in the next step
     seconds = phase_seconds(events)
     seconds["waiting"] = wall - sum(seconds.values())
     say(f"profile: {STEPS} steps of {record['tokens_per_iter']:,} tokens with one row of the log "
@@ -106,9 +110,10 @@ def report(t, profiler, clock):
 
 def largest_ops(events, peak_flops, device, amp, max_ops=10):
     """
-    Return the ops that take the most time, without the ops that they call, as objects with name,
-    calls, seconds and roofline: the share of that time that their FLOPs, or their bytes if those
-    take longer, need at the peak of this device.
+    Return the ops that take the most time, without the time of the ops that they call, as objects
+    with name, calls, seconds and roofline. The roofline is the ideal time as a share of the
+    seconds: the time of the FLOPs at the device's peak or of the bytes at the speed of a copy,
+    whichever is longer, summed over the calls.
     """
     ops = defaultdict(lambda: SimpleNamespace(name="", calls=0, seconds=0.0, ideal=Counter()))
     for e in events:
@@ -119,7 +124,7 @@ def largest_ops(events, peak_flops, device, amp, max_ops=10):
             continue
         op = ops[e.name]
         op.name, op.calls, op.seconds = e.name, op.calls + 1, op.seconds + seconds
-        itemsize = 2 if amp._enabled and "mm" in e.name else 4
+        itemsize = 2 if amp._enabled and "mm" in e.name else 4  # autocast acts on the products
         flops, size = work(e.name, e.input_shapes or [], itemsize)
         computing, copying = flops / peak_flops, copy_seconds(size, device)
         op.ideal["FLOPs" if computing > copying else "bytes"] += max(computing, copying)
@@ -140,20 +145,23 @@ def work(name, shapes, itemsize=4):
     sizes = [math.prod(shape) for shape in shapes]
     if not shapes:
         return 0, 0
+    # The output has about the size of the largest input; copy_ has its output among the inputs.
     flops, out = 0, 0 if name == "aten::copy_" else max(sizes)
     if "mm" in name and len(shapes) > 1:
         a, b = shapes[1:3] if "add" in name and len(shapes) > 2 else shapes[:2]
         flops, out = 2 * math.prod(a) * b[-1], math.prod(a) // a[-1] * b[-1]
     elif "scaled_dot_product" in name and len(shapes) > 2:
-        backward = "backward" in name  # whose first input is the gradient of the output
-        (*heads, q, width), (*_, k, _) = shapes[backward:backward + 2]
+        backward = "backward" in name
+        first = 1 if backward else 0  # index of the queries; backward begins with a gradient
+        (*heads, q, width), (*_, k, _) = shapes[first:first + 2]
         flops = (10 if backward else 4) * math.prod(heads) * q * k * width
     return flops, itemsize * (sum(sizes) + out)
 
 
 @functools.cache
 def copy_speed(size, device):
-    """Measure the bytes a second of a copy that reads and writes `size` bytes in total."""
+    """Measure the bytes/s of a copy that reads and writes `size` bytes in total."""
+    # Two arrays of size // 8 float32 values, 4 bytes each.
     a, b = (torch.empty(max(1, size // 8), device=device) for _ in range(2))
     best, end, repeats = math.inf, time.perf_counter() + 0.01, 0
     while time.perf_counter() < end or repeats < 5:
@@ -167,5 +175,8 @@ def copy_speed(size, device):
 
 
 def copy_seconds(size, device):
-    """Return the time to read and write `size` bytes at the speed of a copy of about as many."""
+    """
+    Return the seconds to read and write `size` bytes, at the speed of a copy of the next higher
+    power of 2, which is measured once.
+    """
     return size / copy_speed(1 << min(size, MAX_COPY).bit_length(), device) if size else 0.0
