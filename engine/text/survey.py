@@ -12,7 +12,7 @@ import numpy as np
 from engine.streams import one_line, pad, width
 from tokenizer import BYTE, NORMAL, SPACE, UNKNOWN, USER_DEFINED, spell
 
-MAX_ROWS = 20  # of a table of pieces
+MAX_ROWS = 20  # max rows of a table of pieces or copies
 STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;
 color-scheme:light dark}table{border-collapse:collapse;margin:.5em 0 2em}
 td,th{border-bottom:1px solid #8884;padding:.2em .8em;text-align:left;
@@ -23,15 +23,18 @@ COPIES = "documents that come more than once"
 
 def spelled(ids, pieces):
     """
-    Return tokens as readable text, separated by |. Tokens that end inside a character are joined,
-    in ⟨⟩, with the next ones up to the character's end.
+    Return tokens as readable text, separated by |.
+
+    A token that ends inside a character is joined with the next ones, up to its end, as ⟨text⟩.
+    pieces: tokenizer.pieces().
     """
     found, waiting, text = [], [], ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for i in ids:
         data, _, kind = pieces[i]
         waiting.append(spell(pieces[i], "␣"))
-        text += decoder.decode(bytes([int(data[3:5], 16)]) if kind == BYTE else data)
+        is_byte = kind == BYTE  # its data is <0x..>
+        text += decoder.decode(bytes([int(data[3:5], 16)]) if is_byte else data)
         if decoder.getstate()[0]:  # bytes of an incomplete character
             continue
         joined = f"⟨{text.replace(SPACE, ' ').replace(' ', '␣')}⟩"
@@ -41,7 +44,11 @@ def spelled(ids, pieces):
 
 
 def documents(tokens, bos_id):
-    """Return the first token of each document and the end of each: two arrays."""
+    """
+    Return (starts, ends) of the documents as positions in `tokens`. An end is exclusive.
+
+    A document starts at a BOS token, and the first one at 0.
+    """
     starts = np.flatnonzero(tokens == bos_id)
     if not len(starts) or starts[0]:
         starts = np.insert(starts, 0, 0)
@@ -49,7 +56,7 @@ def documents(tokens, bos_id):
 
 
 def copies(tokens, starts, ends):
-    """Return [(count, start, end of the first)] of documents that occur more than once."""
+    """Return (count, start, end) of each document that occurs repeatedly; of its first copy."""
     counts, first = collections.Counter(), {}
     for a, b in zip(starts.tolist(), ends.tolist()):
         key = hash(tokens[a:b].tobytes())
@@ -60,10 +67,10 @@ def copies(tokens, starts, ends):
 
 def survey(splits, tokenizer, meta):
     """
-    Return {title: rows} of tables, with the names of the columns as first row, and for `picture`
-    {"lengths": tokens of each document of train, "counts": occurrences of each piece in it}.
+    Return {title: rows} of tables whose first row names the columns. For `picture`, the dict also
+    has "lengths", the tokens of each document of train, and "counts", the uses of each piece in it.
 
-    splits: {"train", "val"} -> tokens of all or a part of the split; meta: of the prepared folder.
+    splits: {"train": tokens, "val": tokens}, all or a part of each; meta: of the prepared folder.
     """
     pieces, found, columns = tokenizer.pieces(), {}, {}
     kinds = np.array([kind for *_, kind in pieces])
@@ -79,9 +86,9 @@ def survey(splits, tokenizer, meta):
             "tokens": f"{meta[f'{split}_tokens']:,}",
             "tokens read here": f"{len(tokens):,}",
             "documents": f"{meta[f'{split}_documents']:,}",
-            "tokens of a document: half have fewer than": f"{np.median(lengths):,.0f}",
-            "... the longest read": f"{lengths.max():,}",
-            "bytes a token": f"{meta[f'{split}_bytes'] / meta[f'{split}_tokens']:.2f}",
+            "median tokens per document": f"{np.median(lengths):,.0f}",
+            "longest document read, in tokens": f"{lengths.max():,}",
+            "bytes per token": f"{meta[f'{split}_bytes'] / meta[f'{split}_tokens']:.2f}",
             "pieces that are used": f"{np.count_nonzero(counts):,} of {len(pieces):,}",
             "byte fallback": fallback,
             "unknown": f"{counts[kinds == UNKNOWN].sum() / len(tokens):.2%}",
@@ -97,7 +104,7 @@ def survey(splits, tokenizer, meta):
 
 
 def piece_tables(pieces, counts):
-    """Return {title: rows}: pieces by frequency, the most frequent, the longest that are used."""
+    """Return {title: rows}: pieces by count, the most frequent, the longest of those used."""
     total = max(1, counts.sum())
 
     def table_of(ids):
@@ -107,9 +114,13 @@ def piece_tables(pieces, counts):
     use = [["times", "pieces"]]
     edges = [0, 1, 10, 100, 1000, 10_000, math.inf]
     for low, high in zip(edges, edges[1:]):
-        name = f"{low:,} or more" if high == math.inf else f"{low:,} to {high - 1:,}"
+        name = f"{low:,} to {high - 1:,}"
+        if high == math.inf:
+            name = f"{low:,} or more"
+        elif high == 1:
+            name = "0"
         within = (counts >= low) & (counts < high)
-        use.append([name if high > 1 else "0", int(np.count_nonzero(within))])
+        use.append([name, int(np.count_nonzero(within))])
     frequent = np.argsort(-counts, kind="stable")[:MAX_ROWS].tolist()
     length = {i: len(data.decode(errors="replace")) for i, (data, _, kind) in enumerate(pieces)
               if counts[i] and kind in (NORMAL, USER_DEFINED)}
@@ -119,7 +130,7 @@ def piece_tables(pieces, counts):
 
 
 def bins(lengths):
-    """Return the rows of a histogram with bins that double in width."""
+    """Return the rows of a histogram; bin n is [2^n, 2^(n+1))."""
     power = np.log2(np.maximum(lengths, 1)).astype(int)
     return [["tokens", "documents"],
             *([f"{1 << n:,} to {(2 << n) - 1:,}", int((power == n).sum())]
@@ -135,13 +146,13 @@ def table(rows):
 
 
 def tables(found):
-    """Return the tables in what `survey` returns that have rows."""
+    """Return the tables of survey's result that have rows below the names of the columns."""
     return {title: rows for title, rows in found.items()
             if isinstance(rows, list) and len(rows) > 1}
 
 
 def page(name, found):
-    """Return the tables as a self-contained HTML page, with bars for the numbers of column 2."""
+    """Return the tables as a self-contained HTML page. Bars show the numbers of column 2."""
     title = html.escape(name)
     parts = [f'<!doctype html><meta charset="utf-8"><title>{title}</title>'
              f"<style>{STYLE}</style><h1>{title}</h1>"]
