@@ -1,5 +1,5 @@
 """
-What the W&B client reads from environment and files, what it wrote, and what its server has.
+Read the settings of the W&B client, the runs that it wrote, and what its server has of them.
 
 The client itself is imported only where it is used.
 """
@@ -23,7 +23,7 @@ COUNT_SECONDS = 5  # max wait until the server has counted the rows that it rece
 RUN_SETTINGS = {"id": "run_id", "project": "project", "entity": "entity", "name": "run_name",
                 "group": "run_group", "tags": "run_tags", "notes": "run_notes",
                 "job_type": "run_job_type"}
-# {the client's setting: its environment variable}, where that is not WANDB_ and its name
+# {the client's setting: its environment variable}, where that is not WANDB_ and the setting's name
 VARIABLES = {"run_name": "WANDB_NAME", "run_tags": "WANDB_TAGS", "run_notes": "WANDB_NOTES",
              "run_job_type": "WANDB_JOB_TYPE"}
 # {the client's setting: the flag of train.py}
@@ -33,7 +33,7 @@ FLAGS = {"project": "--wandb_project", "run_name": "--wandb_run_name"}
 # ---- settings -----------------------------------------------------------------------------------
 
 def settings_files():
-    """Return the client's settings files; the later one overrides the earlier."""
+    """Return the client's settings files. The second overrides the first."""
     user = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", "settings").expanduser()
     local = ".wandb" if Path(".wandb").exists() else "wandb"
     return [user, Path(local, "settings")]
@@ -56,7 +56,7 @@ def file_settings():
 
 def variable_of(setting):
     """Return the environment variable of a setting of the client."""
-    if setting.startswith("x_"):
+    if setting.startswith("x_"):  # internal settings of the client
         return f"WANDB__{setting.removeprefix('x_').upper()}"
     return VARIABLES.get(setting, f"WANDB_{setting.upper()}")
 
@@ -67,7 +67,7 @@ def user_setting(setting):
 
 
 def origin(setting, value):
-    """Return where the client got a setting's value from, as words."""
+    """Return a phrase that names the source of a setting's value, such as "from ~/settings"."""
     variable = variable_of(setting)
     if os.environ.get(variable) == value:
         return f"from the variable {variable}"
@@ -78,7 +78,7 @@ def origin(setting, value):
 
 
 def wandb_run(run, given, earlier=()):
-    """resolve_run for W&B: WANDB_PROJECT, WANDB_NAME and the like override the settings files."""
+    """Return resolve_run with the user's W&B settings, from its variables or else its files."""
     settings = {entry: user_setting(setting) for entry, setting in RUN_SETTINGS.items()}
     return resolve_run(run, given, settings, earlier)
 
@@ -94,8 +94,8 @@ def wandb_server():
 
 def has_wandb_key():
     """
-    Return whether there is an API key where the client looks for one: WANDB_API_KEY, its settings,
-    or netrc by host and port.
+    Return whether there is an API key where the client looks for one: in WANDB_API_KEY, in its
+    settings files, or in the user's netrc file under the server's host and port.
     """
     if user_setting("api_key"):
         return True
@@ -106,16 +106,17 @@ def has_wandb_key():
         return False
     try:
         login = netrc.netrc(path).authenticators
-        earlier_name = host == "api.forge.coreweave.com" and login("api.wandb.ai")
-        return bool(login(host) or earlier_name)
+        # Keys made before the server was renamed are filed under its old name.
+        old_login = host == "api.forge.coreweave.com" and login("api.wandb.ai")
+        return bool(login(host) or old_login)
     except (OSError, ValueError, netrc.NetrcParseError):  # ValueError: not UTF-8
         return False
 
 
 def wandb_mode():
     """
-    Return (mode, why): the user's mode, by WANDB_MODE or `wandb offline`, otherwise "online" if
-    there is a key and the server can be reached, otherwise "offline".
+    Return (mode, why). mode: the user's, set by WANDB_MODE or `wandb offline`; otherwise "online"
+    if there is a key and the server can be reached, else "offline".
     """
     if os.environ.get("WANDB_MODE"):
         return os.environ["WANDB_MODE"], "WANDB_MODE"
@@ -133,8 +134,8 @@ def wandb_mode():
 
 def reason(error):
     """
-    Return an exception as one line. Settings that the client refuses are named with their values
-    and where these came from.
+    Return an exception as one line. If the client refused a setting, the line has its name, value
+    and source.
     """
     kind = type(error).__name__
     if kind == "ValidationError" and hasattr(error, "errors"):  # pydantic's
@@ -142,9 +143,12 @@ def reason(error):
     if kind != "UsageError":
         return error_line(error)
     text = str(error).splitlines()[0]
-    setting = "project" if "project" in text else "run_id" if "Run ID" in text else ""
-    value = user_setting(setting) if setting else None
-    return f"{text} ({setting}={value!r}, {origin(setting, value)})" if value else text
+    # The client's text describes the setting that it refuses, but lacks its value.
+    for words, setting in (("project", "project"), ("Run ID", "run_id")):
+        if words in text:
+            value = user_setting(setting)
+            return f"{text} ({setting}={value!r}, {origin(setting, value)})" if value else text
+    return text
 
 
 def refused_setting(error):
@@ -161,8 +165,8 @@ def refused_setting(error):
 
 def about(out_dir):
     """
-    Return out_dir/wandb.json: {"id", "project", "name", ..., "folders": those in which the client
-    wrote the run, one a session}.
+    Return the content of out_dir/wandb.json, or {}: the run's entries ("id", "project", "name",
+    ...) and "folders", the folders that the client wrote, one for each session.
     """
     return read_json(Path(out_dir, "wandb.json"), default={})
 
@@ -199,7 +203,10 @@ def client_rows(folder):
 # ---- what the server has ------------------------------------------------------------------------
 
 def at_server(run):
-    """Return (rows, step of the last row) that the server has of a run; None: it is unknown."""
+    """
+    Return (number of rows, step of the last row) that the server has of a run, or None if the
+    server does not know the run. Raises OSError if the server does not answer.
+    """
     import wandb
     from wandb.apis.public.runs import RunNotFoundError
     try:
