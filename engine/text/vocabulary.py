@@ -9,19 +9,19 @@ from engine.text.prepared import is_prepared, load
 from tokenizer import (PRE_TOKENIZERS, Bytes, Characters, Tokenizer, train_byte_level,
                        train_tokenizer)
 
-MIN_PIECES = 320  # of a vocabulary that is trained to be small; 259 of them are specials and bytes
+MIN_PIECES = 320  # min --max_vocab_size: 259 specials and bytes, and some characters and merges
 
 
 def usual_pieces(size):
     """
-    Return the vocabulary size for `size` bytes of text: the power of two nearest to the square root
-    of it, 1024 for 1 MB, 32768 for 1 GB.
+    Return the vocabulary size for `size` bytes of text: the power of two nearest to sqrt(size),
+    from 512 to 32768; 1024 for 1 MB, 32768 for 1 GB.
     """
     return min(max(1 << round(math.log2(max(1, size)) / 2), 512), 32768)
 
 
 def check_vocabulary(options):
-    """Fail if the vocabulary of these prepare.Options cannot be."""
+    """Fail if these prepare.Options do not describe a possible vocabulary."""
     source = options.vocab_source
     kind, _, argument = source.partition(":")
     if 0 < options.max_vocab_size < MIN_PIECES:
@@ -41,13 +41,15 @@ def is_made(vocab_source):
 
 def vocabulary_file(vocab_source, cache):
     """
-    Return the file of a vocabulary that is not made here: tokenizer.model of llama2, that of
-    prepared data or of a Hugging Face folder, or the path itself. Fails if there is none.
+    Return the path of a vocabulary that is not made from the text. Fails if there is no such file.
+
+    It is tokenizer.model for llama2, the tokenizer of prepared data or of a Hugging Face folder, or
+    the given path itself.
     """
     path = Path("tokenizer.model" if vocab_source == "llama2" else vocab_source)
     if is_prepared(path):
         path /= load(path).meta["tokenizer"]
-    elif (path / "tokenizer.model").is_file():  # of a Hugging Face folder; other files add to it
+    elif (path / "tokenizer.model").is_file():  # Hugging Face: more files may add tokens
         from engine.formats import hf_tokenizer  # here: it imports torch, which takes a second
         path = keep_vocabulary(hf_tokenizer.read_hf_tokenizer(path), cache)
     elif (path / "tokenizer.json").is_file():
@@ -59,7 +61,7 @@ def vocabulary_file(vocab_source, cache):
 
 
 def keep_vocabulary(vocabulary, cache):
-    """Write the vocabulary of another model to the cache, and return its path."""
+    """Write a vocabulary to the cache, under its hash, and return its path."""
     suffix = Path(file_name(vocabulary)).suffix
     path = Path(cache, "vocabularies", vocabulary.sha256()[:16] + suffix)
     if not path.exists():
@@ -70,7 +72,7 @@ def keep_vocabulary(vocabulary, cache):
 
 
 def file_name(tokenizer):
-    """Return the name that a tokenizer has in a prepared folder."""
+    """Return the file name of a tokenizer in a prepared folder."""
     return "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
 
 
@@ -82,8 +84,10 @@ def stored_vocabulary(folder):
 
 def make_vocabulary(job, corpus, folder):
     """
-    Return the Tokenizer of a preparation: the one that an earlier attempt stored in the folder, or
-    one that is made or loaded now, and stored. job: see prepare.Job.
+    Return the Tokenizer of a preparation.
+
+    Load the one that an interrupted attempt stored in the folder; if there is none, make or load
+    one as job (a prepare.Job) says, and store it.
     """
     if stored := stored_vocabulary(folder):
         return stored
@@ -110,6 +114,7 @@ def new_vocabulary(job, corpus, temporary):
     if size > 1 << 23:
         print(f"learning a vocabulary of {job.vocab_goal:,} from {size / 1e6:.0f} MB of text: "
               "10 to 60 seconds", flush=True)
+    # Without --vocab_size the trained size may differ from the goal; --max_vocab_size bounds it.
     is_exact = job.options.vocab_size > 0
     is_max = job.options.max_vocab_size > 0 and not is_exact
     sample, goal = corpus.sample(), job.vocab_goal
