@@ -106,7 +106,7 @@ static TokenProduct plan_product(const Mat &matrix, const Mat *norm, bool gated,
     p.second_half = gated ? rows : GROUP_ROWS / 2;
     int groups = ceil_div(rows, p.group_stride);
     p.groups_per_block = groups / blocks, p.extra_groups = groups % blocks;
-    // Pieces are numbered piece by piece, group by group. Warp i takes i, i + WARPS, and so on.
+    // The block's pieces are numbered group by group. Warp i takes i, i + WARPS, and so on.
     for (int i = 0; i < WARPS; i++)
         p.first[i] = {(unsigned char)(i / p.pieces), (unsigned char)(i % p.pieces)};
     p.hop = {(unsigned char)(WARPS / p.pieces), (unsigned char)(WARPS % p.pieces)};

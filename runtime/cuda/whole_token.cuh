@@ -2,22 +2,28 @@
 // It computes what the ops compute one by one.
 //
 // A token needs every weight once, in an order that is known from the start; only the vectors that
-// they multiply have to be waited for. So each warp keeps `slots` pieces of weights on their way
-// into its part of shared memory, across the ends of products, attention and barriers, and memory
-// is never idle (compare Spector et al. 2025, "Look ma, no bubbles").
+// the weights multiply are not known yet. So each warp keeps copies of the next `slots` pieces of
+// weights to its part of shared memory in flight, also while it waits at a barrier, computes
+// attention or ends a product. Memory is never idle (compare Spector et al. 2025, "Look ma, no
+// bubbles").
+//
+// The rows of a matrix are multiplied in groups of GROUP_ROWS. A piece is up to PIECE_BYTES bytes
+// of each row of a group. A warp multiplies a piece in PIECE_STEPS steps: in each, lane 4 r + q
+// multiplies 16 bytes of row r, so the four lanes of a row multiply 64.
 #pragma once
 #include "attention.cuh"
 #include "products.cuh"
 #include "sampling.cuh"
 
 enum {
-    BLOCK_WARPS = WARPS + 1, // WARPS multiply; the last copies no weights and waits at the barriers
+    // WARPS warps copy and multiply weights; the last one does neither and waits at the barriers
+    BLOCK_WARPS = WARPS + 1,
     BLOCK_THREADS = 32 * BLOCK_WARPS,
-    GROUP_ROWS = 8,                        // rows that a warp multiplies together
-    PIECE_STEPS = 8,                       // in a step, lane 4 r + q multiplies 16 bytes of row r
-    PIECE_BYTES = 64 * PIECE_STEPS,        // bytes of each row in a piece; fewer at a row's end
-    SLOT_BYTES = GROUP_ROWS * PIECE_BYTES, // a piece in shared memory
-    MAX_SLOTS = 8,                         // of a warp
+    GROUP_ROWS = 8,
+    PIECE_STEPS = 8,
+    PIECE_BYTES = 64 * PIECE_STEPS,        // of a row; the last piece of a row may have fewer
+    SLOT_BYTES = GROUP_ROWS * PIECE_BYTES, // shared memory for one piece
+    MAX_SLOTS = 8,                         // max slots of a warp
 };
 
 // ----------------------------------------------------------------------------
@@ -28,19 +34,20 @@ enum { QKV, ATTENTION_OUT, GATE_UP, DOWN, LOGITS, N_ROLES };
 
 typedef struct { unsigned char group, piece; } PieceIndex;
 
-// One of these products. Its rows are multiplied in groups of 8; a group of GATE_UP is 4 rows of w1
-// and the same 4 rows of w3. Each block computes a range of groups. Their pieces are dealt to the
-// block's warps in turns. Pointers are those of layer 0.
+// How one of these products is shared out. A group is 8 rows that follow each other, or for GATE_UP
+// 4 rows of w1 and the same 4 rows of w3. Each block computes a range of groups. The range's pieces
+// are numbered group by group: warp i takes pieces i, i + WARPS, and so on.
+// Pointers are those of layer 0; TokenPlan.stride leads to the other layers.
 typedef struct {
     Mat w;                   // QKV: wq, wk and wv as one matrix; GATE_UP: w1 and w3 as one matrix
-    int row_bytes;           // of the weights without scales
-    int pieces;              // of a row
+    int row_bytes;           // bytes of a row of weights, without its scales
+    int pieces;              // pieces of a group
     int group_stride;        // rows from a group's first to the next group's first
     int second_half;         // rows from a group's first to its fifth
     int groups_per_block;    // groups that every block computes
-    int extra_groups;        // blocks that compute one more
-    PieceIndex first[WARPS]; // each warp's first piece of a block's range
-    PieceIndex hop;          // from a warp's piece to its next
+    int extra_groups;        // how many blocks compute one more
+    PieceIndex first[WARPS]; // each warp's first piece in a block's range
+    PieceIndex hop;          // what to add to get from a warp's piece to its next, WARPS later
     const float *norm;       // (cols,) weights of the RMSNorm before it, or NULL
 } TokenProduct;
 
@@ -57,7 +64,7 @@ typedef struct {
     const float2 *rotation; // (positions, head_dim / 2): cosine and sine
     float norm_eps;
     float *x, *q, *attention_out, *h; // (dim,), (dim,), (dim,), (hidden_dim,)
-    float *partials;                  // of attention, if blocks share a head
+    float *partials;                  // partial softmaxes, if blocks share a head
     float *logits;                    // (vocab_size,)
     Largest *largest;                 // (gridDim.x,) each block's largest logit
     int *best;         // in host memory: index of the largest logit, -1 if one is not finite
@@ -71,7 +78,7 @@ typedef struct {
     char *slots;     // (WARPS, slots, SLOT_BYTES)
     float *xs;       // what a product multiplies, padded; an AttentionScratch during attention
     float *row_sums; // (groups, pieces, GROUP_ROWS) of a product
-    float *squares;  // (BLOCK_WARPS,) sums of the squares of x; at the end each warp's Largest
+    float *squares;  // (BLOCK_WARPS,) sums of squares of x; at the end Largest (BLOCK_WARPS,)
 } TokenShared;
 
 // Returns the bytes of TokenShared.
@@ -108,13 +115,13 @@ static __device__ unsigned load_acquire(unsigned *counter) {
 
 enum { PHASE_BIT = 0x80000000u }; // flips whenever all blocks have arrived
 
-// Waits until all blocks have called it. What a block wrote before is visible to all after. Block 0
-// adds a number such that the sum of all flips the top bit (as CUDA's cooperative groups do).
-// `phase` is that bit before the barrier, in the thread that waits. All blocks of the grid must be
-// resident on the GPU.
+// Waits until all blocks have called it. What a block wrote before is visible to all after. The
+// counter is never reset: each block adds 1, but block 0 so much that the sum of all is PHASE_BIT,
+// which flips the top bit (as in CUDA's cooperative groups). In the thread that waits, `phase` is
+// that bit before the barrier. All blocks of the grid must be resident on the GPU.
 static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
     __syncthreads();
-    if (threadIdx.x == 32 * WARPS) {
+    if (threadIdx.x == 32 * WARPS) { // the first thread of the last warp
         add_release(arrived, blockIdx.x ? 1u : PHASE_BIT - (gridDim.x - 1));
         while (((phase ^ load_acquire(arrived)) & PHASE_BIT) == 0) {}
         phase ^= PHASE_BIT;
@@ -123,39 +130,43 @@ static __device__ void grid_barrier(unsigned *arrived, unsigned &phase) {
 }
 
 // ----------------------------------------------------------------------------
-// The block's part of each product, and the weights on their way
+// The block's share of each product, and the copies of its weights
 
-// The groups of one product that this block computes. Which blocks compute one group more than the
-// others rotates from product to product.
+// The groups of one product that this block computes. Some blocks compute one group more: other
+// ones in each product, so that the work of all blocks is about equal.
 struct BlockShare {
     int step;        // 4 * layer + role
     int role, layer; // layer is 0 for LOGITS
-    int first, n;    // groups
+    int first, n;    // the first group; number of groups
     int first_extra; // first block that computes an extra group of the next product
 
     __device__ bool is_past_end(const TokenPlan &t) const { return step > 4 * t.n_layers; }
 
+    // Moves to step `next`, which must be the following one.
     __device__ void enter(const TokenPlan &t, int next) {
         bool is_last = next >= 4 * t.n_layers;
         step = next, role = is_last ? LOGITS : next % 4, layer = is_last ? 0 : next / 4;
         const TokenProduct &product = t.products[role];
-        int place = (int)blockIdx.x - first_extra, blocks = gridDim.x;
-        if (place < 0) place += blocks;
-        first = place * product.groups_per_block + min(place, product.extra_groups);
-        n = product.groups_per_block + (place < product.extra_groups);
+        // this block's number if the blocks are counted from first_extra
+        int rank = (int)blockIdx.x - first_extra, blocks = gridDim.x;
+        if (rank < 0) rank += blocks;
+        first = rank * product.groups_per_block + min(rank, product.extra_groups);
+        n = product.groups_per_block + (rank < product.extra_groups);
         first_extra += product.extra_groups;
         if (first_extra >= blocks) first_extra -= blocks;
     }
 };
 
-// The next piece of weights that a warp will copy. It goes through the block's shares of all
-// products, and takes every WARPS-th piece.
+// Points to the next piece of weights that a warp will copy: every WARPS-th piece of the block's
+// shares of all products, one after another. It is `slots` pieces ahead of the multiplication.
 struct PieceCursor : BlockShare {
-    int group, piece; // of the share, and of its rows
+    int group, piece; // number of the group in the share, and of the piece in the group
     const char *data; // the product's weights in its layer
     // copies of the TokenProduct's fields; last_row = w.rows - 1
     int group_stride, row_bytes, pieces, hop_groups, hop_pieces, last_row, second_half;
 
+    // Moves to the warp's first piece of step `next`, or of the first later step in which it has
+    // one.
     __device__ void begin(const TokenPlan &t, int next) {
         do {
             enter(t, next++);
@@ -176,8 +187,8 @@ struct PieceCursor : BlockShare {
     }
 };
 
-// Starts the copy of 16 bytes to shared memory, or of zeros if `exists` is false. Copies finish in
-// the order of their commits.
+// Starts the copy of 16 bytes to shared memory, or of zeros if `exists` is false. Copies are waited
+// for in the order of their commits.
 static __device__ void copy_16_async(char *to, const char *from, bool exists) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(
@@ -189,20 +200,23 @@ static __device__ void copy_16_async(char *to, const char *from, bool exists) {
 #endif
 }
 
-// Returns where in a slot the 16 bytes of row r are that lane 4 r + q multiplies in step j. Rows
-// swap places in every other step: the 128 bytes of a row that eight lanes copy, and what eight
-// lanes read, then go to different banks.
+// Returns the offset in a slot of the 16 bytes of row r that lane 4 r + q multiplies in step j. A
+// step is 64 bytes of each row. In odd steps, rows r and r ^ 1 swap places, to avoid bank
+// conflicts: both the 128 bytes of a row that eight lanes copy, which are two steps, and the 64
+// bytes of two rows that eight lanes read cover all banks.
 static __device__ int slot_offset(int j, int r, int q) {
     return 64 * GROUP_ROWS * j + 64 * (r ^ j % 2) + 16 * q;
 }
 
-// Starts the copy of the cursor's piece to a slot, and advances the cursor. Eight lanes copy 128
-// bytes of a row at a time. Rows beyond the matrix's last repeat it; their sums are not used.
+// Starts the copy of the cursor's piece to a slot, and advances the cursor. After the last piece it
+// commits an empty copy, so that each slot still has one commit. Eight lanes copy 128 bytes of a
+// row at a time. Rows beyond the matrix's last repeat it; their sums are not used.
 static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, char *slot) {
     __syncwarp(); // all lanes have read the slot
     if (!at.is_past_end(t)) {
         int lane = threadIdx.x % 32, row = at.group_stride * (at.first + at.group) + lane / 8;
         int begin = at.piece * PIECE_BYTES + lane % 8 * 16;
+        // a row of the group's first half, and its counterpart in the second half
         const char *rows[] = {
             at.data + (size_t)min(row, at.last_row) * at.row_bytes + begin,
             at.data + (size_t)min(row + at.second_half, at.last_row) * at.row_bytes + begin};
@@ -233,9 +247,10 @@ static __device__ void copy_piece_async(const TokenPlan &t, PieceCursor &at, cha
 //   a[1], a[3]   the same of row i + 8
 //   b.x, b.y     the same elements of column i of b
 //   d[0], d[1]   columns 2 q and 2 q + 1 of row i of d; d[2], d[3] the same of row i + 8
-// A row of weights fills rows i and i + 8 of a: of eight elements that follow each other, pairs 0
-// and 2 are in row i, pairs 1 and 3 in row i + 8. The x that belong to the two rows are in
-// different columns of b, and of each row of d only the columns that belong to it are used.
+// Each lane has 16 bytes of one row of weights, so that one row fills both rows i and i + 8 of a:
+// of eight elements that follow each other, pairs 0 and 2 are in row i, pairs 1 and 3 in row i + 8.
+// The x that are multiplied by pairs 0 and 2 are in other columns of b than those for pairs 1 and
+// 3. Of row i of d, only the former columns are used, of row i + 8 only the latter.
 template <bool bf16>
 static __device__ void multiply_eight(float d[4], const uint32_t a[4], const uint2 &b) {
 #ifdef CUDA_ON_CPU
@@ -272,7 +287,7 @@ static __device__ uint32_t to_bfloats(float a, float b) {
 // Together they have 16 significant bits in bfloat16, and 22 in half precision, where |x| may be up
 // to 4 million.
 //   split(a, b, parts)    writes the first parts of a and b to parts[0], the second to parts[1]
-//   join(first, second)   returns the product with x from the products with its parts
+//   join(first, second)   returns a product with x, given the products with its two parts
 template <bool bf16> struct SplitFloat;
 
 template <> struct SplitFloat<true> {
@@ -284,7 +299,7 @@ template <> struct SplitFloat<true> {
     static __device__ float join(float first, float second) { return first + second; }
 };
 
-template <> struct SplitFloat<false> { // scaled, since half precision has few exponents
+template <> struct SplitFloat<false> { // scaled: half precision has a small range
     static __device__ void split(float a, float b, uint32_t *parts) {
         a /= 64, b /= 64;
         __half2 first = to_halves(a, b);
@@ -297,8 +312,8 @@ template <> struct SplitFloat<false> { // scaled, since half precision has few e
     }
 };
 
-// Converts the four bytes of `word` to two pairs in half precision and subtracts `zero`. A byte in
-// the lowest bits of the half 1024 makes it 1024 + byte.
+// Converts the four bytes of `word` to two pairs in half precision and subtracts `zero`. The half
+// with the bits 0x6400 is 1024, and with 0x6400 + byte it is 1024 + byte.
 static __device__ void bytes_to_half_pairs(uint32_t word, float zero, uint32_t *pairs) {
     __half2 offset = __floats2half2_rn(1024 + zero, 1024 + zero);
     pairs[0] = bits_of(__hsub2(halves_of(__byte_perm(word, 0x64646464u, 0x4140)), offset));
@@ -307,23 +322,26 @@ static __device__ void bytes_to_half_pairs(uint32_t word, float zero, uint32_t *
 
 // LaneProduct<type> is a lane's part of a row's product with x.
 //   N        weights that the lane multiplies in a step: 16 bytes
-//   SCALES   words of two scales each that the lane holds of a piece
-//   multiply(w, x, j, scales)   adds step j; x is where the N numbers are that w multiplies
-//   sum()    returns the lane's part; the four lanes 4 r to 4 r + 3 add up to row r's product
+//   SCALES   words of two scales each that the lane holds for a piece
+//   multiply(w, x, j, scales)   adds step j; x points to the N numbers that w multiplies
+//   sum()    returns the lane's part; those of lanes 4 r to 4 r + 3 add up to row r's product
 //
-// Of each eight x, the lane loads column lane / 4 % 4 of b in multiply_eight: the first parts of
-// the x for row i, their second parts, and both for row i + 8. So lanes 4 r and 4 r + 1 get the
-// sums of row r. If weights have scales, the sums of different blocks must stay apart: lanes
-// 4 r + 2 b and 4 r + 2 b + 1 get those of block b = 0, 1, and the x of the other block are 0.
+// On the tensor cores, each eight x become four columns of b in multiply_eight (see store_x): the
+// first parts of the x for row i, their second parts, and the same two for row i + 8. Lane l loads
+// column l / 4 % 4. So lane 4 r gets the sums of row r's pairs 0 and 2, lane 4 r + 1 those of pairs
+// 1 and 3. Sums of weights with different scales must stay apart: with Q8_0 and Q4_0, columns 0 to
+// 3 are for one block of weights, columns 4 to 7 for another, and the x of the other block are 0.
+// Lanes 4 r and 4 r + 1 get the sums of the first block, lanes 4 r + 2 and 4 r + 3 those of the
+// second.
 template <Type type> struct LaneProduct;
 
-// Returns this lane's column of the eight numbers x[8 eight] and following, or zeros.
+// Returns this lane's column of the eight numbers from x[8 * eight] on, or zeros.
 static __device__ uint2 load_column(const float *x, int eight, bool is_needed) {
     uint2 zeros = {0, 0};
     return is_needed ? *(const uint2 *)(x + 8 * eight + threadIdx.x % 16 / 4 * 2) : zeros;
 }
 
-// Returns this lane's part of row r's sum.
+// Returns the sum that this lane gets of its row: see LaneProduct.
 template <typename Parts> static __device__ float lane_sum(const float d[4]) {
     return threadIdx.x % 2 ? Parts::join(d[2], d[3]) : Parts::join(d[0], d[1]);
 }
@@ -331,7 +349,7 @@ template <typename Parts> static __device__ float lane_sum(const float d[4]) {
 template <bool bf16> struct SixteenBitProduct {
     enum { N = 8, SCALES = 0 };
     typedef SplitFloat<bf16> Parts;
-    float sums[2][4]; // of even and odd steps, which do not wait for each other
+    float sums[2][4]; // of even and of odd steps: two chains of additions can overlap
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *) {
         const uint32_t words[] = {w.x, w.y, w.z, w.w};
         multiply_eight<bf16>(sums[j % 2], words, load_column(x, 0, threadIdx.x % 32 < 16));
@@ -343,7 +361,8 @@ template <bool bf16> struct SixteenBitProduct {
 template <> struct LaneProduct<BF16> : SixteenBitProduct<true> {};
 template <> struct LaneProduct<F16> : SixteenBitProduct<false> {};
 
-// Returns this lane's one of the two blocks' scales that lane `from` holds in `pair`.
+// Returns one of the two scales that lane `from` holds in `pair`: that of the block whose sums this
+// lane gets.
 static __device__ float scale_from_lane(uint32_t pair, int from) {
     float2 both = __half22float2(halves_of(__shfl_sync(ALL_LANES, pair, from)));
     return threadIdx.x % 4 < 2 ? both.x : both.y;
@@ -354,7 +373,8 @@ template <> struct LaneProduct<Q8_0> {
     typedef SplitFloat<false> Parts;
     float total;
     __device__ void multiply(const uint4 &w, const float *x, int j, const uint32_t *scales) {
-        bool is_mine = threadIdx.x % 32 / 16 == threadIdx.x % 4 / 2; // of two blocks
+        // whether this lane's column is for the block that its weights belong to
+        bool is_mine = threadIdx.x % 32 / 16 == threadIdx.x % 4 / 2;
         uint32_t a[8];
         float d[4] = {0};
         bytes_to_half_pairs(w.x ^ 0x80808080u, 128, a),
@@ -382,7 +402,7 @@ template <> struct LaneProduct<Q4_0> {
             bytes_to_half_pairs(words[i] >> 4 & 0x0f0f0f0fu, 8, a[1] + 2 * i);
         }
 #pragma unroll
-        for (int p = 0; p < 2; p++) { // two of the four lanes' blocks at a time
+        for (int p = 0; p < 2; p++) { // the four lanes of a row have a block each: two at a time
             bool is_mine = threadIdx.x % 4 == 2 * p + threadIdx.x % 32 / 16;
             float d[4] = {0};
 #pragma unroll
@@ -406,30 +426,30 @@ template <> struct LaneProduct<F32> { // without tensor cores
     __device__ float sum() const { return total; }
 };
 
-// Loads this lane's scales of a piece, two in each word of `pairs`: lane 4 r + q holds those of a
-// quarter of row r's blocks. Scales are too small for asynchronous copies; they are loaded one
+// Loads this lane's scales of a piece, two in each word of `pairs`: lane 4 r + q holds those of row
+// r in steps 2 q and 2 q + 1. Scales are too small for asynchronous copies; they are loaded one
 // piece ahead instead.
 template <Type type>
 static __device__ void load_scales(const TokenPlan &t, const BlockShare &at, int group, int piece,
                                    uint32_t *pairs) {
-    const int EACH = 2 * LaneProduct<type>::SCALES; // scales of a lane
-    if (EACH == 0 || group >= at.n) return;
+    const int LANE_SCALES = 2 * LaneProduct<type>::SCALES; // scales that this lane loads
+    if (LANE_SCALES == 0 || group >= at.n) return;
     const TokenProduct &product = t.products[at.role];
     int r = threadIdx.x % 32 / 4, blocks = product.w.cols / 32;
-    int block = piece * 4 * EACH + threadIdx.x % 4 * EACH;
+    int block = piece * 4 * LANE_SCALES + threadIdx.x % 4 * LANE_SCALES; // the first one
     const uint16_t *scales =
         (const uint16_t *)((const char *)product.w.scales + at.layer * t.stride.scales);
     int row = product.group_stride * (at.first + group) + r % 4 + (r < 4 ? 0 : product.second_half);
     scales += (size_t)min(row, product.w.rows - 1) * blocks;
 #pragma unroll
-    for (int i = 0; i < EACH; i += 2) {
+    for (int i = 0; i < LANE_SCALES; i += 2) {
         uint32_t a = block + i < blocks ? __ldg(scales + block + i) : 0;
         uint32_t b = block + i + 1 < blocks ? __ldg(scales + block + i + 1) : 0;
         pairs[i / 2] = a | b << 16;
     }
 }
 
-// Multiplies the first `steps` steps of the piece in `slot` by x. Writes the products to y (8,).
+// Multiplies the first `steps` steps of the piece in `slot` by x. Writes the rows' sums to y (8,).
 template <Type type>
 static __device__ void multiply_piece(const char *slot, const float *x, int steps,
                                       const uint32_t *scales, float *y) {
@@ -453,10 +473,10 @@ static __device__ void multiply_piece(const char *slot, const float *x, int step
 }
 
 // ----------------------------------------------------------------------------
-// The steps of a product
+// The parts of a product: its x, the multiplication, its results
 
-// Stores x (8,) to xs[i] and following, in the form that LaneProduct<type> reads: floats, or the
-// columns of their parts.
+// Stores x (8,) from xs[i] on, in the form that LaneProduct<type> reads: as floats for F32,
+// otherwise as four columns of two words.
 template <Type type> static __device__ void store_x(float *xs, int i, const float x[8]) {
     if constexpr (type == F32) memcpy(xs + i, x, 8 * sizeof(float));
     else {
@@ -469,16 +489,17 @@ template <Type type> static __device__ void store_x(float *xs, int i, const floa
     }
 }
 
-enum { MAX_STEP_COLS = 128 }; // columns of a step, of the type with the most
+enum { MAX_STEP_COLS = 128 }; // columns of a step of Q4_0, which has the most: 64 bytes
 
-// Returns the length of x with the zeros that follow it, up to a whole number of steps.
+// Returns cols, rounded up to whole steps of any type. load_x fills the rest of x with zeros.
 static __host__ __device__ int padded_cols(int cols) {
     return (cols + MAX_STEP_COLS - 1) / MAX_STEP_COLS * MAX_STEP_COLS;
 }
 
-// Loads what the product multiplies to s.xs. An RMSNorm before the product is computed in two
-// parts: here x is multiplied by its weights, and the warps' sums of squares are stored to
-// s.squares; finish_products applies the factor that follows from them.
+// Copies the vector that the product multiplies to s.xs. An RMSNorm before the product is computed
+// in two parts: here x is multiplied by its weights, and the warps' sums of squares are stored to
+// s.squares; finish_products multiplies the results by the factor that norm_scale computes from
+// them.
 template <Type type>
 static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int splits,
                               const TokenShared &s) {
@@ -493,7 +514,7 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
     for (int i = 8 * threadIdx.x; i < end; i += 8 * BLOCK_THREADS) {
         float4 x[2] = {zeros, zeros}, w[2] = {ones, ones};
         if (i < cols && at.role == ATTENTION_OUT && splits > 1)
-            for (int j = 0; j < 8; j++) { // two heads may meet within eight numbers
+            for (int j = 0; j < 8; j++) { // eight numbers may belong to two heads
                 int head = (i + j) / head_dim;
                 float merged = merge_partials(t.partials, head, splits, (i + j) % head_dim);
 #pragma unroll
@@ -514,9 +535,9 @@ static __device__ void load_x(const TokenPlan &t, const BlockShare &at, int spli
     if (threadIdx.x % 32 == 0) s.squares[threadIdx.x / 32] = sum;
 }
 
-// Multiplies the block's share of a product, for weights of this type. As each slot becomes free,
-// the next piece of weights is copied to it, whichever product that belongs to.
-// slot: the warp's next slot, which is advanced.
+// Multiplies the block's share of a product, for weights of this type. As soon as a slot is free,
+// it starts the copy of the next piece of weights to it, even if that belongs to a later product.
+// slot: index of the warp's slot with its next piece; is advanced.
 template <Type type>
 static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
                                       const TokenShared &s, PieceCursor &ahead, int &slot) {
@@ -536,8 +557,8 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
         group += hop_groups, piece += hop_pieces;
         if (piece >= pieces) piece -= pieces, group++;
         load_scales<type>(t, at, group, piece, next_scales);
-        __pipeline_wait_prior(slots - 1);
-        __syncwarp(); // what other lanes copied is visible
+        __pipeline_wait_prior(slots - 1); // waits for all copies but those to the other slots
+        __syncwarp();                     // what other lanes copied is visible
         multiply_piece<type>(from, x, steps, scales, s.row_sums + i * GROUP_ROWS);
         copy_piece_async(t, ahead, from);
         for (int k = 0; k < LaneProduct<type>::SCALES; k++) scales[k] = next_scales[k];
@@ -545,8 +566,8 @@ static __device__ void multiply_share(const TokenPlan &t, const BlockShare &at,
     }
 }
 
-// Prefetches to the L2 cache what the step after this one needs besides weights: an RMSNorm's
-// weights, and the first n keys and values of the head that this block attends with first.
+// Prefetches to the L2 cache what the step after this one needs besides the matrix: the weights of
+// an RMSNorm, and the first n keys and values of the head that this block attends with first.
 static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &at,
                                          const Cache &cache, int n) {
     bool logits_follow = at.role == DOWN && at.layer + 1 == t.n_layers;
@@ -555,7 +576,7 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
     size_t line = threadIdx.x * gridDim.x + blockIdx.x;       // the blocks share the lines
     if (next.norm && at.role != LOGITS && 128 * line < bytes) {
         const char *norm = (const char *)next.norm;
-        int layer = logits_follow ? 0 : at.layer + at.role / DOWN;
+        int layer = logits_follow ? 0 : at.layer + at.role / DOWN; // after DOWN: the next layer
         prefetch_line(norm + layer * t.stride.weights + 128 * line);
     }
     int h = blockIdx.x;
@@ -572,7 +593,7 @@ static __device__ void prefetch_for_next(const TokenPlan &t, const BlockShare &a
 // that follow each other otherwise.
 struct RowPair {
     float a, b;     // the two products
-    float2 operand; // what they are rotated by or added to
+    float2 operand; // QKV: cosine and sine; ATTENTION_OUT, DOWN: elements of x to add
 };
 
 // Returns the first row of the block's pair i; for GATE_UP, of w1.
@@ -596,12 +617,12 @@ struct CacheSlot {
     int pos;
 };
 
-// Stores the result of the pair whose first row is i. Returns the larger one if they are logits.
+// Stores the results of the pair whose first row is i. If they are logits, returns the larger one.
 template <typename CacheType>
 static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheSlot &slot, int i,
                                       const RowPair &pair) {
     const Cache &cache = slot.cache;
-    Largest found = {-INFINITY, 0x7fffffff};
+    Largest found = {-INFINITY, 0x7fffffff}; // less than any logit
     int head_dim = cache.head_dim, dim = cache.n_heads * head_dim;
     int kv_dim = cache.n_kv_heads * head_dim;
     float a = pair.a, b = pair.b;
@@ -628,8 +649,9 @@ static __device__ Largest finish_pair(const TokenPlan &t, int role, const CacheS
     return found;
 }
 
-// Stores the results of the block's products, each multiplied by `scale`. Returns the largest one
-// that this thread stored, if they are logits. `operand` is that of the thread's first pair.
+// Adds up the pieces' sums of each row of the block, multiplies by `scale`, and stores the results.
+// If they are logits, returns the largest one that this thread stored. `operand` is that of the
+// thread's first pair.
 template <typename CacheType>
 static __device__ Largest finish_products(const TokenPlan &t, const BlockShare &at,
                                           const CacheSlot &slot, const float *row_sums, float scale,
@@ -637,7 +659,8 @@ static __device__ Largest finish_products(const TokenPlan &t, const BlockShare &
     const TokenProduct &product = t.products[at.role];
     bool gated = at.role == GATE_UP;
     Largest largest = {-INFINITY, 0x7fffffff};
-    int rows = gated ? product.w.rows / 2 : product.w.rows, distance = gated ? GROUP_ROWS / 2 : 1;
+    int rows = gated ? product.w.rows / 2 : product.w.rows;
+    int distance = gated ? GROUP_ROWS / 2 : 1; // from the first row of a pair to its second
     for (int i = threadIdx.x; i < GROUP_ROWS / 2 * at.n; i += BLOCK_THREADS) {
         const float *y = row_sums + (i / 4 * product.pieces) * GROUP_ROWS;
         y += gated ? i % 4 : 2 * (i % 4);
@@ -655,7 +678,7 @@ static __device__ Largest finish_products(const TokenPlan &t, const BlockShare &
     return largest;
 }
 
-// Returns the factor of an RMSNorm of dim numbers from the warps' sums of squares.
+// Returns the factor of an RMSNorm over dim numbers, given the warps' sums of their squares.
 static __device__ float norm_scale(const TokenPlan &t, int dim, const float *squares) {
     float sum = 0;
     for (int i = 0; i < BLOCK_WARPS; i++) sum += squares[i];
@@ -677,7 +700,7 @@ static __device__ void attend_heads(const TokenPlan &t, const Cache &cache, int 
 }
 
 // Computes one token, from its embedding to its logits and the largest of them. The layers'
-// matrices are of one type and have the same layout in all layers; the last matrix is of type
+// matrices are of one type and have the same layout in all layers; the output matrix is of type
 // `last`. Grid: a block for each multiprocessor, launched cooperatively; block: BLOCK_WARPS warps.
 template <Type type, Type last, typename CacheType>
 static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
@@ -689,9 +712,10 @@ static __global__ void __launch_bounds__(BLOCK_THREADS, 1)
     s.row_sums = s.xs + t.x_floats;
     s.squares = s.row_sums + t.sums_floats;
     int warp = threadIdx.x / 32, slot = 0;
-    unsigned phase = *(volatile unsigned *)t.arrived; // read before all blocks can have arrived
+    // The barrier's bit cannot flip before this block arrives, so all blocks read the same bit.
+    unsigned phase = *(volatile unsigned *)t.arrived;
 
-    // Blocks share a head only if there are more positions than one block's warps have tiles.
+    // Blocks share a head only if its positions are more than one tile of 32 for each warp.
     int n = pos + 1, splits = gridDim.x / t.cache.n_heads;
     int tiles_per_block = (n + 32 * WARPS - 1) / (32 * WARPS);
     splits = max(1, min(min(splits, tiles_per_block), t.max_splits));
