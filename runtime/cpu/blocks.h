@@ -1,5 +1,6 @@
-// Reading of quantised blocks (ggml's layouts) in plain C. All functions are inlined with a
-// constant type, so they are compiled for the instruction set of the file that includes them.
+// Describes and reads quantised blocks (ggml's layouts) in plain C. All functions are inlined, so
+// they are compiled for the instruction set of the file that includes them, and their conditions on
+// a constant type cost nothing.
 #ifndef BLOCKS_H
 #define BLOCKS_H
 
@@ -14,16 +15,19 @@ typedef struct {
     float scale[16], min[8]; // min is set only if has_minima(type)
 } Numbers;
 
+// The offset of the stored numbers. Q8_0 stores signed bytes, which read_block makes unsigned.
 ALWAYS int zero_of(Type type) {
     return type == Q8_0 ? 128 : type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
 }
-ALWAYS bool is_k(Type type) { return type == Q4_K || type == Q5_K; }
+// Whether scales and minima of the eight sub-blocks have 6 bits each: see read_k_scales.
+ALWAYS bool has_k_scales(Type type) { return type == Q4_K || type == Q5_K; }
 ALWAYS bool has_fifth_bits(Type type) { return type == Q5_0 || type == Q5_1; }
-ALWAYS bool has_minima(Type type) { return type == Q4_1 || type == Q5_1 || is_k(type); }
+ALWAYS bool has_minima(Type type) { return type == Q4_1 || type == Q5_1 || has_k_scales(type); }
 ALWAYS int numbers_per_scale(Type type) { return type == Q6_K ? 16 : 32; }
 
-// A block consists of one or two half-precision numbers (the scale, and the unit of the minima) and
-// words of 4 bytes. How many there are of each, and at which byte of the block they begin:
+// A block consists of one or two half-precision numbers (the scale and, if the type has minima, the
+// minimum or its factor) and words of 4 bytes. halves_of and words_of return their numbers,
+// halves_at and words_at the byte of the block at which they begin.
 ALWAYS int halves_of(Type type) { return has_minima(type) ? 2 : 1; }
 ALWAYS int halves_at(Type type) { return type == Q6_K ? 208 : 0; }
 ALWAYS int words_at(Type type) { return type == Q6_K ? 0 : 2 * halves_of(type); }
@@ -54,7 +58,8 @@ ALWAYS void read_k_scales(Numbers *n, const uint8_t *bytes, float scale, float m
     for (int i = 0; i < 8; i++) n->scale[i] = scale * scales[i], n->min[i] = min * mins[i];
 }
 
-// Q4_K and Q5_K hold 64 numbers at a time: the low nibbles of 32 bytes, then the high nibbles.
+// Reads Q4_K, or Q5_K if `fifth` is not NULL. Each 32 bytes of nibbles hold 64 numbers: the low
+// nibbles, then the high nibbles.
 ALWAYS void read_k(Numbers *n, const uint8_t *block, const uint8_t *nibbles, const uint8_t *fifth) {
     read_k_scales(n, block + 4, half_at(block), half_at(block + 2));
     for (int i = 0; i < 4; i++) read_nibbles(n->q + 64 * i, nibbles + 32 * i, 32);
@@ -62,8 +67,8 @@ ALWAYS void read_k(Numbers *n, const uint8_t *block, const uint8_t *nibbles, con
         for (int j = 0; j < 32; j++) n->q[32 * i + j] |= (fifth[j] >> i & 1) << 4;
 }
 
-// Each half of a block has the low nibbles of 64 bytes, then the high nibbles, and 32 bytes with
-// the two upper bits of each number.
+// Reads Q6_K. The 128 numbers of each half of a block have their lower four bits in 64 bytes (the
+// low nibbles, then the high nibbles), their upper two bits in 32 bytes.
 ALWAYS void read_q6_k(Numbers *n, const uint8_t *block) {
     for (int half = 0; half < 2; half++) {
         uint8_t *q = n->q + 128 * half;
@@ -82,9 +87,9 @@ ALWAYS void read_block(Type type, Numbers *n, const uint8_t *block) {
     else if (type == Q5_K) read_k(n, block, block + 48, block + 16);
     if (block_size(type).numbers == 256) return;
     n->scale[0] = half_at(block);
-    if (has_minima(type)) n->min[0] = -half_at(block + 2);
+    if (has_minima(type)) n->min[0] = -half_at(block + 2); // Q4_1 and Q5_1 add their minimum
     if (type == Q8_0)
-        for (int i = 0; i < 32; i++) n->q[i] = block[2 + i] ^ 0x80;
+        for (int i = 0; i < 32; i++) n->q[i] = block[2 + i] ^ 0x80; // adds 128
     else read_nibbles(n->q, block + block_size(type).bytes - 16, 16);
     if (!has_fifth_bits(type)) return;
     uint32_t fifth;

@@ -1,17 +1,19 @@
-// Part of simd.h: products of tiles with blocks.
+// Part of simd.h: products of tiles of quantised types with Blocks of activations.
 //
-// The columns of a tile that share a scale are a sub-block, and are multiplied at once. The types
-// of 32 columns have one sub-block, Q4_K and Q5_K eight, Q6_K sixteen. Sub-blocks that are stored
-// in the low and the high nibbles of the same bytes form a step; the index i within a step is a
+// The columns of a tile that share a scale are a sub-block. Its products are summed as integers
+// before they are scaled. The types with 32 columns have one sub-block, Q4_K and Q5_K eight, Q6_K
+// sixteen. Sub-blocks that are stored in the low and the high nibbles of the same bytes form a
+// step. Loops over steps stay loops; those over the sub-blocks i of a step are unrolled, so i is a
 // constant.
 
+// Loads four activations, the same into each lane.
 INLINE Ints four_bytes(const int8_t *q) {
     int32_t bytes;
     memcpy(&bytes, q, 4);
     return SET_I(bytes);
 }
 
-// The bits of each word, shifted down (up if `shift` is negative) and masked.
+// Shifts each word right (left if `shift` is negative), then masks it.
 INLINE Ints bits(Ints v, int shift, uint32_t mask) {
     return (Ints)((shift < 0 ? (Words)v << -shift : (Words)v >> shift) & mask);
 }
@@ -20,34 +22,40 @@ INLINE Ints either(Ints a, Ints b) { return (Ints)((Words)a | (Words)b); }
 
 INLINE Ints nibbles_of(Ints v, int high) { return high ? SHIFT_4(v) : AND_15(v); }
 
-INLINE int subs_of_step(Type type) { return type == Q6_K ? 4 : is_k(type) ? 2 : 1; }
+INLINE int subs_of_step(Type type) { return type == Q6_K ? 4 : has_k_scales(type) ? 2 : 1; }
 INLINE int steps_of(Type type) {
     return block_size(type).numbers / numbers_per_scale(type) / subs_of_step(type);
 }
 
-// The number of sub-block i of a step.
+// The number of sub-block i of a step in its block. The terms of Q6_K choose the half of the block,
+// the low or high nibbles, 32 of the half's 64 bytes, 16 of these.
 INLINE int sub_of(Type type, int step, int i) {
     return type == Q6_K ? step / 2 * 8 + i / 2 * 4 + step % 2 * 2 + i % 2 : 2 * step + i;
 }
 
+// Word i of LANES rows of a tile.
 INLINE Ints word_at(const uint8_t *words, int i) { return LOAD_I(words + i * 4 * TILE); }
 
-// Four columns of LANES rows as bytes, each too large by zero_of(type): of sub-block i of a step,
-// from column 4g + 16h on. h is 1 only for types of 32 columns, which store columns 16.. in high
-// nibbles.
+// Four columns of LANES rows as bytes: of sub-block i of a step, from column 4g + 16h on. Each byte
+// is too large by zero_of(type), or Q8_OFFSET for Q8_0. h is 1 only for types with 32 columns and
+// nibbles, which store columns 16.. in high nibbles; h is 0 for all others. Words 0..2 of Q4_K and
+// Q5_K are scales and minima. In words, Q5_K has fifth bits in 3..10, nibbles in 11..42; Q6_K has
+// nibbles in 0..31, upper bits in 32..47, scales in 48..51.
 INLINE Ints numbers_at(Type type, const uint8_t *words, int step, int i, int g, int h) {
     if (type == Q8_0) return word_at(words, g);
     if (type == Q4_0 || type == Q4_1) return nibbles_of(word_at(words, g), h);
     if (has_fifth_bits(type)) {
+        // moves bit g + 4h of each byte, which order_bits in simd_tiles.h put there, to bit 4
         Ints fifth = bits(word_at(words, 0), g + 4 * h - 4, 0x10101010);
         return either(nibbles_of(word_at(words, 1 + g), h), fifth);
     }
     if (type == Q4_K) return nibbles_of(word_at(words, 3 + 8 * step + g), i);
     if (type == Q5_K) {
+        // moves bit 2 step + i to bit 4, in two shifts because only i is a constant
         Ints fifth = bits(bits(word_at(words, 3 + g), 2 * step, ~0u), i - 4, 0x10101010);
         return either(nibbles_of(word_at(words, 11 + 8 * step + g), i), fifth);
     }
-    // Q6_K
+    // Q6_K: moves two bits, from bit 2 (step % 2) + 4 (i / 2) on, to bits 4 and 5
     Ints upper = bits(word_at(words, 32 + step / 2 * 8 + i % 2 * 4 + g), step % 2 * 2, ~0u);
     Ints low = nibbles_of(word_at(words, step * 8 + i % 2 * 4 + g), i / 2);
     return either(low, bits(upper, i / 2 * 4 - 4, 0x30303030));
@@ -62,23 +70,27 @@ INLINE Ints k_scales(const uint8_t *words, int s, int minima) {
     return either(low, bits(word_at(words, minima), at + 2, 0x30));
 }
 
+// The scales of sub-block s for LANES rows.
 INLINE Floats scales_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
     Floats scales = LOAD_F16((const void *)halves);
-    if (is_k(type)) return MUL(scales, FLOATS(k_scales(words, s, 0)));
+    if (has_k_scales(type)) return MUL(scales, FLOATS(k_scales(words, s, 0)));
     if (type != Q6_K) return scales;
+    // Q6_K: byte s % 4 of the word, as signed integer
     Words bytes = (Words)word_at(words, 48 + s / 4) << (24 - s % 4 * 8);
     return MUL(scales, FLOATS((Ints)((SignedWords)bytes >> 24)));
 }
 
+// The minima of sub-block s for LANES rows, to be subtracted. Q4_1 and Q5_1 store them to be added.
 INLINE Floats minima_at(Type type, const uint8_t *halves, const uint8_t *words, int s) {
     Floats minima = LOAD_F16((const void *)(halves + 2 * TILE));
-    return MUL(minima, is_k(type) ? FLOATS(k_scales(words, s, 1)) : SET(-1));
+    return MUL(minima, has_k_scales(type) ? FLOATS(k_scales(words, s, 1)) : SET(-1));
 }
 
-// Bytes of an unpacked sub-block: of its scales and minima, and of all.
+// Bytes of the scales and minima of an unpacked sub-block, and of the whole sub-block.
 INLINE int unpacked_head(Type type) { return (has_minima(type) ? 8 : 4) * TILE; }
 INLINE int unpacked_size(Type type) { return unpacked_head(type) + numbers_per_scale(type) * TILE; }
 
+// Unpacks sub-block i of a step: see TypeKernels.unpack.
 INLINE void unpack_sub(Type type, uint8_t *out, const uint8_t *tile, int step, const int i) {
     const int s = sub_of(type, step, i);
     out += s * unpacked_size(type);
@@ -115,13 +127,14 @@ INLINE size_t tile_bytes(Type type, bool unpacked) {
 // The operands of a product at one tile of each row of tiles.
 typedef struct {
     const uint8_t *tile;
-    size_t next;    // bytes from one row of tiles to the other
-    const Block *x; // of the tile's first columns; the next token's are n_blocks behind
-    size_t n_blocks;
+    size_t next;     // bytes of a row of tiles
+    const Block *x;  // of the first token, from the first column of the tile on
+    size_t n_blocks; // Blocks of one token
 } Operands;
 
-// Adds the products of sub-block i of a step. They are summed as integers, then multiplied with the
-// scales of weights and activations.
+// Adds the products of sub-block i of a step to `sums`. A product with the offset of the weights
+// (zero) is subtracted in advance, one with the minimum afterwards: both need only the sum of the
+// activations.
 INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands at, int step,
                     const int i) {
     const Type type = shape.type;
@@ -129,15 +142,17 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     const int per = numbers_per_scale(type), s = sub_of(type, step, i);
     const int first = type == Q6_K ? 16 * (i % 2) : 0; // of the 32 activations of a Block
     const int zero = type == Q8_0 ? Q8_OFFSET : zero_of(type);
-    const int nibbles = type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1; // in a byte
+    // columns of this sub-block in a byte; in types with 256 columns, the other nibble belongs to
+    // another sub-block
+    const int nibbles = type != Q8_0 && block_size(type).numbers == 32 ? 2 : 1;
     const Block *x = at.x + s * per / 32;
     const uint8_t *halves[SUMS], *words[SUMS];
     UNROLL for (int v = 0; v < vectors; v++) {
         const uint8_t *tile = at.tile + v / VECTORS * at.next;
         const uint8_t *sub = tile + s * unpacked_size(type) + 4 * (v % VECTORS) * LANES;
         halves[v] = shape.unpacked ? sub : tile + 2 * (v % VECTORS) * LANES;
-        words[v] = tile + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
-        if (shape.unpacked) words[v] = sub + unpacked_head(type);
+        words[v] = shape.unpacked ? sub + unpacked_head(type)
+                                  : tile + 2 * halves_of(type) * TILE + 4 * (v % VECTORS) * LANES;
     }
     Ints products[SUMS][BLOCK_TOKENS];
     UNROLL for (int t = 0; t < T; t++) {
@@ -173,12 +188,14 @@ INLINE void add_sub(const Shape shape, Floats sums[SUMS][BLOCK_TOKENS], Operands
     }
 }
 
-// The sub-blocks of a tile of 256 columns are not read in the order of memory, so the processor
-// does not recognise a stream. Prefetches the share of one step.
+// Prefetches the part of a tile that belongs to a step: `share` bytes. Products read the sub-blocks
+// of a tile of 256 columns in another order than that of memory, so the processor does not
+// recognise a stream.
 INLINE void prefetch_share(const uint8_t *tile, size_t share, int step) {
     for (size_t i = 0; i < share; i += 64) __builtin_prefetch(tile + step * share + i);
 }
 
+// Multiplies shape.tile_rows rows of tiles with shape.T tokens.
 INLINE void block_tiles(const Shape shape, const TileProduct *p) {
     const Type type = shape.type;
     const int width = block_size(type).numbers, steps = steps_of(type), T = shape.T;
@@ -190,6 +207,7 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
     UNROLL for (int v = 0; v < vectors; v++) UNROLL for (int t = 0; t < T; t++) sums[v][t] = SET(0);
     for (; at.tile != end; at.tile += size, at.x += width / 32)
         for (int step = 0; step < steps; step++) {
+            // of the tile after the next
             if (T == 1 && width == 256) prefetch_share(at.tile + 2 * size, size / steps, step);
             UNROLL for (int i = 0; i < subs_of_step(type); i++) {
                 add_sub(shape, sums, at, step, i);
@@ -203,7 +221,7 @@ INLINE void block_tiles(const Shape shape, const TileProduct *p) {
         STORE(p->y + t * 2 * TILE + v * LANES, sums[v][t]);
 }
 
-// T tokens with each row of tiles.
+// Multiplies all rows of tiles with T tokens.
 INLINE void block_rows(Type type, bool unpacked, TileProduct p, const int T) {
     const size_t row = p.cols / block_size(type).numbers * tile_bytes(type, unpacked);
     if (TILE_ROWS == 2 && T == BLOCK_TOKENS && p.tile_rows == 2) {
@@ -214,16 +232,18 @@ INLINE void block_rows(Type type, bool unpacked, TileProduct p, const int T) {
         block_tiles((Shape){type, unpacked, T, 1}, &p);
 }
 
-// The product without its first T tokens.
-INLINE TileProduct skip(TileProduct p, const int T) {
-    p.T -= T, p.y += T * 2 * TILE, p.x = (const Block *)p.x + T * (p.cols / 32);
+// Returns the product without its first T tokens.
+INLINE TileProduct skip_tokens(TileProduct p, const int T) {
+    p.T -= T;
+    p.y += T * 2 * TILE;
+    p.x = (const Block *)p.x + T * (p.cols / 32);
     return p;
 }
 
 INLINE void product_of_tokens(Type type, bool unpacked, TileProduct p) {
-    for (; p.T >= BLOCK_TOKENS; p = skip(p, BLOCK_TOKENS))
+    for (; p.T >= BLOCK_TOKENS; p = skip_tokens(p, BLOCK_TOKENS))
         block_rows(type, unpacked, p, BLOCK_TOKENS);
-    for (; p.T >= 2; p = skip(p, 2)) block_rows(type, unpacked, p, 2);
+    for (; p.T >= 2; p = skip_tokens(p, 2)) block_rows(type, unpacked, p, 2);
     if (p.T) block_rows(type, unpacked, p, 1);
 }
 

@@ -1,7 +1,7 @@
-// Part of simd.h: rows in the order of the file. Products with one token before the weights are
-// packed, and conversions.
+// Part of simd.h: dot products of one token with rows in the order of the file, which serve until
+// the weights are packed, and conversions.
 
-// Four independent sums, so that an addition does not wait for the one before.
+// Has four independent sums, so that an addition does not wait for the one before.
 INLINE float dot_floats(Type type, const void *w, const float *x, int n) {
     Floats a = SET(0), b = a, c = a, d = a;
     int i = 0;
@@ -24,7 +24,7 @@ DOT_FLOATS(dot_f32, F32)
 DOT_FLOATS(dot_f16, F16)
 DOT_FLOATS(dot_bf16, BF16)
 
-// sum + the products of the block at `row` with x.
+// Returns sum + the products of the block at `row` with x.
 INLINE Partial add_block(Type type, const uint8_t *row, const Block *x, Partial sum) {
     uint16_t scale;
     memcpy(&scale, row, 2);
@@ -32,7 +32,7 @@ INLINE Partial add_block(Type type, const uint8_t *row, const Block *x, Partial 
     return PARTIAL_FMA(products, PARTIAL_SET(HALF(scale) * x->scale), sum);
 }
 
-// Q8_0, Q4_0, in two independent sums.
+// For Q8_0 and Q4_0. Has two independent sums.
 INLINE float dot_blocks(Type type, const uint8_t *row, const Block *x, int n_blocks) {
     const int size = block_size(type).bytes;
     Partial even = PARTIAL_SET(0), odd = even;
@@ -44,7 +44,9 @@ INLINE float dot_blocks(Type type, const uint8_t *row, const Block *x, int n_blo
     return PARTIAL_SUM(even, odd);
 }
 
-// Q4_1, Q5_0, Q5_1. The zero point and the minimum are multiplied with the sum of the activations.
+// For Q4_1, Q5_0 and Q5_1. A weight is scale * (q - zero_of(type)) + minimum. Only q differs within
+// a block, so the zero point and the minimum are multiplied with the sum of the activations
+// (`rest`).
 INLINE float dot_nibbles(Type type, const uint8_t *row, const Block *x, int n_blocks) {
     Partial sum = PARTIAL_SET(0);
     float rest = 0;
@@ -60,7 +62,8 @@ INLINE float dot_nibbles(Type type, const uint8_t *row, const Block *x, int n_bl
     return PARTIAL_SUM(sum, PARTIAL_SET(0)) + rest;
 }
 
-// K-quants, whose blocks of 256 are first read into bytes. n_blocks counts the blocks of 32 of x.
+// For K-quants, whose blocks of 256 are first read into bytes. n_blocks counts the Blocks of x, of
+// 32 activations each.
 INLINE float dot_numbers(Type type, const uint8_t *row, const Block *x, int n_blocks) {
     const int per = numbers_per_scale(type), zero = zero_of(type);
     Partial sum = PARTIAL_SET(0);
@@ -69,6 +72,7 @@ INLINE float dot_numbers(Type type, const uint8_t *row, const Block *x, int n_bl
     for (const Block *end = x + n_blocks; x < end; row += block_size(type).bytes) {
         read_block(type, &n, row);
         for (int at = 0; at < block_size(type).numbers; at += 32, x++) {
+            // the scales of the first and of the last 16 products
             float a = x->scale * n.scale[at / per];
             float b = per == 32 ? a : x->scale * n.scale[at / per + 1];
             sum = add_small(sum, n.q + at, x, a, b);
@@ -101,8 +105,8 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
     enum { N = 32 / LANES }; // vectors of a block
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
         Floats v[N];
-        Ints largest = SET_I(0), sums[2] = {largest, largest};
-        // compared as bits, of which those of NaN are larger than those of any number
+        Ints largest = SET_I(0), sums[2] = {largest, largest}; // of the first and the last 16 q
+        // magnitudes are compared as integers, where NaN is larger than infinity and all numbers
         UNROLL for (int i = 0; i < N; i++) {
             v[i] = LOAD(x + i * LANES);
             largest = MAX_I(largest, MAGNITUDE(v[i]));
@@ -112,13 +116,13 @@ TARGET static void quantize(Block *out, const float *x, int n_blocks) {
         memcpy(&max, &bits, 4);
         Floats inverse = SET(max > 1e-30f ? 127 / max : 0);
         UNROLL for (int i = 0; i < N; i++) {
-            // clipped, because of NaN and infinity
+            // clips, because blocks with NaN or infinity exceed the range of a byte
             Ints q = INTS(MIN(MAX(MUL(v[i], inverse), SET(-127)), SET(127)));
             STORE_8(out->q + i * LANES, q);
             sums[2 * i / N] = ADD_I(sums[2 * i / N], q);
         }
         out->scale = max / 127;
-        // both sums at once, one in each half of the word
+        // adds the lanes of both at once: both = first sum + 65536 * second sum
         int32_t both = SUM_I(ADD_I(sums[0], (Ints)((Words)sums[1] << 16)));
         out->half = (int16_t)both;
         out->sum = (int16_t)(out->half + (both - out->half) / 65536);
