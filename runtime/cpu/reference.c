@@ -1,8 +1,9 @@
-// Each kernel in plain C, one number after the other.
+// Each kernel in plain C, one number after the other. kernels.h says what they compute.
 #include <math.h>
 #include "blocks.h"
 
-// Rounds to the nearest half, ties to even; to infinity beyond the largest half.
+// Returns the nearest half, ties to even; infinity if f rounds to more than the largest half,
+// 65504.
 static uint16_t float_to_half(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
@@ -11,11 +12,14 @@ static uint16_t float_to_half(float f) {
     memcpy(&f, &bits, 4);
     if (bits > 0x7f800000) return sign | 0x7e00; // NaN
     if (f >= 65520) return sign | 0x7c00;
-    if (f < 0x1p-14f) { // subnormal: adding 0.5 rounds at 2^-24
+    // a subnormal half is a multiple of 2^-24, which is also the last bit of a float from 0.5 to 1:
+    // the addition rounds, and leaves the multiple in the mantissa
+    if (f < 0x1p-14f) {
         f += 0.5f;
         memcpy(&bits, &f, 4);
         return sign | (uint16_t)(bits - 0x3f000000);
     }
+    // rounds away 13 bits of the mantissa, and reduces the bias of the exponent from 127 to 15
     bits += 0xfff + (bits >> 13 & 1);
     return sign | (uint16_t)((bits >> 13) - (112 << 10));
 }
@@ -35,8 +39,8 @@ static void halves(uint16_t *out, const float *x, int n) {
     for (int i = 0; i < n; i++) out[i] = float_to_half(x[i]);
 }
 
-// Eight independent sums, so that an addition does not wait for the one before, and the compiler
-// can use vectors.
+// Has eight independent sums, so that an addition does not wait for the one before, and the
+// compiler can use vectors.
 static float dot_f32(const void *row, const void *x, int n) {
     const float *w = row, *y = x;
     float sums[8] = {0}, sum = 0;
@@ -48,7 +52,7 @@ static float dot_f32(const void *row, const void *x, int n) {
     return sum;
 }
 
-// Converts 64 numbers at a time to floats.
+// Returns the dot product of F16 or BF16. `floats` converts 64 weights at a time.
 static float dot_halves(void (*floats)(float *, const void *, int), const uint16_t *w,
                         const float *x, int n) {
     float part[64], sum = 0;
@@ -68,8 +72,8 @@ static float dot_bf16(const void *row, const void *x, int n) {
     return dot_halves(floats_bf16, row, x, n);
 }
 
-// The scale of a block with NaN or infinity is not finite: magnitudes are compared as bits, and
-// those of NaN are the largest.
+// Compares magnitudes as integers, where NaN is larger than infinity and all numbers. So a block
+// with NaN or infinity gets a scale that is not finite.
 static void quantize(Block *out, const float *x, int n_blocks) {
     for (; n_blocks > 0; n_blocks--, x += 32, out++) {
         uint32_t largest = 0, bits;
@@ -83,7 +87,7 @@ static void quantize(Block *out, const float *x, int n_blocks) {
         float inverse = max > 1e-30f ? 127 / max : 0;
         int32_t sum = 0;
         for (int i = 0; i < 32; i++) {
-            // the addend is so large that the last bits of the sum are the rounded integer
+            // the sum is so large that its lowest bits are the rounded integer
             rounded = x[i] * inverse + 0x1.8p23f;
             memcpy(&bits, &rounded, 4);
             out->q[i] = (int8_t)bits;
@@ -122,7 +126,7 @@ static float dot_q4(const void *row, const void *x, int cols) {
     return sum;
 }
 
-// The product of 32 numbers of a block, from number `at` on, with x.
+// Returns the product of 32 numbers of a block, from number `at` on, with x.
 static float dot_32(Type type, const Numbers *n, int at, const Block *x) {
     float sum = 0;
     for (int c = 0, per = numbers_per_scale(type); c < 32; c += per) {
@@ -183,7 +187,10 @@ static void rotate_halves(float *x, const float *rotation, int head_dim) {
 
 static float largest(const float *x, int n) {
     float max = -INFINITY, poison = 0; // 0 times NaN or infinity is NaN
-    for (int i = 0; i < n; i++) max = x[i] > max ? x[i] : max, poison += 0 * x[i];
+    for (int i = 0; i < n; i++) {
+        max = x[i] > max ? x[i] : max;
+        poison += 0 * x[i];
+    }
     return max + poison;
 }
 

@@ -1,10 +1,10 @@
 // Part of simd.h: SwiGLU, RoPE, softmax.
 
-// e^x for x up to 88, and 1e-38 for x below -87. Computed as 2^n e^r, n an integer and |r| <= ln 2
-// / 2, by the series up to r^6 (error 2e-7).
+// Returns e^x for x from -87 to 88. Clips other x to this range; NaN stays NaN. e^x = 2^n e^r with
+// n an integer and |r| <= ln(2) / 2; the Taylor series of e^r ends with r^6 (relative error 2e-7).
 INLINE Floats exponential(Floats x) {
     x = MIN(SET(88.0f), MAX(SET(-87.0f), x));
-    // ln 2 is subtracted in two parts; n times the first part is exact
+    // r = x - n ln 2, with ln 2 in two parts, because n times the first part is exact
     Floats n = ROUND(MUL(x, SET(1.44269504f))), r = FMA(n, SET(-0.693359375f), x);
     r = FMA(n, SET(2.12194440e-4f), r);
     Floats p = SET(1 / 720.0f);
@@ -34,7 +34,7 @@ TARGET static void rotate(float *x, const float *rotation, int head_dim) {
     }
 }
 
-// Rotates vectors of the first and the second half of a head together.
+// Loads vectors of the first and the second half of a head together: they are partners.
 TARGET static void rotate_halves(float *x, const float *rotation, int head_dim) {
     const int half = head_dim / 2;
     const float *sines = rotation + head_dim;
@@ -55,11 +55,15 @@ TARGET static float largest(const float *x, int n) {
     int i = 0;
     for (; i + 2 * LANES <= n; i += 2 * LANES) {
         Floats x1 = LOAD(x + i), x2 = LOAD(x + i + LANES);
-        a = MAX(a, x1), b = MAX(b, x2);
+        a = MAX(a, x1);
+        b = MAX(b, x2);
         poison = FMA(x1, SET(0), FMA(x2, SET(0), poison));
     }
     float max = LARGEST(MAX(a, b));
-    for (; i < n; i++) max = x[i] > max ? x[i] : max, rest += 0 * x[i];
+    for (; i < n; i++) {
+        max = x[i] > max ? x[i] : max;
+        rest += 0 * x[i];
+    }
     return max + SUM(poison) + rest;
 }
 
