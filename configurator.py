@@ -27,7 +27,7 @@ import traceback
 from pathlib import Path
 
 from engine.advice import advice, misspelled, translate
-from engine.streams import flush_stdout, gone, one_line, open_streams
+from engine.streams import flush_stdout, one_line, open_streams, reader_exited
 from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
@@ -68,7 +68,7 @@ def end(kind, error, trace):
     if kind is KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
-    if kind is BrokenPipeError and gone(sys.stdout):
+    if kind is BrokenPipeError and reader_exited(sys.stdout):
         sys.exit(141)  # as a shell reports SIGPIPE
     # If nothing is buffered, only a write shows whether stdout fails.
     if issubclass(kind, OSError) and (why := flush_stdout("\n")):

@@ -16,7 +16,7 @@ import torch
 from engine.debug import inside
 from engine.training import checkpoint, distributed
 from engine.training.load import load_model
-from engine.streams import generated
+from engine.streams import without_controls
 from page.inside import html
 
 out_dir = "out"         # run, folder of runs, step, Hugging Face or Meta folder, GGUF or llama2.c
@@ -74,7 +74,7 @@ def main():
             warned = True
             print(f"the context of {context} tokens is full: it slides over the text",
                   file=sys.stderr)
-        text = generated(vocabulary.decode(tokens[0].tolist()))
+        text = without_controls(vocabulary.decode(tokens[0].tolist()))
         print("\n" * (n > 0) + text, flush=True)
 
 

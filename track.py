@@ -24,7 +24,7 @@ from pathlib import Path
 from configurator import BOOLS, fail  # first: it explains missing packages
 
 from engine import untrusted
-from engine.streams import outlast, tell, unread
+from engine.streams import ignore_closed_pipe, outlast, tell
 from engine.tracking.anomalies import AnomalyDetector
 from engine.tracking.console import Parser
 from engine.tracking.destination import Session, new_run_id
@@ -156,7 +156,7 @@ def track_program(words):
     tracker = make_or_fail(session, trackers, given)
     code = follow(command, tracker, parser)
     tracker.finish()
-    with unread():  # ignores a pipe whose reader has exited
+    with ignore_closed_pipe():
         sys.stdout.flush()
     if code < 0:  # a signal ended the program: end in the same way
         end_by_signal(-code)

@@ -16,22 +16,23 @@ import unicodedata
 CONTROL = r"\0-\x08\x0b-\x1f\x7f-\x9f"              # C0 without tab and newline, DEL, C1
 HIDDEN = r"\u2028\u2029\u202a-\u202e\u2066-\u2069"  # line separators; marks that reorder text
 LONE = r"\ud800-\udfff"                             # surrogates, which no encoding has
-ODD = re.compile(f"[{CONTROL}{HIDDEN}{LONE}]")
-ODD_IN_A_LINE = re.compile(f"[\t\n{CONTROL}{HIDDEN}{LONE}]")
+UNSAFE = re.compile(f"[{CONTROL}{HIDDEN}{LONE}]")
+UNSAFE_IN_A_LINE = re.compile(f"[\t\n{CONTROL}{HIDDEN}{LONE}]")
 CONTROLS = re.compile(f"[{CONTROL}]")
 CURSOR_UP = re.compile(r"(\x1b\[A)+")  # tqdm writes this alone, to move from one bar to another
 
-failures = {}  # {"stdout" or "stderr": [bytes lost, reason]} since the last console_notes()
+# {"stdout" or "stderr": [bytes that its first failed write lost, reason]}; console_notes empties it
+failures = {}
 
 
-def printable(text, pattern=ODD):
+def printable(text, pattern=UNSAFE):
     """Return a text with control characters escaped (`\\x1b`), so that no terminal obeys them."""
     return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text):
     """Return printable() of a value as part of a line: newlines and tabs are escaped too."""
-    return printable(str(text), ODD_IN_A_LINE)
+    return printable(str(text), UNSAFE_IN_A_LINE)
 
 
 def width(text):
@@ -46,8 +47,11 @@ def pad(text, columns, right=False):
     return space + text if right else text + space
 
 
-def generated(text):
-    """Return a model's text as `run` prints it: without control characters but newline and tab."""
+def without_controls(text):
+    """
+    Return a model's text as the program `run` prints it: without control characters, except for
+    newline and tab.
+    """
     return CONTROLS.sub("", text)
 
 
@@ -58,10 +62,14 @@ class PrintableStream(io.TextIOWrapper):
     """
 
     def __init__(self, name, buffer, like):
-        """name: "stdout" or "stderr"; buffer: binary stream; like: stream with the settings."""
+        """
+        name: "stdout" or "stderr"; buffer: binary stream to write to; like: text stream from which
+        encoding and buffering are copied.
+        """
         super().__init__(buffer, like.encoding, "backslashreplace",
                          line_buffering=like.line_buffering, write_through=like.write_through)
-        self.bars, self.mode = name == "stderr", "w"
+        self.bars = name == "stderr"
+        self.mode = "w"  # as open() sets it; other libraries may read it
 
     def write(self, text):
         if not self.bars:
@@ -69,7 +77,7 @@ class PrintableStream(io.TextIOWrapper):
         elif CURSOR_UP.fullmatch(text):
             super().write(text)
         else:
-            start = text[:text.startswith("\r")]
+            start = "\r" if text.startswith("\r") else ""
             super().write(start + printable(text[len(start):]))
         return len(text)
 
@@ -92,11 +100,14 @@ def open_streams():
 
 
 class Console(io.FileIO):
-    """The file behind stdout or stderr; bytes that can't be written are dropped and counted."""
+    """
+    The file behind stdout or stderr. It drops bytes that can't be written and notes the first such
+    failure in `failures`.
+    """
 
     def __init__(self, name, stream):
         super().__init__(stream.fileno(), "wb", closefd=False)
-        self.stream, self.lost = name, 0
+        self.stream_name, self.failed = name, False
 
     def write(self, data):
         left = memoryview(data)
@@ -104,9 +115,9 @@ class Console(io.FileIO):
             try:
                 size = super().write(left)
             except OSError as e:
-                if not self.lost:
-                    failures[self.stream] = [len(left), e.strerror]
-                self.lost += len(left)
+                if not self.failed:
+                    failures[self.stream_name] = [len(left), e.strerror]
+                self.failed = True
                 break
             if size is None:  # the pipe is non-blocking and full
                 select.select([], [self], [])
@@ -116,9 +127,9 @@ class Console(io.FileIO):
 
 def outlast(name):
     """
-    Let no print to sys.stdout or sys.stderr fail from here on, whatever happens to the terminal,
-    disk or pipe behind it. For stderr, and for the stdout of programs that write their results to
-    files. name: "stdout" or "stderr".
+    Make print to a stream succeed from here on, even when the terminal, disk or pipe behind it
+    fails; what can't be written is dropped. Use it for stderr, and for the stdout of programs that
+    write their results to files. name: "stdout" or "stderr".
     """
     stream = getattr(sys, name)
     with contextlib.suppress(AttributeError, OSError, ValueError):  # notebook streams have no file
@@ -139,38 +150,40 @@ def console_notes():
 def flush_stdout(more=""):
     """Write the output printed so far, and `more`. Return None, or why it can't be written."""
     try:
-        with unread():
+        with ignore_closed_pipe():
             if more:
                 print(end=more)
             return None
     except OSError as e:
+        # Discard what is left in the buffer: Python would fail to write it at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stdout.flush()
         return e.strerror
 
 
 @contextlib.contextmanager
-def unread():
+def ignore_closed_pipe():
     """Flush stdout at the end; discard output to a pipe whose reader has exited (`... | head`)."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        for stream in filter(gone, (sys.stdout, sys.stderr)):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for stream in sys.stdout, sys.stderr:
+            if reader_exited(stream):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def gone(stream):
-    """Return whether a stream is a pipe whose reader has exited."""
+def reader_exited(stream):
+    """Return whether a stream is a pipe whose reader has exited; False if it has no file."""
     poll = select.poll()
     with contextlib.suppress(ValueError):  # the stream has no file
-        poll.register(stream, 0)
+        poll.register(stream, 0)  # asks for no event: poll reports a closed end without being asked
     return bool(poll.poll(0))
 
 
 def tell(text, file=None):
     """Print a line in one write, so that threads' lines don't mix; ignore readers that exited."""
-    with unread():
+    with ignore_closed_pipe():
         print(f"{text}\n", end="", file=file or sys.stdout, flush=True)
 
 

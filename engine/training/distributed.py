@@ -22,7 +22,7 @@ from tqdm import tqdm
 from configurator import fail
 from engine import spans
 from engine.spans import spanned
-from engine.streams import unread
+from engine.streams import ignore_closed_pipe
 
 launched = os.environ.get("RANK") and os.environ.get("WORLD_SIZE")  # torchrun sets both
 rank = int(os.environ["RANK"]) if launched else 0
@@ -366,5 +366,5 @@ def close(code=0):
 def say(text):
     """Print a line on stdout, above a progress bar, in the master."""
     if master:
-        with unread():  # training goes on when the reader of stdout is gone
+        with ignore_closed_pipe():  # training goes on when the reader of stdout is gone
             tqdm.write(text, file=sys.stdout)
