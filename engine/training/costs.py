@@ -18,10 +18,10 @@ from engine.formats import layout
 from engine.ops import CrossEntropy
 from engine.training import distributed, hardware
 
-PROBED = 1 << 22    # max logits that the instruments hold at a time, in several copies of 16 MiB
+PROBED = 1 << 22    # max logits that the instruments compute at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
-EVAL_PASS = 4096    # tokens per forward pass of an evaluation; with 1024 the smallest models are up
-                    # to 30 % slower
+EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
+                    # models up to 30 % longer
 
 
 class Build(NamedTuple):
@@ -47,8 +47,8 @@ class Pass(NamedTuple):
     The properties of a forward and backward pass that decide how much memory it needs.
 
     tokens: per pass; half: matrix products run in a 16-bit type; recompute: blocks keep only their
-    input, or are compiled; accumulating: a step has several passes; shards: number of processes
-    over which weights and optimizer are split.
+    input, and compute the rest again in the backward pass; accumulating: a step has several passes;
+    shards: number of processes over which weights and optimizer are split.
     """
     tokens: int
     half: bool = False
@@ -67,7 +67,7 @@ def sequences_per_rank(config):
 
 
 def largest_pass(config, amp_dtype, rows=0):
-    """Return the Pass of `rows` sequences; 0: as many as the settings' largest pass has."""
+    """Return the Pass of `rows` sequences. rows=0: those of the largest pass of the settings."""
     sequences = sequences_per_rank(config)
     rows = rows or min(config.batch_size, sequences)
     shards = distributed.world if config.fsdp else 1
@@ -78,7 +78,7 @@ def largest_pass(config, amp_dtype, rows=0):
 # ---- parameters and FLOPs ------------------------------------------------------------------------
 
 def parameter_kind(name, parameter):
-    """Return the kind that a parameter is counted as. Vectors, biases included, count as norms."""
+    """Return the kind that a parameter counts as. Vectors, biases included, count as norms."""
     if parameter.dim() < 2:
         return "norms"
     part = name.split(".")[0]
@@ -87,8 +87,8 @@ def parameter_kind(name, parameter):
     return {"tok_embeddings": "embedding", "output": "lm_head"}.get(part, "norms")
 
 
-MAX_BUILT = 64  # max layers that are built to be counted; further ones are like the last
-counted = {}    # {repr of ModelArgs: what `parameters` returned}; a start asks six times
+MAX_BUILT = 64  # max layers that are built to count parameters; further ones are like the last
+counted = {}    # {repr of ModelArgs: counts}, a cache for `parameters`
 
 
 def parameters(args):
@@ -103,11 +103,12 @@ def parameters(args):
 
 
 def count_parameters(args):
-    """Return what `parameters` does, of a model that is built on the meta device."""
-    if args.n_layers > MAX_BUILT:  # building a mistaken number of layers would take memory and time
-        whole, less = (parameters(replace(args, n_layers=n)) for n in (MAX_BUILT, MAX_BUILT - 1))
-        more = args.n_layers - MAX_BUILT
-        return {kind: count + more * (count - less[kind]) for kind, count in whole.items()}
+    """Return {kind: number of parameters}, counted in a model built on the meta device."""
+    if args.n_layers > MAX_BUILT:  # a mistyped number of layers would take much memory and time
+        most = parameters(replace(args, n_layers=MAX_BUILT))
+        one_less = parameters(replace(args, n_layers=MAX_BUILT - 1))
+        unbuilt = args.n_layers - MAX_BUILT
+        return {kind: count + unbuilt * (count - one_less[kind]) for kind, count in most.items()}
     counts = dict.fromkeys(("embedding", "attention", "feed-forward", "norms", "lm_head"), 0)
     for name, parameter in args.build("meta").named_parameters():
         counts[parameter_kind(name, parameter)] += parameter.numel()
@@ -122,8 +123,8 @@ def flops_per_token(args):
     """
     Return the FLOPs of forward and backward per token: 6 N + 12 L H Q T.
 
-    N counts the lm_head but not the embedding, which is a look-up; the second term is attention
-    over the context. https://arxiv.org/abs/2204.02311 appendix B
+    N counts the lm_head but not the embedding, which is a look-up. The second term is attention: L
+    layers, H heads of Q dimensions, a context of T. https://arxiv.org/abs/2204.02311 appendix B
     """
     counts = parameters(args)
     n = sum(counts.values()) - (0 if args.tied else counts["embedding"])
@@ -133,10 +134,10 @@ def flops_per_token(args):
 # ---- memory --------------------------------------------------------------------------------------
 
 def persistent_memory(args, optimizer, shards=1):
-    """Return {"weights", "optimizer"}: bytes that one process holds between steps."""
+    """Return {"weights": bytes, "optimizer": bytes} that one process holds between steps."""
     counts = parameters(args)
     total, blocks = sum(counts.values()), counts["attention"] + counts["feed-forward"]
-    # AdamW keeps two numbers per weight, Muon one; those of other optimizers are unknown.
+    # AdamW keeps two numbers per weight, Muon one; the state of other optimizers is unknown.
     states = {"adamw": 2 * total, "muon": 2 * total - blocks}.get(optimizer, 0)
     return {"weights": 4 * total / shards, "optimizer": 4 * states / shards}
 
@@ -150,75 +151,87 @@ def min_memory(args, optimizer, step):
     """
     Return {kind: bytes}, a lower bound of what a training step holds at once, by arithmetic alone.
 
-    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and the memory of
-    the Python process are not counted.
+    args: ModelArgs; optimizer: a name in OPTIMIZERS; step: a Pass. Temporaries and Python's own
+    memory are left out.
     """
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     size = 2 if step.half else 4
-    # Per token and block: the input alone; or the inputs of two norms, Q K V and the attention's
-    # output, the two halves of SwiGLU, and Q K before qk_norm.
+    # Bytes per token of a block: with recompute its input. Else the float32 inputs of two norms, Q,
+    # K, V, attention's output, the two halves of SwiGLU, and Q and K before qk_norm.
     block = size * args.dim
     if not step.recompute:
         block = 8 * args.dim + size * (2 * (q_dim + kv_dim + args.hidden_dim)
                                        + args.qk_norm * (q_dim + kv_dim))
     kinds = persistent_memory(args, optimizer, step.shards)
+    # CrossEntropy cuts the logits into equal pieces: more than one have at least PIECE // 2 each.
     inside = {"activations": step.tokens * args.n_layers * block,
               "logits": 4 * min(step.tokens * args.vocab_size, CrossEntropy.PIECE // 2)}
-    # All gradients exist only when nothing is left of the last pass.
+    # The last gradient exists only when the last pass has freed its activations, so the peak is the
+    # larger of the two. With several passes, gradients exist during all but the first.
     after = {"gradients": kinds["weights"]}
     if step.accumulating:
         inside |= after
     return kinds | larger(inside, after)
 
 
-# A CPU process's memory besides its tensors, where it can't be measured; doc/lab/instruments.md.
+# Memory of a CPU process besides its tensors, for what a trial does not measure. Experiments:
+# doc/lab/instruments.md.
 PYTHON = 272 << 20  # bytes of a process that has imported and called all that a training needs
 LATER = 20 << 20    # bytes of code and files that a training loads after its first steps
-HOLES = 0.27        # part of a pass's memory that is lost to fragmentation of the heap
+HOLES = 0.27        # fraction of a pass's memory that is lost to fragmentation of the heap
 
 
 def block_activations(config, args, half, cpu):
     """Return the bytes per token that one block keeps for its backward pass."""
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     size = 2 if half else 4
-    # The inputs of both norms; on a CPU in float32 they are recomputed from the outputs.
+    # The float32 inputs of both norms; on a CPU in float32 they are recomputed from the outputs.
     block = 0 if cpu and not half else 8 * args.dim
     # Both norms' outputs, Q and the attention's output, K and V, Q and K before qk_norm.
     block += size * (2 * args.dim + 2 * (q_dim + kv_dim) + args.qk_norm * (q_dim + kv_dim))
-    # SwiGLU: its two halves, their product.
-    copies = (3 if half else 2) if cpu else 4
-    block += size * args.hidden_dim * copies
-    # Statistics of norms and attention, and the document mask as numbers, one per block.
+    # SwiGLU: its two halves, and what the device keeps of their product.
+    hidden_copies = 4
+    if cpu:
+        hidden_copies = 3 if half else 2
+    block += size * args.hidden_dim * hidden_copies
+    # Statistics of norms and attention; each block also keeps the document mask as numbers.
     return block + 4 * (args.n_heads + 2) + config.document_mask * size * config.max_seq_len
 
 
 def expected_memory(config, args, device, amp_dtype, rows=0):
     """
-    Return {kind: bytes} of the expected peak of a training process, on a GPU of its tensors.
+    Return {kind: bytes} of the expected peak of a training process: tensors, and on a CPU the
+    fragmentation of the heap.
 
-    "working" is what a step needs for a moment, and on a CPU the holes of the heap. rows: sequences
-    of a forward pass; 0: those of the settings.
+    "working" holds the temporaries of a step, and on a CPU that fragmentation. rows: sequences of a
+    forward pass; 0: those of the settings.
     """
     step, cpu = largest_pass(config, amp_dtype, rows), device.type == "cpu"
     tokens, half, size = step.tokens, step.half, 2 if step.half else 4
-    kv_heads_are_heads = args.n_kv_heads == args.n_heads
     q_dim = args.n_heads * args.head_dim
 
     block = block_activations(config, args, half, cpu)
+    # With recompute every block keeps its input, and one block at a time the rest.
     kept = block + 4 * args.dim * args.n_layers if step.recompute else block * args.n_layers
     piece = CrossEntropy.PIECE if cpu else CrossEntropy.GPU_PIECE
+    # A piece of float32 logits, with a 16-bit copy if half. Then the float32 gradients of the cross
+    # entropy's input and table, each counted twice.
     logits = 4 * min(tokens * args.vocab_size, piece) * (1.5 if half else 1)
     logits += 8 * (tokens + args.vocab_size) * args.dim
     kinds = persistent_memory(args, config.optimizer, step.shards)
     kinds["gradients"] = kinds["weights"]
+    # Autocast keeps 16-bit copies of the weights.
     kinds["activations"] = tokens * (kept + 8 * args.dim) + half * kinds["weights"] / 2
     kinds["logits"] = logits
 
-    # Muon stacks the matrices of one shape and updates them together.
-    stacked = args.n_layers * args.dim * max((4 if kv_heads_are_heads else 2) * q_dim,
-                                             2 * args.hidden_dim)
+    # Muon updates the matrices of one shape together, up to Muon.MAX_CHUNK elements: Q and O, and K
+    # and V if they have as many heads, or two of SwiGLU's. The number of copies is fitted to runs;
+    # wide matrices need fewer, as they are orthogonalized in bfloat16 where the device has it.
+    alike = 4 if args.n_kv_heads == args.n_heads else 2
+    stacked = args.n_layers * args.dim * max(alike * q_dim, 2 * args.hidden_dim)
     copies = 4.3 if args.dim >= 128 else 6
     update = 4 * min(stacked, 1 << 28) * copies if config.optimizer == "muon" else 0
+    # The temporaries of SwiGLU's backward pass reuse the memory of the freed logits.
     backward = max(0, 3 * size * tokens * args.hidden_dim - logits)
     if cpu:
         holes = HOLES * (kinds["activations"] + logits + backward)
@@ -235,11 +248,13 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
 
 def refuse_too_large(config, args, device, amp_dtype):
     """End the program if even the lower bound of a training's memory exceeds what is free."""
-    processes = 1 if device.type == "cuda" else distributed.local_world  # that share this memory
+    # Processes share the memory of a CPU; each has a GPU of its own.
+    processes = 1 if device.type == "cuda" else distributed.local_world
     free = hardware.free_memory(device)
 
     def bound(rows):
         step = largest_pass(config, amp_dtype, rows)
+        # A compiled block may recompute, too: only its input is sure to be kept.
         step = step._replace(recompute=config.compile or config.activation_checkpointing)
         return min_memory(args, config.optimizer, step)
 
@@ -263,8 +278,8 @@ def refuse_too_large(config, args, device, amp_dtype):
 
 class TrialTraining:
     """
-    A model and its optimizer that train on random tokens. A step does everything that train.py's
-    does, so that it takes as long: masks, clipping, the wait for its loss.
+    A model and its optimizer that train on random tokens. A step takes as long as one of train.py,
+    since it also masks documents, clips gradients and waits for its result.
     """
 
     def __init__(self, config, vocab_size, setup):
@@ -289,13 +304,16 @@ class TrialTraining:
     def update(self):
         max_norm = self.config.grad_clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        norm.item()  # as train.py waits for it
+        norm.item()  # wait for the device, as train.py does
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
     def check(self):
-        """Take a step as the check of the learning rate does, which keeps a copy of the weights."""
+        """
+        Take a step as the learning rate check of model_checks.py does. Return the copy of the
+        weights that the check keeps.
+        """
         before = [p.detach().clone() for p in self.model.parameters()]
         self.forward_backward(max(1, 1024 // self.config.max_seq_len))
         self.update()
@@ -303,7 +321,7 @@ class TrialTraining:
 
     @torch.no_grad()
     def predict(self):
-        """Compute predictions as the instruments do."""
+        """Return the top 3 predictions at every n-th position, computed as the instruments do."""
         x = self.tokens(4)
         every = math.ceil(x.numel() * self.vocab_size / PROBED)
         with self.amp:
@@ -326,11 +344,13 @@ def timed(work, *args):
 
 def measured_step(trial, seconds):
     """
-    Return (seconds of a training step, sequences of the measured passes): the median over `seconds`
-    of steps, or less for a run that is short itself. A large batch is measured by a part of it.
+    Return (seconds of a training step, sequences of a measured pass).
+
+    Steps are measured for `seconds`, or 2 % of the run if that is shorter, but at least three. Of a
+    large batch only a part is measured, and its time scaled up. The medians leave out the first.
     """
     config, sequences = trial.config, sequences_per_rank(trial.config)
-    # The first calls load libraries.
+    # The first calls load libraries, so they are not measured.
     timed(trial.forward_backward, 1)
     timed(trial.update)
     one = timed(trial.forward_backward, 1)
@@ -346,15 +366,15 @@ def measured_step(trial, seconds):
 
 def measure(config, args, setup, seconds=1.0):
     """
-    Return what a trial training took: {"step", "forward", "sample"}, the seconds of a step, of a
-    token in an evaluation and of a token in a sample; {"memory"}, the bytes of the process at its
-    peak, on a GPU of its tensors.
+    Return the costs found by a trial training: {"step": seconds of a step, "forward": seconds per
+    token of an evaluation, "sample": seconds per generated token, "memory": peak bytes of the
+    process, or on a GPU of its tensors}.
     """
     trial, sequences = TrialTraining(config, args.vocab_size, setup), sequences_per_rank(config)
     step, rows = measured_step(trial, seconds)
 
-    # Memory is measured with as many sequences as the time allows; the second pass finds the
-    # gradients of the first.
+    # Memory is measured with as many sequences as the time allows. If a step has more, a second
+    # pass runs while the gradients of the first exist.
     tried = min(config.batch_size, sequences, max(rows, int(seconds * sequences / step)))
     for _ in range(min(2, math.ceil(sequences / tried))):
         trial.forward_backward(tried)
@@ -367,8 +387,9 @@ def measure(config, args, setup, seconds=1.0):
 
     whole = expected_memory(config, args, setup.device, setup.amp_dtype)
     part = expected_memory(config, args, setup.device, setup.amp_dtype, tried)
-    memory = sum(whole.values()) - sum(part.values())  # of what is larger than the trial
-    if setup.device.type == "cpu":  # the heap does not shrink after the trial
+    # The trial's own memory is measured; arithmetic adds what the full batch needs beyond.
+    memory = sum(whole.values()) - sum(part.values())
+    if setup.device.type == "cpu":  # the heap keeps its peak size after the trial
         memory += hardware.current_memory(setup.device) + LATER
         memory += HOLES * (whole["activations"] + whole["logits"])
     else:
@@ -378,18 +399,20 @@ def measure(config, args, setup, seconds=1.0):
 
 def forward_seconds(trial, rows, seconds):
     """
-    Return the seconds per token of an evaluation. They are measured with passes of `rows`
-    sequences, or of an evaluation's own size if two of those take less than `seconds`.
+    Return the seconds per token of an evaluation, measured with passes of `rows` sequences, or of
+    EVAL_PASS tokens if two of those take less than `seconds`.
     """
     def per_token(n):
         return min(timed(trial.forward, n) for _ in range(2)) / n / trial.config.max_seq_len
 
-    found, wide = per_token(rows), EVAL_PASS // trial.config.max_seq_len
-    return per_token(wide) if rows < wide and 2 * EVAL_PASS * found < seconds else found
+    found, eval_rows = per_token(rows), EVAL_PASS // trial.config.max_seq_len
+    if rows < eval_rows and 2 * EVAL_PASS * found < seconds:
+        return per_token(eval_rows)
+    return found
 
 
 def step_seconds(config, vocab_size, setup):
-    """Return the seconds of a training step, measured in a third of a second."""
+    """Return the seconds of a training step, measured for 0.3 seconds."""
     return measured_step(TrialTraining(config, vocab_size, setup), 0.3)[0]
 
 
@@ -397,19 +420,21 @@ def step_seconds(config, vocab_size, setup):
 
 def estimate_run(config, args, setup, meta, begun=0):
     """
-    Return {"memory": {kind: bytes}, "seconds", "tokens_per_sec"} that a run is expected to take.
+    Return {"memory": {kind: bytes}, "seconds", "tokens_per_sec"}, expected of a run.
 
-    meta: meta.json of the prepared data; begun: steps the run has already taken. "seconds" and
-    "tokens_per_sec" are None where a trial would take longer than moments: for a compiled or
-    sharded run.
+    meta: meta.json of the prepared data; begun: steps that the run has already taken. With
+    config.minutes, "seconds" is that time budget, and "tokens_per_sec" is None. Otherwise both are
+    None for a compiled or sharded run, whose trial would take too long, and if no steps are left.
     """
     cpu, steps_left = setup.device.type == "cpu", config.max_iters - begun
     token_bytes = 2 if args.vocab_size <= 1 << 16 else 4
-    # The mapped part of the data: all of it, or what the remaining steps read.
+    # The part of the data that is mapped into memory: all of it, or at most twice the tokens that
+    # the remaining steps read.
     text = token_bytes * min(meta["train_tokens"] + meta["val_tokens"],
                              2 * steps_left * tokens_per_step(config))
     kinds = expected_memory(config, args, setup.device, setup.amp_dtype)
-    seconds, speed, rest = 60 * config.minutes or None, None, PYTHON * cpu
+    seconds, speed = 60 * config.minutes or None, None
+    rest = PYTHON * cpu
     if not (config.compile or config.fsdp or steps_left < 1):
         found = measure(config, args, setup, 0.1 if config.minutes else 1.0)
         slowest = distributed.all_max([*found.values()], setup.device)
@@ -428,8 +453,8 @@ def estimate_run(config, args, setup, meta, begun=0):
 
 def evaluation_seconds(config, meta, forward, sample):
     """
-    Return the seconds of an evaluation: both splits, four fixed batches, and two samples of 96
-    tokens per prompt. forward, sample: seconds per token.
+    Return the seconds of an evaluation: both splits, the probe batches (four windows of each split)
+    and two samples of 96 tokens per prompt. forward, sample: seconds per token.
     """
     available = meta["val_tokens"] - meta["val_documents"]
     split = min(EVAL_TOKENS * config.eval_iters or available, available)
@@ -439,8 +464,8 @@ def evaluation_seconds(config, meta, forward, sample):
 
 def describe(config, args, dataset, setup, estimate):
     """
-    Print what was derived rather than set, and return it as a part of the recorded configuration.
-    estimate: estimate_run's.
+    Print the derived values, and return them as a part of the recorded configuration. estimate:
+    what estimate_run returned.
     """
     device, meta, say = setup.device, dataset.meta, distributed.say
     peak, basis = hardware.peak_flops(device, setup.amp_dtype, config.peak_tflops)
@@ -464,8 +489,9 @@ def describe(config, args, dataset, setup, estimate):
     say(f"time:  {time_line(config, estimate)}")
     sequences = config.batch_size * config.gradient_accumulation_steps
     if sequences % distributed.world:
-        say(f"note: a step's {sequences} sequences are {sequences_per_rank(config)} a process, the "
-            f"last ones of {distributed.world} have fewer; a multiple would use them all")
+        say(f"note: the {sequences} sequences of a step are up to {sequences_per_rank(config)} per "
+            f"process, and the last of {distributed.world} processes get fewer; a multiple of "
+            f"{distributed.world} would use all processes fully")
     return derived
 
 
@@ -492,16 +518,18 @@ def memory_line(kinds, free=None):
 
 
 def time_line(config, estimate):
-    """Return an estimated duration, its end and the speed in words."""
+    """Return an estimated duration, the time of day or date of its end, and the speed, in words."""
     if estimate["seconds"] is None:
         if config.compile or config.fsdp:
             return "not measured before the first step of a run that is compiled or sharded"
-        return "over"
+        return "no steps left"
     limit = 60 * (config.minutes or config.max_minutes) or math.inf
     seconds = min(estimate["seconds"], limit)
     end = time.localtime(time.time() + min(seconds, 1e10))
     until = time.strftime("%H:%M" if seconds < 72_000 else "%Y-%m-%d", end)
-    text = f"about {format_seconds(seconds)}, until {until}{', the limit' * (seconds == limit)}"
+    text = f"about {format_seconds(seconds)}, until {until}"
+    if seconds == limit:
+        text += ", the limit"
     if speed := estimate["tokens_per_sec"]:
         text += f"; {speed:,.0f} tokens/s, measured on random tokens"
     return text
@@ -509,8 +537,8 @@ def time_line(config, estimate):
 
 def file_sizes(args, group_size=64):
     """
-    Return {format: bytes} of the model's files. About 4 kB of metadata and 22 bytes per piece of
-    the vocabulary are counted for a GGUF file.
+    Return {format: bytes} of the model's files. A GGUF file is taken to have 4 kB of metadata and
+    22 bytes per token of the vocabulary; v0 and v2 are formats of llama2.c.
     """
     sizes = {}
     for dtype in layout.FILE_TYPES:
@@ -530,8 +558,8 @@ def file_sizes(args, group_size=64):
 
 def bandwidth(size, seconds=0.2):
     """
-    Return the bytes per second at which this machine's cores read `size` bytes repeatedly; the
-    bytes come from a cache if they fit into it.
+    Return the bytes per second at which this machine's cores read `size` bytes repeatedly, from a
+    cache if they fit into it.
     """
     numbers, best = torch.ones(max(1, int(size) // 4)), math.inf
     end = time.perf_counter() + seconds
@@ -541,7 +569,7 @@ def bandwidth(size, seconds=0.2):
 
 
 def show(config, args, setup):
-    """Print what is known of a preset without its data: parameters, FLOPs, memory, time, files."""
+    """Print parameters, FLOPs, memory, time and file sizes of a preset, without its data."""
     meta = {"train_tokens": 10 ** 9, "val_tokens": 10 ** 6, "val_documents": 0}  # enough data
     estimate = estimate_run(config, args, setup, meta)
     estimate["memory"].pop("text", None)
@@ -561,8 +589,9 @@ def show(config, args, setup):
         print(f"            {kind:<17}{format_bytes(size):>11}")
     print(f"time        {time_line(config, estimate)}")
     print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
-    # A token reads the weights, without unused rows of the embedding, and on average half of the
-    # context's keys and values, which are float16 beside quantized weights.
+    # To compute a token, ./run reads the weights except the embedding (unless it is also the
+    # classifier) and on average half of the context's keys and values. So per cached number it
+    # reads 4 bytes (half of float32 K and V), or 2 beside quantized weights (float16).
     cached = args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len
     for name, size in file_sizes(args).items():
         read = size * (1 if args.tied else 1 - counts["embedding"] / total)
