@@ -3,8 +3,11 @@
 #include "heap.h"
 #include "model.h"
 
-// User-defined pieces are searched at every position of a text, so their length is limited.
-enum { MAX_PIECE = (1 << 27) - 1, MAX_SYMBOL = 256, MAX_PROBES = 1000 };
+enum {
+    MAX_PIECE = (1 << 27) - 1, // bytes that Piece.n can hold
+    MAX_SYMBOL = 256, // bytes of a user-defined piece: all are searched at every position of a text
+    MAX_PROBES = 1000, // slots of the hash table that a lookup tries
+};
 
 static const char LOWER_BLOCK[] = "\xe2\x96\x81"; // U+2581, sentencepiece's space
 
@@ -14,8 +17,8 @@ static uint32_t hash(const char *s, int n) { // FNV-1a
     return h;
 }
 
-// Returns the slot of the table with the piece of this text, or the empty slot where it belongs.
-// Returns NULL after MAX_PROBES: a malicious vocabulary may have many pieces with the same hash.
+// Returns the slot of the table that holds the piece with this text, or the empty slot where it
+// belongs. Returns NULL after MAX_PROBES: a malicious vocabulary may have many pieces of one hash.
 static int *slot_of(const Tokenizer *t, const char *s, int n) {
     uint32_t i = hash(s, n);
     for (int probes = 0; probes < MAX_PROBES; probes++, i++) {
@@ -27,7 +30,7 @@ static int *slot_of(const Tokenizer *t, const char *s, int n) {
     return NULL;
 }
 
-// The piece with this text that merges can produce, or -1.
+// Returns the piece with this text that merges can produce, or -1.
 static int lookup(const Tokenizer *t, const char *s, int n) {
     const int *slot = slot_of(t, s, n);
     int type = slot && *slot >= 0 ? (int)t->pieces[*slot].type : UNKNOWN;
@@ -39,7 +42,7 @@ int llamac_token_of(const Tokenizer *t, const char *s, int n) {
     return id >= 0 && t->pieces[id].type != UNUSED ? id : -1;
 }
 
-// The byte that "<0x41>" stands for, or -1.
+// Returns the byte that a byte piece such as "<0x41>" stands for, or -1.
 static int byte_of(const Piece *p) {
     static const char digits[] = "0123456789ABCDEF";
     if (p->n != 6 || memcmp(p->s, "<0x", 3) || p->s[5] != '>') return -1;
@@ -53,21 +56,22 @@ static int compare_symbols(const void *a, const void *b) {
     return order ? order : x->n - y->n;
 }
 
-// Whether there is a space at s[at], and none before it.
+// Returns whether there is a space at s[at], and none before it.
 static bool begins_word(const Tokenizer *t, const char *s, size_t at, size_t n) {
     size_t space = strlen(t->space);
     return at + space <= n && memcmp(s + at, t->space, space) == 0
            && !(at >= space && memcmp(s + at - space, t->space, space) == 0);
 }
 
-// Checks the byte pieces. A vocabulary has either none, and unknown characters become `unk`; or one
-// for each byte that a text may need. sentencepiece has all 256, but ASCII characters that are
-// pieces themselves need none.
+// Checks the byte pieces. A vocabulary without byte pieces is accepted: unknown characters become
+// `unk`. A vocabulary with any must have one for each byte that encoding may need: all 256, except
+// ASCII characters that are pieces themselves.
 static bool check_bytes(const Tokenizer *t, Error *e) {
     for (int byte = 0; t->byte_fallback && byte < 256; byte++) {
         const char *s = byte == ' ' ? t->space : &(char){(char)byte};
-        bool character = byte < 128 && lookup(t, s, byte == ' ' ? (int)strlen(t->space) : 1) >= 0;
-        CHECK(t->byte_ids[byte] >= 0 || character,
+        int n = byte == ' ' ? (int)strlen(t->space) : 1;
+        bool is_piece = byte < 128 && lookup(t, s, n) >= 0;
+        CHECK(t->byte_ids[byte] >= 0 || is_piece,
               "it has byte pieces, but none for the byte 0x%02X", byte);
     }
     return true;
@@ -82,7 +86,6 @@ static void claim_ends(Tokenizer *t) {
             t->pieces[ends[i]].type = CONTROL;
 }
 
-// Builds the tables of the pieces that a loader has filled in.
 bool llamac_index_pieces(Tokenizer *t, Error *e) {
     int n = t->vocab_size;
     CHECK(t->bos < n && t->eos < n && t->unk < n && t->eot < n,
@@ -104,15 +107,14 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
         CHECK(isfinite(p->score), "token %d has no finite number as score", i);
         int byte = p->type == BYTE ? byte_of(p) : -1, *slot = slot_of(t, p->s, p->n);
         CHECK(slot, "token %d is one of too many with the same hash", i);
-        CHECK(*slot < 0, "tokens %d and %d have the same text, so nobody can tell which is meant",
-              *slot, i);
+        CHECK(*slot < 0, "tokens %d and %d have the same text, so encoding is ambiguous", *slot, i);
         CHECK(p->type != BYTE || byte >= 0,
               "token %d is a byte but is not written <0x00> to <0xFF>", i);
         CHECK(p->type != USER_DEFINED || p->n <= MAX_SYMBOL,
               "token %d is user-defined and has %d bytes, expected at most %d", i, p->n,
               MAX_SYMBOL);
         if (byte >= 0) t->byte_ids[byte] = i, t->byte_fallback = true;
-        // how unused pieces are split again depends on the whole text
+        // `split` (Encoder) is shared by the whole text, so it must not be cut into words
         if (p->type == UNUSED) t->has_unused = t->words_join = true;
         for (int at = 1; at < p->n && !t->words_join; at++)
             t->words_join = begins_word(t, p->s, at, p->n);
@@ -125,9 +127,9 @@ bool llamac_index_pieces(Tokenizer *t, Error *e) {
     return true;
 }
 
-// llama2.c's tokenizer.bin: the max length, then score, length and text of each piece. Spaces are
-// written as spaces. It has no types: token 0 is unknown, 1 begins and 2 ends a text, <0xNN> are
-// bytes.
+// Loads llama2.c's tokenizer.bin: the max length, then score, length and text of each piece. Spaces
+// are written as spaces. The file has no types: token 0 is unknown, 1 begins and 2 ends a text,
+// <0xNN> are bytes.
 bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int vocab_size,
                           Error *e) {
     Reader r = {.bytes = bytes, .size = size}, start;
@@ -136,12 +138,12 @@ bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int v
         take(&r, 4);
         uint32_t length = take_u32(&r);
         CHECK(length <= longest && length <= MAX_PIECE,
-              "token %u has %u bytes, the longest should have %u", n, length, longest);
+              "token %u has %u bytes, but the file's header allows %u", n, length, longest);
         take(&r, length);
         found = length > found ? length : found;
     }
     CHECK(!r.failed, "the file ends inside a token");
-    CHECK(found == longest, "the longest token has %u bytes, the file's beginning says %u", found,
+    CHECK(found == longest, "the longest token has %u bytes, but the file's header says %u", found,
           longest);
     CHECK(n == (uint32_t)vocab_size, "%u tokens, but the model has %d: not its tokenizer", n,
           vocab_size);
@@ -165,17 +167,21 @@ bool llamac_bin_tokenizer(Tokenizer *t, const uint8_t *bytes, size_t size, int v
     return llamac_index_pieces(t, e);
 }
 
-static bool is_character(const char *s, size_t n) { // of a piece, which is valid UTF-8
+// Returns whether the text of a piece is one character. Pieces are assumed to be valid UTF-8, where
+// every byte but a character's first is 10xxxxxx.
+static bool is_character(const char *s, size_t n) {
     size_t first_bytes = 0;
     for (size_t i = 0; i < n; i++) first_bytes += (s[i] & 0xc0) != 0x80;
     return first_bytes == 1;
 }
 
-// The tokenizer in a GGUF file.
+// The kinds of tokenizer.ggml.model: "gpt2" is byte-level BPE, the others sentencepiece's BPE.
+// export.py writes the last two for vocabularies without byte pieces, which llama.cpp cannot encode
+// as "llama": "t5" if every piece is one character, since its t5 encoder then gives the same
+// tokens, else "llama-without-bytes", so that llama.cpp refuses the file.
 bool llamac_gguf_tokenizer(Tokenizer *t, const Value *v, int vocab_size, Error *e) {
     String kind = llamac_get_string(v, TOKENIZER);
     bool byte_level = equals(kind, "gpt2");
-    // written for llama.cpp for vocabularies of single characters
     bool characters = equals(kind, "t5");
     CHECK(byte_level || characters || equals(kind, "llama") || equals(kind, "llama-without-bytes"),
           "the tokenizer is '%.*s', expected 'llama' (sentencepiece) or 'gpt2' (byte-level BPE)",
@@ -246,8 +252,8 @@ int llamac_utf8(const char *s, size_t n) {
     return overlong || outside ? 0 : length;
 }
 
-// Returns the first of symbols lo..hi-1, which have the same first d bytes, whose byte d is at
-// least `byte`.
+// Finds, by bisection among symbols lo to hi - 1, the first whose byte d is at least `byte`. The
+// symbols must have their first d bytes in common. Returns hi if there is none.
 static int first_symbol(const Tokenizer *t, int lo, int hi, int d, int byte) {
     while (lo < hi) {
         int middle = lo + (hi - lo) / 2;
@@ -262,7 +268,7 @@ int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     int best = -1, lo = 0, hi = t->n_symbols;
     for (int d = 0; (size_t)d < n && lo < hi; d++) {
         const Piece *first = t->symbols[lo], *last = t->symbols[hi - 1];
-        // symbols are sorted, so those between match too
+        // if the first and the last match, so do all between, because symbols are sorted
         bool all = first->n > d && first->s[d] == s[d] && last->s[d] == s[d];
         if (!all) {
             lo = first_symbol(t, lo, hi, d, (unsigned char)s[d]);
@@ -273,13 +279,14 @@ int llamac_match_symbol(const Tokenizer *t, const char *s, size_t n) {
     return best;
 }
 
-// Normalises a text like sentencepiece: bytes that are not UTF-8 become U+FFFD, spaces take the
-// form that they have in pieces, `prefix` puts a space in front, extra spaces are removed.
-// User-defined pieces are not changed.
+// Normalizes a text like sentencepiece: bytes that are not UTF-8 become U+FFFD, spaces and U+2581
+// become t->space, `prefix` puts one before the text, and extra spaces are removed if the
+// vocabulary wants it. In a user-defined piece, U+2581 stays as it is.
 static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) {
     Text out = {0};
     size_t space = strlen(t->space);
-    bool remove = t->extra_spaces_removed, after_space = remove;
+    bool remove = t->extra_spaces_removed;
+    bool after_space = remove; // drop spaces here; true at first: drop those that begin the text
     if (n && prefix) append(&out, t->space, space);
     for (size_t length; n; s += length, n -= length) {
         int symbol = llamac_match_symbol(t, s, n), valid = llamac_utf8(s, n);
@@ -300,30 +307,33 @@ static Text normalize(const Tokenizer *t, const char *s, size_t n, bool prefix) 
     return out;
 }
 
-// A part of the text, in a linked list.
+// A part of the text that is one piece so far, in a linked list.
 typedef struct {
     const char *s;
-    int n; // bytes; 0: it has been merged into the part before
-    int previous, next;
-    int symbol;        // a user-defined piece, which is not merged; or -1
-    uint32_t priority; // of the merge with the next part
+    int n;              // bytes; 0: it has been merged into the part before
+    int previous, next; // indices of parts, or -1
+    int symbol;         // a user-defined piece, which is not merged; or -1
+    uint32_t priority;  // of the merge with the next part, or NO_MERGE
 } Part;
 
-#define NO_MERGE UINT32_MAX // a priority
+#define NO_MERGE UINT32_MAX
 
 typedef struct {
     const Tokenizer *t;
     Part *parts;
     int capacity;
     Heap merges;
-    // (vocab_size,) for unused pieces: bytes of the left part of the latest merge; 0: never merged
+    // (vocab_size,) for unused pieces: bytes of the left one of the two parts that were last found
+    // to make the piece; 0: never found
     int *split;
     int *tokens;
     int n_tokens;
-    bool after_unknown;
+    bool after_unknown; // the latest part was unknown
 } Encoder;
 
-// A number that is lower for higher scores, which are finite.
+// Returns a number that is lower for higher scores, which must be finite. The bits of a float
+// without its sign grow with its magnitude: they are inverted for positive scores; negative ones,
+// with the sign bit, follow in ascending magnitude.
 static uint32_t priority_of(float score) {
     uint32_t bits;
     score += 0.0f; // -0 becomes 0
@@ -360,8 +370,9 @@ static void merge_parts(Encoder *e) {
     }
 }
 
-// Appends the tokens of one part of the text: its piece; the parts of an unused piece; its bytes;
-// or one `unk` for consecutive unknown parts.
+// Appends the tokens of one part of the text, of piece `id` (-1: look it up). An unused piece is
+// split again. An unknown part becomes its bytes or, without byte pieces, `unk`, once for
+// consecutive unknown parts.
 static void emit(Encoder *e, const char *s, int n, int id) {
     if (id < 0) id = lookup(e->t, s, n);
     if (id >= 0 && e->t->pieces[id].type == UNUSED && e->split[id]) {
@@ -376,7 +387,8 @@ static void emit(Encoder *e, const char *s, int n, int id) {
     e->after_unknown = id < 0;
 }
 
-// Appends the tokens of n bytes of text. Returns false if there is not enough memory.
+// Appends the tokens of a stretch (a word, or the whole text) of n bytes. Returns false if there is
+// not enough memory.
 static bool encode_stretch(Encoder *e, const char *s, size_t n) {
     int n_parts = 0;
     for (; n; n_parts++) {
@@ -404,7 +416,8 @@ static int *no_tokens(size_t n, Error *error) {
     return NULL;
 }
 
-// Takes time O(n log n).
+// Takes time O(n log n). Where no merge crosses words, it encodes word by word, which keeps `parts`
+// and the heap small.
 int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, int *n_tokens,
                         Error *error) {
     bool bos = how & WITH_BOS, prefix = how & WITH_PREFIX;
@@ -432,9 +445,8 @@ int *llamac_encode_text(const Tokenizer *t, const char *s, size_t n, int how, in
     return e.tokens;
 }
 
-// Checks the arguments that all encoding functions share. Sets *n_tokens to 0.
 bool llamac_takes_text(const llamac_model *m, const char *text, size_t n, int *n_tokens, Error *e) {
-    CHECK(n_tokens, "the place for the number of tokens is NULL");
+    CHECK(n_tokens, "n_tokens is NULL");
     *n_tokens = 0;
     CHECK(m, no_model);
     CHECK(text || !n, "%zu bytes of text at NULL", n);
@@ -471,12 +483,13 @@ size_t llamac_decode(const llamac_model *m, int previous, int token, char *out, 
     const char *s = piece->s;
     size_t n = piece->n, space = strlen(t->space), length = 0;
     if (piece->type == CONTROL) return 0;
-    if (t->byte_pairs && piece->type == UNUSED) return 0; // a row of the model without a token
+    if (t->byte_pairs && piece->type == UNUSED) return 0; // pads the vocabulary to the model's rows
     if (t->byte_pairs && piece->type == NORMAL) return llamac_decode_letters(piece, out, room);
     if (piece->type == BYTE) {
         if (room) *out = (char)byte_of(piece);
         return 1;
     }
+    // like sentencepiece, drop the space that begins a text
     bool drop = previous == t->bos && (t->space_prefix || t->extra_spaces_removed);
     for (bool first = true; n; first = false) {
         bool is_space = n >= space && memcmp(s, t->space, space) == 0;
