@@ -1,7 +1,7 @@
-// Part of simd.h: attention.
+// Part of simd.h: attention. The operands are described in kernels.h.
 
-// Calls a function with a constant for the type of the cache; and with one for the number of
-// queries.
+// BY_TYPE calls a function with the type of the cache as a constant, BY_QUERIES with the number of
+// queries as a constant.
 #define BY_TYPE(function, a) \
     if (a->type == F16) function(F16, a); \
     else if (a->type == INT8_GROUPS) function(INT8_GROUPS, a); \
@@ -12,8 +12,8 @@
     else if (a->n_queries == 3) function(type, a, 3); \
     else function(type, a, QUERIES)
 
-// Scores of n queries, one tile of keys after the other. Even and odd d have separate sums, so that
-// an addition does not wait for the one before.
+// Computes the scores of n queries, one tile of keys after the other. Even and odd dimensions d
+// have separate sums, so that an addition does not wait for the one before.
 INLINE void score_queries(Type type, const Attention *a, const int n) {
     const float *queries = a->q;
     const char *keys = a->keys;
@@ -40,9 +40,9 @@ INLINE void scores_of(Type type, const Attention *a) { BY_QUERIES(score_queries,
 
 TARGET static void scores(const Attention *a) { BY_TYPE(scores_of, a); }
 
-// Computes `vectors` vectors of the output from column d on. The sums of n queries stay in
-// registers during the loop over positions. A single query has separate sums for even and odd
-// positions, so that an addition does not wait for the one before.
+// Computes `vectors` vectors of the output from column d on, for n queries, whose sums stay in
+// registers during the loop over positions. A single query has two sums (`chains`), for even and
+// odd positions, so that an addition does not wait for the one before.
 INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const int vectors) {
     const int chains = n == 1 ? 2 : 1;
     const float *p = a->p;
@@ -56,6 +56,7 @@ INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const
             UNROLL for (int q = 0; q < n; q++) sums[q][v] =
                 FMA(value, SET(p[q * a->p_stride + i]), sums[q][v]);
         }
+        // a single query goes on with the odd position, if there is one
         if (chains == 1 || ++i == a->n) continue;
         UNROLL for (int v = 0; v < vectors; v++) {
             Floats value = load(type, values, (size_t)i * a->width + v * LANES);
@@ -69,7 +70,7 @@ INLINE void mix_columns(Type type, const Attention *a, int d, const int n, const
 }
 
 INLINE void mix_queries(Type type, const Attention *a, const int n) {
-    enum { MANY = LANES == 16 ? 4 : 2 }; // vectors at once
+    enum { MANY = LANES == 16 ? 4 : 2 }; // vectors for which sums of QUERIES fit in registers
     int d = 0;
     for (; d + MANY * LANES <= a->width; d += MANY * LANES) mix_columns(type, a, d, n, MANY);
     for (; MANY > 3 && d + 3 * LANES <= a->width; d += 3 * LANES) mix_columns(type, a, d, n, 3);
@@ -80,8 +81,10 @@ INLINE void mix_of(Type type, const Attention *a) { BY_QUERIES(mix_queries, type
 
 TARGET static void mix(const Attention *a) { BY_TYPE(mix_of, a); }
 
-enum { PANEL = TOKENS < 8 ? 4 : 8 }; // queries; a divisor of the tokens of a span
+// Queries of a panel: Kernels.queries. Divides the number of tokens of each span in attention.c.
+enum { PANEL = TOKENS < 8 ? 4 : 8 };
 
+// Multiplies a panel with `tiles` tiles of w, from tile `first` on.
 INLINE void panel_tiles(Type type, const PanelProduct *p, int first, const int tiles) {
     const char *w = (const char *)p->w + first * p->next * number_size(type);
     float *y = p->y + first * TILE;
