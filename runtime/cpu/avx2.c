@@ -4,7 +4,7 @@
 
 #if defined(__x86_64__)
 #define TARGET __attribute__((target("avx2,fma,f16c")))
-// maddubs adds pairs of products in 16 bits: at most 2 * 128 * 127, which is below 2^15
+// maddubs (unsigned w, signed x) adds pairs of products in 16 bits: at most 2 * 128 * 127 < 2^15
 #define DOT_256(c, w, x) \
     _mm256_add_epi32(c, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)))
 #include "x86.h"
@@ -52,6 +52,7 @@ typedef __m256i Ints;
 #define LARGEST_I(i) largest_of_8_ints(i)
 #define MAGNITUDE(v) _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff))
 #define STORE_8(p, i) store_8_bytes(p, i)
+// the sign of w is moved to x, because maddubs needs unsigned w
 #define DOT(c, w, x) DOT_SMALL(c, _mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
 #define DOT_SMALL(c, w, x) DOT_256(c, w, x)
 #define AND_15(w) _mm256_and_si256(w, _mm256_set1_epi8(15))
@@ -80,9 +81,10 @@ TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
 
 #include "simd.h"
 
+// All machines with AVX2 and FMA also have F16C.
 static bool supported(void) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-} // these machines also have F16C
+}
 
 const Kernels llamac_avx2 = {.name = "avx2", .supported = supported, SIMD_KERNELS};
 #else

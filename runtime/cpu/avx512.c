@@ -1,5 +1,6 @@
 // AVX-512 with VNNI, for x86-64: the kernels of simd.h in vectors of 16 floats. The instruction
-// that multiplies bytes needs one unsigned operand. A second table adds products of BF16.
+// that multiplies bytes (vpdpbusd) needs unsigned weights, so tiles of Q8_0 have an offset of 128.
+// The table llamac_avx512bf16 adds products of BF16, for machines that have instructions for them.
 #include "kernels.h"
 
 #if defined(__x86_64__)
@@ -56,6 +57,7 @@ typedef __m512i Ints;
 #define SHIFT_4(w) AND_15(_mm512_srli_epi16(w, 4))
 
 TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
+    // adds 128 to each weight
     __m256i w = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)q), _mm256_set1_epi8(-128));
     return _mm256_cvtepi32_ps(
         _mm256_dpbusd_epi32(minus_offset(128, x), w, _mm256_loadu_si256((const __m256i *)x->q)));
@@ -74,8 +76,8 @@ const Kernels llamac_avx512 = {.name = "avx512", .supported = supported, SIMD_KE
 const Kernels llamac_avx512 = {.name = "avx512"};
 #endif
 
-// Products of BF16: pairs of columns at once, each product exact, summed in float32. GCC 9 does not
-// support them.
+// Products of BF16: an instruction multiplies pairs of columns. Each product is exact, and sums are
+// float32. GCC 9 lacks the intrinsics.
 #if defined(__x86_64__) && (defined(__clang__) || __GNUC__ >= 10)
 #define BF16_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define BF16_INLINE BF16_TARGET __attribute__((always_inline)) static inline
@@ -88,10 +90,11 @@ BF16_TARGET static void bf16s(uint16_t *out, const float *x, int n) {
     }
 }
 
-// T is at least 4, so an addition does not wait for the one before.
+// Multiplies one or two rows of tiles with T tokens. T is at least 4, so there are enough
+// independent sums that an addition does not wait for the one before.
 BF16_INLINE void pair_tiles(const TileProduct *p, const int T, const int tile_rows) {
     const int pairs = (p->cols + 1) / 2;
-    const size_t next = (size_t)pairs * 4 * TILE; // bytes between rows of tiles
+    const size_t next = (size_t)pairs * 4 * TILE; // bytes of a row of tiles
     const uint8_t *tiles = p->tiles;
     const uint16_t *x = p->x;
     Prefetch ahead = p->prefetch;

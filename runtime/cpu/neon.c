@@ -1,9 +1,9 @@
-// NEON, which every 64-bit ARM processor has.
+// The kernels for NEON, which every 64-bit ARM processor has.
 #include "kernels.h"
 
 #if defined(__aarch64__)
 #define TARGET
-// Pairs of products are added in 16 bits: at most 2 * 128 * 127, which is below 2^15
+// Pairs of products are added in 16 bits: at most 2 * 128 * 127 < 2^15
 #define DOT(c, w, x) \
     vpadalq_s16(c, vpaddq_s16(vmull_s8(vget_low_s8(vreinterpretq_s8_s32(w)), \
                                        vget_low_s8(vreinterpretq_s8_s32(x))), \

@@ -1,5 +1,5 @@
-// The kernels of simd.h in vectors of 4 floats, for neon.c and neondot.c. They define TARGET and
-// DOT before including this file.
+// Defines the operations of simd.h for vectors of 4 floats. neon.c and neondot.c define TARGET and
+// DOT, then include this file, which includes simd.h.
 #include <arm_neon.h>
 
 #define LANES 4
@@ -76,7 +76,8 @@ TARGET static inline Partial block_q8(const uint8_t *q, const Block *x) {
     return vcvtq_f32_s32(DOT(sum, LOAD_I(q + 16), LOAD_I(x->q + 16)));
 }
 
-// One lane has the correction for the offset, because all lanes are summed in the end.
+// Only one lane has the correction for the offset of the weights, because all lanes are summed in
+// the end.
 TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     int32x4_t w = LOAD_I(q), sum = vsetq_lane_s32(-8 * x->sum, vdupq_n_s32(0), 0);
     sum = DOT(sum, AND_15(w), LOAD_I(x->q));
@@ -90,7 +91,7 @@ TARGET static inline Partial add_small(Partial sum, const uint8_t *q, const Bloc
     return vfmaq_n_f32(vfmaq_n_f32(sum, vcvtq_f32_s32(low), a), vcvtq_f32_s32(high), b);
 }
 
-// Byte i is 16 if bit i is set, else 0.
+// Returns 16 bytes, of which byte i is 16 if bit i is set, else 0.
 TARGET static inline int32x4_t fifth_bits(uint32_t bits) {
     uint8x16_t own = vcombine_u8(vdup_n_u8((uint8_t)bits), vdup_n_u8((uint8_t)(bits >> 8)));
     uint8x16_t mask = vreinterpretq_u8_u64(vdupq_n_u64(0x8040201008040201));

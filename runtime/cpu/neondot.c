@@ -1,10 +1,11 @@
-// NEON with the dot product of bytes (dotprod), which most 64-bit ARM processors since 2018 have.
+// The kernels for NEON with the dot product of bytes (dotprod), which most 64-bit ARM processors
+// since 2018 have.
 #if defined(__linux__)
 #include <sys/auxv.h>
 #endif
 #include "kernels.h"
 
-#if defined(__ARM_FEATURE_DOTPROD) // the compiler may use it everywhere, as on Apple's
+#if defined(__ARM_FEATURE_DOTPROD) // the whole program may use it, as by default on Apple's
 #define TARGET
 static bool supported(void) { return true; }
 #elif defined(__aarch64__) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 16)

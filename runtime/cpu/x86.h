@@ -1,6 +1,6 @@
-// Operations of simd.h that avx2.c and avx512.c share, on vectors of 16 and 32 bytes. They define
-// TARGET and DOT_256(c, w, x) before including this file: c + the products of the four bytes of
-// each lane of 256 bits, w from 0 to 63.
+// Operations of simd.h that avx2.c and avx512.c share, on vectors of 16 and 32 bytes. Before they
+// include this file, they define TARGET and DOT_256(c, w, x), which is DOT_SMALL on vectors of 32
+// bytes.
 #include <immintrin.h>
 
 typedef __m128i Quad;
@@ -29,13 +29,14 @@ TARGET static inline int32_t sum_of_8_ints(__m256i i) {
     return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 
-// The 32 nibbles of 16 bytes, as bytes: the low nibbles, then the high nibbles.
+// Returns the 32 nibbles of 16 bytes, as bytes: the low nibbles, then the high nibbles.
 TARGET static inline __m256i nibbles(const uint8_t *q) {
     __m128i low = _mm_loadu_si128((const __m128i *)q);
     return _mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(low, 4), low), _mm256_set1_epi8(15));
 }
 
-// Byte i is 16 if bit i is set, else 0.
+// Returns bytes, of which byte i is 16 if bit i is set, else 0. Copies to byte i the byte of `bits`
+// with bit i (`place` is i / 8), and keeps only that bit.
 TARGET static inline __m256i fifth_bits(uint32_t bits) {
     __m256i place =
         _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
@@ -44,8 +45,8 @@ TARGET static inline __m256i fifth_bits(uint32_t bits) {
     return _mm256_and_si256(_mm256_cmpeq_epi8(own, mask), _mm256_set1_epi8(16));
 }
 
-// Corrects the product of a block for the offset of its weights. One lane is enough, because all
-// lanes are summed in the end.
+// Returns the sums with which a product of weights that are too large by `offset` begins. Only one
+// lane has the correction, because all lanes are summed in the end.
 TARGET static inline __m256i minus_offset(int offset, const Block *x) {
     return _mm256_castsi128_si256(_mm_cvtsi32_si128(-offset * x->sum));
 }
@@ -55,7 +56,7 @@ TARGET static inline Partial block_q4(const uint8_t *q, const Block *x) {
     return _mm256_cvtepi32_ps(DOT_256(minus_offset(8, x), nibbles(q), activations));
 }
 
-// w times x as floats.
+// Returns the products of w (from 0 to 63) with x, as floats.
 TARGET static inline Partial products_of_bytes(__m256i w, const Block *x) {
     __m256i activations = _mm256_loadu_si256((const __m256i *)x->q);
     return _mm256_cvtepi32_ps(DOT_256(_mm256_setzero_si256(), w, activations));
