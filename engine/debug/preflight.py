@@ -75,12 +75,12 @@ class CheckContext:
     def step(self, step, model, opt, batch=None):
         """
         Take training step number `step` of train.py with this model and optimizer on a batch
-        (x, y), `small` by default. No step is skipped for a loss spike. Return what train_step
-        returns.
+        (x, y), `small` by default. No step is skipped, not even one whose loss is not finite.
+        Return what train_step returns.
         """
         # train_step parts the documents where the model does: bos_id is None without a mask.
         dataset = SimpleNamespace(separator=self.model.bos_id)
-        accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # stands in for the detector
+        accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # replaces SpikeDetector
         t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset)
         return self.train_step(t, step, *(batch or self.small), accept_all, UpdateNorms(self.model))
 

@@ -1,14 +1,14 @@
-"""Training steps of the modes overfit and lr_find, at a learning rate that they choose."""
+"""Training steps of the modes overfit and lr_find, which choose the learning rate of each."""
 from engine.debug.instruments import UpdateNorms
 from optim import SpikeDetector
 
 
 def trial_steps(t, train_step):
     """
-    Return take(step, rate), which takes step number `step` at a learning rate and returns the loss
-    as a float. It skips no loss spikes.
+    Return take(step, rate), which takes training step number `step` at a learning rate and returns
+    the loss as a float. Loss spikes are not skipped: only steps that are not finite are.
     """
-    spike_detector, update_norms = SpikeDetector(0), UpdateNorms(t.model)
+    spike_detector, update_norms = SpikeDetector(0), UpdateNorms(t.model)  # 0: no limit
 
     def take(step, rate):
         t.opt.set_rate(rate)
