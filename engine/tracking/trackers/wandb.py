@@ -1,4 +1,4 @@
-"""Weights & Biases: https://docs.wandb.ai. Everything that a run logs, online or offline."""
+"""Track a run in Weights & Biases (https://docs.wandb.ai), online or offline."""
 import json
 import math
 import os
@@ -17,13 +17,13 @@ from engine.tracking.wandb_client import (
     COUNT_SECONDS, about, client_records, client_rows, count_rows, existing_folders, file_settings,
     reason, user_setting, wandb_mode, wandb_run, wandb_server)
 
-SERVER_SECONDS = 15  # the client waits for its server before the run is offline
+SERVER_SECONDS = 15  # max wait for the server; after it the run is offline
 
 
 class Wandb(Destination):
     """
-    A W&B run, a row a step. The x axis of its charts is Session.x. Tables are in a section of
-    their own, tables/, below the charts.
+    A W&B run, one row for each logged step. The x axis of its charts is Session.x. Tables are in
+    the section tables/, below the charts.
     """
     title, package, knob = "W&B", "wandb", "wandb_log"
     waits_at_end = True
@@ -31,8 +31,8 @@ class Wandb(Destination):
 
     def __init__(self, session, mode=None):
         """
-        Start the run, and log the rows of log.jsonl up to Session.step that it lacks. mode: (mode,
-        why) in place of wandb_mode(); the caller then counts the rows.
+        Start the run, and log the rows of log.jsonl up to Session.step that the run lacks. mode:
+        (mode, why) to use instead of wandb_mode(); finish() then skips its checks of the server.
         """
         self.session, self.counts_rows = session, mode is None
         mode, why = mode or wandb_mode()
@@ -55,7 +55,7 @@ class Wandb(Destination):
 
     @classmethod
     def resolve(cls, session, given):
-        """Return the entries of the run; note them in wandb.json, for its next sessions."""
+        """Return the entries of the run and write them to wandb.json, for its next sessions."""
         earlier = about(session.out_dir)
         if earlier.get("id") != session.run["id"]:
             earlier = {}
@@ -68,14 +68,18 @@ class Wandb(Destination):
         return f"; upload the run later with: {sync_command(session.out_dir)}"
 
     def init(self, mode, why):
-        """Return (run, mode, why): offline if the server accepts connections but does not serve."""
+        """
+        Return (run, mode, why). Start the run offline if it cannot start online because the server,
+        though it can be reached, refuses or fails.
+        """
         settings = {"init_timeout": SERVER_SECONDS, "login_timeout": SERVER_SECONDS,
                     "finish_timeout": FINISH_SECONDS, "silent": True, "console": "off",
                     "x_transaction_log_flush_interval": 1, "git_root": str(ROOT)}
         if trainer := self.session.trainer:
             settings |= {"console": "wrap", "finish_timeout": 0, "program": sys.argv[0],
-                         "x_stats_pid": trainer,  # whose use of CPU and memory is recorded
+                         "x_stats_pid": trainer,  # record this process's use of CPU and memory
                          "stop_fn": lambda: os.kill(trainer, signal.SIGINT)}  # stop button
+        # Settings given in code would override the user's, so leave those out.
         settings = {name: v for name, v in settings.items() if user_setting(name) is None}
         settings["git_remote_url"] = redact(user_setting("git_remote_url") or git_remote())
         options = {"config": self.session.config, "settings": self.wandb.Settings(**settings),
@@ -86,12 +90,12 @@ class Wandb(Destination):
         except self.wandb.errors.CommError as e:
             if mode != "online":
                 raise
-            self.wandb.teardown()  # otherwise the id counts as in use
+            self.wandb.teardown()  # else the client refuses the id as in use
             why = f"{wandb_server()} does not serve: {str(e).splitlines()[0][:80]}"
             return self.wandb.init(mode="offline", **options), "offline", why
 
     def started(self, why):
-        """Return the line that says where the run is."""
+        """Return the message with the run's URL, or its folder and the command to upload it."""
         if self.mode == "online":
             return f"tracking: W&B online ({why}): {self.run.url}"
         folder, out_dir = os.path.relpath(self.run.settings.sync_dir), self.session.out_dir
@@ -100,7 +104,8 @@ class Wandb(Destination):
 
     def warn_of_ignored_settings(self):
         """Warn of a refused value in a settings file: the client then ignores all of the file."""
-        other = ("ignore_globs", "anonymous", "settings_system", "root_dir")  # read in another way
+        # The client splits, drops or ignores these before it checks the file's settings.
+        other = ("ignore_globs", "anonymous", "settings_system", "root_dir")
         found = {name: text for name, text in file_settings().items() if name not in other}
         try:
             self.wandb.Settings(**found)
@@ -111,7 +116,7 @@ class Wandb(Destination):
         x = self.session.x
         for name in ("iter", "tokens"):
             self.run.define_metric(name, summary="last")
-        for name in TABLES:  # the client makes a metric of each column of a table
+        for name in TABLES:  # hide the metrics that the client makes of columns
             self.run.define_metric(f"tables/{name}.*", hidden=True)
         self.run.define_metric("*", step_metric=x)
         self.run.define_metric("loss/val", step_metric=x, summary="min,last")
@@ -124,8 +129,8 @@ class Wandb(Destination):
 
     def log_missing_rows(self):
         """
-        Note the client's folder in wandb.json. Log the rows that its folders lack, which earlier
-        sessions wrote while W&B was off or failed.
+        Add the client's folder to wandb.json. Log the rows that the run lacks, which earlier
+        sessions wrote to log.jsonl while W&B was off or failed.
         """
         if self.mode == "disabled":
             return
@@ -133,14 +138,16 @@ class Wandb(Destination):
         noted = about(out_dir)
         folders = existing_folders(noted)
         if online:
-            noted["url"], last = self.run.url, self.run.starting_step - 1
+            noted["url"] = self.run.url
+            last = self.run.starting_step - 1
         else:
             rows = [row for folder in folders for row in client_rows(folder)]
             last = max((row.get("iter", -1) for row in rows), default=-1)
         noted["folders"] = [*folders, str(Path(self.run.settings.sync_dir).resolve())]
         write_atomic(Path(out_dir, "wandb.json"), json.dumps(noted, indent=1))
+        end = self.session.step or -1  # a new run has no earlier rows, not even of iteration 0
         for row in read_rows(Path(out_dir, "log.jsonl")):
-            if last < row["iter"] <= (self.session.step or -1):
+            if last < row["iter"] <= end:
                 self.log(row)
 
     def log(self, row):
@@ -155,7 +162,7 @@ class Wandb(Destination):
         def histogram(counts_and_edges):
             return self.wandb.Histogram(np_histogram=counts_and_edges)
 
-        if not self.session.tables:
+        if not self.session.tables:  # the lists of a row are its tables
             row = {name: value for name, value in row.items() if not isinstance(value, list)}
         self.run.log(convert_row(row, extended_table, histogram), step=row["iter"])
 
@@ -177,17 +184,17 @@ class Wandb(Destination):
             self.say(f"warning: {path} is not in W&B ({redact(reason(e))})")
 
     def log_artifact(self, files, metadata, aliases):
-        """Log a model artifact. files: {name in the artifact; None: that of the path: path}"""
+        """Log a model artifact. files: {name in the artifact, or None for the path's name: path}"""
         artifact = self.wandb.Artifact(f"model-{self.run.id}", type="model", metadata=metadata)
         for name, path in files.items():
-            artifact.add_file(path, name=name, skip_cache=True)  # without a copy in a cache
+            artifact.add_file(path, name=name, skip_cache=True)  # skip_cache: make no copy
         self.run.log_artifact(artifact, aliases=aliases)
         return artifact
 
     def log_models_of(self, folder, after):
         """
-        Log the models after iteration `after` that an offline session left in a folder of the
-        client, if their files still exist.
+        Log the models of later iterations than `after` that an offline session recorded in a folder
+        of the client, if their files still exist.
         """
         for record in client_records(folder, "artifact"):
             contents = record["manifest"]["contents"]
@@ -199,7 +206,10 @@ class Wandb(Destination):
                 self.log_artifact(files, metadata, record["aliases"])
 
     def finish(self, failed=False, rows=None):
-        """rows: how many the run should have; None: those of log.jsonl."""
+        """
+        End the run and warn of what the server lacks. rows: number of rows that the run should
+        have; None: as many as log.jsonl has.
+        """
         self.run.finish(int(failed))
         if self.mode == "online" and self.counts_rows:
             self.check_models()
@@ -212,14 +222,14 @@ class Wandb(Destination):
             try:
                 artifact.wait(timeout=COUNT_SECONDS)
             except Exception as e:
-                if type(e) is ValueError:  # the upload failed; other errors come from reading it
+                if type(e) is ValueError:  # a failed upload; other errors come from the query
                     name = f"--name={self.run.project}/{artifact.name}"
                     put = ["wandb", "artifact", "put", "--type=model", name, str(path)]
                     self.say(f"warning: {path} is not in W&B ({redact(reason(e))}); send it with: "
                              f"{shlex.join(put)}")
 
     def check_rows(self, expected):
-        """Warn if the server lacks rows: the client gives up without a message."""
+        """Warn if the server lacks rows, since the client gives up sending without a message."""
         out_dir = self.session.out_dir
         remedy = f"; send what is missing with: {sync_command(out_dir)}" if out_dir else ""
         run = {"entity": self.run.entity, "project": self.run.project, "id": self.run.id}
