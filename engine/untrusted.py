@@ -9,7 +9,7 @@ Every reader of such a file opens it here, parses its JSON here, and runs inside
     read_json         return the object in a JSON file
     load_torch        return what torch.save wrote: plain values and tensors within the file's size
     reading           turn any exception of a reader into one line: the file, the format, the reason
-    reason            put an exception in words, also one of a writer
+    reason            say in a few words why a file could not be read or written
 
 This module imports nothing of the project, so that configurator.py can use it too.
 """
@@ -56,10 +56,11 @@ def open_untrusted(path):
 
 
 def read_untrusted(path, max_bytes):
-    """Return the bytes of a regular file. Raises OSError, also if it has more than max_bytes."""
+    """Return the bytes of a regular file. Raises OSError, also if there are over max_bytes."""
     with open_untrusted(path) as file:
         size = os.fstat(file.fileno()).st_size
-        data = file.read(size + 1) if size <= max_bytes else b""  # read() allocates its argument
+        # read(n) allocates n bytes, so ask for the size, and one more to see whether it has grown.
+        data = file.read(size + 1) if size <= max_bytes else b""
         if len(data) > size:  # the file has grown, or is in /proc, where every size is 0
             data += file.read(max(0, max_bytes + 1 - len(data)))
     if max(size, len(data)) > max_bytes:
@@ -69,8 +70,12 @@ def read_untrusted(path, max_bytes):
 
 
 def count_values(data):
-    """Return about the number of values in JSON bytes, never too low; the text may be cut off."""
+    """
+    Return at least the number of values in JSON bytes, the outermost one not counted: how many of
+    the marks , [ { lie outside strings, as each value or its key follows one. The text may be cut.
+    """
     import numpy as np  # here: configurator.py imports this module before it checks the packages
+    # Without escaped quotes, a byte is outside strings if the number of quotes up to it is even.
     letters = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     outside_strings = ~np.logical_xor.accumulate(letters == ord('"'))
     return sum(np.count_nonzero(outside_strings & (letters == mark)) for mark in b",[{")
@@ -122,6 +127,7 @@ def load_torch(path, mmap=False):
         if pickled.file_size > MAX_PICKLE:
             raise ValueError(f"{pickled.filename} has {pickled.file_size:,} bytes, "
                              f"expected at most {MAX_PICKLE:,}")
+        # torch.load(weights_only=True) itself refuses other ways to name a global (STACK_GLOBAL).
         for operation, name, _ in pickletools.genops(archive.read(pickled)):
             if operation.name == "GLOBAL" and not TORCH_GLOBALS.fullmatch(name):
                 raise ValueError(f"holds {name.replace(' ', '.')}, expected numbers, texts, lists, "
@@ -135,16 +141,17 @@ def load_torch(path, mmap=False):
 
 def tensors_in(value, seen):
     """Yield the tensors in nested dicts, lists and tuples. seen: ids of the containers visited."""
-    if hasattr(value, "untyped_storage"):
+    if hasattr(value, "untyped_storage"):  # a tensor; torch is not imported here
         yield value
     elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
         seen.add(id(value))
-        for each in value.values() if isinstance(value, dict) else value:
+        children = value.values() if isinstance(value, dict) else value
+        for each in children:
             yield from tensors_in(each, seen)
 
 
 def is_plain_name(name):
-    """Return whether a text names a file inside a folder, as opposed to a path out of it."""
+    """Return whether a value is the name of one file, without folders: no "a/b", no ".."."""
     plain = isinstance(name, str) and name not in ("", ".", "..") and "\0" not in name
     return plain and Path(name).name == name
 
@@ -160,15 +167,17 @@ def reason(error):
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     words = (str(error).splitlines() or [""])[0][:200]
-    is_plain = type(error) in (ValueError, OSError) and words
-    return words if is_plain else f"{type(error).__name__}: {words}"
+    # A ValueError or OSError explains itself; the message of another exception, such as KeyError,
+    # may be a bare name.
+    explains_itself = type(error) in (ValueError, OSError) and words
+    return words if explains_itself else f"{type(error).__name__}: {words}"
 
 
 @contextlib.contextmanager
 def reading(path, what, refuse):
     """
-    Call refuse(line) for whatever the block raises while it reads an untrusted file. Exceptions
-    that are not caused by the file pass: an exit, Ctrl-C, a missing package, a closed pipe.
+    Call refuse(line) if the block raises an exception while it reads an untrusted file. Exceptions
+    that the file did not cause pass through: an exit, Ctrl-C, a missing package, a closed pipe.
 
     what: the expected format, in words. refuse: raises, as configurator.fail does.
     """
