@@ -214,7 +214,7 @@ def test_a_run_finds_its_batch_and_keeps_it(tmp_path):
              "--eval_interval=2", "--eval_iters=1", "--peak_tflops=0.1", "--out_dir=run", "--sample_prompt=a"]
     done = command(tmp_path, *words, "--max_iters=2")
     assert done.returncode == 0, done.stderr
-    assert "the 12 sequences a step that were asked for" in done.stdout
+    assert "make the 12 sequences per step of the settings" in done.stdout
     assert "\nmemory: about " in done.stdout and "\ntime:  about " in done.stdout
     stored = json.loads((tmp_path / "run/config.json").read_text())
     assert stored["batch_size"] * stored["gradient_accumulation_steps"] == 12

@@ -1,7 +1,8 @@
 """
---batch_size=0: find the largest batch that fits into memory.
+Find the largest batch that fits into memory, for --batch_size=0.
 
-A child process takes real steps with ever larger batches, as running out of memory may kill it.
+A child process takes real steps with ever larger batches, since the system may kill a process that
+runs out of memory.
 """
 import contextlib
 import multiprocessing
@@ -12,14 +13,14 @@ from typing import Any, NamedTuple
 from configurator import fail
 from engine.training import costs, distributed, hardware
 
-HEADROOM = 0.1  # part of the free memory that is left to evaluations, samples and other programs
+HEADROOM = 0.1  # fraction of the free memory left for evaluations, samples and other programs
 GAIN = 1.03     # speedup that justifies the memory of a larger batch
 
 
 class Search(NamedTuple):
     """
-    What the child needs. sizes: batch sizes to try, in sequences, ascending; limit: max bytes of
-    the process, None if unknown; gain: speedup that justifies a larger batch.
+    The task of the child process. sizes: batch sizes to try, in sequences, ascending; limit: max
+    bytes of the process, None if unknown; gain: speedup that justifies a larger batch.
     """
     config: Any
     vocab_size: int
@@ -29,23 +30,32 @@ class Search(NamedTuple):
     gain: float
 
 
+class Fit(NamedTuple):
+    """A batch that fits. size: in sequences; peak: bytes of memory; speed: tokens per second."""
+    size: int
+    peak: int
+    speed: float
+
+
 def first_guess(config):
     """
-    Return (config, names of the given settings, whether the largest batch has to be found). With
-    --batch_size=0 the batch is the preset's or the default until it is found: a step keeps its
-    number of sequences, and a resumed run its own batch.
+    Return (config, names of the given settings, whether the largest batch must be found). With
+    --batch_size=0 the config starts with the batch size that the preset or the default has, which
+    decides the sequences per step. The names lack the batch, so that other rules may change it and
+    a resumed run takes its own.
     """
     given = config.given.keys()
     if config.batch_size:
         return config, given, False
+    # config.given has the value before the user's.
     config = config.changed(batch_size=max(1, config.given["batch_size"]))
     return config, given - {"batch_size", "gradient_accumulation_steps"}, True
 
 
 def batches(sequences, limit):
     """
-    Return the divisors of a step's sequences from 1 to `limit`, the sequences of one process, each
-    at least 1.5 times as large as the one before.
+    Return the batch sizes to try, ascending: divisors of `sequences`, which a step has, up to
+    `limit`, which one process has. Each is at least 1.5 times as large as the one before.
     """
     sizes = []
     for size in range(1, limit + 1):
@@ -56,9 +66,9 @@ def batches(sequences, limit):
 
 def largest_batch(config, args, setup, gain=GAIN):
     """
-    Return {"batch_size", "gradient_accumulation_steps"} with as many sequences per step as the
-    settings have, and the largest forward passes that fit into the free memory, less HEADROOM, and
-    that are faster than smaller ones. setup: a costs.TrialSetup.
+    Return {"batch_size", "gradient_accumulation_steps"} that keep the settings' sequences per step.
+    Batches must fit into the free memory, less HEADROOM. A larger one is chosen if it is at least
+    `gain` times as fast as the one chosen before. setup: a costs.TrialSetup.
     """
     if config.fsdp:
         fail("--batch_size=0 tries a model on one process; with --fsdp=True it needs a number")
@@ -72,46 +82,45 @@ def largest_batch(config, args, setup, gain=GAIN):
         fail(f"--batch_size=0: not even a batch of 1 fits into {costs.format_bytes(limit or 0)}; "
              f"choose a smaller --dim (now {args.dim}), --n_layers (now {args.n_layers}) or "
              f"--max_seq_len (now {config.max_seq_len})")
-    size, peak, speed = tried[0]
+    best = tried[0]
     for larger in tried[1:]:
-        if larger[2] >= gain * speed:
-            size, peak, speed = larger
-    passes = sequences // size
-    distributed.say(f"batch_size {size} x gradient_accumulation_steps {passes}, the {sequences} "
-                    f"sequences a step that were asked for: {speed:,.0f} tokens/s in "
-                    f"{costs.format_bytes(peak)}; {ended}")
-    return {"batch_size": size, "gradient_accumulation_steps": passes}
+        if larger.speed >= gain * best.speed:
+            best = larger
+    passes = sequences // best.size
+    distributed.say(f"batch_size {best.size} x gradient_accumulation_steps {passes} make the "
+                    f"{sequences} sequences per step of the settings: {best.speed:,.0f} tokens/s "
+                    f"in {costs.format_bytes(best.peak)}; {ended}")
+    return {"batch_size": best.size, "gradient_accumulation_steps": passes}
 
 
 def run_child(search):
     """
-    Return ([(size, peak memory in bytes, tokens/s)] of the batches that fit, the reason in words
-    why no larger one was tried).
+    Return ([Fit], ascending, and in words why no larger batch was tried).
     """
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=try_batches, daemon=True, args=(send, search))
     child.start()
-    send.close()
+    send.close()  # then only the child holds this end, and recv() raises EOFError when it ends
     tried, ended = [], "all have been tried"
     try:
         while True:
             answer = receive.recv()
-            if isinstance(answer, str):
+            if isinstance(answer, str):  # the reason for ending
                 ended = answer
             else:
                 tried.append(answer)
     except EOFError:
         child.join()
-    if child.exitcode:
+    if child.exitcode:  # the system killed it, most likely, as memory was short
         ended = f"{search.sizes[len(tried)]} did not fit"
     return tried, ended
 
 
 def try_batches(send, search):
     """
-    Take steps of each size, in the child. Send (size, peak memory in bytes, tokens/s) for each, and
-    finally the reason why no larger one is tried.
+    Take steps of each size, in the child process. Send a Fit for each, and finally in words why no
+    larger one is tried.
     """
     device, limit = search.setup.device, search.limit
     limit_memory(device, limit)
@@ -128,12 +137,12 @@ def try_batches(send, search):
             if limit and peak > limit:
                 return send.send(f"{size} takes {costs.format_bytes(peak)}, and "
                                  f"{costs.format_bytes(limit)} is there for it")
-            send.send((size, peak, speed))
+            send.send(Fit(size, peak, speed))
             if speed >= search.gain * best:
                 best, not_faster = speed, 0
             else:
                 not_faster += 1
-            if not_faster == 2:  # other programs may have slowed down a single one
+            if not_faster == 2:  # of one, other programs may have slowed down the measurement
                 return send.send("larger ones are not faster")
     except (MemoryError, RuntimeError) as e:
         if not hardware.is_out_of_memory(e):
@@ -157,7 +166,8 @@ def limit_memory(device, limit):
     if device.type == "cpu" and limit:
         import resource
         reserved = hardware.status_bytes("VmData")
-        # A process reserves more memory than it uses, so only what is still free is added.
+        # The system limits reserved bytes, of which a process has more than it uses. So the limit
+        # is what is reserved now, plus what the process may still use.
         new = reserved + max(0, int(limit) - hardware.current_memory(device))
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         if hard != resource.RLIM_INFINITY:
