@@ -276,7 +276,7 @@ def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_be
     (tmp_path / "wandb").mkdir()
     settings = tmp_path / "wandb/settings"
     settings.write_text("[default]\nproject = of-init\nrun_group = filed\nentity = us\n")
-    told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": "a,b", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
+    told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": " a, ,b,", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
             "WANDB_DISABLE_CODE": "true", "HOME": str(tmp_path)}
     done = run(tmp_path, "--wandb_log=True", "--max_iters=1", **told)
     assert done.returncode == 0 and "warning: tracking" not in done.stderr, done.stderr
@@ -550,6 +550,13 @@ def test_a_probe_holds_few_logits_at_a_time(monkeypatch, held, every):
     for name, expected in (("p_target", p.gather(-1, y[:, ::every, None]).mean()), ("p_max", p.amax(-1).mean()),
                            ("entropy", torch.distributions.Categorical(p).entropy().mean())):
         assert row[f"logits/{name}"] == pytest.approx(expected.item(), rel=1e-4)
+    masked = y.clone()
+    masked[:, ::2] = -1  # no target: not counted, and no example
+    seen, rows = masked[:, ::every] >= 0, instruments.probe(model, {"val": (x, masked)}, Bytes(), nullcontext())
+    if seen.any():
+        expected = p.gather(-1, y[:, ::every, None])[..., 0][seen].mean().item()
+        assert rows["logits/p_target"] == pytest.approx(expected, rel=1e-4)
+    assert len(rows["predictions"]) < 6
     split, _, _, p_target, _, p_first, *_ = row["predictions"][7]
     assert split == "val" and p_target == round(p[1, 3 * p.shape[1] // 12, y[1, 3 * p.shape[1] // 12 * every]].item(), 4)
     assert p_first == round(p[1, 3 * p.shape[1] // 12].max().item(), 4)

@@ -160,18 +160,21 @@ def probe(model, batches, tokenizer, amp, examples=6):
         metrics = {"logits/histogram": histogram(logits)} | stats.read()
         log_p = logits.sub_(logits.logsumexp(-1, keepdim=True))
         p = log_p.exp()
-        p_target = p.gather(-1, y[:, ::every].clamp(min=0)[..., None])[..., 0]  # (B, N)
+        targets = y[:, ::every]  # (B, N); -1: none
+        p_target = p.gather(-1, targets.clamp(min=0)[..., None])[..., 0].where(targets >= 0, 0)
         top_p, top = p.topk(3)
         for n in range(examples):
             # Take the next sequence for each example, and positions spread over the context.
             b, i = n % len(x), (2 * n + 1) * p.shape[1] // (2 * examples)
             t = i * every
+            if y[b, t] < 0:
+                continue
             context = tokenizer.decode(x[b, max(0, t - 24):t + 1].tolist())
             cells = [split, context, spell(pieces[int(y[b, t])]), round(p_target[b, i].item(), 4)]
             for token, probability in zip(top[b, i].tolist(), top_p[b, i].tolist()):
                 cells += [spell(pieces[token]), round(probability, 4)]
             table.append(cells)
-        metrics |= {"logits/p_target": p_target.mean().item(),
+        metrics |= {"logits/p_target": (p_target.sum() / (targets >= 0).sum()).item(),
                     "logits/p_max": top_p[..., 0].mean().item(),
                     "logits/entropy": -p.mul_(log_p).sum(-1).mean().item()}
     model.train()
