@@ -1,27 +1,27 @@
-// Chats: the known templates, the recognition of the template of a model file, and the tokens of a
-// turn.
+// Chat templates: recognizes the template of a model file among the known ones, and encodes turns
+// by it.
 #include "model.h"
 
-// A template: the text around the words of a chat. BOS and EOS stand for the tokens of the
-// vocabulary, whatever their text is.
+// In the strings of a template, BOS and EOS stand for the vocabulary's tokens, whatever their text.
 #define BOS "\2"
 #define EOS "\3"
 
+// A template: the strings around what the user and the assistant write (their words).
 struct Template {
     const char *name;
-    const char *marks[3];  // markers: texts that are one token each if the vocabulary has them
-    const char *signs[4];  // every Jinja source of this template contains all of these
-    const char *others[4]; // and none of these, which are markers of similar templates
-    const char *stop;      // the marker that ends an answer, or NULL: only EOS does
-    const char *begin;     // before the first turn, or NULL: BOS if the vocabulary wants it
-    const char *open;      // of every turn
+    const char *marks[3];  // markers: each becomes one token if the vocabulary has that token
+    const char *signs[4];  // texts that every Jinja source of this template contains
+    const char *others[4]; // texts that none contains: markers of similar templates
+    const char *stop;      // the marker that ends an answer; NULL: only EOS ends it
+    const char *begin;     // put before the first turn; NULL: BOS if the vocabulary has add_bos
+    const char *open;      // put before every turn of the user, and before the system prompt
     const char *system_open, *system_close; // around the system prompt, in the first turn only
     const char *user_open, *user_close;     // around the words of the user
     const char *answer_open, *answer_end;   // around the words of an answer
-    const char *answer_close;               // before every turn but the first
+    const char *answer_close;               // ends an answer: put before every turn but the first
     bool strip;                             // remove white space around the words
-    bool system_apart;   // strip system prompt and words separately, else as one text
-    bool eos_after_user; // EOS follows the user's words
+    bool system_apart;   // strip the system prompt and the words one by one, not as one text
+    bool eos_after_user; // the Jinja source must have EOS after the user's words
 };
 
 // clang-format off
@@ -72,8 +72,8 @@ static String strip(String s) {
     return strip_end(s);
 }
 
-// Returns the first position >= at of `sign` in a Jinja source, outside comments; n if there is
-// none.
+// Returns the first position of `sign` in a Jinja source from `at` on, outside comments; source.n
+// if there is none.
 static size_t find_sign(String source, size_t at, const char *sign) {
     size_t n = source.n, length = strlen(sign);
     for (; at < n; at++) {
@@ -89,22 +89,25 @@ static bool contains(String source, const char *sign) {
     return find_sign(source, 0, sign) < source.n;
 }
 
-// Counts the signs of a template in a source. Sets *all if all signs are there, and none of another
-// template.
-static int count_signs(const Template *f, String source, bool *all) {
+// Returns how many signs of a template a source contains. Sets *all to whether the source matches:
+// it has all signs, no marker of similar templates, and EOS after the user's words if required.
+static int count_signs(const Template *template, String source, bool *all) {
     int found = 0, expected = 0;
-    for (int i = 0; i < 4 && f->signs[i]; i++, expected++) found += contains(source, f->signs[i]);
+    for (int i = 0; i < 4 && template->signs[i]; i++, expected++)
+        found += contains(source, template->signs[i]);
     *all = found == expected;
-    for (int i = 0; i < 4 && f->others[i]; i++) *all &= !contains(source, f->others[i]);
-    if (!*all || !f->eos_after_user) return found;
+    for (int i = 0; i < 4 && template->others[i]; i++)
+        *all &= !contains(source, template->others[i]);
+    if (!*all || !template->eos_after_user) return found;
+    // eos_token must follow <|user|> before the next marker
     size_t user = find_sign(source, 0, "<|user|>") + 1, next = find_sign(source, user, "<|");
     *all = find_sign(source, user, "eos_token") < next;
     return found;
 }
 
 // Returns the template that a Jinja source matches, or NULL. Only markers are compared, because
-// spaces, names of variables, loops and conditions differ between files. *nearest: the template
-// with most signs in the source, or NULL.
+// spaces, names of variables, loops and conditions differ between files. Sets *nearest to the
+// template with the most signs in the source, or NULL.
 static const Template *find_template(String source, const Template **nearest) {
     int max = 0;
     *nearest = NULL;
@@ -117,7 +120,7 @@ static const Template *find_template(String source, const Template **nearest) {
     return NULL;
 }
 
-// The control token with this text, or -1.
+// Returns the control token with this text, or -1.
 static int control_token(const Tokenizer *t, const char *text) {
     for (int i = 0; i < t->vocab_size; i++)
         if (t->pieces[i].type == CONTROL && equals((String){t->pieces[i].s, t->pieces[i].n}, text))
@@ -125,7 +128,7 @@ static int control_token(const Tokenizer *t, const char *text) {
     return -1;
 }
 
-// Whether a control or user-defined token has this text.
+// Returns whether a control or user-defined token has this text.
 static bool has_token(const Tokenizer *t, const char *text) {
     for (int i = 0; i < t->n_symbols; i++)
         if (equals((String){t->symbols[i]->s, t->symbols[i]->n}, text)) return true;
@@ -134,11 +137,12 @@ static bool has_token(const Tokenizer *t, const char *text) {
 
 // Makes the markers of the template control tokens if the vocabulary has them as user-defined
 // pieces, so that text cannot contain them.
-static bool claim_marks(Tokenizer *t, const Template *f, Error *e) {
+static bool claim_marks(Tokenizer *t, const Template *template, Error *e) {
     bool changed = false;
     for (int i = 0; i < t->n_symbols; i++)
         for (int m = 0; m < 3; m++)
-            if (f->marks[m] && equals((String){t->symbols[i]->s, t->symbols[i]->n}, f->marks[m])) {
+            if (template->marks[m]
+                && equals((String){t->symbols[i]->s, t->symbols[i]->n}, template->marks[m])) {
                 t->pieces[t->symbols[i] - t->pieces].type = CONTROL;
                 changed = true;
             }
@@ -147,19 +151,20 @@ static bool claim_marks(Tokenizer *t, const Template *f, Error *e) {
 
 typedef struct {
     const Tokenizer *t;
-    const Template *f;
-    Text text; // not yet encoded
-    int *ids, n;
-    bool begun; // something other than BOS is before the text
+    const Template *template;
+    Text text; // text that is not yet encoded
+    int *ids;  // (n,) the tokens so far
+    int n;
+    bool begun; // something other than BOS precedes the text, so it gets no leading space
     bool failed;
     Error *error;
 } Turn;
 
-// Appends n tokens, and keeps room for one more.
+// Appends n tokens. `tokens` is NULL if the encoder has failed.
 static void add_tokens(Turn *turn, const int *tokens, int n) {
-    int *larger = tokens ? resize(turn->ids, (size_t)turn->n + n + 1, sizeof(int)) : NULL;
+    int *larger = tokens ? resize(turn->ids, (size_t)turn->n + n, sizeof(int)) : NULL;
     if (!larger) {
-        if (tokens) fail(turn->error, no_memory); // else the encoder has written its own message
+        if (tokens) fail(turn->error, no_memory); // the encoder writes its own message
         turn->failed = true;
         return;
     }
@@ -168,8 +173,8 @@ static void add_tokens(Turn *turn, const int *tokens, int n) {
     turn->n += n;
 }
 
-// Encodes the pending text. It gets a leading space only at the beginning, after BOS, as in
-// transformers.
+// Encodes the pending text. Only text at the beginning of the chat or after BOS gets a leading
+// space, as in transformers.
 static void end_text(Turn *turn) {
     int n, how = turn->begun ? 0 : WITH_PREFIX;
     int *tokens = llamac_encode_text(turn->t, turn->text.s, turn->text.n, how, &n, turn->error);
@@ -185,13 +190,13 @@ static void add_token(Turn *turn, int token) {
     turn->begun = token != turn->t->bos;
 }
 
-// Adds a string of the template, or nothing for NULL. Markers, BOS and EOS in it are tokens.
+// Adds a string of the template; nothing if it is NULL. Markers, BOS and EOS in it become tokens.
 static void add_markup(Turn *turn, const char *s) {
     while (s && *s) {
         int token = *s == *BOS ? turn->t->bos : *s == *EOS ? turn->t->eos : -1;
         size_t length = 1;
         for (int m = 0; m < 3 && token < 0; m++) {
-            const char *mark = turn->f->marks[m];
+            const char *mark = turn->template->marks[m];
             if (!mark || strncmp(s, mark, strlen(mark))) continue;
             token = control_token(turn->t, mark);
             if (token >= 0) length = strlen(mark);
@@ -202,7 +207,7 @@ static void add_markup(Turn *turn, const char *s) {
     }
 }
 
-// Adds words, which are encoded as text whatever they contain, between two strings of the template.
+// Adds words between two strings of the template. Markers in the words are encoded as plain text.
 static void add_words(Turn *turn, const char *before, String words, const char *after) {
     add_markup(turn, before);
     append(&turn->text, words.s, words.n);
@@ -215,7 +220,7 @@ static bool begin_turn(Turn *turn, const llamac_model *m, const char *words, siz
     Error *e = turn->error;
     TRY(llamac_takes_text(m, words, n, n_tokens, e));
     CHECK(m->chat, "no chat template is in use");
-    turn->t = &m->tokenizer, turn->f = m->chat;
+    turn->t = &m->tokenizer, turn->template = m->chat;
     return true;
 }
 
@@ -233,19 +238,21 @@ int *llamac_encode_turn(const llamac_model *m, bool first, const char *system, c
                         size_t n, int *n_tokens, Error *e) {
     Turn turn = {.begun = !first, .error = e};
     if (!begin_turn(&turn, m, words, n, n_tokens)) return NULL;
-    const Template *f = turn.f;
+    const Template *template = turn.template;
     String said = {words, n};
     bool has_system = first && system && *system;
-    if (!first) add_markup(&turn, f->answer_close);
-    else if (f->begin) add_markup(&turn, f->begin);
+    if (!first) add_markup(&turn, template->answer_close);
+    else if (template->begin) add_markup(&turn, template->begin);
     else if (turn.t->add_bos) add_token(&turn, turn.t->bos);
-    add_markup(&turn, f->open);
+    add_markup(&turn, template->open);
     if (has_system) {
         String prompt = {system, strlen(system)};
-        add_words(&turn, f->system_open, f->system_apart ? strip(prompt) : prompt, f->system_close);
+        add_words(&turn, template->system_open, template->system_apart ? strip(prompt) : prompt,
+                  template->system_close);
     }
-    if (f->strip) said = has_system && !f->system_apart ? strip_end(said) : strip(said);
-    add_words(&turn, f->user_open, said, f->user_close);
+    if (template->strip)
+        said = has_system && !template->system_apart ? strip_end(said) : strip(said);
+    add_words(&turn, template->user_open, said, template->user_close);
     return finish_turn(&turn, n_tokens);
 }
 
@@ -254,13 +261,13 @@ int *llamac_encode_answer(const llamac_model *m, const char *words, size_t n, in
     Turn turn = {.begun = true, .error = e};
     if (!begin_turn(&turn, m, words, n, n_tokens)) return NULL;
     String said = {words, n};
-    if (turn.f->strip) said = strip(said);
-    add_words(&turn, turn.f->answer_open, said, turn.f->answer_end);
+    if (turn.template->strip) said = strip(said);
+    add_words(&turn, turn.template->answer_open, said, turn.template->answer_end);
     return finish_turn(&turn, n_tokens);
 }
 
-// The template with most markers among the tokens of the vocabulary: a suggestion for files without
-// a known template.
+// Returns the template with the most markers in the vocabulary, or NULL: a suggestion for files
+// without a known template.
 static const Template *template_of_vocabulary(const Tokenizer *t) {
     const Template *best = NULL;
     int max = 0;
@@ -277,26 +284,29 @@ static bool use_template(llamac_model *m, const char *name, Error *e) {
     String text = m->tokenizer.chat_template;
     CHECK(m->tokenizer.pieces, "it has no tokenizer");
     const Template *nearest = NULL;
-    const Template *f;
-    if (name) f = template_named(name);
-    else if (!m->transformer.data) f = template_named("llama2"); // llama2.c's formats
-    else f = find_template(text, &nearest);
-    CHECK(f || !name, "'%.40s' is no template, expected chatml, llama3, zephyr or llama2", name);
+    const Template *template;
+    if (name) template = template_named(name);
+    else if (!m->transformer.data) template = template_named("llama2"); // only GGUF sets data
+    else template = find_template(text, &nearest);
+    CHECK(template || !name, "'%.40s' is no template, expected chatml, llama3, zephyr or llama2",
+          name);
     if (!nearest) nearest = template_of_vocabulary(&m->tokenizer);
-    CHECK(f,
+    CHECK(template,
           "%s%.*s%s; known are chatml, llama3, zephyr and llama2: name the one it was trained "
           "with, such as --template=%s",
           text.n ? "its chat template '" : "it has no chat template", SHOWN(text, 60),
           text.n ? "...' is unknown" : "", nearest ? nearest->name : "chatml");
-    TRY(claim_marks(&m->tokenizer, f, e));
-    m->chat = f;
-    m->stop = f->stop ? control_token(&m->tokenizer, f->stop) : -1;
+    TRY(claim_marks(&m->tokenizer, template, e));
+    m->chat = template;
+    m->stop = template->stop ? control_token(&m->tokenizer, template->stop) : -1;
     return true;
 }
 
 bool llamac_use_template(llamac_model *m, const char *name, Error *e) {
     CHECK(m, no_model);
-    return use_template(m, name, e) || (name ? false : llamac_name_file(m->path, e));
+    if (use_template(m, name, e)) return true;
+    // a wrong name is the caller's fault, so the message does not name the file
+    return name ? false : llamac_name_file(m->path, e);
 }
 
 bool llamac_ends(const llamac_model *m, int token) {
