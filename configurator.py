@@ -31,7 +31,7 @@ from engine.streams import flush_stdout, one_line, open_streams, reader_exited
 from engine.untrusted import MAX_SETTINGS, parse_json, read_untrusted
 
 MAX_YAML = 10_000  # values in a configuration
-STARTED = time.monotonic()  # about when this program began
+STARTED = time.monotonic()  # the time budget of a run includes the imports after this one
 NO_STDOUT = "stdout cannot be written ({}); make room, or send the output elsewhere"
 # (min, max, words) of the absolute value of a knob, unless it is 0. JSON holds such integers
 # exactly.
@@ -70,7 +70,7 @@ def end(kind, error, trace):
         sys.exit(130)
     if kind is BrokenPipeError and reader_exited(sys.stdout):
         sys.exit(141)  # as a shell reports SIGPIPE
-    # If nothing is buffered, only a write shows whether stdout fails.
+    # Did stdout cause this OSError? The buffer may be empty by now, so write a newline to see.
     if issubclass(kind, OSError) and (why := flush_stdout("\n")):
         fail(NO_STDOUT.format(why))
     print("".join(traceback.format_exception(kind, error, trace)), end="", file=sys.stderr)
@@ -109,7 +109,9 @@ def source_knobs(path):
     sections = {number: line[6:].strip(" -") for number, line in enumerate(lines, 1)
                 if line.startswith("# ---- ")}
     for node in ast.parse(source).body:
-        name = getattr(node.targets[0], "id", "_") if isinstance(node, ast.Assign) else "_"
+        if not isinstance(node, ast.Assign):
+            continue
+        name = getattr(node.targets[0], "id", "_")  # a tuple or an attribute has no id
         if not name.islower() or name.startswith("_"):
             continue
         with contextlib.suppress(ValueError):  # raised by literal_eval for other expressions
@@ -136,8 +138,9 @@ class Config:
     The settings of a command, frozen: config.name reads one, config.changed(name=value) returns
     another Config.
 
-    defaults: {name: value} of the source, whose types are the settings' types; given: {name: value
-    before it was last given} of the settings that the command line or a file of overrides names.
+    defaults: {name: value} of the source, whose types are the settings' types. given: the settings
+    that the command line or a file of overrides set, as {name: the value that the last of them
+    replaced}.
     """
 
     def __init__(self, values, defaults, given):
@@ -204,8 +207,8 @@ def convert(key, value, default, where, refuse=fail):
             got = int(got)
         if kind is float and type(got) is int:
             got = float(got)
-    low, high, words = RANGES.get(kind, (0, 0, ""))
-    if type(got) is not kind or words and got and not low <= abs(got) <= high:
+    low, high, words = RANGES.get(kind, (0, 0, ""))  # "": bool and str have no range
+    if type(got) is not kind or (words and got and not low <= abs(got) <= high):
         refuse(f"{short(where)}: {key} is {short(repr(value))}, expected {kind.__name__}{words}, "
                f"such as {default!r}")
     return os.path.expanduser(got) if kind is str and got.startswith("~/") else got
@@ -218,8 +221,9 @@ def run_config(text, path, known):
     Run a .py file of overrides as nanoGPT does, and return {knob: value} of those that it sets.
 
     The file may read the knobs in `known`, {knob: value}, import, define functions, and use names
-    of its own. It is not run if it sets a name that looks like a misspelled knob or another
-    program's, returned as {name: None}. Raises ValueError if it sets no knob: it may be a program.
+    of its own. It is not run if it sets a name that it never reads, or that resembles a knob (see
+    misspelled) or is another program's word for one (see translate): such names are returned as
+    {name: None}. Raises ValueError if it sets no knob: it may be a program.
     """
     nodes = list(ast.walk(ast.parse(text, path)))
     symbols = symtable.symtable(text, path, "exec").get_symbols()
@@ -238,8 +242,10 @@ def run_config(text, path, known):
         return dict.fromkeys(odd)
     imports_all = any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
                       for node in nodes)
+    # A file without any name, such as an empty one, is no program.
     if symbols and not imports_all and assigned.isdisjoint(known):
         raise ValueError("it sets no knob")
+    # As builtins the knobs can be read, while `space` holds only what the file itself sets.
     space = {"__name__": "config", "__file__": path, "__builtins__": vars(builtins) | known}
     exec(compile(text, path, "exec"), space)
     # `from module import *` may bring functions under a knob's name.
@@ -252,7 +258,7 @@ def read_yaml(text):
     Return the value in a YAML text. Raises ValueError if it has more than MAX_YAML values when its
     aliases (*name) are expanded.
     """
-    import yaml  # a requirement of wandb
+    import yaml  # requirements.txt does not name it: wandb requires it
 
     sizes = {}  # {anchor: number of values in it}
 
@@ -341,7 +347,8 @@ def options(argv, defaults):
 class Overrides:
     """
     The knobs in `g`, a script's globals(), while a command line overrides them. positional: as of
-    configure; typed: {knob: option as written} where the command line came last.
+    configure; typed: {knob: option as written} of the knobs whose present value was typed, rather
+    than read from a file.
     """
 
     def __init__(self, g, positional):
@@ -388,7 +395,7 @@ class Overrides:
         elif is_file:
             for key, value in read_file(word, settings(self.g), self.hint(word)).items():
                 self.set(key, value, word)
-        elif not self.typed.get(positional, "--").startswith("--"):
+        elif not self.typed.get(positional, "--").startswith("--"):  # an earlier word set it
             fail(f"{self.typed[positional]} and {word}: expected one {positional}")
         else:
             self.set(positional, word, word, word)
