@@ -126,7 +126,7 @@ NO_COUNTERPART = [
 RENAMED = {"patience": "early_stop", "tied": "tie_embeddings", "sharded": "fsdp",
            "within_documents": "document_mask", "vocab_most": "max_vocab_size",
            "text_most": "max_text_bytes", "table_rate": "embedding_lr_scale"}
-# Settings of earlier versions that log_extras replaces, as noise_scale, with their defaults.
+# Settings of earlier versions, with their defaults. log_extras replaces them, and noise_scale.
 OLD_EXTRAS = {"wandb_tables": True, "wandb_log_model": True, "wandb_watch": "off"}
 OLD_WATCH = {"off": "", "all": "gradients,parameters"}
 
@@ -164,13 +164,14 @@ def translate(key, known):
 
 def misspelled(key, known):
     """
-    Return [the known name that `key` misspells], or []. A slip omits, doubles or swaps letters. A
-    wrong letter counts in long names only: top_k is no slip of top_p.
+    Return [the known name that `key` misspells], or []. A slip omits, doubles or swaps letters: one
+    name then has all letters of the other. A wrong letter is a slip in long names only: top_k is
+    not top_p.
     """
     def is_slip(name):
         have, want = Counter(key), Counter(name)
         likeness = difflib.SequenceMatcher(None, key, name).ratio()
-        return likeness > 0.9 or likeness > 0.75 and (have <= want or want <= have)
+        return likeness > 0.9 or (likeness > 0.75 and (have <= want or want <= have))
 
     return [name for name in difflib.get_close_matches(key, known, 9, 0.75) if is_slip(name)][:1]
 
@@ -179,7 +180,7 @@ def advice(key, known):
     """Return what to write instead of the unknown `key`, as the end of an error message."""
     if answer := translate(key.lower(), known):
         return answer
-    words = set(key.split("_"))
+    words = set(key.split("_"))  # "scale" suggests every name that has this word
     near = misspelled(key, known) or [name for name in known if words <= set(name.split("_"))]
     return f"did you mean {' or '.join(map(repr, near))}?" if near else "--help lists all"
 
@@ -189,6 +190,7 @@ def hub(path, kind=""):
     Return how to download a path that looks like owner/name or an address of the Hugging Face Hub,
     as the end of an error message; "" for other paths. kind: "dataset", or "" for a model.
     """
+    # A Path has one / where the address had two. The folder of a local path exists.
     site = r"(?P<site>(https?:/+)?(huggingface\.co|hf\.co)/(datasets/)?)?"
     found = re.fullmatch(site + r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(/tree/.*|/)?", str(path))
     if not found or not found["site"] and Path(str(path)).parent.exists():
