@@ -1,15 +1,19 @@
 // Byte-level BPE, as in GPT-2, Llama 3, Qwen and SmolLM: a text is split into words, and the bytes
-// of each word are merged pair by pair in the order of the list of merges. Tokens are spelled in
-// GPT-2's letters, one for each byte.
+// of each word are merged pair by pair in the order of the list of merges. The vocabulary spells
+// tokens in GPT-2's letters: one printable character for each byte.
 #include <math.h>
 #include "heap.h"
 #include "model.h"
 #include "unicode.h"
 
-enum { MAX_MERGES = 1 << 24, MAX_STEPS = 1000 };
+enum {
+    MAX_MERGES = 1 << 24,
+    MAX_STEPS = 1000, // max distance in the hash table from a pair's first slot
+};
 
 typedef struct {
-    int left, right, merged, rank; // left is -1 if the slot is empty
+    int left, right, merged; // ids of tokens; left is -1 if the slot is empty
+    int rank;                // index in the list of merges: the lowest is merged first
 } Pair;
 
 typedef enum { PRE_GPT_2, PRE_LLAMA_BPE, PRE_QWEN2, PRE_SMOLLM, N_PRE_TOKENIZERS } PreTokenizer;
@@ -20,14 +24,15 @@ struct BytePairs {
     PreTokenizer pre;
     Pair *pairs; // hash table of 1 << bits slots
     int bits;
-    int steps;   // max distance of a pair from its slot
+    int steps;   // the largest distance of a pair from its first slot
     int longest; // max bytes of a token
 };
 
 // ----------------------------------------------------------------------------
-// Letters: a byte that is visible in Latin-1 stands for itself; the 68 others are U+0100 to U+0143,
-// in order
+// GPT-2's letters
 
+// Returns the letter of a byte. A byte that is visible in Latin-1 stands for itself; the 68 others
+// become U+0100 to U+0143, in order.
 static int letter_of(int byte) {
     return byte <= 0x20                   ? 0x100 + byte
            : byte >= 0x7f && byte <= 0xa0 ? 0x121 + byte - 0x7f
@@ -35,8 +40,8 @@ static int letter_of(int byte) {
                                           : byte;
 }
 
-// Returns the byte whose letter is at the beginning of s (n bytes), and the length of the letter;
-// -1 if it is no letter.
+// Returns the byte whose letter is at the beginning of s (n bytes), and the letter's length in
+// UTF-8; -1 if s does not begin with a letter.
 static int byte_of_letter(const char *s, int n, int *length) {
     const unsigned char *u = (const unsigned char *)s;
     int letter = u[0];
@@ -50,6 +55,7 @@ static int byte_of_letter(const char *s, int n, int *length) {
     return letter <= 0x143 && letter_of(byte) == letter ? byte : -1;
 }
 
+// Writes the letter of a byte in UTF-8, and returns its length.
 static int write_letter(int byte, char out[2]) {
     int letter = letter_of(byte);
     if (letter < 0x80) return *out = (char)letter, 1;
@@ -69,12 +75,13 @@ size_t llamac_decode_letters(const Piece *p, char *out, size_t room) {
 // ----------------------------------------------------------------------------
 // The list of merges
 
+// Returns the first slot where a pair may be (Fibonacci hashing).
 static uint32_t slot_of_pair(const BytePairs *b, int left, int right) {
     return (uint32_t)(((uint64_t)left << 32 | (uint32_t)right) * 0x9e3779b97f4a7c15
                       >> (64 - b->bits));
 }
 
-// Returns the slot of two tokens that merge, or NULL.
+// Returns the pair of two tokens that merge, or NULL if they do not.
 static const Pair *find_pair(const BytePairs *b, int left, int right) {
     uint32_t slot = slot_of_pair(b, left, right), last = (1u << b->bits) - 1;
     for (int step = 0; step <= b->steps; step++, slot++) {
@@ -126,10 +133,12 @@ static bool read_merges(Tokenizer *t, Value merges, Error *e) {
     BytePairs *b = t->byte_pairs;
     CHECK(merges.count <= MAX_MERGES, "%llu merges, expected at most %d",
           (unsigned long long)merges.count, MAX_MERGES);
-    // each merge has at least 11 bytes in the file and needs at most 43 bytes of the table
+    // Check all merges before the table is allocated, so that the size of the file limits its size.
+    // A merge takes at least 11 bytes of the file (length, "a b") and at most 8/3 slots: 43 bytes.
     Reader list = merges.data;
     const char *space;
     for (int i = 0; i < (int)merges.count; i++) TRY(find_space(take_string(&list), i, &space, e));
+    // at most 3/4 of the slots are used
     for (b->bits = 4; 3ull << b->bits < 4 * merges.count; b->bits++) {}
     CHECK((b->pairs = resize(NULL, (size_t)1 << b->bits, sizeof(Pair))), no_memory);
     for (uint32_t i = 0; i < 1u << b->bits; i++) b->pairs[i].left = -1;
@@ -160,7 +169,7 @@ bool llamac_byte_level(Tokenizer *t, const Value *v, Error *e) {
     for (int i = 0; i < t->vocab_size; i++) {
         const Piece *p = &t->pieces[i];
         CHECK(p->type != UNKNOWN && p->type != BYTE,
-              "token %d has type %d, which byte-level BPE has not", i, p->type);
+              "token %d has type %d, which byte-level BPE does not have", i, p->type);
         if (p->n > t->byte_pairs->longest) t->byte_pairs->longest = p->n;
         for (int at = 0, length = 1; p->type == NORMAL && at < p->n; at += length)
             CHECK(byte_of_letter(p->s + at, p->n - at, &length) >= 0,
@@ -173,7 +182,7 @@ bool llamac_byte_level(Tokenizer *t, const Value *v, Error *e) {
     return read_merges(t, merges, e);
 }
 
-// Fills in byte_ids. A byte without a token is dropped from texts, as in Hugging Face's tokenizers.
+// A byte without a token is dropped from texts, as in Hugging Face's tokenizers.
 void llamac_find_bytes(Tokenizer *t) {
     char letter[2];
     for (int byte = 0; byte < 256; byte++)
@@ -200,13 +209,14 @@ static int class_of(const char *s, size_t n, int *length) {
     const unsigned char *u = (const unsigned char *)s;
     *length = 1;
     if (*u < 0x80) return (unsigned)((*u | 32) - 'a') < 26 ? LETTER : ascii_classes[*u];
-    *length = llamac_utf8(s, n);
+    *length = llamac_utf8(s, n); // 0: invalid; its class is that of U+0000, OTHER
     uint32_t c = *length == 2   ? (u[0] & 31u) << 6 | (u[1] & 63)
                  : *length == 3 ? (u[0] & 15u) << 12 | (u[1] & 63u) << 6 | (u[2] & 63)
                  : *length == 4
                      ? (u[0] & 7u) << 18 | (u[1] & 63u) << 12 | (u[2] & 63u) << 6 | (u[3] & 63)
                      : 0;
     if (!*length) *length = 1;
+    // find the last run that begins at c or before
     size_t lo = 0, count = sizeof unicode_runs / sizeof *unicode_runs;
     for (size_t half; (half = count / 2); count -= half)
         lo += unicode_runs[lo + half] >> 2 <= c ? half : 0;
@@ -219,17 +229,21 @@ static size_t run_of(int class, const char *s, size_t at, size_t n, size_t max) 
     return at;
 }
 
-// Length of a contraction: 's 't 're 've 'm 'll 'd. `capitals`: in any case, and with the long s.
+// Returns the length of a contraction: 's 't 're 've 'm 'll 'd; 0 if there is none. `capitals`:
+// also accept capital letters, and the long s (U+017F), which case folding makes an s.
 static size_t contraction(const char *s, size_t n, bool capitals) {
     if (*s != '\'' || n < 2) return 0;
-    int more = capitals ? 32 : 0, a = s[1] | more, b = n > 2 ? s[2] | more : 0;
+    int lower = capitals ? 32 : 0; // the bit that turns a capital letter into a small one
+    int a = s[1] | lower, b = n > 2 ? s[2] | lower : 0;
     if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
     if ((a == 'r' && b == 'e') || (a == 'v' && b == 'e') || (a == 'l' && b == 'l')) return 3;
     return capitals && n > 2 && !memcmp(s + 1, "\xc5\xbf", 2) ? 3 : 0;
 }
 
-// Length of white space: all of it at the end of a text; else all but the last character, with
-// which the next word may begin.
+// Returns the length of the word at the beginning of s, which begins with white space: all white
+// space at the end of a text; else all but the last character, with which the next word may begin.
+// A single character is always a word. `ends_at_number`: text before a number counts as its end,
+// because the digits are split off before the spaces are.
 static size_t word_of_spaces(const char *s, size_t n, bool ends_at_number) {
     size_t end = 0, last = 0;
     int length, class = WHITE_SPACE;
@@ -240,7 +254,7 @@ static size_t word_of_spaces(const char *s, size_t n, bool ends_at_number) {
 }
 
 // 's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
-// digits_apart: each digit is a word of its own.
+// `digits_apart`: each digit is a word of its own, and a space before it is another.
 static size_t word_of_gpt2(const char *s, size_t n, bool digits_apart) {
     int length;
     size_t word = contraction(s, n, false), space = *s == ' ' && n > 1;
@@ -251,9 +265,9 @@ static size_t word_of_gpt2(const char *s, size_t n, bool digits_apart) {
     return run_of(class, s, space, n, SIZE_MAX);
 }
 
-// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|
-// //    ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
-// with `digits` in place of 3.
+// (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}
+// | ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+// `digits`: max digits of a word, in place of 3.
 static size_t word_of_llama3(const char *s, size_t n, int digits) {
     int length, second;
     size_t word = contraction(s, n, true), space = *s == ' ' && n > 1;
@@ -275,7 +289,7 @@ static size_t word_of_llama3(const char *s, size_t n, int digits) {
     return word ? word : word_of_spaces(s, n, false);
 }
 
-// Returns the length of the first word of s, n at least 1.
+// Returns the length of the first word of s (n bytes, at least 1).
 static size_t first_word(PreTokenizer pre, const char *s, size_t n) {
     switch (pre) {
     case PRE_LLAMA_BPE: return word_of_llama3(s, n, 3);
@@ -298,10 +312,11 @@ typedef struct {
     Link *links;
     size_t capacity;
     Heap merges;
-    char *letters; // (2 capacity,) of a word
+    char *letters; // (2 * capacity,) a word in GPT-2's letters
     int *tokens, n_tokens;
 } WordEncoder;
 
+// Makes room for the links and letters of a word of n bytes.
 static bool make_room(WordEncoder *w, size_t n) {
     if (n <= w->capacity) return true;
     n += n / 2 + 64;
@@ -339,7 +354,8 @@ static void merge_links(WordEncoder *w) {
     }
 }
 
-// The token of a whole word, or -1.
+// Returns the normal token that spells a whole word, or -1. Llama 3 uses it even if the merges do
+// not lead to it (ignore_merges in its tokenizer.json).
 static int whole_word(WordEncoder *w, const char *s, size_t n) {
     int length = 0;
     if (n > (size_t)w->t->byte_pairs->longest) return -1;
@@ -355,8 +371,9 @@ static bool encode_word(WordEncoder *w, const char *s, size_t n) {
     if (whole >= 0) return w->tokens[w->n_tokens++] = whole, true;
     for (size_t i = 0; i < n; i++) {
         int id = w->t->byte_ids[(unsigned char)s[i]];
-        if (id >= 0)
-            w->links[count] = (Link){.id = id, .previous = count - 1, .next = count + 1}, count++;
+        if (id < 0) continue;
+        w->links[count] = (Link){.id = id, .previous = count - 1, .next = count + 1};
+        count++;
     }
     if (!count) return true;
     w->links[count - 1].next = -1;
@@ -366,7 +383,7 @@ static bool encode_word(WordEncoder *w, const char *s, size_t n) {
     return !w->merges.failed;
 }
 
-// Returns the text with U+FFFD in place of each byte that is not part of a character.
+// Returns the text with U+FFFD in place of each byte that is not part of a valid character.
 static Text clean(const char *s, size_t n) {
     Text out = {0};
     for (size_t at = 0, from = 0; at <= n;) {
@@ -384,7 +401,7 @@ static Text clean(const char *s, size_t n) {
 static bool encode_words(WordEncoder *w, const char *s, size_t n) {
     const Tokenizer *t = w->t;
     for (size_t start = 0, end = 0; start < n;) {
-        int symbol = -1;
+        int symbol = -1; // the next user-defined token, at `end`
         while (t->n_symbols && end < n && (symbol = llamac_match_symbol(t, s + end, n - end)) < 0) {
             int length = llamac_utf8(s + end, n - end);
             end += length ? length : 1;
