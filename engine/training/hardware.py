@@ -1,5 +1,5 @@
 """
-What the device and the machine can do: peak FLOP/s, memory, number formats.
+Find out what the device and the machine can do: number formats, memory, peak FLOP/s.
 """
 import ctypes
 import os
@@ -15,9 +15,9 @@ from configurator import fail
 
 # Dense peak TFLOP/s (no sparsity, float32 accumulation) as (bfloat16, float32), by a part of the
 # device's name; None: the type is not used. NVIDIA's float32 is TF32, which distributed.setup
-# enables. Sources: the data sheet of each data-centre product; the architecture white papers for
-# GeForce (GA102, AD102, GB202), by which TF32 is as fast as the plain float32 given here, and
-# bfloat16 twice as fast; the data sheet of MI300X, without its TF32.
+# enables. The figures are from the data sheets of the data-centre products; MI300X has plain
+# float32. GeForce has the plain float32 of the architecture white papers (GA102, AD102, GB202): by
+# these papers TF32 is as fast and bfloat16 twice as fast.
 GEFORCE = {"3060": 12.7, "3060 Ti": 16.2, "3070": 20.3, "3070 Ti": 21.7, "3080": 29.8,
            "3080 Ti": 34.1, "3090": 35.6, "3090 Ti": 40.0, "4060": 15.1, "4060 Ti": 22.1,
            "4070": 29.1, "4070 SUPER": 35.5, "4070 Ti": 40.1, "4070 Ti SUPER": 44.1, "4080": 48.7,
@@ -29,8 +29,10 @@ PEAKS = {"GB200": (2500, 1250), "B200": (2250, 1125), "GH200": (989, 494), "H200
          "A10G": (70, 35), "A10": (125, 62.5), "T4": (None, 8.1), "V100-SXM2": (None, 15.7),
          "V100-PCIE": (None, 14.0), "MI300X": (1307, 163)} | {
     f"RTX {name}": (2 * x, x) for name, x in GEFORCE.items()}
-FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}  # TFLOP/s; for others as in bfloat16
-# TFLOP/s per GPU core in any type; Apple publishes no figure for later chips.
+# TFLOP/s; on other devices float16 is as fast as bfloat16.
+FLOAT16 = {"T4": 65, "V100-SXM2": 125, "V100-PCIE": 112}
+# TFLOP/s per GPU core (of the chip divided by its cores) in any type; Apple publishes no figure for
+# later chips.
 APPLE = {"M1": 2.6 / 8, "M2": 3.6 / 10}
 
 
@@ -46,7 +48,8 @@ def has_bfloat16(device):
         return torch.cuda.get_device_capability(device)[0] >= 8
     if device.type != "cpu":
         return False
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() and is_amd()
+    has_fast_avx512 = torch.cpu._is_avx512_bf16_supported() and is_amd()
+    return torch.cpu._is_amx_tile_supported() or has_fast_avx512
 
 
 def is_amd():
@@ -84,8 +87,8 @@ def keep_memory():
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(-4, 0)            # M_MMAP_MAX: large blocks too come from the heap ...
-        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: ... which does not shrink
+        libc.mallopt(-4, 0)            # M_MMAP_MAX: take large blocks from the heap, too
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 def status_bytes(field):
@@ -118,8 +121,8 @@ def current_memory(device):
 
 def is_out_of_memory(error):
     """
-    Return whether an exception means that memory ran out: in Python, on a CPU or on a GPU. PyTorch
-    has an exception type only for CUDA, so the message decides.
+    Return whether an exception means that memory ran out: in Python, on a CPU or on a GPU. The
+    message of a RuntimeError decides, since PyTorch has an exception type for CUDA alone.
     """
     # A thread can't start when there is no memory for its stack.
     words = "out of memory", "can't allocate memory", "can't start new thread"
@@ -143,9 +146,11 @@ def free_memory(device):
         groups = [line.split(":", 2) for line in lines]
     except (OSError, ValueError, IndexError):
         return None
+    # Upper bounds in bytes. Version 1 of control groups limits memory, and memory plus swap;
+    # version 2 limits memory and swap apart.
     memory, swap, both = [system["MemAvailable"]], [system.get("SwapFree", 0)], [float("inf")]
     for _, controller, path in groups:
-        if controller not in ("", "memory"):  # version 2 of control groups, version 1
+        if controller not in ("", "memory"):  # "" in version 2, "memory" in version 1
             continue
         folder = Path("/sys/fs/cgroup", controller, path.strip("/"))
         for group in (folder, *folder.parents):  # a container may see its own group as the root
@@ -169,7 +174,7 @@ def below_limit(group, limit, usage, reclaimable=0):
     """
     try:
         remaining = int((group / limit).read_text())
-    except (OSError, ValueError):  # "max"
+    except (OSError, ValueError):  # the file is missing, or contains "max"
         return float("inf")
     with suppress(OSError, ValueError):
         remaining -= max(0, int((group / usage).read_text()) - reclaimable)
@@ -199,24 +204,27 @@ def published_flops(name, dtype, cores=0):
     Return (FLOP/s by the data sheet of the device of this name, the part of the name that
     identified it), or (None, "") for an unknown one. cores: GPU cores of an Apple chip.
     """
-    # Laptop and Max-Q cards bear a desktop card's name, at any power; MIG is a slice of a card.
+    # Laptop and Max-Q cards have a desktop card's name but not its power, and MIG is a slice of a
+    # card: the data sheet does not hold for them.
     if re.search("Laptop|Max-Q| MIG ", name):
         return None, ""
     chip = name.removeprefix("Apple ").split(" ")[0] if name.startswith("Apple") else ""
     if chip in APPLE and cores:
         return APPLE[chip] * cores * 1e12, f"{cores} cores of {name}"
+    # "RTX 3080" must not match "RTX 3080 Ti", and "H200 NVL" comes before "H200" in PEAKS.
     for words, (bfloat16, float32) in PEAKS.items():
         if re.search(rf"\b{words}\b(?! (?:Ti|SUPER|D)\b)", name):
             peaks = {torch.float16: FLOAT16.get(words, bfloat16), torch.bfloat16: bfloat16}
             peak = peaks.get(dtype, float32)
-            return peak and peak * 1e12, words
+            return peak and peak * 1e12, words  # None stays None
     return None, ""
 
 
 def peak_flops(device, dtype, given=0.0):
     """
     Return (peak FLOP/s of a device, where the figure comes from): `given` in TFLOP/s if it is not
-    0, else a data sheet, else a matrix product measured here, as on a card that emulates bfloat16.
+    0, else of the data sheet, else of a measured matrix product. T4 and V100, which only emulate
+    bfloat16, are measured in that type.
     """
     if given:
         return given * 1e12, "given by --peak_tflops"
