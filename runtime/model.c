@@ -1,5 +1,5 @@
-// Model files: GGUF and llama2.c's formats. A loader is a pure function of the bytes of a file: it
-// fills a struct that points into them, or returns an error. It checks everything before it uses
+// Model files: GGUF and llama2.c's formats. A loader reads nothing but the bytes of the file. It
+// fills a structure that points into them, or returns an error. It checks every field before using
 // it, and allocates only after all sizes are known.
 #include <limits.h>
 #include <math.h>
@@ -28,9 +28,9 @@ enum {
     N_TENSORS
 };
 
-// For each tensor: its name in GGUF (per layer after "blk.<layer>."), its field in Layer or
-// Weights, and its shape: V vocab_size, D dim, Q q_dim, K kv_dim, H head_dim, P pairs of a head, F
-// hidden_dim. Vectors have one row.
+// For each tensor: its name in GGUF (per layer after "blk.<layer>."), the offset of its field in
+// Layer or Weights, and its shape: V vocab_size, D dim, Q q_dim, K kv_dim, H head_dim, P pairs of a
+// head, F hidden_dim. Vectors have one row.
 static const struct {
     const char *name;
     bool per_layer;
@@ -61,10 +61,12 @@ static bool is_vector(int tensor) { return tensors[tensor].rows == '1'; }
 
 static bool is_head_norm(int tensor) { return tensor == Q_NORM || tensor == K_NORM; }
 
-// Whether a model of an architecture must have a tensor; whether it may have it.
+// Returns whether a model of an architecture must have a tensor.
 static bool is_needed(int tensor, int architecture) {
     return tensor < OUTPUT || (is_head_norm(tensor) && architecture == QWEN3);
 }
+
+// Returns whether a model of an architecture may have a tensor.
 static bool is_known(int tensor, int architecture) {
     return tensor < N_TENSORS && (!is_head_norm(tensor) || architecture == QWEN3);
 }
@@ -74,7 +76,7 @@ static Mat *place_of(Weights *w, int tensor, int layer) {
     return (Mat *)(base + tensors[tensor].place);
 }
 
-// The shape of a tensor, without data.
+// Returns a tensor with its shape, without data.
 static Mat shape_of(const Config *c, int tensor, Type type) {
     const int size[] = {
         ['1'] = 1,         ['V'] = c->vocab_size, ['D'] = c->dim,          ['Q'] = c->q_dim,
@@ -84,17 +86,18 @@ static Mat shape_of(const Config *c, int tensor, Type type) {
                  .cols = size[(int)tensors[tensor].cols]};
 }
 
+// Returns the bytes of a tensor in the file.
 static uint64_t bytes_of(const Mat *m) {
-    uint64_t n = (uint64_t)m->rows * m->cols; // below 2^44 by check_config
+    uint64_t n = (uint64_t)m->rows * m->cols; // at most 2^44 by check_config
     BlockSize block = block_size(m->type);
     if (block.numbers) return n / block.numbers * block.bytes;
-    return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS
+    return n + (n + m->group - 1) / m->group * 4; // INT8_GROUPS: a float32 scale for each group
 }
 
 enum { MAX_LAYERS = 1 << 12, MAX_HEAD_DIM = 1 << 13, MAX_Q_DIM = 1 << 22 };
 
-// The limits keep every product of sizes below 2^63, with room for a factor of the max number of
-// layers. A head_dim of 0 means dim / n_heads.
+// Checks the sizes and fills in q_dim and kv_dim. A head_dim of 0 becomes dim / n_heads. The limits
+// keep the bytes of all layers together below 2^63.
 static bool check_config(Config *c, Error *e) {
     const struct {
         const char *name;
@@ -129,22 +132,26 @@ static bool check_config(Config *c, Error *e) {
 // The parameters of RoPE's frequencies.
 typedef struct {
     double theta;  // pair i turns by theta^(-2i / head_dim) radians for each position
-    double factor; // divisor of positions
-    // YaRN: context of the training, before it was stretched by the factor; 0: not YaRN
-    int context;
+    double factor; // context extension: positions are divided by it
+    int context;   // YaRN: context of the training, before the extension; 0: not YaRN
 } Rope;
 
-// YaRN (Peng 2023): the share of the stretching that pair i gets. Pairs that turn 32 times or more
-// in the context of the training get 0, pairs that turn once or less get 1, and the share of pairs
-// between falls linearly with their index.
+// Returns the share of the context extension that pair i gets: 1 if the model has no YaRN. YaRN
+// (Peng 2023) gives 0 to pairs that turn 32 times or more in the context of the training, 1 to
+// pairs that turn once or less, and between them a share that grows linearly with i.
+//
+// Pair i turns n = context * theta^(-2i / head_dim) / (2 pi) times. Solved for i:
+// i = head_dim / (2 log(theta)) * (log(context / (2 pi)) - log(n)).
 static double stretch_of(const Rope *r, int head_dim, int i) {
-    double turns = head_dim / (2 * log(r->theta)), once = log(r->context / (2 * acos(-1)));
-    double first = fmax(0, floor(turns * (once - log(32))));
-    double last = fmin(head_dim - 1, ceil(turns * once));
+    double pi = acos(-1), slope = head_dim / (2 * log(r->theta));
+    double log_turns = log(r->context / (2 * pi)); // of pair 0
+    double first = fmax(0, floor(slope * (log_turns - log(32))));
+    double last = fmin(head_dim - 1, ceil(slope * log_turns));
     return r->context ? fmin(1, fmax(0, (i - first) / fmax(1e-3, last - first))) : 1;
 }
 
-// Computes the frequencies, after everything else of the model is loaded.
+// Computes the frequencies and YaRN's scale of queries and keys. Call it after everything else of
+// the model is loaded.
 static bool set_rope(Model *m, const Rope *r, Error *e) {
     Config *c = &m->config;
     const float *factors = m->weights.rope_factors.data;
@@ -175,8 +182,8 @@ static bool set_rope(Model *m, const Rope *r, Error *e) {
 static const int order_v1[] = {
     ATTENTION_NORM, FFN_NORM, NORM, TOKEN_EMBEDDING, WQ, WK, WV, WO, W1, W2, W3, OUTPUT};
 
-// Assigns the tensors, one after the other from bytes + at on. Returns the offset of their end.
-// With layers NULL it only measures.
+// Assigns the tensors, one after the other from bytes + at on, and returns the offset of their end.
+// Before take_layers, it assigns nothing and only computes the end.
 static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version, int group,
                         bool tied) {
     for (int i = 0; i < N_LLAMA2C; i++) {
@@ -184,7 +191,7 @@ static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version
         Type type = version == 2 && !is_vector(tensor) ? INT8_GROUPS : F32;
         Mat mat = shape_of(&m->config, tensor, type);
         mat.group = mat.type == INT8_GROUPS ? group : 0;
-        // skip tables of cosines and sines
+        // v0 has tables of RoPE's cosines and sines before the classifier: skip them
         if (tensor == OUTPUT && version == 0)
             at += 4 * (uint64_t)m->config.seq_len * m->config.head_dim;
         if (tensor == OUTPUT && tied) continue;
@@ -200,7 +207,7 @@ static uint64_t lay_out(Model *m, const uint8_t *bytes, uint64_t at, int version
     return at;
 }
 
-// Allocates the layers, without tensors.
+// Allocates the layers, whose tensors have no data yet.
 static bool take_layers(Model *m, Error *e) {
     size_t n = m->config.n_layers;
     CHECK((m->weights.layers = resize(NULL, n, sizeof(Layer))), no_memory);
@@ -238,12 +245,12 @@ static bool load_llama2c(Model *m, const uint8_t *bytes, size_t size, Error *e) 
     CHECK(check_config(&m->config, &wrong), "%s%s",
           version ? "" : "not a GGUF or llama2.c model; read as llama2.c's v0, ", wrong.text);
     uint64_t end = lay_out(m, bytes, start, version, group, tied);
-    CHECK(end == size, "the file has %zu bytes, its header makes %llu", size,
+    CHECK(end == size, "the file has %zu bytes, but its header needs %llu", size,
           (unsigned long long)end);
     TRY(take_layers(m, e));
     lay_out(m, bytes, start, version, group, tied);
     if (tied) m->weights.output = m->weights.token_embedding;
-    return set_rope(m, &(Rope){10000, 1, 0}, e);
+    return set_rope(m, &(Rope){.theta = 10000, .factor = 1}, e);
 }
 
 // ----------------------------------------------------------------------------
@@ -266,7 +273,8 @@ static bool gguf_rope(const Value *values, int seq_len, Rope *rope, Error *e) {
     TRY(llamac_get_int(values, SCALING_CONTEXT, seq_len, &context, e));
     CHECK(!yarn || context > 0, "%s is %d, expected 1 or more",
           llamac_key(values, SCALING_CONTEXT).s, context);
-    *rope = (Rope){(float)theta, none ? 1 : (float)factor, yarn ? context : 0};
+    *rope = (Rope){
+        .theta = (float)theta, .factor = none ? 1 : (float)factor, .context = yarn ? context : 0};
     return true;
 }
 
@@ -279,7 +287,8 @@ static bool gguf_heads(const Value *values, Config *c, Error *e) {
           llamac_key(values, KEY_LENGTH).s);
     TRY(check_config(c, e));
     TRY(llamac_get_int(values, VALUE_LENGTH, c->dim / c->n_heads, &values_width, e));
-    CHECK(values_width == c->head_dim, "%s is %d, but %s is %d: keys and values have to be as wide",
+    CHECK(values_width == c->head_dim,
+          "%s is %d, but %s is %d: keys and values must have the same width",
           llamac_key(values, KEY_LENGTH).s, c->head_dim, llamac_key(values, VALUE_LENGTH).s,
           values_width);
     TRY(llamac_get_int(values, ROPE_DIMENSION, c->head_dim, &rotated, e));
@@ -302,22 +311,24 @@ static bool gguf_config(const Value *values, Config *c, Error *e) {
                        e));
     TRY(llamac_get_number(values, NORM_EPS, NAN, &eps, e));
     c->norm_eps = (float)eps;
-    // llama files have the rows of each head reordered
+    // the converter for llama reorders the rows of each query and key head, so that RoPE's pairs
+    // (i, i + head_dim / 2) become neighbours
     c->rope_halves = llamac_architecture(values) != LLAMA;
     TRY(gguf_heads(values, c, e));
     TRY(llamac_get_int(values, SLIDING_WINDOW, 0, &c->window, e));
     if (c->window >= c->seq_len) c->window = 0;
+    // in other architectures only some layers have a window
     CHECK(!c->window || llamac_architecture(values) == LLAMA,
           "%s is %d, expected none, or the whole context of %d",
-          llamac_key(values, SLIDING_WINDOW).s, c->window,
-          c->seq_len); // in other architectures only some layers have a window
+          llamac_key(values, SLIDING_WINDOW).s, c->window, c->seq_len);
     TRY(llamac_get_int(values, QUANTIZATION_VERSION, 2, &version, e));
     CHECK(version == 2, "%s is %d, expected 2", llamac_key(values, QUANTIZATION_VERSION).s,
           version);
     return true;
 }
 
-// Returns the tensor with a name, and its layer; N_TENSORS if the name is unknown.
+// Returns the tensor with a name, and its layer (0 if it is of none); N_TENSORS if the name is
+// unknown.
 static int find_tensor(String name, const Config *c, int *layer) {
     *layer = 0;
     size_t at = 0;
@@ -366,7 +377,8 @@ static bool check_list(Reader *r, const Config *c, int architecture, uint64_t co
         take_u64(r);
         CHECK(!r->failed, "the list of tensors is cut off");
         CHECK(is_known(tensor, architecture),
-              "tensor '%.*s' (%s) is no part of the model described", SHOWN(name, 64), type);
+              "tensor '%.*s' (%s) is not part of the model that the metadata describes",
+              SHOWN(name, 64), type);
         CHECK(!seen[layer][tensor], "tensor %.*s (%s) appears twice", SHOWN(name, 64), type);
         seen[layer][tensor] = true;
     }
@@ -383,8 +395,8 @@ static bool check_list(Reader *r, const Config *c, int architecture, uint64_t co
 }
 
 // Reads one entry of the list of tensors. Offsets count from the start of the data, and tensors
-// must follow each other without gaps except for alignment, so they cannot overlap. `end` is the
-// end of the last tensor.
+// must follow each other without gaps except for alignment, so they cannot overlap. *end is the end
+// of the previous tensor, and becomes that of this one.
 static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, Error *e) {
     String name = take_string(r);
     uint32_t n_dims = take_u32(r);
@@ -397,7 +409,7 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
     BlockSize block = block_size(type);
     CHECK(is_vector(tensor) ? type == F32 : block.numbers, "tensor %.*s has type %s, expected %s",
           SHOWN(name, 64), llamac_type_name(type, text), is_vector(tensor) ? "F32" : GGUF_TYPES);
-    Mat mat = shape_of(&m->config, tensor, type), *place = place_of(&m->weights, tensor, layer);
+    Mat mat = shape_of(&m->config, tensor, type);
     CHECK(dims[0] == (uint64_t)mat.cols && dims[1] == (uint64_t)mat.rows && dims[2] == 1
               && dims[3] == 1,
           "tensor %.*s is %llu x %llu, expected %d x %d", SHOWN(name, 64),
@@ -406,12 +418,12 @@ static bool take_tensor(Reader *r, Model *m, uint32_t alignment, uint64_t *end, 
           "tensor %.*s: rows of %d numbers do not split into blocks of %d", SHOWN(name, 64),
           mat.cols, block.numbers);
     uint64_t expected = (*end + alignment - 1) / alignment * alignment;
-    CHECK(offset == expected, "tensor %.*s lies at %llu, expected %llu", SHOWN(name, 64),
+    CHECK(offset == expected, "tensor %.*s has offset %llu, expected %llu", SHOWN(name, 64),
           (unsigned long long)offset, (unsigned long long)expected);
     *end = offset + bytes_of(&mat);
     CHECK(*end <= m->data_size, "tensor %.*s runs past the end of the file", SHOWN(name, 64));
     mat.data = m->data + offset;
-    *place = mat;
+    *place_of(&m->weights, tensor, layer) = mat;
     return true;
 }
 
@@ -441,8 +453,8 @@ static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size,
     uint32_t version = take_u32(&r);
     uint64_t n_tensors = take_u64(&r), n_values = take_u64(&r);
     CHECK(!r.failed, "%zu bytes are too few for a header", size);
-    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3",
-          version); // only 3 allows other byte orders
+    // a big-endian file, which only version 3 allows, has its version in reverse byte order
+    CHECK(version == 2 || version == 3, "GGUF version %u, expected 2 or 3", version);
     TRY(llamac_take_metadata(&r, n_values, values, e));
     int alignment;
     TRY(llamac_get_int(values, ALIGNMENT, 32, &alignment, e));
@@ -453,18 +465,17 @@ static bool load_gguf(Model *m, Tokenizer *t, const uint8_t *bytes, size_t size,
     TRY(gguf_rope(values, m->config.seq_len, &rope, e));
     TRY(gguf_tensors(&r, m, llamac_architecture(values), n_tensors, alignment, e));
     TRY(set_rope(m, &rope, e));
-    const char **places[] = {&m->sha256, &m->list_sha256};
+    const char **checksums[] = {&m->sha256, &m->list_sha256}; // keys CHECKSUM, LIST_CHECKSUM
     for (int i = 0; i < 2; i++) {
         String checksum = llamac_get_string(values, CHECKSUM + i);
         CHECK(checksum.n == 0 || checksum.n == 64, "its checksum has %zu digits, expected 64",
               checksum.n);
-        *places[i] = checksum.n ? checksum.s : NULL;
+        *checksums[i] = checksum.n ? checksum.s : NULL;
     }
     return !t || !values[TOKENIZER].present
            || llamac_gguf_tokenizer(t, values, m->config.vocab_size, e);
 }
 
-// Loads any model file. The first bytes tell the format.
 bool llamac_load(llamac_model *m, const uint8_t *bytes, size_t size, int flags, Error *e) {
     Tokenizer *t = flags & LLAMAC_NO_TOKENIZER ? NULL : &m->tokenizer;
     bool gguf = size >= 4 && memcmp(bytes, "GGUF", 4) == 0;
@@ -515,7 +526,7 @@ static void sha256_block(uint32_t state[8], const uint8_t block[64]) {
     for (int i = 0; i < 8; i++) state[i] += h[i];
 }
 
-// SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
+// Computes the SHA-256 (FIPS 180-4) of n bytes as hexadecimal digits.
 static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
     uint32_t state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                          0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
@@ -529,9 +540,9 @@ static void sha256(const uint8_t *bytes, size_t n, char hex[65]) {
     for (int i = 0; i < 8; i++) snprintf(hex + 8 * i, 9, "%08x", state[i]);
 }
 
-// Whether the checksum of the list of tensors fits. Programs that write other tensors copy metadata
-// that they do not know, so if the list has changed, the checksum of the weights is that of another
-// file.
+// Returns whether the checksum of the list of tensors matches. Programs that rewrite the tensors,
+// as in another type, copy metadata that they do not know. So if the checksum of the list does not
+// match, that of the weights is stale too.
 static bool has_own_list(const Model *m) {
     char found[65];
     if (m->list_sha256) sha256(m->list, m->list_size, found);
@@ -542,8 +553,8 @@ static bool verify(const Model *m, Error *e) {
     char found[65];
     CHECK(m->sha256, "it carries no checksum; GGUF files by export.py do");
     CHECK(!m->list_sha256 || has_own_list(m),
-          "its checksum is another file's: a program that wrote its "
-          "tensors anew, such as llama-quantize, copied it, so nothing can be said of them");
+          "its checksum is another file's: a program that rewrote the tensors, such as "
+          "llama-quantize, copied it, so the weights cannot be verified");
     sha256(m->data, m->data_size, found);
     CHECK(!memcmp(found, m->sha256, 64), "its weights are damaged%s: SHA-256 %.64s, expected %.64s",
           m->list_sha256 ? "" : ", or another program wrote them", found, m->sha256);
@@ -556,15 +567,14 @@ bool llamac_verify(const llamac_model *m, Error *e) {
 }
 
 // ----------------------------------------------------------------------------
-// Zeros. The file of an interrupted download may have its full size, with zeros in place of the
-// missing data
+// Zeros: an interrupted download may have its full size, with zeros in place of the missing data
 
 static bool all_zeros(const uint8_t *bytes, size_t n) {
     return n && !*bytes && !memcmp(bytes, bytes + 1, n - 1);
 }
 
-// Samples 256 bytes of every 64 KiB, and the last bytes, because reading everything would make
-// loading slow.
+// Returns whether any sample of the weights is all zeros. The samples are the first 256 bytes of
+// every 64 KiB and the last 256, because reading everything would make loading slow.
 static bool has_zeros(const Model *m) {
     const size_t sample = 256, every = 1 << 16;
     for (size_t at = 0; at + sample <= m->data_size; at += every)
@@ -572,25 +582,27 @@ static bool has_zeros(const Model *m) {
     return m->data_size >= sample && all_zeros(m->data + m->data_size - sample, sample);
 }
 
-// Whether a tensor of a trained model always has a number other than 0. Biases may be initialised
-// with zeros, and so may matrices that add to the residual stream, and the classifier.
+// Returns whether a tensor must have a number other than 0. Biases may be initialized with zeros,
+// and so may the classifier and the matrices that add to the residual stream.
 static bool is_never_zero(int tensor) {
     return tensor < BQ ? tensor != WO && tensor != W2 && tensor != OUTPUT : is_head_norm(tensor);
 }
 
-// Refuses a model with a tensor of zeros. If the file has a checksum, any sample of zeros makes it
-// verify all weights, because a model may have rows of zeros.
+// Refuses a model with zeros in place of weights. A sample of zeros is not proof, since a model may
+// have rows of zeros: then the checksum of all weights decides. Otherwise, no tensor that must have
+// other numbers may be all zeros.
 static bool refuse_zeros(const Model *m, Error *e) {
     if (m->sha256 && has_own_list(m) && has_zeros(m)) return verify(m, e);
-    for (int i = 0; i < N_TENSORS; i++)
-        for (int layer = 0;
-             is_never_zero(i) && layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
+    for (int i = 0; i < N_TENSORS; i++) {
+        if (!is_never_zero(i)) continue;
+        for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
             const Mat *mat = place_of((Weights *)&m->weights, i, layer);
             CHECK(!mat->data || !all_zeros(mat->data, bytes_of(mat)),
                   "%s of layer %d holds nothing but zeros: the file is damaged, as by a download "
                   "that broke off",
                   tensors[i].name, layer);
         }
+    }
     return true;
 }
 
@@ -674,6 +686,7 @@ llamac_info llamac_describe(const llamac_model *m) {
 
 uint64_t llamac_weight_bytes(const Model *m, const uint8_t **first) {
     uint64_t n = 0;
+    // without the embedding, of which a token reads one row; a tied one counts as the classifier
     *first = m->weights.output.data;
     for (int i = ATTENTION_NORM; i < N_TENSORS; i++)
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {

@@ -453,7 +453,7 @@ def test_architectures(run_debug_bin, tmp_path):
         assert f"{name}.block_count is missing" in said({f"{name}.block_count": None}, shapes, of=name)
         assert f"{name}.block_count is 0.5" in said({f"{name}.block_count": ("float", 0.5)}, shapes, of=name)
     assert "blk.0.attn_q_norm.weight (1 x 2) is missing" in said({}, SHAPES, of="qwen3")
-    assert "'blk.0.attn_q_norm.weight' (F32) is no part" in said({}, SHAPES | HEAD_NORMS, of="qwen2")
+    assert "'blk.0.attn_q_norm.weight' (F32) is not part of the model" in said({}, SHAPES | HEAD_NORMS, of="qwen2")
     assert "is 1 x 1, expected 1 x 2" in said({}, SHAPES | HEAD_NORMS | {"blk.0.attn_k_norm.weight": [1]}, of="qwen3")
     assert "qwen2.attention.sliding_window is 7" in said({"qwen2.attention.sliding_window": ("u32", 7)}, SHAPES, of="qwen2")
     for value, status in ((1, 0), (8, 0), (1e-45, 0), (0, 1), (-1, 1), (float("nan"), 1), (float("inf"), 1), (-0.0, 1)):
