@@ -31,7 +31,7 @@ from engine.untrusted import open_untrusted, read_json, reason
 from track import parse_row, read_wandb
 
 runs = "out"       # folders of runs, separated by commas; or give them as words
-sort = "loss/val"  # setting or metric to sort the table by; of validation losses the best value
+sort = "loss/val"  # setting or metric to sort the table by; loss/val is each run's best one
 plot = ""          # .html or .svg file to draw the curves to
 group = ""         # a setting: draw the mean, min and max of the runs that have the same value
 
@@ -49,7 +49,7 @@ PAGE = Path(__file__).with_name("page") / "saved.html"  # template of --plot=run
 # Limits, because anyone may have written a log.
 MAX_METRICS = 1000    # of a run
 MAX_LINE = 1 << 23    # bytes of a line of a log; longer ones are skipped
-MAX_FILLED = 1 << 26  # NaNs in all columns of a run, in place of rows without the metric
+MAX_FILLED = 1 << 26  # NaNs of a run: a column has one for each row without its metric
 MAX_NAME = 200        # characters of a metric's name
 MAX_ITEMS, MAX_TEXT, MAX_DEPTH = 1000, 10_000, 8  # of settings: items, characters, nesting
 MAX_SETTINGS = 100    # columns of settings; those that most runs have are kept
@@ -81,10 +81,14 @@ class Run:
     """
     A run, as far as its log has been read: its numbers in columns, and where its tables are.
 
-    config: dict of settings, under the names of this version; count: rows; columns: {metric: array,
-    NaN in rows without it}; tables: [(offset, bytes)] of the lines with tables; metrics: {name:
-    last value}; evaluations: [{"iter", loss: value}] of each evaluation; problem: what could not be
-    read, in words; version: changes when earlier rows or settings do.
+    config: {setting: value}, under the names of this version.
+    count: number of rows.
+    columns: {metric: array of its values, NaN in rows without it}; rows after its last are missing.
+    tables: [(offset, size in bytes)] of the log's lines that hold tables.
+    metrics: {name: last value}.
+    evaluations: [{"iter" or loss: value}], one for each evaluation.
+    problem: what could not be read, in words; "" if all was.
+    version: number that changes when earlier rows or settings do.
     """
 
     def __init__(self, folder, name=""):
@@ -117,8 +121,8 @@ class Run:
                 self.reset()
                 f.seek(0)
             data = f.read(self.chunk)
-        whole = data.rfind(b"\n") + 1
-        if not whole and len(data) >= MAX_LINE:
+        whole = data.rfind(b"\n") + 1  # bytes of whole lines; the rest is read again later
+        if not whole and len(data) >= MAX_LINE:  # consume the part of the line, without a row
             whole, self.in_long_line = len(data), True
             self.problem = f"log.jsonl: lines of more than {MAX_LINE:,} bytes are left out"
         for line in data[:whole].splitlines(keepends=True):
@@ -149,7 +153,8 @@ class Run:
                 self.config = tame(renamed(read_json(path)))
             except (OSError, ValueError, MemoryError) as e:
                 self.problem = f"config.json: {reason(e)}"
-        self.version += bool(self.count) and self.config != before
+        if self.count and self.config != before:
+            self.version += 1
 
     def add_row(self, row):
         """Add a row's values to the columns. Return whether the row has tables."""
@@ -179,7 +184,7 @@ class Run:
                     column.extend(array(column.typecode, [math.nan]) * missing)
                 column.append(value if -1e300 < value < 1e300 else math.nan)
         self.count += 1
-        if "loss/val" in row and "loss/val" in metrics:
+        if "loss/val" in row and "loss/val" in metrics:  # the loop may have skipped it
             self.evaluations.append({k: metrics[k] for k in ("iter", *LOSSES) if k in metrics})
         return has_tables
 
@@ -203,7 +208,10 @@ class Run:
         return x[finite], y[finite]
 
     def results(self):
-        """Return {column of the table: value}, and each metric under its own name."""
+        """
+        Return {column of the table: value}, and each metric under its own name: the best value of
+        a validation loss, the last value of any other.
+        """
         metrics, evaluations = self.metrics, self.evaluations
         finite = [row for row in evaluations if is_finite(row["loss/val"])]
         last = evaluations[-1] if evaluations else metrics
@@ -238,13 +246,13 @@ def read_run(folder):
     try:
         if logs := list(folder.glob("*.wandb")):
             for path in logs:
-                open_untrusted(path).close()
+                open_untrusted(path).close()  # raises if it is a pipe or a device
             run = read_wandb_run(folder)
         else:
             run = Run(folder)
             while run.read():
                 pass
-            if not run.config and (run.problem or not run.config_stamp):
+            if not run.config and (run.problem or run.config_stamp is None):
                 raise ValueError(run.problem or "there is no config.json")
         if run.count:
             run.results()  # fails here if at all, so that other runs can still be compared
@@ -300,7 +308,7 @@ def run_folders(names):
     for name in map(Path, names):
         logs = itertools.chain(name.rglob("log.jsonl"), name.rglob("*.wandb"))
         inside = sorted({path.parent for path in logs})
-        found |= {folder.resolve(): folder for folder in inside or [name]}
+        found |= {folder.resolve(): folder for folder in (inside or [name])}
     return list(found.values())
 
 
@@ -310,14 +318,17 @@ def seconds(times):
     continuation: a gap far above the median counts as the median.
     """
     gaps = np.maximum(0.0, np.diff(times))
+    # The lower median: if there are two gaps, one of them may be a pause.
     usual = np.sort(gaps)[(len(gaps) - 1) // 2] if len(gaps) else 0.0
     return [0.0, *np.cumsum(np.where(gaps < 20 * usual + 10, gaps, usual)).tolist()]
 
 
 def differences(found):
     """Return the names of the settings in which the runs differ, at most MAX_SETTINGS."""
-    names = dict.fromkeys(name for run in found for name, value in run.config.items()
-                          if name not in NOT_SETTINGS and not isinstance(value, dict))
+    names = {}  # as keys, in the order of the runs' settings
+    for run in found:
+        names |= {name: None for name, value in run.config.items()
+                  if name not in NOT_SETTINGS and not isinstance(value, dict)}
     differ = [name for name in names
               if len({repr(canonical(run.config.get(name))) for run in found}) > 1]
     if len(differ) > MAX_SETTINGS:
@@ -351,28 +362,32 @@ def table_of(found, sort="loss/val"):
     to sort by. Raises ValueError if no run has it.
     """
     settings, results = differences(found), [run.results() for run in found]
-    values = [{**run.config, "run": run.name, **end} for run, end in zip(found, results)]
+    values = [run.config | {"run": run.name} | end for run, end in zip(found, results)]
     metrics = [name for name in RESULTS if any(name in end for end in results)]
     if not any(sort in row for row in values):
         raise ValueError(f"--sort={sort}: no such setting or metric; expected one of "
                          f"{', '.join([*settings, *metrics])}")
     values.sort(key=lambda row: sort_key(row.get(sort)))
     columns = ["run", *settings, *metrics]
+    # A column "best loss/val" already shows what loss/val sorts by.
     if sort not in columns and f"best {sort}" not in metrics:
         columns.insert(1 + len(settings), sort)
     return [columns] + [[row.get(name) for name in columns] for row in values]
 
 
-def unify(column):
-    """Return the values of a column, with its ints as floats if it has a float."""
-    if not any(type(value) is float for value in column):
-        return column
-    return [float(v) if type(v) is int and abs(v) < 1e300 else v for v in column]
+def unify(rows):
+    """Return the rows of a table, with the ints of a column as floats if it has a float."""
+    columns = []
+    for column in zip(*rows):
+        if any(type(value) is float for value in column):
+            column = [float(v) if type(v) is int and abs(v) < 1e300 else v for v in column]
+        columns.append(column)
+    return zip(*columns)
 
 
 def lines_of(table):
     """Return the lines of a table for a terminal."""
-    shown = [[text(value) for value in row] for row in zip(*map(unify, zip(*table)))]
+    shown = [[text(value) for value in row] for row in unify(table)]
     widths = [max(map(width, column)) for column in zip(*shown)]
     return ["  ".join(pad(cell, w, right=i > 0) for i, (cell, w) in enumerate(zip(row, widths)))
             .rstrip() for row in shown]
@@ -399,8 +414,9 @@ def thin(x, y, buckets=300):
     if len(y) <= 2 * buckets:
         return x, y
     size = math.ceil(len(y) / buckets)
-    whole = np.append(y, np.repeat(y[-1], -len(y) % size)).reshape(-1, size)
-    first = np.arange(len(whole)) * size
+    padding = np.repeat(y[-1], -len(y) % size)  # fills the last bucket
+    whole = np.append(y, padding).reshape(-1, size)  # (buckets, size)
+    first = np.arange(len(whole)) * size  # index of each bucket's first point
     keep = np.concatenate((first + whole.argmin(1), first + whole.argmax(1), [0, len(y) - 1]))
     keep = np.unique(np.minimum(keep, len(y) - 1))
     return x[keep], y[keep]
@@ -430,7 +446,8 @@ def panel(curves, left, label, low, high):
     is drawn thin, validation with dots.
     """
     width, height = 400, 300
-    right = max((line[0].max(initial=0) for _, *both in curves for line in both), default=0) or 1
+    ends = [line[0].max(initial=0) for curve in curves for line in curve[1:]]
+    right = max(ends, default=0) or 1
 
     def pixel_x(x):
         return f"{left + width * x / right:.1f}"
@@ -452,14 +469,14 @@ def panel(curves, left, label, low, high):
                      f'<path d="M{left} {pixel_y(y)}h{width}" stroke="#eee"/>')
     parts.append(f'<text x="{left + width / 2}" y="{height + 54}" text-anchor="middle">{label}'
                  '</text>')
-    for color, *both in curves:
+    for color, *both in curves:  # both: training, then validation
         for (x, y, *edges), style in zip(both, ('opacity="0.4"', 'stroke-width="1.8"')):
             if edges:
                 around = points(np.append(x, x[::-1]), np.append(edges[0], edges[1][::-1]))
                 parts.append(f'<polygon points="{around}" fill="{color}" opacity="0.15"/>')
             parts.append(f'<polyline points="{points(x, y)}" fill="none" stroke="{color}" '
                          f'{style}/>')
-        if not edges:
+        if not edges:  # (x, y) is the validation's line, without a band
             parts += [f'<circle cx="{pixel_x(a)}" cy="{pixel_y(b)}" r="2.5" fill="{color}"/>'
                       for a, b in zip(x, y)]
     return "".join(parts)
@@ -498,7 +515,8 @@ def chart(found, group=""):
         for n, members in enumerate(groups.values()):
             both = []
             for metric in LOSSES[:2]:
-                lines = [np.divide(run.line(metric, axis), [[scale], [1]]) for run in members]
+                lines = [run.line(metric, axis) for run in members]
+                lines = [(x / scale, y) for x, y in lines]
                 both.append(band(lines) if group else thin(*lines[0]))
             curves.append((COLORS[n % len(COLORS)], *both))
         parts.append(panel(curves, left, label, low, high))
@@ -513,7 +531,7 @@ def page(found, group="", sort="loss/val"):
     """Return table and chart as one HTML file that needs no other."""
     head, *rows = table_of(found, sort)
     parts = ["<tr>", *(f"<th>{html.escape(text(name))}</th>" for name in head), "</tr>"]
-    for row in zip(*map(unify, zip(*rows))):
+    for row in unify(rows):
         cells = [f'<td data-value="{html.escape(one_line(value))}">{html.escape(text(value))}</td>'
                  for value in row]
         parts += ["<tr>", *cells, "</tr>"]
