@@ -59,9 +59,9 @@ class ModelArgs:
     def of(cls, config, vocab_size, imported=None):
         """
         Return the ModelArgs of a run with the settings `config`. Each field is the setting of the
-        same name (`tied` is tie_embeddings, vocab_size the argument). A field without a setting is
-        taken from `imported`, the ModelArgs of the model that the run starts from, or is the
-        default if that is None.
+        same name, except that `tied` is tie_embeddings and vocab_size is the argument. A field
+        without a setting is taken from `imported`, the ModelArgs of the model that the run starts
+        from, or is the default if that is None.
         """
         known = asdict(imported) if imported else {}
         known |= {field.name: getattr(config, field.name) for field in fields(cls)
@@ -109,7 +109,7 @@ class SkipInit(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
-            return kwargs["tensor"]  # torch.nn.init always passes it here by name
+            return kwargs["tensor"]  # to initialize; torch.nn.init always passes it by name
         return function(*args, **(kwargs or {}))
 
 
@@ -133,7 +133,7 @@ def rope_table(args):
     The pair of dimensions (2i, 2i+1) at position t is rotated by the angle
     t / rope_scaling * rope_theta^(-2i/Q) / rope_factors[i].
     """
-    if torch.get_default_device().type == "meta":  # here too, arange would import the compiler
+    if torch.get_default_device().type == "meta":  # arange would import PyTorch's compiler
         return torch.empty(args.max_seq_len, args.head_dim // 2, 2)
     two_i = torch.arange(0, args.head_dim, 2, dtype=torch.float64)
     t = torch.arange(args.max_seq_len, dtype=torch.float64) / args.rope_scaling
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
     bos_id = None
 
     # Activation checkpointing in training mode: save only the blocks' inputs, and recompute the
-    # rest in backward. A key/value cache then has no effect on attention.
+    # rest in backward. The blocks then neither read nor fill a key/value cache.
     recompute = False
 
     def __init__(self, args):
@@ -243,8 +243,8 @@ class Transformer(nn.Module):
         sqrt(2 n_layers), because the outputs of all layers add up in the residual stream.
 
         wo starts as the transpose of wv, whose heads are repeated for the query heads that share
-        them. Each head thus begins by adding a projection of the vectors it attends to to the
-        residual stream, which rewards attending to the right token from the first step on.
+        them. At first, each head thus adds to the residual stream a projection of the vectors that
+        it attends to. That rewards attending to the right token from the first step on.
         doc/lab/recipe.md
         """
         residual_std = 0.02 / math.sqrt(2 * self.args.n_layers)
@@ -261,15 +261,15 @@ class Transformer(nn.Module):
 
     def forward(self, tokens, targets=None, cache=None, every=0, documents=None):
         """
-        Return (logits, None) for tokens (B, T), or with targets (None, loss).
+        For tokens (B, T), return (logits, None) if targets is None, otherwise (None, loss).
 
         targets: (B, T), -1 where a position has none. The loss is their mean cross-entropy in nats.
         every: with n > 0, return the logits of positions 0, n, 2n, ...; with 0, the logits of the
         last position, (B, 1, V).
         cache: a dict from new_cache with the earlier positions; this call appends T positions. A
         query then sees all positions up to its own, whatever bos_id and documents are.
-        documents: from ops.documents_of. It restricts attention to documents as bos_id does, which
-        it overrides, but without a mask (B, 1, T, T).
+        documents: from ops.documents_of. A query then sees only its own document, as with bos_id,
+        which is ignored. It needs no mask of (B, 1, T, T).
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -331,7 +331,8 @@ def latest(tokens, max_seq_len):
     Shorten tokens (B, T), T > max_seq_len, to half a context: the first token, usually BOS, and the
     latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
 
-    With half of the context free, no token but the first is evaluated more than twice.
+    Half of the context is free afterwards. So each token but the first is evaluated at most twice:
+    when it is new, and when it is kept.
     """
     half = max_seq_len // 2 if max_seq_len > 3 else 1
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]

@@ -53,8 +53,8 @@ from track import Tracker, source_version, start_tracking
 out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; auto: out/ and the
                             # name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # size of an evaluation, in thousands (1024) of tokens per split; 0: all
-                            # of val, as many of train
+eval_iters = 50             # tokens per split in an evaluation, in units of 1024; 0: all of val, and
+                            # the same number of tokens of train
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
 early_stop = 0              # evaluations without a new best loss after which the run returns to its
@@ -64,8 +64,9 @@ init_from = "auto"          # auto: resume out_dir's run, else start; force: the
                             # batch, data, seed or context have changed; scratch; resume; or the
                             # path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
-                            # the data; 0: no budget, but 5 (20 on a GPU) for a new model on data
-                            # other than stories, without depth, max_iters or max_minutes
+                            # the data. 0: no budget; except that a new model on data other than
+                            # stories gets 5 (on a GPU 20) if depth, max_iters and max_minutes are
+                            # not set
 max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
                             # end; 0: no limit
 checks = "all"              # checks before the first step: all, none, some (future,leak), or all
@@ -94,8 +95,8 @@ vocab_source = "custom"     # custom: BPE trained on the data; bpe: byte-level B
                             # llama2; or a tokenizer's path
 vocab_size = 0              # size of a vocabulary trained on the data; 0: chosen from the size of
                             # the text
-max_vocab_size = 0          # max size of a vocabulary whose vocab_size is 0; rare characters become
-                            # bytes; 0: no limit
+max_vocab_size = 0          # max size to choose when vocab_size is 0; rare characters become bytes
+                            # to stay below it; 0: no limit
 max_text_bytes = 0          # max bytes of text to prepare for training, spread evenly over the
                             # whole; 0: all of it
 val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
@@ -187,9 +188,10 @@ def train_step(t, step, x, y, spike_detector, update_norms):
                                                         grouped_queries)
     total = torch.zeros((), device=t.device)
     for i, (xb, yb) in enumerate(micro_batches):
-        # The micro-batch's weight in the mean loss. Rows without targets don't count: where the
-        # batch does not divide by the number of ranks, they pad each rank to the same row count.
+        # The micro-batch's weight in the mean loss. Rows without targets are padding and don't
+        # count: they give each rank the same number of rows if the batch can't be divided evenly.
         share = (yb >= 0).any(1).sum().item() / sequences
+        # None: the network masks other documents by model.bos_id, if that is set.
         documents = ops.documents_of(xb, t.dataset.separator, t.device) if packed else None
         xb, yb = distributed.to_device(t.device, xb, yb)
         with distributed.accumulate(t.network, last=i == len(micro_batches) - 1):
@@ -301,6 +303,7 @@ def save(t, writer, metric, unlogged=()):
         model = {"args": asdict(t.args), "model": weights, "chat": extra}
         tokenizer = t.dataset.folder / t.dataset.meta["tokenizer"]
         contents = checkpoint.Contents(step, model, train, t.record, tokenizer, metric)
+        # keep_claim: if out_dir was deleted meanwhile, claim it for this process again.
         folder = checkpoint.save(out_dir, contents, keep_last, claim=run_folder.keep_claim)
         if step == best and t.exports and distributed.master:
             whole = checkpoint.load(folder)["model"] if sharded else weights
@@ -338,7 +341,7 @@ def conclude(t, tracker, row):
         if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # an earlier session ended here; model.gguf is the newest now
+        elif exported_step(last):  # an earlier session's; model.gguf has the newest weights now
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
@@ -356,7 +359,7 @@ def conclude(t, tracker, row):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
     if not dry_run:
         say(progress.final_message(t.config, state, best, exported, wanted))
-    models = not t.exports or exported == wanted and step in (wanted, exported_step(last))
+    models = not t.exports or (exported == wanted and step in (wanted, exported_step(last)))
     saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
     return 0 if models and saved and tracker.is_logged() else 2
 
@@ -364,7 +367,8 @@ def conclude(t, tracker, row):
 def check_export(args, model, tokenizer, chat):
     """
     End the program if model files can't hold this model. Return whether they are written: --checks
-    may leave out this check, and then a model with parameters of its own has checkpoints only.
+    may leave out this check, and then a model with parameters that model files have no name for
+    has checkpoints only.
     chat: GGUF's metadata about chats, {key: value}.
     """
     refuse_unexportable(args, tokenizer, {ITER: max_iters} | chat)
@@ -429,8 +433,8 @@ def main(config, steps=math.inf):
                  exports)
     if eval_only:
         losses = evaluate(t)
-        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, over as "
-            f"many tokens")
+        say(f"validation loss {losses['val']:.4f}, training loss {losses['train']:.4f}, each over "
+            f"the same number of tokens")
         return t, 0
     if progress.is_over(config, state):
         return t, distributed.on_master(progress.say_finished, config, state, exports)
@@ -487,8 +491,8 @@ def train(t, steps=math.inf):
         n_coordinates = len(row)
 
         with stopwatch.paused():
-            # At the first step: tables of the data. After resuming from a stop whose evaluation was
-            # cut short: the row that was not logged then.
+            # At the first step: tables of the data. After resuming: the row that was not logged
+            # because the stop cut its evaluation short, which is made up for below.
             if step == 0:
                 row |= data_rows(t.dataset)
             unlogged = state.pop("row", {})
