@@ -53,8 +53,8 @@ from track import Tracker, source_version, start_tracking
 out_dir = "auto"            # folder of checkpoints, log.jsonl and model.gguf; auto: out/ and the
                             # name of the data
 eval_interval = 500         # steps between evaluations, each followed by a checkpoint
-eval_iters = 50             # tokens per split in an evaluation, in units of 1024; 0: all of val, and
-                            # the same number of tokens of train
+eval_iters = 50             # tokens per split in an evaluation, in units of 1024; 0: all of val,
+                            # and the same number of tokens of train
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
 early_stop = 0              # evaluations without a new best loss after which the run returns to its
