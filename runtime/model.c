@@ -597,10 +597,12 @@ static bool refuse_zeros(const Model *m, Error *e) {
         if (!is_never_zero(i)) continue;
         for (int layer = 0; layer < (tensors[i].per_layer ? m->config.n_layers : 1); layer++) {
             const Mat *mat = place_of((Weights *)&m->weights, i, layer);
+            char where[32] = "";
+            if (tensors[i].per_layer) snprintf(where, sizeof where, " of layer %d", layer);
             CHECK(!mat->data || !all_zeros(mat->data, bytes_of(mat)),
-                  "%s of layer %d holds nothing but zeros: the file is damaged, as by a download "
-                  "that broke off",
-                  tensors[i].name, layer);
+                  "%s%s holds nothing but zeros: the file is damaged, as by a download that broke "
+                  "off",
+                  tensors[i].name, where);
         }
     }
     return true;
