@@ -33,7 +33,8 @@ from engine.untrusted import parse_json, read_untrusted
 from tokenizer import decode_utf8
 from track import PROJECT, Session, Wandb, new_run_id, reason, wandb_run
 
-out_dir = "out"     # run, folder of runs, step, Hugging Face or Meta folder, GGUF, llama2.c file
+out_dir = "out"     # model: a run's folder, a folder of runs (the newest), a checkpoint's folder, a
+                    # Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""      # vocabulary of a llama2.c file: tokenizer.model, tokenizer.json, tokenizer.bin
 perplexity = ""     # a UTF-8 text to predict
 data = ""           # labelled prompts, .jsonl
@@ -60,6 +61,7 @@ def negative_log_likelihood(model, ids, device="cpu"):
     ids, T = torch.tensor(ids), model.args.max_seq_len
     whole = (len(ids) - 1) // T * T
     windows = max(1, MAX_LOGITS // (T * model.args.vocab_size))
+    # Inputs and targets, the ids one later: batches of up to `windows` rows, (rows, T).
     x, y = (ids[first:first + whole].view(-1, T).split(windows) for first in (0, 1))
     batches = list(zip(x, y)) if whole else []
     if whole + 1 < len(ids):
@@ -77,7 +79,7 @@ def print_perplexity(model, vocabulary, path, device):
         fail(f"--perplexity={path}: the text has no tokens")
     count, total = len(ids) - 1, negative_log_likelihood(model, ids, device)
     nats = total / count
-    if not nats < 700:  # or NaN
+    if not nats < 700:  # too large for math.exp, or NaN
         fail(f"{out_dir}: {nats:.4g} nats per token, expected about "
              f"{math.log(model.args.vocab_size):.1f} or less; its weights are broken")
     print(f"perplexity {math.exp(nats):.4f} ({count} tokens, {nats:.6f} nats per token, "
@@ -131,17 +133,25 @@ def read_labelled(path):
 
 @torch.inference_mode()
 def score(model, vocabulary, prompt, classes, device="cpu"):
-    """Return the probability of each class and EOS after the prompt, normalized: (classes,)."""
+    """
+    Return the probability of each class as the answer to the prompt, normalized to a sum of 1:
+    (classes,). EOS ends each answer, so that one is not likelier for being the start of another.
+    """
     ids = [vocabulary.encode_prompt(prompt + between + c, eos=True) for c in classes]
     longest = max(map(len, ids)) - 1
     if longest > model.args.max_seq_len:
         fail(f"the prompt {prompt[:40]!r} and an answer have {longest} tokens, the model's context "
              f"is {model.args.max_seq_len}; shorten it")
+    # The sums include the prompt, as its last token may depend on the answer; what all have in
+    # common cancels in the softmax.
     return torch.softmax(log_likelihoods(model, ids, [1] * len(ids), device), 0)
 
 
 def log_likelihoods(model, ids, starts, device="cpu"):
-    """Return the sum of ln p of each row's ids from its start on: (rows,) float64, on the CPU."""
+    """
+    Return the sum over ids[row][starts[row]:] of ln p(id | ids before it) for each row: (rows,)
+    float64, on the CPU. starts: indices of at least 1.
+    """
     T = max(map(len, ids)) - 1
     x, y = torch.zeros(len(ids), T, dtype=torch.int64), torch.full((len(ids), T), -1)
     for row, (tokens, start) in enumerate(zip(ids, starts)):
@@ -203,7 +213,7 @@ def report(rows, names):
 
 
 def log_to_wandb(rows, names, folder):
-    """Log to one run of job type `evaluate`; a tracker that fails costs a warning."""
+    """Log to one run of job type `evaluate`; print a warning if that fails."""
     flags = {"project": wandb_project} if wandb_project != "auto" else {}
     described = {"project": PROJECT, "name": f"evaluate-{Path(folder).name}",
                  "job_type": "evaluate"}
@@ -275,7 +285,8 @@ def choose(model, vocabulary, context, choices, device="cpu"):
     for choice in choices:
         whole = vocabulary.encode(f"{context} {choice}", bos=vocabulary.add_bos or not context)
         ids.append(whole[-model.args.max_seq_len - 1:])
-        starts.append(max(1, before - (len(whole) - len(ids[-1]))))
+        cut = len(whole) - len(ids[-1])
+        starts.append(max(1, before - cut))  # where the choice begins in what is left
     found = log_likelihoods(model, ids, starts, device)
     lengths = torch.tensor([len(choice) for choice in choices])
     return int(found.argmax()), int((found / lengths).argmax())
