@@ -33,7 +33,7 @@ demo: .venv/demo run ## set up, train a small model on built-in stories (5 minut
 	@echo "  .venv/bin/python train.py --help                   every knob"
 
 # Three workers: two leave a seventh of two cores idle, waiting for the processes that they have started.
-test: .venv/test run ## run the tests, but for those marked slow (ten minutes on two cores)
+test: .venv/test run ## run the tests, except those marked slow (ten minutes on two cores)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 3 --dist=loadfile --no-loadscope-reorder -m "not slow" tests
 
 lint: .venv/test     ## style, layers of imports and likely mistakes: ruff, import-linter, clang-format, the compiler's warnings
@@ -43,7 +43,7 @@ lint: .venv/test     ## style, layers of imports and likely mistakes: ruff, impo
 	.venv/bin/clang-format --dry-run --Werror $(FORMATTED)
 	$(CC) $(WARN) -Wshadow -Wstrict-prototypes -Wpointer-arith -Wvla -Werror -O1 -fsyntax-only $(SOURCES)
 
-test-long: .venv/test run lib ## the tests marked slow, and the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, texts of 1 GB, 2,000 mutants of each file format that Python reads, 50 clean runs under the checks, the page with 200 runs, GPU kernels at 7 sizes of GPU and their races, two processes beside one (an hour)
+test-long: .venv/test run lib ## the tests marked slow, and the long proofs: 100 stops at random steps, 100 kills, 40 faults of the tracker, texts of 1 GB, 2,000 mutants of each file format that Python reads, 50 clean runs under the checks, the page with 200 runs, GPU kernels at 7 sizes of GPU and their races, two processes beside one (two hours)
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder -m slow tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_files.py tests/long_mutated_files.py tests/long_cuda.py tests/long_parallel.py tests/long_checks.py tests/long_page.py
 

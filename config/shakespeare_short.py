@@ -1,4 +1,4 @@
-# A loss of 1.87 on Tiny Shakespeare's characters as fast as possible:
+# A loss below 1.886, that of nanoGPT's CPU recipe, on Tiny Shakespeare's characters, in seconds:
 # python train.py config/shakespeare_short.py
 #   text:       1.1 MB, downloaded to cache/tinyshakespeare; or --data=input.txt
 #   parameters: 2 x 128 x 128 + 2 x 128 x 64 + 3 x 128 x 256 + 256 biases in one layer,
