@@ -19,7 +19,8 @@ from engine.training.load import load_model
 from engine.streams import without_controls
 from page.inside import html
 
-out_dir = "out"         # run, folder of runs, step, Hugging Face or Meta folder, GGUF or llama2.c
+out_dir = "out"         # model: a run's folder, a folder of runs (the newest), a checkpoint's
+                        # folder, a Hugging Face or Meta folder, a GGUF or llama2.c file
 tokenizer = ""          # vocabulary of a llama2.c file: tokenizer.model, .json or .bin
 prompt = ""             # text to continue
 num_samples = 1         # number of continuations
@@ -69,7 +70,7 @@ def main():
             tokens = model.generate(start, max_new_tokens, temperature, top_p, stop, generator)
         except RuntimeError as e:  # torch.multinomial refuses NaN
             fail(f"{out_dir}: cannot be sampled from ({e}); its weights are broken")
-        # The last token was generated but not fed back.
+        # The model never reads the last token, so context + 1 tokens still fit.
         if tokens.shape[1] > context + 1 and not warned:
             warned = True
             print(f"the context of {context} tokens is full: it slides over the text",
