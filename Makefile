@@ -47,7 +47,7 @@ test-long: .venv/test run lib ## the tests marked slow, and the long proofs: 100
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -n 2 --dist=loadfile --no-loadscope-reorder -m slow tests
 	OMP_WAIT_POLICY=PASSIVE $(VENV) -m pytest -q -s tests/long_resume.py tests/long_track.py tests/long_docs.py tests/long_files.py tests/long_mutated_files.py tests/long_cuda.py tests/long_parallel.py tests/long_checks.py tests/long_page.py
 
-test-trackers:       ## SwanLab and trackio themselves, in an environment of their own: what they hold is log.jsonl
+test-trackers:       ## do SwanLab and trackio hold the rows of log.jsonl? in an environment of their own
 	$(PYTHON) -m venv cache/trackers
 	cache/trackers/bin/python -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -c requirements-extras.txt pytest tqdm numpy swanlab trackio
 	cache/trackers/bin/python -m pytest -q -s tests/long_trackers.py
@@ -56,7 +56,7 @@ mutations: .venv/test ## do the tests notice 200 changed operators, constants an
 	$(VENV) -m tests.mutations map
 	$(VENV) -m tests.mutations 200 py
 
-bench: .venv/demo run ## how fast run is with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)
+bench: .venv/demo run ## measure the speed of run with models of 15M to 1.1B parameters (18 GB of disk; see bench/README.md)
 	$(VENV) bench/run.py
 
 run: $(SOURCES) $(HEADERS) ## the C program that runs a model; it finds the CPU's vector instructions itself
@@ -77,7 +77,7 @@ libllamac.a: cache/lib/llamac.o
 libllamac.so: cache/lib/llamac.o
 	$(CC) $(CFLAGS) -shared -o $@ $< -lm -pthread
 
-runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## the same for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind, faster)
+runcuda: $(SOURCES) runtime/cuda/cuda.cu $(HEADERS) ## run for NVIDIA GPUs (needs nvcc; ARCH=90 compiles for one kind of GPU, in less time)
 	mkdir -p cache/cuda && cd cache/cuda && $(CC) $(WARN) $(CFLAGS) -DCUDA -c $(SOURCES:%=../../%)
 	$(NVCC) -std=c++17 -Wno-deprecated-gpu-targets $(NVCCFLAGS) $(foreach a,$(ARCH),-gencode arch=compute_$(a),code=sm_$(a)) \
 	    -gencode arch=compute_$(lastword $(ARCH)),code=compute_$(lastword $(ARCH)) \
@@ -95,15 +95,15 @@ fuzz: .venv/test     ## fuzz run's loaders and encoder with clang's libFuzzer, R
 	    -max_len=24576 -timeout=20 -rss_limit_mb=2048 -print_final_stats=1 -artifact_prefix=cache/fuzz/ \
 	    cache/fuzz/$$target cache/fuzz/seeds/$$target tests/fuzz/corpus || exit 1; done
 
-encode-long: .venv/test run ## run's encoder against sentencepiece's, a million strings; then the time both take
+encode-long: .venv/test run ## compare run's encoder with sentencepiece's on a million strings, then their speed
 	$(VENV) -m tests.test_encode ./run 1000000
 	$(VENV) -m tests.test_encode ./run
 
-bpe-long: .venv/test lib ## byte-level BPE against tokenizers, a million strings; then the time both take (TEXTS="english.txt chinese.txt code.txt")
+bpe-long: .venv/test lib ## compare byte-level BPE with tokenizers on a million strings, then their speed (TEXTS="english.txt chinese.txt code.txt")
 	$(VENV) -m tests.test_bpe_run 1000000 $(TEXTS)
 	$(VENV) -m tests.test_bpe_run time $(TEXTS)
 
-odd-strings: .venv/test run ## odd strings in run, sentencepiece, transformers and, with LLAMA_CPP=folder, llama.cpp
+odd-strings: .venv/test run ## compare run on odd strings with sentencepiece, transformers and, with LLAMA_CPP=folder, llama.cpp
 	LLAMA_CPP="$(LLAMA_CPP)" $(VENV) -m tests.odd_strings ./run
 
 coverage: .venv/test ## which branches of the library's loaders and tokenizer the tests take (gcov)
@@ -122,5 +122,5 @@ coverage: .venv/test ## which branches of the library's loaders and tokenizer th
 	$(VENV) -m pip install -q --disable-pip-version-check $(PIP_FLAGS) -r requirements-dev.txt
 	@touch $@
 
-clean:               ## remove what was built; runs, caches and .venv stay
+clean:               ## remove build products; runs, caches and .venv stay
 	rm -f run run-debug runcuda libllamac.a libllamac.so cache/lib/*.o cache/cuda/*.o
