@@ -27,7 +27,7 @@ from engine.streams import one_line, outlast
 from engine.untrusted import MAX_JSON, read_json
 
 file = ""       # the sweep: a .yaml file in W&B's format
-count = 0       # number of trials; 0: the file's run_cap, or the whole grid
+count = 0       # number of trials; 0: the file's run_cap, else the whole grid, else 20
 out_dir = ""    # folder for the trials' folders; "": the file's out_dir, else out/sweep
 seed = 1337     # of random and bayes
 
@@ -98,6 +98,7 @@ def check_command(command):
              f"{json.dumps(COMMAND)}")
     words, known = [str(word) for word in command], macros({}, "")
     for word in words:
+        # The value of ${envvar:NAME} may be any word, so it is removed before the check.
         if is_macro(ENVIRONMENT_VARIABLE.sub("", word)) and word[2:-1] not in known:
             fail(f"{file}: command has {word}, expected one of "
                  f"{', '.join(f'${{{name}}}' for name in known)}")
@@ -105,7 +106,7 @@ def check_command(command):
             if name not in os.environ:
                 fail(f"{file}: command has {word}, but the environment has no {name}")
         key = word.lstrip("-+").partition("=")[0].replace("-", "_")
-        if key in SET_BY_SWEEP and word != key:
+        if key in SET_BY_SWEEP and word != key:  # "out_dir" without dashes or = is no option
             fail(f"{file}: command sets {word}, but the sweep gives each trial its own {key}; set "
                  "it under parameters")
     if not any(word.startswith("${args") for word in words):
@@ -146,7 +147,8 @@ def check_parameter(name, spec, method):
 
 
 def refuse_unused(name, spec, method):
-    """Exit if a parameter has a key that would have no effect here."""
+    """Exit if a parameter has a key or a distribution that would have no effect here."""
+    # In words, the keys that are used, and the distributions that such a parameter may name.
     if "value" in spec:
         what, used, kinds = "a value", {"value"}, ["constant"]
     elif "values" in spec:
@@ -265,12 +267,14 @@ def suggest(name, spec, trial):
 # ---- trials --------------------------------------------------------------------------------------
 
 def refuse_other(sweep, values, folder):
-    """Exit if a trial's folder holds a trial with other values, which would be resumed as this."""
+    """Exit if a trial's folder holds a trial with other values: the trainer would resume it."""
     stored = read_json(folder / "config.json", MAX_JSON, {})
     stored |= renamed(stored)  # another program than train.py may use the old names
     known = knobs_of(program(sweep))
     names = stored.keys() & values.keys()
-    for name in names - DERIVED if values.get("batch_size") == 0 else names:
+    if values.get("batch_size") == 0:
+        names -= DERIVED
+    for name in names:
         new = values[name]
         if name in known:
             new = convert(name, str(new), known[name][0], file)
@@ -358,8 +362,8 @@ def run_program(command, environment):
 
 
 def varies(sweep, name):
-    """Return whether a setting is a parameter with more than one value."""
-    return "value" not in sweep["parameters"].get(name, {"value": 0})
+    """Return whether a setting is a parameter of the sweep that has no fixed `value`."""
+    return name in sweep["parameters"] and "value" not in sweep["parameters"][name]
 
 
 def best_value(sweep, run):
@@ -415,7 +419,8 @@ def main():
         print(": ".join(heading), flush=True)
     parameters, method = sweep["parameters"], sweep["method"]
     folder = Path(str(out_dir or parameters.get("out_dir", {}).get("value") or "out/sweep"))
-    limit = count or sweep.get("run_cap") or (None if method == "grid" else 20)
+    default = None if method == "grid" else 20  # None: the whole grid
+    limit = count or sweep.get("run_cap") or default
     if method == "bayes":
         bayes(sweep, folder, limit)
     else:
@@ -429,7 +434,7 @@ def main():
     done = [path.parent for path in folder.glob("*/config.json")]
     if not done:
         fail(f"{file}: no trial logged a row; the messages above have the reason")
-    done.sort(key=lambda path: (len(path.name), path.name))
+    done.sort(key=lambda path: (len(path.name), path.name))  # 2 before 10
     metric = sweep.get("metric", {}).get("name", "loss/val")
     try:
         print("\n".join(compare.lines_of(compare.table_of(compare.read_runs(done), metric))))
@@ -443,5 +448,5 @@ if __name__ == "__main__":
     if len(words) > 1:
         fail(f"{' and '.join(words)}: expected one sweep")
     file = words[0] if words else file
-    outlast("stdout")
+    outlast("stdout")  # a closed terminal does not end the sweep: the results are in the folders
     main()
