@@ -18,17 +18,18 @@ static __device__ float element_at(const Mat &m, size_t i) {
         float scale = __half2float(((const __half *)m.scales)[i / 32]);
         return scale * ((i % 32 < 16 ? byte & 15 : byte >> 4) - 8);
     }
-    default: return ((const float *)m.scales)[i / m.group] * (int8_t)bytes[i];
+    default: // INT8_GROUPS
+        return ((const float *)m.scales)[i / m.group] * (int8_t)bytes[i];
     }
 }
 
 // ----------------------------------------------------------------------------
-// Format<type> unpacks one type. Its Unit is one 16-byte load: N elements of a row, and their scale
-// where the type has one.
+// Format<type> unpacks one type. Its Unit holds N elements of a row, which one 16-byte load reads,
+// and their scale where the type has one.
 //   scale_at(m, i)         loads the scale of element i of the flattened matrix
-//   make_unit(bits, scale) puts the two loads together
-//   unpack(unit, out)      writes N elements before scaling
-//   scale(unit)            is the factor that unpacked elements must be multiplied by
+//   make_unit(bits, scale) returns the unit made of the two loads
+//   unpack(unit, out)      writes the N elements, not yet multiplied by the scale
+//   scale(unit)            returns the factor for the unpacked elements
 
 template <Type type> struct Format;
 
@@ -70,12 +71,13 @@ template <> struct Format<BF16> : Unscaled {
     }
 };
 
-// Converts the four bytes of `word` to floats and subtracts `zero`. A byte in the lowest bits of
-// the float 2^23 makes it 2^23 + byte, which is cheaper than converting an integer.
+// Converts the four bytes of `word` to floats and subtracts `zero`. The lowest bit of the float
+// 2^23 (0x4b000000) counts ones, so byte i of `word` in its lowest 8 bits makes it 2^23 + byte,
+// which is cheaper than converting an integer.
 static __device__ void bytes_to_floats(uint32_t word, float zero, float *out) {
     for (int i = 0; i < 4; i++) {
         float shifted = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 | i));
-        out[i] = shifted - (8388608.0f + zero);
+        out[i] = shifted - (8388608.0f + zero); // 8388608 = 2^23
     }
 }
 
@@ -122,8 +124,8 @@ static __device__ typename Format<type>::Unit load_unit(const Mat &m, size_t uni
 // ----------------------------------------------------------------------------
 // Half precision
 
-// Rounds to half precision. Finite values are clamped to its range; infinities and NaN are kept,
-// so that they reach the logits, where they are reported.
+// Rounds to half precision. Finite values are clamped to its range, -65504 to 65504; infinities and
+// NaN are kept, so that they reach the logits, where they are reported.
 static __device__ __half to_half(float x) {
     if (fabsf(x) > 65504 && fabsf(x) < INFINITY) x = copysignf(65504, x);
     return __float2half(x);
@@ -133,7 +135,8 @@ static __device__ __half2 to_halves(float a, float b) {
     return __halves2half2(to_half(a), to_half(b));
 }
 
-// Writes scale * x (N,) in half precision. The values are clamped only if one is out of range.
+// Writes scale * x (N,) in half precision, rounded by to_half. If no value is out of range, pairs
+// are converted without clamping, which is faster.
 template <int N> static __device__ void scale_to_halves(__half2 *out, const float *x, float scale) {
     float max = 0;
 #pragma unroll

@@ -57,13 +57,14 @@ static __global__ void matmul_any(const __grid_constant__ Products products, con
 // ----------------------------------------------------------------------------
 // One token
 
+// A unit is one 16-byte load: N elements of a row (see Format in formats.cuh).
 enum {
     WARP_ROWS = 2, // rows that a warp multiplies together
     UNROLL = 2,    // units of each row that a lane loads together
 };
 
-// Returns where element i of x is in shared memory. Every 128 bytes are followed by 16 unused
-// ones: the lanes' float4, which are N elements apart, then come from different banks.
+// Returns the index in shared memory of element i of x. After every 32 floats, 4 are unused:
+// neighbouring lanes read float4 that are N floats apart, which would conflict in few banks.
 static __host__ __device__ unsigned padded(unsigned i) { return i + i / 32 * 4; }
 
 // Adds to sum[r] the product of row r's unit and xs (N,), for each of the rows.
@@ -87,11 +88,12 @@ static __device__ void multiply_units(const typename Format<type>::Unit units[WA
     }
 }
 
-// What a lane holds of a warp's rows: the units `unit`, `unit` + 32, ... of each row.
+// A lane's part of its warp's rows: UNROLL units of each row, 32 apart, from unit number `unit`.
 template <Type type> struct UnitBatch {
     typename Format<type>::Unit units[UNROLL][WARP_ROWS];
 
-    // Loads from the rows at `at`. Units beyond the columns are left as they are.
+    // Loads from the rows at `at`. A row beyond the last repeats it, and its sum is not stored.
+    // Units beyond the columns are left as they are.
     __device__ void load(const Products &products, RowGroup at, int cols, int unit) {
         const int N = Format<type>::N;
         if (at.product == products.n) return;
@@ -104,7 +106,7 @@ template <Type type> struct UnitBatch {
             }
     }
 
-    // Adds the products with xs (cols,), padded.
+    // Adds to `sum` the products with xs (cols,), padded.
     __device__ void multiply(const float *xs, int cols, int unit, float sum[WARP_ROWS]) const {
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
@@ -131,10 +133,14 @@ static __global__ void __launch_bounds__(32 * WARPS)
     __syncthreads();
     float sum[WARP_ROWS] = {0};
     while (at.product < products.n) {
-        bool row_ends = (unit - lane + step) * Format<type>::N >= cols; // the same for all lanes
+        // The rows have no next batch. The condition is the same for all lanes of the warp.
+        bool row_ends = (unit - lane + step) * Format<type>::N >= cols;
         int next_unit = row_ends ? lane : unit + step;
-        RowGroup next_at =
-            row_ends ? find_rows(products, group += gridDim.x * WARPS, WARP_ROWS) : at;
+        RowGroup next_at = at;
+        if (row_ends) {
+            group += gridDim.x * WARPS;
+            next_at = find_rows(products, group, WARP_ROWS);
+        }
         next.load(products, next_at, cols, next_unit);
         now.multiply(xs, cols, unit, sum);
         if (row_ends) {
@@ -151,21 +157,24 @@ static __global__ void __launch_bounds__(32 * WARPS)
 }
 
 // ----------------------------------------------------------------------------
-// Many tokens, float32
+// Many tokens, float32 weights
 
 enum { TILE = 64 }; // rows and tokens of a tile
 
 // Computes a tile of TILE rows and TILE tokens in each block, 4 by 4 of it in each thread.
-// x (T, cols); cols is a multiple of 32. Grid: (row tiles, token tiles); block: 256 threads.
+// x (T, cols); cols is a multiple of 32. Grid: (row tiles, token tiles), exactly one block for each
+// tile; block: 256 threads.
 static __global__ void __launch_bounds__(256)
     matmul_tiles(const __grid_constant__ Products products, const float *x, int cols, int T) {
     typedef Format<F32> F;
     const int N = F::N, K = 32;
+    // Both tiles are transposed. The last 4 floats of a row are unused.
     __shared__ __align__(16) float ws[K][TILE + 4], xs[K][TILE + 4];
     RowGroup at = find_rows(products, blockIdx.x, TILE);
     const Product &p = products.list[at.product];
-    int t0 = blockIdx.y * TILE, r4 = threadIdx.x % 16 * 4, t4 = threadIdx.x / 16 * 4;
-    float sum[4][4] = {{0}}; // token, row
+    int t0 = blockIdx.y * TILE;
+    int row4 = threadIdx.x % 16 * 4, token4 = threadIdx.x / 16 * 4; // first of this thread's four
+    float sum[4][4] = {{0}};                                        // (tokens, rows)
     for (int k = 0; k < cols; k += K) {
         for (int i = threadIdx.x; i < TILE * K / N; i += 256) {
             int r = i % TILE, u = i / TILE * N;
@@ -186,17 +195,17 @@ static __global__ void __launch_bounds__(256)
         }
         __syncthreads();
         for (int i = 0; i < K; i++) {
-            float4 w4 = *(const float4 *)&ws[i][r4], x4 = *(const float4 *)&xs[i][t4];
-            float w[4] = {w4.x, w4.y, w4.z, w4.w}, y[4] = {x4.x, x4.y, x4.z, x4.w};
-            for (int a = 0; a < 4; a++)
-                for (int b = 0; b < 4; b++) sum[a][b] += y[a] * w[b];
+            float4 w4 = *(const float4 *)&ws[i][row4], x4 = *(const float4 *)&xs[i][token4];
+            float of_rows[4] = {w4.x, w4.y, w4.z, w4.w}, of_tokens[4] = {x4.x, x4.y, x4.z, x4.w};
+            for (int t = 0; t < 4; t++)
+                for (int r = 0; r < 4; r++) sum[t][r] += of_tokens[t] * of_rows[r];
         }
         __syncthreads();
     }
-    for (int a = 0; a < 4; a++)
-        for (int b = 0; b < 4; b++)
-            if (t0 + t4 + a < T && at.row + r4 + b < p.w.rows) {
-                float *out = &p.out[(size_t)(t0 + t4 + a) * p.w.rows + at.row + r4 + b];
-                store_sum(out, sum[a][b], p.accumulate);
+    for (int t = 0; t < 4; t++)
+        for (int r = 0; r < 4; r++)
+            if (t0 + token4 + t < T && at.row + row4 + r < p.w.rows) {
+                float *out = &p.out[(size_t)(t0 + token4 + t) * p.w.rows + at.row + row4 + r];
+                store_sum(out, sum[t][r], p.accumulate);
             }
 }
