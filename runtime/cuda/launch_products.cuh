@@ -4,18 +4,19 @@
 #include "session.cuh"
 #include "tensor_products.cuh"
 
-// Returns where a kernel that writes x (T, ...) must write a copy in half precision; NULL if no
-// product will read it.
+// Returns where a kernel that writes x (T, ...) must also write it in half precision, and records x
+// as the source of that copy. Returns NULL if no copy is wanted: outside a pass, the caller may
+// change x, and products of one token or of a float32 model read float32.
 static __half *half_copy_for(Cuda *c, const float *x, int T) {
-    bool is_wanted =
-        c->in_pass && T > 1 && !c->float_cache; // outside a pass the caller may change x
+    bool is_wanted = c->in_pass && T > 1 && !c->float_cache;
     c->half_x_source = is_wanted ? x : NULL;
     if (!is_wanted) return NULL;
     std::swap(c->half_x, c->spare_half_x); // the kernel may read the earlier copy
     return c->half_x;
 }
 
-// Whether the kernels can load rows in 16-byte units. llama2.c's groups may have any length.
+// Whether the kernels can load rows in 16-byte units. The groups of INT8_GROUPS, which llama2.c
+// writes, may have any length, so a unit could contain elements of several groups.
 static bool has_units(const Mat *m) { return m->cols % 32 == 0 && m->type != INT8_GROUPS; }
 
 // Whether products with w run on the tensor cores.
@@ -23,7 +24,7 @@ static bool uses_tensor_cores(const Mat *w, int T) {
     return has_units(w) && T > 1 && w->type != F32;
 }
 
-// Returns how many groups of `size` rows, the last of each matrix possibly smaller, there are.
+// Returns the number of groups of `size` rows. The last group of each matrix may be smaller.
 static unsigned count_groups(const Products &products, int size) {
     unsigned n = 0;
     for (int i = 0; i < products.n; i++) n += ceil_div(products.list[i].w.rows, size);
@@ -76,7 +77,7 @@ template <int R, int TOKENS> static TensorKernel *tensor_kernel(Type type) {
     }
 }
 
-// The sizes of tiles that there are kernels for; the largest first.
+// The tile sizes for which kernels exist, the largest first.
 static const struct TileShape {
     int rows, tokens;
     TensorKernel *(*kernel)(Type);
@@ -87,12 +88,13 @@ static const struct TileShape {
 };
 
 enum {
-    MAX_STAGES = 3,      // stages of x in shared memory, if they fit; at least 2 are needed
-    MAX_SHARERS = 3,     // max blocks that share a tile of 128 rows
+    MAX_STAGES = 3,      // max stages of x in shared memory; at least 2 are needed
+    MAX_SHARERS = 3,     // max blocks that share a tile, unless it has the smallest shape
     MIN_BLOCK_STEPS = 4, // min steps of a block
 };
 
-// Returns the bytes of shared memory that a tile needs: its buffers, or later its sums.
+// Returns the bytes of shared memory that a tile needs. Its buffers (weights of two steps, x of
+// `stages` steps) and later its sums use the same memory.
 static size_t tile_bytes(const TileShape &shape, int stages) {
     size_t rows = 2 * (size_t)shape.rows + (size_t)stages * shape.tokens;
     return std::max(sizeof(__half) * PITCH * rows, sizeof(float) * (shape.rows + 4) * shape.tokens);
@@ -104,16 +106,17 @@ static int count_tiles(const Products &products, const TileShape &shape, int T, 
     return row_tiles * ceil_div(T, shape.tokens);
 }
 
-// Launches a block for each multiprocessor, or fewer so that each has MIN_BLOCK_STEPS steps. Tiles
-// are as large as fits in shared memory, unless too many blocks would share each: the last of them
-// adds up the partial sums of all. Returns false if no tile fits.
+// Launches a block for each multiprocessor, or fewer so that each has at least MIN_BLOCK_STEPS
+// steps. Takes the largest tiles that fit in shared memory and are shared by few blocks: the last
+// block of a tile adds up the partial sums of all, which takes time. Returns false if no tile fits.
 // x (T, cols); gated: the first product's out becomes SwiGLU of both.
 static bool launch_tensor(Cuda *c, const Products &products, const float *x, int T, bool gated) {
     int cols = products.list[0].w.cols, stages = MAX_STAGES;
     size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // minus is_last_block's variable
     const TileShape *shape = TILE_SHAPES, *smallest = std::end(TILE_SHAPES) - 1;
     auto is_too_large = [&](const TileShape &s) {
-        return T <= s.tokens - 128 || tile_bytes(s, 2) > max_shared
+        bool is_half_empty = T <= s.tokens - 128; // 128 of its tokens would not exist
+        return is_half_empty || tile_bytes(s, 2) > max_shared
                || count_tiles(products, s, T, gated) * MAX_SHARERS < c->multiprocessors;
     };
     while (shape < smallest && is_too_large(*shape)) shape++;
@@ -142,6 +145,8 @@ static bool launch_tensor(Cuda *c, const Products &products, const float *x, int
 // ----------------------------------------------------------------------------
 // Any products
 
+// matmul_any computes what no faster kernel can: rows without 16-byte units, or shapes that do not
+// fit in shared memory.
 static void launch_products(Cuda *c, const Products &products, const float *x, int T) {
     const Mat *w = &products.list[0].w;
     bool on_tensor_cores = uses_tensor_cores(w, T);

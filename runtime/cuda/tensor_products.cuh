@@ -11,7 +11,7 @@
 #include "products.cuh"
 
 enum {
-    STEP_COLS = 64,        // columns of a step: a multiple of 64
+    STEP_COLS = 64,        // columns of a step: a multiple of 64, 16 for each of up to 4 groups
     PITCH = STEP_COLS + 8, // halves between rows in shared memory; 8 unused against bank conflicts
     PREFETCH_STEPS = 4,    // weights are prefetched to the L2 cache this many steps ahead
     TENSOR_THREADS = 256,  // threads of a block
@@ -43,14 +43,16 @@ template <> __device__ void unit_to_halves<F16>(const Format<F16>::Unit &u, uint
 template <> __device__ void unit_to_halves<BF16>(const Format<BF16>::Unit &u, uint4 *out) {
     float x[8];
     Format<BF16>::unpack(u, x);
-    bool may_overflow = (u.bits.x | u.bits.y | u.bits.z | u.bits.w) & 0x40004000u; // |x| >= 2
+    // The highest exponent bit of a bfloat16 is set if its absolute value is at least 2.
+    bool may_overflow = (u.bits.x | u.bits.y | u.bits.z | u.bits.w) & 0x40004000u;
     if (may_overflow) return scale_to_halves<8>((__half2 *)out, x, 1);
 #pragma unroll
     for (int i = 0; i < 4; i++) ((__half2 *)out)[i] = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
 }
 
-// Returns scale * (byte - zero) for two bytes of `word`, which `selector` picks. A byte in the
-// lowest bits of the half 1024 makes it 1024 + byte.
+// Returns scale * (byte - zero) for two bytes of `word`: 0 and 1 if `selector` is 0x4140, 2 and 3
+// if it is 0x4342. The lowest bit of the half 1024 (0x6400) counts ones, so a byte in its lowest 8
+// bits makes it 1024 + byte.
 static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t selector, float zero,
                                           __half2 scale) {
     uint32_t bits = __byte_perm(word, 0x64646464u, selector);
@@ -58,8 +60,9 @@ static __device__ __half2 bytes_to_halves(uint32_t word, uint32_t selector, floa
     return __hmul2(__hadd2(*(__half2 *)&bits, shift), scale);
 }
 
-// Whether products with this scale stay in the range of half precision. Then they can be computed
-// in half precision, with the same single rounding as in float32.
+// Whether the products of this scale and quantized values, at most 128, stay in the range of half
+// precision, which ends at 65504. Then they can be computed in half precision: they are rounded
+// once, as they would be if they were computed in float32.
 static __device__ bool is_small(__half scale) { return fabsf(__half2float(scale)) <= 500; }
 
 template <> __device__ void unit_to_halves<Q8_0>(const Format<Q8_0>::Unit &u, uint4 *out) {
@@ -98,21 +101,22 @@ template <> __device__ void unit_to_halves<Q4_0>(const Format<Q4_0>::Unit &u, ui
 // ----------------------------------------------------------------------------
 // What a launch computes, and where a tile's rows are
 
-// Tiles are numbered by tokens first, then by rows, so that blocks that run at the same time read
-// the same weights.
+// Tile i has the tokens of group i % token_tiles and the rows of group i / token_tiles. Most
+// consecutive tiles have the same rows, so blocks that run at the same time read the same weights.
 typedef struct {
     int cols, T;        // of x
     int token_tiles;    // tiles that a group of rows needs for all tokens
     int steps, tiles;   // steps of a tile; all tiles
-    int stages;         // steps of x that shared memory holds: one in use, the others being copied
-    bool gated;         // out of product 0 = SwiGLU of products 0 and 1
-    __half *half_copy;  // with `gated`: the same in half precision; NULL if it is not needed
+    int stages;         // steps of x in shared memory: one is multiplied, the others are copied
+    bool gated;         // product 0's out becomes SwiGLU of products 0 (gate) and 1 (up)
+    __half *half_copy;  // with `gated`: that out in half precision; NULL if it is not needed
     float *partials;    // (blocks, 2, TOKENS, R): partial sums of shared tiles
     unsigned *counters; // (blocks,) zeros
 } TilePlan;
 
-// The rows of a tile. Its upper half follows the lower half; with `gated`, it has the same rows of
-// the second matrix instead.
+// The rows of a tile, in two halves: the lower half, from `row` on, and the upper half, from
+// `upper_row` on. The upper half follows the lower one; with `gated`, it has the same rows of the
+// second matrix instead.
 struct TileRows {
     Mat lower, upper; // copies, so that they stay in registers
     int product, row, upper_row;
@@ -135,11 +139,12 @@ struct TileRows {
     }
 };
 
+// Returns the first step of a block, counted over all tiles.
 static __device__ int first_step(const TilePlan &p, int block) {
     return (int)((long long)p.tiles * p.steps * block / gridDim.x);
 }
 
-// Returns which block computes a step.
+// Returns the block that computes a step: the last whose first_step is at most `step`.
 static __device__ int block_of_step(const TilePlan &p, int step) {
     return (int)((((long long)step + 1) * gridDim.x - 1) / ((long long)p.tiles * p.steps));
 }
@@ -147,16 +152,17 @@ static __device__ int block_of_step(const TilePlan &p, int step) {
 // ----------------------------------------------------------------------------
 // Loads
 
-// The weights of a step that a thread holds in registers: units TENSOR_THREADS apart.
+// A thread's part of the weights of a step, in registers. The units of a step are numbered row by
+// row; unit j of the thread is the one with number threadIdx.x + j * TENSOR_THREADS.
 template <Type type, int R> struct WeightStage {
     static const int N = Format<type>::N, UNITS_PER_ROW = STEP_COLS / N, TOTAL = R * UNITS_PER_ROW,
                      UNITS = (TOTAL + TENSOR_THREADS - 1) / TENSOR_THREADS;
     typename Format<type>::Unit units[UNITS];
 
-    static __device__ int row_of(int j) {
+    static __device__ int unit_row(int j) {
         return (threadIdx.x + j * TENSOR_THREADS) / UNITS_PER_ROW;
     }
-    static __device__ int col_of() { return threadIdx.x % UNITS_PER_ROW * N; }
+    static __device__ int unit_col() { return threadIdx.x % UNITS_PER_ROW * N; } // for every j
     static __device__ bool is_used(int j) {
         return TOTAL % TENSOR_THREADS == 0 || threadIdx.x + j * TENSOR_THREADS < TOTAL;
     }
@@ -165,8 +171,8 @@ template <Type type, int R> struct WeightStage {
     __device__ void load(int j, const TileRows &rows, int cols, int k) {
         if (!is_used(j)) return;
         Mat m;
-        size_t row = rows.row_of<R>(row_of(j), &m);
-        if (k + col_of() < cols) units[j] = load_unit<type>(m, (row * cols + k + col_of()) / N);
+        size_t row = rows.row_of<R>(unit_row(j), &m);
+        if (k + unit_col() < cols) units[j] = load_unit<type>(m, (row * cols + k + unit_col()) / N);
         else memset(&units[j], 0, sizeof units[j]);
     }
 
@@ -175,7 +181,7 @@ template <Type type, int R> struct WeightStage {
         uint4 halves[N / 8];
         if (!is_used(j)) return;
         unit_to_halves<type>(units[j], halves);
-        uint4 *to = (uint4 *)(ws + row_of(j) * PITCH + col_of());
+        uint4 *to = (uint4 *)(ws + unit_row(j) * PITCH + unit_col());
 #pragma unroll
         for (int i = 0; i < N / 8; i++) to[i] = halves[i];
     }
@@ -191,12 +197,13 @@ static __device__ void copy_x_async(__half *xs, const __half *x, int t0, int T, 
         int i = threadIdx.x + j * TENSOR_THREADS, unit = i % UNITS_PER_ROW, col = k + unit * 8;
         int t = i / UNITS_PER_ROW;
         const __half *from = x + (size_t)min(t0 + t, T - 1) * cols + (col < cols ? col : 0);
-        __pipeline_memcpy_async(xs + t * PITCH + unit * 8, from, 16, col < cols ? 0 : 16);
+        int zero_bytes = col < cols ? 0 : 16; // written instead of bytes of `from`
+        __pipeline_memcpy_async(xs + t * PITCH + unit * 8, from, 16, zero_bytes);
     }
 }
 
-// Prefetches a tile's weights to the L2 cache: each of threads 0 to R - 1 one row's elements, each
-// of the next R threads one row's scales.
+// Prefetches a tile's weights to the L2 cache. Each of the threads 0 to R - 1 prefetches the
+// elements of one row, each of the next R threads the scales of one row.
 template <Type type, int R> struct WeightPrefetch {
     const char *from; // step 0; NULL for the other threads
     size_t stride;    // bytes between steps
@@ -296,7 +303,8 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
                                       const TilePlan &p, const TileBuffers &buffers) {
     typedef WarpLayout<R, TOKENS> Warps;
     typedef WeightStage<type, R> Weights;
-    const int SLICES = STEP_COLS / 16 / Warps::GROUPS, W = R * PITCH, X = TOKENS * PITCH;
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // 16 columns of a step, in each group
+    const int W_SIZE = R * PITCH, X_SIZE = TOKENS * PITCH;
     const TileRows &rows = tile.rows;
     int t0 = tile.t0, first = tile.first, end = tile.end;
     __half *ws = buffers.ws, *xs = buffers.xs;
@@ -308,7 +316,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
     for (int s = first + 1; s < first + PREFETCH_STEPS; s++) ahead.prefetch(s, end);
     for (int i = 0; i < p.stages - 1; i++) {
         if (first + i < end)
-            copy_x_async<TOKENS>(xs + i * X, x, t0, p.T, p.cols, (first + i) * STEP_COLS);
+            copy_x_async<TOKENS>(xs + i * X_SIZE, x, t0, p.T, p.cols, (first + i) * STEP_COLS);
         __pipeline_commit();
     }
 #pragma unroll
@@ -318,17 +326,19 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
         stage.store(j, ws);
         if (first + 1 < end) stage.load(j, rows, p.cols, (first + 1) * STEP_COLS);
     }
-    int now = 0,
-        next = p.stages - 1; // stages of x: multiplied in this step, copied to in this step
+    int now = 0;             // stage of x that the step multiplies
+    int next = p.stages - 1; // stage of x that the step starts to copy to
     for (int s = first; s < end; s++) {
         __pipeline_wait_prior(p.stages - 2);
         __syncthreads(); // this step's weights and x are visible; the step before is finished
         if (s + p.stages - 1 < end)
-            copy_x_async<TOKENS>(xs + next * X, x, t0, p.T, p.cols, (s + p.stages - 1) * STEP_COLS);
+            copy_x_async<TOKENS>(xs + next * X_SIZE, x, t0, p.T, p.cols,
+                                 (s + p.stages - 1) * STEP_COLS);
         __pipeline_commit();
         ahead.prefetch(s + PREFETCH_STEPS, end);
-        const __half *w_now = ws + (s - first) % 2 * W, *x_now = xs + now * X;
-        __half *w_next = ws + (s + 1 - first) % 2 * W;
+        const __half *w_now = ws + (s - first) % 2 * W_SIZE, *x_now = xs + now * X_SIZE;
+        __half *w_next = ws + (s + 1 - first) % 2 * W_SIZE;
+        // Stores a part of the next step's weights, and loads the same units of the step after it.
         auto renew_weights = [&](int slice) {
 #pragma unroll
             for (int j = slice; j < Weights::UNITS; j += SLICES) {
@@ -352,8 +362,9 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
 // ----------------------------------------------------------------------------
 // Results
 
-// What a thread holds of a tile's finished sums: quads, which are the sums of 4 rows for one token,
-// TENSOR_THREADS apart. The quads of a tile are handled in PARTS rounds of EACH quads a thread.
+// A thread's part of a tile's finished sums, in quads: the sums of 4 rows for one token. Of a tile,
+// a thread has ALL quads, TENSOR_THREADS apart. To save registers, it handles them in PARTS rounds
+// of EACH quads.
 template <int R, int TOKENS> struct SumQuads {
     static const int ALL = TOKENS * R / 4 / TENSOR_THREADS, EACH = ALL < 16 ? ALL : 16,
                      PARTS = ALL / EACH;
@@ -431,7 +442,7 @@ template <int R, int TOKENS> struct SumQuads {
             int t = t0 + token(j), r = row + first_row(j);
             size_t at = (size_t)t * p.w.rows + r;
 #pragma unroll
-            for (int i = 0; i < 4; i++) // row + R / 2 is in the lane R / 8 further on
+            for (int i = 0; i < 4; i++) // the lower half's lanes receive `up` of row + R / 2
                 four[i] = swiglu(four[i], __shfl_xor_sync(ALL_LANES, four[i], R / 8));
             if (first_row(j) >= R / 2 || t >= plan.T || r >= p.w.rows) continue;
             if (p.w.rows % 4 == 0) store_four_with_copy(p.out, plan.half_copy, at, four);
@@ -442,8 +453,9 @@ template <int R, int TOKENS> struct SumQuads {
     }
 };
 
-// Returns where a block writes its partial sums (SIZE,) of a tile. A block shares at most two tiles
-// with others: one whose first step it computes, and one that an earlier block began.
+// Returns where a block writes its partial sums (SIZE,) of a tile that it shares with others. At
+// most two of its tiles are shared: one whose first step it computes, and one that an earlier block
+// began.
 template <int SIZE>
 static __device__ float4 *partial_of(const TilePlan &p, int block, bool has_first_step) {
     return (float4 *)(p.partials + (2 * (size_t)block + has_first_step) * SIZE);
@@ -490,7 +502,7 @@ static __global__ void __launch_bounds__(TENSOR_THREADS, 1)
             SumQuads<R, TOKENS> y(i);
             if (from == to) y.read(shared);
             else y.clear();
-            for (int b = from; from < to && b <= to; b++)
+            for (int b = from; from < to && b <= to; b++) // for a shared tile only
                 y.add_partial(partial_of<R * TOKENS>(p, b, b == from));
             const TileRows &rows = steps.rows;
             if (p.gated) y.store_gated(products.list[0], rows.row, t0, p);
