@@ -448,5 +448,5 @@ if __name__ == "__main__":
     if len(words) > 1:
         fail(f"{' and '.join(words)}: expected one sweep")
     file = words[0] if words else file
-    outlast("stdout")  # a closed terminal does not end the sweep: the results are in the folders
+    outlast("stdout")  # the sweep goes on if stdout fails: its results are in files
     main()

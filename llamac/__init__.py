@@ -56,7 +56,9 @@ class Info(ctypes.Structure):
 
 MODEL = SESSION = TOKENS = c_void_p
 COUNT, ERROR, TEXT = POINTER(c_int), c_char_p, (c_char_p, c_size_t)
-FUNCTIONS = {  # {name: (type of the result, types of the arguments ...)}
+# {name without llamac_: (type of the result, types of the arguments ...)}. A function whose last
+# argument is ERROR can fail: use call(), which passes that argument.
+FUNCTIONS = {
     "open": (MODEL, c_char_p, c_int, ERROR),
     "open_memory": (MODEL, *TEXT, c_int, ERROR),
     "close": (None, MODEL),
@@ -93,7 +95,10 @@ def library():
 
 
 def call(name, *arguments):
-    """Return the result of a function that can fail. Raises Error."""
+    """
+    Return the result of a function that can fail; it tells so by NULL, which ctypes returns as
+    None, by False, or by a negative int. Raises Error.
+    """
     message = ctypes.create_string_buffer(512)
     result = getattr(library(), f"llamac_{name}")(*arguments, message)
     if result is None or result is False or (FUNCTIONS[name][0] is c_int and result < 0):
@@ -125,14 +130,15 @@ def token_array(tokens):
 
 def owned(owner, free, pointer, *needs):
     """
-    Return the pointer, and have the function `free` called on it after the last reference to
-    `owner` and before the objects in `needs` are freed.
+    Return the pointer, and let the library's function `free` free it when `owner` is collected. The
+    objects in `needs`, whose memory the pointer uses, are kept until then.
 
     It is not freed when Python ends, because threads may still compute then.
     """
     finalizer = weakref.finalize(owner, lambda *needs: getattr(library(), free)(pointer), *needs)
     finalizer.atexit = False
-    # When Python ends, the finalizer's references go; a thread that computes keeps these.
+    # Python drops the finalizer, and what it refers to, when it ends. A thread that still computes
+    # holds `owner` and thereby `needs`.
     owner.needs = needs
     return pointer
 
@@ -162,7 +168,7 @@ class Model:
     def __init__(self, source):
         try:
             if isinstance(source, bytes):
-                pointer = call("open_memory", source, len(source), 0)
+                pointer = call("open_memory", source, len(source), 0)  # 0: no flags
             else:
                 pointer = call("open", bytes(Path(source)), 0)
         except Error as e:
@@ -223,7 +229,7 @@ class Session:
 
     def __init__(self, model, positions=0, threads=0, no_copy=False, logits="last", device=None,
                  kv_bits=0):
-        kept = ["sample", "last", "all"].index(logits)
+        kept = ["sample", "last", "all"].index(logits)  # as in llamac_logits_kept
         options = Options(c_integer("positions", positions), c_integer("threads", threads),
                           device and device.encode(), no_copy, kept, c_integer("kv_bits", kv_bits))
         pointer = call("start", model.pointer, byref(options))
@@ -252,6 +258,6 @@ class Session:
         return np.ctypeslib.as_array(memory)
 
     def sample(self, sampler):
-        """Return the next token, drawn from the logits of the latest one."""
+        """Return a next token, drawn from the logits of the last token that forward() evaluated."""
         with self.lock:
             return call("sample", self.pointer, byref(sampler))
