@@ -1,5 +1,5 @@
 // Attention without tensor cores, the KV cache, and what happens to queries, keys and values
-// before: biases, norms and rotary positions (RoPE).
+// before it: biases, norms and rotary positions (RoPE).
 #pragma once
 #include "formats.cuh"
 
@@ -39,22 +39,24 @@ template <> struct CacheFormat<__half> : Format<F16> { typedef __half2 Pair; };
 // ----------------------------------------------------------------------------
 // A warp's attention
 
-// Softmax over the positions seen so far. With weights exp(score - max): their sum, and the
-// weighted sum of the values. Lane l has the dimensions 64 i + 2 l and 64 i + 2 l + 1 of it, as
-// out[2 i] and out[2 i + 1]. SLICES is the width of a head in units of 64, rounded up.
+// A softmax over the positions seen so far: the largest score, the sum of the weights
+// exp(score - max), and the weighted sum of the values, of which lane l holds the dimensions
+// 64 i + 2 l and 64 i + 2 l + 1 as out[2 i] and out[2 i + 1], for each slice i. A slice is 64
+// dimensions of a head; SLICES is their number, rounded up.
 template <int SLICES> struct OnlineSoftmax { float max, sum, out[2 * SLICES]; };
 
-// Attends with q (width,) to the first n positions: to tiles of 32 positions, of which the warp
-// takes first_tile, first_tile + tile_stride, and so on.
-// In one pass: the sums are scaled down whenever a larger score appears (Milakov 2018,
-// "Online normalizer calculation for softmax").
+// Attends with q (width,) to the first n positions. A tile is 32 of them, one for each lane's
+// score; the warp takes tiles first_tile, first_tile + tile_stride, and so on.
+// One pass over the positions suffices: the sums are scaled down whenever a larger score appears
+// (Milakov 2018, "Online normalizer calculation for softmax").
 template <typename CacheType, int SLICES>
 static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
                                                     const HeadCache<CacheType> &head, int n,
                                                     int first_tile, int tile_stride, float scale) {
     typedef CacheFormat<CacheType> F;
     const int N = F::N, lane = threadIdx.x % 32;
-    const int BATCH = 8, VALUES = 64 / sizeof(CacheType); // loads of keys, of values, in flight
+    const int BATCH = 8;                       // units of a key that a lane loads together
+    const int VALUES = 64 / sizeof(CacheType); // positions whose values are loaded together
     const CacheType *keys = head.keys, *values = head.values;
     int width = head.width;
     OnlineSoftmax<SLICES> s = {-INFINITY, 0, {0}};
@@ -97,7 +99,7 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
 #pragma unroll
             for (int i = 0; i < SLICES; i++) {
                 if (64 * i >= width) break;
-                if (i || j) load_values(i, j);
+                if (i || j) load_values(i, j); // those of (0, 0) were requested above
 #pragma unroll
                 for (int b = 0; b < VALUES; b++) {
                     float w = __shfl_sync(ALL_LANES, weight, j + b);
@@ -111,7 +113,8 @@ static __device__ OnlineSoftmax<SLICES> attend_warp(const float *q,
     return s;
 }
 
-// Attends for many tokens of one head: a warp for each token, so that a block shares what it reads.
+// Attends for many tokens of one head. Each warp computes one token, and the warps of a block read
+// mostly the same keys and values, so that caches serve most of their reads.
 // out, q (T, n_heads, head_dim); half_copy: out in half precision, or NULL.
 // Grid: (n_heads, groups of WARPS tokens); block: WARPS warps.
 template <typename CacheType, int SLICES>
@@ -153,8 +156,8 @@ static __device__ HeadPartial merge(const float *max, const float *sum, const fl
     return all;
 }
 
-// A block's part of a head's attention: split `split` of `splits`, among which the tiles of the
-// first n positions are dealt out.
+// A block's part of the attention of head h to the first n positions. Their tiles are dealt out to
+// `splits` blocks; this is block `split`.
 struct HeadSplit { int h, split, splits, n; };
 
 // Shared memory of attend_block: the query, and each warp's softmax.
@@ -185,8 +188,8 @@ static __device__ HeadPartial attend_block(const Cache &c, const float *q, const
     return partial;
 }
 
-// Returns where the partial softmaxes of head h are: max and sum (splits,), out (splits,
-// MAX_HEAD_DIM), one after another.
+// Returns the index in `partials` of the partial softmaxes of head h: max (splits,), then sum
+// (splits,), then out (splits, MAX_HEAD_DIM).
 static __device__ size_t partials_at(int h, int splits) {
     return (size_t)h * splits * (2 + MAX_HEAD_DIM);
 }
@@ -236,8 +239,8 @@ static __device__ void rotate_pair(float &a, float &b, float2 angle) {
     a = rotated;
 }
 
-// Returns where element i of all heads' keys, or values, (n_kv_heads * head_dim,) of position pos
-// is in the cache.
+// Returns the index in the cache of an element of position pos. i is its index in the keys, or
+// values, of all heads (n_kv_heads * head_dim,).
 static __device__ size_t cache_index(const Cache &c, int i, int pos) {
     return ((size_t)(i / c.head_dim) * c.positions + pos) * c.width + i % c.head_dim;
 }
@@ -267,7 +270,7 @@ static __global__ void __launch_bounds__(32)
 }
 
 // Rotates q and k by their positions (RoPE), in place, and writes k and v to the cache. A thread
-// handles one pair.
+// handles one pair of q, k or v.
 // q (T, n_heads, head_dim); k, v (T, n_kv_heads, head_dim); rotation (positions, head_dim / 2):
 // cosine and sine. Grid: (groups of pairs, T).
 template <typename CacheType>

@@ -17,12 +17,10 @@ template <int D> struct Flash {
     enum {
         N_WARPS = D > 128 ? 2 : 4,
         QUERIES = 16 * N_WARPS,
-        KEYS = D > 128 ? 16
-        : D > 64       ? 32
-                       : 64,
-        LANE_SCORES = KEYS / 2, // of a row, which two lanes share
+        KEYS = 4096 / D,        // positions of a tile: 64, 32 or 16
+        LANE_SCORES = KEYS / 2, // scores of a lane: two lanes share a row
     };
-    // Elements between rows in shared memory, some of them unused against bank conflicts
+    // Elements between rows in shared memory: 8 or 4 of them are unused, against bank conflicts
     enum { QKV_PITCH = D + 8, SCORE_PITCH = KEYS + 4 };
     typedef nvcuda::wmma::fragment<nvcuda::wmma::matrix_a, 16, 16, 16, __half,
                                    nvcuda::wmma::row_major>
@@ -78,10 +76,11 @@ template <int D> struct Flash {
         __syncwarp();
     }
 
-    // Replaces the scores of the first n positions by weights 2^(scale * score - max) in half
-    // precision, in the same memory; the other weights are 0. Updates this lane's row's max and its
-    // part of the row's sum. Returns the factor that earlier sums must be multiplied by.
-    // Lanes 2 r and 2 r + 1 hold row r, every other pair of scores each.
+    // Replaces the scores of the first n positions by weights 2^(scale * score - max); the other
+    // weights are 0. Weights are in half precision and overwrite the first half of their row of
+    // scores. Updates the max of this lane's row and the lane's part of the row's sum of weights.
+    // Returns the factor that earlier sums must be multiplied by.
+    // Lanes 2 r and 2 r + 1 share row r: of each 4 scores, the first lane holds the first two.
     static __device__ float softmax_step(float *scores, float scale, int n, float &max,
                                          float &sum) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 2;
@@ -104,7 +103,7 @@ template <int D> struct Flash {
             __half2 weights =
                 __floats2half2_rn(exp2f(pairs[i].x - new_max), exp2f(pairs[i].y - new_max));
             float2 rounded = __half22float2(weights);
-            sum += rounded.x + rounded.y;
+            sum += rounded.x + rounded.y; // of the rounded weights, which multiply the values
             *(__half2 *)((__half *)(scores + row * SCORE_PITCH) + begin + 4 * i) = weights;
         }
         return rescale;
@@ -115,7 +114,7 @@ template <int D> struct Flash {
     static __device__ void add_values(Sums sums[D / 16], const float *scores, const float *rescale,
                                       const __half *vs) {
         using namespace nvcuda::wmma;
-        Sums factors; // each row's factor in all of its columns
+        Sums factors; // each row's factor in all columns: with a pitch of 0, columns are the same
         load_matrix_sync(factors, rescale, 0, mem_col_major);
 #pragma unroll
         for (int d = 0; d < D / 16; d++)
@@ -133,8 +132,8 @@ template <int D> struct Flash {
         }
     }
 
-    // Stores this warp's sums (16, D), divided by the rows' sums of weights. `sum` is the sum of
-    // this lane's row; `scratch` (16, SCORE_PITCH).
+    // Stores this warp's sums (16, D), divided by their rows' sums of weights. `sum` is that of
+    // this lane's row, which two lanes share. scratch (16, SCORE_PITCH).
     static __device__ void store(Sums sums[D / 16], float *scratch, float sum, const Cache &c,
                                  const FlashOutput &to) {
         int row = threadIdx.x % 32 / 2, begin = threadIdx.x % 2 * 8;
@@ -177,20 +176,19 @@ static __global__ void __launch_bounds__(32 * Flash<D>::N_WARPS)
     HeadCache<__half> head(c, h);
     float *scores = all_scores[warp], *rescales = all_rescales[warp];
     float max = -INFINITY, sum = 0;
-    float scale =
-        1.442695041f / sqrtf(c.head_dim); // times 1 / log(2), since weights are powers of 2
+    // Weights are powers of 2, so scores are multiplied by 1 / ln(2) = 1.4427.
+    float scale = 1.442695041f / sqrtf(c.head_dim);
     Sums sums[D / 16];
     for (int i = 0; i < D / 16; i++) nvcuda::wmma::fill_fragment(sums[i], 0.0f);
     for (int first = 0; first < end; first += F::KEYS) {
         F::copy_async(ks, head.keys, c.width, first, end);
         F::copy_async(vs, head.values, c.width, first, end);
-        if (first == 0) F::load_queries(qs, q, c, h, t0, T);
-        __pipeline_wait_prior(1);
-        __syncthreads(); // the keys are visible
+        if (first == 0) F::load_queries(qs, q, c, h, t0, T); // while the copies run
+        __pipeline_wait_prior(1); // for the keys; the values may still be on their way
+        __syncthreads();          // keys and queries are visible
         if (t < T) {
             F::score(scores, qs + 16 * warp * F::QKV_PITCH, ks);
-            int visible =
-                pos + t + lane / 2 + 1 - first; // positions of this tile that the row sees
+            int visible = pos + t + lane / 2 + 1 - first; // positions the row sees; may be <= 0
             float rescale = F::softmax_step(scores, scale, visible, max, sum);
             if (lane % 2 == 0) rescales[lane / 2] = rescale;
         }

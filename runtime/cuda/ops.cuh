@@ -31,8 +31,9 @@ static Cache layer_cache(const Cuda *c, int layer) {
     return cache;
 }
 
-// In the following, out and q are (T, n_heads, head_dim).
+// In the functions launch_*, out and q are (T, n_heads, head_dim).
 
+// Many tokens, float32 cache.
 static void launch_plain(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
     auto kernel = cache.width <= 64    ? attention_many<float, 1>
                   : cache.width <= 128 ? attention_many<float, 2>
@@ -41,6 +42,7 @@ static void launch_plain(Cuda *c, const Cache &cache, float *out, const float *q
     launch(c, kernel, grid, 32 * WARPS, 0, cache, out, half_copy_for(c, out, T), q, T);
 }
 
+// Many tokens, half precision cache.
 template <int D>
 static void launch_flash(Cuda *c, const Cache &cache, float *out, const float *q, int T) {
     dim3 grid(cache.n_heads, ceil_div(T, Flash<D>::QUERIES));
@@ -48,6 +50,7 @@ static void launch_flash(Cuda *c, const Cache &cache, float *out, const float *q
            half_copy_for(c, out, T), q, T);
 }
 
+// One token.
 template <typename CacheType>
 static void launch_one(Cuda *c, const Cache &cache, float *out, const float *q) {
     auto kernel = cache.width <= 64    ? attention_one<CacheType, 1>
@@ -120,8 +123,8 @@ static void feed_forward(Backend *b, const Layer *w, float *x, int T) {
 // ----------------------------------------------------------------------------
 // Logits and the next token
 
-// Pins the caller's logits, so that they are copied in one transfer. If the system refuses, the
-// copy is slower.
+// Pins the caller's memory for the logits, so that the GPU writes to it directly. If the system
+// refuses, the copy is slower.
 static void pin(Cuda *c, void *memory, size_t bytes) {
     if (c->pinned == memory && bytes <= c->pinned_bytes) return;
     if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
@@ -139,7 +142,7 @@ static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, c
     rmsnorm(c, c->y, x, norm, T);
     matmul(c, &product, 1, c->y, T);
     if (out) {
-        if (!c->recording) pin(c, out, bytes);
+        if (!c->recording) pin(c, out, bytes); // memory cannot be pinned while a graph is recorded
         CUDA(cudaMemcpyAsync(out, c->logits, bytes, cudaMemcpyDeviceToHost, c->stream));
     } else {
         launch(c, find_largest, 1, 1024, 0, c->best, c->logits, output->rows);
@@ -150,7 +153,7 @@ static void logits(Backend *b, float *out, const Mat *norm, const Mat *output, c
 static int choose(Backend *b, float temperature, float topp, float coin) {
     Cuda *c = (Cuda *)b;
     int best = *c->best;
-    if (best < 0 || temperature == 0) return best;
+    if (best < 0 || temperature == 0) return best; // -1: a logit is not finite
     Distribution distribution = {c->logits, c->config.vocab_size, 0, 1 / temperature};
     launch(c, sample_token, 1, SAMPLER_THREADS, 0, c->best, distribution, best, topp, coin);
     CUDA(cudaStreamSynchronize(c->stream));
@@ -162,7 +165,8 @@ static int choose(Backend *b, float temperature, float topp, float coin) {
 // ----------------------------------------------------------------------------
 // Bandwidth
 
-// Returns the fastest of several reads of the first n bytes of the weights, in bytes per second.
+// Returns the bytes per second of the fastest of 20 reads of the first n bytes of the weights on
+// the device. The pointer to the host's weights is unused.
 static double bandwidth(Backend *b, const void *, size_t n) {
     Cuda *c = (Cuda *)b;
     cudaEvent_t start, stop;
