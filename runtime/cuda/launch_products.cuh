@@ -115,7 +115,7 @@ static bool launch_tensor(Cuda *c, const Products &products, const float *x, int
     size_t n = (size_t)T * cols, max_shared = c->max_shared - 128; // minus is_last_block's variable
     const TileShape *shape = TILE_SHAPES, *smallest = std::end(TILE_SHAPES) - 1;
     auto is_too_large = [&](const TileShape &s) {
-        bool is_half_empty = T <= s.tokens - 128; // 128 of its tokens would not exist
+        bool is_half_empty = T <= s.tokens - 128; // at least 128 tokens beyond T
         return is_half_empty || tile_bytes(s, 2) > max_shared
                || count_tiles(products, s, T, gated) * MAX_SHARERS < c->multiprocessors;
     };

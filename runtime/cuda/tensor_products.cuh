@@ -303,7 +303,7 @@ static __device__ void multiply_steps(Sums sums[4][4], const TileSteps &tile, co
                                       const TilePlan &p, const TileBuffers &buffers) {
     typedef WarpLayout<R, TOKENS> Warps;
     typedef WeightStage<type, R> Weights;
-    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // 16 columns of a step, in each group
+    const int SLICES = STEP_COLS / 16 / Warps::GROUPS; // of 16 columns, per group of warps
     const int W_SIZE = R * PITCH, X_SIZE = TOKENS * PITCH;
     const TileRows &rows = tile.rows;
     int t0 = tile.t0, first = tile.first, end = tile.end;
