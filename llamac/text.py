@@ -61,13 +61,15 @@ def token_details(model, logits, previous, token, count):
 
 def slide(window, new, positions):
     """
-    Return the tokens to evaluate after those in `window`. If they don't fit into `positions`, empty
-    the window and keep the first token and the latest half, as run does.
+    Return the tokens to evaluate after those in `window`, the list of evaluated tokens: `new`, if
+    they fit into `positions`. Otherwise empty the window and return its first token and the latest
+    ones, half a context in all, as run does.
     """
     if len(window) + len(new) <= positions:
         return new
     half = positions // 2 if positions > 3 else 1
-    kept = [(window or new)[0], *(window + new)[1 - half:]] if half > 1 else new[-1:]
+    tokens = window + new
+    kept = [tokens[0], *tokens[1 - half:]] if half > 1 else new[-1:]
     window.clear()
     return kept
 
@@ -77,8 +79,10 @@ def generate(session, tokens, sampler, max_tokens=None, stop=(), top_logprobs=No
     Continue tokens until the model ends its text, a text of `stop` appears (it is cut off), or
     max_tokens are generated.
 
-    Yields for each token (text that has become certain, details of its tokens, tokens so far, None
-    or why generation ends: "stop" or "length"); nothing for max_tokens=0.
+    Yield (text, details, count, reason) after each token; nothing for max_tokens=0. text: what has
+    become certain, see TextStream; details: token_details of the tokens in it, and the "offset" of
+    each in the generated text, in characters; count: tokens so far; reason: None, or why generation
+    ends: "stop" or "length".
 
     top_logprobs: how many likeliest tokens the details of a token have; None: no details.
     lock: a context manager that is entered for each computation.
@@ -91,7 +95,7 @@ def generate(session, tokens, sampler, max_tokens=None, stop=(), top_logprobs=No
         raise llamac.Error(f"max_tokens is {max_tokens}, expected 0 or more, or None for no limit")
     while not reason and max_tokens != 0:
         new = slide(window, new, session.positions)
-        for at in range(0, len(new) or 1, CHUNK):
+        for at in range(0, len(new) or 1, CHUNK):  # without any token, let forward() refuse
             with lock:
                 session.forward(new[at:at + CHUNK], len(window))
             window += new[at:at + CHUNK]
@@ -110,6 +114,7 @@ def generate(session, tokens, sampler, max_tokens=None, stop=(), top_logprobs=No
             reason = "stop"
         elif count == max_tokens:
             reason = "length"
+        # At the end all text is certain, but a stop text cuts off tokens, and so their details.
         complete = reason and not stream.stopped
         certain = [entry for entry in details if entry["offset"] < length or complete]
         details = details[len(certain):]
