@@ -35,7 +35,8 @@ def sync(out_dir):
     count, last = known or (0, -1)
     missing = [row for row in rows if row["iter"] > last]
     folders, sent = [], 0
-    # If the server lacks rows before its last one, a folder may hold rows that it has already.
+    # The sum is smaller if the server lacks rows from before its last one: a folder may then hold
+    # rows that it has already.
     if (missing or not known) and count + len(missing) == len(rows):
         folders, sent = matching_folders(existing_folders(run), missing, is_new=not known)
     if folders:
@@ -54,8 +55,9 @@ def sync(out_dir):
 
 def matching_folders(folders, rows, is_new):
     """
-    Return (folders, number of rows in them): those that hold the next of these rows and nothing
-    else. is_new: the server does not know the run, so folders without rows are taken too.
+    Return (folders, number of rows in them). A folder is taken if its rows are the next of `rows`,
+    after those of the folders taken before it. is_new: the server does not know the run, so folders
+    without rows are taken too.
     """
     found, count = [], 0
     for folder in folders:
@@ -63,7 +65,7 @@ def matching_folders(folders, rows, is_new):
         pairs = list(zip(recorded, rows[count:]))
         same = all(item.get(name) == value for item, row in pairs
                    for name, value in row.items() if type(value) in (int, float) and name != "time")
-        if same and (pairs or is_new and not recorded):
+        if same and (pairs or (is_new and not recorded)):
             found.append(folder)
             count += len(pairs)
     return found, count
@@ -80,16 +82,21 @@ def upload(run, folders):
 
 
 def send_rows(out_dir, run, rows, last, uploaded):
-    """Send the rows that the server still lacks, and the models of the other folders."""
+    """
+    Send the rows that the server still lacks, and the models of the folders that are not in
+    `uploaded`. last: step of the server's last row before the uploads, -1: none.
+    """
     config = read_json(Path(out_dir, "config.json"))
     session = Session(
         out_dir, config, {name: v for name, v in run.items() if name not in ("folders", "url")},
-        step=math.inf, x="tokens" if "tokens" in rows[0] else "iter",
+        step=math.inf,  # all rows of log.jsonl count as rows of earlier sessions
+        x="tokens" if "tokens" in rows[0] else "iter",
         # Logs of other programs have no log_extras.
         tables="tables" in renamed(config).get("log_extras", "tables"))
-    tracker = Wandb(session, mode=("online", "sync"))
+    tracker = Wandb(session, mode=("online", "sync"))  # logs the rows that the run lacks
     print(*tracker.take_messages(), sep="\n")
     for folder in existing_folders(run):
         if folder not in uploaded:
-            tracker.log_models_of(folder, last)  # an earlier model must not take its aliases
+            # Not those up to `last`: "latest" and "best" would move to an older model.
+            tracker.log_models_of(folder, last)
     tracker.finish()
