@@ -9,12 +9,13 @@ https://github.com/gitleaks/gitleaks) and the plugins of https://github.com/Yelp
 import os
 import re
 
+# Names of settings and variables whose values are secrets, unless they are a PLAIN_VALUE.
 SECRET_NAME = re.compile(
     r"(?i)(^|[-_])((api|secret|access|private|account|shared_?access|storage|signing|encryption"
     r"|subscription)?_?key|(access|auth|api|bot|hub)?token|[a-z]*secret|[a-z]*passw(or)?d"
     r"|[a-z]*passphrase|(ssh|db)?pass(?=$)|pwd|credentials?|(git(hub|lab)?|gh|azure|ado)_pat"
     r"|rediscli_auth|connection_?string)s?([-_]|$)")
-PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # their values may be numbers
+PASSWORD_NAME = re.compile(r"(?i)pass|pwd|secret|credential")  # a PLAIN_VALUE is secret here too
 PLAIN_VALUE = re.compile(r"(?i)[-+]?\d[\d_,.]*(?:e[-+]?\d+)?|true|false|none|null|auto")
 EQUALS = r"[\"']?\s{0,3}[=:]\s{0,3}"
 WORD = r"[^\s\"',;]"
@@ -23,7 +24,8 @@ NOT_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)
            r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
 VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)"
          r"|[\"']?" + NOT_CODE + "(?P<word>" + WORD + "{6,}))")
-# Looks random: not a word, a number, a path or <s>.
+# Lookahead for what looks random: a letter and a digit, or 24 characters. So a word, a number, a
+# path and a token such as <s> do not match.
 RANDOM = (rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]"
           rf"|{WORD}{{24}}))")
 HAS_DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
@@ -51,6 +53,7 @@ IN_URL = (  # names of signatures and keys in the query of a URL
     r"(?:x-[a-z]{2,8}-)?(?:signature|credential|security-token)|sig|q-signature|policy|key-pair-id"
     r"|(?:aws|oss)accesskeyid|googleaccessid|auth|key|code|sas"
     r"|[\w-]{0,30}(?:token|secret|passw(?:or)?d|pwd|(?:api|access|subscription)[-_]?key|jwt)")
+# Secrets in a text. The named group that matches last is what is hidden.
 SECRET_SHAPES = [re.compile(shape) for shape in (
     r"-----BEGIN[ A-Z0-9_-]{0,100}PRIVATE KEY(?: BLOCK)?-----"
     r"(?P<pem>[\s\S]{1,20000}?(?=-----END)|[A-Za-z0-9+/=\s\\]{1,20000})",
@@ -60,7 +63,8 @@ SECRET_SHAPES = [re.compile(shape) for shape in (
     r"(?i)hooks\.slack\.com/(?:services|workflows|triggers)/(?P<query>[\w/+-]{20,80})",
     r"(?i)discord(?:app)?\.com/api/webhooks/\d{1,30}/(?P<query>[\w-]{20,100})",
     r"(?i)webhook\.office\.com/webhookb2/(?P<query>[\w@/-]{40,300})",
-    # user:password@host, where the last @ counts; then with a slash in it; a port is no password
+    # user:password@host: the password may hold an @ or, in the second shape, a slash. In
+    # http://host:80/a@b the 80 is a port.
     r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^/\s\"'<>]{1,200})(?=@)",
     r"(?<=://)(?P<user>[^/\s:@\[]{0,100}:(?!\d{1,5}[/,;)])[^\s@\"'<>,]{1,200})(?=@)",
     r"(?<=://)(?P<user>(?=[\w.-]{0,200}\d)[\w.-]{16,200})(?=@)",  # token@host
@@ -95,7 +99,8 @@ def hide(match):
     Return the match with its secret, the group that matched last, hidden. A PEM block keeps its
     lines, so that `git apply` takes a diff.
     """
-    start, end, hidden = *match.span(match.lastgroup), HIDDEN
+    hidden = HIDDEN
+    start, end = match.span(match.lastgroup)
     if match.lastgroup == "pem":
         hidden = re.sub("[A-Za-z0-9/=][A-Za-z0-9+/=:,. -]*", HIDDEN, match["pem"])
     return match.string[match.start():start] + hidden + match.string[end:match.end()]
@@ -132,8 +137,9 @@ def redact_words(words, secrets):
 
 def redact(value, secrets=None):
     """
-    Return a text, list or dict with keys, tokens and passwords hidden. secrets: texts that are
-    hidden everywhere; None: those of the environment.
+    Return a text, dict, list or tuple (as a list) with keys, tokens and passwords hidden, and any
+    other value unchanged. A list is read as a command line. secrets: texts that are hidden
+    everywhere; None: those of the environment.
     """
     secrets = secret_values() if secrets is None else secrets
     if isinstance(value, dict):
