@@ -10,7 +10,8 @@ from collections import defaultdict, deque
 
 from engine.streams import console_notes
 
-RANGES = {  # {prefix of metrics: (min, max, what a value outside means)}
+# {prefix of metrics: (min, max, what a value outside means)}; the limits themselves are outside.
+RANGES = {
     "norm/activation": (
         1e-4, 1e4, "the layer's output has vanished or exploded; check the norms and the "
                    "learning_rate"),
@@ -35,20 +36,21 @@ class AnomalyDetector:
     WATCHED = ("loss/train", "loss/val", "grad/norm", "perf/tokens_per_sec")  # for sudden changes
     MEMORY = 50         # rows of a metric that a new value is compared with
     MIN_ROWS = 10       # rows before the first comparison
-    MAX_DEVIATIONS = 6  # standard deviations above the mean; 2 % of the mean are added to one
+    MAX_DEVIATIONS = 6  # above the mean, each a standard deviation plus 2 % of the mean
 
     def __init__(self, noted=None):
         """
         noted: list of the prefixes of RANGES that were reported already; it is extended in place,
-        and a checkpoint keeps it. None: ranges are not checked, as for another program's metrics.
+        and a checkpoint keeps it. None: ranges are not checked, because the metrics are another
+        program's.
         """
         self.noted = noted
         self.past = defaultdict(lambda: deque(maxlen=self.MEMORY))
 
     def out_of_range(self, row):
         """
-        Return rows of the table `notes`: metrics outside of RANGES, the first time for each prefix,
-        and a console that could not be written.
+        Return rows of the table `notes`: each metric outside of RANGES, the first time for its
+        prefix, and each console whose writing failed since the last call.
         """
         if self.noted is None:
             return []

@@ -24,8 +24,8 @@ NOT_CODE = (r"(?![A-Za-z_]{1,100}(?:\.[A-Za-z_]{1,100}){1,9}(?:[\s,;)\]}:\"']|$)
            r"|\$\{{0,2}\s?[A-Za-z_]|<\w{1,40}>|\{\w{0,40}\}|%\()")  # $VARIABLE, <token>, {}
 VALUE = (r"(?:(?P<quote>[\"'])(?P<quoted>(?:(?!(?P=quote))[^\n]){6,200})(?P=quote)"
          r"|[\"']?" + NOT_CODE + "(?P<word>" + WORD + "{6,}))")
-# Lookahead for what looks random: a letter and a digit, or 24 characters. So a word, a number, a
-# path and a token such as <s> do not match.
+# Lookahead for what looks random: a letter and a digit, or 24 characters. This excludes words and
+# numbers; the first character excludes paths and <s>.
 RANDOM = (rf"(?=[\"']?(?![/~<])(?:(?={WORD}{{0,200}}\d){WORD}{{0,200}}[A-Za-z]"
           rf"|{WORD}{{24}}))")
 HAS_DIGIT = r"(?=[\w.~+/=-]{0,200}\d)"
