@@ -5,13 +5,16 @@ from urllib.parse import urlsplit
 
 
 def proxy_of(url):
-    """Return the URL of the proxy that HTTP clients use for a url, by the environment, or ""."""
+    """
+    Return the URL of the proxy that environment variables, such as https_proxy, name for a url; ""
+    if they name none.
+    """
     parts = urlsplit(url)
     is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
     if is_local or urllib.request.proxy_bypass_environment(parts.netloc):
         return ""
     proxy = urllib.request.getproxies_environment().get(parts.scheme, "")
-    return proxy if "://" in proxy or not proxy else f"http://{proxy}"
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
 
 
 def is_reachable(url, seconds=3):

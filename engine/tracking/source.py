@@ -10,7 +10,10 @@ ROOT = Path(__file__).resolve().parents[2]  # of the program
 
 
 def git(*words):
-    """Return what a git command prints about the program's folder, as bytes in any encoding."""
+    """
+    Return the bytes that a git command prints about the program's folder. Raises OSError or
+    SubprocessError.
+    """
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, timeout=5,
                           check=True).stdout
 
@@ -34,9 +37,9 @@ def source_version():
 
 def keep_diff(out_dir, config):
     """
-    Write out_dir/diff.patch if the program differs from the commit that the configuration names.
-    All bytes but secrets stay as they are, so `git apply` takes the file, whatever the user's
-    settings of git are.
+    Write out_dir/diff.patch if the program differs from the commit that the configuration names,
+    unless git fails. All bytes but secrets stay as they are, so `git apply` takes the file,
+    whatever the user's settings of git are.
     """
     if config.get("git_changed"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
