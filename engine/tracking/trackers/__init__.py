@@ -1,7 +1,7 @@
 """
-The trackers, a file each. Every file here is found by itself: to add a tracker, add a file with a
-subclass of engine.tracking.destination.Destination. Its client is imported in its __init__, so
-that a missing package costs a warning only where the tracker is on.
+The trackers, one file each. To add a tracker, add a file here with a subclass of
+engine.tracking.destination.Destination: find_trackers() finds it. The method __init__ of the class
+imports the tracker's package, so that a missing package matters only to runs that use the tracker.
 """
 import functools
 import importlib
@@ -14,7 +14,10 @@ from engine.tracking.destination import Destination, error_line
 
 @functools.cache
 def find_trackers():
-    """Return {name of a file in this folder: its tracker}. A file that fails costs a warning."""
+    """
+    Return {name of a file in this folder: its subclass of Destination}. Leave out a file that
+    cannot be loaded, with a warning.
+    """
     found = {}
     for file in pkgutil.iter_modules(__path__):
         try:
@@ -25,5 +28,5 @@ def find_trackers():
             continue
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Destination):
-                found[file.name] = value  # the last one: imported classes come before it
+                found[file.name] = value  # the last one: Destination, imported, comes before it
     return found
