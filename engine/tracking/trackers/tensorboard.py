@@ -12,8 +12,8 @@ class TensorBoard(Destination):
 
     def __init__(self, session):
         """
-        TensorBoard drops every point after the last row that stays in log.jsonl: a crashed session
-        wrote these points, and this session writes them again.
+        Open the folder for more event files. If the run resumes, TensorBoard is told to drop the
+        points after session.last_row, since this session computes and writes them again.
         """
         from torch.utils.tensorboard import SummaryWriter
         self.tokens = session.last_row.get("tokens")
@@ -32,6 +32,7 @@ class TensorBoard(Destination):
                 self.writer.add_scalar(name, float(value), self.tokens)
 
     def histogram(self, name, counts, edges):
+        """Write a histogram; its sums are estimates, as if each value was its bucket's center."""
         centers = [(low + high) / 2 for low, high in zip(edges, edges[1:])]
         self.writer.add_histogram_raw(
             name, min=edges[0], max=edges[-1], num=sum(counts),
