@@ -15,8 +15,9 @@ class Trackio(Destination):
         run = trackio.init(project, session.run["id"], group=session.run.get("group"),
                            config=session.config, resume="allow", embed=False,
                            auto_log_cpu=False, auto_log_gpu=False)
+        # Private in trackio: the step after the last logged one, if the run is resumed.
         next_step = getattr(run, "_next_step", 0)
-        self.next_step = next_step if isinstance(next_step, int) else 0  # of a resumed run
+        self.next_step = next_step if isinstance(next_step, int) else 0
         self.say(f"tracking: trackio: trackio show --project {shlex.quote(project)}")
 
     def log(self, row):
