@@ -33,8 +33,8 @@ val_fraction of the bytes. If documents are too few or too long to come near tha
 say), the validation split is the end of the text.
 
 Windows. The windows of an epoch lie side by side in the training split, from an offset drawn for
-each epoch. If documents are long compared with the context (LONG windows or more on average), every
-window begins with BOS, as every prompt does.
+each epoch. If documents are long compared with the context (if they fill 8 windows or more on
+average: LONG below), every window begins with BOS, as every prompt does.
 """
 import concurrent.futures
 import functools
@@ -56,8 +56,9 @@ from tokenizer import BYTE, UNKNOWN
 source = "stories"       # stories, stories:N, tinystories, tinyshakespeare, a file, a folder
 vocab_source = "custom"  # custom, bpe (trained on the text), byte, char, llama2, a tokenizer's path
 vocab_size = 0           # size of a trained vocabulary; 0: chosen from the size of the text
-max_vocab_size = 0       # max size if vocab_size is 0, with rare characters as bytes; 0: no limit
-max_text_bytes = 0       # max bytes of text to train on, spread evenly over the whole; 0: all of it
+max_vocab_size = 0       # max size to choose when vocab_size is 0; rare characters become bytes to
+                         # stay below it; 0: no limit
+max_text_bytes = 0       # max bytes of text to train on, as evenly spaced stretches; 0: all of it
 val_fraction = 0.0       # share held out for validation; 0: a tenth, at most 5 MB or 2000 stories
 cache = "cache"          # folder of prepared data and downloads
 column = "text"          # column or key of the text in tables and .jsonl; "text" also finds "story"
@@ -69,7 +70,8 @@ png = ""                 # .png file to draw lengths and piece frequencies to (n
 tinystories_url = "https://huggingface.co/datasets/roneneldan/TinyStories/resolve/f54c09fd23315a6f9c86f9dc80f725de7d8f9c64"  # or a mirror
 tinyshakespeare_url = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"  # or a mirror
 
-EXCERPT = 1 << 22  # max tokens of a split that a survey reads; see eval_windows for evaluations
+EXCERPT = 1 << 22  # max tokens of a split that a survey reads; an evaluation may read more: see
+                   # eval_windows
 LONG = 8           # every window begins with BOS if documents fill this many windows on average
 
 
@@ -87,8 +89,10 @@ class Dataset(Prepared):
     seq_len: tokens of context; micro_batch: sequences of a forward pass of one process;
     global_batch: sequences of a step of all processes; rank: index of this process; world: number
     of processes; pinned: put batches in page-locked memory, which a GPU copies from while it
-    computes; resumed_at: (step, sequences read before it) of a resumed run, since global_batch
-    may have been another before that step.
+    computes.
+
+    Attribute resumed_at: (step at which the run was resumed, sequences read before that step). It
+    is needed because global_batch may have been different before.
     """
 
     def __init__(self, prepared, seq_len, micro_batch, global_batch, seed, rank=0, world=1,
@@ -125,11 +129,12 @@ class Dataset(Prepared):
         """
         Yield the batches of an evaluation, (x, y, is_counted); x, y: see read_windows.
 
-        Both splits get as many predictions as the validation split has tokens, without BOS, which
-        is never predicted; `limit`: max predictions (0: no limit). A batch has about batch_tokens
-        tokens or micro_batch sequences, whichever is more. A rank for which no sequences are left
-        repeats the first one of the round with is_counted=False, since the processes of a sharded
-        model must compute together.
+        For either split, the max number of predictions is the number of tokens in the validation
+        split that are not BOS (BOS is never predicted), or `limit` if that is smaller and not 0. A
+        batch has about batch_tokens tokens or micro_batch sequences, whichever is more. A rank for
+        which no sequences are left repeats the first of the sequences that the ranks share in this
+        iteration, with is_counted=False, since the processes of a sharded model must compute
+        together.
         """
         count, bos_id = self.meta["val_tokens"] - self.meta["val_documents"], self.tokenizer.bos_id
         tokens, starts, lengths = eval_windows(getattr(self, split), bos_id, self.seq_len,
@@ -162,8 +167,8 @@ class Dataset(Prepared):
     def window_bos(self):
         """
         The token that replaces the first input of windows, in training and evaluation: BOS if
-        documents fill LONG windows or more on average, else None. Long documents alone would rarely
-        show BOS to the model, and every prompt begins with it.
+        documents fill LONG windows or more on average, else None. Without this, the model would
+        rarely see BOS in long documents, although every prompt begins with it.
         """
         is_long = self.meta["train_tokens"] >= LONG * self.seq_len * self.meta["train_documents"]
         return self.tokenizer.bos_id if is_long else None
@@ -188,8 +193,8 @@ class Prefetch:
 
     def get(self, step):
         """
-        Return make(step). If the thread was asked for another step, call make here; the thread
-        finishes that other step before it begins the next.
+        Return make(step). If the thread has made a different step, call make in the caller's
+        thread. The thread finishes that step before it begins step + 1.
         """
         made = self.next_made.result() if step == self.next_step else self.make(step)
         self.next_step, self.next_made = step + 1, self.thread.submit(self.make, step + 1)
@@ -212,8 +217,8 @@ def epoch_windows(seed, epoch, n_tokens, seq_len):
 
 def sequences_before(step, global_batch, resumed_at=(0, 0)):
     """
-    Return how many sequences a run reads before a step. resumed_at: see Dataset; steps before it
-    count as if they had read global_batch sequences each.
+    Return how many sequences a run reads before a step. resumed_at: see Dataset; steps before the
+    resumed step count as global_batch sequences each.
     """
     resumed_step, read_before = resumed_at
     if step < resumed_step:
@@ -371,7 +376,7 @@ def data_rows(dataset):
 
 
 def show_data(prepared):
-    """Print and write the descriptions that --show, --page and --png name."""
+    """Print and write what --show, --page and --png ask for."""
     found, rows = survey_excerpts(prepared), document_rows(prepared)
     if show:
         for split, text, tokens, length, unknown, fallback in rows:

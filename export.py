@@ -125,8 +125,9 @@ def gguf_tokenizer_model(vocabulary):
 
     "llama", the sentencepiece encoder, spells a character that is not a piece with byte pieces, and
     aborts if the vocabulary lacks them. "t5", the unigram encoder, returns <unk> for such a
-    character; where every piece is one character, its result equals that of BPE. Other vocabularies
-    without byte pieces get the name NO_BYTES, so that llama.cpp refuses the file.
+    character; where every piece is one character, there is nothing to merge, so its result equals
+    that of the vocabulary's own encoder. Other vocabularies without byte pieces get the name
+    NO_BYTES, so that llama.cpp refuses the file.
     """
     if any(kind == BYTE for _, _, kind in vocabulary.pieces()):
         return "llama"
@@ -174,9 +175,12 @@ def gguf_rope(args):
     architecture's prefix: value}, and the values of the tensor ROPE_FACTORS, () if the file has no
     such tensor.
 
-    Readers compute linear scaling and YaRN from metadata. Any other args.rope_factors are stored as
-    the tensor, which llama.cpp reads only for the architecture llama. Readers apply linear scaling
-    on top of it, so an args.rope_scaling other than 1 is stored too.
+    Readers compute linear scaling, and YaRN with its default attention factor, from metadata. The
+    factors of other rules, and of YaRN with another attention factor, are stored as the tensor,
+    which llama.cpp reads only for the architecture llama: for other architectures, exit. Also exit
+    if args.rope_attention is not 1, since the tensor can't hold it. Readers that use the tensor
+    still apply linear scaling, so an args.rope_scaling other than 1 is stored as linear scaling
+    beside the tensor.
     """
     rule, kind = rope.rule(args), architecture(args)
     if not rule:
@@ -295,8 +299,8 @@ def write_gguf(path, state, args, dtype, header):
     into the header.
     """
     layout, factors = gguf_layout(args, dtype)
-    # Within a head, GGUF orders the rows as model.py does for the architecture llama, and as
-    # Hugging Face does for the others.
+    # For the architecture llama, GGUF orders the rows of each head as model.py does; for other
+    # architectures, as Hugging Face does.
     reorder = architecture(args) != "llama"
     digest = hashlib.sha256()
     with replacing(path) as f:
@@ -527,7 +531,8 @@ def write_hf(path, state, args, vocabulary, dtype, extra):
 
 # ---- any format
 
-# The values of --dtype that each format accepts. For v2, always int8, f32 stands for the default.
+# The values of --dtype that each format accepts. v2 is always int8: it accepts only --dtype's
+# default, f32, which has no effect on it.
 FORMATS = {"gguf": tuple(FILE_TYPES), "hf": ("f32", "f16", "bf16"), "v0": ("f32",), "v1": ("f32",),
            "v2": ("f32",)}
 
@@ -539,7 +544,8 @@ def differences(vocabulary, format):
     """
     kinds = {kind for _, _, kind in vocabulary.pieces()}
     other = "llama.cpp" if format == "gguf" else "transformers"
-    # Hugging Face's tokenizer.json stores NFC, the only normalizer of a byte-level BPE, as it is.
+    # A byte-level BPE has no normalizer but NFC, and tokenizer.json can store NFC exactly: no
+    # message.
     if vocabulary.normalizer != "identity" and (format, vocabulary.kind) != ("hf", "bpe"):
         problem = ("transformers combines accents differently" if format == "hf"
                    else "model files can't store that rule")

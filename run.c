@@ -19,8 +19,9 @@
 // Errors, memory, texts
 
 // Ends the program with the line `run: <subject>: <message>`. The subject may be a path: it keeps
-// its UTF-8, and '?' replaces only control characters. The message may quote a user's text that
-// ends within a character: '?' replaces every byte that is not printable ASCII.
+// its UTF-8, and '?' replaces only control characters. The message may quote text of the user that
+// was cut, by %.40s for example, in the middle of a UTF-8 character: '?' replaces every byte that
+// is not printable ASCII.
 __attribute__((format(printf, 2, 3), noreturn)) static void die(const char *subject,
                                                                 const char *format, ...) {
     char message[600];
@@ -113,7 +114,7 @@ static void print_held(Printer *p, bool end) {
         unsigned char c = p->held[0];
         int valid = llamac_utf8(p->held, p->n); // length of a complete character, or 0
         int expected = c >= 0xf0 ? 4 : c >= 0xe0 ? 3 : c >= 0xc2 ? 2 : 1; // by its first byte
-        // If it is not valid: whether no later byte can complete it
+        // No later byte can make the character valid (used only if it is not valid yet)
         bool broken = end || c >= 0xf5 || p->n >= expected;
         for (int i = 1; i < p->n; i++) broken |= (p->held[i] & 0xc0) != 0x80;
         if (!valid && !broken) return;
@@ -165,7 +166,8 @@ typedef struct {
     bool told;   // the user has been told that it slid
 } Run;
 
-// Starts a session whose KV cache holds `positions` tokens, at most those of the context.
+// Starts a session whose KV cache holds `positions` tokens; the caller passes no more than the
+// context.
 static void start(Run *r, int positions, llamac_logits_kept kept) {
     llamac_options o = r->options;
     llamac_error error;
@@ -190,11 +192,11 @@ static int sample(Run *r, llamac_sampler *sampler) {
     return token;
 }
 
-// Makes room in the window: its first half then holds the latest tokens of the text, of which the
-// last n are new, and all others are dropped. If that half has two places or more, the first token
-// of the text, usually BOS, stays in front. The caller evaluates this half again. The other half
-// fills before the window slides again, so each token is evaluated twice on average, however long
-// the text is. Returns the number of tokens in the window.
+// Makes room in the window: its first half then holds the latest tokens of the text, ending with
+// the n new ones (only the last of them if n exceeds the half). If the half has two places or more,
+// the first token of the text, usually BOS, replaces the oldest of these. The caller evaluates this
+// half again. The other half fills before the window slides again, so each token is evaluated twice
+// on average, however long the text is. Returns the number of tokens in the window.
 static int slide(Run *r, const int *tokens, int n) {
     int positions = llamac_positions(r->session), half = positions > 3 ? positions / 2 : 1;
     int first = r->pos ? r->window[0] : tokens[0];
@@ -206,8 +208,9 @@ static int slide(Run *r, const int *tokens, int n) {
     return half;
 }
 
-// Evaluates the next n tokens of the text. If they do not fit into the window, slides it first, and
-// evaluates all tokens that it then holds, and no others.
+// Evaluates the next n tokens of the text. If they do not fit into the window, slides it first and
+// evaluates all tokens that it then holds; new tokens that do not fit into the half are never
+// evaluated.
 static void feed(Run *r, const int *tokens, int n) {
     if (n > llamac_positions(r->session) - r->pos) {
         n = slide(r, tokens, n);
@@ -285,7 +288,7 @@ static void generate(Run *r, Text prompt) {
         print_token(r, i ? tokens[i - 1] : r->info.bos, tokens[i]);
     if (max > 0) {
         int context = r->options.positions;
-        // r->steps positions hold BOS and all other tokens but the last, which is not evaluated
+        // The last token is not evaluated, so r->steps positions are enough, even with BOS
         start(r, r->steps < context ? r->steps : context, LLAMAC_SAMPLE_ONLY);
         begin = seconds();
         feed(r, tokens, n);
@@ -524,8 +527,8 @@ static const char help[] =
     "  -j NUMBER        threads (as many as cores, 64 at most)\n"
     "  --kv NAME        how keys and values are kept: f32, f16 or q8\n"
     "                   (f32; f16 where the weights are quantised)\n"
-    "  --no-copy        compute from the mapped file, which processes share,\n"
-    "                   instead of a faster copy\n"
+    "  --no-copy        compute from the mapped file (shared between processes)\n"
+    "                   instead of a faster copy of it\n"
     "  --device NAME    cpu, cuda, or auto: cuda if it can be used\n"
     "                   (runcuda: cuda; run: cpu, its only device)\n"
     "  --raw            print control characters that the model writes\n"
@@ -710,7 +713,8 @@ int main(int argc, char **argv) {
     r.sampler = (llamac_sampler){(float)o.temperature, (float)o.topp, seed};
 
     bool has_prompt = o.prompt || o.prompt_file;
-    // The options tested here ignore -m; --tokenize obeys it, and encodes turns for a chat
+    // --verify, --bench, --logits and --perplexity ignore -m; --tokenize obeys it, and encodes
+    // turns for a chat
     bool is_chat = !strcmp(o.mode, "chat") && !o.verify && !o.bench && !o.logits && !o.perplexity;
     llamac_error error;
     if (is_chat && !llamac_use_template(r.model, o.template, &error)) {

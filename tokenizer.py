@@ -45,7 +45,7 @@ MAX_TOKENS = 1 << 20
 MAX_SYMBOL_BYTES = 256
 MAX_MODEL = 1 << 25         # bytes of a tokenizer.model, eight times Gemma's
 MAX_POST_PROCESSOR = 1 << 13  # characters of a tokenizer.json's post_processor; Llama 3's has 1,500
-MAX_MERGES = 1 << 28        # characters of the list of merges made of a vocabulary
+MAX_MERGES = 1 << 28        # characters of the list that `merges` makes of a vocabulary for export
 # Our field in a sentencepiece model for add_bos; other programs skip unknown fields. The tag is
 # protobuf's encoding of the field's number and of its type varint: 4242 << 3 | 0.
 ADD_BOS_FIELD, ADD_BOS_TAG = 4242, b"\x90\x89\x02"
@@ -279,7 +279,10 @@ class Bytes(Tokenizer):
         return [3 + b for b in text.replace(SPACE, " ").encode()]
 
     def decode(self, ids):
-        """Return the text of ids, without BOS and EOS; invalid UTF-8 becomes U+FFFD."""
+        """
+        Return the text of ids, without BOS and EOS. Invalid UTF-8 becomes U+FFFD, one for several
+        bytes (Python's "replace"), unlike in `decode_utf8`.
+        """
         spelled = [UNKNOWN_TEXT.encode(), b"", b"", *(bytes([b]) for b in range(256))]
         text = bytearray()  # join would take 80 bytes of memory a token
         for i in map(int, ids):
@@ -371,7 +374,10 @@ class ByteLevel(Tokenizer):
         return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
-        """Return the text of ids, without control tokens; invalid UTF-8 becomes U+FFFD."""
+        """
+        Return the text of ids, without control tokens. Invalid UTF-8 becomes U+FFFD, one for
+        several bytes (Python's "replace"), unlike in `decode_utf8`.
+        """
         found = (self._pieces[int(i)] for i in ids)
         shown = (piece for piece, _, kind in found if kind not in (CONTROL, UNUSED))
         return b"".join(shown).decode(errors="replace")
@@ -402,8 +408,8 @@ def hugging_face_model(tokenizer, path):
     # A panic in Rust writes its message to stderr; `reading` reports it in one line.
     with (reading(path, "a tokenizer.json that the package tokenizers wrote", fail),
           silent_stderr()):
-        # Each mention of a special token in a post-processor's template can insert a list of ids,
-        # so what it adds to a text grows with the square of its own length.
+        # A post-processor can list many ids for a special token and mention that token many times,
+        # so it can add mentions × ids tokens to a text, up to the square of its own length.
         if len(json.dumps(tokenizer.get("post_processor"))) > MAX_POST_PROCESSOR:
             raise ValueError("its post_processor is longer than "
                              f"{MAX_POST_PROCESSOR:,} characters")
@@ -554,9 +560,9 @@ FLAGS = {"lstrip": "also matches the blanks before it",
 
 def refuse_flags(tokens, path):
     """
-    Exit if the flags of an added token make Hugging Face search for it in a text otherwise than by
-    its spelling, from left to right. Model files can't store these flags, and `run` can't follow
-    them. Special tokens may have any flag, since no text contains them.
+    Exit if the flags of an added token change how Hugging Face finds it in a text. Model files
+    can't store these flags, and `run` searches a text once, from left to right, for the exact
+    spellings. Special tokens may have any flag, since no text contains them.
 
     tokens: [{"id", "content", "special", ...}], as tokenizer.json lists added tokens.
     """
@@ -567,13 +573,14 @@ def refuse_flags(tokens, path):
                  f"which model files and run can't do; set {flag} to false there")
     # Hugging Face searches the text for tokens that are not normalized, and then the rest of it for
     # normalized ones. run searches for all at once, from left to right. Both find the same, unless
-    # a token of the first search is part of a token of the second, or begins inside it.
-    second = {str(token.get("content")) for token in tokens if token.get("normalized")}
-    first = {str(token.get("content")) for token in tokens} - second
-    for late, early in itertools.product(second, first):
-        if early in late or any(late.endswith(early[:n]) for n in range(1, len(early))):
-            fail(f"{path}: the added tokens {early!r} and {late!r} overlap, but only {late!r} is "
-                 "normalized, so Hugging Face searches for it last, which model files and run "
+    # a token of the first search is part of a token of the second, or begins inside it (then the
+    # first search takes characters that belong to the second's token).
+    in_second = {str(token.get("content")) for token in tokens if token.get("normalized")}
+    in_first = {str(token.get("content")) for token in tokens} - in_second
+    for second, first in itertools.product(in_second, in_first):
+        if first in second or any(second.endswith(first[:n]) for n in range(1, len(first))):
+            fail(f"{path}: the added tokens {first!r} and {second!r} overlap, but only {second!r} "
+                 "is normalized, so Hugging Face searches for it last, which model files and run "
                  "can't do; set normalized to the same value for both there")
 
 
@@ -613,7 +620,8 @@ def from_hugging_face(tokenizer, path):
     # Besides EOS, a GGUF file names only one token that ends an answer, so take the first.
     ends = [i for i in generation(folder)["eos_token_id"] if i not in (bos_id, eos_id)][:1]
     for token in tokenizer["added_tokens"]:
-        # Text is never encoded as a special token, so it cannot contain BOS or end an answer.
+        # Mark these as special, whatever the file says: text is never encoded as a special token,
+        # so a user's text cannot contain BOS or end an answer.
         token["special"] |= token["id"] in (bos_id, eos_id, *ends)
     refuse_flags(tokenizer["added_tokens"], path)
     size = max(model.get_vocab(with_added_tokens=True).values(), default=0) + 1
@@ -745,8 +753,8 @@ def normalizers(tokenizer):
     Return the steps that rewrite a text before it is split into pieces. Hugging Face also applies
     them to each user-defined piece of `added_tokens` before it searches for it. The step that puts
     a space before a text would then put one before the piece, which would no longer be found inside
-    a text. So a later step removes this space if the whole text is a user-defined piece. It does so
-    in a user's text as well.
+    a text. So a later step removes this space if the whole text is a user-defined piece. A side
+    effect: a user's text that is exactly one user-defined piece loses this space too.
     """
     steps = []
     if tokenizer.charsmap:
@@ -787,16 +795,20 @@ def train_tokenizer(texts, vocab_size, out_path, exact=True, is_maximum=False):
     text are written as bytes) and merges.
 
     If the size is too large for the text: exit if `exact`, else lower it. If it is too small for
-    the characters of the text: exit if `exact`, else raise it to twice the minimum. is_maximum:
-    never raise it (whatever `exact` is), but keep only the commonest characters and write the
-    others as bytes. The characters then take half of the size beyond specials and bytes, and merges
-    the other half. Exit if there is no room for one character.
+    the characters of the text: with is_maximum, keep the size and only the commonest characters
+    (`exact` doesn't matter here); else exit if `exact`; else raise it to twice the minimum.
+
+    With is_maximum, the other characters are written as bytes. The characters kept take half of the
+    size beyond specials and bytes, and merges the other half. Exit if there is no room for one
+    character.
     """
     lines = [line for text in texts for line in text.replace(UNTRAINABLE, "\n").split("\n") if line]
     model, low, high = train_sentencepiece(lines, vocab_size, exact)
     max_characters = (vocab_size - 259) // 2
     if low and is_maximum and max_characters < 1:
-        low = min(low, 261)  # for the message: is_maximum needs no more than (261 - 259) // 2 = 1
+        # For the message: with is_maximum a size of 261 is enough, since (261 - 259) // 2 leaves
+        # room for 1 character.
+        low = min(low, 261)
     elif low and is_maximum:
         counts = Counter("".join(lines)).most_common()
         rare = [character for character, _ in counts[max_characters:]]
