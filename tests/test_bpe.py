@@ -220,7 +220,7 @@ def changed(**changes):
 @pytest.mark.parametrize("changes, words", [
     ({"model__type": "Unigram"}, "not byte-level BPE"), ({"pre_tokenizer": None}, "not byte-level BPE"),
     ({"pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}, "Metaspace"),
-    ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "none of gpt-2"),
+    ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}}, "unknown to ./run, expected one of gpt-2"),
     ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": []}}, "expected"), ({"normalizer": {"type": "NFKC"}}, "NFKC"),
     ({"model__dropout": 0.5}, "dropout"), ({"model__byte_fallback": True}, "byte_fallback"), ({"model__ignore_merges": True}, "ignore_merges"),
     ({"model__merges": [["a", "nothing"]]}, "out of vocabulary"), ({"model__merges": ["ab"]}, "expected"),
