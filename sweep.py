@@ -328,7 +328,7 @@ def command_of(sweep, values):
     known, words = macros(values, str(program(sweep))), []
     for word in map(str, sweep.get("command", COMMAND)):
         word = ENVIRONMENT_VARIABLE.sub(lambda match: os.environ[match[1]], word)
-        words += known[word[2:-1]] if is_macro(word) else [word]
+        words += known.get(word[2:-1], [word]) if is_macro(word) else [word]
     return words, {f"WANDB_{key.upper()}": sweep[key] for key in ("project", "entity")
                    if sweep.get(key)}
 

@@ -121,6 +121,8 @@ def test_a_command_becomes_the_words_that_the_agent_makes_of_it(form, monkeypatc
         expected += theirs[word[2:-1]] if word.startswith("${") else [word]
     monkeypatch.setattr(sweep, "program", lambda sweep: "train.py")
     assert sweep.command_of({"command": command}, values) == (expected, {})
+    monkeypatch.setenv("MY_RATE", "${no name of a macro}")
+    assert sweep.command_of({"command": ["${envvar:MY_RATE}"]}, values) == (["${no name of a macro}"], {})
 
 
 def test_what_a_sweep_file_says_is_done(tmp_path):
