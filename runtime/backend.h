@@ -24,8 +24,8 @@ extern "C" {
 typedef enum {
     F32 = 0,
     F16 = 1,
-    // blocks of 32 in a row: scale (half precision), 16 bytes of (low, high) nibbles;
-    // value = scale * (q - 8)
+    // blocks of 32 in a row: scale (half precision), 16 bytes; the low nibble of byte i is q of
+    // number i, the high nibble that of number i + 16; value = scale * (q - 8)
     Q4_0 = 2,
     Q4_1 = 3, // the same with a minimum (half precision); value = scale * q + minimum
     Q5_0 = 6, // Q4_0 and Q4_1 with a fifth bit; Q5_0 has value = scale * (q - 16)
@@ -73,7 +73,8 @@ const char *llamac_type_name(uint32_t type, char text[12]);
 typedef struct {
     Type type;
     int rows, cols;
-    const void *data; // (rows, cols) in `type`: in the mapped file, or in the backend's memory
+    // (rows, cols) in `type`: in the bytes of the model file, or in the backend's memory
+    const void *data;
     // INT8_GROUPS: (ceil(rows * cols / group),) float32, perhaps unaligned; else NULL
     const void *scales;
     int group;   // INT8_GROUPS: numbers that share a scale
@@ -149,11 +150,11 @@ typedef struct Backend Backend;
 // inside an op is private to the backend.
 struct Backend {
     int chunk; // max tokens in one call
-    // forward calls begin before the ops and end after them, unless they are NULL. If begin returns
-    // true, forward must call the ops. If it returns false, the backend computes tokens (T,) at
-    // positions pos..pos+T-1 by itself: from a recording of the ops of an earlier call, or in one
-    // kernel. all_logits: the op logits computes all T rows, not only the last. Results are
-    // complete only after end.
+    // begin and end may be NULL. forward calls begin, then the ops unless begin returned false, and
+    // always end, which completes the results. If begin returns false, the backend itself computes
+    // tokens (T,) at positions pos..pos+T-1, from a recording of the ops of an earlier call or in
+    // one kernel, and writes the logits where the earlier call did. all_logits: compute the logits
+    // of all T tokens, not only of the last one.
     bool (*begin)(Backend *, const int *tokens, int T, int pos, bool all_logits);
     void (*end)(Backend *);
     // Returns uninitialised memory for n floats that the ops can use, freed by close; NULL if there
@@ -176,16 +177,17 @@ struct Backend {
     void (*add_product)(Backend *, float *x, const Mat *w, const float *y, int T);
     // x (T, dim) += (silu(y w1^T) * (y w3^T)) w2^T, where y (T, dim) = ffn_norm of x
     void (*feed_forward)(Backend *, const Layer *, float *x, int T);
-    // logits (T, vocab_size), in host memory, = norm(x) output^T of x (T, dim). If the backend has
-    // `choose`, logits may be NULL if T is 1: they stay in the backend's memory
+    // logits (T, vocab_size), in host memory, = norm(x) output^T of x (T, dim). Without all_logits,
+    // forward passes only the last token's row of x, and T is 1. If the backend has `choose`,
+    // logits may then be NULL: they stay in the backend's memory
     void (*logits)(Backend *, float *logits, const Mat *norm, const Mat *output, const float *x,
                    int T);
     // Samples the next token from the logits in the backend's memory. Temperature 0: the largest,
     // the first of equals; else like the sampler of llama.c with `coin` in [0, 1). Returns -1 if a
     // logit is not finite. The backend of the CPU has NULL
     int (*choose)(Backend *, float temperature, float topp, float coin);
-    // Measures in bytes per second how fast the backend reads its copy of the weights (n bytes of
-    // it at most), or `bytes` (n bytes) if it has no copy
+    // Measures how fast the backend reads weights, in bytes per second. It reads at most n bytes of
+    // its own copy or, if it has none, the n bytes at `bytes`
     double (*bandwidth)(Backend *, const void *bytes, size_t n);
     void (*close)(Backend *);
 };

@@ -9,8 +9,8 @@ typedef struct {
 } Candidate;
 
 struct llamac_session {
-    // A copy of the one in llamac_model. Its array of layers is copied too, because the backend may
-    // change the pointers to weights
+    // A copy of llamac_model.transformer and of its array of layers, because the backend may change
+    // the pointers to weights
     Model model;
     Backend *backend;
     const Kernels *kernels; // of the CPU, for logits in host memory
@@ -58,7 +58,7 @@ static void compute(const llamac_session *s, const int *tokens, int T, int pos) 
 
 static void forward(llamac_session *s, const int *tokens, int T, int pos) {
     Backend *b = s->backend;
-    // begin returns false if the backend computes the tokens without a call of each op
+    // If begin returns false, the backend computes the tokens itself, and the ops are not called
     if (!b->begin || b->begin(b, tokens, T, pos, s->all_logits)) compute(s, tokens, T, pos);
     if (b->end) b->end(b);
     s->rows = s->all_logits ? T : 1;
@@ -103,11 +103,11 @@ const char *llamac_cuda_open(Backend **b, Model *m, int positions, Error *e) {
 }
 #endif
 
-// Opens the backend and allocates the activations. On failure, s->backend is NULL and s->model is
-// unchanged, so another backend can be tried.
+// Opens the backend and allocates the activations. On failure, closes the backend, which restores
+// s->model, and sets s->backend to NULL, so another backend can be tried.
 static bool open_backend(llamac_session *s, bool gpu, llamac_logits_kept kept, Error *e) {
     Model *m = &s->model;
-    Error text; // llamac_cuda_open may write its message here
+    Error text; // holds the message that llamac_cuda_open returns, unless that is a constant
     CHECK(!gpu || !m->kv_bits, "the KV cache of a GPU has 32 bits for float32 weights, else 16, "
                                "and cannot be changed; leave --kv out");
     const char *wrong = gpu ? llamac_cuda_open(&s->backend, m, s->positions, &text)
@@ -165,6 +165,7 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
         Error gpu_error;
         if (open_backend(s, true, o->logits, &gpu_error)) return true;
         CHECK(automatic, "%s", gpu_error.text);
+        // fail only writes the note: the session begins, on the CPU
         fail(&s->note, "on the CPU, for the GPU cannot be used: %s", gpu_error.text);
     }
     return open_backend(s, false, o->logits, e);
@@ -173,6 +174,7 @@ static bool open_session(llamac_session *s, const llamac_options *o, Error *e) {
 double llamac_bandwidth(const llamac_session *s) {
     const uint8_t *first;
     if (!s) return 0;
+    // n: bytes of weights that one token reads; first: their lowest address
     uint64_t n = llamac_weight_bytes(&s->model, &first);
     return s->backend->bandwidth(s->backend, first, n);
 }
@@ -257,8 +259,8 @@ static void sink(Candidate *c, int n, int i) {
 // Samples from the smallest set of tokens whose total probability exceeds topp (Holtzman 2019).
 static int sample_topp(const llamac_session *s, const float *p, float topp, float coin) {
     int n = 0, vocab_size = s->model.config.vocab_size;
-    // All tokens below the cutoff together have less than 1 - topp, so the set is complete without
-    // them: the others have more than topp
+    // The set needs no token below the cutoff. Unless all tokens are below it, at most
+    // vocab_size - 1 are; their total is less than 1 - topp, so that of the others exceeds topp
     const float cutoff = (1.0f - topp) / (vocab_size - 1);
     for (int i = 0; i < vocab_size; i++)
         if (p[i] >= cutoff) s->candidates[n++] = (Candidate){p[i], i};

@@ -56,9 +56,9 @@ LLAMAC_API llamac_model *llamac_open_memory(const void *bytes, size_t size, int 
                                             llamac_error *);
 
 // Replaces the tokenizer by that of a file in llama2.c's format (tokenizer.bin). This discards the
-// chat template: llamac_encode_turn fails until llamac_use_template names one. Only tokens 1 and 2
-// of such a file are control tokens, so the markers of a template are ordinary text, which the
-// user's words can contain too.
+// chat template: llamac_encode_turn fails until llamac_use_template names one. In such a file only
+// tokens 1 and 2 (BOS and EOS) are control tokens. Other markers of a template are encoded as
+// ordinary text, so a user who types a marker can forge a turn.
 LLAMAC_API bool llamac_open_tokenizer(llamac_model *, const char *path, llamac_error *);
 
 // Compares the weights with their SHA-256 in the file. Fails if the file has none; the project's
@@ -102,8 +102,9 @@ LLAMAC_API int llamac_utf8(const char *s, size_t n);
 
 // Sets the chat template, which llamac_encode_turn and llamac_encode_answer need: chatml, llama3,
 // zephyr or llama2. If `name` is NULL, the model file decides: a GGUF file has a template, which is
-// recognised by its markers, such as <|im_end|>; llama2.c's formats use llama2. Markers that are
-// user-defined tokens become control tokens, so that text cannot contain them.
+// recognised by its markers, such as <|im_end|>; llama2.c's formats use llama2. Markers that the
+// file lists as user-defined tokens, a token type of GGUF, become control tokens: a marker that a
+// user types is then encoded as ordinary text.
 LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_error *);
 
 // Encodes a turn of the user, up to where the answer begins, with BOS if the template needs it.
@@ -112,9 +113,9 @@ LLAMAC_API bool llamac_use_template(llamac_model *, const char *name, llamac_err
 LLAMAC_API int *llamac_encode_turn(const llamac_model *, bool first, const char *system,
                                    const char *words, size_t n, int *n_tokens, llamac_error *);
 
-// Encodes an earlier answer, to rebuild a conversation in a new session. The session that sampled
-// the answer does not need this: its KV cache has the tokens. Do not evaluate the end marker of a
-// sampled answer: the next llamac_encode_turn adds it, as it does after an answer encoded here.
+// Encodes an earlier answer without its end marker, to rebuild a conversation in a new session. The
+// session that sampled the answer does not need this: its KV cache has the tokens. If llamac_sample
+// returns the end marker, do not evaluate it. In both cases the next llamac_encode_turn adds it.
 // Returns the tokens like llamac_encode.
 LLAMAC_API int *llamac_encode_answer(const llamac_model *, const char *words, size_t n,
                                      int *n_tokens, llamac_error *);
@@ -171,8 +172,8 @@ LLAMAC_API int llamac_positions(const llamac_session *);
 
 // Evaluates n tokens at positions pos..pos+n-1, where pos + n is llamac_positions at most. Earlier
 // calls must have filled positions 0..pos-1. pos may be lower than the number of filled positions:
-// the new tokens then replace the old ones at pos..pos+n-1, and do not attend to later positions,
-// where the old tokens stay in the KV cache.
+// the new tokens then replace the old ones at pos..pos+n-1. Later positions keep their old tokens
+// and still count as filled, but the new tokens do not attend to them.
 LLAMAC_API bool llamac_forward(llamac_session *, const int *tokens, int n, int pos, llamac_error *);
 
 // Returns the logits of the last call: (vocab_size,) floats or, with LLAMAC_ALL_LOGITS, (n,
