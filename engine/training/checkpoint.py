@@ -17,11 +17,11 @@ by one atomic rename. `latest` and `best` in out/my are small files that name a 
 Checkpoints are loaded with weights_only, so they can't run code.
 
 Files that PARTS does not match belong to the user: a folder that holds one is never deleted.
-run_folder.py guards the folder of the run.
+run_folder.py locks the folder of the run, so that only one trainer writes into it.
 
 In a sharded run (FSDP2) no process holds the whole model. Each writes its slices as
 shard-*.safetensors, by torch.distributed.checkpoint, in place of "model" and "optimizer" above.
-Safetensors replace that module's own format, whose index is a pickle, which could run code.
+That module also has a format of its own, but its index is a pickle, which could run code.
 """
 import contextlib
 import json
@@ -88,17 +88,18 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
             contents = contents._replace(
                 model={name: part for name, part in model.items() if name != "model"},
                 train={name: part for name, part in train.items() if name != "optimizer"})
-        # on_master is unsafe here: in a Writer's thread its messages could mix with training's.
+        # distributed.on_master is unsafe here: a Writer's thread runs beside training, and both
+        # would communicate in the same process group.
         if not distributed.master:
             return final
         if not shards:
             begin(temporary, out_dir, claim)
         write_files(temporary, shards, contents)
-        if final.exists():  # at a stop the same step is saved before and after its evaluation
+        if final.exists():  # at a stop, train.py saves a step before its evaluation and again after
             remove(final)
         os.rename(temporary, final)
     except BaseException:
-        # If only the rename failed, the complete temporary folder stays, for run_folder.finish.
+        # Keep a complete temporary folder: run_folder.finish renames it, unless `final` exists.
         if final.exists() or damage(temporary):
             discard(temporary)
         raise
@@ -108,6 +109,7 @@ def save(out_dir, contents, keep_last=1, claim=lambda out_dir: None):
     if ranked:
         write_atomic(Path(out_dir, "best"), ranked[0].name)
     keep = ranked[:1]
+    # "best_due": [loss, step] of the best evaluation that counts for early_stop, see note_best
     _, early_stop_step = train.get("state", {}).get("best_due", [math.inf, None])
     if early_stop_step:
         keep.append(step_folder(out_dir, early_stop_step))
@@ -135,8 +137,9 @@ def discard(folder):
 
 def remove(folder):
     """
-    Delete a step folder, unless it holds a file that is not part of a checkpoint. It is renamed
-    first, because a kill during the deletion would leave a step folder that looks damaged.
+    Delete a step folder, unless it may be the user's: it has no manifest, or holds a file that is
+    not part of a checkpoint. It is renamed first, because a kill during the deletion would leave a
+    step folder that looks damaged.
     """
     if not (folder / "checkpoint.json").exists():
         return
@@ -197,6 +200,8 @@ def write_shards(begin, folder, parts):
     import torch.distributed.checkpoint as dcp  # takes 0.1 s, which only sharded runs need
     tensors = {f"{part}.{name}": tensor
                for part, named in parts.items() for name, tensor in named.items()}
+    # gather and dcp.save communicate in distributed.writers, a process group that training does not
+    # use. This gather returns when the folder exists; if begin() fails, it raises in all processes.
     distributed.gather(lambda: begin() if distributed.master else None)
     try:
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
@@ -266,11 +271,11 @@ def why_unsaved(error):
 
 def snapshot(value, copy=False):
     """
-    Return a copy of nested dicts and lists, with their tensors in the host's memory.
+    Return new dicts and lists with the content of nested ones, and all tensors in host memory.
 
-    GPU tensors are copied. CPU tensors are shared, as a copy would need as much memory as the
-    weights: the caller must not change them until they are written (Writer.join). copy: copy CPU
-    tensors too, as FSDP frees the storage of gathered weights.
+    GPU tensors are copied. CPU tensors are not, to save as much memory as the weights need: the
+    caller must not change them until they are written (Writer.join). copy: copy CPU tensors too,
+    which the weights of a sharded run need, as FSDP frees the storage of gathered weights.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=copy)
@@ -323,6 +328,7 @@ def load(folder, part="model", check=True, mmap=False):
     """
     path, key = Path(folder, f"{part}.pt"), {"model": "model", "train": "optimizer"}[part]
     with reading(path, "part of a checkpoint; use another one", fail):
+        # Not from manifest(), which returns {} if another version's file has another form.
         version = read_json(Path(folder, "checkpoint.json"), MAX_JSON, {})["version"]
         found = manifest(folder)
         if version != VERSION:
