@@ -1,7 +1,7 @@
 """
 Track the metrics of a training, and of any other program.
 
-    python track.py sync out/my       upload the rows of a run that W&B lacks, in order
+    python track.py sync out/my       upload, in order, those rows of a run that are not in W&B
     python track.py -- CMD ...        run a program and track what it prints; before the --:
                                       --pattern=REGEX, --out_dir=, --name=, --project=, --wandb_log=
 
@@ -54,14 +54,19 @@ def start_tracking(cfg, recorded, state):
     that is empty, and its "noted", the kinds of metrics already reported as out of range, to [] if
     that is absent.
     """
+    # `given` has the entries that the user set by flags. They override a tracker's own settings,
+    # such as WANDB_NAME, which in turn override the defaults in `run`.
     flags = {"project": cfg.wandb_project, "name": cfg.wandb_run_name}
     given = {entry: value for entry, value in flags.items() if value and value != "auto"}
     default_name = f"{Path(cfg.data).stem}-{cfg.dim}x{cfg.n_layers}"
-    name = given.get("name") or (cfg.wandb_log and user_setting("run_name")) or default_name
-    state["run_id"] = state["run_id"] or new_run_id(name)
+    # The id begins with the run's name in W&B, which the user's W&B settings may set. Those do not
+    # apply to other trackers, so run["name"] ignores them; Wandb.resolve applies them.
+    name_in_id = given.get("name") or (cfg.wandb_log and user_setting("run_name")) or default_name
+    state["run_id"] = state["run_id"] or new_run_id(name_in_id)
     run = {"id": state["run_id"], "project": PROJECT, "name": default_name, "job_type": "train"}
-    # The log drops rows after the Session's step. A state with a "row" was saved before this step's
-    # row was logged. The resumed training logs it, so the log must drop this step's row too.
+    # The log drops the rows of earlier sessions whose iter exceeds Session.step. A state with a
+    # "row" was saved before the row of state["step"] was logged, so the resumed training logs that
+    # row. The earlier session may have logged it too, after the save: half a step less drops it.
     step = state["step"] - (0.5 if state.get("row") else 0)
     session = Session(cfg.out_dir, redact(recorded), run | given, step,
                       tables="tables" in cfg.log_extras, models="model" in cfg.log_extras)
@@ -84,8 +89,9 @@ def make_or_fail(session, *arguments):
 
 def program_folder(name):
     """
-    Create the folder of a program's log and return it. Exit if a named folder holds a run. Where
-    the default folder exists, take the first free name: out/program2, out/program3, ...
+    Create the folder of a program's log and return it. A folder that --out_dir names may exist, but
+    exit if it holds a run. If the default folder exists, take the first free name: out/program2,
+    out/program3, ...
     """
     path, number = Path(name), 1
     while True:
@@ -137,7 +143,10 @@ def program_parser(patterns):
 
 
 def track_program(words):
-    """Run the command after the -- as its shell would, and track what it prints."""
+    """
+    Run the command after the -- and track what it prints. Exit with its exit code, or by the signal
+    that ended it.
+    """
     split = words.index("--")
     command = words[split + 1:]
     options, patterns = program_options(words[:split])
@@ -151,6 +160,7 @@ def track_program(words):
     outlast("stdout")  # a failing terminal, disk or pipe must not end the program
     out_dir = program_folder(options["out_dir"])
     run = {"id": new_run_id(name), "project": PROJECT, "name": name} | given
+    # x: metric on the x axis of charts; the rows of a program need not have "tokens", the default
     session = Session(out_dir, redact({"command": command}), run, x="iter")
     trackers = ["wandb"] if BOOLS[options["wandb_log"].lower()] else []
     tracker = make_or_fail(session, trackers, given)
