@@ -78,8 +78,9 @@ def rms_norm(x, w, eps):
 
 def rms_norm_plain(x, w, eps):
     """
-    Return rms_norm by its formula. The compiler gets it spelled out, and then saves x for backward;
-    for F.rms_norm it would save x / rms(x), and recompute x from the outputs of earlier blocks.
+    Return rms_norm by its formula. The compiler gets it spelled out, so that it saves x for
+    backward. For F.rms_norm it would save x / rms(x) instead, and backward would have to add up the
+    outputs of earlier blocks to get x again.
     """
     if not torch.compiler.is_compiling():
         return F.rms_norm(x.float(), w.shape, w, eps).to(compute_dtype(x))
@@ -126,8 +127,9 @@ def rotate(x, rope):
     Return x (B, T, H, Q) with rotary positions: each pair (2i, 2i+1), Meta's layout, is rotated by
     the angle whose cosine and sine are in rope (T, Q/2, 2). https://arxiv.org/abs/2104.09864
 
-    Without a compiler a pair is treated as a complex number, on GPUs and in plain_formulas() too: a
-    complex product costs a sixth of the real ones and can be differentiated to any order.
+    Without a compiler a pair is treated as a complex number, on GPUs and in plain_formulas() too:
+    one complex product takes a sixth of the time of the real products in rotate_plain, and can be
+    differentiated to any order.
     """
     if torch.compiler.is_compiling():
         return rotate_plain(x, rope)
@@ -291,8 +293,9 @@ def cross_entropy(x, lm_head, targets):
     Return the mean cross-entropy of the logits lm_head(x), in nats; 0 if no row has a target.
     x: (N, D); targets: (N,) int64, -1 where a row has none.
 
-    The written-out form also runs compiled on CPUs and uncompiled on GPUs, since all logits at once
-    may not fit in memory. It takes lm_head's weight, so lm_head must compute nothing but a product.
+    All logits at once may not fit in memory. So the plain formula, which needs them, runs only
+    when compiled for GPUs, uncompiled within plain_formulas(), or with an lm_head that computes
+    more than a product (the written-out form takes only its weight).
     """
     use_plain = x.is_cuda if torch.compiler.is_compiling() else plain.get()
     if use_plain or not is_product(lm_head):
@@ -325,7 +328,8 @@ class CrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, dtype, needs_grad):
         """
         x: (N, D); weight: (V, D); targets: (N,). dtype: of the matrix products; softmax and sums
-        are float32. needs_grad: compute gradients, too (ctx.needs_input_grad ignores no_grad).
+        are float32. needs_grad: whether to compute gradients, too; the caller decides, as
+        ctx.needs_input_grad is True even under no_grad.
         """
         w = weight.to(dtype)
         max_logits = CrossEntropy.PIECE if x.device.type == "cpu" else CrossEntropy.GPU_PIECE

@@ -20,8 +20,9 @@ def new_state(config, clock, signature):
     """
     Return the state of a run before its first step.
 
-    clock: as of session_clock, used if --minutes is set. signature: as of resume.resume_signature;
-    a resumed run must have the same.
+    clock: of a time budget (has "minutes", see session_clock), used if --minutes is set; otherwise
+    the run begins with NO_LIMIT, to which session_clock adds a max_minutes limit. signature: from
+    resume.resume_signature; a resumed run must have the same.
 
     Some of the keys: step, tokens: number of steps and tokens trained so far; sequences: number of
     sequences of the data read so far; best, best_step: the lowest validation loss and its step;
@@ -71,9 +72,9 @@ def note_best(config, state, loss):
     Record this step's validation loss (inf if it was not measured) if it is the best so far. Step
     0 is never the best.
 
-    "best_due" is [loss, step] of the best regular evaluation, by which early_stop decides. It
-    ignores evaluations at a stop in between, so that a run ends at the same step with and without
-    stops.
+    "best_due" is [loss, step] of the best regular evaluation, by which early_stop decides. Regular
+    evaluations are those at multiples of eval_interval. A stop at another step evaluates too, but
+    "best_due" ignores that, so that a run ends at the same step with and without stops.
     """
     step = state["step"]
     if not config.early_stop:
@@ -89,8 +90,8 @@ def note_best(config, state, loss):
 
 def stalled(config, state):
     """
-    Return whether the last early_stop regular evaluations brought no new best. This depends on
-    `state` alone, as a run may be resumed at the step of such an evaluation.
+    Return whether the last N regular evaluations brought no new best, where N is config.early_stop.
+    This depends on `state` alone, as a run may be resumed at the step of such an evaluation.
     """
     step = state["step"]
     if not config.early_stop or state["last"] or step % config.eval_interval:
@@ -101,8 +102,9 @@ def stalled(config, state):
 
 def end_soon(config, last_step, model, opt, state, writer):
     """
-    Return the run's new last step after the validation loss has stopped falling, and load the best
-    checkpoint. The learning rate then decays over a fifth of the steps that led to it.
+    Load the best checkpoint, as the validation loss has stopped falling, and return the run's new
+    last step. The run takes a fifth as many further steps as led to that checkpoint, but none after
+    last_step; the learning rate decays during them.
     """
     warn_of(distributed.on_master(writer.wait))
     best = state["best_due"][1]
@@ -123,10 +125,11 @@ def session_clock(clock, max_minutes, minutes=0.0, left=0.0):
     seconds, "end": the value of "seconds" at which training stops, or inf}. If the sizes were
     derived from a time budget, "minutes" is that budget.
 
-    clock: of the previous session. A max_minutes limit applies to a session: a resumed run
-    continues one that was not reached (after a stop or a crash), if it is the same, and else
-    begins a new one. A budget applies to the run: a larger `minutes` extends it. left: seconds
-    left of the budget after the preparations; sets "end" if nothing has been trained yet.
+    clock: of the previous session. A max_minutes limit applies to a session. If the previous
+    session ended before its limit (after a stop or a crash) and max_minutes is the same, this
+    session has the rest of that limit; otherwise it has max_minutes from now. A budget applies to
+    the run: a larger `minutes` extends it. left: seconds of the budget that remain for training
+    (plan.training_seconds), 0 if not given; replaces "end" if nothing has been trained yet.
     """
     if "minutes" in clock:
         end = clock["end"] + 60 * (minutes - clock["minutes"])
@@ -169,11 +172,11 @@ def say_finished(config, state, exports):
     return 0 if is_exported else 2
 
 
-def final_message(config, state, best, exported, wanted):
+def final_message(config, state, gguf, exported, wanted):
     """
     Return the last line of a run: its result, what could not be saved, what to type next.
 
-    best: path of model.gguf; exported: the step of the model in that file, None if there is no
+    gguf: path of model.gguf; exported: the step of the model in that file, None if there is no
     file; wanted: the step of the model that should be in it.
     """
     saved = [int(folder.name.removeprefix("step_")) for folder in checkpoint.steps(config.out_dir)]
@@ -193,8 +196,8 @@ def final_message(config, state, best, exported, wanted):
         else:
             text += " or saved"
         if exported is not None:
-            text += f"; {best} is that of iter {exported}"
+            text += f"; {gguf} is that of iter {exported}"
     if exported is None:
         return text
     prompt = config.sample_prompt.split("|")[0]
-    return f"{text}; write with it: ./run {shlex.quote(str(best))} -i {shlex.quote(prompt)}"
+    return f"{text}; write with it: ./run {shlex.quote(str(gguf))} -i {shlex.quote(prompt)}"
