@@ -28,7 +28,8 @@ void llamac_extend_rotations(Cpu *cpu, int positions) {
 }
 
 // ----------------------------------------------------------------------------
-// The KV cache
+// The KV cache. Keys are stored in tiles (head_dim, TILE) with a column for each of TILE positions,
+// values in rows (value_width,), one for each position
 
 // The keys and values of one KV head of a layer from a position on, as a view into the cache.
 typedef struct {
@@ -70,21 +71,22 @@ static float to_bytes(int8_t *out, const float *x, int n) {
 static void store_in_cache(Cpu *cpu, int layer, int head, int t, float *scratch) {
     const Config *c = &cpu->config;
     const Kernels *kernels = cpu->kernels;
-    int n = c->head_dim, pos = cpu->pos + t, row = pos % TILE; // row of the tile of keys
+    int n = c->head_dim, pos = cpu->pos + t, slot = pos % TILE; // the key's column in its tile
     size_t from = (size_t)t * c->kv_dim + head * n;
     const float *k = cpu->k + from, *v = cpu->v + from;
-    CachedHead to = cache_at(cpu, layer, head, pos - row);
-    void *value = to.values + (size_t)row * cpu->value_width * number_size(cpu->kv_type);
+    CachedHead to = cache_at(cpu, layer, head, pos - slot);
+    void *value = to.values + (size_t)slot * cpu->value_width * number_size(cpu->kv_type);
     void *key = scratch;
     if (cpu->kv_type == INT8_GROUPS) {
-        to.key_scales[row] = to_bytes(key, k, n), to.value_scales[row] = to_bytes(value, v, n);
-        for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + row] = ((int8_t *)key)[i];
+        to.key_scales[slot] = to_bytes(key, k, n);
+        to.value_scales[slot] = to_bytes(value, v, n);
+        for (int i = 0; i < n; i++) ((int8_t *)to.keys)[i * TILE + slot] = ((int8_t *)key)[i];
     } else if (cpu->kv_type == F16) {
         kernels->halves(key, k, n), kernels->halves(value, v, n);
-        for (int i = 0; i < n; i++) ((uint16_t *)to.keys)[i * TILE + row] = ((uint16_t *)key)[i];
+        for (int i = 0; i < n; i++) ((uint16_t *)to.keys)[i * TILE + slot] = ((uint16_t *)key)[i];
     } else {
         memcpy(value, v, n * sizeof(float));
-        for (int i = 0; i < n; i++) ((float *)to.keys)[i * TILE + row] = k[i];
+        for (int i = 0; i < n; i++) ((float *)to.keys)[i * TILE + slot] = k[i];
     }
 }
 
@@ -99,9 +101,10 @@ typedef struct {
     bool cached; // an earlier step has finished the queries and filled the cache
 } AttentionArgs;
 
+// Adds the bias of a head, if there is one, to x (head_dim,).
 static void add_bias(const Cpu *cpu, float *x, const Mat *bias, int head) {
     int n = cpu->config.head_dim;
-    if (bias->data) put_row(x, (const float *)bias->data + head * n, n, true);
+    if (bias->data) put_row(x, (const float *)bias->data + head * n, n, /*add*/ true);
 }
 
 // Applies bias, RMSNorm and RoPE to x (head_dim,), the query or key of a head at a position.
@@ -148,12 +151,13 @@ static int first_visible(const Cpu *cpu, int pos) {
 // Attention in groups of up to QUERIES queries that use the same KV head, so that its keys and
 // values are loaded once for the group. With one token, a group is some of the query heads that
 // share the KV head. With several tokens, each query head must have its own KV head, and a group is
-// consecutive tokens of the head
+// consecutive tokens of the head; there must be no sliding window, so that the positions that the
+// queries of a group attend to begin at the same one
 
-// Query i of a group attends to positions hidden..visible + i * more - 1, counted from the first
-// position in Attention.keys. `more` is 1 if the queries are consecutive tokens, 0 if they are
-// heads of one token.
-typedef struct { int hidden, visible, more; } Visible;
+// Query i of a group attends to positions begin..end + i * more - 1, counted from the first one in
+// Attention.keys. `more` is 1 if the queries are consecutive tokens, 0 if they are heads of one
+// token.
+typedef struct { int begin, end, more; } Visible;
 
 // Computes the attention of the queries of one group. Writes the result of query i to
 // out + i * q_stride.
@@ -161,13 +165,13 @@ static void attend(const Kernels *k, const Attention *a, Visible v, float *out) 
     float sums[QUERIES];
     k->scores(a);
     for (int i = 0; i < a->n_queries; i++) {
-        float *p = a->p + i * a->p_stride, *scores = p + v.hidden;
-        int end = v.visible + i * v.more, n = end - v.hidden;
-        if (a->key_scales) k->multiply(scores, a->key_scales + v.hidden, n);
-        sums[i] = k->exponentials(scores, k->largest(scores, n), 1 / sqrtf(a->head_dim), n);
-        if (a->value_scales) k->multiply(scores, a->value_scales + v.hidden, n);
-        // mix adds the values of all n positions for every query
-        memset(p, 0, v.hidden * sizeof *p);
+        float *p = a->p + i * a->p_stride, *scores = p + v.begin;
+        int end = v.end + i * v.more, count = end - v.begin;
+        if (a->key_scales) k->multiply(scores, a->key_scales + v.begin, count);
+        sums[i] = k->exponentials(scores, k->largest(scores, count), 1 / sqrtf(a->head_dim), count);
+        if (a->value_scales) k->multiply(scores, a->value_scales + v.begin, count);
+        // mix adds the values of all a->n positions for every query: the others get weight 0
+        memset(p, 0, v.begin * sizeof *p);
         memset(p + end, 0, (a->n - end) * sizeof *p);
     }
     k->mix(a);
@@ -193,7 +197,7 @@ static void attention_groups(Worker *self, const void *args, int begin, int end)
         int head = item / groups, first = item % groups * QUERIES; // first query of the group
         int left = shared * a->T - first, n = left < QUERIES ? left : QUERIES;
         int t = more ? first : 0, query_head = head * shared + (more ? 0 : first);
-        int visible = cpu->pos + t + 1 - from;
+        int visible_end = cpu->pos + t + 1 - from; // for the first query of the group
         size_t at = (size_t)t * c->q_dim + (size_t)query_head * c->head_dim;
         if (!a->cached) finish_token(cpu, a, head, 0, self->scratch);
         CachedHead kv = cache_at(cpu, a->layer, head, from);
@@ -210,8 +214,8 @@ static void attention_groups(Worker *self, const void *args, int begin, int end)
                              .type = cpu->kv_type,
                              .head_dim = c->head_dim,
                              .width = cpu->value_width,
-                             .n = visible + more * (n - 1)};
-        attend(cpu->kernels, &queries, (Visible){start - from, visible, more}, a->out + at);
+                             .n = visible_end + more * (n - 1)};
+        attend(cpu->kernels, &queries, (Visible){start - from, visible_end, more}, a->out + at);
     }
 }
 
@@ -231,6 +235,8 @@ static int span_of(const Cpu *cpu, int T) {
     return span;
 }
 
+// The arrays of a span. A panel is Kernels.queries consecutive tokens of the span, which a kernel
+// processes at once.
 typedef struct {
     float *q;         // (panels, head_dim, queries of a panel)
     float *out;       // (SPAN, value_width) sums of the values, weighted with exp(score - max)
@@ -275,7 +281,8 @@ static void weigh(const Cpu *cpu, const Span *s, int t, const CachedHead *kv, in
     const Kernels *k = cpu->kernels;
     float *scores = s->scores + t % k->queries * KV_RANGE;
     int end = visible < 0 ? 0 : visible < n ? visible : n;
-    // counted from the begin of the range, the token is at visible - 1
+    // counted from the begin of the range, the token's position is visible - 1, which may be
+    // negative, and the first `hidden` positions precede its sliding window
     int hidden = first_visible(cpu, visible - 1), count = end - hidden;
     if (count <= 0) hidden = end = 0;
     memset(scores, 0, hidden * sizeof *scores);
@@ -307,8 +314,8 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead 
                            .w = kv->keys,
                            .x = s->q + t * dim,
                            .y_stride = KV_RANGE,
-                           .next = dim * TILE,
-                           .column = TILE,
+                           .next = dim * TILE, // a tile has the keys of TILE positions
+                           .column = TILE,     // a column has one dimension of them
                            .tiles = round_up_to_tile(n) / TILE,
                            .cols = (int)dim,
                            .type = cpu->kv_type};
@@ -321,8 +328,8 @@ static void attend_panel(const Cpu *cpu, const Span *s, int t, const CachedHead 
                         .w = kv->values,
                         .x = queries > 1 ? s->p : s->scores,
                         .y_stride = width,
-                        .next = TILE,
-                        .column = width,
+                        .next = TILE,    // a tile has TILE dimensions of the values
+                        .column = width, // a column has one position of them
                         .tiles = (int)width / TILE,
                         .cols = n,
                         .add = true,
@@ -394,7 +401,7 @@ static void qkv_attention_heads(Worker *self, const void *args, int begin, int e
 }
 
 // Returns whether to fuse: whether that saves a barrier, every thread gets the same number of KV
-// heads, and each head begins at a row of tiles.
+// heads, and the weight rows of each head begin with a new row of tiles.
 static bool can_fuse(const Cpu *cpu) {
     const Config *c = &cpu->config;
     int threads = cpu->pool.n_threads;
@@ -409,7 +416,7 @@ void llamac_cpu_attention(Backend *b, int layer, const Layer *w, float *out, con
         {cpu->q, &w->wq, false}, {cpu->k, &w->wk, false}, {cpu->v, &w->wv, false}};
     MatmulArgs qkv = llamac_matmul_args(cpu, products, 3, &w->attention_norm, x, T);
     // If each query head has its own KV head and there are few positions, groups are faster than
-    // spans: 3 % of the time of a prompt of 128 tokens
+    // spans: 3 % of the time of a prompt of 128 tokens. With spans, `groups` is not used
     bool own_keys = c->n_heads == c->n_kv_heads;
     bool spans = T > 1 && (!own_keys || c->window || pos + T > KV_RANGE);
     int groups = query_groups(cpu, spans ? 1 : T), span = span_of(cpu, T);

@@ -42,8 +42,8 @@ static void quantize_tokens(Worker *self, const void *args, int begin, int end) 
     }
 }
 
-// A Task that converts tokens to panels. Items are panels. Missing tokens of the last panel are
-// zero.
+// A Task that writes the tokens of each Panel in the form PANELS: floats (cols, width). Items are
+// Panels. Missing tokens of the last one are zero.
 static void pack_panels(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
@@ -62,14 +62,14 @@ static void pack_panels(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-// A Task that converts tokens to pairs. Items are panels. Missing tokens of the last panel are
-// zero.
+// A Task that writes the tokens of each Panel in the form PAIRS: BF16 (pairs of columns, width, 2).
+// Items are Panels. Missing tokens of the last one are zero.
 static void pack_pairs(Worker *self, const void *args, int begin, int end) {
     const Activations *a = args;
     const Kernels *k = self->cpu->kernels;
     int pairs = (a->cols + 1) / 2;
     float *normed = self->scratch;                   // (cols,)
-    uint16_t *rows = (uint16_t *)(normed + a->cols); // (width, 2 pairs)
+    uint16_t *rows = (uint16_t *)(normed + a->cols); // (width, 2 * pairs)
     for (int i = begin; i < end; i++) {
         Panel p = panel_at(k, i * k->tokens, a->T, true);
         memset(rows, 0, (size_t)p.width * pairs * 4);
@@ -84,6 +84,7 @@ static void pack_pairs(Worker *self, const void *args, int begin, int end) {
 
 MatmulArgs llamac_matmul_args(const Cpu *cpu, const Product *products, int n, const Mat *norm,
                               const float *x, int T) {
+    // with all_logits, activations stay in float32, which is more precise
     bool pairs = cpu->kernels->bf16s && !cpu->all_logits && T >= MIN_PAIRS;
     MatmulArgs a = {.n = n,
                     .in = {.x = x,
@@ -124,8 +125,9 @@ Activations llamac_activations(Worker *self, const MatmulArgs *a) {
 }
 
 // ----------------------------------------------------------------------------
-// Products without tiles: of one token before the weights are packed, and all products of kernels
-// without tiles, whose panels are rows of x
+// Products without tiles: of one token if the weights are not packed, or of any number if the
+// kernels have no tiles. `panels` are plain rows here, since a panel of one token is its row, and
+// without tiles all panels have one token (Kernels.tokens is 1)
 
 // Computes rows r..end-1 of the product. `direct`: the kernel multiplies rows as the file has them;
 // other rows are first converted to floats in scratch (cols,).
@@ -168,8 +170,8 @@ static TileRows tile_rows(const Kernels *k, const Mat *w, int r, int end, uint8_
     return rows;
 }
 
-// Unpacks rows of tiles into `buffer`, if their type has `unpack` (blocks of 256) and there are
-// enough tokens T to gain from it.
+// Unpacks rows of tiles into `buffer`, if their type has `unpack` (as types with blocks of 256
+// weights have) and there are enough tokens T to gain from it.
 static void unpack(const Kernels *k, TileRows *rows, int T, uint8_t *buffer) {
     const Mat *w = rows->w;
     if (T < MIN_UNPACKED || !tile_kernels(k, w)->unpack) return;
@@ -196,14 +198,15 @@ static Prefetch prefetch_of(const TileRows *rows, int T, Panel panel, Output out
         prefetch.weights = rows->tiles + size + size / T * panel.t;
         prefetch.step = (int)(size * panel.width / T / steps);
     }
-    // the largest mask with which the steps still prefetch two lines for each token
+    // the output has two lines for each token, and every (mask + 1)th step prefetches one: double
+    // mask + 1 as long as the steps still suffice for all lines
     while (2 * panel.width * 2 * (prefetch.mask + 1) <= steps)
         prefetch.mask = 2 * prefetch.mask + 1;
     return prefetch;
 }
 
-// y (width, ROWS) = a panel times one or two rows of tiles. With one token, there may be any number
-// of rows of tiles, and y is (rows->n TILE,).
+// y (width, ROWS) = a panel times one or two rows of tiles (ROWS is 2 * TILE). With one token, any
+// number of rows of tiles is allowed, and y is (rows->n * TILE,).
 static void multiply_panel(const Kernels *k, float *y, const TileRows *rows, const Activations *a,
                            Panel panel, Output output) {
     const Mat *w = rows->w;
@@ -232,6 +235,7 @@ static void multiply_tiles(const Kernels *k, const Product *p, const Activations
     float *y = scratch; // (tokens of a panel, ROWS)
     uint8_t *buffer = (uint8_t *)(y + k->tokens * ROWS);
     TileRows rows = tile_rows(k, w, r, end, buffer);
+    // behind the packed weights, each of which takes less than 1 byte if its type has `unpack`
     unpack(k, &rows, a->T, buffer + 2 * ROWS * w->cols);
     for (int t = 0; t < a->T;) {
         Panel panel = panel_at(k, t, a->T, w->type == BF16 && a->pairs);
@@ -323,7 +327,7 @@ static void put_swiglu(Worker *self, const MatmulArgs *a, float *gate, Panel pan
     Cpu *cpu = self->cpu;
     const Kernels *k = cpu->kernels;
     int rows = a->products->w->rows, n = end - r;
-    uint16_t bf16[16][ROWS] = {0}; // (tokens of a panel, ROWS)
+    uint16_t bf16[16][ROWS] = {0}; // (tokens of a panel, at most 16; ROWS)
     for (int i = 0; i < panel.left; i++) {
         float *h = gate + i * ROWS, *up = h + k->tokens * ROWS;
         size_t at = (size_t)(panel.t + i) * rows + r;
@@ -346,6 +350,7 @@ static void swiglu_tiles(Worker *self, const MatmulArgs *a, int r, int end) {
     uint8_t *buffer = (uint8_t *)(up + k->tokens * ROWS);
     TileRows gates = tile_rows(k, w, r, end, buffer);
     TileRows ups = tile_rows(k, a->products[1].w, r, end, buffer + gates.n * tiles_size(w));
+    // if the type has `unpack`, a weight takes less than 1 byte packed, less than 2 unpacked
     unpack(k, &gates, a->in.T, buffer + 2 * ROWS * w->cols);
     unpack(k, &ups, a->in.T, buffer + 4 * ROWS * w->cols);
     for (int t = 0; t < a->in.T;) {
@@ -383,8 +388,8 @@ void llamac_cpu_feed_forward(Backend *b, const Layer *w, float *x, int T) {
     llamac_prepare(cpu, &gated);
     if (w->w1.type == w->w3.type && (T == 1 || has_tiles(cpu->kernels))) {
         // One step computes gate, up and h. It writes h as `down` reads it if that is BLOCKS, or
-        // PAIRS if gate and up read pairs too, since panels of other forms may be narrower. Else it
-        // writes floats, which llamac_prepare converts
+        // PAIRS if gate and up read pairs too: only Panels of pairs have the width that `down`
+        // expects, at least 4. Otherwise it writes floats, which llamac_prepare converts
         if (down.reads == BLOCKS || (down.reads == PAIRS && w->w1.type == BF16)) {
             gated.writes = down.reads, down.ready = true;
             down.in.blocks = cpu->gated_blocks;
