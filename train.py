@@ -97,8 +97,8 @@ vocab_size = 0              # size of a vocabulary trained on the data; 0: chose
                             # the text
 max_vocab_size = 0          # max size to choose when vocab_size is 0; rare characters become bytes
                             # to stay below it; 0: no limit
-max_text_bytes = 0          # max bytes of text to prepare for training, spread evenly over the
-                            # whole; 0: all of it
+max_text_bytes = 0          # max bytes of text to train on, as evenly spaced stretches; 0: all of
+                            # it
 val_fraction = 0.0          # fraction of the text held out for validation; 0: a tenth, at most 5 MB
 column = "text"             # name of the text field in .jsonl, .csv, .tsv and .parquet; with
                             # "text", "story" is found too
@@ -341,7 +341,7 @@ def conclude(t, tracker, row):
         if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # an earlier session's; model.gguf has the newest weights now
+        elif exported_step(last):  # an earlier session's; model.gguf has the last weights now
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
@@ -359,9 +359,9 @@ def conclude(t, tracker, row):
         say(plan.limiting_factor(t.config, state, row, t.dataset.meta))
     if not dry_run:
         say(progress.final_message(t.config, state, best, exported, wanted))
-    models = not t.exports or (exported == wanted and step in (wanted, exported_step(last)))
-    saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
-    return 0 if models and saved and tracker.is_logged() else 2
+    has_models = not t.exports or (exported == wanted and step in (wanted, exported_step(last)))
+    is_saved = checkpoint.complete(checkpoint.step_folder(out_dir, step))
+    return 0 if has_models and is_saved and tracker.is_logged() else 2
 
 
 def check_export(args, model, tokenizer, chat):
@@ -491,8 +491,8 @@ def train(t, steps=math.inf):
         n_coordinates = len(row)
 
         with stopwatch.paused():
-            # At the first step: tables of the data. After resuming: the row that was not logged
-            # because the stop cut its evaluation short, which is made up for below.
+            # At the first step: tables of the data. After resuming from a stop whose evaluation was
+            # cut short: the row of that stop. It is logged below, with an evaluation if one is due.
             if step == 0:
                 row |= data_rows(t.dataset)
             unlogged = state.pop("row", {})
@@ -595,7 +595,7 @@ if __name__ == "__main__":
     config = configure(globals(), positional="data", common=(
         "data", "out_dir", "minutes", "depth", "max_iters", "batch_size", "learning_rate",
         "wandb_log", "init_from"))
-    outlast("stdout")
+    outlast("stdout")  # training goes on when the terminal, disk or pipe behind stdout fails
     try:
         code = start(config)
         distributed.close(code)

@@ -31,9 +31,10 @@ from engine.untrusted import reading
 from model import ModelArgs
 
 ARCHITECTURES = "llama", "qwen2", "qwen3"
-# Metadata keys under the architecture's prefix: those that may have any value, and those that must
-# have one. Any other key may change what the model computes: a file that has one is refused, as by
-# ./run.
+# Metadata keys under the architecture's prefix. check_keys accepts KNOWN_KEYS with any value, since
+# model_args checks those that matter. It accepts FIXED_KEYS, and three that model_args adds, only
+# with the expected value. Any other key may change what the model computes, so a file that has one
+# is refused. runtime/gguf.c has the same keys.
 KNOWN_KEYS = set("""
     vocab_size context_length embedding_length block_count feed_forward_length attention.head_count
     attention.head_count_kv attention.key_length attention.sliding_window
@@ -67,6 +68,8 @@ def read_gguf(path):
         check_list(r, infos, args)
         alignment = getter(metadata, path)("general.alignment", int, ALIGNMENT)
         r.take(padding_to(r.at, alignment))
+        # If the list does not match, another program derived this file and copied our metadata:
+        # CHECKSUM is not that of its tensors.
         if list_matches and CHECKSUM in metadata and metadata[CHECKSUM] != r.sha256():
             r.fail("damaged: its tensors are not those exported, their checksum differs")
         halves = metadata["general.architecture"] != "llama"
@@ -80,7 +83,7 @@ def read_gguf(path):
 def read_header(r):
     """
     Read the metadata and the list of tensors. Return ({key: value}, [(name, shape, type number,
-    offset)], whether the list matches its checksum in the metadata, also True without one).
+    offset)], whether the list matches its checksum). Without a checksum the list matches.
     """
     magic, version, n_tensors, n_keys = r.unpack("<4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
@@ -95,7 +98,7 @@ def read_header(r):
     start = r.at
     for _ in range(n_tensors):
         name = r.string().decode(errors="replace")
-        n_dims = min(*r.unpack("<I"), 4)  # GGUF's maximum
+        n_dims = min(*r.unpack("<I"), 4)  # GGUF's max; check_list refuses more than 2 dimensions
         shape = r.unpack(f"<{n_dims}Q")[::-1]
         infos.append((name, shape, *r.unpack("<IQ")))
     digest = hashlib.sha256(r.data[start:r.at]).hexdigest()
@@ -117,8 +120,8 @@ def is_gguf_of_ours(path):
 
 def model_args(r, metadata, names):
     """
-    Return the ModelArgs that the metadata and the names of the tensors describe. read_gguf adds the
-    factors of a tensor ROPE_FACTORS later.
+    Return the ModelArgs that the metadata and the names of the tensors describe. If the file has
+    the tensor ROPE_FACTORS, read_gguf multiplies rope_factors by it later.
     """
     kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
@@ -132,7 +135,8 @@ def model_args(r, metadata, names):
         "embedding_length", "attention.head_count", "context_length"))
     default_width = dim // n_heads
     head_width = get("attention.key_length", int, max(1, default_width))
-    # Test the product: a stored width may equal dim // n_heads without n_heads dividing dim.
+    # ModelArgs derives the width dim / n_heads only without a remainder. Hence the product: with
+    # dim 33 and 2 heads, a stored width of 16 is not implied, although it is 33 // 2.
     is_implied = f"{kind}.attention.key_length" not in metadata or head_width * n_heads == dim
     args = checked(ModelArgs(
         dim=dim,
@@ -159,7 +163,8 @@ def model_args(r, metadata, names):
         "rope.dimension_count": args.head_dim,
         "attention.value_length": args.head_dim,
     }
-    # A file without the key has values of the default width, whatever attention.key_length is.
+    # Without attention.value_length, the value heads have the default width even if
+    # attention.key_length differs. model.py has one width for both, so such a file is refused.
     check_keys(r, {f"{kind}.attention.value_length": default_width} | metadata, kind, expected)
     scaling = metadata.get(f"{kind}.rope.scaling.type", "linear")
     vars(args).update(rope_settings(r, scaling, factor, get, args))
@@ -203,7 +208,7 @@ def check_list(r, infos, args):
     if len(found) != len(infos):
         r.fail("one of its tensors is listed twice")
     optional = [(ROPE_FACTORS, (args.head_dim // 2,))] if ROPE_FACTORS in found else []
-    names_and_shapes = ((gguf, shape) for _, gguf, _, shape in tensors(args))
+    names_and_shapes = ((gguf_name, shape) for _, gguf_name, _, shape in tensors(args))
     check_tensors(found, chain(names_and_shapes, optional), r.path)
 
 
@@ -230,26 +235,28 @@ def find_type(r, name, number):
     def decode(raw):
         return gguf.quants.dequantize(raw.reshape(-1, size), kind).reshape(-1)
 
-    return Type(number, block, size, SINGLE, None, decode)
+    return Type(number, block, size, largest=SINGLE, encode=None, decode=decode)
 
 
 def tensor_readers(r, infos, args, alignment, halves):
     """
     Return {name in model.py: function that reads the tensor} for the listed tensors, whose data
     begins at the Reader's position. Exit with a message if the offsets are not those of adjacent,
-    aligned tensors. halves: whether the rows of heads are in Hugging Face's order.
+    aligned tensors. halves: whether the rows of each head are in Hugging Face's order, and have to
+    be brought into model.py's (see halves_to_interleaved).
     """
     start, readers = r.at, {}
-    names = {gguf: ours for ours, gguf, _, _ in tensors(args)} | {ROPE_FACTORS: ROPE_FACTORS}
-    for gguf, shape, number, offset in infos:
-        kind, name = find_type(r, gguf, number), names[gguf]
+    names = {gguf_name: ours for ours, gguf_name, _, _ in tensors(args)}
+    names[ROPE_FACTORS] = ROPE_FACTORS
+    for gguf_name, shape, number, offset in infos:
+        kind, name = find_type(r, gguf_name, number), names[gguf_name]
         r.take(padding_to(r.at - start, alignment))
         if shape[-1] % kind.block or offset != r.at - start:
-            r.fail(f"{gguf} has rows of {shape[-1]} values at offset {offset}, expected a multiple "
-                   f"of {kind.block} at {r.at - start}")
+            r.fail(f"{gguf_name} has rows of {shape[-1]} values at offset {offset}, expected a "
+                   f"multiple of {kind.block} at {r.at - start}")
         place = r.skip(math.prod(shape) // kind.block * kind.size)
         heads = heads_in(name, args) if halves else 0
-        readers[name] = partial(read_tensor, r, gguf, kind, place, shape, heads)
+        readers[name] = partial(read_tensor, r, gguf_name, kind, place, shape, heads)
     r.end(padding_to(r.at - start, alignment))
     return readers
 

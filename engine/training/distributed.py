@@ -36,11 +36,12 @@ if world > 1:
 else:
     # isinstance(x, ()) is always False. A single process saves 0.5 s and 45 MB of imports.
     FSDPModule = DTensor = ()
-writers = None  # of sharded runs: the process group of the threads that write checkpoints
-hosts = None    # the process group of messages between the processes' CPUs, while GPUs compute
+writers = None  # process group for the threads that write checkpoints; sharded runs only
+hosts = None    # process group for messages between the processes' CPUs, while GPUs compute
 store = None               # the processes' key-value store
 waits = itertools.count()  # numbers the calls of await_master, so that each has its own key
-TIMEOUT = timedelta(minutes=60)  # of messages; torchrun notices a dead process sooner
+TIMEOUT = timedelta(minutes=60)  # max wait for a message; if a process dies, torchrun ends the
+                                 # others sooner
 MIN_SPLIT = 1 << 20  # min elements of a stack that split_across_ranks splits: below it, exchanging
                      # the results takes longer than computing all of them
 
@@ -97,8 +98,8 @@ def rendezvous():
 
     The master serves it and announces its port in torchrun's own store. torchrun's store is not
     used directly, as after a restart it still has the addresses of dead processes
-    (github.com/pytorch/pytorch/issues/135712). It may also still have the port of a dead master,
-    so the others retry until a master answers.
+    (github.com/pytorch/pytorch/issues/135712). The announced port may also be that of a dead
+    master, so the others retry until a master answers.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not started by torchrun
@@ -169,7 +170,7 @@ def accumulate(model, last):
     Return the context of one micro-batch: only the last one of a step exchanges gradients between
     the processes.
     """
-    # A sharded model has this method. A compiled one forwards it but is not an FSDPModule itself.
+    # Not is_sharded(model): a compiled sharded model has this method, but is not an FSDPModule.
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     return model.no_sync() if hasattr(model, "no_sync") and not last else nullcontext()
@@ -221,12 +222,14 @@ def load_weights(model, weights):
     program if names or shapes differ.
     """
     own = dict(model.named_parameters())
-    # Old checkpoints also hold a tied classifier, which only state_dict() names.
+    # Old checkpoints also hold a tied classifier. It is allowed, since state_dict() lists it, but
+    # not required, since named_parameters() leaves it out.
     unknown = weights.keys() - model.state_dict().keys()
     missing = own.keys() - weights.keys()
     if odd := unknown or missing:
-        fail(f"the checkpoint holds {'a' if unknown else 'no'} parameter {min(odd)}, unlike "
-             "a model of its own settings; it was changed after it was written, or model.py was")
+        fail(f"the checkpoint holds {'a' if unknown else 'no'} parameter {min(odd)}, unlike a "
+             "model with the checkpoint's settings; the checkpoint or model.py was changed after "
+             "the checkpoint was written")
     with torch.no_grad():
         for name, tensor in own.items():
             weight = weights[name]
@@ -248,9 +251,9 @@ def to_device(device, *tensors):
 
 def read_async(tensor):
     """
-    Return a function that returns the tensor's numbers. On a GPU it waits only for the work that is
-    queued now, not for what is queued later, so the GPU stays busy. Leave the tensor unchanged
-    until then: other devices read it when the function is called.
+    Return a function that returns the tensor's numbers. On an NVIDIA GPU it waits only for the work
+    that is queued now, not for what is queued later, so the GPU stays busy. On other devices it
+    reads the tensor only when it is called, so don't change the tensor before.
     """
     if tensor.device.type != "cuda":
         return tensor.tolist
@@ -286,7 +289,8 @@ def all_max(values, device):
 def start_max(values):
     """
     Begin to find the max of each number over all processes, and return a function that waits for it
-    and returns the list. The messages go between CPUs, so neither step waits for a GPU.
+    and returns the list. The messages go between CPUs, so neither this call nor the returned
+    function waits for a GPU.
     """
     if world == 1:
         return lambda: values
@@ -352,8 +356,8 @@ def gather(work):
 
 def close(code=0):
     """
-    End all processes together with this exit code; a single process returns. gloo's threads can
-    abort an ordinary exit, so each process ends at once.
+    End all processes together with this exit code; a single process returns. During an ordinary
+    exit gloo's threads can crash a process (SIGABRT), so each one ends by os._exit.
     """
     if world > 1:
         dist.barrier()
