@@ -23,10 +23,10 @@ OF_SESSION = {"out_dir", "eval_only", "init_from", "max_minutes", "cache", "devi
 # Settings of the shape and meaning of weights and optimizer: even a forced resume keeps them.
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_width", "vocab_size", "hidden_dim",
           "qk_norm", "qkv_bias", "tie_embeddings", "optimizer")
-# The types of the entries of progress.new_state.
+# The types of the entries of progress.new_state, which describes them. "fixed" is the signature.
 STATE_TYPES = {"step": (int,), "best": (int, float), "best_step": (int, type(None)),
                "run_id": (str,),
-               # A number after a row was logged; the next step makes it a scalar tensor.
+               # Logging a row sets loss_sum to 0.0; the next step makes it a scalar tensor.
                "loss_sum": (int, float, torch.Tensor),
                "loss_steps": (int,), "last": (int, type(None)), "fixed": (dict,), "clock": (dict,),
                "noted": (list,), "chat": (dict,)}
@@ -118,8 +118,9 @@ def stored_settings(folder):
 
 def leaves_out(checks, name):
     """
-    Return whether --checks contains -name. Two such words decide what a training does: -files skips
-    unreadable files of the data, -export trains a model that model files can't hold.
+    Return whether --checks contains -name. Two names do more than omit a check, so a resumed run
+    keeps them: -files skips unreadable files of the data, -export allows a model that can't be
+    exported, and writes no model file.
     """
     return f"-{name}" in [word.strip() for word in checks.split(",")]
 
@@ -149,10 +150,10 @@ def restore_secrets(config, folder, stored, given):
 def resume_settings(config, folder, given):
     """
     Return (the settings that a resumed run takes from its checkpoint, the names of the settings
-    that --depth must not derive, [[name, before, now]] of the settings that the user changed).
+    that --depth leaves as they are, [[name, before, now]] of the settings that the user changed).
 
     given: names of the settings in this command, which take precedence over the checkpoint's.
-    --depth must not derive these nor, unless --depth itself was changed, the checkpoint's.
+    --depth leaves these as they are. If --depth was not changed, it also leaves the checkpoint's.
     """
     where = Path(folder, "config.json")
     stored = {name: convert(name, value, getattr(config, name), where)
@@ -167,15 +168,15 @@ def resume_settings(config, folder, given):
     changes = [[name, str(value), str(getattr(config, name))] for name, value in kept.items()
                if name in given and getattr(config, name) != value]
     taken = {name: value for name, value in kept.items() if name not in given}
-    taken["init_from"] = first_start
+    taken["init_from"] = first_start  # so that is_fine_tuning holds for a resumed fine-tuning too
     before = stored.get("checks", "")
     if "checks" not in given and (leaves_out(before, "files") or leaves_out(before, "export")):
-        taken["checks"] = before  # so that data and model files are made as they were
+        taken["checks"] = before  # so that this session handles bad files and export as before
     resumed = config.changed(**taken)
     # A fine-tuning takes the vocabulary in its checkpoint, as the model it began from may be gone.
-    # A given tokenizer.bin was converted, and the checkpoint holds the result.
-    is_own_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
-    if is_fine_tuning(resumed) and is_own_vocabulary:
+    # So it does if a tokenizer.bin is given: the checkpoint holds that vocabulary, converted.
+    uses_stored_vocabulary = "vocab_source" not in given or config.vocab_source.endswith(".bin")
+    if is_fine_tuning(resumed) and uses_stored_vocabulary:
         taken["vocab_source"] = str(checkpoint.tokenizer_path(folder))
     doing = "evaluating" if config.eval_only else "resuming"
     step = checkpoint.manifest(folder)["step"]
@@ -191,6 +192,7 @@ def resume_settings(config, folder, given):
 
 def resume_signature(config, args, dataset):
     """Return {name: value} of the sizes, settings and data that must be the same after a resume."""
+    # dropout may change; multiple_of only serves to compute hidden_dim, which is compared.
     same = {k: v for k, v in renamed(asdict(args)).items() if k not in ("multiple_of", "dropout")}
     names = ("batch_size", "gradient_accumulation_steps", "seed", "optimizer", "document_mask")
     same |= {name: getattr(config, name) for name in names}
@@ -202,17 +204,18 @@ def restore(config, folder, signature, opt, is_forced):
     Load the optimizer's state and return the state of a run to resume.
 
     signature: of this command, by resume_signature. is_forced: allow differences in settings that
-    are not in SHAPES. Ends the program if the checkpoint's signature differs otherwise.
+    are not in SHAPES. Ends the program if the checkpoint's signature differs in anything else.
     """
     with reading(Path(folder, "train.pt"), "the state of a run", fail):
+        # Only an evaluation checks sha256 here: before a resume, run_folder.recover has done so.
         train = checkpoint.load(folder, "train", check=config.eval_only)
         check_state(train["state"])
         state = with_counters(train["state"])
         before = renamed(state["fixed"])
         refuse_other_run(config, folder, before, signature, is_forced)
         if config.minutes and "minutes" not in state["clock"]:
-            fail(f"{config.out_dir} holds a run whose sizes do not follow from --minutes; "
-                 f"--max_minutes limits the time of this session")
+            fail(f"{config.out_dir} holds a run whose sizes were not derived from --minutes, so it "
+                 f"can't be resumed with --minutes; --max_minutes limits the time of this session")
         opt.load_state_dict(train["optimizer"])
         # The same number of tokens, counted in sequences of this run's length.
         sequences = state["sequences"] * before["max_seq_len"] // signature["max_seq_len"]
