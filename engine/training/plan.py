@@ -104,8 +104,8 @@ def plan_shape(config, given, size, setup):
         if args.problem():  # a given number of heads, say, does not divide this width
             problem = problem or args.problem()
             continue
-        step = Pass(trial.batch_size * trial.max_seq_len)
-        memory = sum(min_memory(args, trial.optimizer, step).values())
+        one_pass = Pass(trial.batch_size * trial.max_seq_len)
+        memory = sum(min_memory(args, trial.optimizer, one_pass).values())
         reason = ""
         if block_params > max_block_params(size):
             reason = "the widest that a text of this size can use"
@@ -114,7 +114,7 @@ def plan_shape(config, given, size, setup):
         elif (tokens_per_step(trial) * TRAINING_SECONDS * minutes
               < min_tokens(block_params) * step_seconds(trial, vocab_size, setup)):
             reason = "the widest that this time can train"
-        if reason and plan is not None:
+        if reason and plan is not None:  # a given dim is tried alone: plan is None
             plan["dim"] = plan["dim"][0], reason
             break
         plan = candidate
@@ -135,13 +135,13 @@ def max_text(config, given, size, setup):
     if ("max_text_bytes" in given or size < LARGE_TEXT or config.data.split(":")[0] == "stories"
             or is_prepared(config.data)):
         return {}
-    step = step_seconds(config, expected_vocab_size(config, size), setup)
-    tokens = tokens_per_step(config) * TRAINING_SECONDS * config.minutes / step
+    step_time = step_seconds(config, expected_vocab_size(config, size), setup)
+    tokens = tokens_per_step(config) * TRAINING_SECONDS * config.minutes / step_time
     limit = max(LARGE_TEXT // 4, 2 ** math.ceil(math.log2(4 * 4 * tokens)))
     if 2 * limit > size:
         return {}
-    reason = (f"bytes are prepared, of {size / 1e6:,.0f} MB and spread over them: more than there "
-              f"is time to read")
+    reason = (f"bytes of the {size / 1e6:,.0f} MB of text are prepared, from all over it: more "
+              f"than there is time to read")
     return {"max_text_bytes": (limit, reason)}
 
 
@@ -151,6 +151,7 @@ def shape_of_width(config, given, dim, size):
     is_ample = has_ample_text(dim, layers, size)
 
     context = min(64 * 2 ** round(math.log2(max(1, dim / 64))), 1024)
+    # A val_fraction of 0 stands for a tenth.
     smaller_split = size * min(config.val_fraction or 0.1, 1 - config.val_fraction)  # bytes
     while context > 4 and smaller_split < 4 * context:  # a split needs a context, 4 bytes per token
         context //= 2
@@ -170,7 +171,7 @@ def shape_of_width(config, given, dim, size):
     tied = (True, "embedding and classifier share a table, as the text is read often")
     if is_ample:
         tied = (False, "embedding and classifier learn more as two tables from an ample text")
-    plan = {"dim": (dim, "the widest of the rules"),
+    plan = {"dim": (dim, "the widest that is tried"),
             "n_layers": (layers, "few: a short training gains more from width than from depth"),
             "n_heads": (heads, f"{dim // heads} dimensions each"),
             "tie_embeddings": tied,
@@ -195,9 +196,9 @@ def max_vocab_size(dim, n_layers, size):
     Return the max vocabulary size for a text of `size` bytes; 0: use single bytes as tokens.
 
     The blocks have 12 L D^2 parameters (L layers, width D). So 6 L D rows make a tied embedding a
-    third of all parameters; 18 L D rows make embedding and untied classifier three quarters. On
-    average, each token needs 192 bytes of text to be learned. A text that is read often teaches
-    fewer: 1,800 tokens from 1 MB.
+    third of all parameters; 18 L D rows make embedding and untied classifier three quarters;
+    more than a third is taken only up to 4,096 rows. On average, each token needs 192 bytes of text
+    to be learned. A text that is read often teaches fewer: 1,800 tokens from 1 MB.
     """
     rows_of_third = 6 * n_layers * dim
     if has_ample_text(dim, n_layers, size):
@@ -231,7 +232,8 @@ def expected_vocab_size(config, size):
 def max_block_params(size):
     """
     Return the max parameters of the blocks for a text of `size` bytes; a larger model memorizes it.
-    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; few larger ones were tried.
+    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; beyond these, few
+    experiments were made.
     """
     return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
@@ -243,8 +245,8 @@ def min_tokens(block_params):
 
 def batch_tokens(block_params):
     """
-    Return the tokens per step from the FLOPs of the training, as derive_from_depth does. They are
-    taken as 9 per block parameter and token.
+    Return the tokens per step, computed from the FLOPs of the training as in derive_from_depth. The
+    FLOPs are taken as 9 per block parameter and token.
     """
     return max(512, round(0.05 * (9 * block_params * min_tokens(block_params)) ** 0.3271))
 
@@ -270,7 +272,8 @@ def plan_length(config, given, meta, setup):
     read = f"{epochs:.3g} times the text"
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of the text"
-    max_iters = 10 * steps, f"more than there is time for; about {steps:,}, {read}"
+    max_iters = 10 * steps, (
+        f"more than there is time for: the time allows about {steps:,} steps, {read}")
     if useful_steps < possible_steps:
         max_iters = steps, f"{read}: the model would memorize it if it read it more often"
     # Per token, a training step computes three times as much as an evaluation; one evaluation reads
@@ -286,7 +289,7 @@ def plan_length(config, given, meta, setup):
                              "grows with the number of epochs, more so for a small text"),
             "eval_interval": (max(1, steps // EVALUATIONS), f"{EVALUATIONS} evaluations"),
             "eval_iters": (min(200, max(8, round(eval_tokens / EVAL_TOKENS))),
-                           "thousand tokens, less than a hundredth of the time"),
+                           "thousand tokens per split, about a hundredth of the time at most"),
             "log_interval": (max(1, steps // 100), "100 rows"),
             "early_stop": (3, "evaluations without a new best; then the run returns to the best "
                               "weights and ends soon")}
@@ -301,21 +304,23 @@ def plan_length(config, given, meta, setup):
 
 def fill_gpu(config, given, meta, setup):
     """
-    Return (config, seconds of a step), with a batch that keeps a GPU busy. The batch is doubled up
-    to four times, while a step takes little longer and the text is read at most max_epochs times.
+    Return (config, seconds of a step), with a batch that keeps a GPU busy. The batch is doubled at
+    most four times, as long as the doubling makes a step only a little longer and the text is read
+    at most max_epochs times.
     """
-    step = step_seconds(config, meta["vocab_size"], setup)
+    step_time = step_seconds(config, meta["vocab_size"], setup)
     if setup.device.type != "cuda" or given & {"batch_size", "gradient_accumulation_steps"}:
-        return config, step
+        return config, step_time
     for _ in range(4):
         doubled = config.changed(batch_size=2 * config.batch_size)
-        longer = step_seconds(doubled, meta["vocab_size"], setup)
-        steps = training_seconds(config.minutes) / longer
+        doubled_time = step_seconds(doubled, meta["vocab_size"], setup)
+        steps = training_seconds(config.minutes) / doubled_time
         epochs = steps * tokens_per_step(doubled) / meta["train_tokens"]
-        if longer > GPU_BUSY * step or epochs > max_epochs(meta["train_bytes"]):
+        if (doubled_time > GPU_BUSY * step_time
+                or epochs > max_epochs(meta["train_bytes"])):
             break
-        config, step = doubled, longer
-    return config, step
+        config, step_time = doubled, doubled_time
+    return config, step_time
 
 
 def fraction_read(epochs, meta):
@@ -370,12 +375,13 @@ def limiting_factor(config, state, row, meta):
     read = f"read {epochs:.3g} times"
     if epochs <= 1:
         read = f"{100 * fraction_read(epochs, meta):.2g} % of it was read"
-    if state["last"]:  # early_stop has ended the run
+    if state["last"]:  # the last step, which only early_stop sets
         return (f"limited by the text, which the model has memorized ({read}): more text lowers "
                 f"the loss, more time does not")
     if "whole_bytes" in meta and epochs > 1:
         return (f"limited by the {meta['train_bytes'] / 1e6:,.0f} MB of the text that were "
                 f"prepared ({read}): more --max_text_bytes lowers the loss")
+    # A derived max_iters is reached only after max_epochs; one that is reached earlier was given.
     if state["step"] >= config.max_iters and epochs < 0.9 * max_epochs(meta["train_bytes"]):
         return f"limited by --max_iters={config.max_iters}, as given ({read})"
     if state["step"] >= config.max_iters:
