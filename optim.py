@@ -128,7 +128,7 @@ class AdamW(ObservedOptimizer):
 class Muon(ObservedOptimizer):
     """
     Muon for matrices (R, C): it replaces the momentum of a matrix by the nearest (semi-)orthogonal
-    matrix, so that the update has the same length in every direction. Raises ValueError for
+    matrix, so that all singular values of the update are about equal. Raises ValueError for
     parameters that are not matrices. https://kellerjordan.github.io/posts/muon
 
     Its updates are scaled to the size of AdamW's, so one learning rate and one weight decay serve
@@ -162,7 +162,11 @@ class Muon(ObservedOptimizer):
                         self.update(params, shape, group)
 
     def update(self, params, shape, group):
-        """Update matrices of one shape. If sharded, each rank first gathers the whole momenta."""
+        """
+        Update matrices of one shape. Each rank orthogonalizes some of the matrices, and all ranks
+        get all results. If parameters are sharded, each rank gathers whole matrices for this, and
+        then keeps only its slice of each result.
+        """
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)
@@ -186,7 +190,7 @@ class Muon(ObservedOptimizer):
 #     "nadam": functools.partial(torch.optim.NAdam, decoupled_weight_decay=True),
 OPTIMIZERS = {"muon": Muon, "adamw": AdamW}  # "muon" uses AdamW for all but the blocks' matrices
 
-NUMBER = ":number"  # ends the name of a state that was a Python number and is saved as a tensor
+NUMBER = ":number"  # suffix of the names of Python numbers, which state_dict saves as tensors
 
 
 class CombinedOptimizer:
@@ -238,8 +242,9 @@ class CombinedOptimizer:
     def state_dict(self):
         """
         Return {"layers.0.attention.wq.weight.momentum": tensor}, each sharded as its parameter is.
-        The numbers in the parameter groups are settings, and left out unless an optimizer itself
-        has changed one, such as "d": that is state, "param_groups.0.d:number".
+        The numbers in the parameter groups are settings and are left out. But if an optimizer
+        itself has changed one, such as the step size "d" that Prodigy estimates, it is state and
+        is saved as "param_groups.0.d:number". "lr" is left out, since the schedule sets it.
         """
         state = {}
         for optimizer in self.optimizers:
@@ -254,7 +259,8 @@ class CombinedOptimizer:
 
     def load_state_dict(self, state):
         """
-        Load the state that state_dict() returned, with whole tensors; each rank keeps its slices.
+        Load a state of state_dict() whose sharded tensors have been gathered into whole ones; each
+        rank keeps its slices of them.
         """
         params = {name: p for p, name in self.names.items()}
         found = defaultdict(dict)
@@ -357,7 +363,8 @@ def check_optimizer(name):
         fail(f"optimizer is {name!r}, expected {' or '.join(OPTIMIZERS)}")
 
 
-say_once = functools.cache(distributed.say)  # measurements and checks make optimizers, too
+# Measurements and checks make optimizers, too; the messages of make_optimizer appear only once.
+say_once = functools.cache(distributed.say)
 
 
 def parameter_groups(model, config):
@@ -420,8 +427,8 @@ class SpikeDetector:
     for long. (engine/tracking/anomalies.py only warns of anomalies in the log.)
 
     spike_z: 0 skips only values that are not finite. saved: state to resume. It has "mean" and
-    "var" of (loss, log of the norm) and the number of steps: "seen", i.e. accepted, "skipped", and
-    skipped "in_a_row" since the last accepted one.
+    "var" of (loss, log of the norm) and three counts of steps: "seen" counts the accepted ones,
+    "skipped" all skipped ones, "in_a_row" those skipped since the last accepted one.
     """
     WARMUP = 100   # accepted steps before the running mean is trusted
     DECAY = 0.98   # weight of the old mean and variance at each step
