@@ -4,7 +4,7 @@
 #include "cpu.h"
 
 enum {
-    PACKING_TOKEN = 16,       // the call with one token, counted from 1, that packs the weights
+    PACKING_TOKEN = 16,       // the weights are packed at the start of the 16th call with one token
     MAX_STEPS = 24,           // max steps that the ops of one layer add
     PACKED_AT_ONCE = 4 << 20, // bytes of a matrix that are packed before their pages are dropped
     READ_AT_ONCE = 1 << 16,   // bytes that one item of the bandwidth test reads
@@ -32,6 +32,7 @@ static float *cpu_alloc(Backend *b, size_t n) { return allocate((Cpu *)b, n, siz
 
 void llamac_add_step(Cpu *cpu, Task *task, const void *args, size_t size, int n, int64_t cost) {
     ThreadPool *pool = &cpu->pool;
+    // outside begin and end, the step replaces the list and runs at once
     if (!cpu->collecting) pool->n_steps = 0, cpu->recorded = false;
     Step *step = &pool->steps[pool->n_steps++];
     *step = (Step){task, n, cost, {0}};
@@ -90,21 +91,24 @@ static void pack_rows(Worker *self, const void *args, int begin, int end) {
         llamac_pack(self->cpu->kernels, a->tiles + i * tiles_size(a->m), a->m, i * TILE);
 }
 
-// Drops the pages of a mapped file from `begin` to `end`, which have just been packed. Also drops
-// the PACKED_AT_ONCE bytes before them a second time, because the system may have read these again
-// when it read neighbouring pages. Keeps pages below `lowest`, which may be outside the file.
+// Drops the pages of a mapped file from `begin` to `end`, whose rows have just been packed. Drops
+// the PACKED_AT_ONCE bytes before `begin` once more, because the system may have read them again
+// when it read neighbouring pages. lowest: an address in the file; pages below it are kept,
+// because they may not belong to the file.
 static void drop_packed(const uint8_t *lowest, const uint8_t *begin, const uint8_t *end) {
     begin = begin - lowest > PACKED_AT_ONCE ? begin - PACKED_AT_ONCE : lowest;
     llamac_drop_pages(begin, end);
 }
 
-// Packs a matrix into `tiles` and returns the size of the tiles in bytes. If `tiles` is NULL, only
-// returns the size. Skips types without tiles of their own and returns 0.
+// Packs a matrix into `tiles` and returns the size of all its tiles in bytes. If `tiles` is NULL,
+// only returns the size. Does not pack F16 and INT8_GROUPS, whose tiles would be in float32 and
+// thus larger than the matrix, and returns 0 for them.
 static size_t pack_matrix(Cpu *cpu, Mat *m, uint8_t *tiles, const uint8_t *lowest) {
     if (m->type != F32 && m->type != BF16 && !is_quantised(m)) return 0;
-    // rows of tiles: of the matrix, and packed at once, so that memory never holds both copies of a
-    // whole matrix
-    int n = (m->rows + TILE - 1) / TILE, at_once = (int)(PACKED_AT_ONCE / tiles_size(m)) + 1;
+    int n = (m->rows + TILE - 1) / TILE; // rows of tiles; tiles_size(m) is the size of one
+    // rows of tiles that are packed before the pages that they come from are dropped, so that
+    // memory never holds both copies of a whole large matrix
+    int at_once = (int)(PACKED_AT_ONCE / tiles_size(m)) + 1;
     for (int i = 0, count; tiles && i < n; i += count) {
         PackArgs args = {m, tiles, i};
         count = n - i < at_once ? n - i : at_once;
@@ -166,8 +170,9 @@ static void read_memory(Worker *self, const void *args, int begin, int end) {
     }
 }
 
-// Measures the speed of reading n bytes, or as many of the tiles as there are, several times.
-// Returns the highest speed in bytes per second, or 0 if n is less than READ_AT_ONCE.
+// Measures several times how fast n bytes are read. Once the weights are packed, reads their tiles
+// instead of `bytes`, at most all of them. Returns the highest speed in bytes per second, or 0 if n
+// is less than READ_AT_ONCE.
 static double bandwidth(Backend *b, const void *bytes, size_t n) {
     Cpu *cpu = (Cpu *)b;
     if (cpu->tiles) bytes = cpu->tiles, n = n < cpu->tiles_size ? n : cpu->tiles_size;
@@ -197,7 +202,8 @@ static void cpu_close(Backend *b) {
 // Returns how many floats of scratch a worker needs, whatever its task is. cols: max columns of a
 // matrix.
 static size_t scratch_size(const Cpu *cpu, size_t cols) {
-    // ROWS rows of gate and up as tiles, and their results for one panel; see swiglu_tiles
+    // what swiglu_tiles needs: ROWS rows of w1 (gate) and ROWS rows of w3 (up) as tiles, with one
+    // column of padding, and their products with a panel of kernels->tokens tokens
     size_t tiles = 2 * ROWS * (cols + 1 + cpu->kernels->tokens);
     size_t attention = llamac_attention_scratch(cpu), max = tiles > attention ? tiles : attention;
     return (max + 15) / 16 * 16;
@@ -245,6 +251,7 @@ static void make_activations(Cpu *cpu, size_t cols) {
     cpu->h = allocate(cpu, chunk * c->hidden_dim, sizeof(float), 64);
     cpu->h2 = allocate(cpu, chunk * c->hidden_dim, sizeof(float), 64);
     cpu->panels = allocate(cpu, padded * cols, sizeof(float), 64);
+    // cols + 1, because an odd last column is padded to a pair
     cpu->pairs = allocate(cpu, padded * (cols + 1), sizeof(uint16_t), 64);
     cpu->gated_pairs = allocate(cpu, padded * (cols + 1), sizeof(uint16_t), 64);
     cpu->blocks = allocate(cpu, chunk * (cols / 32 + 1), sizeof(Block), 64);
