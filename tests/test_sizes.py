@@ -306,7 +306,7 @@ def test_a_run_that_learns_by_heart_goes_back_to_its_best_and_ends(tmp_path):
     assert "this run is finished" in done and "raise" not in done  # which would not help
     refused = forked.run([ROOT / "train.py", *args, "--minutes=1"], tmp_path, os.environ)
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
-    assert "whose sizes were not derived from --minutes, so it can't be resumed with --minutes; --max_minutes limits" in refused.stderr
+    assert "run holds a run whose sizes were not derived from --minutes, so it can't be resumed with --minutes; --max_minutes limits" in refused.stderr
 
 
 def test_a_run_whose_best_could_not_be_saved_goes_on_from_where_it_is(tmp_path, capsys):

@@ -232,8 +232,8 @@ def expected_vocab_size(config, size):
 def max_block_params(size):
     """
     Return the max parameters of the blocks for a text of `size` bytes; a larger model memorizes it.
-    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; beyond these, few
-    experiments were made.
+    100 kB allow width 112 with 2 layers and 1 MB width 192 with 3; beyond these, few experiments
+    were made.
     """
     return max(1000 * size ** 0.5, min(335 * size ** 0.6, 1_340_000), size / 15)
 
