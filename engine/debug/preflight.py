@@ -35,7 +35,9 @@ SHARE = 0.03
 CHECKS = {check.__name__: check for check in (
     batch, text, targets, vocabulary, future, documents, norms, attention, gradients, loss,
     accumulation, rate, saved, run, leak)}
-EARLIER = ("files", "export")  # these run while the data are prepared, and once the model is made
+# --checks accepts these names too, but run_checks does not run them: "files" runs while the data
+# are prepared, "export" once the model is made.
+EARLIER = ("files", "export")
 # The master alone runs the checks that read or write files; the other processes wait for it.
 ON_MASTER = {"vocabulary", "saved", "run", "leak"}
 COSTLY = {"rate", "saved", "run", "leak"}
@@ -48,9 +50,11 @@ class CheckContext:
 
     t: the Training; most of its fields are repeated as attributes here. fresh: whether the weights
     are newly initialized. train_step, make_optimizer, export_model: the functions of train.py.
-    x, y: the first sequences of the first batch, about TOKENS tokens in all, on the device. small:
-    (x, y) of all sequences of that batch, each cut so that they have about TOKENS tokens in all, on
-    the CPU. scale: the LossScale of a check, without effect unless training is in float16.
+    x, y and small are parts of the first batch, of about TOKENS tokens each. x, y: its first few
+    sequences, uncut unless they exceed TOKENS, on the device. small: (x, y) of all its sequences,
+    each cut short, on the CPU. scale: a LossScale for checks that run backward, not that of the
+    training; its factor is 1 unless compute_dtype is float16. A check that takes steps copies it,
+    as a step updates it.
     """
     t: Training
     fresh: bool
@@ -76,9 +80,11 @@ class CheckContext:
         """
         Take training step number `step` of train.py with this model and optimizer on a batch
         (x, y), `small` by default. No step is skipped, not even one whose loss is not finite.
-        Return what train_step returns.
+        `untouched` does not undo what opt does: the caller restores the weights, or passes an opt
+        that changes none. Return what train_step returns.
         """
-        # train_step parts the documents where the model does: bos_id is None without a mask.
+        # train_step reads only the separator of the dataset, the token that begins a document. The
+        # model has it as bos_id, which is None without document_mask.
         dataset = SimpleNamespace(separator=self.model.bos_id)
         accept_all = SimpleNamespace(refuses=lambda loss, norm: False)  # replaces SpikeDetector
         t = replace(self.t, model=model, network=model, opt=opt, dataset=dataset)
@@ -109,8 +115,9 @@ def check_names(words):
 
 def chosen(words):
     """
-    Return the names that --checks selects: all, none, some (a,b), or all but some (-a,-b). Exits
-    with a message if a name is unknown.
+    Return the names in CHECKS, in its order, that --checks selects: all, none, some (a,b), or all
+    but some (-a,-b). Names in EARLIER are accepted, but not returned. Exit with a message if a name
+    is unknown.
     """
     names = [word.strip() for word in words.split(",") if word.strip()]
     if names in (["all"], ["none"]):

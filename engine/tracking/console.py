@@ -84,7 +84,8 @@ STEP = verbose(rf"""
     (?i:(?<![\w/-]) {NOT_A_POSITION} (?<![ ]of[ ]) {STEP_NAME}) \s*[:=\#]?\s*[\[(]?\s*
     (?P<step>{NUMBER}[kM]?) (?:{TOTAL})? {STEP_END}(?!:\d)""")
 BATCH_NAME = r"""(?:mini-?)?(?:batch|update)(?:[ _]idx)?"""
-# A line without metrics announces its step if it matches this, has a dict or begins with a bar.
+# A line with a step but no metrics is kept for the metrics of later lines (IterCounter.announce)
+# only if it matches this, has a dict or begins with a bar.
 STEP_LINE = verbose(rf"(?i: ^\W* (?:\w+\W+)? (?:{STEP_NAME}|{BATCH_NAME}) \b )")
 BATCH = verbose(rf"""
     (?i:(?<![\w/-]) {BATCH_NAME}) \s*[:=\#]?\s*[\[(]?\s*
@@ -104,7 +105,7 @@ LEADING_STEP = verbose(r"""^\[?(?P<step>\d+)(?:[\]:]\s+|\s*\|\s*)(?=[^\W\d])""")
 STEP_PATTERNS = [
     *((bar, ("/", "it ")) for bar in TQDM), (STEP, ("step", "it", "episode", "round")),
     *((bar, ("/",)) for bar in BARS), (BATCH, ("batch", "update")), (LEADING_STEP, ("]", ":", "|"))]
-# A word before a step or bar that makes it one of an evaluation
+# A word before a step or bar that counts the batches of an evaluation, not the training's steps
 EVALUATION = verbose(r"""(?i:(?<![\w/=-])
     (?P<split>val|eval|test|predict|sanity)(?:id\w*|uat\w*|ing|ion)? (?![\w/=-]))""")
 
@@ -126,7 +127,8 @@ WORD = r"""[^\W\d][\w./@'-]{0,100}"""
 PAIR = verbose(rf"""\s* (?:[-+\d]\S*\s+)*                        # skip a time or a speed
     (?i:(?:and|with|at|info|debug|warning|warn|error)\s+)*
     (?P<name>{WORD}(?:\s{WORD}){{0,3}}) (?P<sign>\s*(?:[=-]>|[=:]+)\s*|\s+) (?P<value>{VALUE})""")
-# After the last PAIR of a field, text may surround `loss: value` and `name=value`.
+# Searched in the rest of a field, after its PAIRs: here other text may surround `loss: value` and
+# `name=value`.
 INSIDE_TEXT = verbose(rf"""
     (?i:(?<![\w/])(?P<known>(?:(?:train\w*|val\w*|test|eval\w*|average|avg|mean)\s)?
         (?:loss|acc|accuracy|perplexity|ppl)))\s*[:=]\s*(?P<known_value>{VALUE})
@@ -187,9 +189,10 @@ def members(text):
 
 def pairs(field, has_position):
     """
-    Return [(name, text of a value)] of a field, the text between two delimiters. `name value`
-    counts if the field has no other text and the name is a known metric. A name that is not known
-    counts if it has at most two words and the line has a step or epoch (has_position).
+    Return [(name, text of a value)] of a field, the text between two delimiters. A pair with a
+    sign, such as `name=value`, may be followed by other text. `name value` is returned only if the
+    field has no other text, and the name either is a known metric, or has at most two words and the
+    line has a step or epoch (has_position).
     """
     found, end = [], 0
     while match := PAIR.match(field, end):
@@ -248,9 +251,10 @@ class Parser:
 
     def line(self, line, ended):
         """
-        Return the rows of a line. Of lines that are overwritten (not ended), one every `interval`
-        seconds counts; the last that did not counts once a line without metrics is ended by a
-        newline.
+        Return the rows of a line. A line that will be overwritten (not ended) becomes pending
+        and returns no rows if less than `interval` seconds have passed since the last rows. The
+        next line with metrics replaces it; if a newline ends a line without metrics before that,
+        the rows of the pending line are returned.
         """
         found = self.read(ANSI.sub("", line).strip() if "\x1b" in line else line.strip(), ended)
         if not found:
@@ -276,7 +280,7 @@ class Parser:
             values, words = members(line[start.start():]), line[:start.start()]
         words = re.sub(r"\s{3,}", "  ", words[:MAX_LINE])  # long runs of spaces are slow to split
         if not start and not self.patterns and not NUMERIC.search(words):
-            self.table(words)
+            self.table(words)  # keeps the columns if this is a header
             return None
         found, rest = self.position(words)
         row = [] if start else self.table(words)
@@ -398,15 +402,18 @@ class IterCounter:
         self.bar_complete = False     # the series' bar has ended at its total
         self.epoch_began = False      # an epoch was printed since the last step
         self.announced = None         # ParsedLine of a step whose metrics may follow
-        self.announced_steps = None   # total of the last announced step that metrics followed
+        self.announced_steps = None   # total of the last announced step that was used
 
     def begin_epoch(self, epoch):
         """Keep the printed epoch for the rows that follow, as an int if it is whole."""
         self.epoch, self.epoch_began = int(epoch) if whole(epoch) is not None else epoch, True
 
     def announce(self, found):
-        """Keep a line with only a step, such as the Trainer's bar before its dict of metrics."""
-        if self.announced_steps in (None, found.steps):  # an evaluation's bar has another total
+        """
+        Keep a line with only a step, such as the Trainer's bar before its dict of metrics. Ignore
+        a bar with another total than that of the steps used so far: it is an evaluation's.
+        """
+        if self.announced_steps in (None, found.steps):
             self.announced = found
 
     def rows(self, found):
@@ -422,7 +429,7 @@ class IterCounter:
         if found.bar and (found.split or self.evaluates(found)):
             return self.evaluation(found)
         if found.bar and found.step == 0 and not found.ended:
-            return []  # the metrics are still those of the last bar
+            return []  # a bar that begins still shows the metrics of the bar before it
         again = (found.step, self.epoch) == (self.step, self.series_epoch)
         if found.bar and again and not self.is_next_bar(found):
             self.bar_complete = found.ended and found.step == found.steps
@@ -443,7 +450,8 @@ class IterCounter:
             from_first = found.step < self.step and found.step <= self.first
             starts_again = from_first or self.epoch != self.series_epoch or self.is_next_bar(found)
         if starts_again:
-            # Within epochs a series counts all its steps, even if the last were not printed.
+            # If epochs are printed, a series is as long as its total, even if its last steps were
+            # not printed.
             in_epochs = self.steps and self.series_epoch is not None
             length = max(self.step, self.steps) if in_epochs else self.step
             self.offset = max(self.offset + length, self.last_step_iter)
@@ -475,7 +483,10 @@ class IterCounter:
         return self.make_row(self.free_iter(self.iter, metrics), metrics)
 
     def without_step(self, found):
-        """Return [row] of a line without a step: after the last step; if none, count the lines."""
+        """
+        Return [row] of a line without a step. Its iter is after that of the last row with a step;
+        if no row had a step, iters number these lines.
+        """
         if self.last_step_iter is not None:
             at = self.free_iter(self.last_step_iter + 1, found.metrics)
             return self.make_row(at, found.metrics)
@@ -483,7 +494,8 @@ class IterCounter:
         known, measured = any(map(KNOWN_METRIC.fullmatch, parts)), self.measured
         self.measured = measured or known
         if self.epoch is None and not (known and measured):
-            # settings, or the first metrics: those of step 0 may follow
+            # Settings and the first known metrics, such as those of step 0, share an iter. Each
+            # later line with a known metric gets the next.
             return self.make_row(self.free_iter(self.iter, found.metrics), found.metrics)
         return self.make_row(self.iter + 1, found.metrics)
 
