@@ -33,7 +33,8 @@ def histogram(values, bins=32):
 
 # ---- norms ------------------------------------------------------------------------------------
 
-# Kind of norm -> name of its histograms: a word of log_extras, and the prefix in the log.
+# Kind of norm -> the word in log_extras that asks for histograms of its tensors, which is also the
+# prefix of their names in the log.
 HISTOGRAMS = {"grad": "gradients", "weight": "parameters"}
 
 
@@ -47,8 +48,8 @@ class UpdateNorms:
     """
     Measure an optimizer step if `wanted` is set: for each layer the norm of the gradient as the
     optimizer receives it (clipped), the norm of the weights after the update, and the norm of the
-    update relative to it. log_extras: the setting of train.py, in which "gradients" and
-    "parameters" ask for histograms.
+    update divided by that of the weights. log_extras: the setting of train.py, in which "gradients"
+    and "parameters" ask for histograms.
 
         optimizer.step(update_norms)
 
@@ -74,33 +75,33 @@ class UpdateNorms:
         torch._foreach_sub_(before, weights)  # before - after has the norm of the update
         self.measure("update", params, before)
 
-    def measure(self, norm, params, tensors):
+    def measure(self, kind, params, tensors):
         """
         Add the norms of tensors, which stay on their device until `take`, and the histograms that
-        log_extras asks for. norm: "grad", "weight" or "update".
+        log_extras asks for. kind: "grad", "weight" or "update".
         """
-        names, wanted = [self.names[p] for p in params], HISTOGRAMS.get(norm)
-        for name, size in zip(names, torch._foreach_norm(tensors)):
-            self.norms.append((norm, layer_of(name), size))
-        if wanted and wanted in self.log_extras:
+        names, prefix = [self.names[p] for p in params], HISTOGRAMS.get(kind)
+        for name, norm in zip(names, torch._foreach_norm(tensors)):
+            self.norms.append((kind, layer_of(name), norm))
+        if prefix and prefix in self.log_extras:
             for name, tensor in zip(names, tensors):
-                self.histograms[f"{wanted}/{name}"] = histogram(distributed.unshard(tensor))
+                self.histograms[f"{prefix}/{name}"] = histogram(distributed.unshard(tensor))
 
     @spanned("logging")
     def take(self):
         """Return the metrics of the measured step and forget them; waits for the device once."""
-        norms, metrics = self.norms, self.histograms
+        measured, metrics = self.norms, self.histograms
         self.norms, self.histograms = [], {}
-        if not norms:
+        if not measured:
             return metrics
         squares = collections.Counter()
-        sizes = torch.stack(distributed.unshard([size for *_, size in norms])).tolist()
-        for (norm, layer, _), size in zip(norms, sizes):
-            squares[norm, layer] += size * size
-        for (norm, layer), square in squares.items():
-            metrics[f"norm/{norm}/{layer}"] = math.sqrt(square)
-        for norm, layer in squares:
-            if norm == "update":
+        norms = torch.stack(distributed.unshard([norm for *_, norm in measured])).tolist()
+        for (kind, layer, _), norm in zip(measured, norms):
+            squares[kind, layer] += norm * norm
+        for (kind, layer), square in squares.items():
+            metrics[f"norm/{kind}/{layer}"] = math.sqrt(square)
+        for kind, layer in squares:
+            if kind == "update":
                 metrics[f"norm/update/{layer}"] /= metrics[f"norm/weight/{layer}"] + 1e-12
         return metrics
 
@@ -113,8 +114,8 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
     there are fewer than two sequences or the estimated squared norm is not positive. It is
     B_simple of https://arxiv.org/abs/1812.06162, appendix A.1: the variance of the gradient over
     its squared norm, from the mean squared norm of the gradients of small batches and the squared
-    norm of their mean. The small batches are parts, at most `small_batches`, of the batches of the
-    first `steps` steps.
+    norm of their mean. The batches of the first `steps` steps are split into at most
+    `small_batches` small batches.
     """
     batches = [dataset.make_batch(step) for step in range(steps)]
     x, y = (torch.cat(tensors) for tensors in zip(*batches))
@@ -136,6 +137,8 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
     model.train()
     large = sum((g / n).square().sum() for g in total)
     small, large = (distributed.mean(distributed.unshard(z)) for z in (small, large))
+    # The gradients of a sharded model are means over all processes, so that a small batch consists
+    # of the tokens of all processes.
     processes = distributed.world if distributed.is_sharded(model) else 1
     tokens = rows * x.shape[1] * processes  # tokens of a small batch
     square = (n * large - small) / (n - 1)
@@ -146,9 +149,9 @@ def gradient_noise(model, dataset, device, amp, steps=4, small_batches=32):
 def probe(model, batches, tokenizer, amp, examples=6):
     """
     Return metrics of the predictions on fixed batches, {split: (x, y)} with (B, T) each: logits/*
-    and ActivationStats of the last split, and the table `predictions` with some examples of each
-    split. With a large vocabulary only every n-th position is evaluated, to hold at most PROBED
-    logits.
+    and ActivationStats, both of the last split only, and the table `predictions` with some examples
+    of every split. With a large vocabulary only every n-th position is evaluated, to hold at most
+    PROBED logits.
     """
     metrics, pieces, table = {}, tokenizer.pieces(), []
     model.eval()
@@ -242,14 +245,14 @@ REMEASURED = ", measured again"  # end of record["mfu_basis"] after the second m
 def check_peak(record, reached, device):
     """
     Correct record["peak_flops"] if training reaches more FLOP/s than that, which happens if it was
-    measured on a busy machine. The first call measures it again, for a second, and reports it;
-    later calls set it to the FLOP/s that training has reached.
+    measured on a busy machine. The first correction measures the peak again, which takes a second,
+    and prints a message; later ones set the peak to the FLOP/s that training has reached.
     """
     if reached <= record["peak_flops"]:
         return
     if record["mfu_basis"].endswith(REMEASURED):
-        # A third measurement would not pay: on a CPU without bfloat16 units one product takes
-        # longer than many training steps.
+        # A third measurement would not pay: on a CPU without bfloat16 units, one matrix product of
+        # the measurement takes longer than many training steps.
         record["peak_flops"] = reached
         return
     again = hardware.measured_flops(device, getattr(torch, record["compute_dtype"]), seconds=1)

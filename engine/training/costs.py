@@ -18,7 +18,7 @@ from engine.formats import layout
 from engine.ops import CrossEntropy
 from engine.training import distributed, hardware
 
-PROBED = 1 << 22    # max logits that the instruments compute at a time: 16 MiB per copy
+PROBED = 1 << 22    # max logits that probe() of instruments.py holds at a time: 16 MiB per copy
 EVAL_TOKENS = 1024  # tokens per split that one unit of eval_iters stands for
 EVAL_PASS = 4096    # tokens per forward pass of an evaluation; passes of 1024 take the smallest
                     # models up to 30 % longer
@@ -156,26 +156,30 @@ def min_memory(args, optimizer, step):
     """
     q_dim, kv_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     size = 2 if step.half else 4
-    # Bytes per token of a block: with recompute its input. Else the float32 inputs of two norms, Q,
-    # K, V, attention's output, the two halves of SwiGLU, and Q and K before qk_norm.
+    # Bytes that a block keeps per token. With recompute, only its input. Otherwise the inputs of
+    # its two norms, in float32; and in `size` bytes per number Q, K, V, attention's output, the two
+    # halves of SwiGLU, and Q and K before qk_norm.
     block = size * args.dim
     if not step.recompute:
         block = 8 * args.dim + size * (2 * (q_dim + kv_dim + args.hidden_dim)
                                        + args.qk_norm * (q_dim + kv_dim))
     kinds = persistent_memory(args, optimizer, step.shards)
-    # CrossEntropy cuts the logits into equal pieces: more than one have at least PIECE // 2 each.
+    # CrossEntropy holds one piece of the logits at a time. It cuts them into equal pieces of at
+    # most PIECE; if there are several, each has at least PIECE // 2.
     inside = {"activations": step.tokens * args.n_layers * block,
               "logits": 4 * min(step.tokens * args.vocab_size, CrossEntropy.PIECE // 2)}
-    # The last gradient exists only when the last pass has freed its activations, so the peak is the
-    # larger of the two. With several passes, gradients exist during all but the first.
+    # All gradients exist only after the last pass, when its activations are freed. So the peak is
+    # the larger of what exists inside a pass and after it. With several passes, the gradients also
+    # exist inside all passes but the first.
     after = {"gradients": kinds["weights"]}
     if step.accumulating:
         inside |= after
     return kinds | larger(inside, after)
 
 
-# Memory of a CPU process besides its tensors, for what a trial does not measure. Experiments:
-# doc/lab/instruments.md.
+# Memory of a CPU process besides its tensors. PYTHON counts only if no trial training runs. LATER
+# counts only if one runs, because it ends too early to measure this memory. HOLES counts in both
+# cases. Experiments: doc/lab/instruments.md.
 PYTHON = 272 << 20  # bytes of a process that has imported and called all that a training needs
 LATER = 20 << 20    # bytes of code and files that a training loads after its first steps
 HOLES = 0.27        # fraction of a pass's memory that is lost to fragmentation of the heap
@@ -214,9 +218,10 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
     # With recompute every block keeps its input, and one block at a time the rest.
     kept = block + 4 * args.dim * args.n_layers if step.recompute else block * args.n_layers
     piece = CrossEntropy.PIECE if cpu else CrossEntropy.GPU_PIECE
-    # A piece of float32 logits, with a 16-bit copy if half. Then the float32 gradients of the cross
-    # entropy's input and table, each counted twice.
+    # A piece of float32 logits, with a 16-bit copy if half.
     logits = 4 * min(tokens * args.vocab_size, piece) * (1.5 if half else 1)
+    # The float32 gradients of the cross entropy's input and of the lm_head's weights, counted twice
+    # as an allowance for temporary copies of either.
     logits += 8 * (tokens + args.vocab_size) * args.dim
     kinds = persistent_memory(args, config.optimizer, step.shards)
     kinds["gradients"] = kinds["weights"]
@@ -224,9 +229,10 @@ def expected_memory(config, args, device, amp_dtype, rows=0):
     kinds["activations"] = tokens * (kept + 8 * args.dim) + half * kinds["weights"] / 2
     kinds["logits"] = logits
 
-    # Muon updates the matrices of one shape together, up to Muon.MAX_CHUNK elements: Q and O, and K
-    # and V if they have as many heads, or two of SwiGLU's. The number of copies is fitted to runs;
-    # wide matrices need fewer, as they are orthogonalized in bfloat16 where the device has it.
+    # Muon updates the matrices of one shape together, up to Muon.MAX_CHUNK elements. The largest
+    # stack holds, of all layers, either Q and O (with K and V, if these have as many heads) or two
+    # of SwiGLU's three matrices. The number of copies is fitted to runs; wide matrices need fewer,
+    # as they are orthogonalized in bfloat16 where the device has it.
     alike = 4 if args.n_kv_heads == args.n_heads else 2
     stacked = args.n_layers * args.dim * max(alike * q_dim, 2 * args.hidden_dim)
     copies = 4.3 if args.dim >= 128 else 6
@@ -311,8 +317,8 @@ class TrialTraining:
 
     def check(self):
         """
-        Take a step as the learning rate check of model_checks.py does. Return the copy of the
-        weights that the check keeps.
+        Take a step while a copy of the weights exists, as the learning rate check of
+        model_checks.py does, so that the measured memory includes the copy. Return the copy.
         """
         before = [p.detach().clone() for p in self.model.parameters()]
         self.forward_backward(max(1, 1024 // self.config.max_seq_len))
@@ -321,7 +327,7 @@ class TrialTraining:
 
     @torch.no_grad()
     def predict(self):
-        """Return the top 3 predictions at every n-th position, computed as the instruments do."""
+        """Return the top 3 predictions at every n-th position, computed as probe() does."""
         x = self.tokens(4)
         every = math.ceil(x.numel() * self.vocab_size / PROBED)
         with self.amp:
@@ -389,7 +395,9 @@ def measure(config, args, setup, seconds=1.0):
     part = expected_memory(config, args, setup.device, setup.amp_dtype, tried)
     # The trial's own memory is measured; arithmetic adds what the full batch needs beyond.
     memory = sum(whole.values()) - sum(part.values())
-    if setup.device.type == "cpu":  # the heap keeps its peak size after the trial
+    if setup.device.type == "cpu":
+        # The heap does not shrink, so the current memory is about the trial's peak. A longer
+        # training adds code that is loaded later, and more fragmentation.
         memory += hardware.current_memory(setup.device) + LATER
         memory += HOLES * (whole["activations"] + whole["logits"])
     else:
@@ -428,8 +436,8 @@ def estimate_run(config, args, setup, meta, begun=0):
     """
     cpu, steps_left = setup.device.type == "cpu", config.max_iters - begun
     token_bytes = 2 if args.vocab_size <= 1 << 16 else 4
-    # The part of the data that is mapped into memory: all of it, or at most twice the tokens that
-    # the remaining steps read.
+    # Bytes of the data that get mapped into memory: twice the tokens that the remaining steps read,
+    # a rough allowance for whole pages and for evaluations, and never more than there are.
     text = token_bytes * min(meta["train_tokens"] + meta["val_tokens"],
                              2 * steps_left * tokens_per_step(config))
     kinds = expected_memory(config, args, setup.device, setup.amp_dtype)
@@ -437,8 +445,7 @@ def estimate_run(config, args, setup, meta, begun=0):
     rest = PYTHON * cpu
     if not (config.compile or config.fsdp or steps_left < 1):
         found = measure(config, args, setup, 0.1 if config.minutes else 1.0)
-        slowest = distributed.all_max([*found.values()], setup.device)
-        step, forward, sample, memory = slowest
+        step, forward, sample, memory = distributed.all_max([*found.values()], setup.device)
         kinds.pop("working")
         rest = max(0, memory - sum(kinds.values()))
         if not config.minutes:
@@ -590,8 +597,9 @@ def show(config, args, setup):
     print(f"time        {time_line(config, estimate)}")
     print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
     # To compute a token, ./run reads the weights except the embedding (unless it is also the
-    # classifier) and on average half of the context's keys and values. So per cached number it
-    # reads 4 bytes (half of float32 K and V), or 2 beside quantized weights (float16).
+    # classifier) and on average half of the context's keys and values. `cached` is that half, in
+    # numbers: as many as all keys. Each has 4 bytes, or 2 if the weights are quantized, because the
+    # KV cache is then float16.
     cached = args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len
     for name, size in file_sizes(args).items():
         read = size * (1 if args.tied else 1 - counts["embedding"] / total)
