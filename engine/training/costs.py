@@ -597,9 +597,9 @@ def show(config, args, setup):
     print(f"time        {time_line(config, estimate)}")
     print(f"{'files':<12}bytes               ./run, tokens/s at most, by the speed of reading")
     # To compute a token, ./run reads the weights except the embedding (unless it is also the
-    # classifier) and on average half of the context's keys and values. `cached` is that half, in
-    # numbers: as many as all keys. Each has 4 bytes, or 2 if the weights are quantized, because the
-    # KV cache is then float16.
+    # classifier) and on average half of the context's keys and values. `cached` counts the numbers
+    # in that half, which are as many as in all keys. Each has 4 bytes, or 2 if the weights are
+    # quantized, because the KV cache is then float16.
     cached = args.n_layers * args.n_kv_heads * args.head_dim * args.max_seq_len
     for name, size in file_sizes(args).items():
         read = size * (1 if args.tied else 1 - counts["embedding"] / total)
