@@ -276,7 +276,7 @@ def test_what_the_user_tells_the_client_counts_before_our_defaults_and_a_flag_be
     (tmp_path / "wandb").mkdir()
     settings = tmp_path / "wandb/settings"
     settings.write_text("[default]\nproject = of-init\nrun_group = filed\nentity = us\n")
-    told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": " a, ,b,", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
+    told = {"WANDB_NAME": "Mine", "WANDB_JOB_TYPE": "probe", "WANDB_TAGS": "a,b", "WANDB_CONSOLE": "off", "WANDB_NOTES": "why",
             "WANDB_DISABLE_CODE": "true", "HOME": str(tmp_path)}
     done = run(tmp_path, "--wandb_log=True", "--max_iters=1", **told)
     assert done.returncode == 0 and "warning: tracking" not in done.stderr, done.stderr

@@ -124,8 +124,7 @@ def resolve_run(run, given, settings, earlier=()):
     earlier = {name: earlier[name] for name in RUN_ENTRIES if name in earlier}
     settings = {name: value for name, value in settings.items() if value}
     if "tags" in settings:
-        tags = map(str.strip, settings["tags"].split(","))
-        settings["tags"] = [tag for tag in tags if tag]
+        settings["tags"] = [tag.strip() for tag in settings["tags"].split(",")]
     flags = {name: run[name] for name in ("id", *given) if name in run}
     return run | earlier | settings | flags
 
