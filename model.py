@@ -109,7 +109,7 @@ class SkipInit(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if getattr(function, "__module__", "") == "torch.nn.init":
-            return kwargs["tensor"]  # to initialize; torch.nn.init always passes it by name
+            return kwargs["tensor"]  # the tensor to initialize, always passed by name
         return function(*args, **(kwargs or {}))
 
 
@@ -269,7 +269,7 @@ class Transformer(nn.Module):
         cache: a dict from new_cache with the earlier positions; this call appends T positions. A
         query then sees all positions up to its own, whatever bos_id and documents are.
         documents: from ops.documents_of. A query then sees only its own document, as with bos_id,
-        which is ignored. It needs no mask of (B, 1, T, T).
+        which is ignored. Unlike bos_id, documents needs no mask of (B, 1, T, T).
         """
         T, pos = tokens.shape[1], cache["pos"] if cache else 0
         rope = self.rope[pos:pos + T]
@@ -331,8 +331,9 @@ def latest(tokens, max_seq_len):
     Shorten tokens (B, T), T > max_seq_len, to half a context: the first token, usually BOS, and the
     latest ones; only the latest one if max_seq_len is 3 or less. ./run does the same.
 
-    Half of the context is free afterwards. So each token but the first is evaluated at most twice:
-    when it is new, and when it is kept.
+    The next shortening comes after half a context of new tokens, and keeps only the first token and
+    those. So each token but the first is evaluated at most twice: when it is new and when it is
+    kept.
     """
     half = max_seq_len // 2 if max_seq_len > 3 else 1
     return torch.cat((tokens[:, :1], tokens[:, 1 - half:]), dim=1) if half > 1 else tokens[:, -1:]
