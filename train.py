@@ -57,21 +57,22 @@ eval_iters = 50             # tokens per split in an evaluation, in units of 102
                             # and the same number of tokens of train
 eval_only = False           # evaluate the checkpoint in out_dir, then exit
 log_interval = 20           # steps between rows of the log
-early_stop = 0              # evaluations without a new best loss after which the run returns to its
-                            # best weights and ends soon; 0: never
+early_stop = 0              # after this many evaluations in a row without a new best loss, go back
+                            # to the best weights and end after some last steps; 0: never
 always_save_checkpoint = False  # keep every checkpoint instead of the newest and the best
 init_from = "auto"          # auto: resume out_dir's run, else start; force: the same, even if
                             # batch, data, seed or context have changed; scratch; resume; or the
                             # path of a model to fine-tune
 minutes = 0.0               # time budget in minutes; model size and steps are derived from it and
-                            # the data. 0: no budget; except that a new model on data other than
-                            # stories gets 5 (on a GPU 20) if depth, max_iters and max_minutes are
-                            # not set
+                            # the data. 0: no budget, but 5 minutes (20 on a GPU) for a new model
+                            # on data other than stories, unless depth, max_iters or max_minutes
+                            # is set
 max_minutes = 0.0           # save and stop after this many minutes, with the rate decayed to its
                             # end; 0: no limit
 checks = "all"              # checks before the first step: all, none, some (future,leak), or all
-                            # but some (-leak); -files: skip and count files of a folder that can't
-                            # be read as text; -export: train a model that no model file can hold
+                            # but some (-leak). Without the check files, files that can't be read as
+                            # text are skipped and counted; without export, a model that no model
+                            # file can hold is trained
 sample_prompt = "Once upon a time"  # prompts that the model continues at every evaluation,
                                     # separated by |
 # ---- tracking
@@ -79,9 +80,10 @@ wandb_log = False           # track in Weights & Biases; offline without a key o
 wandb_project = "auto"      # W&B project; auto: WANDB_PROJECT or the project of `wandb init`, else
                             # llamac
 wandb_run_name = "auto"     # W&B run name; auto: WANDB_NAME, else from data and size
-log_extras = "tables,model"  # what to log besides numbers, separated by commas: tables of texts and
-                             # the exported model, to W&B; histograms of gradients, parameters;
-                             # noise_scale: batch size in tokens beyond which returns diminish
+log_extras = "tables,model"  # what to log besides numbers, separated by commas. tables (of texts)
+                             # and model (the exported file) go to W&B; gradients and parameters:
+                             # their histograms; noise_scale: batch size in tokens beyond which
+                             # returns diminish
 tensorboard_log = False     # the same metrics as TensorBoard event files (needs: pip install
                             # tensorboard)
 swanlab_log = False         # the same metrics and tables in SwanLab; offline without a key or a
@@ -280,15 +282,15 @@ def assess_at_stop(t):
 def save(t, writer, metric, unlogged=()):
     """
     Begin to write a checkpoint, and model.gguf when this step is the best so far, while training
-    goes on. metric: the validation loss, inf where it was not measured; unlogged: a row that a
-    resumed run has to log. A disk that fails costs a warning, and the next save tries again. Each
-    sharded process writes its slices.
+    goes on. metric: the validation loss, inf where it was not measured; unlogged: the row of this
+    step if it is not logged yet, which a resumed run logs first. A disk that fails costs a warning,
+    and the next save tries again. Each sharded process writes its slices.
     """
     sharded = distributed.is_sharded(t.model)
     state = t.state | {"row": dict(unlogged)}
     try:
-        # named_parameters() lists a shared parameter once. Shards are copied, since FSDP frees the
-        # storage of gathered weights.
+        # named_parameters() lists a shared parameter once. Shards are copied: FSDP may free the
+        # storage that they refer to while the writer reads it.
         weights = checkpoint.snapshot(dict(t.model.named_parameters()), copy=sharded)
         train = checkpoint.snapshot({"optimizer": t.opt.state_dict(), "state": state})
     except (MemoryError, RuntimeError) as e:  # a GPU's weights don't fit into the host's memory
@@ -325,7 +327,7 @@ def conclude(t, tracker, row):
     state, step = t.state, t.state["step"]
     best, last = Path(out_dir, "model.gguf"), Path(out_dir, "last.gguf")
     never_evaluated = state["best_step"] is None
-    wanted = None  # the step of model.gguf
+    wanted = None  # the step whose weights model.gguf should have
     if t.exports:
         wanted = step if never_evaluated else state["best_step"]
     # A sharded model's whole weights are read from its checkpoint.
@@ -341,7 +343,7 @@ def conclude(t, tracker, row):
         if t.exports and step != wanted:
             export_model(weights, t.args, t.dataset.tokenizer, last, extra=extra)
             tracker.model(last, at_last | {"loss/val": row.get("loss/val")}, ["latest"])
-        elif exported_step(last):  # an earlier session's; model.gguf has the last weights now
+        elif exported_step(last):  # an earlier session's, which is out of date now
             last.unlink()
     except (OSError, MemoryError, RuntimeError) as e:  # a full disk, for example
         if not checkpoint.is_retryable(e):
@@ -366,9 +368,8 @@ def conclude(t, tracker, row):
 
 def check_export(args, model, tokenizer, chat):
     """
-    End the program if model files can't hold this model. Return whether they are written: --checks
-    may leave out this check, and then a model with parameters that model files have no name for
-    has checkpoints only.
+    End the program if model files can't hold this model. Return whether this training writes them:
+    not if a parameter has no name in them and --checks=-export allows that.
     chat: GGUF's metadata about chats, {key: value}.
     """
     refuse_unexportable(args, tokenizer, {ITER: max_iters} | chat)
@@ -488,11 +489,11 @@ def train(t, steps=math.inf):
         state["clock"] = clock | {"seconds": seconds}
         epoch = state["sequences"] * max_seq_len / t.dataset.meta["train_tokens"]
         row = {"iter": step, "tokens": state["tokens"], "epoch": epoch}
-        n_coordinates = len(row)
+        n_coordinates = len(row)  # a row that gets no other entries is not logged
 
         with stopwatch.paused():
-            # At the first step: tables of the data. After resuming from a stop whose evaluation was
-            # cut short: the row of that stop. It is logged below, with an evaluation if one is due.
+            # At the first step: tables of the data. After resuming, if the last session was ended
+            # before it could log the row of its stop: that row, with an evaluation if one is due.
             if step == 0:
                 row |= data_rows(t.dataset)
             unlogged = state.pop("row", {})
@@ -602,7 +603,7 @@ if __name__ == "__main__":
     except (MemoryError, RuntimeError) as e:
         if not hardware.is_out_of_memory(e):
             raise
-        reason = (str(e) or "of Python").splitlines()[0]
+        reason = (str(e) or "MemoryError").splitlines()[0]
         fail(f"out of memory on the device; lower --batch_size (now {batch_size}) and raise "
              f"--gradient_accumulation_steps by as much ({reason})")
     except KeyboardInterrupt:
