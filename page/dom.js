@@ -1,18 +1,23 @@
-// Elements, for the page and for the file that sample.py writes. Texts of logs and models are never
-// taken as HTML.
+// Functions that make DOM elements, for the page and for the HTML file that sample.py writes.
+// Strings become text nodes, so logs and models, which anyone may have written, can't inject HTML.
 const SVG_TAGS = ["svg", "g", "line", "rect", "text", "path", "polyline", "title"]
-const isNothing = value => value === null || value === undefined || value === false
+const isAbsent = value => value === null || value === undefined || value === false
 
-/** Make an element: h("a", { href: "#x", onclick: f }, "text", child, [more children]). */
+/**
+ * Make an element: h("a", { href: "#x", onclick: f }, "text", child, [more children]).
+ *
+ * A boolean attribute is present or absent. null, undefined and false children are left out, so
+ * `condition && child` works.
+ */
 export function h(tag, attributes, ...children) {
   const element = SVG_TAGS.includes(tag)
     ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag)
   for (const [name, value] of Object.entries(attributes || {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value)
     else if (typeof value === "boolean") element.toggleAttribute(name, value)
-    else if (!isNothing(value)) element.setAttribute(name, value)
+    else if (!isAbsent(value)) element.setAttribute(name, value)
   }
-  element.append(...children.flat(9).filter(child => !isNothing(child)))
+  element.append(...children.flat(9).filter(child => !isAbsent(child)))
   return element
 }
 
@@ -20,11 +25,14 @@ export const soft = (...children) => h("p", { class: "soft" }, ...children)
 export const row = (...children) => h("div", { class: "row" }, ...children)
 export const button = (text, onclick, attributes) => h("button", { onclick, ...attributes }, text)
 
-/** Make a section with an optional title. */
+/** Make a framed section. title: text of its heading, or "". */
 export const card = (title, ...children) =>
   h("section", { class: "card" }, title && h("h2", {}, title), ...children)
 
-/** Make a table with a name, which scrolls by itself. Cells are texts, elements, or td and th. */
+/**
+ * Make a table in a box that scrolls on its own. name: its label for screen readers; kind: its CSS
+ * class. heads: texts or th elements; rows: tr elements, or lists of texts, elements, td and th.
+ */
 export function table(name, heads, rows, kind = "left") {
   const isCell = cell => ["TD", "TH"].includes(cell?.tagName)
   const head = cell => cell?.tagName ? cell : h("th", { scope: "col" }, cell)
@@ -36,7 +44,7 @@ export function table(name, heads, rows, kind = "left") {
       h("tbody", {}, rows.map(line))))
 }
 
-/** Make a drop-down with a label. choices: texts or [value, text]; change: called with a value. */
+/** Make a labelled drop-down. choices: texts or [value, text]; change(value): called on a choice. */
 export function select(label, choices, chosen, change, attributes = {}) {
   const option = choice => {
     const [value, text] = Array.isArray(choice) ? choice : [choice, choice]

@@ -1,59 +1,64 @@
-// A form for a training or a sweep, the command line that does the same, and the queue.
+// The view "Start": a form for a training or a sweep, its command line, and the job queue.
 import { copyable, get, link, listen, notify, post, state, throttle } from "./app.js"
 import { button, card, h, row, select, soft } from "./dom.js"
 import { help, t } from "./words.js"
 
-const USUAL = ["out_dir", "depth", "dim", "n_layers", "max_seq_len", "batch_size", "max_iters",
+const MOST_USED = ["out_dir", "depth", "dim", "n_layers", "max_seq_len", "batch_size", "max_iters",
   "learning_rate", "minutes", "seed", "wandb_log"]
 const DATA = ["stories", "stories:2000", "tinyshakespeare", "tinystories"]
 const NOT_SWEPT = ["data", "out_dir"]
+/** Tell whether train.py reads a text as True. */
 const isTrue = text => /^(true|1|yes)$/i.test(text)
 
-/** Parse "1e-3, 3e-3" or "2..6" as sweep.py's parameter. like: a value of the knob's type. */
+/**
+ * Parse "1e-3, 3e-3" or "2..6" as a parameter of a sweep.py file. like: a value of the knob's type.
+ * A range is sampled log-uniformly if max / min >= 10 and the knob's default is a fraction.
+ */
 function parameter(text, like) {
   const isNumber = typeof like === "number"
   const range = isNumber && text.match(/^\s*(\S+?)\s*\.\.\s*(\S+)\s*$/)
   if (range) {
     const min = Number(range[1]), max = Number(range[2])
-    const isWide = min > 0 && max / min >= 10 && !Number.isInteger(like)
-    return isWide ? { min, max, distribution: "log_uniform_values" } : { min, max }
+    const isLog = min > 0 && max / min >= 10 && !Number.isInteger(like)
+    return isLog ? { min, max, distribution: "log_uniform_values" } : { min, max }
   }
   const parse = word => isNumber ? Number(word) : typeof like === "boolean" ? isTrue(word) : word
   return { values: text.split(",").map(word => parse(word.trim())) }
 }
 
-/** Make a button and the text that it asks the server for. query(): of the request. */
-function asked(title, path, query) {
+/** Return [a button, the text below it]. A click requests the text; query() returns the query. */
+function textOnRequest(title, path, query) {
   const text = h("pre", { hidden: true, tabindex: 0 })
-  const ask = async () => {
+  const request = async () => {
     text.hidden = false
     text.textContent = t("This takes a moment")
     text.textContent = (await get(path, query())).text
   }
-  return [button(title, ask), text]
+  return [button(title, request), text]
 }
 
 export async function show(main) {
-  const { knobs, presets, wrong, cpus, root, at_once } = await get("api/knobs")
+  const { knobs, presets, wrong: presetErrors, cpus, root, at_once } = await get("api/knobs")
   const command = h("div"), queue = h("div"), left = h("div")
-  // All choices are in the address.
+  // The address holds all choices: one parameter for each changed knob, "preset", "resume", "count"
+  // (trials of a sweep), and "sweep": JSON of {knob: the text that the user typed}.
   const given = () => Object.fromEntries([...state.params].filter(([name]) => name in knobs))
   const swept = () => JSON.parse(state.get("sweep", "{}"))
   const preset = () => presets[state.get("preset")] ? state.get("preset") : ""
-  const usual = name => presets[preset()]?.[name] ?? knobs[name].value
+  const defaultOf = name => presets[preset()]?.[name] ?? knobs[name].value
 
-  /** Return what the server makes a command line of. */
+  /** Return the choices as the server expects them, see from_form() in command.py. */
   function form() {
-    const found = { preset: preset(), knobs: given(), resume: state.get("resume"), sweep: null }
+    const request = { preset: preset(), knobs: given(), resume: state.get("resume"), sweep: null }
     const parameters = Object.fromEntries(Object.entries(swept()).map(([name, text]) =>
       [name, parameter(text, knobs[name].value)]))
     const specs = Object.values(parameters)
     if (specs.length) {
       const isRandom = specs.some(spec => "min" in spec)
       const count = state.get("count") || (isRandom ? "6" : "")
-      found.sweep = { method: isRandom ? "random" : "grid", parameters, count }
+      request.sweep = { method: isRandom ? "random" : "grid", parameters, count }
     }
-    return found
+    return request
   }
 
   const refresh = throttle(async () => {
@@ -69,26 +74,27 @@ export async function show(main) {
     refresh()
   }
 
-  /** Make the row of a knob: its name, its value or the values of a sweep, its help. */
+  /** Make the form's row for a knob: name, value (or the values to sweep), checkbox, help. */
   function knob(name) {
-    const otherwise = usual(name), id = `knob-${name}`, title = `${t("Sweep")} ${name}`
-    const style = () => `knob ${name in given() ? "changed" : ""}`
+    const defaultValue = defaultOf(name), id = `knob-${name}`, title = `${t("Sweep")} ${name}`
+    const rowClass = () => `knob ${name in given() ? "changed" : ""}`
     const set = value => {
-      choose({ [name]: value === String(otherwise) ? "" : value })
-      line.className = style()
+      choose({ [name]: value === String(defaultValue) ? "" : value })
+      element.className = rowClass()
     }
-    const sweep = text => {  // undefined: the knob leaves the sweep, as JSON drops it
+    /** Sweep the values in the text. undefined, which JSON.stringify drops, ends the sweep. */
+    const sweep = text => {
       const json = JSON.stringify({ ...swept(), [name]: text })
       choose({ sweep: json === "{}" ? "" : json })
     }
-    const now = given()[name] ?? String(otherwise)
-    const field = typeof otherwise === "boolean"
+    const now = given()[name] ?? String(defaultValue)
+    const field = typeof defaultValue === "boolean"
       ? h("input", {
         id, type: "checkbox", checked: isTrue(now),
         onchange: event => set(String(event.target.checked)) })
       : h("input", {
         id, type: "text", value: now, spellcheck: "false", list: name === "data" ? "data" : null,
-        inputmode: typeof otherwise === "number" ? "decimal" : null,
+        inputmode: typeof defaultValue === "number" ? "decimal" : null,
         oninput: event => set(event.target.value.trim()) })
     const values = h("input", {
       type: "text", value: swept()[name] || "", placeholder: t("values, or min..max"),
@@ -100,43 +106,44 @@ export async function show(main) {
         sweep(target.checked ? values.value : undefined)
         place.replaceChildren(target.checked ? values : field)
       } })
-    const mark = h("label", { class: "soft" }, box, t("Sweep"))
-    const line = h("div", { class: style() }, h("label", { for: id }, name), place,
-      NOT_SWEPT.includes(name) ? h("span") : mark,
+    const sweepLabel = h("label", { class: "soft" }, box, t("Sweep"))
+    const element = h("div", { class: rowClass() }, h("label", { for: id }, name), place,
+      NOT_SWEPT.includes(name) ? h("span") : sweepLabel,
       h("span", { class: "soft" }, help(name, knobs[name].help)))
-    return line
+    return element
   }
 
   function draw() {
-    const rest = Object.keys(knobs).filter(name => name !== "data" && !USUAL.includes(name))
-    const sections = [...new Set(rest.map(name => knobs[name].section))]
+    const lessUsed = Object.keys(knobs).filter(name => name !== "data" && !MOST_USED.includes(name))
+    const sections = [...new Set(lessUsed.map(name => knobs[name].section))]
     const details = section => h("details", {}, h("summary", {}, t(section)),
-      rest.filter(name => knobs[name].section === section).map(knob))
+      lessUsed.filter(name => knobs[name].section === section).map(knob))
     const change = name => {
       choose({ preset: name })
       draw()
     }
     const options = [["", t("none")], ...Object.keys(presets)]
-    const data = () => ({ data: given().data ?? usual("data") })
-    const [preview, text] = asked(`${t("Data")}: ${t("Preview")}`, "api/look", data)
+    const data = () => ({ data: given().data ?? defaultOf("data") })
+    const [preview, text] = textOnRequest(`${t("Data")}: ${t("Preview")}`, "api/look", data)
     left.replaceChildren(
       card("", row(select(t("Preset"), options, preset(), change, { id: "preset" }), preview),
-        wrong.map(message => h("p", { class: "bad" }, message)),
+        presetErrors.map(message => h("p", { class: "bad" }, message)),
         h("datalist", { id: "data" }, DATA.map(name => h("option", {}, name))),
         knob("data"), text),
-      card(t("Most used"), USUAL.map(knob)),
+      card(t("Most used"), MOST_USED.map(knob)),
       card(t("All knobs"), sections.map(details)))
   }
 
-  const number = (title, attributes) => h("label", {}, t(title),
+  const numberField = (title, attributes) => h("label", {}, t(title),
     h("input", { type: "number", min: 1, style: "width:4.5rem", ...attributes }))
-  const atOnce = number("Jobs at once", {
+  const atOnce = numberField("Jobs at once", {
     max: cpus, value: at_once,
     onchange: event => post("api/queue", { at_once: Number(event.target.value) }) })
-  const trials = number("Trials", {
+  const trials = numberField("Trials", {
     value: state.get("count"), oninput: event => choose({ count: event.target.value }) })
   const choices = () => ({ preset: preset(), knobs: JSON.stringify(given()) })
-  const [estimate, estimated] = asked(t("Estimate memory and time"), "api/estimate", choices)
+  const [estimate, estimated] =
+    textOnRequest(t("Estimate memory and time"), "api/estimate", choices)
   const start = async () => notify(`${t("Queued")}: ${(await post("api/start", form())).id}`)
   const right = h("div", { class: "sticky" },
     card(t("Command line"), command, soft(t("Only changed settings are passed on")),
@@ -152,11 +159,13 @@ export async function show(main) {
   drawJobs((await get("api/jobs")).jobs)
 }
 
-const opened = new Set()  // ids of jobs whose output is shown
+// Ids of the jobs whose output is shown. It outlives the entries: each live event makes new ones.
+const opened = new Set()
 
-/** Make a job's entry in the queue: its state, its folder, its command, the end of its output. */
+/** Make a job's entry in the queue: state, folder, buttons, and its command line and output. */
 function entry(job, root) {
   const text = h("pre", { hidden: !opened.has(job.id), tabindex: 0 })
+  /** Show the output so far, and again every 2 s while the job runs. */
   async function read() {
     text.textContent = `${job.line}\n\n${(await get("api/console", { job: job.id })).text}`
     text.scrollTop = text.scrollHeight

@@ -1,3 +1,3 @@
-// The theme that the reader chose. A script of its own, so that it is set before the first paint.
+// Apply the stored theme. A classic script in the head, unlike a module, runs before the first paint.
 const theme = localStorage.getItem("theme")
 if (theme) document.documentElement.dataset.theme = theme
