@@ -1,39 +1,42 @@
-// The frame of the page: requests, the view in the address, live events.
+// The entry point: requests to the server, the state in the address, live events, switching views.
 import { button, h, row } from "./dom.js"
 import { t, language } from "./words.js"
 
+// The views: titles of those with a tab, and their files.
 const tabs = { runs: "Runs", start: "Start", inside: "Look inside", talk: "Talk" }
 const modules = { runs: "compare", run: "follow", start: "start", inside: "inside", talk: "talk" }
+// Colours of runs and groups, in turn. Most are from the palette of Okabe and Ito, made for the
+// colour-blind.
 export const colors =
   ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f5fc7", "#8a8a8a"]
 
 // ---- requests
 
-/** Return the server's answer. Show an error to the reader and throw it. */
+/** Return the server's JSON answer. If it is an error, show its message and throw it. */
 async function request(path, options) {
-  let found
+  let answer
   try {
     const response = await fetch(path, options)
     const isJson = response.headers.get("Content-Type").startsWith("application/json")
-    found = isJson ? await response.json() : { error: await response.text() }
+    answer = isJson ? await response.json() : { error: await response.text() }
   } catch {
-    found = { error: t("The page's server does not answer") }
+    answer = { error: t("The page's server does not answer") }
   }
-  if (!found.error) return found
-  notify(found.error, true)
-  throw new Error(found.error)
+  if (!answer.error) return answer
+  notify(answer.error, true)
+  throw new Error(answer.error)
 }
 export const get = (path, query = {}) => request(`${path}?${new URLSearchParams(query)}`)
 export const post = (path, body) => request(path, { method: "POST", body: JSON.stringify(body) })
 
-/** Let the reader save a Blob as a file. */
+/** Save a Blob as a file, through the browser's download. */
 export function download(blob, name) {
   const link = h("a", { href: URL.createObjectURL(blob), download: name })
   link.click()
   URL.revokeObjectURL(link.href)
 }
 
-/** Let the reader save the server's answer as a file. */
+/** Save the server's answer to a POST request as a file. */
 export async function downloadFrom(path, body, name) {
   const response = await fetch(path, { method: "POST", body: JSON.stringify(body) })
   if (!response.ok) return notify((await response.json()).error, true)
@@ -41,7 +44,7 @@ export async function downloadFrom(path, body, name) {
   notify(t("Saved"))
 }
 
-/** Show a message at the top of the page. */
+/** Show a message at the top of the page, "": none. */
 export function notify(text, isError) {
   const place = document.getElementById("message")
   place.textContent = text
@@ -53,8 +56,8 @@ export function notify(text, isError) {
 export const state = {
   get view() { return location.hash.slice(1).split("?")[0] || "runs" },
   get params() { return new URLSearchParams(location.hash.split("?").slice(1).join("?")) },
-  get(name, otherwise = "") { return this.params.get(name) ?? otherwise },
-  /** Change values without a new entry in the history and without drawing the view again. */
+  get(name, fallback = "") { return this.params.get(name) ?? fallback },
+  /** Change parameters; "" and null remove one. Adds no history entry and draws nothing. */
   set(values) {
     const params = this.params
     for (const [name, value] of Object.entries(values)) {
@@ -68,7 +71,7 @@ export const link = (view, params) => `#${view}?${new URLSearchParams(params)}`
 
 // ---- helpers of the views
 
-/** Format a value as compare.py's tables do. */
+/** Format a cell as compare.py does: with 4 decimals, tiny and large numbers with 4 digits. */
 export function format(value) {
   if (typeof value !== "number") return String(value ?? "")
   if (Number.isInteger(value)) return value.toLocaleString("en")
@@ -82,7 +85,7 @@ export function copyable(text) {
   return row(h("pre", { class: "grow", tabindex: 0 }, text), button(t("Copy"), copy))
 }
 
-/** Call f at most once in `wait` ms, and always after the last call. */
+/** Call f at most once in `wait` ms, and always `wait` ms or less after the last call. */
 export function throttle(f, wait) {
   let timer = null
   return () => {
@@ -93,7 +96,7 @@ export function throttle(f, wait) {
   }
 }
 
-/** Call f once there was no call for `wait` ms, with the arguments of the last one. */
+/** Call f with the arguments of the last call, once `wait` ms have passed without another call. */
 export function debounce(f, wait) {
   let timer
   return (...values) => {
@@ -104,9 +107,13 @@ export function debounce(f, wait) {
 
 // ---- live events
 
-let source, listener, greeted
+let source, listener  // an EventSource; the function of the shown view
+let greeted = false  // whether the first {hello} has come
 
-/** Pass live events to f until another view is shown. {hello}: earlier ones may be missing. */
+/**
+ * Pass live events to f until another view is shown. See live() in run_api.py for their fields.
+ * {hello}: the EventSource has connected again and may have missed events, so f reloads its data.
+ */
 export function listen(f) { listener = f }
 
 function connect() {
@@ -114,7 +121,7 @@ function connect() {
   source.onmessage = message => {
     const event = JSON.parse(message.data)
     if (event.system) drawSystem(event.system)
-    if (greeted) listener?.(event)  // skips the first {hello}: nothing was missed
+    if (greeted) listener?.(event)  // skips the first {hello}
     greeted = true
   }
 }
@@ -128,15 +135,17 @@ function drawSystem({ cpu, memory, gpus }) {
 
 // ---- views: each module's show(element) draws one and may return { end() }
 
-let shown, turn = 0
+let shown     // what the view's show() returned
+let turn = 0  // counts the calls of show(): one that waits notices a later one
 
 function drawTabs(view) {
-  const current = view === "run" ? "runs" : view
+  const current = view === "run" ? "runs" : view  // one run has no tab of its own
   const tab = ([name, title]) =>
     h("a", { href: `#${name}`, "aria-current": name === current ? "page" : null }, t(title))
   document.getElementById("tabs").replaceChildren(...Object.entries(tabs).map(tab))
 }
 
+/** Show the view in the address. */
 async function show() {
   const view = state.view in modules ? state.view : "runs", mine = ++turn
   listener = null
@@ -146,12 +155,12 @@ async function show() {
   notify("")
   try {
     const module = await import(`./${modules[view]}.js`)
-    if (mine !== turn) return
+    if (mine !== turn) return  // the user has chosen another view meanwhile
     const element = h("div")
     document.getElementById("main").replaceChildren(element)
     const made = await module.show(element)
     if (mine === turn) shown = made
-    else made?.end?.()  // the reader has gone on to another view
+    else made?.end?.()
   } catch (e) {
     notify(e.message, true)
     console.error(e)
@@ -173,4 +182,4 @@ document.getElementById("theme").onclick = () => {
 }
 window.addEventListener("hashchange", show)
 window.addEventListener("pagehide", () => source?.close())
-show().then(connect)  // live events come after the first picture
+show().then(connect)  // the requests of the first view come before live events

@@ -44,7 +44,7 @@ export function table(name, heads, rows, kind = "left") {
       h("tbody", {}, rows.map(line))))
 }
 
-/** Make a labelled drop-down. choices: texts or [value, text]; change(value): called on a choice. */
+/** Make a labelled drop-down. choices: texts or [value, text]; change(value): its listener. */
 export function select(label, choices, chosen, change, attributes = {}) {
   const option = choice => {
     const [value, text] = Array.isArray(choice) ? choice : [choice, choice]
