@@ -9,9 +9,9 @@
 #include "../backend.h"
 
 // 32 activations in 8 bits. A product with quantised weights is a sum of products of bytes, so
-// activations are quantised once for all matrices that they are multiplied with. The sums of q
-// serve for the parts of a product that are the same for all weights of a block: the offset at
-// which the type stores its numbers, and the minimum.
+// activations are quantised once for all matrices that they are multiplied with. Weights that share
+// a scale also share a constant: the offset at which the type stores its numbers, or the minimum.
+// Its part of the product is the constant times the sum of q, so a Block also holds that sum.
 typedef struct {
     float scale;  // largest magnitude / 127
     int16_t sum;  // of q
@@ -57,6 +57,7 @@ enum { TILE = 16 };
 // What a product of floats prefetches while it computes. Each step (two columns) prefetches one
 // cache line of weights for the next rows. Every (mask + 1)th step also prefetches one cache line
 // of the output, where the caller will write y: two adjacent lines (2 TILE floats) for each token.
+// With mask 3, steps 0 and 4 prefetch the lines of token 0, steps 8 and 12 those of token 1.
 // Prefetching all lines at once would delay the product's own loads.
 typedef struct {
     const uint8_t *weights;
@@ -71,21 +72,23 @@ static inline void prefetch(Prefetch *p, int step) {
     p->weights += p->step;
     if (step & p->mask) return;
     __builtin_prefetch(p->out, 1); // 1: for writing
-    // the bit above the mask is set at every second line, which is the last of its token
+    // the bit above the mask is 0 at a token's first line and 1 at its second
     p->out += step & (p->mask + 1) ? 64 + p->gap : 64;
 }
 
 // The operands of TypeKernels.product and Kernels.pairs_product, which multiply T tokens with rows
 // of tiles.
 typedef struct {
-    float *y; // (T, 2 TILE), with unused columns if tile_rows is 1; (tile_rows TILE,) if T is 1
+    // If T is 1: (tile_rows * TILE,). Else (T, 2 * TILE), where the second TILE columns are unused
+    // if tile_rows is 1
+    float *y;
     const uint8_t *tiles;
     int tile_rows; // 1 or 2; any number if T is 1
-    // Quantised types: Block (T, cols / 32). F32 and BF16: a panel, which is float (cols, T).
-    // `pairs_product`: pairs of columns in BF16 (cols / 2 rounded up, T, 2)
+    // Quantised types: Block (T, cols / 32). F32 and BF16: a panel of floats (cols, T).
+    // `pairs_product`: a panel of pairs of columns in BF16 (cols / 2 rounded up, T, 2)
     const void *x;
     int cols;
-    // Quantised types: any. Panel: 1, 2, 4, 8 or Kernels.tokens; if of pairs, at least 4
+    // Blocks: any number. Panels: 1, 2, 4, 8 or Kernels.tokens; for `pairs_product` at least 4
     int T;
     bool unpacked; // tiles were made by TypeKernels.unpack
     Prefetch prefetch;
@@ -114,8 +117,8 @@ typedef struct {
 // queries with keys (a row is a position, a column a dimension of the head), then probabilities
 // with values (a row is a dimension, a column a position).
 typedef struct {
-    float *y;       // (queries, y_stride): the product with row r of tile i is in column TILE i + r
-    const void *w;  // row r, column c of tile i is w[next i + column c + r]
+    float *y; // (queries, y_stride): the product with row r of tile i is in column i * TILE + r
+    const void *w;  // row r, column c of tile i is w[i * next + c * column + r]
     const float *x; // (cols, queries)
     // in numbers: between the rows of y, between tiles of w, between columns of a tile of w
     size_t y_stride, next, column;
@@ -140,8 +143,8 @@ typedef struct {
     void (*unpack)(uint8_t *out, const uint8_t *tiles, int n);
 } TypeKernels;
 
-// For one of the TILE rows: 256 bytes and 16 floats. The floats are 8 scales and 8 minima (Q4_K,
-// Q5_K) or 16 scales (Q6_K).
+// Bytes of an unpacked tile. Each of its TILE rows has 256 bytes and 16 floats: 8 scales and 8
+// minima (Q4_K, Q5_K) or 16 scales (Q6_K).
 enum { UNPACKED = 5120 };
 
 // The kernels of one instruction set.
@@ -150,7 +153,8 @@ typedef struct {
     // Returns whether this machine has the instruction set; NULL if the kernels were not compiled,
     // because the architecture or the compiler lacks it
     bool (*supported)(void);
-    // Max tokens of a panel. If 1, the kernels have no tiles, and a panel is a row of activations
+    // Max tokens of a panel. If 1, the kernels have no tiles: weights are multiplied by `dot`, and
+    // a panel (cols, 1) is just a row of activations
     int tokens;
     int queries; // queries of a panel in PanelProduct
     TypeKernels types[BF16 + 1];
@@ -167,7 +171,7 @@ typedef struct {
     // from (i, i + head_dim / 2)
     void (*rotate)(float *x, const float *rotation, int head_dim);
     void (*rotate_halves)(float *x, const float *rotation, int head_dim);
-    float (*largest)(const float *x, int n); // NaN if an x is NaN or infinite
+    float (*largest)(const float *x, int n); // largest x (signed); NaN if one is NaN or infinite
     // x (n,) = exp((x - max) * scale); returns the sum of the new x
     float (*exponentials)(float *x, float max, float scale, int n);
     void (*multiply)(float *x, const float *y, int n); // x (n,) *= y

@@ -7,12 +7,12 @@
 //   Floats               a vector of LANES floats
 //   Ints                 a vector of LANES int32, or of 4 LANES bytes
 //   TILE_ROWS            rows of tiles that a product computes at once, 1 or 2
-//   TOKENS               tokens that a product of floats computes at once: the most for which the
-//                        sums and the weights of TILE_ROWS rows of tiles fit in registers
+//   TOKENS               max tokens that a product of floats computes at once: their sums must fit
+//                        in registers, beside the weights of TILE_ROWS rows of tiles
 //   BLOCK_TOKENS         the same for a product of Blocks, which also has integer sums
 //   LOAD, LOAD_F16, LOAD_BF16, LOAD_8 (from int8), STORE, STORE_F16, SET, ADD, MUL, DIV, MAX, MIN,
-//                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX and MIN return NaN if the
-//                        second operand is NaN; if only the first is, NaN or the second operand
+//                        FMA (a * b + c), SUM (of the lanes), ROUND. MAX(a, b) and MIN(a, b) are
+//                        NaN if b is NaN; if only a is NaN, they are NaN or b, depending on the ISA
 //   LARGEST(v)           the largest lane, any value if one is NaN
 //   SWAP(v)              exchanges the lanes of each pair
 //   POW2(n)              2^n for integers n from -126 to 127
@@ -27,14 +27,16 @@
 //   DOT_SMALL(c, w, x)   the same for w from 0 to 63
 //   AND_15, SHIFT_4      the low, the high nibble of each byte
 //   HALF(h)              a half as float
-//   Partial              a vector of floats, any number of lanes, that dot products of one token
-//                        sum in; PARTIAL_SET, PARTIAL_FMA, PARTIAL_SUM(a, b) (of all lanes)
-// For dot products of 32 weights in the order of the file with Block x, each a Partial:
+//   Partial              a vector of floats with any number of lanes, which accumulates a dot
+//                        product of one token; PARTIAL_SET(x), PARTIAL_FMA(a, b, c),
+//                        PARTIAL_SUM(a, b) (the sum of all lanes of a and b)
+// For dot products of 32 weights in the order of the file with Block x. Each returns a Partial:
 //   block_q8(q, x), block_q4(q, x)  the products with the bytes q of one block, without scales
 //   add_small(sum, q, x, a, b)  sum + a * (products of bytes 0..15 of q) + b * (products of bytes
 //                        16..31); q from 0 to 63
-//   add_nibbles(sum, q, fifth, x, a)  sum + a * (products of 32 numbers): the low nibbles of
-//                        q (16,), then the high nibbles; bit i of `fifth` is bit 4 of number i
+//   add_nibbles(sum, q, fifth, x, a)  sum + a * (products of 32 numbers). Numbers 0..15 are the
+//                        low nibbles of the bytes q (16,), numbers 16..31 the high nibbles; bit i
+//                        of `fifth` is bit 4 of number i (all 0 for Q4_1)
 // For packing, four words of 4 bytes:
 //   Quad, LOAD_QUAD, STORE_QUAD, SET_QUAD, XOR_QUAD, LOW_32(a, b) = a0 b0 a1 b1,
 //                        HIGH_32 = a2 b2 a3 b3
@@ -65,8 +67,8 @@ INLINE Floats load(Type type, const void *w, size_t i) {
     return LOAD((const float *)w + i);
 }
 
-// Loads the last `left` < LANES numbers of w (F32, F16 or BF16), from number i on. The other lanes
-// are zero.
+// Loads numbers i to i + left - 1 of w (F32, F16 or BF16), where left < LANES. The other lanes are
+// zero.
 INLINE Floats load_tail(Type type, const void *w, size_t i, int left) {
     float tail[LANES] = {0}; // LANES numbers of the largest type
     size_t size = type == F32 ? 4 : 2;
@@ -121,7 +123,7 @@ K_KERNELS(q6_k, Q6_K)
 #define KERNELS_OF(name) {dot_##name, pack_##name, product_##name, NULL}
 #define K_KERNELS_OF(name) {dot_##name, pack_##name, product_##name, unpack_##name}
 
-// F16 has no tiles: its weights are multiplied as F32.
+// F16 has no tiles: its weights are multiplied as F32. PANEL is defined in simd_attention.h.
 #define SIMD_KERNELS \
     .tokens = TOKENS, .queries = PANEL, \
     .types = {[F32] = {dot_f32, pack_words, product_f32, NULL}, [F16] = {.dot = dot_f16}, \

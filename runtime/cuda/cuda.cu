@@ -26,10 +26,10 @@ static float *cuda_alloc(Backend *b, size_t n) {
 
 static void cuda_close(Backend *b) {
     Cuda *c = (Cuda *)b;
-    for (auto &with_same_T : c->recordings)
-        for (Recording &r : with_same_T)
+    for (auto &same_token_count : c->recordings)
+        for (Recording &r : same_token_count)
             if (r.exec) CUDA(cudaGraphExecDestroy(r.exec));
-    if (c->pinned) CUDA(cudaHostUnregister(c->pinned));
+    if (c->pinned) CUDA(cudaHostUnregister(c->pinned)); // the caller's logits
     for (void *block : *c->blocks) CUDA(cudaFree(block));
     // The model outlives the backend, so its matrices point to the host's weights again.
     for (const UploadedMat &m : *c->uploaded) *m.mat = m.original;
@@ -77,7 +77,8 @@ static const char *find_device(Cuda *c, llamac_error *error) {
 // Memory
 
 // Returns how many floats c->partials needs. It holds the partial softmaxes of attention (see
-// partials_at) or, at other times, two partial sums of tiles for each block (see partial_of).
+// partials_at) or, at other times, two partial sums of tiles for each block of matmul_tensor (see
+// partial_of), which has at most one block per multiprocessor.
 static size_t count_partials(const Cuda *c) {
     const TileShape &largest = TILE_SHAPES[0];
     size_t attention = (size_t)c->config.n_heads * c->splits * (2 + MAX_HEAD_DIM);
@@ -89,17 +90,20 @@ template <typename T> static bool allocate_array(Cuda *c, T **p, size_t n) {
     return (*p = (T *)allocate(c, n * sizeof(T)));
 }
 
-enum { KERNEL_CODE_BYTES = 32 << 20 }; // the driver loads kernels when they are first called
+// Memory left free for the kernels' code, which the driver loads when they are first called.
+enum { KERNEL_CODE_BYTES = 32 << 20 };
 
-// Allocates the device memory of the session, except open_token's vectors, and what forward asks
-// cuda_alloc for. The check for enough free memory includes both. Returns NULL or an error message.
+// Allocates the session's device memory. Two parts are allocated later, but counted here when the
+// free memory is checked: open_token's vectors, and those of forward (by cuda_alloc). Returns NULL
+// or an error message.
 static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
     const Config *config = &c->config;
     size_t positions = c->cache.positions, rows = std::min<size_t>(CHUNK, positions);
     size_t dim = config->dim, hidden_dim = config->hidden_dim;
     size_t q_dim = config->q_dim, kv_dim = config->kv_dim, vocab_size = config->vocab_size;
     size_t half_x = CHUNK * std::max(std::max(dim, hidden_dim), q_dim);
-    // attention_one has a counter for each head; matmul_tensor needs one for each block.
+    // attention_one has a counter for each head, matmul_tensor one for each block. The latter has
+    // at most one block per multiprocessor, so half of 2 * multiprocessors would suffice for it.
     size_t n_counters = std::max(config->n_heads, 2 * c->multiprocessors);
     // bytes of the keys of all layers; the values need as many
     size_t keys_bytes = (c->float_cache ? sizeof(float) : sizeof(__half)) * config->n_layers
@@ -109,11 +113,11 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
         MatBytes bytes = aligned_bytes_of(m);
         c->values_bytes += bytes.values, c->weights_bytes += bytes.values + bytes.scales;
     }
-    // y, q, k, v, h and h2 here; forward's x (rows, dim) and attention_out (rows, q_dim)
+    // y, q, k, v, h and h2, allocated below; forward's x (rows, dim), attention_out (rows, q_dim)
     size_t activations = sizeof(float) * rows * (2 * dim + 2 * q_dim + 2 * kv_dim + 2 * hidden_dim);
     activations += sizeof(float) * (rows * vocab_size + count_partials(c));
     activations += 2 * sizeof(__half) * half_x;
-    // the rotation; open_token's x, q, attention_out and h
+    // the rotation (head_dim / 2 pairs for each position); open_token's x, q, attention_out and h
     activations += sizeof(float) * (positions * config->head_dim + 3 * dim + hidden_dim);
     double needed = (double)c->weights_bytes + 2.0 * keys_bytes + activations + KERNEL_CODE_BYTES;
 
@@ -138,7 +142,8 @@ static const char *allocate_all(Cuda *c, Weights *w, llamac_error *e) {
                       "%.2f), %.2f are free; ask for fewer tokens with -n, or for --device=cpu",
                       needed / gib, c->weights_bytes / gib, 2 * keys_bytes / gib, free_bytes / gib);
     }
-    CUDA(cudaMemset(c->cache.keys, 0, keys_bytes)); // attention reads up to width
+    // Attention also reads the padding from head_dim to cache.width, which is never written.
+    CUDA(cudaMemset(c->cache.keys, 0, keys_bytes));
     CUDA(cudaMemset(c->cache.values, 0, keys_bytes));
     CUDA(cudaMemset(c->counters, 0, sizeof(unsigned) * n_counters));
     return NULL;
@@ -174,6 +179,7 @@ static Cache plan_cache(const Config *config, int positions) {
     cache.positions = positions;
     cache.width = (config->head_dim + 7) / 8 * 8; // 8 halves are a 16-byte load
     cache.n_heads = config->n_heads, cache.n_kv_heads = config->n_kv_heads;
+    // rope_halves: RoPE's pairs are (i, i + head_dim / 2); else (2i, 2i + 1)
     cache.head_dim = config->head_dim, cache.rope_halves = config->rope_halves;
     return cache;
 }
@@ -200,13 +206,15 @@ const char *llamac_cuda_open(Backend **backend, Model *model, int positions, lla
     c->config = model->config;
     c->float_cache = model->weights.layers[0].wk.type == F32;
     c->cache = plan_cache(&model->config, positions);
-    // A split has 256 positions, a tile of 32 for each of a block's 8 warps, until there are 16.
+    // Attention of one token divides a head's positions into up to 16 splits, one per block. Each
+    // has up to 256 positions (32 for each of a block's 8 warps), or more in contexts beyond 4096.
     c->splits = std::min((positions + 255) / 256, 16);
     wrong = find_device(c, e);
     if (!wrong) wrong = open_memory(c, model, e);
     if (wrong) return cuda_close(&c->ops), wrong;
 
-    // The first launch of a kernel loads its code, which is not possible during a recording.
+    // try_recording records a launch of convert. A kernel's first launch loads its code, which is
+    // not possible during a recording, so convert is launched once before.
     launch(c, convert, 1, 256, 0, c->half_x, c->partials, 1);
     c->can_record = try_recording(c);
     open_token(c, &model->weights);
