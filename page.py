@@ -1,12 +1,12 @@
 """
-The page: start, follow and compare trainings, look into models and talk to them, in a browser.
+Serve a web page to start, follow and compare trainings, look inside models and talk to them.
 
-    python page.py                    the runs in out; open the address that it prints
-    python page.py RUNS --port=9000   the runs in another folder, on another port
-    ssh -L 8765:localhost:8765 HOST   then the same address here, for a page on another machine
+    python page.py                    show the runs in out/; open the address that it prints
+    python page.py RUNS --port=9000   show the runs in another folder, on another port
+    ssh -L 8765:localhost:8765 HOST   make the address of a page on HOST work on this machine
 
-The page reads the runs' folders and needs no account. The trainings it starts are processes of
-their own: they go on when the page ends, and the next page finds them. Keep the address private:
+The page reads the runs' folders and needs no account. It starts each training as a separate
+process, which continues when the page ends and which the next page finds. Keep the address private:
 whoever has it can start programs and read files as you.
 """
 import importlib.util
@@ -26,7 +26,8 @@ from page.system import system
 from page.talk import Talk, model_files
 
 runs = "out"         # folder of runs
-host = "127.0.0.1"   # address to listen on: this machine alone; 0.0.0.0: all networks, unencrypted
+host = "127.0.0.1"   # address to listen on; 127.0.0.1 serves this machine alone; 0.0.0.0 serves all
+                     # networks, unencrypted
 port = 8765          # port to listen on; 0: any free port
 
 
@@ -34,31 +35,35 @@ def routes():
     """Return all routes of the page. End the program if the page can't be served."""
     if os.path.exists(runs) and not os.path.isdir(runs):
         fail(f"{runs}: is not a folder; expected a folder of runs")
-    found = Runs(runs)
-    found.search()  # now, so that the first request need not wait for it
+    all_runs = Runs(runs)
+    all_runs.search()  # so that the first request does not wait for it
     try:
-        jobs = Jobs(found)
+        jobs = Jobs(all_runs)
     except BlockingIOError:
         fail(f"another page serves {runs}; open its address, or end it first")
     except OSError as e:
-        fail(f"{e.filename or found.state}: cannot be read or written ({e.strerror}); the page "
+        fail(f"{e.filename or all_runs.state}: cannot be read or written ({e.strerror}); the page "
              f"keeps its queue and notes there: set XDG_STATE_HOME to a folder of your own")
+    # Earlier versions kept the queue here. It may be another person's, if they made the folder.
     foreign = Path(runs, ".page/jobs.json")
     if os.path.lexists(foreign):
         print(f"note: {foreign} is ignored: a queue in a folder of runs is not started; your queue "
-              f"is in {found.state}", file=sys.stderr)
-    apis = (RunApi(found, lambda: jobs.list() | {"system": system()}), jobs,
-            Talk(lambda: model_files(found)), Inside(found))
-    own = file_routes(Path(__file__).with_name("page")) | {"GET /bokeh.js": bokeh_route()}
-    return own | {route: handler for api in apis for route, handler in api.routes().items()}
+              f"is in {all_runs.state}", file=sys.stderr)
+    apis = (RunApi(all_runs, lambda: jobs.list() | {"system": system()}), jobs,
+            Talk(lambda: model_files(all_runs)), Inside(all_runs))
+    found = file_routes(Path(__file__).with_name("page")) | {"GET /bokeh.js": bokeh_route()}
+    for api in apis:
+        found |= api.routes()
+    return found
 
 
 def bokeh_route():
-    """Return the handler that sends Bokeh, or an empty script if it is not installed."""
+    """Return the handler that sends Bokeh's script, or an empty one if Bokeh is not installed."""
     package = importlib.util.find_spec("bokeh")
-    path = Path(package.origin).parent / "server/static/js/bokeh.min.js" if package else Path()
-    if path.is_file():
-        return file_route(path, **{"Cache-Control": "private, max-age=3600"})
+    if package:
+        path = Path(package.origin).parent / "server/static/js/bokeh.min.js"
+        if path.is_file():
+            return file_route(path, **{"Cache-Control": "private, max-age=3600"})
     return lambda request: Response("", kind="text/javascript")
 
 
@@ -70,7 +75,7 @@ def main():
     if not is_loopback(host):
         print("warning: other machines can reach this page, and nothing is encrypted; ssh -L is "
               "safer", file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the page like Ctrl-C
     print(f"page: {server.url()}", flush=True)
     try:
         server.serve_forever()

@@ -1,18 +1,19 @@
 """
-The page. page.py joins its parts; a part may import those above it.
+The modules of the page, which page.py joins. Each may import the ones above it in this list.
 
-    server     HTTP for one user: routes, token, limits
-    programs   programs whose output a request waits for
-    system     the load of this machine
-    state      the user's folder: queue, notes
-    locks      which trainers and jobs are alive
-    command    from the form to the command line of train.py or sweep.py
-    runs       the runs below a folder, read as they grow
+    server     HTTP server for one user: routes, token, limits
+    programs   runs programs whose output a request waits for
+    system     measures the load of this machine
+    state      the folder where the page keeps the user's queue and notes
+    locks      finds out which trainers and jobs are alive
+    command    turns a form into a command line of train.py or sweep.py
+    runs       finds the runs below a folder, and reads them as they grow
     run_api    routes about runs: table, curves, live events
     jobs       the queue of trainings
-    talk       models behind OpenAI's API
-    inside     what a checkpoint computes for a text
+    talk       answers from models through OpenAI's API
+    inside     computes what happens inside a checkpoint for a text
 
-In the browser: app.js is the frame; compare.js (Runs), follow.js (one run), start.js, talk.js and
-inside.js (with look.js) each draw a view with dom.js and charts.js. zh.json has the Chinese texts.
+In the browser, app.js chooses the view. Each view has a file, which draws with dom.js and
+charts.js: compare.js (Runs), follow.js (one run), start.js, talk.js, and inside.js with look.js.
+zh.json holds the Chinese texts.
 """

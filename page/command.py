@@ -1,8 +1,8 @@
 """
-Command lines of trainings and sweeps: from the page's form to arguments, which run without a shell.
+Turn the page's forms into commands of train.py and sweep.py, which run without a shell.
 
-The page passes knobs of train.py and nothing else. Their values are the user's: whoever knows the
-token may read what the user may read.
+A form can set knobs of train.py and nothing else, but any value is allowed, such as any path:
+whoever knows the token may read what the user may read.
 """
 import hashlib
 import json
@@ -20,11 +20,11 @@ TRAIN = HOME / "train.py"
 
 class Command(NamedTuple):
     program: str     # train.py or sweep.py
-    arguments: list  # of texts
-    out_dir: str     # the folder of the run or of the sweep's trials; auto: train.py decides
+    arguments: list  # of str
+    out_dir: str     # the folder of the run or of the sweep's trials; auto: train.py chooses it
 
     def line(self):
-        """Return what a user types in a terminal for the same."""
+        """Return the command as a user types it in a terminal."""
         return shlex.join(["python", os.path.relpath(HOME / self.program), *self.arguments])
 
 
@@ -34,7 +34,8 @@ def refuse(message):
 
 def typed(knobs, source="--{}"):
     """
-    Return {knob: value}, each value in the type of its knob. Raises ValueError.
+    Return {knob: value} with each value converted to the type of its knob. Raises ValueError for an
+    unknown knob or a value that does not fit.
 
     source: where the values come from, for error messages; {} is replaced by the knob's name.
     """
@@ -53,7 +54,7 @@ def typed(knobs, source="--{}"):
 
 
 def presets():
-    """Return ({file name: {knob: value}} of the presets in config/, [why others can't be used])."""
+    """Return ({file name: {knob: value}} of the presets in config/, [errors of the others])."""
     found, errors = {}, []
     for path in sorted((HOME / "config").glob("*.py")):
         try:
@@ -67,7 +68,7 @@ def presets():
 
 
 def preset_knobs(preset):
-    """Return {knob: value} of a preset, {} for "". Raises ValueError."""
+    """Return {knob: value} of a preset, or {} for the name "". Raises ValueError."""
     found = presets()[0] | {"": {}}
     if preset not in found:
         refuse(f"there is no preset {preset!r} that can be used")
@@ -82,7 +83,7 @@ def train_arguments(knobs, preset=""):
 
 
 def object_in(form, name):
-    """Return the object form[name], {} if there is none. Raises ValueError."""
+    """Return the dict form[name], or {} if it is missing or empty. Raises ValueError."""
     found = form.get(name) or {}
     if not isinstance(found, dict):
         refuse(f"{name} is not a JSON object")
@@ -93,7 +94,8 @@ def from_form(form, runs):
     """
     Return the Command for a form {"knobs", "preset", "resume", "sweep"}. Raises ValueError.
 
-    resume: the name of a run to continue; sweep: {"parameters", "method", "count"}, or nothing.
+    resume: name of the run to continue; sweep: {"parameters", "method", "count"}; each may be
+    missing.
     """
     knobs, sweep = object_in(form, "knobs"), object_in(form, "sweep")
     if form.get("resume"):
@@ -108,12 +110,17 @@ def from_form(form, runs):
 
 
 def sweep_command(knobs, preset, sweep, runs):
-    """Write the file of a sweep into the page's state, and return the Command that runs it."""
+    """
+    Write the file of a sweep into the page's state folder, and return the Command that runs it.
+    Raises ValueError, and OSError if the file can't be written.
+    """
     parameters = object_in(sweep, "parameters")
     for name in parameters:
         spec = object_in(parameters, name)
         values = spec.get("values", [spec.get("min"), spec.get("max")])
-        for value in values if isinstance(values, list) and values else [None]:
+        if not isinstance(values, list) or not values:
+            values = [None]  # has no valid value: typed() refuses it for a number
+        for value in values:
             typed({name: value})
     knobs = typed(knobs)
     out_dir = knobs.get("out_dir", "")
@@ -127,23 +134,29 @@ def sweep_command(knobs, preset, sweep, runs):
                "metric": {"name": "loss/val", "goal": "minimize"},
                "parameters": {name: {"value": value} for name, value in fixed.items()} | parameters}
     text = json.dumps(content, indent=1)
-    # Named by its content, so that a sweep that waits in the queue keeps its file.
+    # The name has a hash of the content: no later sweep overwrites the file of one in the queue.
     name = f"sweep-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     path = runs.state / f"{name}.json"
     write_atomic(path, text)
     out_dir = out_dir or str(runs.root / name)
-    arguments = [str(path), f"--out_dir={out_dir}"] + [f"--count={count}"] * (count > 0)
+    arguments = [str(path), f"--out_dir={out_dir}"]
+    if count:  # 0: sweep.py chooses the number of trials
+        arguments.append(f"--count={count}")
     return Command("sweep.py", arguments, out_dir)
 
 
 def check_arguments(job, folder):
-    """Raise ValueError for a stored job that no form produces. folder: the page's state."""
+    """
+    Raise ValueError for a job of jobs.json with arguments that from_form() never returns. folder:
+    the page's state folder.
+    """
     is_sweep = job["program"] == "sweep.py"
     first, *rest = job["arguments"] or [""]
     if is_sweep and first not in map(str, folder.glob("sweep-*.json")):
         refuse(f"{first}: expected the file of a sweep that the page has written")
-    names = [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]
-    if not is_sweep and first not in names:
+    # A training may begin with a preset, as a path from the folder where the job was queued.
+    paths = [os.path.relpath(HOME / "config" / name, job.get("folder")) for name in presets()[0]]
+    if not is_sweep and first not in paths:
         rest = job["arguments"]
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
