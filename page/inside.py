@@ -1,8 +1,8 @@
 """
-Look inside: what a checkpoint computes for a text.
+The view "Look inside": what a checkpoint computes for a text.
 
-It is computed in a process of its own, which ends with its result, so that neither PyTorch's memory
-nor a broken checkpoint stays with the page. sample.py writes the same view as a file.
+A separate process computes it and then exits, so that the page neither keeps PyTorch in memory nor
+crashes on a broken checkpoint. sample.py writes the same view to a file.
 """
 import json
 import re
@@ -14,9 +14,10 @@ from page.programs import ClientGone, OneAtATime
 from page.server import Response, as_download
 from page.talk import model_files
 
-MAX_SECONDS = 120
+MAX_SECONDS = 120  # time limit of the process
 MAX_TEXT = 20_000  # characters
 FOLDER = Path(__file__).parent
+# Template of the file to save, which needs no server and no other file.
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <meta http-equiv="Content-Security-Policy"
@@ -30,11 +31,14 @@ draw(document.getElementById("main"), data)</script>
 
 
 def html(data):
-    """Return an HTML file with the view and its data. `<` is escaped, so no text ends it."""
+    """
+    Return an HTML file with the view and its data. data: what inside.describe() returns; each `<`
+    in it is escaped, so that no text can close the script element.
+    """
     style, dom, look = ((FOLDER / name).read_text(encoding="utf-8")
                         for name in ("style.css", "dom.js", "look.js"))
     data = json.dumps(data).replace("<", "\\u003c")
-    view = dom + re.sub(r"^import .*\n", "", look, flags=re.M)
+    view = dom + re.sub(r"^import .*\n", "", look, flags=re.M)  # its one import is dom.js
     return PAGE.format(style=style, view=view, data=data)
 
 
@@ -50,7 +54,7 @@ class Inside:
                 "POST /api/inside.html": self.file}
 
     def paths(self):
-        """Return {name: path} of all that can be looked into."""
+        """Return {name: path} of the model files and checkpoints of all runs."""
         found = model_files(self.runs)
         for name, run in list(self.runs.runs.items()):
             steps = sorted(Path(run.folder, "checkpoints").glob("step_*[0-9]"))
@@ -61,7 +65,10 @@ class Inside:
         return {"models": list(self.paths())}
 
     def data(self, request):
-        """Return the JSON of engine/debug/inside.py for {"model", "text"}. Raises ValueError."""
+        """
+        Return what engine/debug/inside.py describes for the request {"model", "text"}, as JSON in
+        bytes. Raises ValueError.
+        """
         body, paths = request.json(), self.paths()
         name, text = body.get("model"), body.get("text")
         if not isinstance(name, str) or name not in paths:
@@ -70,7 +77,7 @@ class Inside:
             raise ValueError(f"expected a text of at most {MAX_TEXT} characters")
         command = ["-m", "page.inside", str(paths[name].resolve()), name]
         try:
-            code, found, printed = self.programs.run(
+            code, found, stderr = self.programs.run(
                 command, MAX_SECONDS, request.gone, data=text.encode("utf-8", "replace"),
                 stderr=subprocess.PIPE, cwd=FOLDER.parent)
         except subprocess.TimeoutExpired as e:
@@ -78,7 +85,7 @@ class Inside:
         except ClientGone as e:
             raise ValueError("the client has closed the connection") from e
         if code:
-            lines = printed.decode(errors="replace").splitlines() or ["the process was killed"]
+            lines = stderr.decode(errors="replace").splitlines() or ["the process was killed"]
             raise ValueError(lines[-1].removeprefix("error: "))
         return found
 
@@ -91,7 +98,7 @@ class Inside:
 
 
 def main(path, name):
-    """Run as the process: read the text from stdin, write the JSON to stdout."""
+    """Run in the separate process: read the text from stdin, and print the JSON to stdout."""
     from engine.debug import inside
     from engine.training.load import load_model
     text = sys.stdin.buffer.read().decode("utf-8", "replace")

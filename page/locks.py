@@ -1,4 +1,4 @@
-"""Locks on files, which show which processes are alive: trainers, and jobs of the page."""
+"""Find out which trainers and jobs of the page are alive: each holds a lock on a file."""
 import fcntl
 import socket
 from pathlib import Path
@@ -9,13 +9,12 @@ from engine.untrusted import open_untrusted, read_json
 def lock_holders():
     """
     Return {inode: [process id]} of the locked files of this machine, from Linux's /proc/locks.
-
-    Return None on systems that have no such list.
+    Return None on other systems.
     """
     holders = {}
     try:
         for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
-            words = line.split()
+            words = line.split()  # 1: FLOCK ADVISORY WRITE <pid> <major>:<minor>:<inode> 0 EOF
             if words[1] == "FLOCK":
                 inode = int(words[5].split(":")[2])
                 holders.setdefault(inode, []).append(int(words[4]))
@@ -25,7 +24,7 @@ def lock_holders():
 
 
 def is_locked(path):
-    """Return whether a process holds the lock on a file."""
+    """Return whether a process holds the lock on a file; False if the file can't be opened."""
     try:
         with open_untrusted(path) as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -38,19 +37,23 @@ def is_locked(path):
 
 def trainer_pid(folder, holders):
     """
-    Return the id of the process that trains in a folder, or None. holders: of lock_holders().
+    Return the id of the process that trains in a folder on this machine, or None. holders: what
+    lock_holders() has returned.
 
-    A trainer writes its process id into trainer.json and holds the lock on that file.
+    A trainer writes its process id into trainer.json and holds the lock on that file. Both must
+    agree, because the caller may stop this process, and anyone may have written the file.
     """
     path = folder / "trainer.json"
     try:
         if path.is_symlink():  # possibly to another run's file, whose trainer would be stopped
             return None
+        # Processes with a lock on a file of this inode; None: unknown, so the lock is tried.
         pids = None if holders is None else holders.get(path.stat().st_ino, [])
         if pids == [] or pids is None and not is_locked(path):
             return None
         found = read_json(path)
         pid = int(found["pid"])
+        # kill() of 0 or a negative number would reach a group of processes.
         if found["host"] != socket.gethostname()[:64] or pid <= 1:
             return None
         return pid if pids is None or pid in pids else None

@@ -1,6 +1,7 @@
 """
-Programs whose output a request waits for. Programs of one kind run one at a time. A program is
-terminated when its time is over, when its client closes the connection, or when the page ends.
+Run programs whose output a request waits for, one at a time for each instance of OneAtATime. A
+program is terminated at its time limit, when its client closes the connection, or when the page
+ends.
 """
 import contextlib
 import subprocess
@@ -24,11 +25,12 @@ class OneAtATime:
 
     def run(self, arguments, seconds, gone=lambda: False, **options):
         """
-        Run Python with these arguments and return (exit code, stdout, stderr).
+        Run Python with these arguments and return (exit code, stdout, stderr), the latter two in
+        bytes. stderr is None unless options pipe it.
 
-        gone(): whether the client has closed the connection. options: `data`, the bytes of stdin,
-        and arguments of Popen. Raises ClientGone, and subprocess.TimeoutExpired after `seconds`;
-        the time spent waiting for other programs does not count.
+        gone(): returns whether the client has closed the connection. options: `data`, the bytes of
+        stdin, and arguments of Popen. Raises ClientGone, and subprocess.TimeoutExpired after
+        `seconds`; the time spent waiting for other programs does not count.
         """
         while not self.lock.acquire(timeout=0.2):
             if gone():
@@ -41,7 +43,7 @@ class OneAtATime:
 
 def run_now(arguments, seconds, gone, data=b"", **options):
     """Run a program as OneAtATime.run() describes, without waiting for others."""
-    # A file, because communicate() with a timeout may not send all of a long text.
+    # stdin is a file: communicate() with a timeout may not send all of a long text through a pipe.
     with tempfile.TemporaryFile() as stdin:
         stdin.write(data)
         stdin.seek(0)

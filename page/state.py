@@ -1,7 +1,7 @@
 """
-What the page keeps for its user: the queue, and the notes, tags and colours of runs.
+The state folder: where the page keeps its user's queue, and the notes, tags and colours of runs.
 
-It is kept outside the folder of runs, since a folder of runs may come from anyone.
+It is outside the folder of runs, because a folder of runs may come from another person.
 """
 import contextlib
 import errno
@@ -15,12 +15,12 @@ from engine.files import write_atomic
 from engine.untrusted import read_json, reason
 
 MAX_NOTES = 1 << 26  # bytes of notes.json
-MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of what a user notes of a run
+MAX_LENGTHS = {"notes": 5000, "tags": 5000, "color": 7}  # characters of each field, for one run
 COLOR = re.compile("#[0-9a-f]{6}")
 
 
 def state_folder(root):
-    """Return the user's folder of the state for a folder of runs. It may not exist yet."""
+    """Return the path of the state folder for a folder of runs. It may not exist yet."""
     base = os.environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.local/state")
@@ -29,14 +29,14 @@ def state_folder(root):
 
 
 def make_state_folder(folder):
-    """Create the folder if it does not exist. Raises OSError, also if another user owns it."""
+    """Create a state folder if it does not exist. Raises OSError, also if another user owns it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(folder))
 
 
 def read_notes(path):
-    """Return {run: {"notes", "tags", "color": text}} of a notes.json."""
+    """Return {run: {"notes", "tags", "color": text}} of a notes.json, {} if it can't be read."""
     kept = {}
     with contextlib.suppress(OSError, ValueError, MemoryError):
         kept = read_json(path, MAX_NOTES)
@@ -44,7 +44,7 @@ def read_notes(path):
 
 
 def cut(notes):
-    """Return the notes of a run without unknown fields, wrong values and excess characters."""
+    """Return a run's notes without unknown fields and invalid values, texts cut to MAX_LENGTHS."""
     texts = {name: notes[name][:length] for name, length in MAX_LENGTHS.items()
              if isinstance(notes.get(name), str)}
     if not COLOR.fullmatch(texts.get("color", "#000000")):
@@ -54,8 +54,8 @@ def cut(notes):
 
 def write_notes(folder, notes):
     """
-    Write the notes of all runs. Raises OSError, and ValueError if the present notes can't be read:
-    they would be lost.
+    Replace notes.json by the notes of all runs. Raises OSError, and ValueError if the present file
+    can't be read: replacing it would lose notes.
     """
     make_state_folder(folder)
     path = folder / "notes.json"

@@ -1,17 +1,21 @@
-"""The load of this machine: processors, memory, GPUs. The first two are known on Linux alone."""
+"""Measure the load of this machine: processors, memory, GPUs. The first two need Linux's /proc."""
 import shutil
 import subprocess
 import time
 from pathlib import Path
 
-INTERVAL = 2  # seconds between two measurements, however many clients ask
-last = {"time": 0.0, "ticks": (0, 0), "load": {}}  # the latest measurement
+INTERVAL = 2  # min seconds between two measurements, however many clients ask
+# The latest measurement. ticks: processor time (total, idle) since the machine started.
+last = {"time": 0.0, "ticks": (0, 0), "load": {}}
 QUERY = ["nvidia-smi", "--query-gpu=name,utilization.gpu,memory.used,memory.total",
          "--format=csv,noheader,nounits"]
 
 
 def system():
-    """Return {"cpu": percent, "memory": [used, total] in GiB, "gpus": rows of gpus()}."""
+    """
+    Return {"cpu": percent, "memory": [used, total] in GiB, "gpus": rows of gpus()}; "cpu" and
+    "memory" are missing if they can't be read.
+    """
     if time.monotonic() - last["time"] < INTERVAL:
         return last["load"]
     last["time"] = time.monotonic()
@@ -28,6 +32,7 @@ def system():
 def cpu():
     """Return the percentage of processor time used since the previous call, from /proc/stat."""
     first_line = Path("/proc/stat").read_text(encoding="utf-8").split("\n")[0]
+    # user, nice, system, idle, iowait, irq, softirq, steal
     ticks = [int(word) for word in first_line.split()[1:9]]
     total, idle = sum(ticks), ticks[3] + ticks[4]
     (total_before, idle_before), last["ticks"] = last["ticks"], (total, idle)
